@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         StepCorrupted as StepCorrupted,
         UntrustedPickle as UntrustedPickle,
     )
-    from nbaccel.launch.functions import (
+    from nbaccel.launch.api import (
         Run as Run,
         debug_launcher as debug_launcher,
         launch as launch,
@@ -50,32 +50,32 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
     from nbaccel.settings import RunSettings as RunSettings
     from nbaccel.tracking import GeneralTracker as GeneralTracker
     from nbaccel.train.accelerator import Accelerator as Accelerator
-    from nbaccel.train.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from nbaccel.train.checkpoint.directory import ProjectConfiguration as ProjectConfiguration
     from nbaccel.train.data import (
         DataLoaderConfiguration as DataLoaderConfiguration,
         batches_by_length as batches_by_length,
         skip_first_batches as skip_first_batches,
     )
-    from nbaccel.train.distributed_type import DistributedType as DistributedType
-    from nbaccel.train.executable import find_executable_batch_size as find_executable_batch_size
-    from nbaccel.train.handlers import (
+    from nbaccel.train.distributed.partial_state import (
+        AcceleratorState as AcceleratorState,
+        PartialState as PartialState,
+    )
+    from nbaccel.train.distributed.process_control import DistributedType as DistributedType
+    from nbaccel.train.distributed.rng import (
+        set_seed as set_seed,
+        synchronize_rng_states as synchronize_rng_states,
+    )
+    from nbaccel.train.local_sgd import LocalSGD as LocalSGD
+    from nbaccel.train.oom.memory import free_memory as free_memory
+    from nbaccel.train.oom.retry import find_executable_batch_size as find_executable_batch_size
+    from nbaccel.train.step.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from nbaccel.train.step.kwargs_handlers import (
         AutocastKwargs as AutocastKwargs,
         DDPCommunicationHookType as DDPCommunicationHookType,
         DistributedDataParallelKwargs as DistributedDataParallelKwargs,
         GradScalerKwargs as GradScalerKwargs,
         InitProcessGroupKwargs as InitProcessGroupKwargs,
         ProfileKwargs as ProfileKwargs,
-    )
-    from nbaccel.train.local_sgd import LocalSGD as LocalSGD
-    from nbaccel.train.memory import free_memory as free_memory
-    from nbaccel.train.project import ProjectConfiguration as ProjectConfiguration
-    from nbaccel.train.seeding import (
-        set_seed as set_seed,
-        synchronize_rng_states as synchronize_rng_states,
-    )
-    from nbaccel.train.state import (
-        AcceleratorState as AcceleratorState,
-        PartialState as PartialState,
     )
     from nbaccel.world import World as World
 
@@ -89,22 +89,22 @@ _INTERFACE = "1.15.0"
 
 _HOME = {
     "Accelerator": "nbaccel.train.accelerator",
-    "AcceleratorState": "nbaccel.train.state",
-    "AutocastKwargs": "nbaccel.train.handlers",
+    "AcceleratorState": "nbaccel.train.distributed.partial_state",
+    "AutocastKwargs": "nbaccel.train.step.kwargs_handlers",
     "CannotFork": "nbaccel.errors",
     "CannotSave": "nbaccel.errors",
     "CannotSend": "nbaccel.errors",
     "CannotSplit": "nbaccel.errors",
     "CheckpointCorrupt": "nbaccel.errors",
     "CollectiveMismatch": "nbaccel.errors",
-    "DDPCommunicationHookType": "nbaccel.train.handlers",
+    "DDPCommunicationHookType": "nbaccel.train.step.kwargs_handlers",
     "DataLoaderConfiguration": "nbaccel.train.data",
-    "DistributedDataParallelKwargs": "nbaccel.train.handlers",
-    "DistributedType": "nbaccel.train.distributed_type",
+    "DistributedDataParallelKwargs": "nbaccel.train.step.kwargs_handlers",
+    "DistributedType": "nbaccel.train.distributed.process_control",
     "GeneralTracker": "nbaccel.tracking",
-    "GradScalerKwargs": "nbaccel.train.handlers",
-    "GradientAccumulationPlugin": "nbaccel.train.accumulation",
-    "InitProcessGroupKwargs": "nbaccel.train.handlers",
+    "GradScalerKwargs": "nbaccel.train.step.kwargs_handlers",
+    "GradientAccumulationPlugin": "nbaccel.train.step.accumulation",
+    "InitProcessGroupKwargs": "nbaccel.train.step.kwargs_handlers",
     "LaunchRefused": "nbaccel.errors",
     "LocalSGD": "nbaccel.train.local_sgd",
     "NbaccelError": "nbaccel.errors",
@@ -113,29 +113,29 @@ _HOME = {
     "NoInput": "nbaccel.errors",
     "NoSuchDevice": "nbaccel.errors",
     "NotPrepared": "nbaccel.errors",
-    "PartialState": "nbaccel.train.state",
+    "PartialState": "nbaccel.train.distributed.partial_state",
     "PeerFailed": "nbaccel.errors",
-    "ProfileKwargs": "nbaccel.train.handlers",
-    "ProjectConfiguration": "nbaccel.train.project",
+    "ProfileKwargs": "nbaccel.train.step.kwargs_handlers",
+    "ProjectConfiguration": "nbaccel.train.checkpoint.directory",
     "RankDied": "nbaccel.errors",
     "RanksFailed": "nbaccel.errors",
     "ResultsMissing": "nbaccel.errors",
-    "Run": "nbaccel.launch.functions",
+    "Run": "nbaccel.launch.api",
     "RunSettings": "nbaccel.settings",
     "RunStopped": "nbaccel.errors",
     "StepCorrupted": "nbaccel.errors",
     "UntrustedPickle": "nbaccel.errors",
     "World": "nbaccel.world",
     "batches_by_length": "nbaccel.train.data",
-    "debug_launcher": "nbaccel.launch.functions",
-    "find_executable_batch_size": "nbaccel.train.executable",
-    "free_memory": "nbaccel.train.memory",
+    "debug_launcher": "nbaccel.launch.api",
+    "find_executable_batch_size": "nbaccel.train.oom.retry",
+    "free_memory": "nbaccel.train.oom.memory",
     "launch": "nbaccel.launch",
-    "notebook_launcher": "nbaccel.launch.functions",
+    "notebook_launcher": "nbaccel.launch.api",
     "panel": "nbaccel.notebook.magics",
-    "set_seed": "nbaccel.train.seeding",
+    "set_seed": "nbaccel.train.distributed.rng",
     "skip_first_batches": "nbaccel.train.data",
-    "synchronize_rng_states": "nbaccel.train.seeding",
+    "synchronize_rng_states": "nbaccel.train.distributed.rng",
 }
 """Each public name, and the module that defines it or that the name stands for."""
 

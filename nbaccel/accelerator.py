@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nbaccel.missing_names import missing_from
 from nbaccel.train.accelerator import Accelerator
-from nbaccel.train.accumulation import GradientAccumulationPlugin
+from nbaccel.train.step.accumulation import GradientAccumulationPlugin
 
 __all__ = ["Accelerator", "GradientAccumulationPlugin"]
 

@@ -10,20 +10,20 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from nbaccel.missing_names import missing_from
-from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.data import (
     BatchShard,
     DataLoaderConfiguration,
     DataLoaderDispatcher,
     DataLoaderShard,
-    Facts,
+    LoaderFacts,
     PreparedLoader,
     prepare_loader,
     skip_first_batches,
 )
 from nbaccel.train.data.dispatch import SliceFunction
-from nbaccel.train.seeding import warn_of_rng_types
-from nbaccel.train.state import PartialState
+from nbaccel.train.distributed.partial_state import PartialState
+from nbaccel.train.distributed.rng import warn_of_rng_types
+from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.world import World
 
 __all__ = [
@@ -80,10 +80,10 @@ def prepare_data_loader(
     is_this_run = num_processes is None and process_index is None
     ranks = state.num_processes if num_processes is None else num_processes
     rank = state.process_index if process_index is None else process_index
-    mine = Facts.of(dataloader)
+    mine = LoaderFacts.of(dataloader)
     facts = [mine] * ranks
     if is_this_run and ranks > 1:
-        facts = Facts.from_tensor(state.collectives.gather(mine.as_tensor().to(state.device)))
+        facts = LoaderFacts.from_tensor(state.collectives.gather(mine.as_tensor().to(state.device)))
     prepared = prepare_loader(
         dataloader,
         state.world if is_this_run else World(rank, ranks, rank, ranks),

@@ -29,7 +29,7 @@ __all__ = [
     "ComputeMode",
     "Driver",
     "Gpu",
-    "Memory",
+    "MemoryInfo",
     "Platform",
     "Survey",
     "best_precision",
@@ -127,7 +127,7 @@ class Platform(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryInfo:
     """Host memory: that of the machine, or the limit of the container if that is less."""
 
     total_bytes: int
@@ -146,7 +146,7 @@ class Survey:
 
     gpus: tuple[Gpu, ...] = ()
     cpu_count: int = 1
-    ram: Memory = Memory(0, 0)
+    ram: MemoryInfo = MemoryInfo(0, 0)
     shm_bytes: int | None = None
     platform: Platform = Platform.SCRIPT
     system: str = "Linux"
@@ -487,7 +487,7 @@ def usable_cores(root: Path = Path("/")) -> int:
     return cores
 
 
-def usable_memory(root: Path = Path("/")) -> Memory:
+def usable_memory(root: Path = Path("/")) -> MemoryInfo:
     """Return the machine's memory, or the container's if that is less."""
     import psutil  # 10 ms that only a survey has to pay
 
@@ -502,7 +502,7 @@ def usable_memory(root: Path = Path("/")) -> Memory:
             # File cache counts as used, yet the kernel gives it up before it refuses memory.
             free = int(limit) - int(used) + _inactive_file_bytes(group)
             total, available = min(total, int(limit)), min(available, max(0, free))
-    return Memory(total, available)
+    return MemoryInfo(total, available)
 
 
 def out_of_memory_kills(root: Path = Path("/")) -> int | None:

@@ -1,13 +1,17 @@
-"""Notices: warnings about mistakes that a program would make. A notebook's own filters do not hide them."""
+"""Warnings that a notebook's filters do not hide, and the folder by which our frames are known. Runs anywhere."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["unignored"]
+__all__ = ["PACKAGE_DIR", "unignored"]
+
+PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+"""The folder of this package: frames of files below it are ours, all others are the user's or a library's."""
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbaccel.missing_names import missing_from
-from nbaccel.train.optimizer import PreparedOptimizer as AcceleratedOptimizer
+from nbaccel.train.prepare.optimizer import PreparedOptimizer as AcceleratedOptimizer
 
 __all__ = ["AcceleratedOptimizer"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbaccel.missing_names import missing_from
-from nbaccel.train.optimizer import PreparedScheduler as AcceleratedScheduler
+from nbaccel.train.prepare.optimizer import PreparedScheduler as AcceleratedScheduler
 
 __all__ = ["AcceleratedScheduler"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nbaccel.missing_names import missing_from
-from nbaccel.train.gradient_state import GradientState
-from nbaccel.train.state import AcceleratorState, PartialState, is_initialized
+from nbaccel.train.distributed.partial_state import AcceleratorState, PartialState, is_initialized
+from nbaccel.train.prepare.contexts import GradientState
 
 __all__ = ["AcceleratorState", "GradientState", "PartialState", "is_initialized"]
 

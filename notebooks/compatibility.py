@@ -202,7 +202,7 @@ GROUPS = (
     Group(
         "`accelerator.gradient_state.…`",
         "accelerate.state:GradientState",
-        "nbaccel.train.gradient_state:GradientState",
+        "nbaccel.train.prepare.contexts:GradientState",
         """
         active_dataloader, end_of_dataloader, in_dataloader, num_steps, remainder | yes
         adjust_scheduler, sync_with_dataloader | yes

@@ -234,7 +234,7 @@ def install(kind: type[DeviceLike] = DeviceLike) -> None:
 def setup_rank(namespace: dict[str, Any]) -> None:
     """As ``nbaccel.train.setup:setup_rank``, with such a group."""
     from nbaccel import Accelerator, InitProcessGroupKwargs
-    from nbaccel.train.executable.renewal import renew
+    from nbaccel.train.oom.retry.survivors import renew
 
     install()
     aborting.on_renewal(renew)
@@ -244,7 +244,7 @@ def setup_rank(namespace: dict[str, Any]) -> None:
 def setup_reading_rank(namespace: dict[str, Any]) -> None:
     """The same, where a rank's values are read behind all that is queued, as those on a device are."""
     setup_rank(namespace)
-    from nbaccel.launch.rank import worker
+    from nbaccel.launch.worker import main
 
     def after_all(read: Callable[..., Any]) -> Callable[..., Any]:
         def wait_and_read(*args: Any, **kwargs: Any) -> Any:
@@ -254,8 +254,8 @@ def setup_reading_rank(namespace: dict[str, Any]) -> None:
 
         return wait_and_read
 
-    worker._results_of = after_all(worker._results_of)
-    worker.pack_what_can_travel = after_all(worker.pack_what_can_travel)
+    main._results_of = after_all(main._results_of)
+    main.pack_what_can_travel = after_all(main.pack_what_can_travel)
 
 
 def world() -> DeviceLike:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from nbaccel.launch.setaside import Cards
+from nbaccel.launch.kernel_models import Cards
 
 Answer = TypeVar("Answer")
 GB = 10**9

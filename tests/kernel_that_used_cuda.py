@@ -20,7 +20,7 @@ import torch
 from torch.utils import backend_registration
 
 from nbaccel import forkable
-from nbaccel.launch.functions import launch
+from nbaccel.launch.api import launch
 
 
 def train() -> float:
@@ -73,7 +73,7 @@ def with_autograd() -> dict[str, list[Any]]:
         time.sleep(0.001)  # it gets its name when it gets the interpreter's lock
     with (
         mock.patch("nbaccel.forkable.loaded_driver", return_value=None),
-        mock.patch("nbaccel.launch.rank.fork_probe.loaded_driver", return_value=None),
+        mock.patch("nbaccel.launch.worker.process_setup.loaded_driver", return_value=None),
     ):
         return all_launches("autograd", cpu=True)
 

@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 
+from nbaccel.display.history import History
+from nbaccel.display.panel import Panel
 from nbaccel.events import Memory, Metric, Progress
-from nbaccel.launch.telemetry import Rings, Telemetry
-from nbaccel.launch.wire.records import write_event, write_loss
-from nbaccel.launch.wire.ring import RingWriter
-from nbaccel.view.history import History
-from nbaccel.view.panel import Panel
+from nbaccel.launch.ipc.ring import RingWriter
+from nbaccel.launch.ipc.telemetry import Rings, Telemetry, write_event, write_loss
 
 STRETCH = 1000
 """Steps between two readings, and steps that a measurement is of; a ring holds eight times as many records."""

@@ -12,12 +12,12 @@ __all__ = ["TOOLKITS", "toolkit"]
 TOOLKITS = ("accelerate", "nbaccel")
 
 _OURS = {
-    "AutocastKwargs": "nbaccel.train.handlers",
-    "DistributedDataParallelKwargs": "nbaccel.train.handlers",
-    "GradScalerKwargs": "nbaccel.train.handlers",
-    "GradientAccumulationPlugin": "nbaccel.train.accumulation",
+    "AutocastKwargs": "nbaccel.train.step.kwargs_handlers",
+    "DistributedDataParallelKwargs": "nbaccel.train.step.kwargs_handlers",
+    "GradScalerKwargs": "nbaccel.train.step.kwargs_handlers",
+    "GradientAccumulationPlugin": "nbaccel.train.step.accumulation",
     "LocalSGD": "nbaccel.train.local_sgd",
-    "ProfileKwargs": "nbaccel.train.handlers",
+    "ProfileKwargs": "nbaccel.train.step.kwargs_handlers",
 }
 _THEIRS = {"LocalSGD": "accelerate.local_sgd"}
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbaccel import Accelerator
-from nbaccel.train.handlers import DistributedDataParallelKwargs
+from nbaccel.train.step.kwargs_handlers import DistributedDataParallelKwargs
 
 
 def out_of_memory() -> None:

@@ -32,8 +32,8 @@ from nbaccel.errors import PeerFailed, StepCorrupted
 from nbaccel.events import outlet
 from nbaccel.failures import Failure, classify
 from nbaccel.testing import run_ranks
-from nbaccel.train.talk import transport
-from nbaccel.train.talk.process_group import process_group
+from nbaccel.train.distributed import transport
+from nbaccel.train.distributed.process_group import process_group
 
 
 def accelerator_on_a_device() -> Accelerator:

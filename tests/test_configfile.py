@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from nbaccel.configfile import ConfigFile
+from nbaccel.options.configuration import ConfigFile
 
 KEYS = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1)
 TEXTS = st.text("a é漢\U0001f642'\"\\#=[]\n\t")

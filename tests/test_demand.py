@@ -12,7 +12,7 @@ import torch
 
 from nbaccel import demand
 from nbaccel.demand import Demand
-from nbaccel.launch.report import Link, describe
+from nbaccel.launch.ipc.reports import ErrorLink, describe
 from nbaccel.room import Room
 from nbaccel.testing import MemLimit
 
@@ -107,7 +107,7 @@ def test_the_numbers_come_through_json() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught, MemLimit(1000):
         torch.zeros(300)
     (link,) = json.loads(json.dumps(describe(caught.value)))
-    assert Link.from_json(link).demand == Demand(1200, 0, 1000)
+    assert ErrorLink.from_json(link).demand == Demand(1200, 0, 1000)
 
 
 def test_without_torch_nothing_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:

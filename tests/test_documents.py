@@ -22,7 +22,7 @@ import nbaccel
 from documents import ADDRESS, PAGES, README, anchors, blocks, links
 from environments import REPOSITORY
 from nbaccel.cli import main
-from nbaccel.notebook.flags import flags_parser
+from nbaccel.options.flags import flags_parser
 
 NAMES = {str(page.relative_to(REPOSITORY)) for page in PAGES}
 MAKEFILE = (REPOSITORY / "Makefile").read_text()

@@ -15,24 +15,22 @@ import pytest
 from layout import PACKAGE, Source
 
 FLOORS = {
-    **dict.fromkeys(
-        ["aborting", "asking_cuda", "configfile", "errors", "events", "failures", "forkable", "gpu_driver", "hardware"],
-        0,
-    ),
-    **dict.fromkeys(
-        ["intervals", "demand", "missing_names", "notices", "room", "settings", "storage", "tracking", "view", "world"],
-        0,
-    ),
-    **dict.fromkeys(["train", "launch", "trackers"], 1),
-    "notebook": 2,
-    # "" is nbaccel/__init__.py
-    **dict.fromkeys(["", "__main__", "utils", "logging", "data_loader", "launchers", "local_sgd", "state"], 3),
-    **dict.fromkeys(["accelerator", "memory_utils", "optimizer", "scheduler", "cli", "testing"], 3),
+    # the ground, which everything may use; its files see each other
+    **dict.fromkeys(["aborting", "asking_cuda", "demand", "errors", "events", "failures", "forkable"], 0),
+    **dict.fromkeys(["gpu_driver", "hardware", "missing_names", "notices", "quantities", "room", "settings"], 0),
+    **dict.fromkeys(["storage", "tracking", "world"], 0),
+    **dict.fromkeys(["output", "options"], 1),
+    "display": 2,
+    **dict.fromkeys(["train", "launch", "trackers"], 3),
+    "notebook": 4,
+    # the top, whose files see each other too; "" is nbaccel/__init__.py
+    **dict.fromkeys(["", "__main__", "utils", "logging", "data_loader", "launchers", "local_sgd", "state"], 5),
+    **dict.fromkeys(["accelerator", "memory_utils", "optimizer", "scheduler", "cli", "testing"], 5),
 }
-"""Each part of the house and its floor. A part sees the floors below it; only the ground floor and the top also see
+"""Each part of the package and its layer. A part sees the layers below it; only the ground and the top also see
 their neighbours."""
 
-OPEN_FLOORS = (0, 3)
+OPEN_FLOORS = (0, 5)
 
 READS_ENVIRONMENT = {
     "world.py": "what launchers set",
@@ -41,10 +39,10 @@ READS_ENVIRONMENT = {
     "asking_cuda.py": "the same, to know whether an answer still holds",
     "hardware.py": "which devices are visible, and on which platform",
     "launch/inline.py": "puts back the variables that it changed",
-    "launch/start.py": "sets a variable around the start, unless the user has",
-    "launch/rank/foreign/oneprocess.py": "the variables by which transformers and accelerate speak to each other",
-    "launch/rank/foreign/one_run.py": "the variables by which wandb's user chooses a mode and a group",
-    "train/talk/process_group.py": "the variable by which torch's watchdog is told to leave errors to the program",
+    "launch/processes/start.py": "sets a variable around the start, unless the user has",
+    "launch/worker/integrations/one_process.py": "variables by which transformers and accelerate speak to each other",
+    "launch/worker/integrations/one_output.py": "the variables by which wandb's user chooses a mode and a group",
+    "train/distributed/process_group.py": "the variable by which torch's watchdog leaves errors to the program",
     "train/environment.py": "functions by which programs read theirs",
     "cli/accelerate_config.py": "where Accelerate keeps its configuration file",
     "trackers/clearml.py": "the variables by which ClearML's user names a project and a task",
@@ -53,15 +51,14 @@ READS_ENVIRONMENT = {
 
 PRINTS = {
     "cli/__init__.py": "a command answers by printing",
-    "cli/answer.py": "a line beside what a command prints",
+    "cli/launch.py": "a line beside what a command prints",
     "cli/demo.py": "a command answers by printing",
-    "cli/launch.py": "a command answers by printing",
-    "launch/rank/debugger.py": "a debugger speaks beside the lines of pdb",
-    "launch/rank/cell.py": "`%%time` inside a cell answers in the rank's output",
-    "launch/wire/patches.py": "a line of the rank before its cell",
+    "launch/worker/debugger.py": "a debugger speaks beside the lines of pdb",
+    "launch/ipc/cell_task.py": "`%%time` inside a cell answers in the rank's output",
+    "launch/ipc/patches.py": "a line of the rank before its cell",
     "notebook/magics.py": "the table of the flags, without a session",
     "notebook/basic_config.py": "answers as Accelerate's does",
-    "train/faces/control.py": "`accelerator.print` is print",
+    "train/distributed/process_control.py": "`accelerator.print` is print",
 }
 
 
@@ -117,12 +114,12 @@ def test_no_arrow_points_up_or_sideways() -> None:
     ("here", "there", "allowed"),
     [
         ("nbaccel.train.oom", "nbaccel.events", True),
-        ("nbaccel.train.oom", "nbaccel.train.memory", True),
-        ("nbaccel.notebook.magics", "nbaccel.launch.spec", True),
+        ("nbaccel.train.oom", "nbaccel.train.oom.memory", True),
+        ("nbaccel.notebook.magics", "nbaccel.launch.ipc.spec", True),
         ("nbaccel.failures", "nbaccel.errors", True),
         ("nbaccel.cli", "nbaccel.testing", True),
-        ("nbaccel.train.oom", "nbaccel.launch.spec", False),
-        ("nbaccel.launch.rank.worker", "nbaccel.notebook.render", False),
+        ("nbaccel.train.oom", "nbaccel.launch.ipc.spec", False),
+        ("nbaccel.launch.worker.main", "nbaccel.notebook.render", False),
         ("nbaccel.events", "nbaccel.train.oom", False),
         ("nbaccel.train.oom", "nbaccel.Accelerator", False),
     ],

@@ -17,7 +17,7 @@ from nbaccel.asking_cuda import CudaAnswer, Device
 from nbaccel.hardware import (
     ComputeMode,
     Gpu,
-    Memory,
+    MemoryInfo,
     Platform,
     Survey,
     best_precision,
@@ -420,7 +420,7 @@ def test_a_container_limit_is_the_memory_there_is(tmp_path: Path) -> None:
         tmp_path,
         **{"memory.max": "1000000", "memory.current": "700000", "memory.stat": "anon 1\ninactive_file 100000\n"},
     )
-    assert usable_memory(root) == Memory(total_bytes=1000000, available_bytes=400000)
+    assert usable_memory(root) == MemoryInfo(total_bytes=1000000, available_bytes=400000)
 
 
 def test_without_a_limit_the_host_memory_is_what_there_is(tmp_path: Path) -> None:

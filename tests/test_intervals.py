@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbaccel.intervals import Period, Steps, parse_interval, parse_seconds
+from nbaccel.quantities import Period, Steps, parse_interval, parse_seconds
 
 
 @pytest.mark.parametrize(

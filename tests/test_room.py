@@ -17,11 +17,11 @@ import torch
 from environments import REPOSITORY
 from nbaccel import room
 from nbaccel.events import Event, OutOfMemory, outlet
-from nbaccel.hardware import Memory
+from nbaccel.hardware import MemoryInfo
 from nbaccel.room import Room, fullness, host_room, is_shortage
-from nbaccel.train.executable.attempt import Attempt
-from nbaccel.train.microbatch.guard import guarded_step
-from nbaccel.train.microbatch.task import Part, Shortage
+from nbaccel.train.oom.microbatch.optimizer_guard import guarded_step
+from nbaccel.train.oom.microbatch.task import MicroBatch, Shortage
+from nbaccel.train.oom.retry.attempt import Attempt
 
 ONE_DNN = ["could not create a primitive", "could not execute a primitive", "could not create a memory object"]
 
@@ -39,7 +39,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """RLIMIT_DATA is 1,000 kB."""
     limits = {resource.RLIMIT_DATA: 1000 * 1024, resource.RLIMIT_AS: resource.RLIM_INFINITY}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], resource.RLIM_INFINITY))
-    monkeypatch.setattr(room, "usable_memory", lambda root: Memory(100, 50))
+    monkeypatch.setattr(room, "usable_memory", lambda root: MemoryInfo(100, 50))
 
 
 @pytest.mark.usefixtures("limited")
@@ -106,7 +106,7 @@ class Fails:
 
 
 def take_part(fails: Fails) -> bool:
-    return isinstance(Part(fails, None, lambda: 1.0, 1.0, lambda loss: loss, lambda: None).run(), Shortage)
+    return isinstance(MicroBatch(fails, None, lambda: 1.0, 1.0, lambda loss: loss, lambda: None).run(), Shortage)
 
 
 def take_step(fails: Fails) -> bool:

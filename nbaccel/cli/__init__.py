@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from nbaccel import __version__
-from nbaccel.cli.answer import failed
 from nbaccel.cli.demo import QUICKSTART, demo
+from nbaccel.cli.launch import failed
 
 __all__ = ["main"]
 
@@ -83,11 +83,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _doctor(_: argparse.Namespace) -> int:
     from nbaccel.hardware import Survey
-    from nbaccel.launch.doctor import Facts, report
+    from nbaccel.launch.doctor import MachineFacts, report
     from nbaccel.settings import RunSettings
 
     survey = Survey.take()
-    print(report(survey, Facts.of_this_process(survey, checkpoint_dir=RunSettings.from_env().checkpoint_dir)))
+    print(report(survey, MachineFacts.of_this_process(survey, checkpoint_dir=RunSettings.from_env().checkpoint_dir)))
     return 0
 
 
@@ -95,8 +95,7 @@ def _config(arguments: argparse.Namespace) -> int:
     """Print the choices of the file, after writing the given ones into it."""
     from IPython.core.error import UsageError
 
-    from nbaccel.configfile import FILE_NAME
-    from nbaccel.notebook.configuration import Configuration
+    from nbaccel.options.configuration import FILE_NAME, Configuration
 
     configuration = Configuration()
     try:

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from IPython.core.error import UsageError
 
-from nbaccel.notebook.values import one_of, read_batches, read_seconds
+from nbaccel.options.flags import one_of, read_batches, read_seconds
 
 __all__ = ["MODES", "Idle", "add_arguments", "is_elsewhere", "spelled", "take", "torchruns", "whole"]
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nbaccel.cli.answer import failed
+from nbaccel.cli.launch import failed
 
 __all__ = ["QUICKSTART", "demo"]
 

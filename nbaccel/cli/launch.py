@@ -3,12 +3,15 @@
 Runs in a terminal. It reads the flags of cells, under the same names, those of `accelerate launch`, and the choices of
 nbaccel.toml and of Accelerate's configuration file; `launch.elastic` does the rest. Features of notebooks alone
 (bringing variables back, drawing, restarting in smaller batches) have no flag here.
+
+Answers: messages of a command that could not do what was asked. Runs in a terminal.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,22 +21,23 @@ from IPython.core.error import UsageError
 
 from nbaccel.cli.accelerate_config import AccelerateConfig, default_path
 from nbaccel.cli.accelerate_flags import MODES, Idle, add_arguments, is_elsewhere, spelled, take, torchruns, whole
-from nbaccel.cli.answer import failed, say
-from nbaccel.configfile import FILE_NAME
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
-from nbaccel.launch.elastic import Elastic, Nodes, Program
+from nbaccel.launch.cluster.elastic import Elastic, Nodes, Program
 from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.preflight import Devices, choose_devices, threads_per_rank
-from nbaccel.notebook.configuration import Configuration
-from nbaccel.notebook.flags import flags_parser, some_flags
-from nbaccel.notebook.mistakes import in_our_words, what_is_unknown
-from nbaccel.notebook.options import Options
-from nbaccel.notebook.parsing import chosen
 from nbaccel.notebook.plan import choose_precision, settings_of
+from nbaccel.options.configuration import FILE_NAME, Configuration
+from nbaccel.options.flags import flags_parser, some_flags
+from nbaccel.options.parsing import chosen, in_our_words, what_is_unknown
+from nbaccel.options.run_options import RunOptions
 from nbaccel.settings import RunSettings
 
-__all__ = ["launch"]
+__all__ = [
+    "failed",
+    "launch",
+    "say",
+]
 
 _OF_CELLS = (
     *("num-processes", "mixed-precision", "accumulate", "devices", "cpu", "seed", "debug"),
@@ -162,7 +166,7 @@ class _Choices:
     others: everything else, by the destinations of the parser.
     """
 
-    options: Options
+    options: RunOptions
     nodes: Nodes
     others: argparse.Namespace
 
@@ -261,13 +265,13 @@ def _nodes(asked: argparse.Namespace) -> Nodes:
     )
 
 
-def _options(asked: argparse.Namespace, share: int) -> Options:
+def _options(asked: argparse.Namespace, share: int) -> RunOptions:
     """Return the options that a cell has too.  share: number of machines that `num_processes` is for.
 
     Raises:
         UsageError: the machines cannot have equally many ranks.
     """
-    options = Options(**{field.name: getattr(asked, field.name, None) for field in fields(Options)})
+    options = RunOptions(**{field.name: getattr(asked, field.name, None) for field in fields(RunOptions)})
     if asked.gpu_ids not in (None, "all"):
         options = replace(options, devices=asked.gpu_ids)
     total = options.world_size
@@ -321,7 +325,7 @@ def _compiling(asked: argparse.Namespace) -> RunSettings:
     )
 
 
-def _precision(options: Options, devices: Devices) -> str | None:
+def _precision(options: RunOptions, devices: Devices) -> str | None:
     """Return the precision; None if it was not chosen: then a script computes without mixed precision, as alone."""
     return None if options.mixed_precision is None else choose_precision(options, devices)[0]
 
@@ -337,3 +341,14 @@ def _described(devices: Devices, settings: RunSettings, threads: int, nodes: Nod
         f"{threads} CPU thread{'s' * (threads > 1)} each",
     ]
     return ", ".join(filter(None, parts))
+
+
+def say(message: str) -> None:
+    """Print a line beside the program's own output."""
+    print(f"nbaccel: {message}", file=sys.stderr, flush=True)
+
+
+def failed(message: str, status: int = 1) -> int:
+    """Print the reason; return the exit status."""
+    say(message)
+    return status

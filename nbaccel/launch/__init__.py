@@ -1,7 +1,7 @@
 """The package that starts, feeds, interrupts and reaps worker processes; it runs any torch code, ours or not.
 
 The public function `nbaccel.launch` has the same name as this package, and Python keeps only one of them as an
-attribute of `nbaccel`. So the package can be called, and calling it runs `nbaccel.launch.functions.launch`.
+attribute of `nbaccel`. So the package can be called, and calling it runs `nbaccel.launch.api.launch`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 class _CallableRoom(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a function in ranks; see `nbaccel.launch.functions.launch`."""
-        from nbaccel.launch.functions import launch
+        """Run a function in ranks; see `nbaccel.launch.api.launch`."""
+        from nbaccel.launch.api import launch
 
         return launch(*args, **kwargs)
 

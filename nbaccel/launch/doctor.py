@@ -23,7 +23,10 @@ from nbaccel.launch.gpu_trouble import TorchBuild, holder_name, troubles
 from nbaccel.settings import CHECKPOINT_DIR
 from nbaccel.storage import Storage
 
-__all__ = ["Facts", "report"]
+__all__ = [
+    "MachineFacts",
+    "report",
+]
 
 PACKAGES = ("IPython", "ipykernel", "ipywidgets", "jupyter_client", "matplotlib", "tqdm", "numpy", "accelerate")
 """Packages, besides torch, whose versions usually explain the behaviour of a notebook."""
@@ -39,7 +42,7 @@ FEW_OPEN_FILES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class MachineFacts:
     """Facts about this process, besides those about the machine.
 
     versions: those of the installed packages.  torch_is_imported: code in this process has imported torch.
@@ -67,7 +70,7 @@ class Facts:
         survey: Survey,
         cell_of: Callable[[str | None], str | None] = lambda why: None,
         checkpoint_dir: str | None = None,
-    ) -> Facts:
+    ) -> MachineFacts:
         """Collect the facts of this process; it imports nothing that is not imported yet.
 
         cell_of: returns the cell that a reason why forks fail comes from.  checkpoint_dir: the chosen folder; None for
@@ -108,7 +111,7 @@ Kaggle: 12 hours, its policy of 2025.
 """
 
 
-def report(survey: Survey, facts: Facts) -> str:
+def report(survey: Survey, facts: MachineFacts) -> str:
     """Return the whole report; lines that begin with "!" are those to read first."""
     lines = [*_software(survey, facts), *_devices(survey, facts), *_machine(survey, facts)]
     return "\n".join([*lines, *(f"! {warning}" for warning in _warnings(survey, facts))])
@@ -118,7 +121,7 @@ def _row(name: str, text: str) -> str:
     return f"{name:<10}{text}"
 
 
-def _software(survey: Survey, facts: Facts) -> Iterator[str]:
+def _software(survey: Survey, facts: MachineFacts) -> Iterator[str]:
     versions = dict(facts.versions)
     yield _row("nbaccel", versions.pop("nbaccel", "not installed (imported from a folder)"))
     yield _row("Python", facts.python)
@@ -128,7 +131,7 @@ def _software(survey: Survey, facts: Facts) -> Iterator[str]:
     yield _row("platform", f"{survey.platform}; {survey.system} {survey.kernel_release}")
 
 
-def _devices(survey: Survey, facts: Facts) -> Iterator[str]:
+def _devices(survey: Survey, facts: MachineFacts) -> Iterator[str]:
     since = f" since {facts.since}" if facts.since else ""
     match facts.why_forks_fail:
         case None:
@@ -159,7 +162,7 @@ def _gpu(gpu: Gpu, holders: Mapping[int, str]) -> Iterator[str]:
         yield f"          {amount} held by process {pid} ({holders.get(pid, 'not visible from here')})"
 
 
-def _machine(survey: Survey, facts: Facts) -> Iterator[str]:
+def _machine(survey: Survey, facts: MachineFacts) -> Iterator[str]:
     yield _row("CPU", f"{survey.cpu_count} usable {'core' if survey.cpu_count == 1 else 'cores'}")
     yield _row("RAM", f"{_gb(survey.ram.available_bytes)} of {_gb(survey.ram.total_bytes)} available")
     yield _row("/dev/shm", "none" if survey.shm_bytes is None else _gb(survey.shm_bytes))
@@ -169,7 +172,7 @@ def _machine(survey: Survey, facts: Facts) -> Iterator[str]:
     yield _row("limits", ", ".join(f"{name} {value}" for name, value in facts.limits.items()))
 
 
-def _warnings(survey: Survey, facts: Facts) -> Iterator[str]:
+def _warnings(survey: Survey, facts: MachineFacts) -> Iterator[str]:
     if facts.why_forks_fail is not None:
         yield (
             f"{facts.why_forks_fail}, so ranks cannot be forked: they start from a clean process and get copies "

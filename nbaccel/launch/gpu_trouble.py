@@ -17,7 +17,12 @@ from nbaccel.asking_cuda import ask_torch
 from nbaccel.gpu_driver import is_holder
 from nbaccel.hardware import ComputeMode, Gpu
 
-__all__ = ["TorchBuild", "before_a_run", "holder_name", "troubles"]
+__all__ = [
+    "TorchBuild",
+    "before_a_run",
+    "holder_name",
+    "troubles",
+]
 
 CONTEXT_BYTES = 500_000_000
 """Bytes of a GPU that CUDA's context, cuBLAS and cuDNN take before the first tensor: 250 to 500 MB."""

@@ -3,14 +3,25 @@
 Runs in the kernel; nothing of a run is left when `Launcher.run` returns.
 
 The notebook's cells and the functions of `functions.py` use it alike. `Launcher.start` starts persistent ranks.
+
+Keeper: the kernel's resources that outlive a single run: the reaper, the zygote, the folder of logs.
+
+Runs in the kernel. There is one per process that launches. It is closed when the process ends; if the process is
+killed, the reaper does what closing would have done.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import importlib
 import os
+import shutil
+import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,38 +30,48 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from nbaccel.display.live_panel import Audience
 from nbaccel.errors import CannotFork, LaunchRefused, NestedLaunch
 from nbaccel.events import Restarted
 from nbaccel.forkable import why_forks_fail
 from nbaccel.hardware import Survey
-from nbaccel.launch.crew import Crew
-from nbaccel.launch.group import BadFork, Ended
-from nbaccel.launch.holdings import held_here
-from nbaccel.launch.hostmemory import HostMemory
-from nbaccel.launch.keeper import Keeper
-from nbaccel.launch.outcome import Outcome
-from nbaccel.launch.postmortem import PostMortem
-from nbaccel.launch.preflight import Start
-from nbaccel.launch.rank.jupyter import cell_name
-from nbaccel.launch.residents import Residents
-from nbaccel.launch.restarting import Again, Attempt, Over, Restarting, wait_for_memory
+from nbaccel.launch.diagnosis import PostMortem, verdict
+from nbaccel.launch.ipc import reaper
+from nbaccel.launch.ipc.spec import LaunchSpec, Start, load_named
+from nbaccel.launch.ipc.user_code import cell_name
+from nbaccel.launch.kernel_models import held_here
+from nbaccel.launch.oom_restart import (
+    GiveUp,
+    LaunchAttempt,
+    OomKillWatch,
+    OomRestartPolicy,
+    Restart,
+    RunRecorder,
+    wait_for_memory,
+)
+from nbaccel.launch.persistent_workers import PersistentWorkers
+from nbaccel.launch.processes.run_result import LaunchResult
+from nbaccel.launch.processes.start import ForkStart, StartMethod, ZygoteStart
+from nbaccel.launch.processes.supervisor import BadFork, RunObservers, RunResult, open_log
+from nbaccel.launch.processes.workers import WorkerGroup
+from nbaccel.launch.processes.zygote import Zygote
 from nbaccel.launch.run import Run
-from nbaccel.launch.screen.audience import Audience
-from nbaccel.launch.screen.router import Screen
-from nbaccel.launch.spec import LaunchSpec, load_named
-from nbaccel.launch.start import ForkStart, StartMethod, ZygoteStart
-from nbaccel.launch.verdict import verdict
-from nbaccel.launch.watching import Watching, open_log
-from nbaccel.launch.witness import Witness
+from nbaccel.output.router import Screen
 from nbaccel.world import World
 
-__all__ = ["Launcher", "Outcome", "default_launcher", "refuse_nested_launch"]
+__all__ = [
+    "LaunchResult",
+    "Launcher",
+    "LauncherResources",
+    "default_launcher",
+    "refuse_nested_launch",
+]
 
 _WARM_MODULES = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel")
 
 
 class Launcher:
-    """Runs tasks, one after the other; owns the resources that they share (`Keeper`).
+    """Runs tasks, one after the other; owns the resources that they share (`LauncherResources`).
 
     occupied: the reason why no caller should wait for the present run; a run that would wait is refused with it. Empty:
     it waits.
@@ -66,19 +87,19 @@ class Launcher:
         self.last_run: Run | None = None
         self.ended_group: Any = None
         self._one_at_a_time = threading.RLock()  # a function that runs in this process may start ranks
-        self._residents: list[Residents] = []
+        self._residents: list[PersistentWorkers] = []
 
     @functools.cached_property
-    def keeper(self) -> Keeper:
+    def keeper(self) -> LauncherResources:
         """Return the shared resources, made for the first run that starts a process: some machines can start none."""
-        return Keeper()
+        return LauncherResources()
 
     @property
     def helpers(self) -> dict[int, str]:
-        """Return the purpose of each helper process, see `Keeper.helpers`."""
+        """Return the purpose of each helper process, see `LauncherResources.helpers`."""
         return self.keeper.helpers() if "keeper" in self.__dict__ else {}
 
-    def run(self, spec: LaunchSpec, watching: Watching) -> Outcome:
+    def run(self, spec: LaunchSpec, watching: RunObservers) -> LaunchResult:
         """Start the ranks, show their output, and return when no process of the run is left.
 
         watching: the observers of the run; those of a run that is started again observe both attempts.
@@ -107,38 +128,38 @@ class Launcher:
         finally:
             self._one_at_a_time.release()
 
-    def _run(self, spec: LaunchSpec, watching: Watching) -> Outcome:
+    def _run(self, spec: LaunchSpec, watching: RunObservers) -> LaunchResult:
         _load_once(spec)
-        restarting = Restarting(lambda: held_here(spec.task.namespace))
+        restarting = OomRestartPolicy(lambda: held_here(spec.task.namespace))
         restarts: list[str] = []
         log_path = self.keeper.new_log()
         with open_log(log_path) as log:
 
-            def attempt(spec: LaunchSpec, witness: Witness) -> Ended:
+            def attempt(spec: LaunchSpec, witness: RunRecorder) -> RunResult:
                 with closing(self._crew(spec, watching)) as crew:
                     return watching.watch(crew, spec, log, witness)
 
             while True:
-                host, witness = HostMemory(), Witness()
+                host, witness = OomKillWatch(), RunRecorder()
                 try:
                     ended = attempt(spec, witness)
                 except BadFork as found:
                     spec = replace(spec, start=_instead_of_fork(spec.start, str(found)))
                     ended = attempt(spec, witness)
-                match restarting.after(Attempt(spec, ended, witness, host)):
-                    case Again(spec, line):
+                match restarting.after(LaunchAttempt(spec, ended, witness, host)):
+                    case Restart(spec, line):
                         ended.close()
                         wait_for_memory(spec.gpus, ended, lambda: Survey.take().gpus)
                         restarts.append(line)
                         watching.say(line)
                         for listener in watching.listeners:
                             listener.feed(0, time.monotonic(), Restarted(line))
-                    case Over(report):
+                    case GiveUp(report):
                         break
         error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name, report)
-        return Outcome(spec.task, ended, spec.start, error, log_path, witness.checkpoint, restarts)
+        return LaunchResult(spec.task, ended, spec.start, error, log_path, witness.checkpoint, restarts)
 
-    def start(self, spec: LaunchSpec, screen: Screen) -> Residents:
+    def start(self, spec: LaunchSpec, screen: Screen) -> PersistentWorkers:
         """Start persistent ranks, and run their setup and the task of `spec`, which has a home.
 
         Raises:
@@ -149,18 +170,18 @@ class Launcher:
         with self.turn():
             _load_once(spec)
             try:
-                residents = self._settle(spec, Watching(screen))
+                residents = self._settle(spec, RunObservers(screen))
             except BadFork as found:
                 residents = self._settle(
-                    replace(spec, start=_instead_of_fork(spec.start, str(found))), Watching(screen)
+                    replace(spec, start=_instead_of_fork(spec.start, str(found))), RunObservers(screen)
                 )
         self._residents = [each for each in self._residents if each.is_open] + [residents]
         return residents
 
-    def _settle(self, spec: LaunchSpec, watching: Watching) -> Residents:
+    def _settle(self, spec: LaunchSpec, watching: RunObservers) -> PersistentWorkers:
         home = spec.task.home
         assert home is not None
-        host, crew = HostMemory(), self._crew(spec, watching)
+        host, crew = OomKillWatch(), self._crew(spec, watching)
         try:
             with open_log(self.keeper.new_log()) as log, closing(watching.watch(crew, spec, log)) as ended:
                 error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name)
@@ -168,17 +189,17 @@ class Launcher:
                     raise KeyboardInterrupt
                 if error is not None:
                     raise error
-                return Residents(spec, crew, home, ended, lock=self._one_at_a_time, new_log=self.keeper.new_log)
+                return PersistentWorkers(spec, crew, home, ended, lock=self._one_at_a_time, new_log=self.keeper.new_log)
         except BaseException:
             crew.close()
             raise
 
-    def _crew(self, spec: LaunchSpec, watching: Watching) -> Crew:
-        """Return a `Crew` that is ready to start: everything that its ranks need exists, and no rank has begun."""
+    def _crew(self, spec: LaunchSpec, watching: RunObservers) -> WorkerGroup:
+        """Return a `WorkerGroup` that is ready to start: all that its ranks need exists, and no rank has begun."""
         method = self._method(spec.start)
         method.get_ready()  # the user may interrupt this like any other wait
         method.pack(spec, watching.beside)  # and this
-        return Crew(spec.world_size, method, kernel_pidfd=self.keeper.kernel_pidfd, guard=self.keeper.guard)
+        return WorkerGroup(spec.world_size, method, kernel_pidfd=self.keeper.kernel_pidfd, guard=self.keeper.guard)
 
     def _method(self, start: Start) -> StartMethod:
         if start.method == "zygote":
@@ -244,3 +265,113 @@ def _load_once(spec: LaunchSpec) -> None:
         return
     with ThreadPoolExecutor(1, "nbaccel-import") as loader:
         loader.submit(load).result()
+
+
+_GUARDIAN_S = 1.0
+
+
+class LauncherResources:
+    """Starts the reaper and the zygote when they are first needed and ends them with the process."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.kernel_pidfd = os.pidfd_open(self.pid)
+        self._guarded: set[str] = set()
+        self._guardian: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._zygote: Zygote | None = None
+        self._folder: str | None = None
+        self._runs = 0
+        atexit.register(self.close)
+
+    def guard(self, line: str) -> None:
+        """Send a line to the reaper, starting it if needed; see `guardian._Watch.learn` for the possible lines."""
+        if line.startswith("-"):
+            self._guarded.discard(line[1:] if line.startswith("-/") else f"+{line[1:]}")
+        else:
+            if line.startswith("="):
+                self._guarded = {said for said in self._guarded if not said.startswith("=")}
+            self._guarded.add(line)
+        if self._guardian is None or self._guardian.poll() is not None:
+            self._start_guardian()
+            line = "\n".join(self._guarded)  # repeat to the new one what the dead one was told
+        assert self._line is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._line.sendall(line.encode() + b"\n")
+
+    def zygote(self) -> Zygote:
+        """Return the zygote; start one if there is none, or none that fits the installed torch."""
+        if self._zygote is not None and not self._zygote.is_usable:
+            self._end_zygote()
+        if self._zygote is None:
+            self._zygote = Zygote(self.kernel_pidfd, has_shell="IPython" in sys.modules)
+            self.guard(f"+{self._zygote.pid}")
+        return self._zygote
+
+    def new_log(self) -> str:
+        """Return the path of the next run's log; the folder is removed with the process."""
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="nbaccel-logs-")  # mode 0700
+            self.guard(self._folder)
+        self._runs += 1
+        return os.path.join(self._folder, f"run-{self._runs}.log")
+
+    def helpers(self) -> dict[int, str]:
+        """Return the purpose of each process that was started, by process id."""
+        named = {}
+        if self._guardian is not None:
+            named[self._guardian.pid] = "reaper, which ends ranks if the kernel dies"
+        if self._zygote is not None:
+            named[self._zygote.pid] = "zygote, a clean process to start ranks from"
+        return named
+
+    def fds(self) -> list[int]:
+        """Return the descriptors that a forked rank must not hold."""
+        held = [] if self._line is None else [self._line.fileno()]
+        return held if self._zygote is None else [*held, self._zygote.fileno()]
+
+    def close(self) -> None:
+        """End the processes that were started.
+
+        Do nothing the second time, or in a process that inherited this object by fork.
+        """
+        if os.getpid() != self.pid or self.kernel_pidfd < 0:
+            return
+        atexit.unregister(self.close)
+        self._end_zygote()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+        if self._guardian is not None and self._line is not None:
+            # A child that the user forked holds a copy of the socket: closing this one alone would not end it.
+            with contextlib.suppress(OSError):
+                self._line.shutdown(socket.SHUT_RDWR)
+            self._line.close()
+            # It stays while there are ranks (a launch in a daemon thread), and ends them once this process is gone.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._guardian.wait(_GUARDIAN_S)
+            self._guardian = self._line = None
+        os.close(self.kernel_pidfd)
+        self.kernel_pidfd = -1  # the number may be reused by now
+
+    def _end_zygote(self) -> None:
+        if self._zygote is not None:
+            zygote, self._zygote = self._zygote, None
+            zygote.close()
+            self.guard(f"-{zygote.pid}")
+
+    def _start_guardian(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        mine, theirs = socket.socketpair()
+        with theirs:
+            self._guardian = subprocess.Popen(
+                [sys.executable, "-S", "-E", reaper.__file__, str(self.kernel_pidfd), str(theirs.fileno())],
+                pass_fds=[self.kernel_pidfd, theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+            )
+        self._line = mine

@@ -2,20 +2,29 @@
 
 Pure functions of a survey and a request: they read no environment, touch no device and start nothing. An impossible
 request is refused here, in one sentence that says what is possible.
+
+State of the launching process: can it fork, and would its forks work. Runs in the kernel; touches no device.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, replace
 
 from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
-from nbaccel.hardware import Gpu, Survey
+from nbaccel.forkable import why_forks_fail
+from nbaccel.hardware import Gpu, Survey, threads_asked_for
+from nbaccel.launch.ipc.spec import VISIBLE_DEVICES, Start
 from nbaccel.settings import START_METHODS
 
-__all__ = ["VISIBLE_DEVICES", "Devices", "Start", "choose_devices", "choose_start", "threads_per_rank"]
-
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-"""The variable by which CUDA shows a process some of the devices, and numbers them."""
+__all__ = [
+    "Devices",
+    "ProcessState",
+    "choose_devices",
+    "choose_start",
+    "threads_per_rank",
+]
 
 COPY_LIMIT_BYTES = 1_000_000_000
 """Bytes that one process may hold on a device and still be copied to a rank; more may not fit beside them."""
@@ -108,24 +117,6 @@ class Devices:
         plain = f"{ranks} on GPU {_numbers([gpu.index for gpu in self.gpus])}"
         named = f"{plain} ({', '.join(dict.fromkeys(gpu.name for gpu in self.gpus))})"
         return named if len(named) <= width else plain
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The start method of a run's ranks ("fork", "zygote" or "inline"), and the reason, as half a sentence.
-
-    is_explicit: the user insisted on the method, so no other may be tried in its place.
-
-    >>> str(Start("fork", "the notebook has not used CUDA"))
-    'fork: the notebook has not used CUDA'
-    """
-
-    method: str
-    reason: str
-    is_explicit: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.method}: {self.reason}"
 
 
 def choose_devices(requested_processes: int | None, devices: str | None, cpu: bool, survey: Survey) -> Devices:
@@ -271,3 +262,37 @@ def _numbers(numbers: list[int]) -> str:
 
 def _gb(number_of_bytes: int) -> str:
     return f"{number_of_bytes / 1e9:.1f} GB"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """Facts of this process that preflight needs.
+
+    can_fork: ranks can be separate processes here.  why_forks_fail: the reason why forks would fail; None if they would
+    not.
+    threads: number of CPU threads that the user, the environment or torch has set; None if nothing has set it.
+    """
+
+    can_fork: bool
+    why_forks_fail: str | None
+    threads: int | None = None
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        return cls(can_fork=_can_fork(), why_forks_fail=why_forks_fail(), threads=_threads())
+
+
+def _threads() -> int | None:
+    torch = sys.modules.get("torch")
+    return threads_asked_for() if torch is None else int(torch.get_num_threads())
+
+
+def _can_fork() -> bool:
+    """Return whether this Linux has pidfds (5.3, 2019), which end a rank when its kernel dies; ranks need them."""
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True

@@ -9,20 +9,20 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.launch.screen.kept import kept
-from nbaccel.launch.wire.weight import size_of
-from nbaccel.view.figure import draw
-from nbaccel.view.history import History
-from nbaccel.view.panel import Panel
-from nbaccel.view.picture import Bundle, Picture
-from nbaccel.view.series import Line
-from nbaccel.view.state import Facts, State
-from nbaccel.view.text import line, text
+from nbaccel.display.figure import Bundle, Picture, draw
+from nbaccel.display.history import History
+from nbaccel.display.panel import Panel
+from nbaccel.display.run_view import kept
+from nbaccel.display.series import Line
+from nbaccel.display.summary import RunFacts, RunState, line, text
+from nbaccel.launch.ipc.nbytes import size_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Run"]
+__all__ = [
+    "Run",
+]
 
 _MOST_BYTES = 1_000_000
 """Largest size of a value that is kept in `nbaccel.last_run`."""
@@ -74,8 +74,8 @@ class Run:
     restarts: list[str] = field(default_factory=list)
     stopped: str = ""
     checkpoint: str = ""
-    facts: Facts = field(default_factory=Facts)
-    state: State | None = None
+    facts: RunFacts = field(default_factory=RunFacts)
+    state: RunState | None = None
 
     def __post_init__(self) -> None:
         if self.state is None:
@@ -133,7 +133,7 @@ class Run:
         return replace(self, values=[light_value(value) for value in self.values], error=_in_words(self.error))
 
     def __repr__(self) -> str:
-        title = "" if self.facts == Facts() else f"{self.facts.title}, "
+        title = "" if self.facts == RunFacts() else f"{self.facts.title}, "
         return f"<Run: {title}{self.in_a_line()}>"
 
     def _repr_html_(self) -> str:
@@ -145,16 +145,16 @@ class Run:
         return Panel(self.history, self.facts).bundle(self.seconds, self._state)["text/html"]
 
     @property
-    def _state(self) -> State:
+    def _state(self) -> RunState:
         return self._ended() if self.state is None else self.state
 
-    def _ended(self) -> State:
+    def _ended(self) -> RunState:
         """Return how the run ended, as far as it is known here."""
         history, error = self.history, self.error
         has_stopped = bool(self.stopped) or isinstance(error, KeyboardInterrupt | TimeoutError)
         word = "stopped" if has_stopped else "done" if error is None else "failed"
         why = f"{type(error).__name__}: {error}".partition("\n")[0] if word == "failed" else ""
-        return State.ended(word, self.seconds, history.steps, why, history.attempts, history.kept_steps)
+        return RunState.ended(word, self.seconds, history.steps, why, history.attempts, history.kept_steps)
 
 
 def light_value(value: Any) -> Any:

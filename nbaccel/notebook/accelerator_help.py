@@ -13,13 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["ACCELERATOR", "AcceleratorHelp", "Member", "public_members"]
+__all__ = ["ACCELERATOR", "AcceleratorHelp", "HelpMember", "public_members"]
 
 ACCELERATOR = "accelerator"
 _MODULE, _CLASS = "nbaccel.train.accelerator", "Accelerator"
 
 
-class Member(NamedTuple):
+class HelpMember(NamedTuple):
     """A public name of the Accelerator.  kind: "function" or "property"."""
 
     name: str
@@ -27,13 +27,13 @@ class Member(NamedTuple):
 
 
 @functools.cache
-def public_members() -> tuple[Member, ...]:
+def public_members() -> tuple[HelpMember, ...]:
     """Return every public method and property of the class and its bases, by name."""
     members = {member.name: member for member in _members_of(_MODULE, _CLASS)}
     return tuple(members[name] for name in sorted(members))
 
 
-def _members_of(module: str, name: str) -> Iterator[Member]:
+def _members_of(module: str, name: str) -> Iterator[HelpMember]:
     spec = find_spec("nbaccel")
     assert spec is not None
     assert spec.origin is not None
@@ -46,14 +46,15 @@ def _members_of(module: str, name: str) -> Iterator[Member]:
         if isinstance(each, ast.ImportFrom) and (each.module or "").startswith("nbaccel.")
         for alias in each.names
     }
+    here = {each.name for each in tree.body if isinstance(each, ast.ClassDef)}
     for base in node.bases:
-        if isinstance(base, ast.Name) and base.id in homes:
-            home, base_name = homes[base.id]
+        if isinstance(base, ast.Name) and (base.id in homes or base.id in here):
+            home, base_name = homes.get(base.id, (module, base.id))
             yield from _members_of(str(home), base_name)
     for each in node.body:
         if isinstance(each, ast.FunctionDef) and not each.name.startswith("_"):
             marks = {mark.id for mark in each.decorator_list if isinstance(mark, ast.Name)}
-            yield Member(each.name, "property" if marks & {"property", "cached_property"} else "function")
+            yield HelpMember(each.name, "property" if marks & {"property", "cached_property"} else "function")
 
 
 class AcceleratorHelp:

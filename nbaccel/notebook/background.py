@@ -3,6 +3,11 @@
 The ranks are started before the cell returns, so they see the notebook as of the cell; a thread then watches them, and
 shows their output in the cell they belong to. Values enter the notebook in the main thread, when the user waits for
 them: no variable changes during another cell. The thread ends with the kernel, and so do the ranks.
+
+CellScreen: the output of one cell, also after its end and while others run. Runs in the kernel, in any thread.
+
+Kernels send output to the cell that runs now, and each ipykernel has other rules for threads. Here every message names
+its cell itself.
 """
 
 from __future__ import annotations
@@ -13,21 +18,26 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nbaccel.display.summary import line
 from nbaccel.errors import LaunchRefused
 from nbaccel.events import Listener
-from nbaccel.launch.beside import Beside
-from nbaccel.launch.screen.painter import Screen
-from nbaccel.launch.wire.torch_flags import TorchFlags
+from nbaccel.launch.ipc.kernel_state import TorchFlags
+from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.notebook.cell_run import CellRun, Host, briefly
-from nbaccel.view.text import line
-from nbaccel.view.words import duration
+from nbaccel.output.painter import Screen
+from nbaccel.output.router import ConsoleScreen
+from nbaccel.quantities import duration
 
-__all__ = ["Background", "BackgroundRun"]
+__all__ = [
+    "Background",
+    "BackgroundRun",
+    "CellScreen",
+]
 
 _ATTEMPTS = 20
 
 
-class BackgroundRun(Beside):
+class BackgroundRun(Pollable):
     """One run, from `start` to its end. Its methods are for the main thread.
 
     cell: the cell of the run.  began_at: by local time, "14:02:11".
@@ -50,7 +60,7 @@ class BackgroundRun(Beside):
 
     # --- in the main thread ------------------------------------------------------------------------------------
 
-    def start(self, host: Host, listeners: Sequence[Listener], beside: Sequence[Beside]) -> None:
+    def start(self, host: Host, listeners: Sequence[Listener], beside: Sequence[Pollable]) -> None:
         """Start the ranks and return then. An interrupt meanwhile stops them, and the run is over.
 
         Raises:
@@ -219,7 +229,9 @@ class Background:
         else:
             self._say(f"{current}: %accelerate wait brings {current.what_waits}")
 
-    def begin(self, run: CellRun, host: Host, listeners: Sequence[Listener], beside: Sequence[Beside]) -> BackgroundRun:
+    def begin(
+        self, run: CellRun, host: Host, listeners: Sequence[Listener], beside: Sequence[Pollable]
+    ) -> BackgroundRun:
         """Start `run`.
 
         A run that was interrupted before it had begun is over, and concluded like one in the foreground.
@@ -310,3 +322,28 @@ class Background:
         self.current = None
         current.check()
         return self._conclude(current.run)
+
+
+class CellScreen(ConsoleScreen):
+    """The screen of the cell that runs when this is made."""
+
+    def __init__(self, kernel: Any) -> None:
+        super().__init__()
+        self._kernel = kernel
+        self._cell = kernel.get_parent("shell")
+
+    def write(self, stream: str, text: str) -> None:
+        self._send("stream", {"name": stream, "text": text})
+
+    def publish(self, message: dict[str, Any]) -> None:
+        display_id = message.get("display_id")
+        content = {
+            "data": message["data"],
+            "metadata": message.get("metadata") or {},
+            "transient": {"display_id": display_id} if display_id else {},
+        }
+        self._send("update_display_data" if message["kind"] == "update" else "display_data", content)
+
+    def _send(self, kind: str, content: dict[str, Any]) -> None:
+        kernel = self._kernel
+        kernel.session.send(kernel.iopub_socket, kind, content, parent=self._cell, ident=kernel._topic(kind))

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from nbaccel.configfile import FILE_NAME, ConfigFile
+from nbaccel.options.configuration import FILE_NAME, ConfigFile
 from nbaccel.settings import RunSettings
 
 __all__ = ["write_basic_config"]

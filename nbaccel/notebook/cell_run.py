@@ -16,28 +16,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from nbaccel.display.run_view import RunView
 from nbaccel.errors import NotPrepared, ResultsMissing
 from nbaccel.events import Listener
-from nbaccel.launch.beside import Beside
-from nbaccel.launch.outcome import Outcome, Returned
-from nbaccel.launch.rank.cell import RANDOM, RESULT, CellSource, CellTask
+from nbaccel.launch.diagnosis import failed_alike
+from nbaccel.launch.ipc.cell_task import RANDOM, RESULT, CellSource, CellTask
+from nbaccel.launch.ipc.kernel_state import are_here, set_random_states
+from nbaccel.launch.ipc.spec import LaunchSpec
+from nbaccel.launch.processes.interaction import Pollable
+from nbaccel.launch.processes.run_result import LaunchResult, Returned
+from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.run import Run, light_value
-from nbaccel.launch.screen.shown import ShownRun
-from nbaccel.launch.spec import LaunchSpec
-from nbaccel.launch.verdict import failed_alike
-from nbaccel.launch.watching import Watching
-from nbaccel.launch.wire.randomness import are_here, set_random_states
 from nbaccel.notebook.left_by_cell import LeftByCell
 from nbaccel.notebook.left_in_ranks import LeftInRanks
-from nbaccel.notebook.plan import Plan
+from nbaccel.notebook.plan import LaunchPlan
 from nbaccel.notebook.results import install
-from nbaccel.view.words import listed
+from nbaccel.quantities import listed
 
-__all__ = ["CellRun", "Host", "Shown", "briefly", "interrupts_in_one_line", "raise_if_missing", "with_reasons"]
+__all__ = ["CellRun", "DisplayData", "Host", "briefly", "interrupts_in_one_line", "raise_if_missing", "with_reasons"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class DisplayData:
     """Replaces the value of a last expression that stayed in the rank: it has the display of the rank's value."""
 
     data: Mapping[str, Any]
@@ -53,7 +53,7 @@ class Shown:
 class Host(Protocol):
     """Runs a spec by ranks: a `Launcher`, or persistent ranks."""
 
-    def run(self, spec: LaunchSpec, watching: Watching) -> Outcome:
+    def run(self, spec: LaunchSpec, watching: RunObservers) -> LaunchResult:
         """Run the spec, see `Launcher.run`."""
 
 
@@ -68,11 +68,11 @@ class CellRun:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LaunchPlan,
         source: CellSource,
         task: CellTask,
         spec: LaunchSpec,
-        shown: ShownRun,
+        shown: RunView,
         told: set[str],
         remember: Callable[[Run], None] = lambda run: None,
     ) -> None:
@@ -87,7 +87,7 @@ class CellRun:
         self.seconds = 0.0
         self._remember = remember
         self._kept: Run | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: LaunchResult | None = None
 
     @property
     def is_over(self) -> bool:
@@ -95,18 +95,18 @@ class CellRun:
         return bool(self.end)
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> LaunchResult:
         assert self._outcome is not None, "the run has not ended"
         return self._outcome
 
-    def go(self, host: Host, *, listeners: Sequence[Listener] = (), beside: Sequence[Beside] = ()) -> None:
+    def go(self, host: Host, *, listeners: Sequence[Listener] = (), beside: Sequence[Pollable] = ()) -> None:
         """Run to the end, by `host`; no process of the run is left except persistent ranks.
 
         Raises:
             LaunchRefused: nothing was started. The run's own error is not raised, but kept.
         """
         shown_ranks = self.plan.options.shown_ranks(self.spec.world_size)
-        watching = Watching(self.shown, shown_ranks, listeners=[self.shown, *listeners], beside=beside)
+        watching = RunObservers(self.shown, shown_ranks, listeners=[self.shown, *listeners], beside=beside)
         with interrupts_in_one_line():
             self._outcome = host.run(self.spec, watching)
         self.seconds = self.shown.elapsed_s
@@ -139,7 +139,7 @@ class CellRun:
         finally:
             self.outcome.close()
 
-    def _as_run(self, outcome: Outcome) -> Run:
+    def _as_run(self, outcome: LaunchResult) -> Run:
         """Return the run as `launch` would return it, without values yet."""
         ended = outcome.ended
         return Run(
@@ -156,7 +156,7 @@ class CellRun:
             facts=self.shown.facts,
         )
 
-    def _at_the_limit(self, outcome: Outcome) -> str:
+    def _at_the_limit(self, outcome: LaunchResult) -> str:
         first_step = self.shown.history.first_step
         return outcome.at_the_limit(self.plan.options.time_limit or 0.0, "--resume", "--checkpoint-every", first_step)
 
@@ -186,7 +186,7 @@ class CellRun:
         else:
             self._leave_what_was_named(returned, facts, missing, left, namespace, say, whence)
         shown = facts.get("result")
-        return result if result is not None or shown is None else Shown(shown["data"], shown["metadata"])
+        return result if result is not None or shown is None else DisplayData(shown["data"], shown["metadata"])
 
     def _leave_all(
         self,
@@ -270,7 +270,9 @@ def interrupts_in_one_line() -> Iterator[None]:
         raise briefly(KeyboardInterrupt(str(interrupt) or "interrupted while no rank was running.")) from None
 
 
-def _how_it_ended(outcome: Outcome, plan: Plan, seconds: float, first_step: int) -> tuple[BaseException | None, str]:
+def _how_it_ended(
+    outcome: LaunchResult, plan: LaunchPlan, seconds: float, first_step: int
+) -> tuple[BaseException | None, str]:
     """Return the exception that the cell raises, and the run's end in one word.
 
     seconds: of all its attempts.  first_step: steps that the program had done when the run began.
@@ -290,7 +292,7 @@ def _how_it_ended(outcome: Outcome, plan: Plan, seconds: float, first_step: int)
     return outcome.error, "done" if outcome.error is None else "failed"
 
 
-def _returned(outcome: Outcome) -> Returned:
+def _returned(outcome: LaunchResult) -> Returned:
     try:
         return outcome.returned()
     except Exception as error:  # a user's class may raise anything when it is rebuilt

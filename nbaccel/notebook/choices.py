@@ -14,10 +14,10 @@ from typing import Any
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey, best_precision
 from nbaccel.launch.preflight import Devices, choose_devices
-from nbaccel.notebook.configuration import Configuration
-from nbaccel.notebook.options import AUTO, Options
-from nbaccel.notebook.parsing import chosen, command_line, text_of
-from nbaccel.notebook.plan import choose_precision
+from nbaccel.notebook.plan import choose_precision, refuse_a_crowd
+from nbaccel.options.configuration import Configuration
+from nbaccel.options.parsing import chosen, command_line, text_of
+from nbaccel.options.run_options import AUTO, RunOptions
 from nbaccel.settings import PRECISIONS, SHRINK, STOP
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "checkpoint_intervals",
     "effective_batch_size",
     "memory_policies",
+    "next_cell",
     "overview",
     "precisions",
     "process_counts",
@@ -57,7 +58,7 @@ class Offer:
         return f"{self.value} ({where}{self.note})" if self.note else self.value
 
 
-def precisions(options: Options, survey: Survey) -> list[Offer]:
+def precisions(options: RunOptions, survey: Survey) -> list[Offer]:
     """Return every precision, with the reason against those that do not suit the devices of `options`."""
     devices = _devices(options, survey)
     best, reason = best_precision(devices.weakest_gpu)
@@ -68,30 +69,30 @@ def precisions(options: Options, survey: Survey) -> list[Offer]:
     return offers
 
 
-def process_counts(options: Options, survey: Survey) -> list[Offer]:
+def process_counts(options: RunOptions, survey: Survey) -> list[Offer]:
     """Return as many ranks as there are devices, and every smaller number; on the CPU, as many as there are cores."""
-    automatic = _devices(Options(devices=options.devices, cpu=options.cpu), survey)
+    automatic = _devices(RunOptions(devices=options.devices, cpu=options.cpu), survey)
     most = len(automatic.gpus) or min(survey.cpu_count, _MOST_CPU_RANKS)
     counts = {*range(1, most + 1), *([options.world_size] if options.world_size else [])}
     return [Offer(AUTO, str(automatic)), *(Offer(str(count)) for count in sorted(counts))]
 
 
-def memory_policies(options: Options, survey: Survey) -> list[Offer]:
+def memory_policies(options: RunOptions, survey: Survey) -> list[Offer]:
     """Return the possible reactions when a rank dies of memory; the default comes first."""
     return [Offer(SHRINK, "start again with smaller batches"), Offer(STOP, "end with the error")]
 
 
-def seeds(options: Options, survey: Survey) -> list[Offer]:
+def seeds(options: RunOptions, survey: Survey) -> list[Offer]:
     """Return the drawn seed, the default; no seed is better than another."""
     return [Offer("drawn for each run")]
 
 
-def checkpoint_intervals(options: Options, survey: Survey) -> list[Offer]:
+def checkpoint_intervals(options: RunOptions, survey: Survey) -> list[Offer]:
     """Return intervals at which a training saves itself, by time or by steps; the default comes first."""
     return [Offer("never"), Offer("10min"), Offer("30min"), Offer("500steps")]
 
 
-def world_size(options: Options, survey: Survey) -> int:
+def world_size(options: RunOptions, survey: Survey) -> int:
     """Return the number of ranks that the next cell would have."""
     return _devices(options, survey).num_processes
 
@@ -146,7 +147,7 @@ def _in_words(offers: list[Offer], value: int | str | None) -> str:
     return "; ".join(map(str, [holds, *(offer for offer in offers if offer.is_refused and offer is not holds)]))
 
 
-def _devices(options: Options, survey: Survey) -> Devices:
+def _devices(options: RunOptions, survey: Survey) -> Devices:
     """Return the devices of the next cell; if it would be refused, those of the machine."""
     try:
         return choose_devices(options.world_size, options.devices, bool(options.cpu), survey)
@@ -156,7 +157,19 @@ def _devices(options: Options, survey: Survey) -> Devices:
 
 def _is_refused(precision: str, devices: Devices) -> bool:
     try:
-        choose_precision(Options(mixed_precision=precision), devices)
+        choose_precision(RunOptions(mixed_precision=precision), devices)
     except LaunchRefused:
         return True
     return False
+
+
+def next_cell(survey: Survey, config: RunOptions) -> str:
+    """Return the devices and settings of a cell without flags, or why it would be refused."""
+    try:
+        devices = choose_devices(config.world_size, config.devices, bool(config.cpu), survey)
+        refuse_a_crowd(devices.num_processes, survey)
+        precision, reason = choose_precision(config, devices)
+    except LaunchRefused as error:
+        return f"refused as configured ({error})"
+    why = f" ({reason})" if reason else ""
+    return f"{devices}, default precision {precision}{why}, accumulate {config.accumulate or 1}"

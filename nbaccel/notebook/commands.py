@@ -1,17 +1,62 @@
 """Commands: one object for each command that may follow `%accelerate`.
 
 Runs in the kernel; the work is done elsewhere.
+
+Answers: all commands that may follow `%accelerate` in one notebook. Runs in the kernel.
+
+The work of each command is done elsewhere; here the commands get the session, and their answers are printed.
+
+`%accelerate start|push|pull|restart`: reads the arguments; `Stay` does the work. Runs in the kernel.
+
+`%accelerate wait|attach|stop|last`: commands on a run in the background, or on the last run. Runs in the kernel.
+
+`Background` and `Session` do the work.
+
+`%accelerate config`: shows the notebook's choices, changes them, saves them. Runs in the kernel.
+
+Without arguments it shows a form if there is a front end and ipywidgets, otherwise the same as text.
+
+Status: the answers of `%accelerate` and `%accelerate doctor`. Runs in the kernel; reads, and changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import argparse
+import difflib
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 
-__all__ = ["Command", "Commands", "bare"]
+from nbaccel.hardware import Survey
+from nbaccel.launch.doctor import MachineFacts, report
+from nbaccel.launch.ipc.user_code import cell_name
+from nbaccel.notebook.background import CellScreen
+from nbaccel.notebook.choices import batch_size_of, next_cell, overview
+from nbaccel.notebook.memory_report import Processes, held_by_names, memory_report
+from nbaccel.notebook.persistent_session import of_the_start
+from nbaccel.notebook.session import LastRun, Session
+from nbaccel.notebook.why import why_report
+from nbaccel.options.flags import read_names
+from nbaccel.options.parsing import SAVE, parse
+from nbaccel.options.run_options import RunOptions
+from nbaccel.world import World, is_notebook_kernel
+
+if TYPE_CHECKING:
+    from nbaccel.notebook.form import Form
+
+__all__ = [
+    "Command",
+    "Commands",
+    "ConfigCommand",
+    "background_commands",
+    "bare",
+    "commands_of",
+    "doctor_report",
+    "status_line",
+    "stay_commands",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +119,194 @@ def _either(words: Sequence[str]) -> str:
     'config, doctor or memory'
     """
     return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
+    """Return the commands of the notebook of `session`; `parser` reads the flags after some of them."""
+
+    def started_as() -> str:
+        """Return the facts that the short first line of a cell leaves out."""
+        return "" if session.last_plan is None else f"the latest ranks were started as: {session.last_plan.explained}"
+
+    def status() -> None:
+        line = status_line(session.survey(), session.configured(), session.last_run, session.stay.status())
+        session.say("\n".join(filter(None, [line, session.background.status, started_as()])))
+
+    def doctor() -> None:
+        session.say(doctor_report(session.survey(), session.configured(), session.cuda.cell_of))
+
+    def memory() -> None:
+        processes = Processes.now(session.launcher.helpers)
+        are_gone = not (session.stay.is_on or session.background.is_running)
+        held = memory_report(session.survey(), processes, session.rank_memory, held_by_names(), are_gone=are_gone)
+        session.say("\n".join(filter(None, [held, session.stay.status()])))
+
+    def why() -> None:
+        session.say(why_report(session.launcher.post_mortem, cell_name))
+
+    configure = ConfigCommand(session)
+    return Commands(
+        [
+            Command("config", lambda rest: configure.run(rest.split())),
+            bare("doctor", doctor),
+            bare("memory", memory),
+            bare("why", why),
+            bare("status", status),
+            *background_commands(session),
+            *stay_commands(session, parser),
+        ],
+        otherwise=status,
+    )
+
+
+_RANK = "--rank"
+
+
+def stay_commands(session: Session, parser: argparse.ArgumentParser) -> list[Command]:
+    """Return the commands of one notebook.  parser: of the flags."""
+
+    def start(rest: str) -> None:
+        session.background.make_room()
+        session.stay.start(parse(parser, rest).over(of_the_start(session.configured())))
+
+    def push(rest: str) -> None:
+        names = _names("push", rest)
+        _refuse_unknown("push", names, session.shell.user_ns)
+        session.background.make_room()
+        session.stay.push(names)
+
+    def pull(rest: str) -> None:
+        words, rank = _split_rank(rest)
+        names = _names("pull", words)
+        session.background.make_room()
+        session.stay.pull(names, rank)
+
+    def restart() -> None:
+        session.background.make_room()
+        session.stay.restart()
+
+    return [
+        Command("start", start),
+        Command("push", push),
+        Command("pull", pull),
+        bare("restart", restart),
+    ]
+
+
+def _names(command: str, text: str) -> tuple[str, ...]:
+    try:
+        return read_names(",".join(text.split()))
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"%accelerate {command} needs names of variables: {error}.") from None
+
+
+def _split_rank(text: str) -> tuple[str, int]:
+    """Split the rank off: `y --rank 1` is y of rank 1, `y` is y of rank 0.
+
+    >>> _split_rank("y,z --rank 1"), _split_rank("y")
+    (('y,z', 1), ('y', 0))
+    """
+    words = text.replace("=", " ").split()
+    if _RANK not in words:
+        return text, 0
+    at = words.index(_RANK)
+    number = "".join(words[at + 1 : at + 2])
+    if not number.isdecimal():
+        raise UsageError(f"{_RANK} is the number of one rank: %accelerate pull NAMES {_RANK} 1; got {number!r}.")
+    return " ".join(words[:at] + words[at + 2 :]), int(number)
+
+
+def _refuse_unknown(command: str, names: Collection[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, [other for other in known if not other.startswith("_")], n=1)
+            raise UsageError(
+                f"%accelerate {command} {name}: the notebook has no variable of that name"
+                f"{f' (did you mean {near[0]}?)' if near else ''}; nothing was sent."
+            )
+
+
+def background_commands(session: Session) -> list[Command]:
+    """Return the commands of one notebook."""
+
+    def attach() -> Any:
+        if session.background.current is None and session.launcher.last_run is not None:
+            return session.say("no run goes on in the background: %accelerate last shows the one before")
+        return session.background.attach(lambda: CellScreen(session.shell.kernel))
+
+    def stop() -> None:
+        if session.background.stop():
+            return
+        if not session.stay.is_on:
+            raise UsageError("nothing runs in the background, and no ranks stay.")
+        session.stay.stop()
+
+    return [
+        bare("wait", lambda: session.background.wait()),
+        bare("attach", attach),
+        bare("last", session.show_last),
+        bare("stop", stop),
+    ]
+
+
+class ConfigCommand:
+    """The command of one notebook, and its form once it was shown."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._form: Form | None = None
+
+    def run(self, words: Sequence[str]) -> None:
+        """Carry out KEY=VALUE …, `--save`, or both; without words show the present choices.
+
+        Raises:
+            UsageError: one of them is wrong, and nothing was changed; the file cannot be read or written; or this
+                is a rank.
+        """
+        if World.from_env().launch_id:
+            raise UsageError(
+                "choices are the notebook's, and what a rank chooses ends with it: use %accelerate config, or "
+                "nbaccel.panel(), in a cell of its own, without %%accelerate."
+            )
+        if not words:
+            return self._show()
+        configuration = self._session.configuration
+        configuration.change(word for word in words if word != SAVE)
+        self._session.say(configuration.save() if SAVE in words else str(configuration))
+        if self._form is not None:
+            self._form.follow()
+
+    def _show(self) -> None:
+        """Display the form, or print the same as text."""
+        session = self._session
+        session.configured()  # prints the choices of the file, or raises if it is wrong
+        batch_size = batch_size_of(session.shell.user_ns)
+        missing = ""
+        if is_notebook_kernel():
+            try:
+                return self._formed(batch_size).show()
+            except ModuleNotFoundError as error:
+                missing = f"\n({error.name} is not installed: with it, this is a form)"
+        session.say(overview(session.configuration, session.survey(), batch_size) + missing)
+
+    def _formed(self, batch_size: int) -> Form:
+        from nbaccel.notebook.form import Form
+
+        if self._form is None:
+            self._form = Form(self._session.configuration, self._session.survey, batch_size)
+        return self._form
+
+
+def status_line(survey: Survey, config: RunOptions, last_run: LastRun | None, stay: str = "") -> str:
+    """Return the devices and settings of a cell without flags, and how the last run went.
+
+    stay: the persistent ranks in words; empty without any.
+
+    >>> status_line(Survey(), RunOptions(mixed_precision="bf16", accumulate=4), None)
+    'next cell: 1 rank on the CPU, default precision bf16, accumulate 4; no run yet'
+    """
+    return f"next cell: {stay or next_cell(survey, config)}; {f'last run: {last_run}' if last_run else 'no run yet'}"
+
+
+def doctor_report(survey: Survey, config: RunOptions, cell_of: Callable[[str | None], str | None]) -> str:
+    return report(survey, MachineFacts.of_this_process(survey, cell_of, config.checkpoint_dir))

@@ -17,10 +17,9 @@ from typing import Any
 import IPython
 
 from nbaccel.notebook.accelerator_help import ACCELERATOR, public_members
-from nbaccel.notebook.comments import is_code
-from nbaccel.notebook.flags import EXAMPLES
-from nbaccel.notebook.mistakes import COMMANDS
-from nbaccel.notebook.parsing import SAVE, keys
+from nbaccel.notebook.cell_hooks import is_code
+from nbaccel.options.flags import EXAMPLES
+from nbaccel.options.parsing import COMMANDS, SAVE, keys
 
 __all__ = ["Completer", "candidates"]
 

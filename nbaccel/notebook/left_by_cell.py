@@ -13,14 +13,14 @@ from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any
 
-from nbaccel.launch.outcome import Returned
-from nbaccel.launch.presses import uninterrupted
-from nbaccel.launch.rank.cell import RANDOM, CellTask
-from nbaccel.launch.wire.inventory import Place, found_at, writes_of
-from nbaccel.launch.wire.kinds import attributes_of
-from nbaccel.launch.wire.randomness import set_random_states
+from nbaccel.launch.ipc.cell_task import RANDOM, CellTask
+from nbaccel.launch.ipc.kernel_state import set_random_states
+from nbaccel.launch.objects.inventory import ObjectPlace, found_at, writes_of
+from nbaccel.launch.objects.kinds import attributes_of
+from nbaccel.launch.processes.interaction import uninterrupted
+from nbaccel.launch.processes.run_result import Returned
 from nbaccel.notebook.plan import amount
-from nbaccel.view.words import listed
+from nbaccel.quantities import listed
 
 __all__ = ["LeftByCell"]
 
@@ -75,7 +75,7 @@ class LeftByCell:
             KeyboardInterrupt: raised once everything is there.
         """
         namespace, values = self._namespace, self._returned.values
-        places = {key: Place(*change.token) for key, change in self._returned.changes.items()}
+        places = {key: ObjectPlace(*change.token) for key, change in self._returned.changes.items()}
         gone = {place.name for place in places.values() if not self._task.has_still(place.name)}
         self._not_come |= dict.fromkeys(gone, "another object by now")
         changes = {key: change for key, change in self._returned.changes.items() if places[key].name not in gone}
@@ -129,7 +129,7 @@ class LeftByCell:
         said += [f"not brought back: {listed(not_come, _MOST_REASONS)}"] if not_come else []
         return "; ".join([*said, *without[:_MOST_REASONS]])
 
-    def _note(self, places: Mapping[str, Place]) -> None:
+    def _note(self, places: Mapping[str, ObjectPlace]) -> None:
         """Record to which names changes belong: models by themselves, and all others by the name that leads there."""
         namespace, changes = self._namespace, self._returned.changes
         objects = {key: self._task.placed(changes[key].token) for key in places}
@@ -147,7 +147,7 @@ class LeftByCell:
             if self._is_worth_a_word(place.name, namespace[place.name]):
                 self._others.setdefault(place.name, None)
 
-    def _models(self, places: Collection[Place]) -> list[tuple[str, Any]]:
+    def _models(self, places: Collection[ObjectPlace]) -> list[tuple[str, Any]]:
         """Return the models: those of names, then of attributes, then those on the paths; of nested ones the outer.
 
         places: of parameters.
@@ -162,7 +162,7 @@ class LeftByCell:
             for attribute, value in (attributes_of(holder) or {}).items()
             if not _is_module(holder) and _is_module(value)
         ]
-        ways = {Place(place.name, place.steps[:end]) for place in places for end in range(2, len(place.steps))}
+        ways = {ObjectPlace(place.name, place.steps[:end]) for place in places for end in range(2, len(place.steps))}
         deeper = [(str(place), found_at(place, self._namespace)) for place in ways]
         deeper = [(place, value) for place, value in deeper if _is_module(value)]
         pairs = (

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from nbaccel.launch.rank.parameters import checksum, parameters_of, parts_of
-from nbaccel.launch.wire.wrappers import plain
-from nbaccel.view.words import listed
+from nbaccel.launch.objects.parameters import checksum, parameters_of, parts_of
+from nbaccel.launch.objects.wrappers import plain
+from nbaccel.quantities import listed
 
 __all__ = ["LeftInRanks"]
 

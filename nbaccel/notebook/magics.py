@@ -24,11 +24,10 @@ from IPython.core.magic_arguments import magic_arguments
 from nbaccel.errors import NbaccelError
 from nbaccel.gpu_driver import cuda_environ, has_gpu_driver
 from nbaccel.notebook.accelerator_help import AcceleratorHelp
-from nbaccel.notebook.comments import comments_below_magic
+from nbaccel.notebook.cell_hooks import CudaWatch, comments_below_magic
 from nbaccel.notebook.completion import Completer
-from nbaccel.notebook.cuda_watch import CudaWatch
-from nbaccel.notebook.flags import flags
-from nbaccel.notebook.parsing import asks_for_help, joined, parse
+from nbaccel.options.flags import flags
+from nbaccel.options.parsing import asks_for_help, joined, parse
 
 if TYPE_CHECKING:  # they import the whole package `launch`
     from nbaccel.notebook.commands import Commands
@@ -72,7 +71,7 @@ class AccelerateMagics(Magics):
 
     @cached_property
     def _commands(self) -> Commands:
-        from nbaccel.notebook.answers import commands_of
+        from nbaccel.notebook.commands import commands_of
 
         return commands_of(self.session, self._parser)
 

@@ -1,4 +1,4 @@
-"""Plan: the settings of a cell's run, decided before anything starts, and the line about them. Runs in the kernel.
+"""LaunchPlan: the settings of a cell's run, decided before it starts, and the line about them. Runs in the kernel.
 
 It decides what the flags left open: devices, start method, precision, seed. It touches no device and changes nothing.
 """
@@ -12,17 +12,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.display.summary import RunFacts
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey, best_precision
-from nbaccel.launch.here import ProcessState
-from nbaccel.launch.preflight import Devices, Start, choose_devices, choose_start, threads_per_rank
-from nbaccel.launch.spec import LaunchSpec, Task
-from nbaccel.launch.wire.weight import size_of
-from nbaccel.notebook.options import AUTO, Options
+from nbaccel.launch.ipc.nbytes import size_of
+from nbaccel.launch.ipc.spec import LaunchSpec, Start, Task
+from nbaccel.launch.preflight import Devices, ProcessState, choose_devices, choose_start, threads_per_rank
+from nbaccel.options.run_options import AUTO, RunOptions
 from nbaccel.settings import SHRINK, STOP, RunSettings
-from nbaccel.view.state import Facts
 
-__all__ = ["Plan", "amount", "choose_precision", "draws_as_here", "refuse_a_crowd", "settings_of"]
+__all__ = ["LaunchPlan", "amount", "choose_precision", "draws_as_here", "refuse_a_crowd", "settings_of"]
 
 _WORTH_SAYING_BYTES = 1_000_000_000
 _MOST_SECONDS = 0.3
@@ -36,7 +35,7 @@ _PRECISION_NAMES = {"no": "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """One planned run.
 
     precision_reason: empty if the user chose.  bytes_to_copy: bytes that are sent to ranks that are no copy of the
@@ -45,7 +44,7 @@ class Plan:
     own_devices: each rank sees only its own GPU.  first_card: see `Task`.
     """
 
-    options: Options
+    options: RunOptions
     devices: Devices
     start: Start
     settings: RunSettings
@@ -57,7 +56,7 @@ class Plan:
     first_card: str = ""
 
     @classmethod
-    def of(cls, options: Options, task: Task, survey: Survey, here: ProcessState, since: str | None) -> Plan:
+    def of(cls, options: RunOptions, task: Task, survey: Survey, here: ProcessState, since: str | None) -> LaunchPlan:
         """Decide the run of `options` on this machine, in this notebook.
 
         since: the cell from which on forks fail, if they do and it is known.
@@ -119,7 +118,7 @@ class Plan:
             own_devices=self.own_devices,
         )
 
-    def facts(self, title: str) -> Facts:
+    def facts(self, title: str) -> RunFacts:
         """Return the texts of the panel beside its numbers."""
         accumulate = self.settings.gradient_accumulation_steps or 1
         parts = [
@@ -130,7 +129,7 @@ class Plan:
             "memory is held until %accelerate stop" if self.stays else "",
         ]
         plots = self.options.plot or ()
-        return Facts(title, ", ".join(filter(None, parts)), self.devices.names(), plots)
+        return RunFacts(title, ", ".join(filter(None, parts)), self.devices.names(), plots)
 
     def __str__(self) -> str:
         """Return the text printed before the run: one short line, and a line for each unusual fact."""
@@ -208,7 +207,7 @@ def _cores(cores: int) -> str:
     return "is 1 core" if cores == 1 else f"are {cores} cores"
 
 
-def choose_precision(options: Options, devices: Devices) -> tuple[str, str]:
+def choose_precision(options: RunOptions, devices: Devices) -> tuple[str, str]:
     """Return the precision of `Accelerator()` in a cell, and the reason if it was not chosen.
 
     Raises:
@@ -225,7 +224,7 @@ def choose_precision(options: Options, devices: Devices) -> tuple[str, str]:
     return str(options.mixed_precision), ""
 
 
-def settings_of(options: Options, precision: str | None) -> RunSettings:
+def settings_of(options: RunOptions, precision: str | None) -> RunSettings:
     """Return the settings that `options` choose for every rank.  precision: that of the devices; None: not chosen."""
     return RunSettings(
         mixed_precision=precision,
@@ -243,7 +242,7 @@ def settings_of(options: Options, precision: str | None) -> RunSettings:
     )
 
 
-def draws_as_here(options: Options, task: Task) -> bool:
+def draws_as_here(options: RunOptions, task: Task) -> bool:
     """Return whether all ranks continue the notebook's random numbers, as the task would without ranks.
 
     It is False if ranks have to differ: with `--independent`, and with `--strict`, which refuses equal work.
@@ -251,7 +250,7 @@ def draws_as_here(options: Options, task: Task) -> bool:
     return options.seed is None and _is_raw(options, task)
 
 
-def _is_raw(options: Options, task: Task) -> bool:
+def _is_raw(options: RunOptions, task: Task) -> bool:
     """Return whether the task is a program of one process, which is trained on all ranks as it is."""
     return not (task.knows_ranks or options.independent or options.strict)
 

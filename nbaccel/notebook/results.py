@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbaccel.launch.wire.wrappers import plain
+from nbaccel.launch.objects.wrappers import plain
 from nbaccel.notebook.plan import amount
 
 __all__ = ["Arrival", "install"]

@@ -13,53 +13,49 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nbaccel.display.live_panel import Audience, can_answer, runs_unattended
+from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.errors import LaunchRefused, RunStopped
 from nbaccel.hardware import Survey
+from nbaccel.launch.diagnosis import PostMortem
 from nbaccel.launch.gpu_trouble import before_a_run
-from nbaccel.launch.here import ProcessState
-from nbaccel.launch.holdings import held_here
 from nbaccel.launch.inline import left_for_why, run_inline
+from nbaccel.launch.ipc.cell_task import RESULT, CellSource, CellTask
+from nbaccel.launch.ipc.spec import LaunchSpec, Results
+from nbaccel.launch.kernel_models import Cards, SetAside, held_here, kernel_freed
 from nbaccel.launch.launcher import Launcher, default_launcher, refuse_nested_launch
-from nbaccel.launch.postmortem import PostMortem
-from nbaccel.launch.rank.cell import RESULT, CellSource, CellTask
-from nbaccel.launch.rank.lost_threads import threads_held_by
-from nbaccel.launch.rank.names import made_before_read
+from nbaccel.launch.objects.names import made_before_read
+from nbaccel.launch.objects.wrappers import plain, take_off_forward
+from nbaccel.launch.preflight import ProcessState
 from nbaccel.launch.run import Run
-from nbaccel.launch.screen.audience import Audience, can_answer, runs_unattended
-from nbaccel.launch.screen.console import JupyterScreen
-from nbaccel.launch.screen.frames import Frames
-from nbaccel.launch.screen.painter import Screen
-from nbaccel.launch.screen.router import ConsoleScreen
-from nbaccel.launch.screen.shown import ShownRun
-from nbaccel.launch.setaside import Cards, SetAside, kernel_freed
-from nbaccel.launch.spec import LaunchSpec, Results
-from nbaccel.launch.wire.wrappers import plain, take_off_forward
-from nbaccel.notebook.background import Background
+from nbaccel.launch.worker.inherited import threads_held_by
+from nbaccel.notebook.background import Background, CellScreen
+from nbaccel.notebook.cell_hooks import CudaWatch
 from nbaccel.notebook.cell_run import (
     CellRun,
+    DisplayData,
     Host,
-    Shown,
     interrupts_in_one_line,
     raise_if_missing,
     with_reasons,
 )
-from nbaccel.notebook.cell_screen import CellScreen
-from nbaccel.notebook.configuration import Configuration
-from nbaccel.notebook.cuda_watch import CudaWatch
-from nbaccel.notebook.memory import RankMemory
-from nbaccel.notebook.options import Options
-from nbaccel.notebook.plan import Plan, draws_as_here
-from nbaccel.notebook.refusals import (
+from nbaccel.notebook.cell_source import read_cell
+from nbaccel.notebook.memory_report import RankMemory
+from nbaccel.notebook.persistent_session import PersistentSession, of_the_start
+from nbaccel.notebook.plan import LaunchPlan, draws_as_here
+from nbaccel.notebook.shortages import refuse_what_cannot_fit, shortages
+from nbaccel.notebook.stop_control import FormerButton, StopControl, steered
+from nbaccel.notebook.validation import (
     refuse_contradictions,
     refuse_without_input,
     refuse_wrong_places,
     without_a_missing_source,
 )
-from nbaccel.notebook.shortages import refuse_what_cannot_fit, shortages
-from nbaccel.notebook.source import read_cell
-from nbaccel.notebook.start_flags import of_the_start
-from nbaccel.notebook.stay import Stay
-from nbaccel.notebook.steered import FormerButton, Steered, steered
+from nbaccel.options.configuration import Configuration
+from nbaccel.options.run_options import RunOptions
+from nbaccel.output.painter import Screen
+from nbaccel.output.router import ConsoleScreen
+from nbaccel.output.screens import JupyterScreen
 from nbaccel.world import is_notebook_kernel
 
 __all__ = ["LastRun", "Session"]
@@ -107,7 +103,7 @@ class Session:
         self.configuration = Configuration()
         self.cuda = cuda or CudaWatch()
         self.last_run: LastRun | None = None
-        self.last_plan: Plan | None = None  # the plan of ranks that were started for a cell
+        self.last_plan: LaunchPlan | None = None  # the plan of ranks that were started for a cell
         self.rank_memory = RankMemory()
         self.background = Background(self.say, self._conclude)
         self._audience = Audience()
@@ -115,7 +111,7 @@ class Session:
         self._launcher = launcher
         self._setup = setup
         self._told: set[str] = set()
-        self.stay = Stay(
+        self.stay = PersistentSession(
             shell.user_ns, lambda: self.launcher, lambda: self.survey(), self.cuda.cell_of, setup, self.say
         )
 
@@ -123,7 +119,7 @@ class Session:
     def launcher(self) -> Launcher:
         return self._launcher or default_launcher()
 
-    def configured(self) -> Options:
+    def configured(self) -> RunOptions:
         """Return the notebook's choices; print those of nbaccel.toml the first time.
 
         Raises:
@@ -134,7 +130,7 @@ class Session:
             self.say(news)
         return options
 
-    def run(self, asked: Options, body: str) -> Any:
+    def run(self, asked: RunOptions, body: str) -> Any:
         """Run a cell's body in ranks and bring its results back; return the value of its last expression.
 
         Raises:
@@ -150,7 +146,7 @@ class Session:
                 self.say(f"--bg: {why}, so this cell waits for its run")
         self.launcher.post_mortem = None
         if plan.start.method == "inline":
-            return self._run_inline(spec, source.name, task, self._show(plan, source, spec, Frames()))
+            return self._run_inline(spec, source.name, task, self._show(plan, source, spec, PanelSink()))
         with steered(self.shell, self._former_button) as (frames, beside):
             run = CellRun(plan, source, task, spec, self._show(plan, source, spec, frames), self._told, self._remember)
             self.rank_memory.begin(source.name)
@@ -163,7 +159,7 @@ class Session:
                     value = self._conclude_and_show(run)
             return value
 
-    def _plan(self, asked: Options, body: str) -> tuple[Host, Plan, CellSource, CellTask, LaunchSpec]:
+    def _plan(self, asked: RunOptions, body: str) -> tuple[Host, LaunchPlan, CellSource, CellTask, LaunchSpec]:
         """Decide on host, plan and task of a cell; refuse what cannot work, and print the notes before a run."""
         refuse_nested_launch()
         options = asked.over(self.configured())
@@ -194,8 +190,8 @@ class Session:
         return host, plan, source, task, plan.spec(task, self._setup, wants_results=task.leaves_all or bool(task.out))
 
     def _lodge(
-        self, asked: Options, options: Options, source: CellSource, survey: Survey
-    ) -> tuple[Host, Plan, CellTask]:
+        self, asked: RunOptions, options: RunOptions, source: CellSource, survey: Survey
+    ) -> tuple[Host, LaunchPlan, CellTask]:
         """Return the host of a cell, its plan and its task: persistent ranks, or else new ranks."""
         if self.stay.is_on:
             return self.stay.lodge(asked, options, source)
@@ -207,9 +203,9 @@ class Session:
         if draws_as_here(options, task):
             task.draw_as_here()
         here = ProcessState.now()
-        return self.launcher, Plan.of(options, task, survey, here, self.cuda.cell_of(here.why_forks_fail)), task
+        return self.launcher, LaunchPlan.of(options, task, survey, here, self.cuda.cell_of(here.why_forks_fail)), task
 
-    def _movable(self, plan: Plan) -> SetAside:
+    def _movable(self, plan: LaunchPlan) -> SetAside:
         """Return what the notebook could move away from the GPUs of a run."""
         return SetAside(self.shell.user_ns, Cards({gpu.index for gpu in plan.devices.gpus}))
 
@@ -224,7 +220,7 @@ class Session:
 
     def _say_what_is_short(
         self,
-        plan: Plan,
+        plan: LaunchPlan,
         source: CellSource,
         needed: Mapping[str, Any],
         carried: Sequence[str],
@@ -254,7 +250,7 @@ class Session:
         self.stay.close()
         self._former_button.close()
 
-    def _check_names(self, options: Options, body: str) -> None:
+    def _check_names(self, options: RunOptions, body: str) -> None:
         """Refuse names that can only be mistakes, before anything starts."""
         known = self.shell.user_ns.keys() | self.stay.names
         mentioned = set(re.findall(r"[^\W\d]\w*", body))
@@ -262,8 +258,8 @@ class Session:
         _refuse_unknown("--in", options.inputs, known, "the notebook has not")
 
     def _show(
-        self, plan: Plan, source: CellSource, spec: LaunchSpec, frames: Frames, screen: Screen | None = None
-    ) -> ShownRun:
+        self, plan: LaunchPlan, source: CellSource, spec: LaunchSpec, frames: PanelSink, screen: Screen | None = None
+    ) -> RunView:
         return self._audience.show(
             self.shell,
             spec.world_size,
@@ -276,7 +272,7 @@ class Session:
 
     # --- in the background -------------------------------------------------------------------------------------
 
-    def _why_not_in_the_background(self, plan: Plan) -> str:
+    def _why_not_in_the_background(self, plan: LaunchPlan) -> str:
         """Return why the cell cannot run in the background; empty if it can return, and users can come back to it."""
         if plan.start.method == "inline":
             return "a run in the notebook's own process leaves no room for other cells"
@@ -286,10 +282,10 @@ class Session:
             return "a program executes this notebook, and would not come back to the run"
         return ""
 
-    def _leave(self, host: Host, plan: Plan, source: CellSource, task: CellTask, spec: LaunchSpec) -> None:
+    def _leave(self, host: Host, plan: LaunchPlan, source: CellSource, task: CellTask, spec: LaunchSpec) -> None:
         """Start the run and let the cell end."""
         # Clicks come between cells, as all messages do.
-        button = Steered(None, set(), "Stop: %accelerate stop", self._former_button)
+        button = StopControl(None, set(), "Stop: %accelerate stop", self._former_button)
         shown = self._show(plan, source, spec, button, CellScreen(self.shell.kernel))
         run = CellRun(
             plan, source, task, replace(spec, no_restart=_MAY_HAVE_CHANGED), shown, self._told, self._remember
@@ -344,7 +340,7 @@ class Session:
             # Last, because it takes a moment that an interrupt may end: everything else is in the notebook.
             run.show_end()
 
-    def _run_inline(self, spec: LaunchSpec, title: str, task: CellTask, shown: ShownRun) -> Any:
+    def _run_inline(self, spec: LaunchSpec, title: str, task: CellTask, shown: RunView) -> Any:
         """Run the cell in the notebook's own process."""
         leaving = self._as_written if task.leaves_all else self._only_out_changes
         error: BaseException | None = None
@@ -418,4 +414,4 @@ def _value_of(results: Results) -> Any:
     shown = results.facts.get("result")
     if shown is None or RESULT in results.values:
         return results.values.get(RESULT)
-    return Shown(shown["data"], shown["metadata"])
+    return DisplayData(shown["data"], shown["metadata"])

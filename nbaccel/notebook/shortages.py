@@ -16,13 +16,12 @@ from typing import Any
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
-from nbaccel.launch.holdings import Holding
-from nbaccel.launch.setaside import QUANTISED, SetAside
-from nbaccel.launch.wire.weight import size_of, sizes_on_devices
-from nbaccel.notebook.plan import Plan, amount
-from nbaccel.view.words import listed
+from nbaccel.launch.ipc.nbytes import size_of, sizes_on_devices
+from nbaccel.launch.kernel_models import QUANTISED, KernelHolding, SetAside
+from nbaccel.notebook.plan import LaunchPlan, amount
+from nbaccel.quantities import listed
 
-__all__ = ["Loader", "Place", "loaders_in", "refuse_what_cannot_fit", "shortages", "where_made"]
+__all__ = ["Loader", "MadeAt", "loaders_in", "refuse_what_cannot_fit", "shortages", "where_made"]
 
 _MUCH_OF_A_DEVICE = 0.1
 """Share of a device's available memory from which on the notebook's own part is reported before a run."""
@@ -34,7 +33,7 @@ _PYTHON_HERE = ("%%time", "%%capture", "%%prun")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MadeAt:
     """The place where the notebook made a name: the cell's number, the line in it (from 1) and its text."""
 
     cell: int
@@ -59,11 +58,11 @@ class Loader:
 
 
 def shortages(
-    plan: Plan,
+    plan: LaunchPlan,
     code: str,
     names: Mapping[str, Any],
     survey: Survey,
-    holdings: Sequence[Holding],
+    holdings: Sequence[KernelHolding],
     aside: SetAside,
 ) -> Iterator[str]:
     """Yield a line for each thing that the run of a cell will run short of.
@@ -79,7 +78,7 @@ def shortages(
 
 
 def refuse_what_cannot_fit(
-    plan: Plan, names: Mapping[str, Any], survey: Survey, history: Sequence[str], aside: SetAside
+    plan: LaunchPlan, names: Mapping[str, Any], survey: Survey, history: Sequence[str], aside: SetAside
 ) -> list[str]:
     """Return a line for each model of the notebook that is on a device and is copied to the ranks.
 
@@ -111,11 +110,11 @@ def refuse_what_cannot_fit(
     return lines
 
 
-def where_made(name: str, history: Sequence[str]) -> Place | None:
+def where_made(name: str, history: Sequence[str]) -> MadeAt | None:
     """Return the last assignment to `name` in the notebook's cells; None if the text shows none.
 
     >>> where_made("model", ["", "import torch", "x = 1\\nmodel = torch.nn.Linear(2, 1).cuda()"])
-    Place(cell=2, line=2, text='model = torch.nn.Linear(2, 1).cuda()')
+    MadeAt(cell=2, line=2, text='model = torch.nn.Linear(2, 1).cuda()')
     """
     for number in range(len(history) - 1, 0, -1):
         tree = _parsed(history[number])
@@ -123,7 +122,7 @@ def where_made(name: str, history: Sequence[str]) -> Place | None:
             continue
         lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assign) and _binds(node, name)]
         if lines:
-            return Place(number, lines[-1], history[number].splitlines()[lines[-1] - 1].strip())
+            return MadeAt(number, lines[-1], history[number].splitlines()[lines[-1] - 1].strip())
     return None
 
 
@@ -149,7 +148,7 @@ def loaders_in(code: str, names: Mapping[str, Any]) -> Iterator[Loader]:
 # --- lines ----------------------------------------------------------------------------------------------------------
 
 
-def _devices_held(plan: Plan, holdings: Sequence[Holding], aside: SetAside) -> Iterator[str]:
+def _devices_held(plan: LaunchPlan, holdings: Sequence[KernelHolding], aside: SetAside) -> Iterator[str]:
     used = {f"cuda:{gpu.index}": (rank, gpu) for rank, gpu in enumerate(plan.devices.gpus)}
     for holding in holdings:
         if holding.device not in used:
@@ -213,7 +212,7 @@ def _workers(ranks: int, loaders: Iterator[Loader], survey: Survey) -> Iterator[
 
 
 def _carried(
-    plan: Plan, name: str, model: Any, on_device: Mapping[str, int], place: Place | None, aside: SetAside
+    plan: LaunchPlan, name: str, model: Any, on_device: Mapping[str, int], place: MadeAt | None, aside: SetAside
 ) -> str:
     nbytes, where = sum(on_device.values()), " and ".join(on_device)
     ranks = plan.devices.num_processes
@@ -248,7 +247,7 @@ def _carried(
     )
 
 
-def _move(place: Place | None, name: str) -> str:
+def _move(place: MadeAt | None, name: str) -> str:
     return f"move {place} into this cell" if place is not None else f"make {name} in this cell"
 
 

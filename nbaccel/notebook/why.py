@@ -2,18 +2,28 @@
 
 It is made of the snapshots that the ranks left in their reports: it needs no process of the run, and no tensor is kept.
 A rank that died, or that did not react to the interrupt, has left none, and the text says so.
+
+Differences: the names that ranks of one run had in common, and the differences between them. Pure; in the kernel.
+
+Ranks run one program. So a difference between them at the moment of a failure is suspect, most of all on the line that
+failed: first come names there that differ or are not finite, last plain numbers, which may rightly differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from nbaccel.launch.postmortem import PostMortem
-from nbaccel.launch.snapshot import Call, Scene, Value
-from nbaccel.launch.verdict import ranks_in_words
-from nbaccel.notebook.differences import Difference, differences, last_line
+from nbaccel.launch.diagnosis import PostMortem, ranks_in_words
+from nbaccel.launch.ipc.reports import CollectiveCall, FrameSnapshot, StackSnapshot, ValueSummary
 
-__all__ = ["why_report"]
+__all__ = [
+    "Difference",
+    "differences",
+    "last_line",
+    "why_report",
+]
 
 _MOST_DIFFERENCES = 6
 _MOST_CALLS = 4
@@ -75,7 +85,7 @@ class _Text:
             return fate
         return f"{fate} at {self._place(line)}{f': {line.source}' if line.source else ''}"
 
-    def _calls(self, calls: Iterable[Call]) -> str:
+    def _calls(self, calls: Iterable[CollectiveCall]) -> str:
         """Return the collectives, the latest first; repeated ones, as of a loop, once."""
         told = [
             f"{call.operation} at {self._named(call.file)}, line {call.line}" if call.file else call.operation
@@ -104,7 +114,7 @@ class _Text:
         is_everyone = len(ranks) == self._world_size > 1
         return "all ranks" if is_everyone else ranks_in_words(ranks)
 
-    def _place(self, scene: Scene) -> str:
+    def _place(self, scene: FrameSnapshot) -> str:
         inside = "" if scene.function == "<module>" else f", in {scene.function}"
         return f"{self._named(scene.file)}{f', line {scene.line}' if scene.line else ''}{inside}"
 
@@ -112,6 +122,75 @@ class _Text:
         return self._cell_name(file) or file
 
 
-def _shown(value: Value) -> str:
+def _shown(value: ValueSummary) -> str:
     text = f"{value.form}{f' = {value.text}' if value.text else ''}"
     return f"{text}, holds {value.flaw}" if value.flaw else text
+
+
+_Key = tuple[str, str, str]  # file, function, name
+
+_OWN = re.compile(r"(^|_)(rank|process_index|seed)$")
+"""Names that are meant to differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One name.
+
+    name: as in the program.  scene: the frame of the rank that is shown first.
+    values: by rank, for the ranks that had it.  weight: the order, lightest first.
+    """
+
+    name: str
+    scene: FrameSnapshot
+    values: Mapping[int, ValueSummary]
+    weight: tuple[int, str]
+
+
+def differences(snapshots: Mapping[int, StackSnapshot], first: int | None) -> list[Difference]:
+    """Return the suspect names, most suspect first: those that differ, are not finite or are on failing lines.
+
+    first: the rank that failed first; None if none did.
+    """
+    seen: dict[_Key, dict[int, tuple[FrameSnapshot, ValueSummary]]] = {}
+    for rank, snapshot in snapshots.items():
+        for scene in snapshot.scenes:
+            for value in scene.values:
+                seen.setdefault((scene.file, scene.function, value.name), {})[rank] = (scene, value)
+    lines = [last_line(snapshot) for rank, snapshot in snapshots.items() if first in (None, rank)]
+    found = []
+    for (file, function, name), by_rank in seen.items():
+        values = {rank: value for rank, (_, value) in by_rank.items()}
+        is_on_line = any(
+            line is not None and (line.file, line.function) == (file, function) and _mentions(line.source, name)
+            for line in lines
+        )
+        weight = _weight(list(values.values()), is_on_line, _OWN.search(name) is not None)
+        if weight is not None:
+            scene = by_rank[first if first in by_rank else min(by_rank)][0]
+            found.append(Difference(name, scene, values, (weight, name)))
+    return sorted(found, key=lambda each: each.weight)
+
+
+def last_line(snapshot: StackSnapshot) -> FrameSnapshot | None:
+    """Return the innermost line of the user's."""
+    return next((scene for scene in reversed(snapshot.scenes) if scene.is_users), None)
+
+
+def _weight(values: Sequence[ValueSummary], is_on_line: bool, is_own: bool) -> int | None:
+    """Return the weight of a name; None if it is not suspect."""
+    has_flaw = any(value.flaw for value in values)
+    differs = len({value.form for value in values}) > 1
+    reasons: Iterator[bool] = iter([
+        is_on_line and (has_flaw or differs),
+        has_flaw,
+        differs,
+        is_on_line,
+        len({value.text for value in values if value.form != "float"}) > 1 and not is_own,
+        len({value.text for value in values}) > 1,
+    ])  # fmt: skip
+    return next((at for at, holds in enumerate(reasons) if holds), None)
+
+
+def _mentions(source: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", source) is not None

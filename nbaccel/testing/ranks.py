@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.errors import RankDied, RanksFailed
-from nbaccel.launch.main_thread import MainThread
-from nbaccel.launch.rank.inherited import put_aside
+from nbaccel.launch.processes.start import MainThread
+from nbaccel.launch.worker.inherited import put_aside
 from nbaccel.world import World
 
 __all__ = ["run_ranks"]

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from nbaccel.train.accelerator import Accelerator
-from nbaccel.train.state import PartialState
+from nbaccel.train.distributed.partial_state import PartialState
 
 __all__ = ["Accelerator", "PartialState"]

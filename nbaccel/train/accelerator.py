@@ -20,47 +20,47 @@ import torch
 from torch.nn import Module
 
 from nbaccel.errors import NotPrepared
-from nbaccel.intervals import seconds_of
+from nbaccel.quantities import seconds_of
 from nbaccel.settings import RunSettings
-from nbaccel.train.accumulation import Accumulation, GradientAccumulationPlugin
-from nbaccel.train.checkpoint.lineage import Lineage
-from nbaccel.train.checkpoint.save import Writer
-from nbaccel.train.checkpoint.shelf import Shelf
-from nbaccel.train.checkpoint.staging import Staging
-from nbaccel.train.checkpoint.training import Training
-from nbaccel.train.compiling import Compiling, TorchDynamoPlugin
+from nbaccel.train.checkpoint.content import Staging
+from nbaccel.train.checkpoint.directory import CheckpointDirectory, ProjectConfiguration
+from nbaccel.train.checkpoint.manager import ON_SAVE_ERROR, Registered
+from nbaccel.train.checkpoint.manifest import Lineage
+from nbaccel.train.checkpoint.resume import Resuming
+from nbaccel.train.checkpoint.training_state import Epochs, Remembered, TrainingState
+from nbaccel.train.checkpoint.writer import Writer
 from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader
-from nbaccel.train.faces.checkpointing import ON_SAVE_ERROR, Registered
-from nbaccel.train.faces.exchange import Exchange
-from nbaccel.train.faces.planning import Planning
-from nbaccel.train.faces.preparing import Preparing
-from nbaccel.train.faces.profiling import Profiling
-from nbaccel.train.faces.recovering import Recovering
+from nbaccel.train.distributed.collectives import Collectives
+from nbaccel.train.distributed.partial_state import AcceleratorState
+from nbaccel.train.distributed.process_control import Exchange
+from nbaccel.train.distributed.process_group import process_group
+from nbaccel.train.distributed.rng import warn_of_rng_types
 from nbaccel.train.faces.replicas import Replicas
-from nbaccel.train.faces.resuming import Resuming
 from nbaccel.train.faces.tracking import LogWith, Trackers, Tracking
-from nbaccel.train.finite import ON_NAN, LossWatch, make_watch
-from nbaccel.train.gate import make_gate
-from nbaccel.train.gradient_state import GradientState
-from nbaccel.train.handlers import Handlers, KwargsHandler
 from nbaccel.train.implicit import step_back, step_under_way
-from nbaccel.train.memory import Freed, free
-from nbaccel.train.microbatch.sizes import MicroBatches
-from nbaccel.train.models import keep_compiled
+from nbaccel.train.oom.forward_backward import Recovering
+from nbaccel.train.oom.memory import Freed, free
+from nbaccel.train.oom.microbatch.sizes import MicroBatches
+from nbaccel.train.oom.planning.planner import Planning
+from nbaccel.train.oom.planning.size_cache import SizeCache
+from nbaccel.train.oom.split_batches import make_gate
 from nbaccel.train.parallel import extract_model_from_parallel
-from nbaccel.train.planning.found import Found
-from nbaccel.train.plugins import PluginsNotHere, refuse_plugins, refuse_plugins_of_the_environment
-from nbaccel.train.precision import Precision, make_precision, restore_forward
-from nbaccel.train.prepared import Prepared
-from nbaccel.train.project import ProjectConfiguration
-from nbaccel.train.raw import RawSteps
-from nbaccel.train.resuming import Epochs, Remembered
-from nbaccel.train.seeding import warn_of_rng_types
-from nbaccel.train.state import AcceleratorState
+from nbaccel.train.prepare.contexts import Accumulating, GradientState, Profiling
+from nbaccel.train.prepare.loss_watch import ON_NAN, LossWatch, make_watch
+from nbaccel.train.prepare.models import Compiling, TorchDynamoPlugin, keep_compiled
+from nbaccel.train.prepare.optimizer import RawSteps
+from nbaccel.train.prepare.prepared import Prepared
+from nbaccel.train.prepare.preparer import Preparing
+from nbaccel.train.step.accumulation import Accumulation, GradientAccumulationPlugin
+from nbaccel.train.step.kwargs_handlers import (
+    Handlers,
+    KwargsHandler,
+    PluginsNotHere,
+    refuse_plugins,
+    refuse_plugins_of_the_environment,
+)
+from nbaccel.train.step.precision import Precision, make_precision, restore_forward
 from nbaccel.train.strategies import Strategy, choose_strategy
-from nbaccel.train.talk.collectives import Collectives
-from nbaccel.train.talk.process_group import process_group
-from nbaccel.train.windows import Accumulating
 from nbaccel.world import World
 
 __all__ = ["Accelerator"]
@@ -192,13 +192,13 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
         project = project_config or ProjectConfiguration(project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(project_dir)
-        self._shelf = Shelf(project)
+        self._shelf = CheckpointDirectory(project)
         self._registered = Registered()
         self._on_save_error = on_save_error
         self._writer = Writer()
         self._staging = Staging()
         self._prepared = Prepared()
-        self._found = Found()
+        self._found = SizeCache()
         self._epochs = Epochs()
         self._remembered = Remembered()
         self._trackers = Trackers(log_with)
@@ -287,10 +287,10 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
     def _handed_in(self, model: Module) -> Module:
         return self.unwrap_model(model, keep_torch_compile=not self._compiling.is_on)
 
-    def _training(self) -> Training:
+    def _training(self) -> TrainingState:
         self._equip()
         world = self.state.world
-        return Training(
+        return TrainingState(
             self._prepared,
             self._accumulation,
             self._precision,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbaccel.train.state import current_world
+from nbaccel.train.distributed.partial_state import current_world
 
 __all__ = ["tqdm"]
 

@@ -12,9 +12,9 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from nbaccel.train.precision import to_fp32
-from nbaccel.train.talk import nested
-from nbaccel.train.talk.nested import is_container, leaves, map_children
+from nbaccel.train.distributed import nested
+from nbaccel.train.distributed.nested import is_container, leaves, map_children
+from nbaccel.train.step.precision import to_fp32
 
 __all__ = [
     "concatenate",

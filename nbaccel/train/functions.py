@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbaccel.train.state import PartialState
+from nbaccel.train.distributed.partial_state import PartialState
 
 __all__ = [
     "broadcast",

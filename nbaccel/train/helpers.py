@@ -20,11 +20,11 @@ from torch.nn import Module
 
 from nbaccel.failures import can_retry
 from nbaccel.train.batches import find_batch_size, recursively_apply
-from nbaccel.train.handlers import AutocastKwargs, Handlers
+from nbaccel.train.distributed.nested import leaves
+from nbaccel.train.distributed.partial_state import AcceleratorState
 from nbaccel.train.parallel import extract_model_from_parallel
-from nbaccel.train.precision import make_precision
-from nbaccel.train.state import AcceleratorState
-from nbaccel.train.talk.nested import leaves
+from nbaccel.train.step.kwargs_handlers import AutocastKwargs, Handlers
+from nbaccel.train.step.precision import make_precision
 
 __all__ = [
     "GatheredParameters",

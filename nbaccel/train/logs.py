@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from nbaccel.train.state import PartialState, current_world
+from nbaccel.train.distributed.partial_state import PartialState, current_world
 
 __all__ = ["RankLogger", "get_logger"]
 

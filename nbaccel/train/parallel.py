@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel.train.models import keep_compiled
-from nbaccel.train.precision import restore_forward
-from nbaccel.train.strategies.base import without_compile
+from nbaccel.train.prepare.models import keep_compiled
+from nbaccel.train.step.precision import restore_forward
+from nbaccel.train.strategies.single import without_compile
 
 __all__ = ["extract_model_from_parallel"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbaccel.train.talk.nested import map_children
+from nbaccel.train.distributed.nested import map_children
 
 __all__ = ["Reading", "is_plain"]
 

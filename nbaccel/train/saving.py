@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from nbaccel.aborting import refuse_if_aborted
-from nbaccel.train.checkpoint.folder import sayable
-from nbaccel.train.checkpoint.packing import pack
-from nbaccel.train.checkpoint.weights import write_then_rename
-from nbaccel.train.state import current_world
+from nbaccel.train.checkpoint.atomic_folder import sayable
+from nbaccel.train.checkpoint.model_weights import write_then_rename
+from nbaccel.train.checkpoint.serialization import pack
+from nbaccel.train.distributed.partial_state import current_world
 
 __all__ = ["load", "save", "write_object"]
 

@@ -11,12 +11,12 @@ from typing import Any
 from nbaccel.aborting import on_renewal
 from nbaccel.settings import RunSettings
 from nbaccel.train.accelerator import Accelerator
-from nbaccel.train.executable.renewal import renew
-from nbaccel.train.implicit.devices import use_own_device
+from nbaccel.train.distributed.partial_state import current_world
+from nbaccel.train.distributed.rng import set_seed
 from nbaccel.train.implicit.lone import LoneTraining
 from nbaccel.train.implicit.loop import ImplicitTraining
-from nbaccel.train.seeding import set_seed
-from nbaccel.train.state import current_world
+from nbaccel.train.implicit.rank_streams import use_own_device
+from nbaccel.train.oom.retry.survivors import renew
 from nbaccel.train.strategies import replicated  # noqa: F401  # the strategy of several ranks, for them to share
 
 __all__ = ["setup_rank"]

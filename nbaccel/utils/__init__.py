@@ -9,7 +9,6 @@ from nbaccel.errors import CollectiveMismatch as DistributedOperationException
 from nbaccel.missing_names import missing_from
 from nbaccel.notebook.basic_config import write_basic_config
 from nbaccel.tracking import LoggerType
-from nbaccel.train.accumulation import GradientAccumulationPlugin
 from nbaccel.train.available import (
     is_bf16_available,
     is_bnb_available,
@@ -41,12 +40,12 @@ from nbaccel.train.batches import (
     send_to_device,
     slice_tensors,
 )
-from nbaccel.train.checkpoint.weights import load_model
-from nbaccel.train.compiling import TorchDynamoPlugin
+from nbaccel.train.checkpoint.directory import ProjectConfiguration
+from nbaccel.train.checkpoint.model_weights import load_model
 from nbaccel.train.data import DataLoaderConfiguration
-from nbaccel.train.distributed_type import DistributedType
+from nbaccel.train.distributed.process_control import DistributedType
+from nbaccel.train.distributed.rng import RNGType, set_seed, synchronize_rng_state, synchronize_rng_states
 from nbaccel.train.environment import clear_environment, patch_environment
-from nbaccel.train.executable import find_executable_batch_size
 from nbaccel.train.functions import (
     broadcast,
     broadcast_object_list,
@@ -56,7 +55,14 @@ from nbaccel.train.functions import (
     reduce,
     wait_for_everyone,
 )
-from nbaccel.train.handlers import (
+from nbaccel.train.oom.memory import release_memory
+from nbaccel.train.oom.retry import find_executable_batch_size
+from nbaccel.train.parallel import extract_model_from_parallel
+from nbaccel.train.precision_type import PrecisionType
+from nbaccel.train.prepare.models import TorchDynamoPlugin, is_compiled_module
+from nbaccel.train.saving import load, save
+from nbaccel.train.step.accumulation import GradientAccumulationPlugin
+from nbaccel.train.step.kwargs_handlers import (
     AutocastKwargs,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -65,13 +71,6 @@ from nbaccel.train.handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
-from nbaccel.train.memory import release_memory
-from nbaccel.train.models import is_compiled_module
-from nbaccel.train.parallel import extract_model_from_parallel
-from nbaccel.train.precision_type import PrecisionType
-from nbaccel.train.project import ProjectConfiguration
-from nbaccel.train.saving import load, save
-from nbaccel.train.seeding import RNGType, set_seed, synchronize_rng_state, synchronize_rng_states
 from nbaccel.train.versions import compare_versions, is_torch_version
 from nbaccel.utils.tqdm import tqdm
 
@@ -150,7 +149,7 @@ __getattr__ = missing_from(
     "nbaccel.train.helpers",
     "nbaccel.train.environment",
     "nbaccel.train.available",
-    "nbaccel.train.enumerations",
-    "nbaccel.train.state",
-    "nbaccel.train.gradient_state",
+    "nbaccel.train.step.kwargs_handlers",
+    "nbaccel.train.distributed.partial_state",
+    "nbaccel.train.prepare.contexts",
 )

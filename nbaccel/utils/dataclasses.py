@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from nbaccel.missing_names import missing_from
 from nbaccel.tracking import LoggerType
-from nbaccel.train.accumulation import GradientAccumulationPlugin
-from nbaccel.train.compiling import TorchDynamoPlugin
+from nbaccel.train.checkpoint.directory import ProjectConfiguration
 from nbaccel.train.data import DataLoaderConfiguration
-from nbaccel.train.distributed_type import DistributedType
-from nbaccel.train.handlers import (
+from nbaccel.train.distributed.process_control import DistributedType
+from nbaccel.train.distributed.rng import RNGType
+from nbaccel.train.precision_type import PrecisionType
+from nbaccel.train.prepare.models import TorchDynamoPlugin
+from nbaccel.train.step.accumulation import GradientAccumulationPlugin
+from nbaccel.train.step.kwargs_handlers import (
     AutocastKwargs,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -17,9 +20,6 @@ from nbaccel.train.handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
-from nbaccel.train.precision_type import PrecisionType
-from nbaccel.train.project import ProjectConfiguration
-from nbaccel.train.seeding import RNGType
 
 __all__ = [
     "AutocastKwargs",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nbaccel.missing_names import missing_from
-from nbaccel.train.executable import find_executable_batch_size
-from nbaccel.train.memory import release_memory
+from nbaccel.train.oom.memory import release_memory
+from nbaccel.train.oom.retry import find_executable_batch_size
 
 __all__ = [
     "find_executable_batch_size",

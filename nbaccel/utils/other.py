@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from nbaccel.missing_names import missing_from
 from nbaccel.train.functions import wait_for_everyone
-from nbaccel.train.models import is_compiled_module
 from nbaccel.train.parallel import extract_model_from_parallel
+from nbaccel.train.prepare.models import is_compiled_module
 from nbaccel.train.saving import load, save
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbaccel.missing_names import missing_from
-from nbaccel.train.seeding import set_seed, synchronize_rng_state, synchronize_rng_states
+from nbaccel.train.distributed.rng import set_seed, synchronize_rng_state, synchronize_rng_states
 
 __all__ = [
     "set_seed",

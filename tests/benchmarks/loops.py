@@ -122,9 +122,9 @@ def nbaccel(training: Training, **options: Any) -> Bout:
 def nbaccel_reporting(training: Training) -> Bout:
     """As in a notebook: every step is entered on the control page, every loss goes into the ring."""
     from nbaccel.events import outlet
-    from nbaccel.launch.rank.reporter import Reporter
-    from nbaccel.launch.wire.control import ControlPage, StepGate
-    from nbaccel.launch.wire.ring import RingWriter, make_ring
+    from nbaccel.launch.ipc.control import ControlPage, StepGate
+    from nbaccel.launch.ipc.ring import RingWriter, make_ring
+    from nbaccel.launch.worker.reporter import Reporter
 
     bout = nbaccel(training)
     gate = StepGate(ControlPage.create(1), 0)

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.findings import Finding, options_of, tell
 from nbaccel.events import Event, Listener, Loss, emit, outlet
-from nbaccel.launch.rank.reporter import Reporter
-from nbaccel.launch.telemetry import TICK_S, Rings, Telemetry
-from nbaccel.launch.wire.records import write_loss
-from nbaccel.launch.wire.ring import RingWriter, make_ring
+from nbaccel.launch.ipc.ring import RingWriter, make_ring
+from nbaccel.launch.ipc.telemetry import TICK_S, Rings, Telemetry, write_loss
+from nbaccel.launch.worker.reporter import Reporter
 
 _RANKS = 8
 _PER_SECOND = 1000

@@ -111,10 +111,10 @@ MAKES_A_RUN = """
 from IPython.display import HTML
 from nbaccel.events import Loss, Memory, Metric, Progress
 from nbaccel.launch.run import Run
-from nbaccel.view.history import History
-from nbaccel.view.panel import Panel
-from nbaccel.view.state import Facts, State
-history, facts = History(2), Facts("Cell In[5]", "2 ranks on the CPU, seed 878899", plots=("loss", "acc"))
+from nbaccel.display.history import History
+from nbaccel.display.panel import Panel
+from nbaccel.display.summary import RunFacts, RunState
+history, facts = History(2), RunFacts("Cell In[5]", "2 ranks on the CPU, seed 878899", plots=("loss", "acc"))
 for step in range(40):
     for rank in (0, 1):
         history.feed(rank, step / 10, Loss(0.0069321 / (step + 1), step))
@@ -123,7 +123,9 @@ for step in range(40):
         history.feed(rank, step / 10, Metric({"acc": step / 40}, step))
 HTML(Panel(history, facts).bundle(4.0)["text/html"])"""
 
-SHOWS_ITS_PICTURE = "Run([None], history, None, 'fork', '', '', 4.0, facts=facts, state=State('done', 'done')).plot()"
+SHOWS_ITS_PICTURE = (
+    "Run([None], history, None, 'fork', '', '', 4.0, facts=facts, state=RunState('done', 'done')).plot()"
+)
 
 MEASURES = """panel => {
     const place = part => panel.querySelector(part).getBoundingClientRect();

@@ -96,7 +96,7 @@ def test_a_flag_means_what_it_means_to_accelerate(launched: Any, line: str, part
 
 
 def test_machines_share_the_processes_and_meet_as_they_are_told(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbaccel.launch.elastic.interface_to", lambda address, port: "eth0")
+    monkeypatch.setattr("nbaccel.launch.cluster.elastic.interface_to", lambda address, port: "eth0")
     where = "--num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1"
     meeting = "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1"
     command, _, _ = launched(f"--num_processes 4 {where} --main_process_port 1234 train.py")

@@ -23,10 +23,10 @@ LISTENS = """
 import json, os, signal, sys, torch
 from nbaccel.events import Listener, Loss, Metric, Progress
 from nbaccel.launch.launcher import default_launcher
-from nbaccel.launch.preflight import Start
-from nbaccel.launch.screen.router import ConsoleScreen
-from nbaccel.launch.spec import FunctionTask, LaunchSpec
-from nbaccel.launch.watching import Watching
+from nbaccel.launch.ipc.spec import Start
+from nbaccel.output.router import ConsoleScreen
+from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec
+from nbaccel.launch.processes.supervisor import RunObservers
 
 class Panel(Listener):
     def __init__(self, press_at):
@@ -49,7 +49,7 @@ class Panel(Listener):
 def show(train, press_at=None):
     panel = Panel(press_at)
     spec = LaunchSpec(FunctionTask(train), 2, Start("fork", ""), threads=1)
-    outcome = default_launcher().run(spec, Watching(ConsoleScreen(), listeners=[panel]))
+    outcome = default_launcher().run(spec, RunObservers(ConsoleScreen(), listeners=[panel]))
     facts = {"losses": panel.losses, "rows": panel.rows, "progress": panel.progress,
              "stopped_after": outcome.ended.steps,
              "values": [outcome.values(rank).get("value") for rank in range(2)],
@@ -178,7 +178,7 @@ def test_a_trainer_of_a_version_that_we_do_not_know_trains_and_tells_nothing() -
     """In a process of its own, since the hook stays."""
     program = """
 import sys, types
-from nbaccel.launch.rank.foreign import attach_to_foreign_trainers
+from nbaccel.launch.worker.integrations import attach_to_foreign_trainers
 module = types.ModuleType("transformers.trainer")
 class Trainer:
     def train(self, epochs):

@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.preflight import Start
-from nbaccel.launch.rank.foreign.own_card import let_the_local_rank_be_the_only_card
-from nbaccel.launch.screen.router import ConsoleScreen
-from nbaccel.launch.spec import FunctionTask, LaunchSpec
-from nbaccel.launch.watching import Watching
+from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.launch.worker.integrations.one_process import let_the_local_rank_be_the_only_card
+from nbaccel.output.router import ConsoleScreen
 from nbaccel.world import World
 
 NONE = "invalid device ordinal"
@@ -142,7 +141,7 @@ def in_ranks(launcher: Launcher, program: Callable[[], Any], own_devices: bool) 
 
     environ = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
     spec = LaunchSpec(FunctionTask(task), 2, Start("fork", "a test"), environ=environ, own_devices=own_devices)
-    outcome = launcher.run(spec, Watching(ConsoleScreen()))
+    outcome = launcher.run(spec, RunObservers(ConsoleScreen()))
     try:
         if outcome.error is not None:
             raise outcome.error

@@ -207,7 +207,7 @@ def test_values_are_given_by_accelerates_keywords() -> None:
 
 SEARCH = """
 import os, time, nbaccel
-from nbaccel.train.executable import board
+from nbaccel.train.oom.retry import disconnect as board
 
 is_first = os.environ["RANK"] == "0"
 if not is_first:

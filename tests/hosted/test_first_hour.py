@@ -133,14 +133,14 @@ PRETENDS = """
 import os, torch, nbaccel.notebook.shortages as _shortages
 from collections import Counter
 from nbaccel.hardware import Gpu, Survey
-from nbaccel.launch.here import ProcessState
+from nbaccel.launch.preflight import ProcessState
 ProcessState.now = staticmethod(lambda: ProcessState(True, True))
 _on_device = {}
 _shortages.sizes_on_devices = lambda names: {
     device: Counter({name: nbytes}) for name in names for device, nbytes in _on_device.get(name, {}).items()
 }
 _gpus = tuple(Gpu(i, f"GPU-{i}", "Tesla T4", 15 * 10**9, 9 * 10**9, (7, 5)) for i in range(2))
-_survey = Survey(_gpus, 4, _hardware.Memory(30 * 10**9, 28 * 10**9))
+_survey = Survey(_gpus, 4, _hardware.MemoryInfo(30 * 10**9, 28 * 10**9))
 get_ipython().find_cell_magic("accelerate").__self__.session.survey = lambda: _survey
 """
 """A notebook that has used CUDA on a machine with two T4, where names in `_on_device` lie."""
@@ -224,11 +224,11 @@ def test_data_parallel_from_a_cell_above_is_taken_off_and_trains_right(machine: 
 def test_a_second_try_hears_what_the_notebook_holds(machine: Machine, tmp_path: Path) -> None:
     holds = """
 from nbaccel.hardware import Gpu, Survey
-from nbaccel.launch.holdings import Holding
+from nbaccel.launch.kernel_models import KernelHolding
 import nbaccel.notebook.session as _session
-_session.held_here = lambda names: [Holding("cuda:0", 12 * 10**9, 15 * 10**9, (("model", 8 * 10**9),))]
+_session.held_here = lambda names: [KernelHolding("cuda:0", 12 * 10**9, 15 * 10**9, (("model", 8 * 10**9),))]
 _gpu = Gpu(0, "GPU-0", "Tesla T4", 15 * 10**9, 13 * 10**9, (7, 5))
-_session.Survey.take = staticmethod(lambda *a, **k: Survey((_gpu,), 4, _hardware.Memory(30 * 10**9, 28 * 10**9)))
+_session.Survey.take = staticmethod(lambda *a, **k: Survey((_gpu,), 4, _hardware.MemoryInfo(30 * 10**9, 28 * 10**9)))
 get_ipython().find_cell_magic("accelerate").__self__.session.survey = _session.Survey.take
 """
     ran = machine.run(

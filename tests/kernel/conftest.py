@@ -62,7 +62,7 @@ def kernel(shared_kernel: RealKernel) -> Iterator[RealKernel]:
 @pytest.fixture
 def patient(kernel: RealKernel) -> Iterator[None]:
     """The kernel waits for a front end's widgets as long as it takes: it is a test, on a machine that may be busy."""
-    kernel.do("from nbaccel.notebook import steered as _steered; _patience_s = _steered._PATIENCE_S")
+    kernel.do("from nbaccel.notebook import stop_control as _steered; _patience_s = _steered._PATIENCE_S")
     kernel.do("_steered._PATIENCE_S = 60")
     yield
     kernel.settle()

@@ -108,6 +108,7 @@ def test_what_the_notebook_has_bound_anew_meanwhile_stays(kernel: RealKernel) ->
     assert kernel.value("seen") == ["new"]
 
 
+@pytest.mark.timed
 def test_the_cell_returns_at_once(kernel: RealKernel) -> None:
     kernel.do("factor = 7")
     seconds = []

@@ -155,6 +155,7 @@ def test_a_second_press_does_not_wait_for_the_step(kernel: RealKernel, start: st
     assert time.monotonic() - pressed_at < 5  # the step would take a minute
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("n", [1, 2])
 def test_code_without_steps_ends_within_2_s_with_its_results(kernel: RealKernel, start: str, n: int) -> None:
     body = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kernel.conftest import Kernels
 from kernel.harness import RealKernel, accelerate
 from kernel.sockets import listening_addresses
@@ -9,6 +11,7 @@ from kernel.sockets import listening_addresses
 UNTOUCHED = ("torch", "matplotlib.pyplot", "ipywidgets")
 
 
+@pytest.mark.timed
 def test_loading_the_extension_is_quick_and_silent_and_imports_nothing_large(new_kernel: Kernels) -> None:
     kernel = new_kernel()
     kernel.do("import sys")
@@ -33,6 +36,7 @@ def test_cuda_is_untouched_by_loading_and_by_a_run(kernel: RealKernel, start: st
     assert kernel.value("torch.cuda.is_initialized()") is False
 
 
+@pytest.mark.timed
 def test_both_ranks_of_the_first_cell_are_in_the_group_at_once(new_kernel: Kernels) -> None:
     kernel = new_kernel()
     kernel.do("import torch, time\n%load_ext nbaccel\nsent = time.time()")

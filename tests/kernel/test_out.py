@@ -26,6 +26,7 @@ def test_arrays_tensors_and_plain_data_come_back_equal(kernel: RealKernel, start
     assert "brought back: array (160 kB), tensor (80 kB), facts (" in cell.stdout
 
 
+@pytest.mark.timed
 @ONE_AND_TWO
 def test_half_a_gigabyte_comes_back_within_3_s(kernel: RealKernel, start: str, n: int) -> None:
     body = "import numpy as np\nlarge = np.full(62_500_000, 3.0)"
@@ -133,13 +134,13 @@ def test_a_name_that_nobody_knows_is_refused_before_the_run(kernel: RealKernel, 
 
 RECORDS_PARCELS = """
 import os
-from nbaccel.launch import member
+from nbaccel.launch.ipc import reports as member
 parcel_bytes = []
-original = member.Report.from_frame.__func__
+original = member.RankReport.from_frame.__func__
 def recording(cls, message, fds):
     parcel_bytes.extend(os.fstat(fd).st_size for fd in fds)
     return original(cls, message, fds)
-member.Report.from_frame = classmethod(recording)
+member.RankReport.from_frame = classmethod(recording)
 """
 
 
@@ -158,4 +159,4 @@ def test_a_model_as_last_expression_is_shown_and_not_sent(
         )
         assert sum(kernel.value("parcel_bytes")) < 100_000
     finally:
-        kernel.do("member.Report.from_frame = classmethod(original)")
+        kernel.do("member.RankReport.from_frame = classmethod(original)")

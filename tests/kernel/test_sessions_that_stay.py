@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kernel.conftest import Kernels
 from kernel.harness import RealKernel
 
@@ -163,6 +165,7 @@ def test_a_rank_that_hears_nothing_is_ended_by_two_presses_and_the_session_with_
         end(kernel)
 
 
+@pytest.mark.timed
 def test_a_cell_takes_less_than_20_ms_there_and_back(kernel: RealKernel) -> None:
     kernel.do("%%accelerate -n 2 --cpu --keep\nx = 1")
     try:

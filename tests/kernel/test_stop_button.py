@@ -116,6 +116,7 @@ def stopped(kernel: RealKernel, stop: Callable[[FrontEnd], None]) -> tuple[Cell,
     return cell, time.monotonic() - stopped_at
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient")
 def test_the_first_click_ends_the_run_after_the_step_within_a_second(kernel: RealKernel) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbaccel.launch.functions import launch
+from nbaccel.launch.api import launch
 from nbaccel.launch.launcher import Launcher, default_launcher
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nbaccel.launch.advice import advice
-from nbaccel.launch.hostmemory import HostMemory
-from nbaccel.launch.report import Link
+from nbaccel.launch.diagnosis import advice
+from nbaccel.launch.ipc.reports import ErrorLink
+from nbaccel.launch.oom_restart import OomKillWatch
 
 OTHER_CARD = [
     "RuntimeError: Expected all tensors to be on the same device, but got mat1 is on cuda:0, different from other "
@@ -26,7 +26,7 @@ HOST = [
 
 
 def said_of(text: str) -> str:
-    return advice([Link(text.partition(":")[0], [text], [])], HostMemory())
+    return advice([ErrorLink(text.partition(":")[0], [text], [])], OomKillWatch())
 
 
 @pytest.mark.parametrize("text", OTHER_CARD)

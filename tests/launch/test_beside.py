@@ -6,26 +6,25 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from nbaccel.launch.beside import Beside
-from nbaccel.launch.launcher import Launcher, Outcome
-from nbaccel.launch.preflight import Start
-from nbaccel.launch.screen.router import ConsoleScreen
-from nbaccel.launch.spec import FunctionTask, LaunchSpec
-from nbaccel.launch.watching import Watching
+from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, Start
+from nbaccel.launch.launcher import Launcher, LaunchResult
+from nbaccel.launch.processes.interaction import Pollable
+from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.output.router import ConsoleScreen
 
 
 def wait_for_ever() -> None:
     threading.Event().wait()
 
 
-def run(launcher: Launcher, function: Callable[[], None], *beside: Beside) -> Outcome:
+def run(launcher: Launcher, function: Callable[[], None], *beside: Pollable) -> LaunchResult:
     spec = LaunchSpec(FunctionTask(function), 2, Start("fork", "a test"))
-    outcome = launcher.run(spec, Watching(ConsoleScreen(), beside=beside))
+    outcome = launcher.run(spec, RunObservers(ConsoleScreen(), beside=beside))
     outcome.close()
     return outcome
 
 
-class AtOnce(Beside):
+class AtOnce(Pollable):
     """Does something as soon as the ranks work."""
 
     def __init__(self, act: Callable[[Callable[[], None]], None]) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import NoInput
-from nbaccel.launch.launcher import Launcher, Outcome
-from nbaccel.launch.preflight import Start
-from nbaccel.launch.screen.router import ConsoleScreen
-from nbaccel.launch.spec import FunctionTask, LaunchSpec
-from nbaccel.launch.watching import Watching
+from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, Start
+from nbaccel.launch.launcher import Launcher, LaunchResult
+from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.output.router import ConsoleScreen
 
 Answer = str | Callable[[], str]
 
@@ -35,16 +34,16 @@ class Typist:
 
 
 @pytest.fixture
-def debug(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Outcome, Typist]]:
+def debug(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[LaunchResult, Typist]]:
     """Runs a function in two ranks, debugs rank 1 with the answers given, and returns how it went."""
 
     def run(
         function: Callable[..., Any], answers: Iterable[Answer], *, start: str = "fork", **limits: float
-    ) -> tuple[Outcome, Typist]:
+    ) -> tuple[LaunchResult, Typist]:
         typist = Typist(answers)
         monkeypatch.setattr(builtins, "input", typist)
         spec = LaunchSpec(FunctionTask(function, debugged=1), 2, Start(start, "a test"), **limits)  # type: ignore[arg-type]
-        return launcher.run(spec, Watching(ConsoleScreen())), typist
+        return launcher.run(spec, RunObservers(ConsoleScreen())), typist
 
     return run
 

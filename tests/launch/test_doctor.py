@@ -15,21 +15,21 @@ import pytest
 from fakes import GB, FakeGpu, FakeNvml, two_t4s, write_files
 from nbaccel.asking_cuda import CudaAnswer
 from nbaccel.forkable import AUTOGRAD_HAS_THREADS, CUDA_IS_INITIALISED
-from nbaccel.hardware import Memory, Platform, Survey, visible_gpus
-from nbaccel.launch.doctor import Facts, report
+from nbaccel.hardware import MemoryInfo, Platform, Survey, visible_gpus
+from nbaccel.launch.doctor import MachineFacts, report
 from nbaccel.launch.gpu_trouble import TorchBuild
 from nbaccel.storage import Storage
 
 SURVEY = Survey(
     gpus=visible_gpus(two_t4s(), None, "FASTEST_FIRST"),
     cpu_count=4,
-    ram=Memory(31 * GB, 28 * GB),
+    ram=MemoryInfo(31 * GB, 28 * GB),
     shm_bytes=16 * GB,
     platform=Platform.KAGGLE,
     kernel_release="6.6.113+",
     cuda_environ=(("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),),
 )
-FACTS = Facts(
+FACTS = MachineFacts(
     python="3.12.13 (/usr/bin/python3)",
     versions={"nbaccel": "0.1.0", "torch": "2.10.0+cu128", "IPython": "7.34.0", "ipywidgets": "8.1.5"},
     limits={"open files": "1048576", "locked memory": "64 kB"},
@@ -60,7 +60,7 @@ session   ends after about 12 h, or when nobody is there: --checkpoint-every 10m
 limits    open files 1048576, locked memory 64 kB"""
 
 
-def warnings(survey: Survey = SURVEY, facts: Facts = FACTS) -> list[str]:
+def warnings(survey: Survey = SURVEY, facts: MachineFacts = FACTS) -> list[str]:
     return [line for line in report(survey, facts).splitlines() if line.startswith("! ")]
 
 
@@ -175,9 +175,9 @@ def test_torch_is_asked_elsewhere_only_where_there_are_gpus_and_it_is_not_loaded
     asked: list[None] = []
     monkeypatch.setattr(TorchBuild, "installed", classmethod(lambda cls: asked.append(None)))
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    Facts.of_this_process(Survey())
+    MachineFacts.of_this_process(Survey())
     assert asked == []
-    Facts.of_this_process(SURVEY)
+    MachineFacts.of_this_process(SURVEY)
     assert asked == [None]
 
 
@@ -208,17 +208,17 @@ def test_holders_are_named_by_program_if_the_number_is_theirs_here(monkeypatch: 
     survey = Survey(gpus=visible_gpus(nvml, None, "FASTEST_FIRST"))
     monkeypatch.setattr("nbaccel.launch.gpu_trouble.is_holder", lambda pid: True)
     named = {os.getpid(): "this one", os.getppid(): psutil.Process(os.getppid()).name()}
-    assert Facts.of_this_process(survey).holders == named
+    assert MachineFacts.of_this_process(survey).holders == named
     monkeypatch.setattr("nbaccel.launch.gpu_trouble.is_holder", lambda pid: False)
-    assert Facts.of_this_process(survey).holders == {}
+    assert MachineFacts.of_this_process(survey).holders == {}
 
 
 def test_where_checkpoints_would_go_and_what_becomes_of_them_is_said() -> None:
-    facts = Facts.of_this_process(SURVEY, checkpoint_dir="/dev/shm/runs")
+    facts = MachineFacts.of_this_process(SURVEY, checkpoint_dir="/dev/shm/runs")
     assert "saves to  /dev/shm/runs, which does NOT outlive the session: it is in memory (tmpfs)" in report(
         SURVEY, facts
     )
-    by_default = Facts.of_this_process(SURVEY).saves_to.folder
+    by_default = MachineFacts.of_this_process(SURVEY).saves_to.folder
     assert by_default == Path.cwd() / "nbaccel_checkpoints"
     assert not by_default.exists(), "asking makes nothing"
 
@@ -240,8 +240,8 @@ def test_asking_is_quick_imports_no_torch_and_tells_no_secret(monkeypatch: pytes
 @pytest.mark.slow
 def test_a_process_that_imported_torch_without_using_cuda_has_not_initialised_it() -> None:
     code = (
-        "import torch; from nbaccel.hardware import Survey; from nbaccel.launch.doctor import Facts;"
-        "facts = Facts.of_this_process(Survey()); print(facts.torch_is_imported, facts.why_forks_fail)"
+        "import torch; from nbaccel.hardware import Survey; from nbaccel.launch.doctor import MachineFacts;"
+        "facts = MachineFacts.of_this_process(Survey()); print(facts.torch_is_imported, facts.why_forks_fail)"
     )
     result = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     assert result.stdout.split() == ["True", "None"]

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch.beside import Beside
-from nbaccel.launch.endable import endable
-from nbaccel.launch.wire.parcel import pack
+from nbaccel.launch.ipc.payload import pack
+from nbaccel.launch.processes.interaction import Pollable
+from nbaccel.launch.processes.shutdown import endable
 
 
-class Impatient(Beside):
+class Impatient(Pollable):
     """Presses as soon as it can."""
 
     def begins(self, press: Callable[[], None]) -> None:
@@ -127,7 +127,7 @@ def test_an_interrupt_while_the_block_is_left_is_not_lost(monkeypatch: pytest.Mo
 
 
 def test_nothing_happens_once_the_work_is_done() -> None:
-    class Later(Beside):
+    class Later(Pollable):
         def begins(self, press: Callable[[], None]) -> None:
             self.press = press
 
@@ -154,7 +154,7 @@ def test_a_profiled_program_gets_on_after_an_interrupt_of_another_thread() -> No
     """In a program of its own: the defect that this is about cannot be ended from inside."""
     program = """
 import sys, threading, time
-from nbaccel.launch.endable import endable
+from nbaccel.launch.processes.shutdown import endable
 
 def work():
     try:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from nbaccel.launch.advice import advice
-from nbaccel.launch.group import Ended
-from nbaccel.launch.hostmemory import HostMemory
-from nbaccel.launch.member import Report
-from nbaccel.launch.report import Link
-from nbaccel.launch.spec import FunctionTask
-from nbaccel.launch.verdict import verdict
+from nbaccel.launch.diagnosis import advice, verdict
+from nbaccel.launch.ipc.reports import ErrorLink, RankReport
+from nbaccel.launch.ipc.spec import FunctionTask
+from nbaccel.launch.oom_restart import OomKillWatch
+from nbaccel.launch.processes.supervisor import RunResult
 
 BAD_FORK = "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must …"
 
 
 def next_move(text: str, *, is_fork: bool = True) -> str:
     name = text.partition(":")[0].rpartition(".")[2]
-    return advice([Link(name, text.splitlines(), [])], HostMemory(), is_fork=is_fork)
+    return advice([ErrorLink(name, text.splitlines(), [])], OomKillWatch(), is_fork=is_fork)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +77,9 @@ def test_memory_and_mistakes_are_left_to_those_who_know_more() -> None:
 @pytest.mark.parametrize(("started_clean", "move"), [(False, "is a fork of the notebook"), (True, "does not let this")])
 def test_a_failed_run_says_it_by_how_its_ranks_started(started_clean: bool, move: str) -> None:
     text = "RuntimeError: CUDA driver initialization failed, you might not have a CUDA gpu."
-    ended = Ended([Report("failed", -1, links=[Link("RuntimeError", [text], [])])], [1], [False], 0, False, False, 1.0)
-    error = verdict(ended, FunctionTask(print), started_clean, HostMemory(), lambda name: None)
+    ended = RunResult(
+        [RankReport("failed", -1, links=[ErrorLink("RuntimeError", [text], [])])], [1], [False], 0, False, False, 1.0
+    )
+    error = verdict(ended, FunctionTask(print), started_clean, OomKillWatch(), lambda name: None)
     assert error is not None
     assert move in error.__notes__[-1]

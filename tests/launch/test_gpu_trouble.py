@@ -136,9 +136,9 @@ def test_a_process_that_was_told_of_its_gpus_can_still_be_forked() -> None:
     program = """
 import os, torch
 from nbaccel.hardware import Gpu
-from nbaccel.launch.doctor import Facts
+from nbaccel.launch.doctor import MachineFacts
 from nbaccel.launch.gpu_trouble import before_a_run
-from nbaccel.launch.wire.torch_flags import TorchFlags
+from nbaccel.launch.ipc.kernel_state import TorchFlags
 before_a_run([Gpu(0, "GPU-a", "Tesla T4", 10**9, 0, (7, 5))])
 TorchFlags.capture()
 pid = os.fork()

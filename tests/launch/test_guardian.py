@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nbaccel.launch import guardian
-from nbaccel.launch.guardian import kill_session, session_members
-from nbaccel.launch.keeper import Keeper
+from nbaccel.launch.ipc import reaper
+from nbaccel.launch.ipc.reaper import kill_session, session_members
+from nbaccel.launch.launcher import LauncherResources
 
 _TREE = """
 import os, subprocess, sys, time
@@ -59,13 +59,13 @@ def test_what_is_left_of_a_session_is_found_when_its_leader_has_ended() -> None:
 
 def test_no_other_process_is_looked_into_where_nothing_is_left_of_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_into: list[int] = []
-    look = guardian._parent_and_session
+    look = reaper._parent_and_session
 
     def noting(pid: int) -> tuple[int, int] | None:
         looked_into.append(pid)
         return look(pid)
 
-    monkeypatch.setattr(guardian, "_parent_and_session", noting)
+    monkeypatch.setattr(reaper, "_parent_and_session", noting)
     process = subprocess.Popen(["true"], start_new_session=True)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert session_members([process.pid]) == set()
@@ -98,7 +98,7 @@ def _holder(*what: str) -> subprocess.Popen[str]:
 def test_what_killed_processes_have_of_nccls_memory_goes_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guardian, "_SHM", str(tmp_path))
+    monkeypatch.setattr(reaper, "_SHM", str(tmp_path))
     for name in ("nccl-opened", "nccl-mapped", "nccl-others", "nccl-nobodys", "torch_1"):
         (tmp_path / name).write_bytes(bytes(4096))
     process = _holder(*(f"{how}={tmp_path / name}" for how, name in _HELD))
@@ -122,7 +122,7 @@ def test_a_rank_whose_kernel_has_died_gives_nccls_memory_back_itself(tmp_path: P
     (tmp_path / "nccl-mine").touch()
     program = f"""
 import os
-from nbaccel.launch import guardian
+from nbaccel.launch.ipc import reaper as guardian
 guardian._SHM = {str(tmp_path)!r}
 held = open({str(tmp_path / "nccl-mine")!r})
 guardian.kill_session(os.getpid(), spare=os.getpid())
@@ -132,8 +132,8 @@ guardian.kill_session(os.getpid(), spare=os.getpid())
 
 
 def test_a_machine_without_shared_memory_has_no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guardian, "_SHM", "/nowhere")
-    assert guardian.segments_of([os.getpid()]) == set()
+    monkeypatch.setattr(reaper, "_SHM", "/nowhere")
+    assert reaper.segments_of([os.getpid()]) == set()
 
 
 def test_processes_of_others_are_left_alone() -> None:
@@ -152,8 +152,8 @@ def test_the_guardian_buries_sessions_and_folders_when_its_kernel_is_killed() ->
     folder = tempfile.mkdtemp()
     program = f"""
 import os, subprocess, time
-from nbaccel.launch.keeper import Keeper
-keeper = Keeper()
+from nbaccel.launch.launcher import LauncherResources
+keeper = LauncherResources()
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
 keeper.guard(f"+{{child.pid}}")
 keeper.guard({folder!r})
@@ -174,7 +174,7 @@ time.sleep(60)
 
 
 def test_the_guardian_leaves_with_a_keeper_that_closes() -> None:
-    keeper = Keeper()
+    keeper = LauncherResources()
     keeper.guard("+0")
     keeper.guard("-0")
     process = keeper._guardian
@@ -185,7 +185,7 @@ def test_the_guardian_leaves_with_a_keeper_that_closes() -> None:
 
 
 def test_a_child_of_the_user_does_not_keep_the_guardian() -> None:
-    keeper = Keeper()
+    keeper = LauncherResources()
     keeper.guard("+0")
     keeper.guard("-0")
     process = keeper._guardian
@@ -207,8 +207,8 @@ def test_a_child_of_the_user_does_not_keep_the_guardian() -> None:
 def test_a_keeper_closes_while_ranks_run_and_they_end_with_the_process() -> None:
     program = """
 import subprocess
-from nbaccel.launch.keeper import Keeper
-keeper = Keeper()
+from nbaccel.launch.launcher import LauncherResources
+keeper = LauncherResources()
 child = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.DEVNULL)
 keeper.guard(f"+{child.pid}")
 print(child.pid, keeper._guardian.pid, flush=True)
@@ -222,7 +222,7 @@ print(child.pid, keeper._guardian.pid, flush=True)
 
 
 def test_a_guardian_that_died_is_replaced() -> None:
-    keeper = Keeper()
+    keeper = LauncherResources()
     keeper.guard("+0")
     first = keeper._guardian
     assert first is not None
@@ -241,7 +241,7 @@ def test_a_guardian_that_died_is_replaced() -> None:
 
 
 def test_the_guardian_needs_only_the_standard_library() -> None:
-    source = Path(guardian.__file__).read_text()
+    source = Path(reaper.__file__).read_text()
     assert "nbaccel." not in source.replace("nbaccel.launch", "", 0).partition('"""')[2].partition('"""')[2]
 
 

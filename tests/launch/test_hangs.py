@@ -21,11 +21,12 @@ import torch
 
 from nbaccel import Accelerator
 from nbaccel.errors import RanksFailed
-from nbaccel.launch import hangs
-from nbaccel.launch.functions import launch
-from nbaccel.launch.hangs import ASK, HangWatch
-from nbaccel.launch.member import Member
-from nbaccel.launch.wire.control import ControlPage
+from nbaccel.launch.api import launch
+from nbaccel.launch.ipc.control import ControlPage
+from nbaccel.launch.ipc.user_code import ASK
+from nbaccel.launch.processes import hangs
+from nbaccel.launch.processes.handle import WorkerHandle
+from nbaccel.launch.processes.hangs import HangWatch
 
 
 def turns_for_ever_on_rank_1() -> None:
@@ -46,6 +47,7 @@ def sleeps_in_c_on_rank_0() -> None:
     accelerator.wait_for_everyone()
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "rank", "line"),
@@ -320,8 +322,10 @@ def page() -> Iterator[ControlPage]:
     page.close()
 
 
-def watched(page: ControlPage, folder: Path, limit_s: float | None = None) -> tuple[HangWatch, list[Member], list[str]]:
-    members = [Member(rank, FakeProcess(), None) for rank in range(2)]  # type: ignore[arg-type]
+def watched(
+    page: ControlPage, folder: Path, limit_s: float | None = None
+) -> tuple[HangWatch, list[WorkerHandle], list[str]]:
+    members = [WorkerHandle(rank, FakeProcess(), None) for rank in range(2)]  # type: ignore[arg-type]
     told: list[str] = []
     return HangWatch(page, members, str(folder / "store"), limit_s, told.append, now=0.0), members, told
 
@@ -388,7 +392,7 @@ def test_an_old_answer_is_not_taken_for_a_new_one(page: ControlPage, tmp_path: P
     assert hang.lines[0].startswith("rank 0: does not answer: ")
 
 
-def signals_of(members: list[Member]) -> list[list[int]]:
+def signals_of(members: list[WorkerHandle]) -> list[list[int]]:
     return [member.process.signals for member in members]  # type: ignore[attr-defined]
 
 

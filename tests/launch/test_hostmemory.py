@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nbaccel.hardware import out_of_memory_kills
-from nbaccel.launch.hostmemory import HostMemory
+from nbaccel.launch.oom_restart import OomKillWatch
 
 GROUPS = {
     "version 2": ("0::/notebook\n", "sys/fs/cgroup/notebook/memory.events"),
@@ -29,7 +29,7 @@ def counter(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 def test_c27_a_kill_that_the_control_group_counted_is_known(tmp_path: Path, counter: Path) -> None:
-    host = HostMemory(tmp_path)
+    host = OomKillWatch(tmp_path)
     counter.write_text("low 0\noom 6\noom_kill 4\n")
     assert host.kills == 1
     assert "the machine ran out of memory (the control group's oom_kill count rose by 1, from 3;" in host.explain_kill()
@@ -37,11 +37,11 @@ def test_c27_a_kill_that_the_control_group_counted_is_known(tmp_path: Path, coun
 
 
 def test_c27_a_kill_that_was_not_counted_is_a_guess(tmp_path: Path, counter: Path) -> None:
-    host = HostMemory(tmp_path)
+    host = OomKillWatch(tmp_path)
     assert host.kills == 0
     assert "if you did not do that yourself, a guess is host memory, though the control" in host.explain_kill()
 
 
 def test_c27_where_nothing_is_counted_that_is_said(tmp_path: Path) -> None:
     assert out_of_memory_kills(tmp_path) is None
-    assert HostMemory(tmp_path).explain_kill().startswith("probably for host memory, but that is a guess")
+    assert OomKillWatch(tmp_path).explain_kill().startswith("probably for host memory, but that is a guess")

@@ -24,11 +24,12 @@ from nbaccel import Accelerator, find_executable_batch_size
 from nbaccel.errors import LaunchRefused, NestedLaunch
 from nbaccel.events import StepEntered, StepsEnded, emit
 from nbaccel.hardware import Gpu, Survey
-from nbaccel.launch import ending, functions, inline_stop
-from nbaccel.launch.functions import launch, notebook_launcher
+from nbaccel.launch import api, inline
+from nbaccel.launch.api import launch, notebook_launcher
 from nbaccel.launch.gpu_trouble import TorchBuild
 from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.rank.foreign import transformers
+from nbaccel.launch.processes import shutdown
+from nbaccel.launch.worker.integrations import transformers
 
 LINE = (
     "in this process, as in Accelerate: no restart for memory, no watch for hangs, no clean kernel; "
@@ -104,7 +105,7 @@ def test_it_is_in_place_where_one_process_was_asked_for_or_there_is_one_device(
     cards = tuple(Gpu(at, f"GPU-{at}", "Tesla T4", 16 * 10**9, number=at) for at in range(gpus))
     monkeypatch.setattr(Survey, "take", classmethod(lambda cls, **asked: Survey(gpus=cards)))
     monkeypatch.setattr(TorchBuild, "loaded", classmethod(lambda cls: None))
-    monkeypatch.setattr(functions, "launch", lambda *given, **named: types.SimpleNamespace(value="in ranks"))
+    monkeypatch.setattr(api, "launch", lambda *given, **named: types.SimpleNamespace(value="in ranks"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     value = notebook_launcher(lambda: (os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES")), (), asked)
     assert value == ((os.getpid(), hidden) if is_here else "in ranks")
@@ -132,7 +133,7 @@ def test_a_gpu_that_this_process_has_filled_is_no_news(
     full = Gpu(0, "GPU-a", "Tesla T4", 16 * 10**9, used_bytes=16 * 10**9, number=0)
     monkeypatch.setattr(Survey, "take", classmethod(lambda cls, **asked: Survey(gpus=(full,))))
     monkeypatch.setattr(TorchBuild, "loaded", classmethod(lambda cls: None))
-    monkeypatch.setattr(functions, "_uses_cuda", lambda: uses_cuda)
+    monkeypatch.setattr(api, "_uses_cuda", lambda: uses_cuda)
     notebook_launcher(int)
     assert ("is full" in capfd.readouterr().err) is not uses_cuda
 
@@ -301,7 +302,7 @@ def wait() -> None:
 def test_outside_of_steps_an_interrupt_acts_after_a_moment(
     monkeypatch: pytest.MonkeyPatch, begins: Callable[[], Any]
 ) -> None:
-    monkeypatch.setattr(ending, "_NO_STEP_S", 0.05)
+    monkeypatch.setattr(shutdown, "_NO_STEP_S", 0.05)
     with pytest.raises(KeyboardInterrupt):
         notebook_launcher(lambda: (begins(), interrupt(), wait()), num_processes=1)
 
@@ -310,11 +311,11 @@ def test_outside_of_steps_an_interrupt_acts_after_a_moment(
 def test_a_step_that_takes_too_long_is_interrupted_and_the_user_hears_that_it_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ending, "_FIRST_STEP_S", 0.3)
-    monkeypatch.setattr(inline_stop, "NOTICE_AFTER_S", 0.05)
+    monkeypatch.setattr(shutdown, "_FIRST_STEP_S", 0.3)
+    monkeypatch.setattr(inline, "NOTICE_AFTER_S", 0.05)
     with pytest.raises(KeyboardInterrupt):
         notebook_launcher(lambda: (emit(StepEntered(0)), interrupt(), wait()), num_processes=1)
-    assert capfd.readouterr().err == f"{ending.FINISHING}\n"
+    assert capfd.readouterr().err == f"{shutdown.FINISHING}\n"
 
 
 def test_a_function_that_catches_the_interrupt_goes_on_and_returns() -> None:
@@ -516,7 +517,8 @@ def test_a_foreign_trainer_reports_for_the_time_of_the_call_and_is_as_before_aft
         run = launch(lambda: trainer.train(int), 1, start_method="inline")
         assert (run.value, len(run.history.rows)) == ("trained", 5)
         assert vars(kind)["train"] is train
-        assert not any(isinstance(each, transformers.Reports) for each in trainer.callback_handler.callbacks)
+        left = trainer.callback_handler.callbacks
+        assert not any(isinstance(each, transformers.TransformersCallback) for each in left)
         assert sys.meta_path == finders
 
 

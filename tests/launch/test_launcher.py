@@ -18,11 +18,12 @@ import pytest
 
 from nbaccel.errors import LaunchRefused, NestedLaunch, NoInput, RankDied, RanksFailed, ResultsMissing
 from nbaccel.hardware import Driver, Gpu, Survey
-from nbaccel.launch import ending, functions
-from nbaccel.launch.functions import debug_launcher, launch, notebook_launcher
+from nbaccel.launch import api
+from nbaccel.launch.api import debug_launcher, launch, notebook_launcher
 from nbaccel.launch.gpu_trouble import TorchBuild
-from nbaccel.launch.guardian import session_members
+from nbaccel.launch.ipc.reaper import session_members
 from nbaccel.launch.launcher import Launcher
+from nbaccel.launch.processes import shutdown
 
 
 def rank() -> int:
@@ -159,7 +160,7 @@ def test_input_raises_a_sentence_at_once(start_method: str) -> None:
 
 def test_a_rank_cannot_launch_ranks(start_method: str) -> None:
     def nested() -> None:
-        from nbaccel.launch.functions import launch
+        from nbaccel.launch.api import launch
 
         launch(print, 2)
 
@@ -236,7 +237,7 @@ def test_an_interrupt_while_the_ranks_are_set_up_ends_them(
 ) -> None:
     (tmp_path / "slow_setup.py").write_text("import time\ndef set_up(namespace):\n    time.sleep(2)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(ending, "_NO_STEP_S", 0.1)
+    monkeypatch.setattr(shutdown, "_NO_STEP_S", 0.1)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     run = launch((tmp_path / "began").touch, 2, setup="slow_setup:set_up", start_method=start_method, check=False)
@@ -270,8 +271,8 @@ class SlowToSend:
 
 
 def test_an_interrupt_does_not_cut_off_results_that_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "_NO_STEP_S", 0.1)
-    monkeypatch.setattr(ending, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(shutdown, "_NO_STEP_S", 0.1)
+    monkeypatch.setattr(shutdown, "_PATIENCE_S", 0.2)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     run = launch(SlowToSend, 2, check=False)
@@ -449,7 +450,7 @@ def test_a_fork_that_cuda_would_break_goes_on_by_the_zygote(monkeypatch: pytest.
 
     parent = os.getpid()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != parent)
-    monkeypatch.setattr("nbaccel.launch.rank.fork_probe.has_gpu_driver", lambda: True)
+    monkeypatch.setattr("nbaccel.launch.worker.process_setup.has_gpu_driver", lambda: True)
     run = launch(rank, 2)
     assert run.values == [0, 1]
     assert run.start_method == "zygote"
@@ -474,7 +475,7 @@ def test_a_build_for_cuda_forks_on_a_machine_without_a_gpu(monkeypatch: pytest.M
 
     parent = os.getpid()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != parent)
-    monkeypatch.setattr("nbaccel.launch.rank.fork_probe.has_gpu_driver", lambda: False)
+    monkeypatch.setattr("nbaccel.launch.worker.process_setup.has_gpu_driver", lambda: False)
     assert launch(rank, 2).start_method == "fork"
 
 
@@ -555,7 +556,7 @@ def test_inline_runs_in_this_process_and_puts_the_environment_back() -> None:
 
 def test_inline_runs_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = Launcher()
-    monkeypatch.setattr(functions, "default_launcher", lambda: launcher)
+    monkeypatch.setattr(api, "default_launcher", lambda: launcher)
     monkeypatch.delattr(os, "pidfd_open")  # macOS has none
     assert launch(pow, args=(2, 5)).value == 32
     launcher.close()
@@ -623,8 +624,8 @@ def test_a_process_that_ignores_the_ends_of_its_children_can_launch() -> None:
 def test_a_slower_rank_may_fail_alike_before_it_is_interrupted(
     start_method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ending, "_ALIKE_S", 20.0)  # on a busy machine ranks start far apart
-    monkeypatch.setattr(ending, "_PEERS_S", 80.0)
+    monkeypatch.setattr(shutdown, "_ALIKE_S", 20.0)  # on a busy machine ranks start far apart
+    monkeypatch.setattr(shutdown, "_PEERS_S", 80.0)
 
     def train() -> None:
         if rank() == 0:

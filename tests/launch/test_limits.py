@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from nbaccel import Accelerator, launch
-from nbaccel.launch.limits import ProgramLimit, TimeLimits
-from nbaccel.launch.wire.control import ControlPage
+from nbaccel.launch.ipc.control import ControlPage
+from nbaccel.launch.ipc.spec import ProgramLimit
+from nbaccel.launch.processes.shutdown import TimeLimits
 
 
 @pytest.fixture

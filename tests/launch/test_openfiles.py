@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nbaccel.launch.openfiles import files_being_written
+from nbaccel.launch.processes.workers import files_being_written
 
 WRITER = """
 import sys

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nbaccel.errors import CannotCut, RankDied, StepCorrupted
-from nbaccel.launch.functions import Run, launch, notebook_launcher
+from nbaccel.launch.api import Run, launch, notebook_launcher
 from nbaccel.testing import Faults, MemLimit
 
 LIMIT_BYTES = 40_000

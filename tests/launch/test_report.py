@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch.report import describe
+from nbaccel.launch.ipc.reports import describe
 
 
 def _misspells_a_local() -> None:

@@ -16,19 +16,17 @@ import torch
 
 from nbaccel import Accelerator
 from nbaccel.errors import CannotSend, RankDied
-from nbaccel.launch import ending
-from nbaccel.launch.beside import Beside
-from nbaccel.launch.guardian import session_members
-from nbaccel.launch.home import Home
-from nbaccel.launch.launcher import Launcher, Outcome
-from nbaccel.launch.preflight import Start
-from nbaccel.launch.rank.cell import CellSource, CellTask
-from nbaccel.launch.rank.residence import Pull, Push, Residence
-from nbaccel.launch.residents import Residents
-from nbaccel.launch.screen.router import ConsoleScreen
-from nbaccel.launch.spec import LaunchSpec
-from nbaccel.launch.watching import Watching
-from nbaccel.launch.wire.control import ControlPage
+from nbaccel.launch.ipc.cell_task import CellSource, CellTask
+from nbaccel.launch.ipc.control import ControlPage
+from nbaccel.launch.ipc.namespace_tasks import InitTask, Pull, Push
+from nbaccel.launch.ipc.reaper import session_members
+from nbaccel.launch.ipc.spec import LaunchSpec, SharedNamespace, Start
+from nbaccel.launch.launcher import Launcher, LaunchResult
+from nbaccel.launch.persistent_workers import PersistentWorkers
+from nbaccel.launch.processes import shutdown
+from nbaccel.launch.processes.interaction import Pollable
+from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.output.router import ConsoleScreen
 
 WORLD_SIZE = 2
 SETUP = "nbaccel.train.setup:setup_rank"
@@ -41,43 +39,43 @@ class Ranks:
 
     def __init__(self, launcher: Launcher, method: str, setup: str | None, names: dict[str, Any]) -> None:
         self.notebook: dict[str, Any] = {"__name__": "__main__", **names}
-        self.home = Home(self.notebook)
+        self.home = SharedNamespace(self.notebook)
         spec = LaunchSpec(
-            Residence(self.home),
+            InitTask(self.home),
             WORLD_SIZE,
             Start(method, "a test"),
             setup=setup,
             environ={"NBACCEL_CPU": "1"},
             stays=True,
         )
-        self.residents: Residents = launcher.start(spec, ConsoleScreen())
+        self.residents: PersistentWorkers = launcher.start(spec, ConsoleScreen())
         self.error: BaseException | None = None
-        self.outcome: Outcome | None = None
+        self.outcome: LaunchResult | None = None
 
     def cell(
         self,
         code: str,
         out: tuple[str, ...] = (),
         without: Sequence[int] = (),
-        beside: Sequence[Beside] = (),
+        beside: Sequence[Pollable] = (),
         **limits: float,
     ) -> dict[str, Any]:
         """What a cell sends back; its error is kept."""
         speaker = min({*range(WORLD_SIZE)} - {*without})
         source = CellSource(code, "Cell In[1]")
         task = CellTask(source, self.notebook, out, home=self.home, speaker=speaker)
-        return self._run(task, Watching(ConsoleScreen(), beside=beside), without, **limits)
+        return self._run(task, RunObservers(ConsoleScreen(), beside=beside), without, **limits)
 
     def push(self, *names: str) -> None:
         push = Push(self.home, names)
-        self._run(push, Watching(ConsoleScreen()))
+        self._run(push, RunObservers(ConsoleScreen()))
         push.has_arrived()
 
     def pull(self, *names: str, rank: int = 0) -> dict[str, Any]:
         without = [other for other in range(WORLD_SIZE) if other != rank]
-        return self._run(Pull(self.home, names, rank), Watching(ConsoleScreen()), without)
+        return self._run(Pull(self.home, names, rank), RunObservers(ConsoleScreen()), without)
 
-    def _run(self, task: Any, watching: Watching, without: Sequence[int] = (), **limits: float) -> dict[str, Any]:
+    def _run(self, task: Any, watching: RunObservers, without: Sequence[int] = (), **limits: float) -> dict[str, Any]:
         outcome = self.residents.run(task, watching, title="Cell In[1]", outsiders=without, **limits)
         try:
             self.outcome, self.error = outcome, outcome.error
@@ -98,7 +96,7 @@ def ranks(launcher: Launcher, start_method: str) -> Iterator[Make]:
     yield make
     for each in made:
         pids = list(each.residents.pids.values())
-        each.residents.close(Watching(ConsoleScreen()))
+        each.residents.close(RunObservers(ConsoleScreen()))
         assert session_members(pids) == set()
 
 
@@ -266,7 +264,7 @@ def test_a_dead_rank_is_named_and_the_names_of_the_other_can_still_be_had(ranks:
     assert us.pull("y") == {"y": 4}
 
 
-class _PressAtOnce(Beside):
+class _PressAtOnce(Pollable):
     def __init__(self, times: int) -> None:
         self._left = times
 
@@ -288,8 +286,8 @@ def test_a_press_stops_the_cell_and_the_names_stay(ranks: Make) -> None:
 
 
 def test_a_rank_that_does_not_listen_is_ended_and_the_other_stays(ranks: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "_NO_STEP_S", 0.1)
-    monkeypatch.setattr(ending, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(shutdown, "_NO_STEP_S", 0.1)
+    monkeypatch.setattr(shutdown, "_PATIENCE_S", 0.5)
     us = ranks()
     us.cell(
         "import os, signal, threading\n"
@@ -367,7 +365,7 @@ def test_a_thread_that_floods_the_output_between_two_cells_hangs_nothing(ranks: 
 
 def test_other_ranks_hold_nothing_of_those_that_stay(ranks: Make) -> None:
     """A forked rank with a copy of a channel's end would keep the others from noticing that the kernel let go."""
-    from nbaccel.launch.functions import launch
+    from nbaccel.launch.api import launch
 
     us = ranks()
     held = {os.readlink(f"/proc/self/fd/{fd}") for fd in us.residents.fds}
@@ -485,7 +483,7 @@ def test_what_the_notebook_prepared_for_itself_does_not_keep_ranks_from_being_co
 @pytest.mark.slow
 def test_ranks_none_of_which_can_be_followed_are_not_connected_anew(ranks: Make) -> None:
     us = ranks(DEVICE)
-    us.cell("import torch, devicelike\nfrom nbaccel.launch.rank import cut\ncut._FAILED_S = 0.2")
+    us.cell("import torch, devicelike\nfrom nbaccel.launch.worker import lifetime\nlifetime._FAILED_S = 0.2")
     us.cell(
         "group = devicelike.world()\n"
         "if accelerator.process_index: group.later(group.wait_for_abort); 1 / 0\n"
@@ -541,7 +539,7 @@ def test_rank_0_is_given_the_time_that_an_abort_takes_before_the_others_leave(he
         member.interrupt = member.kill = member.release = lambda *args: None
     if hears:
         page.hear_cuts(0)
-    untangling = ending.Untangling([first, other], 100.0, page)  # type: ignore[list-item]
+    untangling = shutdown.RecoverPersistent([first, other], 100.0, page)  # type: ignore[list-item]
     told = []
     for now in (100.3, 100.6, 101.5, 112.0):
         untangling.advance(now)

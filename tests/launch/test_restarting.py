@@ -12,66 +12,69 @@ from nbaccel.demand import WHAT_HELPS, Demand
 from nbaccel.errors import RankDied
 from nbaccel.events import Checkpoint, Event, LoopEntered, Opened, OutOfMemory, Progress
 from nbaccel.hardware import Gpu
-from nbaccel.launch import restarting
-from nbaccel.launch.group import Ended
-from nbaccel.launch.holdings import Holding
-from nbaccel.launch.hostmemory import HostMemory
-from nbaccel.launch.limits import ProgramLimit
-from nbaccel.launch.member import Report
-from nbaccel.launch.preflight import Start
-from nbaccel.launch.report import Link
-from nbaccel.launch.restarting import Again, Attempt, Over, Restarting, wait_for_memory
-from nbaccel.launch.spec import FunctionTask, LaunchSpec
-from nbaccel.launch.verdict import verdict
-from nbaccel.launch.witness import Witness
+from nbaccel.launch import oom_restart as restarting
+from nbaccel.launch.diagnosis import verdict
+from nbaccel.launch.ipc.reports import ErrorLink, RankReport
+from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, ProgramLimit, Start
+from nbaccel.launch.kernel_models import KernelHolding
+from nbaccel.launch.oom_restart import (
+    GiveUp,
+    LaunchAttempt,
+    OomKillWatch,
+    OomRestartPolicy,
+    Restart,
+    RunRecorder,
+    wait_for_memory,
+)
+from nbaccel.launch.processes.supervisor import RunResult
 
 GB = 1_000_000_000
 SPEC = LaunchSpec(FunctionTask(print), 2, Start("fork", "a test"), {"NBACCEL_SEED": "7"}, oom="shrink")
 LOOP = LoopEntered(samples=64, batches_per_step=2)
-OOM = Link("OutOfMemoryError", ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"], [])
+OOM = ErrorLink("OutOfMemoryError", ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"], [])
 
 
 LINE = ("/tmp/cell.py", 9, "<module>", "accelerator.backward(loss)")
 
 
-def refused(used: int, asked: int = 64_000_000, limit: int = 510_000_000, place: Any = LINE, **kept: int) -> Report:
+def refused(used: int, asked: int = 64_000_000, limit: int = 510_000_000, place: Any = LINE, **kept: int) -> RankReport:
     """A rank that asked for too much while `used` bytes were in use."""
     demand = Demand(asked, used, limit, None, **{"parameters_bytes": 80_000_000, **kept})
     text = f"RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate {asked} bytes."
-    return failed(Link("RuntimeError", [text], [place], demand=demand))
+    return failed(ErrorLink("RuntimeError", [text], [place], demand=demand))
 
 
-def failed(*links: Link) -> Report:
-    return Report("failed", -1, links=list(links))
+def failed(*links: ErrorLink) -> RankReport:
+    return RankReport("failed", -1, links=list(links))
 
 
 def attempt(
-    report: Report | None = None,
+    report: RankReport | None = None,
     *events: Event,
     spec: LaunchSpec = SPEC,
     exit_code: int = 1,
     **ended: Any,
-) -> Attempt:
+) -> LaunchAttempt:
     """Rank 1 of two failed, after `events`."""
-    witness = Witness()
+    witness = RunRecorder()
     for event in events:
         witness.feed(1, 0.0, event)
-    how = Ended([None, report], [-signal.SIGTERM, exit_code], [True, False], 1, False, False, 12.0)
-    return Attempt(spec, replace(how, **ended), witness, HostMemory())
+    how = RunResult([None, report], [-signal.SIGTERM, exit_code], [True, False], 1, False, False, 12.0)
+    return LaunchAttempt(spec, replace(how, **ended), witness, OomKillWatch())
 
 
-def restarted(decision: Again | Over) -> Again:
-    assert isinstance(decision, Again), decision
+def restarted(decision: Restart | GiveUp) -> Restart:
+    assert isinstance(decision, Restart), decision
     return decision
 
 
-def stopped(decision: Again | Over) -> str:
-    assert isinstance(decision, Over), decision
+def stopped(decision: Restart | GiveUp) -> str:
+    assert isinstance(decision, GiveUp), decision
     return decision.report
 
 
 def test_a_run_that_ran_out_of_memory_starts_again_with_every_batch_in_two_parts() -> None:
-    again = restarted(Restarting().after(attempt(failed(OOM), LOOP)))
+    again = restarted(OomRestartPolicy().after(attempt(failed(OOM), LOOP)))
     assert again.line == (
         "rank 1 ran out of memory at 64 per rank; started again with 2 x 32, effective batch 256 unchanged; "
         "the loop's body runs 2 times per batch, each loss weighed as a mean over its samples"
@@ -80,7 +83,7 @@ def test_a_run_that_ran_out_of_memory_starts_again_with_every_batch_in_two_parts
 
 
 def test_each_restart_doubles_the_parts_and_the_sixth_is_not_made() -> None:
-    restarting, parts, lines = Restarting(), 1, []
+    restarting, parts, lines = OomRestartPolicy(), 1, []
     for _ in range(5):
         again = restarted(restarting.after(attempt(failed(OOM), replace(LOOP, parts=parts))))
         parts *= 2
@@ -93,7 +96,7 @@ def test_each_restart_doubles_the_parts_and_the_sixth_is_not_made() -> None:
 
 def test_a_run_that_cannot_be_started_a_second_time_says_why_and_what_would_follow_elsewhere() -> None:
     spec = replace(SPEC, no_restart="ranks of a second start would see a notebook that has changed since; without --bg")
-    report = stopped(Restarting().after(attempt(failed(OOM), LOOP, spec=spec)))
+    report = stopped(OomRestartPolicy().after(attempt(failed(OOM), LOOP, spec=spec)))
     assert report == (
         "rank 1 ran out of memory at 64 per rank; not started again: ranks of a second start would see a notebook that "
         "has changed since; without --bg it would go on with 2 x 32."
@@ -101,12 +104,12 @@ def test_a_run_that_cannot_be_started_a_second_time_says_why_and_what_would_foll
 
 
 def test_batches_without_a_size_are_counted_in_parts() -> None:
-    again = restarted(Restarting().after(attempt(failed(OOM), LoopEntered())))
+    again = restarted(OomRestartPolicy().after(attempt(failed(OOM), LoopEntered())))
     assert "rank 1 ran out of memory; started again with each batch in 2 parts, effective batch unchanged" in again.line
 
 
 def test_what_the_attempts_left_behind_is_named() -> None:
-    restarting = Restarting()
+    restarting = OomRestartPolicy()
     events = [LOOP, Opened("wandb run digits abc"), Checkpoint("runs/checkpoint_0", 10)]
     first = restarted(restarting.after(attempt(failed(OOM), *events, open_files=["/data/log.csv"])))
     assert first.line.endswith(
@@ -118,13 +121,13 @@ def test_what_the_attempts_left_behind_is_named() -> None:
 
 def test_a_loop_that_does_not_take_parts_is_not_given_more() -> None:
     spec = replace(SPEC, environ={"NBACCEL_SPLIT": "2"})
-    report = stopped(Restarting().after(attempt(failed(OOM), LOOP, spec=spec)))
+    report = stopped(OomRestartPolicy().after(attempt(failed(OOM), LOOP, spec=spec)))
     assert "not started again: batches of this loop came whole all the same" in report
 
 
 def test_batch_norm_layers_are_named() -> None:
     names = ["bn1", "layer1.bn", "layer2.bn", "layer3.bn", "head.bn"]
-    again = restarted(Restarting().after(attempt(failed(OOM), replace(LOOP, batch_norms=names))))
+    again = restarted(OomRestartPolicy().after(attempt(failed(OOM), replace(LOOP, batch_norms=names))))
     assert "BatchNorm layers see the samples of one part at a time: bn1, layer1.bn, layer2.bn and 2 more" in again.line
 
 
@@ -141,12 +144,12 @@ def test_batch_norm_layers_are_named() -> None:
     ],
 )
 def test_where_nothing_of_ours_can_be_cut_the_reason_is_said(events: list[Event], reason: str) -> None:
-    assert reason in stopped(Restarting().after(attempt(failed(OOM), *events)))
+    assert reason in stopped(OomRestartPolicy().after(attempt(failed(OOM), *events)))
 
 
 def test_a_stop_that_was_asked_for_carries_the_same_report() -> None:
-    held = [Holding("cuda:0", 3 * GB, 16 * GB, (("model", 2 * GB), ("x", GB)))]
-    report = stopped(Restarting(lambda: held).after(attempt(failed(OOM), LOOP, spec=replace(SPEC, oom="stop"))))
+    held = [KernelHolding("cuda:0", 3 * GB, 16 * GB, (("model", 2 * GB), ("x", GB)))]
+    report = stopped(OomRestartPolicy(lambda: held).after(attempt(failed(OOM), LOOP, spec=replace(SPEC, oom="stop"))))
     assert report == (
         "rank 1 ran out of memory at 64 per rank; not started again: --oom shrink, or oom='shrink' in a launch, would "
         "go on with 2 x 32; the notebook itself holds 3.0 of 16.0 GB on cuda:0 (model 2.0 GB, x 1.0 GB)."
@@ -154,20 +157,20 @@ def test_a_stop_that_was_asked_for_carries_the_same_report() -> None:
 
 
 def test_what_the_notebook_holds_is_named_in_the_line_too() -> None:
-    held = [Holding("cuda:0", 3 * GB, 16 * GB), Holding("cuda:1", 0, 16 * GB)]
-    again = restarted(Restarting(lambda: held).after(attempt(failed(OOM), LOOP)))
+    held = [KernelHolding("cuda:0", 3 * GB, 16 * GB), KernelHolding("cuda:1", 0, 16 * GB)]
+    again = restarted(OomRestartPolicy(lambda: held).after(attempt(failed(OOM), LOOP)))
     assert again.line.endswith("; the notebook itself holds 3.0 of 16.0 GB on cuda:0")
 
 
 def test_a_device_that_the_notebook_fills_itself_is_no_reason_to_start_again() -> None:
-    held = [Holding("cuda:0", 12 * GB, 16 * GB, (("big", 12 * GB),))]
-    report = stopped(Restarting(lambda: held).after(attempt(failed(OOM), LOOP)))
+    held = [KernelHolding("cuda:0", 12 * GB, 16 * GB, (("big", 12 * GB),))]
+    report = stopped(OomRestartPolicy(lambda: held).after(attempt(failed(OOM), LOOP)))
     assert "smaller batches do not help where the notebook itself holds 75% of the device" in report
     assert "(big 12.0 GB)" in report
 
 
 def test_more_than_ten_minutes_are_not_thrown_away() -> None:
-    report = stopped(Restarting().after(attempt(failed(OOM), LOOP, seconds=1500.0)))
+    report = stopped(OomRestartPolicy().after(attempt(failed(OOM), LOOP, seconds=1500.0)))
     assert "25 minutes of work would be lost, and there is no checkpoint to go on from" in report
     assert "by hand: a batch_size of 32 and twice the accumulation" in report
 
@@ -175,7 +178,7 @@ def test_more_than_ten_minutes_are_not_thrown_away() -> None:
 def test_a_run_that_saves_itself_goes_on_from_its_newest_checkpoint_however_long_it_was() -> None:
     spec = replace(SPEC, environ={"NBACCEL_CHECKPOINT_EVERY": "10min"})
     saved = [Checkpoint("runs/checkpoint_3", 3), Progress(step=3, epochs=5), Checkpoint("runs/checkpoint_4", 4)]
-    again = restarted(Restarting().after(attempt(failed(OOM), LOOP, *saved, spec=spec, seconds=1500.0)))
+    again = restarted(OomRestartPolicy().after(attempt(failed(OOM), LOOP, *saved, spec=spec, seconds=1500.0)))
     assert "started again from runs/checkpoint_4 with 2 x 32" in again.line
     assert again.spec.environ["NBACCEL_RESUME"] == "runs/checkpoint_4"
 
@@ -185,71 +188,71 @@ def test_a_program_that_cannot_go_on_in_the_middle_begins_at_its_beginning(epoch
     """It loops over a plain range, or saves by itself for reasons of its own."""
     spec = replace(SPEC, environ={} if epochs else {"NBACCEL_CHECKPOINT_EVERY": "10min"})
     events = [LOOP, Checkpoint("runs/checkpoint_3", 3), Progress(step=3, epochs=epochs)]
-    again = restarted(Restarting().after(attempt(failed(OOM), *events, spec=spec)))
+    again = restarted(OomRestartPolicy().after(attempt(failed(OOM), *events, spec=spec)))
     assert "started again with 2 x 32" in again.line
     assert "NBACCEL_RESUME" not in again.spec.environ
 
 
 def test_a_time_limit_holds_for_all_attempts_together() -> None:
-    again = restarted(Restarting().after(attempt(failed(OOM), LOOP, spec=replace(SPEC, timeout_s=60.0))))
+    again = restarted(OomRestartPolicy().after(attempt(failed(OOM), LOOP, spec=replace(SPEC, timeout_s=60.0))))
     assert again.spec.timeout_s == 48.0
 
 
 def test_what_the_program_had_set_itself_holds_for_all_attempts_too() -> None:
     ended = attempt(failed(OOM), LOOP)
     ended.ended.program_limit = ProgramLimit(at=100.0, seconds=60.0)
-    assert restarted(Restarting().after(ended)).spec.program_limit == ProgramLimit(100.0, 60.0)
+    assert restarted(OomRestartPolicy().after(ended)).spec.program_limit == ProgramLimit(100.0, 60.0)
 
 
 def test_a_rank_that_was_killed_starts_again_and_a_guess_is_called_one() -> None:
-    decision = Restarting().after(attempt(None, LOOP, exit_code=-signal.SIGKILL))
+    decision = OomRestartPolicy().after(attempt(None, LOOP, exit_code=-signal.SIGKILL))
     assert restarted(decision).line.startswith("rank 1 was killed by SIGKILL at 64 per rank (")
     assert "guess" in restarted(decision).line
 
 
 @pytest.mark.parametrize("exit_code", [-signal.SIGSEGV, -signal.SIGABRT, 3])
 def test_other_deaths_are_not_of_memory(exit_code: int) -> None:
-    assert stopped(Restarting().after(attempt(None, LOOP, exit_code=exit_code))) == ""
+    assert stopped(OomRestartPolicy().after(attempt(None, LOOP, exit_code=exit_code))) == ""
 
 
 def test_a_memory_error_that_was_raised_from_counts_and_one_that_was_merely_handled_does_not() -> None:
-    mine = Link("TrainingFailed", ["TrainingFailed: epoch 3"], [])
+    mine = ErrorLink("TrainingFailed", ["TrainingFailed: epoch 3"], [])
     directly = attempt(failed(replace(OOM, relation="which directly caused:"), mine), LOOP)
-    assert isinstance(Restarting().after(directly), Again)
+    assert isinstance(OomRestartPolicy().after(directly), Restart)
     handled = attempt(failed(replace(OOM, relation="and while this was handled:"), mine), LOOP)
-    assert stopped(Restarting().after(handled)) == ""
+    assert stopped(OomRestartPolicy().after(handled)) == ""
 
 
 @pytest.mark.parametrize(
     "link",
     [
-        Link("RuntimeError", ["RuntimeError: CUDA error: an illegal memory access was encountered"], []),
+        ErrorLink("RuntimeError", ["RuntimeError: CUDA error: an illegal memory access was encountered"], []),
         replace(OOM, places=[("/site-packages/torch/optim/adam.py", 380, "_multi_tensor_adam", "")]),
     ],
     ids=["sticky", "optimizer"],
 )
-def test_what_smaller_batches_did_not_change_is_not_tried_again(link: Link) -> None:
-    restarting = Restarting()
-    assert isinstance(restarting.after(attempt(failed(link), LOOP)), Again)
+def test_what_smaller_batches_did_not_change_is_not_tried_again(link: ErrorLink) -> None:
+    restarting = OomRestartPolicy()
+    assert isinstance(restarting.after(attempt(failed(link), LOOP)), Restart)
     report = stopped(restarting.after(attempt(failed(link), replace(LOOP, parts=2))))
     assert "it was the same with larger batches, so smaller ones will not help" in report
 
 
 @pytest.mark.parametrize("how", [{"is_interrupted": True}, {"is_timed_out": True}, {"first_failed": None}])
 def test_a_run_that_was_stopped_is_over(how: dict[str, Any]) -> None:
-    assert stopped(Restarting().after(attempt(failed(OOM), LOOP, **how))) == ""
+    assert stopped(OomRestartPolicy().after(attempt(failed(OOM), LOOP, **how))) == ""
 
 
 def test_a_rank_that_died_says_why_it_was_not_started_again() -> None:
     dead = attempt(None, exit_code=-signal.SIGKILL)
-    report = stopped(Restarting().after(dead))
+    report = stopped(OomRestartPolicy().after(dead))
     error = verdict(dead.ended, SPEC.task, False, dead.host, lambda name: None, report)
     assert isinstance(error, RankDied)
     assert "not started again: nothing of ours can be cut" in str(error)
 
 
 def test_ranks_that_stay_are_not_started_again_and_it_is_said_what_would_be() -> None:
-    report = stopped(Restarting().after(attempt(failed(OOM), LOOP, spec=replace(SPEC, stays=True))))
+    report = stopped(OomRestartPolicy().after(attempt(failed(OOM), LOOP, spec=replace(SPEC, stays=True))))
     assert report == (
         "rank 1 ran out of memory at 64 per rank; not started again: ranks that stay never are (--oom is for cells "
         "that have ranks of their own: after %accelerate stop this one would go on with 2 x 32)."
@@ -258,19 +261,19 @@ def test_ranks_that_stay_are_not_started_again_and_it_is_said_what_would_be() ->
 
 @pytest.mark.parametrize("text", ["could not create a primitive", "std::bad_alloc"])
 def test_what_libraries_say_of_memory_that_was_full_starts_again(text: str) -> None:
-    link = Link("RuntimeError", [f"RuntimeError: {text}"], [], demand=Demand(fullness=0.99))
-    assert isinstance(Restarting().after(attempt(failed(link), LOOP)), Again)
+    link = ErrorLink("RuntimeError", [f"RuntimeError: {text}"], [], demand=Demand(fullness=0.99))
+    assert isinstance(OomRestartPolicy().after(attempt(failed(link), LOOP)), Restart)
 
 
 @pytest.mark.parametrize("demand", [None, Demand(fullness=0.5), Demand()])
 def test_the_same_words_with_memory_to_spare_are_an_error_of_the_program(demand: Demand | None) -> None:
-    link = Link("RuntimeError", ["RuntimeError: could not create a primitive"], [], demand=demand)
-    assert stopped(Restarting().after(attempt(failed(link), LOOP))) == ""
+    link = ErrorLink("RuntimeError", ["RuntimeError: could not create a primitive"], [], demand=demand)
+    assert stopped(OomRestartPolicy().after(attempt(failed(link), LOOP))) == ""
 
 
 def test_a_request_that_no_batch_makes_room_for_is_made_twice_and_the_sentence_has_its_numbers() -> None:
-    restarting = Restarting()
-    assert isinstance(restarting.after(attempt(refused(480_000_000), LOOP)), Again)
+    restarting = OomRestartPolicy()
+    assert isinstance(restarting.after(attempt(refused(480_000_000), LOOP)), Restart)
     report = stopped(restarting.after(attempt(refused(479_000_000), replace(LOOP, parts=2))))
     assert report == (
         "rank 1 ran out of memory at 2 x 32 per rank; not started again: the same 64.0 MB were asked for at the same "
@@ -282,11 +285,11 @@ def test_a_request_that_no_batch_makes_room_for_is_made_twice_and_the_sentence_h
 def test_a_gradient_of_450_mb_that_fits_with_a_quarter_of_the_batch_is_not_given_up() -> None:
     """Twice it is refused at the same line: in the first part of a batch, and in the second, which finds a gradient."""
     loop, sizes = replace(LOOP, samples=1024), {"asked": 450_000_000, "limit": 1_950_000_000}
-    restarting = Restarting()
+    restarting = OomRestartPolicy()
     whole = refused(1_510_000_000, **sizes)
-    assert isinstance(restarting.after(attempt(whole, loop)), Again)
+    assert isinstance(restarting.after(attempt(whole, loop)), Restart)
     second_part = refused(1_640_000_000, **sizes, gradients_bytes=450_000_000)
-    assert isinstance(restarting.after(attempt(second_part, replace(loop, parts=2))), Again)
+    assert isinstance(restarting.after(attempt(second_part, replace(loop, parts=2))), Restart)
 
 
 @pytest.mark.parametrize(
@@ -300,15 +303,15 @@ def test_a_gradient_of_450_mb_that_fits_with_a_quarter_of_the_batch_is_not_given
     ],
     ids=["another request", "another line", "no limit known", "no model seen", "less in use"],
 )
-def test_what_may_fit_yet_is_tried(second: Report) -> None:
-    restarting = Restarting()
-    assert isinstance(restarting.after(attempt(refused(480_000_000), LOOP)), Again)
-    assert isinstance(restarting.after(attempt(second, replace(LOOP, parts=2))), Again)
+def test_what_may_fit_yet_is_tried(second: RankReport) -> None:
+    restarting = OomRestartPolicy()
+    assert isinstance(restarting.after(attempt(refused(480_000_000), LOOP)), Restart)
+    assert isinstance(restarting.after(attempt(second, replace(LOOP, parts=2))), Restart)
 
 
 def test_what_exceeds_the_limit_without_any_batch_is_not_tried_again() -> None:
     report = refused(500_000_000, gradients_bytes=300_000_000, states_bytes=160_000_000)
-    assert stopped(Restarting().after(attempt(report, LOOP))) == (
+    assert stopped(OomRestartPolicy().after(attempt(report, LOOP))) == (
         "rank 1 ran out of memory at 64 per rank; not started again: parameters (80.0 MB), gradients (300.0 MB), "
         "optimizer states (160.0 MB) and the 64.0 MB that were asked for exceed the limit of 510.0 MB without any "
         "batch. Smaller batches do not help; what does: " + WHAT_HELPS + "."
@@ -329,7 +332,7 @@ def waited(gpus: tuple[Gpu, ...], exit_codes: list[int], *used_bytes: int) -> in
         count += 1
         return [replace(T4, used_bytes=next(looks)), replace(OTHER_T4, uuid="GPU-of-others", used_bytes=9 * GB)]
 
-    ended = Ended([None, None], exit_codes, [True, False], 1, False, False, 12.0)
+    ended = RunResult([None, None], exit_codes, [True, False], 1, False, False, 12.0)
     wait_for_memory(gpus, ended, look)
     return count
 

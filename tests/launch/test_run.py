@@ -13,10 +13,10 @@ import torch
 from IPython.core.formatters import DisplayFormatter
 
 import nbaccel
+from nbaccel.display.summary import RunFacts, RunState
 from nbaccel.events import Loss, Metric, emit
-from nbaccel.launch.functions import launch
+from nbaccel.launch.api import launch
 from nbaccel.launch.run import Run, light_value
-from nbaccel.view.state import Facts, State
 from view.runs import a_run
 
 
@@ -109,7 +109,7 @@ def test_a_list_that_holds_itself_is_not_left() -> None:
 
 
 def test_a_run_shows_itself_in_a_notebook() -> None:
-    facts, state = Facts("Cell In[5]", plots=("loss", "acc")), State("done", "done in 0:50, 500 steps")
+    facts, state = RunFacts("Cell In[5]", plots=("loss", "acc")), RunState("done", "done in 0:50, 500 steps")
     run = Run([None], a_run(), None, "fork", "", "", 50.0, facts=facts, state=state)
     data, _ = DisplayFormatter().format(run)
     assert sorted(data) == ["text/html", "text/plain"]

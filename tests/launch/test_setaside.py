@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from fakes import FakeCards
-from nbaccel.hardware import Memory
-from nbaccel.launch import functions, setaside
+from nbaccel.hardware import MemoryInfo
+from nbaccel.launch import api, kernel_models
+from nbaccel.launch.ipc import pickling
+from nbaccel.launch.ipc.payload import pack, unpack
+from nbaccel.launch.ipc.tensor_devices import away_from, device_there
+from nbaccel.launch.kernel_models import Cards, SetAside, kernel_freed
 from nbaccel.launch.run import Run
-from nbaccel.launch.setaside import Cards, SetAside, kernel_freed
-from nbaccel.launch.wire import pickling
-from nbaccel.launch.wire.devices import away_from, device_there
-from nbaccel.launch.wire.parcel import pack, unpack
 
 
 @pytest.fixture(autouse=True)
 def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setaside, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(kernel_models, "_PAUSE_S", 0.0)
 
 
 def trained() -> tuple[Any, Any]:
@@ -222,7 +222,7 @@ def test_what_happens_after_the_move_brings_models_back_and_forgets_where_they_w
             happens()
         return away_from(homes)
 
-    monkeypatch.setattr(setaside, "away_from", away)
+    monkeypatch.setattr(kernel_models, "away_from", away)
     cards.fails = {"release": happens} if where == "release" else {}
     said: list[str] = []
     with pytest.raises(error), kernel_freed(SetAside({"model": model}, cards), said.append):
@@ -381,7 +381,7 @@ def test_a_cuda_graph_of_the_notebook_keeps_models_where_it_knows_them() -> None
 def test_a_host_without_room_keeps_models_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     cards, model = FakeCards(), torch.nn.Linear(2, 2)
     cards.put(*model.parameters())
-    monkeypatch.setattr(setaside, "usable_memory", lambda: Memory(10**9, 20))
+    monkeypatch.setattr(kernel_models, "usable_memory", lambda: MemoryInfo(10**9, 20))
     with SetAside({"model": model}, cards) as aside:
         assert cards.device_of(model.weight.untyped_storage())
         assert str(aside) == "model stays on the card: the host has 0.0 GB available"
@@ -451,14 +451,14 @@ def test_launch_sets_models_of_the_script_aside_where_it_is_asked_to(
 ) -> None:
     cards, model = FakeCards(), torch.nn.Linear(2, 2)
     cards.put(*model.parameters())
-    monkeypatch.setattr(functions, "Cards", lambda numbers: cards)
+    monkeypatch.setattr(api, "Cards", lambda numbers: cards)
     monkeypatch.setitem(vars(sys.modules["__main__"]), "model", model)
 
     def where() -> str:
         return cards.device_of(model.weight.untyped_storage())
 
-    assert functions.launch(where, 1, cpu=True).value == "cuda:0"
-    assert functions.launch(where, 1, cpu=True, free_kernel=True).value == ""
+    assert api.launch(where, 1, cpu=True).value == "cuda:0"
+    assert api.launch(where, 1, cpu=True, free_kernel=True).value == ""
     assert where() == "cuda:0"
     assert "on the host until the run is over: model 0.0 GB" in capsys.readouterr().out
 
@@ -467,7 +467,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch, cards: FakeCards) -> Any:
     """A model of the script."""
     model = torch.nn.Linear(2, 2)
     cards.put(*model.parameters())
-    monkeypatch.setattr(functions, "Cards", lambda numbers: cards)
+    monkeypatch.setattr(api, "Cards", lambda numbers: cards)
     monkeypatch.setitem(vars(sys.modules["__main__"]), "model", model)
     return model
 
@@ -476,7 +476,7 @@ def test_a_run_whose_models_cannot_come_back_has_its_value(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     on_a_card(monkeypatch, FailingCards(back=fail))
-    assert functions.launch(pow, 1, (2, 5), cpu=True, free_kernel=True).value == 32
+    assert api.launch(pow, 1, (2, 5), cpu=True, free_kernel=True).value == 32
     assert "cuda:0 does not take back what was moved to the host (RuntimeError: CUDA" in capsys.readouterr().out
 
 
@@ -486,18 +486,18 @@ def test_an_interrupt_while_models_come_back_does_not_take_the_place_of_the_runs
     concluded: list[Run] = []
     cards = FailingCards(back=interrupt)
     model = on_a_card(monkeypatch, cards)
-    conclude = functions._conclude
+    conclude = api._conclude
 
     def recorded(*args: Any) -> Run:
         concluded.append(conclude(*args))
         return concluded[-1]
 
-    monkeypatch.setattr(functions, "_conclude", recorded)
+    monkeypatch.setattr(api, "_conclude", recorded)
     with pytest.raises(KeyboardInterrupt):
-        functions.launch(pow, 1, (2, 5), cpu=True, free_kernel=True)
+        api.launch(pow, 1, (2, 5), cpu=True, free_kernel=True)
     assert concluded.pop().value == 32
     with pytest.raises(ZeroDivisionError):
-        functions.launch(divmod, 1, (2, 0), cpu=True, free_kernel=True)
+        api.launch(divmod, 1, (2, 0), cpu=True, free_kernel=True)
     assert cards.device_of(model.weight.untyped_storage())
 
 
@@ -509,7 +509,7 @@ def test_launch_says_of_a_full_card_what_is_so_once_models_have_left_it(monkeypa
         told.append(freed_on("cuda:0"))
         return []
 
-    monkeypatch.setattr(functions, "before_a_run", before_a_run)
+    monkeypatch.setattr(api, "before_a_run", before_a_run)
     for is_freed in (False, True):
-        functions.launch(pow, 1, (2, 5), cpu=True, free_kernel=is_freed)
+        api.launch(pow, 1, (2, 5), cpu=True, free_kernel=is_freed)
     assert told == [0, sum(parameter.nbytes for parameter in model.parameters())]

@@ -14,13 +14,12 @@ from collections.abc import Iterator
 import pytest
 
 from nbaccel.hardware import Gpu, Survey
-from nbaccel.launch.functions import launch
+from nbaccel.launch.api import launch
+from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.main_thread import MainThread
-from nbaccel.launch.preflight import Start
-from nbaccel.launch.screen.router import ConsoleScreen
-from nbaccel.launch.spec import FunctionTask, LaunchSpec
-from nbaccel.launch.watching import Watching
+from nbaccel.launch.processes.start import MainThread
+from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.output.router import ConsoleScreen
 from nbaccel.testing import run_ranks
 
 
@@ -131,7 +130,7 @@ def test_a_rank_sees_its_own_device_or_all(
         environ={"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"},
         own_devices=own_devices,
     )
-    outcome = launcher.run(spec, Watching(ConsoleScreen()))
+    outcome = launcher.run(spec, RunObservers(ConsoleScreen()))
     try:
         values = [outcome.values(rank)["value"] for rank in range(2)]
         assert values == [(device, str(rank)) for rank, device in enumerate(seen)]

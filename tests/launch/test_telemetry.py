@@ -27,16 +27,15 @@ from nbaccel.events import (
     reports,
 )
 from nbaccel.hardware import Survey
-from nbaccel.launch.functions import launch
+from nbaccel.launch.api import launch
 from nbaccel.launch.inline import run_inline
-from nbaccel.launch.launcher import Launcher, Outcome
-from nbaccel.launch.preflight import Start, threads_per_rank
-from nbaccel.launch.screen.router import ConsoleScreen
-from nbaccel.launch.spec import FunctionTask, LaunchSpec
-from nbaccel.launch.telemetry import Rings, Telemetry
-from nbaccel.launch.watching import Watching
-from nbaccel.launch.wire.records import write_event, write_loss
-from nbaccel.launch.wire.ring import RingWriter
+from nbaccel.launch.ipc.ring import RingWriter
+from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, Start
+from nbaccel.launch.ipc.telemetry import Rings, Telemetry, write_event, write_loss
+from nbaccel.launch.launcher import Launcher, LaunchResult
+from nbaccel.launch.preflight import threads_per_rank
+from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.output.router import ConsoleScreen
 
 
 class _Heard(Listener):
@@ -66,11 +65,11 @@ class _Broken(_Heard):
 
 def run(
     launcher: Launcher, function: Any, *listeners: Listener, world_size: int = 2, start_method: str = "fork"
-) -> Outcome:
+) -> LaunchResult:
     spec = LaunchSpec(
         FunctionTask(function), world_size, Start(start_method, ""), threads=threads_per_rank(2, world_size)
     )
-    outcome = launcher.run(spec, Watching(ConsoleScreen(), listeners=listeners))
+    outcome = launcher.run(spec, RunObservers(ConsoleScreen(), listeners=listeners))
     outcome.close()
     return outcome
 
@@ -276,10 +275,10 @@ STOPPED_KERNEL = """
 import os, sys
 from nbaccel.events import Loss, Metric, RecordsLost, emit
 from nbaccel.launch.launcher import default_launcher
-from nbaccel.launch.preflight import Start
-from nbaccel.launch.screen.router import ConsoleScreen
-from nbaccel.launch.spec import FunctionTask, LaunchSpec
-from nbaccel.launch.watching import Watching
+from nbaccel.launch.ipc.spec import Start
+from nbaccel.output.router import ConsoleScreen
+from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec
+from nbaccel.launch.processes.supervisor import RunObservers
 
 go, done = map(int, sys.argv[1:])
 
@@ -303,7 +302,7 @@ class Count:
 
 count = Count()
 spec = LaunchSpec(FunctionTask(train), 2, Start("fork", ""))
-default_launcher().run(spec, Watching(ConsoleScreen(), listeners=[count])).close()
+default_launcher().run(spec, RunObservers(ConsoleScreen(), listeners=[count])).close()
 print(count.arrived, sum(count.lost.values()))
 """
 

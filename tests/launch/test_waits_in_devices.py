@@ -10,23 +10,22 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch import ending
-from nbaccel.launch.beside import Beside
-from nbaccel.launch.launcher import Launcher, Outcome
-from nbaccel.launch.preflight import Start
-from nbaccel.launch.rank.cell import CellSource, CellTask
-from nbaccel.launch.rank.cut import SPOILT
-from nbaccel.launch.screen.router import ConsoleScreen
-from nbaccel.launch.spec import LaunchSpec
-from nbaccel.launch.watching import Watching
-from nbaccel.launch.wire.control import ControlPage, Position
+from nbaccel.launch.ipc.cell_task import CellSource, CellTask
+from nbaccel.launch.ipc.control import ControlPage, RankPosition
+from nbaccel.launch.ipc.spec import LaunchSpec, Start
+from nbaccel.launch.launcher import Launcher, LaunchResult
+from nbaccel.launch.processes import shutdown
+from nbaccel.launch.processes.interaction import Pollable
+from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.launch.worker.lifetime import SPOILT
+from nbaccel.output.router import ConsoleScreen
 
 SOON_S = 20.0
 """On a busy machine; a rank that reads behind a wait without end is killed after two minutes."""
 
 HEAD = """
 import os, time, pathlib, torch, torch.distributed as dist, devicelike
-from nbaccel.launch.rank import cut
+from nbaccel.launch.worker import lifetime as cut
 net = torch.nn.Linear(4, 1)
 known.append(1)
 first = net.weight.detach().clone()
@@ -41,7 +40,7 @@ SOONER = "cut._HUNG_S = cut._HUNG_AT_STOP_S = 1"
 WAITS = {"in Python": "time.sleep(60)", "deaf": "group.drain()", "at its end": "pass"}
 
 
-class PressOnce(Beside):
+class PressOnce(Pollable):
     """Stops the run once all of `paths` are there."""
 
     def __init__(self, *paths: Path) -> None:
@@ -57,8 +56,8 @@ class PressOnce(Beside):
 
 
 def run(
-    launcher: Launcher, of_rank_0: str, of_rank_1: str, out: tuple[str, ...] | None = None, *beside: Beside
-) -> tuple[Outcome, float]:
+    launcher: Launcher, of_rank_0: str, of_rank_1: str, out: tuple[str, ...] | None = None, *beside: Pollable
+) -> tuple[LaunchResult, float]:
     """The outcome of a cell whose ranks do different things, and its seconds."""
     lines = [
         *HEAD.splitlines(),
@@ -77,13 +76,13 @@ def run(
         environ={"NBACCEL_CPU": "1"},
     )
     began = time.monotonic()
-    outcome = launcher.run(spec, Watching(ConsoleScreen(), beside=beside))
+    outcome = launcher.run(spec, RunObservers(ConsoleScreen(), beside=beside))
     seconds = time.monotonic() - began
     print(f"{seconds:.2f} s")
     return outcome, seconds
 
 
-def missing(outcome: Outcome) -> dict[str, str]:
+def missing(outcome: LaunchResult) -> dict[str, str]:
     report = outcome.ended.reports[0]
     return {"rank 0": "did not report"} if report is None else report.missing
 
@@ -228,7 +227,7 @@ class Ranks:
         self.page.hear_cuts(rank)
         return member
 
-    def cut_at(self, stopping: ending.Stopping, *times: float) -> list[bool]:
+    def cut_at(self, stopping: shutdown.StopAtStep, *times: float) -> list[bool]:
         """Whether the word is set at each of these times."""
         told = []
         for now in times:
@@ -246,8 +245,8 @@ def ranks() -> Iterator[Ranks]:
 
 
 def test_a_stop_does_not_take_ranks_for_hung_that_are_in_a_step_or_save(ranks: Ranks) -> None:
-    ranks.page.write(0, Position(1, 0, 0.0, 3.0, parked=False, in_step=True))
-    stopping = ending.Stopping(ranks.members, 100.0, ranks.page)
+    ranks.page.write(0, RankPosition(1, 0, 0.0, 3.0, parked=False, in_step=True))
+    stopping = shutdown.StopAtStep(ranks.members, 100.0, ranks.page)
     ranks.page.finish(1)
     ranks.members[1].is_working = False
     assert ranks.cut_at(stopping, 101.1, 103.0, 105.0) == [False] * 3
@@ -257,8 +256,8 @@ def test_a_stop_does_not_take_ranks_for_hung_that_are_in_a_step_or_save(ranks: R
 
 
 def test_a_rank_in_a_step_that_takes_too_long_is_woken_before_it_is_terminated(ranks: Ranks) -> None:
-    ranks.page.write(0, Position(1, 0, 0.0, 3.0, parked=False, in_step=True))
-    stopping = ending.Stopping(ranks.members, 100.0, ranks.page)
+    ranks.page.write(0, RankPosition(1, 0, 0.0, 3.0, parked=False, in_step=True))
+    stopping = shutdown.StopAtStep(ranks.members, 100.0, ranks.page)
     ranks.members[1].is_working = False
     assert ranks.cut_at(stopping, 105.9, 106.1, 126.0) == [False, True, True]
     assert ranks.told == []
@@ -268,7 +267,7 @@ def test_a_rank_in_a_step_that_takes_too_long_is_woken_before_it_is_terminated(r
 
 def test_a_rank_that_stays_is_woken_also_when_the_results_have_come(ranks: Ranks) -> None:
     ranks.members[1].stays = True
-    stopping = ending.Stopping(ranks.members, 100.0, ranks.page)
+    stopping = shutdown.StopAtStep(ranks.members, 100.0, ranks.page)
     ranks.cut_at(stopping, 100.9, 101.1)
     ranks.members[0].is_working = False
     assert ranks.cut_at(stopping, 102.0, 102.9, 104.1, 122.0) == [False, False, True, True]
@@ -278,8 +277,8 @@ def test_a_rank_that_stays_is_woken_also_when_the_results_have_come(ranks: Ranks
 @pytest.mark.parametrize(("stays", "after_s"), [(False, 0.5), (True, 2.0)])
 def test_a_rank_that_has_finished_is_woken_when_its_peer_has_left(ranks: Ranks, stays: bool, after_s: float) -> None:
     ranks.members[0].stays = stays
-    ranks.page.write(0, Position(1, 0, 0.0, 1.5, parked=False, in_step=True))
-    stopping = ending.Stopping(ranks.members, 100.0, ranks.page)
+    ranks.page.write(0, RankPosition(1, 0, 0.0, 1.5, parked=False, in_step=True))
+    stopping = shutdown.StopAtStep(ranks.members, 100.0, ranks.page)
     for rank in range(2):
         ranks.page.finish(rank)
     assert ranks.cut_at(stopping, 100.1, 110.0) == [False, False]  # both compute what they were given, most likely
@@ -291,6 +290,6 @@ def test_a_rank_that_has_finished_is_woken_when_its_peer_has_left(ranks: Ranks, 
 
 def test_a_rank_that_runs_alone_waits_for_nobody(ranks: Ranks) -> None:
     ranks.members[1].takes_part = ranks.members[1].is_working = False
-    stopping = ending.Stopping(ranks.members, 100.0, ranks.page)
+    stopping = shutdown.StopAtStep(ranks.members, 100.0, ranks.page)
     ranks.page.finish(0)
     assert ranks.cut_at(stopping, 100.1, 105.0, 140.0) == [False] * 3

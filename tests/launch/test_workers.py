@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from nbaccel.launch.advice import advice
-from nbaccel.launch.functions import launch
-from nbaccel.launch.hostmemory import HostMemory
-from nbaccel.launch.loaderworkers import WorkerEnd
-from nbaccel.launch.report import Link
+from nbaccel.launch.api import launch
+from nbaccel.launch.diagnosis import advice
+from nbaccel.launch.ipc.loader_workers import WorkerEnd
+from nbaccel.launch.ipc.reports import ErrorLink
+from nbaccel.launch.oom_restart import OomKillWatch
 
 
-def said(end: WorkerEnd, host: HostMemory) -> str:
-    return advice([Link("RuntimeError", ["RuntimeError: DataLoader worker …"], [], "", end)], host)
+def said(end: WorkerEnd, host: OomKillWatch) -> str:
+    return advice([ErrorLink("RuntimeError", ["RuntimeError: DataLoader worker …"], [], "", end)], host)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def counted(tmp_path: Path) -> Path:
 
 
 def test_memory_is_blamed_for_a_killed_worker_where_the_control_group_counted_the_kill(counted: Path) -> None:
-    host = HostMemory(counted)
+    host = OomKillWatch(counted)
     assert "a guess is host memory" in said(WorkerEnd(7, -signal.SIGKILL), host)
     (counted / "sys/fs/cgroup/notebook/memory.events").write_text("oom_kill 4\n")
     text = said(WorkerEnd(7, -signal.SIGKILL), host)
@@ -57,7 +57,7 @@ def test_memory_is_blamed_for_a_killed_worker_where_the_control_group_counted_th
     ],
 )
 def test_another_end_of_a_worker_is_not_blamed_on_the_machine(end: WorkerEnd, cause: str, counted: Path) -> None:
-    text = said(end, HostMemory(counted))
+    text = said(end, OomKillWatch(counted))
     assert cause in text
     assert "host memory" not in text
     assert "out of memory" not in text

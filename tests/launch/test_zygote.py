@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import CannotSend, LaunchRefused
-from nbaccel.launch import functions as functions_module, zygote as zygote_module
-from nbaccel.launch.functions import launch
-from nbaccel.launch.guardian import session_members
-from nbaccel.launch.keeper import Keeper
-from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.rank.watch import DeathWatch
+from nbaccel.launch import api as functions_module
+from nbaccel.launch.api import launch
+from nbaccel.launch.ipc.reaper import session_members
+from nbaccel.launch.launcher import Launcher, LauncherResources
+from nbaccel.launch.processes import zygote as zygote_module
+from nbaccel.launch.worker.lifetime import DeathWatch
 
 
 def surroundings() -> dict[str, Any]:
@@ -72,7 +72,7 @@ def test_both_starts_give_ranks_the_same_surroundings(monkeypatch: pytest.Monkey
 
 def test_what_every_rank_needs_is_loaded_before_it_is_forked(start_method: str) -> None:
     def loaded_by_a_look_at_the_memory() -> list[str]:  # within: by its name it would bring this module's imports along
-        from nbaccel.launch.rank.memory import MemoryMeter
+        from nbaccel.launch.worker.reporter import MemoryMeter
 
         before = set(sys.modules)
         MemoryMeter().read()
@@ -99,14 +99,14 @@ def test_an_open_file_is_refused_before_the_start(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def keeper() -> Iterator[Keeper]:
+def keeper() -> Iterator[LauncherResources]:
     """One that may lose its zygote."""
-    keeper = Keeper()
+    keeper = LauncherResources()
     yield keeper
     keeper.close()
 
 
-def test_a_zygote_that_died_is_replaced(keeper: Keeper) -> None:
+def test_a_zygote_that_died_is_replaced(keeper: LauncherResources) -> None:
     first = keeper.zygote()
     os.kill(first.pid, signal.SIGKILL)
     while session_members([first.pid]):
@@ -115,13 +115,15 @@ def test_a_zygote_that_died_is_replaced(keeper: Keeper) -> None:
 
 
 def test_entries_of_the_path_that_python_skips_keep_no_zygote_from_starting(
-    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+    keeper: LauncherResources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
     assert keeper.zygote().pid
 
 
-def test_another_torch_installation_restarts_the_zygote(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_torch_installation_restarts_the_zygote(
+    keeper: LauncherResources, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = keeper.zygote()
     assert keeper.zygote() is first
     monkeypatch.setattr(zygote_module, "torch_fingerprint", lambda: ("elsewhere", 1.0))

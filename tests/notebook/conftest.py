@@ -17,9 +17,9 @@ from traitlets.config import Config
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
 from nbaccel.launch.gpu_trouble import TorchBuild
+from nbaccel.launch.ipc.spec import LaunchSpec
 from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.spec import LaunchSpec
-from nbaccel.launch.watching import Watching
+from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.notebook.magics import AccelerateMagics
 from nbaccel.notebook.session import Session
 
@@ -49,7 +49,7 @@ class RecordingLauncher:
     post_mortem: Any = None
     helpers: dict[int, str] = field(default_factory=dict)
 
-    def run(self, spec: LaunchSpec, watching: Watching) -> Any:
+    def run(self, spec: LaunchSpec, watching: RunObservers) -> Any:
         self.specs.append(spec)
         self.shown_ranks = watching.shown_ranks
         raise LaunchRefused("recorded")

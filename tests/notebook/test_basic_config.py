@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nbaccel.notebook.configuration import Configuration
+from nbaccel.options.configuration import Configuration
 from nbaccel.utils import write_basic_config
 
 

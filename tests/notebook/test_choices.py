@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from nbaccel.configfile import ConfigFile
 from nbaccel.hardware import Gpu, Survey
 from nbaccel.notebook.choices import batch_size_of, overview, precisions, process_counts, world_size
-from nbaccel.notebook.configuration import Configuration
-from nbaccel.notebook.options import Options
+from nbaccel.options.configuration import ConfigFile, Configuration
+from nbaccel.options.run_options import RunOptions
 
 
 def machine(name: str, capability: tuple[int, int], count: int = 1) -> Survey:
@@ -52,34 +51,36 @@ CPU = Survey(cpu_count=4)
     ],
 )
 def test_every_precision_is_offered_with_what_speaks_against_it(survey: Survey, expected: list[str]) -> None:
-    assert [str(offer) for offer in precisions(Options(), survey)] == expected
+    assert [str(offer) for offer in precisions(RunOptions(), survey)] == expected
 
 
 def test_the_precisions_are_those_of_the_devices_that_are_chosen() -> None:
     mixed = Survey(gpus=(*machine("A100", (8, 0)).gpus, Gpu(1, "GPU-1", "Tesla T4", 10**10, 0, (7, 5))))
-    assert str(precisions(Options(devices="0"), mixed)[0]) == "auto (bf16: A100 has bf16 units)"
-    assert str(precisions(Options(), mixed)[0]) == "auto (fp16: Tesla T4 has no bf16 units)"
-    assert str(precisions(Options(cpu=True), mixed)[0]).startswith("auto (no: a CPU")
+    assert str(precisions(RunOptions(devices="0"), mixed)[0]) == "auto (bf16: A100 has bf16 units)"
+    assert str(precisions(RunOptions(), mixed)[0]) == "auto (fp16: Tesla T4 has no bf16 units)"
+    assert str(precisions(RunOptions(cpu=True), mixed)[0]).startswith("auto (no: a CPU")
 
 
 @pytest.mark.parametrize(
     ("options", "survey", "expected"),
     [
-        (Options(), TWO_T4, ["auto (2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4)", "1", "2"]),
-        (Options(num_processes=1), TWO_T4, ["auto (2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4)", "1", "2"]),
-        (Options(), CPU, ["auto (1 rank on the CPU)", "1", "2", "3", "4"]),
-        (Options(num_processes=6), CPU, ["auto (1 rank on the CPU)", "1", "2", "3", "4", "6"]),
-        (Options(devices="1"), TWO_T4, ["auto (1 rank on GPU 1 Tesla T4)", "1"]),
+        (RunOptions(), TWO_T4, ["auto (2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4)", "1", "2"]),
+        (RunOptions(num_processes=1), TWO_T4, ["auto (2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4)", "1", "2"]),
+        (RunOptions(), CPU, ["auto (1 rank on the CPU)", "1", "2", "3", "4"]),
+        (RunOptions(num_processes=6), CPU, ["auto (1 rank on the CPU)", "1", "2", "3", "4", "6"]),
+        (RunOptions(devices="1"), TWO_T4, ["auto (1 rank on GPU 1 Tesla T4)", "1"]),
     ],
 )
-def test_as_many_ranks_are_offered_as_there_are_devices(options: Options, survey: Survey, expected: list[str]) -> None:
+def test_as_many_ranks_are_offered_as_there_are_devices(
+    options: RunOptions, survey: Survey, expected: list[str]
+) -> None:
     assert [str(offer) for offer in process_counts(options, survey)] == expected
 
 
 def test_what_would_be_refused_still_has_a_world_size() -> None:
-    assert world_size(Options(), TWO_T4) == 2
-    assert world_size(Options(num_processes=5), TWO_T4) == 5
-    assert world_size(Options(devices="7"), TWO_T4) == 2
+    assert world_size(RunOptions(), TWO_T4) == 2
+    assert world_size(RunOptions(num_processes=5), TWO_T4) == 5
+    assert world_size(RunOptions(devices="7"), TWO_T4) == 2
 
 
 def test_the_batch_size_is_that_of_the_notebooks_loaders_if_they_agree() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from IPython.core.error import UsageError
 
-from nbaccel.configfile import ConfigFile
-from nbaccel.notebook.configuration import Configuration
-from nbaccel.notebook.options import Options
+from nbaccel.options.configuration import ConfigFile, Configuration
+from nbaccel.options.run_options import RunOptions
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def file(tmp_path: Path) -> ConfigFile:
 
 def test_without_a_file_nothing_is_chosen_and_there_is_no_news(file: ConfigFile) -> None:
     configuration = Configuration(file)
-    assert configuration.options == Options()
+    assert configuration.options == RunOptions()
     assert configuration.news() == ""
     assert str(configuration) == "nothing is set"
 
@@ -27,7 +26,7 @@ def test_without_a_file_nothing_is_chosen_and_there_is_no_news(file: ConfigFile)
 def test_the_file_is_where_the_choices_begin_and_is_told_once(file: ConfigFile) -> None:
     file.write({"num-processes": 2, "mixed-precision": "fp16", "cpu": True, "out": ["a", "b"], "timeout": 1.5})
     configuration = Configuration(file)
-    assert configuration.options == Options(
+    assert configuration.options == RunOptions(
         num_processes=2, mixed_precision="fp16", cpu=True, out=("a", "b"), timeout=1.5
     )
     assert configuration.news() == f"{file.path}: num-processes=2 mixed-precision=fp16 out=a,b cpu=true timeout=1.5"
@@ -38,16 +37,16 @@ def test_the_file_is_where_the_choices_begin_and_is_told_once(file: ConfigFile) 
 def test_the_file_says_what_cells_leave_in_the_notebook(file: ConfigFile, out: str) -> None:
     file.path.write_text(f'out = "{out}"\n')
     configuration = Configuration(file)
-    assert configuration.options == Options(out=out)
+    assert configuration.options == RunOptions(out=out)
     assert configuration.news() == f"{file.path}: out={out}"
-    assert Options(out=("model",)).over(configuration.options).names_back == ("model",)
+    assert RunOptions(out=("model",)).over(configuration.options).names_back == ("model",)
 
 
 def test_what_is_changed_wins_over_the_file_and_leaves_it_alone(file: ConfigFile) -> None:
     file.write({"seed": 3, "accumulate": 4})
     configuration = Configuration(file)
     configuration.change(["seed=7", "accumulate="])
-    assert configuration.options == Options(seed=7)
+    assert configuration.options == RunOptions(seed=7)
     assert file.read() == {"seed": 3, "accumulate": 4}
 
 
@@ -75,7 +74,7 @@ def test_nothing_changes_if_one_setting_is_wrong(file: ConfigFile) -> None:
     configuration = Configuration(file)
     with pytest.raises(UsageError, match="a number of ranks is 1 or more, or auto; got '0'"):
         configuration.change(["seed=3", "num-processes=0"])
-    assert configuration.options == Options()
+    assert configuration.options == RunOptions()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_a_file_that_cannot_be_followed_is_refused_until_it_is_mended(
         assert sentence in str(caught.value)
         assert str(file.path) in str(caught.value)
     file.path.write_text("seed = 3")
-    assert configuration.options == Options(seed=3)
+    assert configuration.options == RunOptions(seed=3)
 
 
 def test_a_folder_where_nothing_can_be_written_is_said(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from IPython.core.error import UsageError
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.notebook.completion import candidates
-from nbaccel.notebook.flags import flags_parser
 from nbaccel.notebook.magics import AccelerateMagics
-from nbaccel.notebook.mistakes import COMMANDS
-from nbaccel.notebook.refusals import EXCLUSIONS
+from nbaccel.notebook.validation import EXCLUSIONS
+from nbaccel.options.flags import flags_parser
+from nbaccel.options.parsing import COMMANDS
 
 WRONG = {
     "--num-processes": [("-n 0", "a number of ranks is 1 or more, or auto; got '0'"), ("-n 2.5", "got '2.5'")],
@@ -151,7 +151,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def a_person_can_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbaccel.notebook.refusals._takes_input", lambda shell: True)
+    monkeypatch.setattr("nbaccel.notebook.validation._takes_input", lambda shell: True)
 
 
 def test_every_flag_has_rows() -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from nbaccel.configfile import ConfigFile
 from nbaccel.hardware import Gpu, Survey
-from nbaccel.notebook.configuration import Configuration
 from nbaccel.notebook.form import Form
-from nbaccel.notebook.options import Options
+from nbaccel.options.configuration import ConfigFile, Configuration
+from nbaccel.options.run_options import RunOptions
 
 TWO_T4 = Survey(gpus=tuple(Gpu(index, f"GPU-{index}", "Tesla T4", 10**10, 0, (7, 5)) for index in range(2)))
 
@@ -50,7 +49,7 @@ def test_it_shows_what_is_chosen_already(configuration: Configuration) -> None:
     form = Form(configuration, lambda: TWO_T4, batch_size=32)
     values = [field(form, label).value for label in ("Ranks", "Precision", "Batches per optimizer step", "Seed")]
     assert values == ["1", "no", 4, "7"]
-    assert configuration.options == Options(1, "no", 4, seed=7)
+    assert configuration.options == RunOptions(1, "no", 4, seed=7)
 
 
 def test_a_choice_holds_at_once(form: Form, configuration: Configuration) -> None:
@@ -59,7 +58,7 @@ def test_a_choice_holds_at_once(form: Form, configuration: Configuration) -> Non
     field(form, "Batches per optimizer step").value = 4
     field(form, "Seed").value = " 7 "
     field(form, "Out of memory").value = "stop"
-    assert configuration.options == Options(2, "fp16", 4, seed=7, oom="stop")
+    assert configuration.options == RunOptions(2, "fp16", 4, seed=7, oom="stop")
     field(form, "Out of memory").value = "shrink"
     field(form, "Checkpoint every").value = "10min"
     assert configuration.options.checkpoint_every == "10min"
@@ -67,7 +66,7 @@ def test_a_choice_holds_at_once(form: Form, configuration: Configuration) -> Non
     field(form, "Ranks").value = ""
     field(form, "Seed").value = ""
     field(form, "Batches per optimizer step").value = 1
-    assert configuration.options == Options(mixed_precision="fp16")
+    assert configuration.options == RunOptions(mixed_precision="fp16")
 
 
 def test_it_states_the_formula_the_next_cell_and_the_flags(form: Form) -> None:
@@ -111,14 +110,14 @@ def test_what_else_is_chosen_decides_what_is_offered(form: Form, configuration: 
     form.follow()
     assert [value for label, value in field(form, "Precision").options] == ["auto", "no", "fp16", "bf16"]
     assert field(form, "Ranks").value == "3"
-    assert configuration.options == Options(3, cpu=True)
+    assert configuration.options == RunOptions(3, cpu=True)
 
 
 def test_more_ranks_than_devices_are_taken_and_refused_where_it_is_said(
     form: Form, configuration: Configuration
 ) -> None:
     field(form, "Ranks").value = "3"
-    assert configuration.options == Options(3)
+    assert configuration.options == RunOptions(3)
     assert "refused as configured (3 processes were asked for (-n 3), but there are 2 GPUs" in texts(form)
     field(form, "Ranks").value = "some"
     assert "Not taken: -n/--num-processes: a number of ranks is 1 or more, or auto; got" in texts(form)
@@ -128,13 +127,13 @@ def test_hundreds_of_ranks_on_a_few_cores_are_not_taken_and_the_field_says_why(c
     form = Form(configuration, lambda: Survey(cpu_count=2), batch_size=32)
     ranks = field(form, "Ranks")
     ranks.value = "500"
-    assert configuration.options == Options()
+    assert configuration.options == RunOptions()
     children = list(form.widget.children)
     below = children[children.index(ranks) + 1]
     assert "Not taken: 500 ranks were asked for (-n 500), and there are 2 cores" in below.value
     assert below.layout.display != "none"
     ranks.value = "32"
-    assert configuration.options == Options(32)
+    assert configuration.options == RunOptions(32)
     assert "Not taken" not in texts(form)
     assert below.layout.display == "none"
 
@@ -142,10 +141,10 @@ def test_hundreds_of_ranks_on_a_few_cores_are_not_taken_and_the_field_says_why(c
 @pytest.mark.parametrize("seed", ["soon", "-1", "4294967295"])
 def test_a_wrong_value_is_not_taken_and_says_why(form: Form, configuration: Configuration, seed: str) -> None:
     field(form, "Seed").value = seed
-    assert configuration.options == Options()
+    assert configuration.options == RunOptions()
     assert f"Not taken: --seed: a seed lies in 0..4294867295; got &#x27;{seed}&#x27;" in texts(form)
     field(form, "Seed").value = "3"
-    assert configuration.options == Options(seed=3)
+    assert configuration.options == RunOptions(seed=3)
     assert "Not taken" not in texts(form)
 
 
@@ -155,7 +154,7 @@ def test_the_buttons_save_and_reset(form: Form, configuration: Configuration, tm
     assert ConfigFile(tmp_path / "nbaccel.toml").read() == {"seed": 7}
     assert f"saved to {tmp_path / 'nbaccel.toml'}: seed=7" in texts(form)
     field(form, "Back to automatic").click()
-    assert configuration.options == Options()
+    assert configuration.options == RunOptions()
     assert field(form, "Seed").value == ""
     assert ConfigFile(tmp_path / "nbaccel.toml").read() == {"seed": 7}
 

@@ -80,7 +80,7 @@ def test_the_run_of_a_cell_keeps_nothing_of_it_alive(notebook: Any, end: str) ->
     kinds = {"done": type(None), "failed": ValueError, "stopped": TimeoutError}
     assert type(cell.error) is kinds[end], cell.stdout
     run = last_run(notebook)
-    assert {kind for kind in held_by(run) if not kind.startswith(("builtins.", "nbaccel.view."))} <= ALLOWED
+    assert {kind for kind in held_by(run) if not kind.startswith(("builtins.", "nbaccel.display."))} <= ALLOWED
     assert not {"builtins.frame", "builtins.traceback", "builtins.function"} & held_by(run)
     del cell
     forget(notebook)

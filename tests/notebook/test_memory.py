@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nbaccel.events import Memory, Metric
-from nbaccel.hardware import Gpu, Memory as HostMemory, Survey
-from nbaccel.notebook.memory import Processes, RankMemory, held_by_names, memory_report
-from nbaccel.train.memory import Holding
+from nbaccel.hardware import Gpu, MemoryInfo as HostMemory, Survey
+from nbaccel.notebook.memory_report import Processes, RankMemory, held_by_names, memory_report
+from nbaccel.train.oom.memory import Holding
 
 SURVEY = Survey(
     gpus=(Gpu(0, "GPU-a", "Tesla T4", 15_800_000_000, 2_100_000_000, processes=((7, 1_200_000_000), (8, None))),),

@@ -9,47 +9,47 @@ import pytest
 from IPython.core.error import UsageError
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.notebook.flags import flags_parser
 from nbaccel.notebook.magics import AccelerateMagics
-from nbaccel.notebook.options import Options
-from nbaccel.notebook.parsing import command_line, configured, described, keys, parse
+from nbaccel.options.flags import flags_parser
+from nbaccel.options.parsing import command_line, configured, described, keys, parse
+from nbaccel.options.run_options import RunOptions
 
 PARSER = AccelerateMagics.accelerate.parser
 
 
-def options(line: str) -> Options:
+def options(line: str) -> RunOptions:
     return parse(PARSER, line)
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("", Options()),
-        ("-n 2", Options(num_processes=2)),
-        ("--num-processes auto", Options(num_processes="auto")),
-        ("-p fp16 -a 4", Options(mixed_precision="fp16", accumulate=4)),
-        ("--mixed-precision=auto", Options(mixed_precision="auto")),
-        ("-o model,history -i data", Options(out=("model", "history"), inputs=("data",))),
-        ("--out model, history -n 2", Options(out=("model", "history"), num_processes=2)),
-        ("--out 'model, history'", Options(out=("model", "history"))),
-        ('--out "model , history"', Options(out=("model", "history"))),
-        ("-o model,model,", Options(out=("model",))),
-        ("--out none", Options(out="named")),
-        ("--out named", Options(out="named")),
-        ("--out cell", Options(out="cell")),
-        ("-r all", Options(ranks="all")),
-        ("-r 0,2-3", Options(ranks="0,2-3")),
-        ("-d 2,3 -t 1.5", Options(devices="2,3", timeout=1.5)),
-        ("--plot loss,'val acc'", Options(plot=("loss", "val acc"))),
-        ("--cpu --plain --debug", Options(cpu=True, plain=True, debug=True)),
-        ("--start zygote --seed 0", Options(start="zygote", seed=0)),
-        ("--oom stop", Options(oom="stop")),
-        ("--strict --batches each", Options(strict=True, batches="each")),
-        ("--pdb 1", Options(pdb=1)),
-        ("-n 2  # two of them", Options(num_processes=2)),
+        ("", RunOptions()),
+        ("-n 2", RunOptions(num_processes=2)),
+        ("--num-processes auto", RunOptions(num_processes="auto")),
+        ("-p fp16 -a 4", RunOptions(mixed_precision="fp16", accumulate=4)),
+        ("--mixed-precision=auto", RunOptions(mixed_precision="auto")),
+        ("-o model,history -i data", RunOptions(out=("model", "history"), inputs=("data",))),
+        ("--out model, history -n 2", RunOptions(out=("model", "history"), num_processes=2)),
+        ("--out 'model, history'", RunOptions(out=("model", "history"))),
+        ('--out "model , history"', RunOptions(out=("model", "history"))),
+        ("-o model,model,", RunOptions(out=("model",))),
+        ("--out none", RunOptions(out="named")),
+        ("--out named", RunOptions(out="named")),
+        ("--out cell", RunOptions(out="cell")),
+        ("-r all", RunOptions(ranks="all")),
+        ("-r 0,2-3", RunOptions(ranks="0,2-3")),
+        ("-d 2,3 -t 1.5", RunOptions(devices="2,3", timeout=1.5)),
+        ("--plot loss,'val acc'", RunOptions(plot=("loss", "val acc"))),
+        ("--cpu --plain --debug", RunOptions(cpu=True, plain=True, debug=True)),
+        ("--start zygote --seed 0", RunOptions(start="zygote", seed=0)),
+        ("--oom stop", RunOptions(oom="stop")),
+        ("--strict --batches each", RunOptions(strict=True, batches="each")),
+        ("--pdb 1", RunOptions(pdb=1)),
+        ("-n 2  # two of them", RunOptions(num_processes=2)),
     ],
 )
-def test_flags_are_read(line: str, expected: Options) -> None:
+def test_flags_are_read(line: str, expected: RunOptions) -> None:
     assert options(line) == expected
 
 
@@ -112,7 +112,7 @@ def test_a_flag_without_its_value_is_said(flag: str) -> None:
 
 
 def test_a_value_may_be_written_in_capitals() -> None:
-    assert options("-p BF16 --start Fork") == Options(mixed_precision="bf16", start="fork")
+    assert options("-p BF16 --start Fork") == RunOptions(mixed_precision="bf16", start="fork")
 
 
 @pytest.mark.parametrize(
@@ -128,14 +128,14 @@ def test_a_value_may_be_written_in_capitals() -> None:
 )
 def test_what_is_described_is_read_as_the_same(line: str) -> None:
     chosen = options(line)
-    assert configured(PARSER, described(PARSER, chosen).split(), Options()) == chosen
+    assert configured(PARSER, described(PARSER, chosen).split(), RunOptions()) == chosen
     assert options(command_line(PARSER, chosen).removeprefix("%%accelerate")) == chosen
 
 
 def test_the_command_line_chooses_the_same() -> None:
     line = "-n 2 -p fp16 -a 4 -o model,history -d GPU-5eA,1 --cpu -t 1.5 --seed 7"
     assert command_line(PARSER, options(line)) == f"%%accelerate {line}"
-    assert command_line(PARSER, Options(cpu=False)) == "%%accelerate"
+    assert command_line(PARSER, RunOptions(cpu=False)) == "%%accelerate"
 
 
 def test_a_parser_without_a_magic_is_the_same() -> None:
@@ -143,22 +143,26 @@ def test_a_parser_without_a_magic_is_the_same() -> None:
 
 
 def test_a_stronger_choice_wins_and_silence_does_not() -> None:
-    weaker = Options(num_processes=2, mixed_precision="bf16", cpu=True)
-    assert Options(mixed_precision="auto").over(weaker) == Options(num_processes=2, mixed_precision="auto", cpu=True)
+    weaker = RunOptions(num_processes=2, mixed_precision="bf16", cpu=True)
+    assert RunOptions(mixed_precision="auto").over(weaker) == RunOptions(
+        num_processes=2, mixed_precision="auto", cpu=True
+    )
 
 
 def test_configuration_takes_the_long_flags_as_keys() -> None:
-    config = configured(PARSER, ["num-processes=2", "mixed-precision=fp16", "cpu=false", "out=a,b"], Options())
-    assert config == Options(num_processes=2, mixed_precision="fp16", cpu=False, out=("a", "b"))
+    config = configured(PARSER, ["num-processes=2", "mixed-precision=fp16", "cpu=false", "out=a,b"], RunOptions())
+    assert config == RunOptions(num_processes=2, mixed_precision="fp16", cpu=False, out=("a", "b"))
     assert described(PARSER, config) == "num-processes=2 mixed-precision=fp16 out=a,b cpu=false"
 
 
 def test_configuration_takes_the_short_flags_too() -> None:
-    assert configured(PARSER, ["n=2", "p=fp16", "a=4"], Options()) == Options(2, "fp16", 4)
+    assert configured(PARSER, ["n=2", "p=fp16", "a=4"], RunOptions()) == RunOptions(2, "fp16", 4)
 
 
 def test_an_empty_value_goes_back_to_the_default() -> None:
-    assert configured(PARSER, ["seed=", "in="], Options(seed=7, inputs=("x",), accumulate=2)) == Options(accumulate=2)
+    assert configured(PARSER, ["seed=", "in="], RunOptions(seed=7, inputs=("x",), accumulate=2)) == RunOptions(
+        accumulate=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,7 +180,7 @@ def test_an_empty_value_goes_back_to_the_default() -> None:
 )
 def test_a_wrong_setting_is_refused(setting: str, sentence: str) -> None:
     with pytest.raises(UsageError) as caught:
-        configured(PARSER, [setting], Options())
+        configured(PARSER, [setting], RunOptions())
     assert sentence in str(caught.value)
 
 
@@ -191,23 +195,23 @@ def test_help_has_one_line_and_a_default_for_every_flag() -> None:
 
 @pytest.mark.parametrize(("ranks", "shown"), [(None, None), ("all", None), ("1", {1}), ("0,2-3", {0, 2, 3})])
 def test_ranks_are_expanded(ranks: Any, shown: Any) -> None:
-    assert Options(ranks=ranks).shown_ranks(4) == shown
+    assert RunOptions(ranks=ranks).shown_ranks(4) == shown
 
 
 def test_a_rank_that_the_run_does_not_have_is_refused() -> None:
     with pytest.raises(LaunchRefused, match=r"--ranks 2: this run has 2 ranks, 0-1; name some of these, or all\."):
-        Options(ranks="2").shown_ranks(2)
+        RunOptions(ranks="2").shown_ranks(2)
     with pytest.raises(LaunchRefused, match="this run has 1 rank, 0 alone"):
-        Options(ranks="1").shown_ranks(1)
+        RunOptions(ranks="1").shown_ranks(1)
     with pytest.raises(LaunchRefused, match=r"--pdb 2: this run has 2 ranks, 0-1; name one of these\."):
-        Options(pdb=2).shown_ranks(2)
+        RunOptions(pdb=2).shown_ranks(2)
 
 
 def test_the_rank_that_is_debugged_is_shown() -> None:
-    assert Options(ranks="0", pdb=2).shown_ranks(4) == {0, 2}
+    assert RunOptions(ranks="0", pdb=2).shown_ranks(4) == {0, 2}
 
 
 def test_keep_alone_means_the_ranks_and_with_a_number_the_checkpoints() -> None:
-    assert options("--keep -n 2") == Options(keep=True, num_processes=2)
-    assert options("-n 2 --keep 3") == Options(keep_checkpoints=3, num_processes=2)
-    assert options("--keep --keep 3") == Options(keep=True, keep_checkpoints=3)
+    assert options("--keep -n 2") == RunOptions(keep=True, num_processes=2)
+    assert options("-n 2 --keep 3") == RunOptions(keep_checkpoints=3, num_processes=2)
+    assert options("--keep --keep 3") == RunOptions(keep=True, keep_checkpoints=3)

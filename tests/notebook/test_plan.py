@@ -408,6 +408,6 @@ def test_the_session_imports_no_torch() -> None:
     import subprocess
 
     code = (
-        "import nbaccel.notebook.answers, sys; print({'torch', 'ipywidgets', 'matplotlib.pyplot'} & set(sys.modules))"
+        "import nbaccel.notebook.commands, sys; print({'torch', 'ipywidgets', 'matplotlib.pyplot'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

@@ -12,16 +12,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import nbaccel.launch.setaside
+import nbaccel.launch.kernel_models
 import nbaccel.notebook.session
 import nbaccel.notebook.shortages
 from fakes import FakeCards
 from nbaccel.errors import LaunchRefused
-from nbaccel.hardware import Gpu, Memory, Survey
-from nbaccel.launch.here import ProcessState
-from nbaccel.launch.holdings import Holding
-from nbaccel.launch.rank.names import made_before_read
-from nbaccel.launch.setaside import SetAside
+from nbaccel.hardware import Gpu, MemoryInfo, Survey
+from nbaccel.launch.kernel_models import KernelHolding, SetAside
+from nbaccel.launch.objects.names import made_before_read
+from nbaccel.launch.preflight import ProcessState
 from nbaccel.notebook.shortages import loaders_in, where_made
 
 GB = 10**9
@@ -30,10 +29,10 @@ TWO_T4 = tuple(Gpu(number, f"GPU-{number}", "Tesla T4", 15 * GB, 9 * GB, (7, 5))
 
 @pytest.fixture
 def survey(request: pytest.FixtureRequest) -> Survey:
-    return getattr(request, "param", Survey(cpu_count=4, ram=Memory(30 * GB, 20 * GB)))
+    return getattr(request, "param", Survey(cpu_count=4, ram=MemoryInfo(30 * GB, 20 * GB)))
 
 
-with_gpus = pytest.mark.parametrize("survey", [Survey(TWO_T4, 4, Memory(30 * GB, 20 * GB))], indirect=True)
+with_gpus = pytest.mark.parametrize("survey", [Survey(TWO_T4, 4, MemoryInfo(30 * GB, 20 * GB))], indirect=True)
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ def test_workers_that_have_cores_and_memory_are_no_line(planned: Any) -> None:
     assert said(planned, "%%accelerate -n 2\nfor batch in loader: pass") == []
 
 
-@pytest.mark.parametrize("survey", [Survey(cpu_count=64, ram=Memory(GB, 12_000_000))], indirect=True)
+@pytest.mark.parametrize("survey", [Survey(cpu_count=64, ram=MemoryInfo(GB, 12_000_000))], indirect=True)
 def test_workers_whose_copies_of_the_data_do_not_fit_are_a_line(planned: Any) -> None:
     planned.names["loader"] = loader(1000, 4)
     (line,) = said(planned, "%%accelerate -n 2\nfor batch in loader: pass")
@@ -106,7 +105,7 @@ def test_a_loader_that_the_cell_makes_anew_is_not_judged_by_the_old_one(planned:
 def test_a_device_that_the_notebook_holds_is_said_with_names_and_the_line_that_frees(
     planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = Holding("cuda:0", 12 * GB, 15 * GB, (("model", 8 * GB), ("Out[3]", GB)))
+    held = KernelHolding("cuda:0", 12 * GB, 15 * GB, (("model", 8 * GB), ("Out[3]", GB)))
     monkeypatch.setattr(nbaccel.notebook.session, "held_here", lambda names: [held])
     assert said(planned, "%%accelerate -n 2\nx = 1") == [
         "the notebook itself holds 12.0 of 15.0 GB on cuda:0 (model 8.0 GB, Out[3] 1.0 GB), and 6.0 GB are free there "
@@ -120,12 +119,12 @@ def test_a_device_that_the_notebook_holds_is_said_with_names_and_the_line_that_f
 def test_what_the_notebook_holds_is_weighed_against_what_is_free(
     planned: Any, monkeypatch: pytest.MonkeyPatch, nbytes: int, is_said: bool
 ) -> None:
-    held = Holding("cuda:0", nbytes, 15 * GB, (("data", nbytes),))
+    held = KernelHolding("cuda:0", nbytes, 15 * GB, (("data", nbytes),))
     monkeypatch.setattr(nbaccel.notebook.session, "held_here", lambda names: [held])
     assert bool(said(planned, "%%accelerate -n 2\nx = 1")) is is_said, "6 GB are free"
 
 
-FULL = Survey((replace(TWO_T4[0], used_bytes=15 * GB),), 4, Memory(30 * GB, 20 * GB))
+FULL = Survey((replace(TWO_T4[0], used_bytes=15 * GB),), 4, MemoryInfo(30 * GB, 20 * GB))
 
 
 @pytest.mark.parametrize("survey", [FULL], indirect=True)
@@ -139,7 +138,7 @@ def test_a_card_is_not_full_where_the_flag_makes_room(
     assert said(planned, "%%accelerate -n 1 --free-kernel\nx = 1") == ([] if has_room else [line])
 
 
-UNTOLD = Survey((replace(TWO_T4[0], total_bytes=0, used_bytes=0),), 4, Memory(30 * GB, 20 * GB))
+UNTOLD = Survey((replace(TWO_T4[0], total_bytes=0, used_bytes=0),), 4, MemoryInfo(30 * GB, 20 * GB))
 
 
 @pytest.mark.parametrize("survey", [UNTOLD], indirect=True)
@@ -147,7 +146,7 @@ def test_a_card_whose_memory_the_driver_does_not_tell_is_neither_full_nor_too_sm
     planned: Any, on_a_device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned.run(MAKES_IT)
-    held = Holding("cuda:0", 12 * GB, 15 * GB, (("data", 8 * GB),))
+    held = KernelHolding("cuda:0", 12 * GB, 15 * GB, (("data", 8 * GB),))
     monkeypatch.setattr(nbaccel.notebook.session, "held_here", lambda names: [held])
     assert said(planned, "%%accelerate -n 1\nx = 1") == []
     on_a_device(model={"cuda:0": 8 * GB})
@@ -159,7 +158,7 @@ def test_a_card_whose_memory_the_driver_does_not_tell_is_neither_full_nor_too_sm
 def cards(monkeypatch: pytest.MonkeyPatch) -> FakeCards:
     cards = FakeCards()
     monkeypatch.setattr(nbaccel.notebook.session, "Cards", lambda numbers: cards)
-    monkeypatch.setattr(nbaccel.launch.setaside, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(nbaccel.launch.kernel_models, "_PAUSE_S", 0.0)
     return cards
 
 
@@ -171,9 +170,11 @@ def test_a_model_that_can_leave_the_card_is_said_with_the_flag_and_nothing_with_
     model = planned.names["model"]
     cards.put(*model.parameters())
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    survey = Survey(tuple(replace(gpu, total_bytes=100, used_bytes=80) for gpu in TWO_T4), 4, Memory(30 * GB, 20 * GB))
+    survey = Survey(
+        tuple(replace(gpu, total_bytes=100, used_bytes=80) for gpu in TWO_T4), 4, MemoryInfo(30 * GB, 20 * GB)
+    )
     planned.session.survey = lambda: survey
-    held = Holding("cuda:0", nbytes + 30, 100, (("data", 30), ("model", nbytes)))
+    held = KernelHolding("cuda:0", nbytes + 30, 100, (("data", 30), ("model", nbytes)))
     monkeypatch.setattr(nbaccel.notebook.session, "held_here", lambda names: [held])
     monkeypatch.setattr(
         nbaccel.notebook.session, "before_a_run", lambda gpus, freed_on: []
@@ -185,7 +186,7 @@ def test_a_model_that_can_leave_the_card_is_said_with_the_flag_and_nothing_with_
     of_the_flag = said(planned, "%%accelerate -n 2 --free-kernel\nx = 1")
     assert of_the_flag[0].endswith(": nbaccel.free_memory(data) in a cell before this one gives it back")
     assert of_the_flag[1] == "on the host until the run is over: model 0.0 GB"
-    held = Holding("cuda:0", nbytes, 100, (("model", nbytes),))
+    held = KernelHolding("cuda:0", nbytes, 100, (("model", nbytes),))
     assert said(planned, "%%accelerate -n 2 --free-kernel\nx = 1") == of_the_flag[1:]
 
 
@@ -330,7 +331,7 @@ def test_a_model_that_was_moved_into_the_cell_is_not_refused_for_the_old_one(pla
     planned.plan(f"%%accelerate -n 2\n{MAKES_IT}\nmodel = accelerator.prepare(model)")
 
 
-@pytest.mark.parametrize("survey", [Survey(TWO_T4, 4, Memory(GB, 1000))], indirect=True)
+@pytest.mark.parametrize("survey", [Survey(TWO_T4, 4, MemoryInfo(GB, 1000))], indirect=True)
 def test_more_than_the_host_can_copy_is_refused(planned: Any, on_a_device: Any) -> None:
     planned.run("data = b'x' * 2000")
     on_a_device()
@@ -339,7 +340,7 @@ def test_more_than_the_host_can_copy_is_refused(planned: Any, on_a_device: Any) 
     assert "the host has 1 kB available. The largest is data: move line 1 of " in str(error)
 
 
-@pytest.mark.parametrize("survey", [Survey(cpu_count=4, ram=Memory(GB, 50_000))], indirect=True)
+@pytest.mark.parametrize("survey", [Survey(cpu_count=4, ram=MemoryInfo(GB, 50_000))], indirect=True)
 def test_a_model_that_would_fill_the_host_in_every_rank_is_said(planned: Any) -> None:
     planned.names["model"] = torch.nn.Linear(100, 100)
     (line,) = said(planned, "%%accelerate --cpu -n 2\nmodel = accelerator.prepare(model)")

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from nbaccel.hardware import Gpu, Survey
-from nbaccel.launch import functions
-from nbaccel.launch.rank.cell import CellSource
-from nbaccel.notebook.options import Options
-from nbaccel.notebook.stay import Stay
+from nbaccel.launch import api
+from nbaccel.launch.ipc.cell_task import CellSource
+from nbaccel.notebook.persistent_session import PersistentSession
+from nbaccel.options.run_options import RunOptions
 
 START = "%accelerate start -n 2 --cpu"
 
@@ -168,7 +168,7 @@ def test_status_and_memory_say_who_stays_since_when_and_what_is_held(staying: An
 
 def test_the_panel_says_that_memory_is_held(staying: Any) -> None:
     source = CellSource("1\n", "Cell In[9]")
-    _, plan, _ = staying.session.stay.lodge(Options(), Options(), source)
+    _, plan, _ = staying.session.stay.lodge(RunOptions(), RunOptions(), source)
     assert plan.facts("Cell In[9]").setting.endswith(", memory is held until %accelerate stop")
 
 
@@ -207,10 +207,10 @@ def test_memory_that_runs_out_says_that_ranks_that_stay_are_not_started_again(st
 
 def test_ranks_of_another_launch_have_no_ranks_that_stay(staying: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork holds copies of all that leads to them."""
-    monkeypatch.setattr(functions, "default_launcher", lambda: staying.session.launcher)
+    monkeypatch.setattr(api, "default_launcher", lambda: staying.session.launcher)
     stay = staying.session.stay
     assert stay.is_on
-    assert functions.launch(lambda: stay.is_on, 1, start_method="fork").value is False
+    assert api.launch(lambda: stay.is_on, 1, start_method="fork").value is False
     assert staying.run("%%accelerate\n6").value == 6
 
 
@@ -245,7 +245,7 @@ def test_ranks_that_stay_see_their_own_card_alone_where_the_notebook_names_the_f
 
 def test_what_the_next_cell_does_before_all_else_is_said_after_one_that_was_cut_short() -> None:
     lines: list[str] = []
-    stay: Any = Stay({}, *[lambda: None] * 3, None, lines.append)  # type: ignore[arg-type]
+    stay: Any = PersistentSession({}, *[lambda: None] * 3, None, lines.append)  # type: ignore[arg-type]
     news = "the next cell connects them anew, and trains on from what rank 1 has"
     stay._residents = SimpleNamespace(is_open=True, alive=[0, 1], trouble="", news=news)
     stay.after(ValueError())

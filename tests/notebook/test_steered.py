@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.notebook.steered import FormerButton, Steered
+from nbaccel.notebook.stop_control import FormerButton, StopControl
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 PANEL = {"text/plain": "running", "text/html": "<b>running</b>"}
@@ -24,7 +24,7 @@ class Clock:
         return self.now
 
 
-def shown(steered: Steered) -> dict[str, Any] | None:
+def shown(steered: StopControl) -> dict[str, Any] | None:
     """A state of the panel as it is displayed."""
     steered.get_ready()
     return steered.show(dict(PANEL))
@@ -32,8 +32,8 @@ def shown(steered: Steered) -> dict[str, Any] | None:
 
 def steered_by(
     poll: Callable[[], None] | None = lambda: None, clock: Clock | None = None, former: FormerButton | None = None
-) -> Steered:
-    return Steered(poll, set(), HINT, former or FormerButton(None), clock or Clock())
+) -> StopControl:
+    return StopControl(poll, set(), HINT, former or FormerButton(None), clock or Clock())
 
 
 def kernel_with(*subshells: str) -> Any:
@@ -42,7 +42,7 @@ def kernel_with(*subshells: str) -> Any:
     return SimpleNamespace(shell_channel_thread=SimpleNamespace(manager=manager))
 
 
-def button_of(steered: Steered) -> Any:
+def button_of(steered: StopControl) -> Any:
     """The button, once the panel is shown; its widget has a comm as long as it is open."""
     shown(steered)
     assert steered._button is not None
@@ -158,10 +158,10 @@ def test_a_press_before_the_button_is_there_is_not_forgotten() -> None:
 
 
 def test_the_panel_names_the_interrupt_only_where_there_is_no_button() -> None:
-    from nbaccel.view.history import History
-    from nbaccel.view.panel import Panel
-    from nbaccel.view.state import State
+    from nbaccel.display.history import History
+    from nbaccel.display.panel import Panel
+    from nbaccel.display.summary import RunState
 
     panel = Panel(History(2))
-    assert HINT in panel.bundle(1.0, State("running", hint=HINT))["text/html"]
+    assert HINT in panel.bundle(1.0, RunState("running", hint=HINT))["text/html"]
     assert "Stop" not in panel.bundle(1.0)["text/html"]

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from nbaccel.errors import RanksFailed
-from nbaccel.launch.group import Ended
-from nbaccel.launch.member import Report
-from nbaccel.launch.postmortem import PostMortem
-from nbaccel.launch.report import Link
+from nbaccel.launch.diagnosis import PostMortem
+from nbaccel.launch.ipc.reports import ErrorLink, RankReport
+from nbaccel.launch.processes.supervisor import RunResult
 from nbaccel.notebook.why import why_report
 
 MISMATCH = """%%accelerate --cpu -n 2
@@ -191,9 +190,9 @@ def test_the_answer_comes_at_once_from_text_alone(notebook: Any) -> None:
     ],
 )
 def test_an_error_that_all_ranks_had_is_said_of_all_of_them(messages: list[str], where: str) -> None:
-    links = [[Link("ValueError", [f"ValueError: {message}"], [])] for message in messages]
-    reports: list[Report | None] = [Report("failed", -1, links=chain) for chain in links]
+    links = [[ErrorLink("ValueError", [f"ValueError: {message}"], [])] for message in messages]
+    reports: list[RankReport | None] = [RankReport("failed", -1, links=chain) for chain in links]
     ranks = len(reports)
-    ended = Ended(reports, [1] * ranks, [False] * ranks, ranks - 1, False, False, 1.0)
+    ended = RunResult(reports, [1] * ranks, [False] * ranks, ranks - 1, False, False, 1.0)
     told = PostMortem.of("Cell In[1]", "failed", ValueError("no room"), ended)
     assert why_report(told, str).splitlines()[0] == f"Cell In[1] failed {where}: ValueError: no room"

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
-from nbaccel.train.accumulation import GradientAccumulationPlugin as Rules
+from nbaccel.train.step.accumulation import GradientAccumulationPlugin as Rules
 from peers import toolkit
 
 

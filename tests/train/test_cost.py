@@ -29,11 +29,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import nbaccel
 from nbaccel import Accelerator
 from nbaccel.events import outlet
-from nbaccel.launch.rank.reporter import Reporter
-from nbaccel.launch.wire.control import ControlPage, StepGate
-from nbaccel.launch.wire.ring import RingWriter, make_ring
+from nbaccel.launch.ipc.control import ControlPage, StepGate
+from nbaccel.launch.ipc.ring import RingWriter, make_ring
+from nbaccel.launch.worker.reporter import Reporter
 from nbaccel.testing import run_ranks
-from nbaccel.train.accumulation import StepClock
+from nbaccel.train.step.accumulation import StepClock
 
 STEPS = 16
 """Steps that are counted: whole windows of four."""
@@ -296,7 +296,7 @@ def test_each_guard_finds_what_is_planted_in_a_step(plant: str, monkeypatch: pyt
     before = measure()
     source = f"def train(clock):\n    {plant}\n    rest(clock)\n"
     planted: dict[str, Any] = {"rest": StepClock.train, "hoard": [], "torch": torch, "os": os, "importlib": importlib}
-    exec(compile(source, f"{OURS}/train/accumulation.py", "exec"), planted)
+    exec(compile(source, f"{OURS}/train/step/accumulation.py", "exec"), planted)
     monkeypatch.setattr(StepClock, "train", planted["train"])
     assert measure() > before
 

@@ -10,9 +10,9 @@ import torch
 
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
-from nbaccel.train.accumulation import StepClock
-from nbaccel.train.finite import LossWatch
-from nbaccel.train.precision import Precision
+from nbaccel.train.prepare.loss_watch import LossWatch
+from nbaccel.train.step.accumulation import StepClock
+from nbaccel.train.step.precision import Precision
 from nbaccel.train.strategies import Strategy
 from nbaccel.world import World
 
@@ -120,7 +120,7 @@ def test_a_loss_on_a_device_is_read_once_a_second(monkeypatch: pytest.MonkeyPatc
     device = torch.device("meta")
     watch = LossWatch(StepClock(), Precision(device), Strategy(World(), device))
     now_s = 100.0
-    monkeypatch.setattr("nbaccel.train.finite.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("nbaccel.train.prepare.loss_watch.time.monotonic", lambda: now_s)
     reads: list[int] = []
 
     class Loss:

@@ -19,8 +19,8 @@ from nbaccel.events import Event, LoopEntered, StepEntered, outlet
 from nbaccel.settings import RunSettings
 from nbaccel.testing import run_ranks
 from nbaccel.train.data import DataLoaderConfiguration
-from nbaccel.train.data.cut import Part
-from nbaccel.train.gate import CutWindow
+from nbaccel.train.oom.microbatch.slicing import BatchPart
+from nbaccel.train.oom.split_batches import SplitWindow
 from nbaccel.world import World
 
 SAMPLES = 37
@@ -472,6 +472,6 @@ def test_the_loop_in_which_an_error_was_raised_is_the_last_one_that_is_told() ->
 
 def test_a_repeated_part_weighs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, _, _, loader = _prepared(2, monkeypatch)
-    window = CutWindow(loader, 1, accelerator._accumulation.rules)
-    window.take(Part(None, 0, 1, 1, is_first=False, is_repeated=True))
+    window = SplitWindow(loader, 1, accelerator._accumulation.rules)
+    window.take(BatchPart(None, 0, 1, 1, is_first=False, is_repeated=True))
     assert window.weighed(1, in_accumulate=True) == math.inf

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
-from nbaccel.train.handlers import DistributedDataParallelKwargs
-from nbaccel.train.models import admit, may_move
+from nbaccel.train.prepare.models import admit, may_move
+from nbaccel.train.step.kwargs_handlers import DistributedDataParallelKwargs
 from nbaccel.world import World
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
-from nbaccel.train.optimizer import PreparedOptimizer, PreparedScheduler
+from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
 from peers import toolkit
 
 

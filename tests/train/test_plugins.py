@@ -13,7 +13,7 @@ import torch
 
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
-from nbaccel.train.handlers import (
+from nbaccel.train.step.kwargs_handlers import (
     AutocastKwargs,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nbaccel.testing import run_ranks
-from nbaccel.train.precision import Precision
-from nbaccel.train.state import PartialState
+from nbaccel.train.distributed.partial_state import PartialState
+from nbaccel.train.step.precision import Precision
 from nbaccel.train.strategies import Strategy, choose_strategy, strategy_names
 from nbaccel.world import World
 

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from nbaccel.train.weakly import Weakly
+from nbaccel.train.checkpoint.resume import Weakly
 
 
 class Owner:

@@ -7,14 +7,13 @@ from dataclasses import replace
 
 from hypothesis import given, settings, strategies as st
 
+from nbaccel.display.figure import draw
+from nbaccel.display.history import History
+from nbaccel.display.panel import Panel
+from nbaccel.display.summary import RunFacts, RunState, line, text
 from nbaccel.events import Loss, Progress, Restarted
-from nbaccel.view.figure import draw
-from nbaccel.view.history import History
-from nbaccel.view.panel import Panel
-from nbaccel.view.state import Facts, State
-from nbaccel.view.text import line, text
 
-FACTS = Facts("Cell In[5]")
+FACTS = RunFacts("Cell In[5]")
 SPEED = r"[\d,.]+ steps/s"
 
 
@@ -53,7 +52,7 @@ def test_three_places_give_the_same_seconds_steps_and_speed(
     assert history.steps == steps
     assert history.steps_per_s is not None
     assert abs(history.steps_per_s * batch_s - 1) < 0.01
-    state = State.ended("done", at, history.steps, attempts=history.attempts, kept=history.kept_steps)
+    state = RunState.ended("done", at, history.steps, attempts=history.attempts, kept=history.kept_steps)
     panel = Panel(history, FACTS).bundle(at, state)
     last = line(history, FACTS, at, state)
     drawn = draw(history, FACTS, title=state.sentence)
@@ -75,7 +74,7 @@ def test_a_run_of_several_attempts_says_how_many_and_what_its_steps_are() -> Non
         assert " ".join(line(history, FACTS, ended).split()[:2]) == "attempt 2,"
         an_attempt(history, ended, first, 1, 0.1, 0.0)
     sentences = [
-        State.ended("done", 3.0, history.steps, attempts=history.attempts, kept=history.kept_steps).sentence
+        RunState.ended("done", 3.0, history.steps, attempts=history.attempts, kept=history.kept_steps).sentence
         for history in (anew, resumed)
     ]
     assert sentences == ["done in 3.0 s, 8 steps in the last of 2 attempts", "done in 3.0 s, 16 steps in 2 attempts"]

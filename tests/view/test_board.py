@@ -2,27 +2,27 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 
-from nbaccel.view.board import Board
-from nbaccel.view.history import History
-from nbaccel.view.panel import Panel
-from nbaccel.view.state import Facts, State
+from nbaccel.display.comparison import RunComparison
+from nbaccel.display.history import History
+from nbaccel.display.panel import Panel
+from nbaccel.display.summary import RunFacts, RunState
 from view.runs import a_run
 
-DONE = State("done", "done in 0:10, 100 steps")
+DONE = RunState("done", "done in 0:10, 100 steps")
 
 
 def panel(title: str) -> Panel:
-    return Panel(a_run(2, 100), Facts(title))
+    return Panel(a_run(2, 100), RunFacts(title))
 
 
 def test_one_run_looks_as_if_there_was_no_board() -> None:
-    assert Board().bundle(panel("a"), 1.0) == panel("a").bundle(1.0)
+    assert RunComparison().bundle(panel("a"), 1.0) == panel("a").bundle(1.0)
 
 
 def test_finished_runs_are_rows_above_the_one_that_goes_on() -> None:
-    board = Board()
+    board = RunComparison()
     board.finish(panel("train(lr=0.1)"), 10.0, DONE)
-    board.finish(panel("train(lr=<1>)"), 10.0, State("failed", "failed in 0:10: rank 0, ValueError"))
+    board.finish(panel("train(lr=<1>)"), 10.0, RunState("failed", "failed in 0:10: rank 0, ValueError"))
     bundle = board.bundle(panel("train(lr=3)"), 2.0)
     assert [line.split(",")[0] for line in bundle["text/plain"].splitlines()[:3]] == [
         "1. train(lr=0.1): done in 0:10",
@@ -39,13 +39,13 @@ def test_finished_runs_are_rows_above_the_one_that_goes_on() -> None:
 
 
 def test_a_run_without_numbers_is_a_row_too() -> None:
-    board = Board()
-    board.finish(Panel(History(1), Facts("a")), 0.1, DONE)
+    board = RunComparison()
+    board.finish(Panel(History(1), RunFacts("a")), 0.1, DONE)
     assert board.bundle()["text/plain"] == "1. a: done in 0:10, 100 steps"
 
 
 def test_a_sweep_of_many_runs_is_saved_in_less_than_200_kb() -> None:
-    board = Board()
+    board = RunComparison()
     for lr in range(300):
         board.finish(panel(f"train(lr={lr})"), 10.0, DONE)
     bundle = board.bundle()

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, strategies as st
 
+from nbaccel.display.course import Bar, Course, Left, StepCount
+from nbaccel.display.history import History
+from nbaccel.display.summary import RunFacts, line, where
 from nbaccel.events import Event, Progress, Restarted
-from nbaccel.view.course import Bar, Course, Left, StepCount
-from nbaccel.view.history import History
-from nbaccel.view.state import Facts
-from nbaccel.view.text import line, where
 
 BATCHES = 8
 
@@ -83,7 +82,7 @@ def test_an_evaluation_of_unknown_length_makes_the_time_left_a_lower_bound() -> 
     rank.train(0)
     rank.say(Progress(rank.step, 3, None, is_training=False, first=rank.step, began=rank.at))
     assert left_of(rank) == Left(pytest.approx(8.0, rel=0.1), is_least=True)
-    assert "at least 8.6 s left" in line(rank.history, Facts(), 20.0)
+    assert "at least 8.6 s left" in line(rank.history, RunFacts(), 20.0)
 
 
 def test_the_pace_is_that_of_training_whatever_evaluations_take() -> None:

@@ -16,11 +16,11 @@ from IPython.core.formatters import DisplayFormatter
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
+from nbaccel.display.figure import ANY_GROUND, PAPER, draw, picture
+from nbaccel.display.history import History
+from nbaccel.display.summary import RunFacts
+from nbaccel.display.svg import ON_ANY
 from nbaccel.events import Loss, Memory, Metric, OutOfMemory, Phase, Progress
-from nbaccel.view.figure import ANY_GROUND, PAPER, draw, picture
-from nbaccel.view.history import History
-from nbaccel.view.state import Facts
-from nbaccel.view.theme import ON_ANY
 from view.runs import a_run
 
 GIGA = 1_000_000_000
@@ -80,7 +80,7 @@ def test_a_run_without_numbers_has_a_figure_that_says_so() -> None:
 
 def test_chosen_curves_that_were_never_logged_do_not_break_the_picture_that_is_kept() -> None:
     history = a_run()
-    assert titles(history, facts=Facts(plots=("f1", "acc")))[0].startswith("acc")
+    assert titles(history, facts=RunFacts(plots=("f1", "acc")))[0].startswith("acc")
 
 
 @pytest.mark.parametrize(("world_size", "steps"), [(1, 3), (2, 500), (8, 1000)])
@@ -241,11 +241,11 @@ def test_a_notebook_s_style_is_neither_used_nor_changed() -> None:
 def test_pictures_need_no_pyplot_and_panels_no_matplotlib() -> None:
     code = """
 import sys
-from nbaccel.view.history import History
-from nbaccel.view.panel import Panel
+from nbaccel.display.history import History
+from nbaccel.display.panel import Panel
 Panel(History(1)).bundle(1.0)
 assert "matplotlib" not in sys.modules, "the panel imports matplotlib"
-from nbaccel.view.figure import draw, picture
+from nbaccel.display.figure import draw, picture
 picture(draw(History(1)), "")
 assert "matplotlib.pyplot" not in sys.modules, "the figure imports pyplot"
 """

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nbaccel.display.course import Left
+from nbaccel.display.history import History, Mark, Usage
 from nbaccel.events import (
     Checkpoint,
     Loss,
@@ -21,9 +23,6 @@ from nbaccel.events import (
     Restarted,
     StepEntered,
 )
-from nbaccel.view.course import Left
-from nbaccel.view.history import History, Mark
-from nbaccel.view.usage import Usage
 
 
 def test_losses_make_a_curve_by_rank_and_their_mean() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbaccel.view.pace import Pace
+from nbaccel.display.course import Pace
 
 
 def test_nothing_is_known_before_two_steps() -> None:

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
+from nbaccel.display.history import History
+from nbaccel.display.panel import Panel
+from nbaccel.display.summary import RunFacts, RunState
 from nbaccel.events import Loss, Metric, OutOfMemory
-from nbaccel.view.history import History
-from nbaccel.view.panel import Panel
-from nbaccel.view.state import Facts, State
 from view.runs import a_run
 
-FACTS = Facts("Cell In[5]", "2 x Tesla T4, fp16", ("GPU 0", "GPU 1"))
-DONE = State("done", "done in 0:50, 500 steps")
+FACTS = RunFacts("Cell In[5]", "2 x Tesla T4, fp16", ("GPU 0", "GPU 1"))
+DONE = RunState("done", "done in 0:50, 500 steps")
 
 
 def tree(html: str) -> ElementTree.Element:
@@ -28,8 +28,8 @@ def words(html: str) -> str:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8, 12])
-@pytest.mark.parametrize("state", [State("running"), DONE], ids=lambda state: state.word)
-def test_the_panel_is_well_formed_and_carries_no_script(world_size: int, state: State) -> None:
+@pytest.mark.parametrize("state", [RunState("running"), DONE], ids=lambda state: state.word)
+def test_the_panel_is_well_formed_and_carries_no_script(world_size: int, state: RunState) -> None:
     bundle = Panel(a_run(world_size, 200), FACTS).bundle(20.0, state)
     html = bundle["text/html"]
     assert sorted(bundle) == ["text/html", "text/plain"]
@@ -55,7 +55,7 @@ def test_its_height_depends_on_the_number_of_ranks_alone() -> None:
 
 
 def test_a_run_that_is_over_keeps_no_empty_place_for_curves() -> None:
-    running, done = (Panel(History(2), FACTS).html(3.0, state) for state in (State("running"), DONE))
+    running, done = (Panel(History(2), FACTS).html(3.0, state) for state in (RunState("running"), DONE))
     assert "no numbers yet" in words(running)
     assert list(tree(done).iter("figure")) == []
     assert "no number was reported" in words(done)
@@ -84,19 +84,19 @@ def test_a_person_who_hears_it_gets_the_numbers() -> None:
 
 
 def test_the_end_is_a_sentence_that_is_announced_once() -> None:
-    running, done = (tree(Panel(a_run(), FACTS).html(50.0, state)) for state in (State("running"), DONE))
+    running, done = (tree(Panel(a_run(), FACTS).html(50.0, state)) for state in (RunState("running"), DONE))
     assert [e.tag for e in running.iter() if e.attrib.get("role") == "status"] == []
     assert ["".join(e.itertext()) for e in done.iter() if e.attrib.get("role") == "status"] == [DONE.sentence]
 
 
 @pytest.mark.parametrize("word", ["done", "failed", "stopped"])
 def test_the_state_is_a_word_and_a_sign_not_a_colour_alone(word: str) -> None:
-    assert re.search(rf"[✓✕■] {word}", words(Panel(a_run(), FACTS).html(50.0, State(word, f"{word} in 0:50"))))
+    assert re.search(rf"[✓✕■] {word}", words(Panel(a_run(), FACTS).html(50.0, RunState(word, f"{word} in 0:50"))))
 
 
 def test_the_curves_that_were_chosen_are_drawn() -> None:
     chosen = ("acc", "loss", "f1", "acc", "loss")
-    html = Panel(a_run(), Facts(plots=chosen)).html(50.0)
+    html = Panel(a_run(), RunFacts(plots=chosen)).html(50.0)
     assert [figure.findtext("div/b", "").split()[0] for figure in tree(html).iter("figure")] == list(chosen)
     assert "nothing yet" in words(html)
 
@@ -108,7 +108,7 @@ def test_numbers_that_are_not_drawn_are_written() -> None:
 def test_names_of_the_user_are_text_not_html() -> None:
     history = History(1)
     history.feed(0, 0.1, Loss(1.0, 0))
-    html = Panel(history, Facts("<b>", 'a"b', plots=("loss", "<i>&"))).html(1.0)
+    html = Panel(history, RunFacts("<b>", 'a"b', plots=("loss", "<i>&"))).html(1.0)
     assert "<i>&" in words(html)
     assert tree(html).attrib["aria-label"] == "<b>"
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from nbaccel.view.rows import Rows
+from nbaccel.display.history import Rows
 
 
 def test_rows_are_thinned_evenly_and_the_last_one_stays() -> None:

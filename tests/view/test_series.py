@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given, strategies as st
 
-from nbaccel.view.series import Line, Series
+from nbaccel.display.series import Line, Series
 
 
 def filled(values: list[float], capacity: int = 512) -> Series:

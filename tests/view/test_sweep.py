@@ -4,31 +4,30 @@ import json
 
 import pytest
 
-from nbaccel.view.board import Board
-from nbaccel.view.figure import picture
-from nbaccel.view.history import History
-from nbaccel.view.panel import Panel
-from nbaccel.view.state import Facts, State
-from nbaccel.view.sweep import draw_runs
+from nbaccel.display.comparison import RunComparison, draw_runs
+from nbaccel.display.figure import picture
+from nbaccel.display.history import History
+from nbaccel.display.panel import Panel
+from nbaccel.display.summary import RunFacts, RunState
 from view.runs import a_run
 
-DONE = State("done", "done in 0:10, 100 steps")
+DONE = RunState("done", "done in 0:10, 100 steps")
 
 
-def sweep(runs: int) -> Board:
-    board = Board()
+def sweep(runs: int) -> RunComparison:
+    board = RunComparison()
     for at in range(runs):
-        board.finish(Panel(a_run(2, 100), Facts(f"train(lr={at})")), 10.0, DONE)
+        board.finish(Panel(a_run(2, 100), RunFacts(f"train(lr={at})")), 10.0, DONE)
     return board
 
 
-def words(board: Board) -> list[str]:
+def words(board: RunComparison) -> list[str]:
     return [text.get_text() for text in draw_runs(board).axes[1].texts]
 
 
 def test_every_run_has_a_curve_and_a_line_of_words() -> None:
     board = sweep(2)
-    board.finish(Panel(a_run(1, 50), Facts("of $5 and $x^")), 3.0, State("failed", "failed after 3.0 s"))
+    board.finish(Panel(a_run(1, 50), RunFacts("of $5 and $x^")), 3.0, RunState("failed", "failed after 3.0 s"))
     figure = draw_runs(board)
     assert len(figure.axes[0].lines) == 3
     assert (
@@ -56,5 +55,5 @@ def test_the_picture_of_a_sweep_and_its_words_take_less_than_200_kb(runs: int) -
 
 def test_runs_without_numbers_are_named_all_the_same() -> None:
     board = sweep(1)
-    board.finish(Panel(History(1), Facts("nothing")), 0.2, DONE)
+    board.finish(Panel(History(1), RunFacts("nothing")), 0.2, DONE)
     assert words(board)[3:] == ["2. nothing", "", "0.2 s"]

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import math
 
+from nbaccel.display.history import History
+from nbaccel.display.summary import RunFacts, RunState, line, text
 from nbaccel.events import Loss, Metric, OutOfMemory, Phase, Progress, RecordsLost
-from nbaccel.view.history import History
-from nbaccel.view.state import Facts, State
-from nbaccel.view.text import line, text
 from view.runs import a_run
 
-FACTS = Facts("Cell In[5]", "2 x Tesla T4, fp16", ("GPU 0", "GPU 1"))
+FACTS = RunFacts("Cell In[5]", "2 x Tesla T4, fp16", ("GPU 0", "GPU 1"))
 
 
 def test_the_text_carries_every_number() -> None:
@@ -27,7 +26,7 @@ def test_the_text_carries_every_number() -> None:
 
 
 def test_the_end_is_said_in_words() -> None:
-    words = text(a_run(), FACTS, 50.0, State("failed", "failed: rank 1, ValueError: 11 classes")).splitlines()
+    words = text(a_run(), FACTS, 50.0, RunState("failed", "failed: rank 1, ValueError: 11 classes")).splitlines()
     assert words[0] == "Cell In[5]: failed: rank 1, ValueError: 11 classes"
 
 
@@ -55,8 +54,8 @@ def test_a_rank_that_is_behind_says_so() -> None:
     history.feed(0, 1.0, Progress(step=40, batch=40))
     history.feed(1, 1.0, Progress(step=35, batch=35))
     assert "rank 1: 5 steps behind" in text(history, FACTS, 1.0)
-    assert "rank 1: 5 steps behind" in text(history, FACTS, 1.0, State("failed", "failed: rank 1, ValueError"))
-    assert "behind" not in text(history, FACTS, 1.0, State.ended("done", 1.0, 40)), "what was heard last is old"
+    assert "rank 1: 5 steps behind" in text(history, FACTS, 1.0, RunState("failed", "failed: rank 1, ValueError"))
+    assert "behind" not in text(history, FACTS, 1.0, RunState.ended("done", 1.0, 40)), "what was heard last is old"
 
 
 def test_a_loop_that_waits_for_data_much_of_its_time_says_so() -> None:
@@ -75,7 +74,7 @@ def test_an_evaluation_and_a_phase_are_named() -> None:
 
 
 def test_the_line_is_one_line() -> None:
-    assert line(a_run(on_device=False), Facts(), 50.0) == (
+    assert line(a_run(on_device=False), RunFacts(), 50.0) == (
         f"epoch 1/3, batch 500/500, step 500, 33 %, loss {a_run().phase.series['loss'].latest:#.4g}, acc 0.8105, "
         "10.0 steps/s, 0:50, 1:40 left, memory 0.40 GB"
     )
@@ -88,32 +87,32 @@ def test_of_many_numbers_a_line_has_losses_and_measures_and_says_how_many_more_t
         "eval_runtime": 0.4, "eval_samples_per_second": 322.5, "train_loss": 0.4, "total_flos": 3.6e9,
     }  # fmt: skip
     history.feed(0, 1.0, Metric(logged, step=3))
-    done = State.ended("done", 2.0, 4)
+    done = RunState.ended("done", 2.0, 4)
     told = "loss 0.5000, eval_loss 0.2500, train_loss 0.4000, 7 more numbers"
     assert line(history, FACTS, 2.0, done) == f"done in 2.0 s, 4 steps, {told}"
-    chosen = line(history, Facts(plots=("grad_norm",)), 2.0, done)
+    chosen = line(history, RunFacts(plots=("grad_norm",)), 2.0, done)
     assert chosen.startswith("done in 2.0 s, 4 steps, grad_norm 2, loss 0.5000, ")
     assert "total_flos 3.600e+09" in text(history, FACTS, 2.0, done), "the text of the picture has all of them"
 
 
 def test_the_last_line_says_how_it_ended_and_how_much_it_took() -> None:
     loss = a_run().phase.series["loss"].latest
-    assert line(a_run(), FACTS, 50.0, State.ended("done", 50.0, 500)) == (
+    assert line(a_run(), FACTS, 50.0, RunState.ended("done", 50.0, 500)) == (
         f"done in 0:50, 500 steps, loss {loss:#.4g}, acc 0.8105, 10.0 steps/s, peak memory 11.2 GB of 14.7 GB"
     )
-    assert line(a_run(), FACTS, 50.0, State.ended("stopped", 50.0, 500)).startswith(
+    assert line(a_run(), FACTS, 50.0, RunState.ended("stopped", 50.0, 500)).startswith(
         "stopped after 0:50, 500 steps, epoch 1/3, batch 500/500, step 500, 33 %, loss"
     )
 
 
 def test_a_run_that_said_nothing_has_its_time() -> None:
     assert line(History(2), FACTS, 12.0) == "0:12"
-    assert text(History(2), Facts("run"), 12.0) == "run: running\n0:12"
+    assert text(History(2), RunFacts("run"), 12.0) == "run: running\n0:12"
 
 
 def test_the_steps_of_a_run_that_is_over_are_said_once() -> None:
     history = History(1)
     for step in range(20):
         history.feed(0, 1.0, Loss(0.5, step))
-    state = State.ended("failed", 2.0, history.steps, "rank 0, ValueError")
+    state = RunState.ended("failed", 2.0, history.steps, "rank 0, ValueError")
     assert line(history, FACTS, 2.0, state) == "failed after 2.0 s, 20 steps: rank 0, ValueError, loss 0.5000"

@@ -2,22 +2,46 @@
 
 It decides when to save and under which name. The Accelerator writes and reads checkpoints, and passes in the two
 functions for that.
+
+Schedule: decides before which steps a training is saved automatically. Runs in ranks, called at step boundaries.
+
+All ranks must give the same answer without waiting for each other, because each adds its own random states to a
+checkpoint. For step counts they do. For times rank 0 decides and tells the others one step ahead: none of them can
+be further than inside the step that rank 0 is about to enter, since its gradients need rank 0's.
+
+CheckpointPolicy: when a training saves automatically, where, and what it resumes. Pure; opens no file.
+
+Deadline: a time limit that a program sets itself, ``Accelerator(time_limit="11h30m")``. Runs in ranks and scripts.
+
+A launcher that receives it ends the run in time, as by a limit of its own: all ranks leave before the same step.
+Without a launcher a process that is alone leaves by itself, at its first step boundary after the limit. Several
+processes that nothing could stop at the same step are refused before they begin.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
-from nbaccel.events import SavingAtStop, emit
-from nbaccel.train.accumulation import Saver
-from nbaccel.train.checkpoint.generators import State
-from nbaccel.train.checkpoint.policy import CheckpointPolicy
-from nbaccel.train.checkpoint.schedule import Schedule, schedule
-from nbaccel.train.checkpoint.shelf import Timeline
+from nbaccel.errors import RunStopped
+from nbaccel.events import SaveAsked, SaveDue, SavingAtStop, TimeLimit, emit
+from nbaccel.quantities import Period, Steps, parse_interval, said
+from nbaccel.settings import CHECKPOINT_DIR, RunSettings
+from nbaccel.train.checkpoint.directory import Timeline
+from nbaccel.train.checkpoint.rng_files import State
+from nbaccel.train.step.accumulation import Saver
 from nbaccel.world import World
 
-__all__ = ["Autosave"]
+__all__ = [
+    "Autosave",
+    "CheckpointPolicy",
+    "Deadline",
+    "Schedule",
+    "schedule",
+]
 
 Save = Callable[[Path, bool], None]
 
@@ -59,3 +83,164 @@ class Autosave(Saver):
     def resumed(self, step: int) -> None:
         """Note that the training continues from a checkpoint of `step`."""
         self._saved_step = step
+
+
+class Schedule(Protocol):
+    """Decides when to save."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save before optimizer step `step`; called once per step, with rising numbers."""
+
+
+def schedule(every: Steps | Period, world: World) -> Schedule:
+    """Return the schedule of one rank."""
+    if isinstance(every, Steps):
+        return _EverySteps(every.count)
+    if not world.is_distributed:
+        return _Alone(every.seconds)
+    return _Leading(every.seconds) if world.is_main_process else _Following()
+
+
+class _EverySteps:
+    """Saves at each multiple of `steps` optimizer steps, or at the next allowed boundary: not between epochs."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._asked: int | None = None
+
+    def is_due(self, step: int) -> bool:
+        before = step - 1 if self._asked is None else self._asked
+        self._asked = step
+        return step // self._steps > before // self._steps
+
+
+class _Alone:
+    """Saves as soon as the time is over, in one process."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._next = time.monotonic() + seconds
+
+    def is_due(self, step: int) -> bool:
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + self._seconds
+        return True
+
+
+class _Leading(_Alone):
+    """Schedule of rank 0: saves one step after the time is over, and announces that step."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self._announced = 0
+
+    def is_due(self, step: int) -> bool:
+        if self._announced < step and super().is_due(step):
+            self._announced = step + 1
+            emit(SaveDue(self._announced))
+        return self._announced == step
+
+
+class _Following:
+    """Schedule of the other ranks: saves at the step that rank 0 has announced.
+
+    Without a launcher nothing transmits the announcement: rank 0 then saves alone, and the random states of the others
+    are derived at load.
+    """
+
+    def __init__(self) -> None:
+        self._is_due = False
+
+    def is_due(self, step: int) -> bool:
+        self._is_due = False
+        emit(SaveAsked(step, self._learn))
+        return self._is_due
+
+    def _learn(self) -> None:
+        self._is_due = True
+
+
+_KEPT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """The user's choices; by default nothing is saved automatically.
+
+    every: when to save.  folder: where checkpoints go.  keep: how many of them.
+    resume: the checkpoint, or the folder of checkpoints, to continue from; None to start from the beginning.
+
+    >>> CheckpointPolicy.of(RunSettings(checkpoint_every="10min")).keep
+    3
+    """
+
+    every: Steps | Period | None
+    folder: Path
+    keep: int
+    resume: Path | None
+
+    @classmethod
+    def of(cls, settings: RunSettings) -> CheckpointPolicy:
+        """Return the policy that `settings` describe.
+
+        Raises:
+            ValueError: a value is not valid.
+        """
+        folder = Path(settings.checkpoint_dir or CHECKPOINT_DIR).expanduser()
+        keep = _KEPT if settings.keep is None else settings.keep
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1 (checkpoints to keep), got {keep}")
+        every = None if settings.checkpoint_every is None else parse_interval(settings.checkpoint_every)
+        resume = None if settings.resume is None else Path(settings.resume or folder).expanduser()
+        return cls(every, folder, keep, resume)
+
+
+class Deadline(Saver):
+    """A `Saver` that ends the run once the time is over, and delegates everything else to the `saver` before it.
+
+    seconds: from now.  saver: saves the training, also when the run is stopped; the base does nothing.
+
+    Raises:
+            ValueError: several processes, and no launcher that could stop them.
+    """
+
+    def __init__(self, seconds: float, world: World, saver: Saver) -> None:
+        self._seconds = seconds
+        self._at = time.monotonic() + seconds
+        self._saver = saver
+        if not self._is_seen_to() and world.is_distributed:
+            raise ValueError(
+                f"time_limit: nobody could stop these {world.world_size} ranks before the same step, since torchrun "
+                "(or whoever started them) does not listen. Leave time_limit out and end the loop after so many "
+                "steps, or start them from a notebook's cell or by the function nbaccel.launch."
+            )
+
+    def enter(self, step: int, may_save: bool) -> None:
+        if time.monotonic() > self._at and not self._is_seen_to():
+            raise RunStopped(
+                f"stopped before step {step}: the time limit of {said(self._seconds)} is over. {self._left_by(step)}"
+            )
+        self._saver.enter(step, may_save)
+
+    def keep(self) -> Any:
+        return self._saver.keep()
+
+    def stop(self, step: int) -> Path | None:
+        return self._saver.stop(step)
+
+    def _is_seen_to(self) -> bool:
+        """Emit the limit and return whether a launcher takes it.
+
+        A launcher of persistent ranks forgets earlier runs.
+        """
+        takers: list[bool] = []
+        emit(TimeLimit(self._at, self._seconds, lambda: takers.append(True)))
+        return bool(takers)
+
+    def _left_by(self, step: int) -> str:
+        folder = self._saver.stop(step)
+        if folder is None:
+            return "Nothing was saved: with checkpoint_every a training is, also when it is stopped."
+        return f"The training is saved in {folder}: resume=True goes on from there."

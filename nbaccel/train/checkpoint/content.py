@@ -2,27 +2,62 @@
 
 It is only data: state dicts, and `progress`, the position of the training. `Prepared` and `Checkpointing` decide to
 which objects the states belong, and whether their numbers fit.
+
+Parts: the state of one object in a folder, as safetensors and JSON. Written by rank 0, read by all.
+
+``optimizer`` is two files: `optimizer.json`, its structure, and `optimizer.safetensors`, its tensors (where it has
+any); frozen ones of a model have a file of their own, see `frozen`. A state that is more than data (an object of the
+user's own class) becomes ``optimizer.pkl``, which is only read back with ``trust=True``.
+
+Staging: host memory that holds a training's state while it is written in the background. Runs in ranks.
+
+The buffers are kept from save to save: allocating fresh memory would take as long as the copy into it.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import pickle
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nbaccel.train.checkpoint.manifest import Manifest
-from nbaccel.train.checkpoint.packing import on_host
-from nbaccel.train.checkpoint.parts import Part, numbered, read_part
-from nbaccel.train.checkpoint.staging import Staging
-from nbaccel.train.talk.nested import children
+from nbaccel.errors import CheckpointCorrupt, UntrustedPickle
+from nbaccel.hardware import usable_memory
+from nbaccel.train.checkpoint.manifest import FileRecord, Manifest
+from nbaccel.train.checkpoint.serialization import (
+    CannotPack,
+    Packed,
+    ToHost,
+    frozen_file,
+    knows_dtypes_of,
+    on_host,
+    pack,
+    unpack,
+    write_once,
+    write_tensors,
+)
+from nbaccel.train.distributed.nested import children
 
-__all__ = ["Content", "Holdings"]
+__all__ = [
+    "Content",
+    "HeldContent",
+    "ObjectState",
+    "Staging",
+    "load_pickle",
+    "load_tensors",
+    "numbered",
+    "read_part",
+]
 
 _KINDS = ("model", "optimizer", "scheduler", "custom")
 _PROGRESS = "training"
@@ -52,7 +87,7 @@ class Content:
         sizes = {tensor.data_ptr(): tensor.nbytes for _, state in self._named() for tensor in _tensors(state)}
         return sum(sizes.values())
 
-    def ready(self, staging: Staging | None = None) -> Iterator[Part]:
+    def ready(self, staging: Staging | None = None) -> Iterator[ObjectState]:
         """Yield the parts, ready to be written. The tensors of one part at a time are copied to the host.
 
         staging: holds copies of all of them, so that the training may continue before they are written; the copies are
@@ -62,7 +97,7 @@ class Content:
         frozen = {numbered("model", index): names for index, names in enumerate(self.frozen) if is_complete}
         for name, state in self._named():
             to_host = on_host if staging is None else partial(staging.copy, name)
-            yield Part.of(name, state, to_host, frozen.get(name, frozenset()))
+            yield ObjectState.of(name, state, to_host, frozen.get(name, frozenset()))
         if staging is not None:
             staging.settle()
 
@@ -99,7 +134,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class HeldContent:
     """Numbers of objects of each kind in a checkpoint, or prepared and registered in a program."""
 
     models: int
@@ -109,7 +144,7 @@ class Holdings:
     loaders: int
 
     @classmethod
-    def in_checkpoint(cls, folder: Path, manifest: Manifest | None) -> Holdings | None:
+    def in_checkpoint(cls, folder: Path, manifest: Manifest | None) -> HeldContent | None:
         """Return those of the checkpoint in `folder`, without reading weights; None for a folder of Accelerate's."""
         if manifest is None:
             return None
@@ -121,3 +156,234 @@ class Holdings:
     def __str__(self) -> str:
         counts = {kind: getattr(self, kind) for kind in self.__slots__}
         return ", ".join(f"{count} {kind.removesuffix('s') if count == 1 else kind}" for kind, count in counts.items())
+
+
+_MODEL = "model"
+"""Prefix of the names of parts that hold weights; see `numbered`."""
+
+
+def numbered(name: str, index: int) -> str:
+    """Return a name with a number as Accelerate counts: model, model_1, model_2, ..."""
+    return f"{name}_{index}" if index else name
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectState:
+    """The state of one object, ready to be written.
+
+    packed: its structure and tensors; None where only a pickle can hold it.
+    pickled: that pickle.  reason: why a pickle is needed.
+    frozen: names of tensors that need no gradient.
+    """
+
+    name: str
+    packed: Packed | None
+    pickled: bytes = b""
+    reason: str = ""
+    frozen: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, name: str, state: Any, to_host: ToHost = on_host, frozen: frozenset[str] = frozenset()) -> ObjectState:
+        try:
+            return cls(name, pack(state, to_host), frozen=frozen)
+        except CannotPack as error:
+            pickled = io.BytesIO()
+            torch.save(state, pickled)
+            return cls(name, None, pickled.getvalue(), str(error))
+
+    def write(self, folder: Path, earlier: Path | None = None) -> dict[str, FileRecord]:
+        """Write the part, without flushing; return the records of files that are checksummed already, by name.
+
+        earlier: the checkpoint before, which may hold the frozen tensors already.
+        """
+        if self.packed is None:
+            (folder / f"{self.name}.pkl").write_bytes(self.pickled)
+            return {}
+        (folder / f"{self.name}.json").write_text(json.dumps(self.packed.structure), encoding="utf-8")
+        tensors, path = self.packed.tensors, folder / f"{self.name}.safetensors"
+        if not tensors:
+            return {}
+        records = {}
+        frozen = {key: tensor for key, tensor in tensors.items() if key in self.frozen}
+        if frozen and knows_dtypes_of(frozen):
+            shared = folder / frozen_file(self.name)
+            records[shared.name] = write_once(shared, frozen, _metadata(self.packed, frozen), earlier)
+            tensors = {key: tensor for key, tensor in tensors.items() if key not in frozen}
+        metadata = _metadata(self.packed, tensors)
+        if knows_dtypes_of(tensors):
+            return {**records, path.name: write_tensors(path, tensors, metadata)}
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata=metadata)
+        return records
+
+
+def _metadata(packed: Packed, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the header of a file with `tensors`: it also names tied weights, where safetensors looks for them."""
+    return {"format": "pt", **{alias: kept for alias, kept in packed.aliases.items() if kept in tensors}}
+
+
+def read_part(folder: Path, name: str, manifest: Manifest, trust: bool) -> Any:
+    """Read the state that a `ObjectState` was made of, from files that `manifest` lists.
+
+    Raises:
+        CheckpointCorrupt: a file of the part is missing or cannot be read.
+            UntrustedPickle: the part is a pickle that could run code, without `trust`.
+    """
+    if f"{name}.json" not in manifest.files:
+        return load_pickle(folder / f"{name}.pkl", trust)
+    structure = folder / f"{name}.json"
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        for file in (f"{name}.safetensors", frozen_file(name)):
+            tensors |= load_tensors(folder / file) if file in manifest.files else {}
+        if not name.startswith(_MODEL):
+            _move_into_torchs_memory(tensors)
+        return unpack(json.loads(structure.read_text(encoding="utf-8")), tensors)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointCorrupt(f"{structure} cannot be read: {error!r}", str(structure)) from error
+
+
+def _move_into_torchs_memory(tensors: dict[str, torch.Tensor]) -> None:
+    """Copy each tensor, which is in the mapped file at any address, to an address that torch has chosen.
+
+    An optimizer keeps the very tensors that it is given. torch's are at multiples of 64 bytes, and on some processors
+    MKL computes other bits for other addresses (https://www.intel.com, "Getting reproducible results with Intel MKL"):
+    a resumed training would differ from one that never stopped. Weights are copied into the model's own tensors.
+    """
+    for key, tensor in tensors.items():
+        tensors[key] = tensor.clone()
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a safetensors file by name, on the CPU.
+
+    Raises:
+        CheckpointCorrupt: the file is no complete safetensors file.
+    """
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error}", str(path)) from error
+
+
+def load_pickle(path: Path, trust: bool) -> Any:
+    """Load what ``torch.save`` wrote to `path`, tensors on the CPU; data only, unless `trust`.
+
+    Raises:
+        UntrustedPickle: the file contains more than tensors and plain containers.
+        CheckpointCorrupt: the file cannot be read.
+    """
+    try:
+        with torch.serialization.safe_globals(_harmless()):
+            return torch.load(path, map_location="cpu", weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        if trust:
+            raise CheckpointCorrupt(f"{path} cannot be read: {error}", str(path)) from error
+        wanted = str(error).partition("GLOBAL ")[2].split(" ")[0] or "more than data"
+        raise UntrustedPickle(
+            f"{path} is a pickle that asks for {wanted}, and loading it could run any code. If you or a program you "
+            "trust wrote it, load_state(..., trust=True) loads it, and so does torch.load(path, weights_only=False)."
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error}", str(path)) from error
+
+
+def _harmless() -> list[Any]:
+    """Return types that only build data and that torch does not allow by default: NumPy's arrays of random states."""
+    try:
+        import numpy as np
+    except ImportError:
+        return []
+    core = getattr(np, "_core", None) or np.core  # NumPy 2 renamed it
+    kinds = {type(np.dtype(kind)) for kind in (np.uint32, np.int64, np.float32, np.float64, np.bool_)}
+    return [core.multiarray._reconstruct, core.multiarray.scalar, np.ndarray, np.dtype, *kinds]
+
+
+_SHARE_OF_HOST = 0.25
+"""Share of the host's available memory that may be pinned: pinned memory cannot be swapped out, or used otherwise."""
+
+
+class Staging:
+    """Copies of tensors by name, each in a buffer of its own that the next copy of that name uses again.
+
+    >>> staging = Staging()
+    >>> weight = torch.ones(2)
+    >>> first = staging.copy("model", "weight", weight)
+    >>> weight.zero_()
+    tensor([0., 0.])
+    >>> first
+    tensor([1., 1.])
+    >>> staging.copy("model", "weight", weight) is first
+    True
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._pinned = _Pinned()
+        self._under_way: set[torch.device] = set()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def copy(self, part: str, name: str, tensor: Tensor) -> Tensor:
+        """Copy `tensor`, as it is now, to the CPU. An earlier copy of that name in that part is overwritten.
+
+        A copy from CUDA is complete only after `settle`.
+        """
+        source = tensor.detach()
+        buffer = self._buffers.get((part, name))
+        if buffer is None or not _fits(buffer, source):
+            self._buffers.pop((part, name), None)
+            buffer = self._pinned.like(source) if source.is_cuda else torch.empty_like(source, device="cpu")
+            self._buffers[part, name] = buffer
+        # In the same layout the copy is one piece; in another one it needs a copy on the device, which may be full.
+        if source.is_cuda and buffer.stride() == source.stride():
+            buffer.copy_(source, non_blocking=True)
+            self._under_way.add(source.device)
+        else:
+            buffer.copy_(source)
+        return buffer
+
+    def settle(self) -> None:
+        """Wait until all copies are complete: one wait for all of them."""
+        while self._under_way:
+            torch.cuda.current_stream(self._under_way.pop()).synchronize()
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._buffers.clear()
+        self._pinned = _Pinned()
+
+
+class _Pinned:
+    """Memory that a GPU copies into at full speed, as long as it takes no more than its share of the host."""
+
+    def __init__(self) -> None:
+        self._left_bytes: int | None = None
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return an empty tensor on the CPU, in the layout of `tensor`, pinned if the share allows it."""
+        if self._takes(tensor.nbytes):
+            try:
+                return torch.empty_like(tensor, device="cpu", pin_memory=True)
+            except RuntimeError:  # the system has no more memory to pin, or does not let this process
+                self._left_bytes = 0
+        return torch.empty_like(tensor, device="cpu")
+
+    def _takes(self, size_bytes: int) -> bool:
+        if self._left_bytes is None:
+            self._left_bytes = int(_SHARE_OF_HOST * usable_memory().available_bytes)
+        taken_bytes = 1 << max(0, size_bytes - 1).bit_length()  # torch pins powers of two
+        if taken_bytes > self._left_bytes:
+            return False
+        self._left_bytes -= taken_bytes
+        return True
+
+
+def _fits(buffer: Tensor, tensor: Tensor) -> bool:
+    """Return whether `buffer` is like one that would be made for `tensor`."""
+    if buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+        return False
+    if tensor.is_contiguous():  # whatever its strides along dimensions of one element
+        return buffer.is_contiguous()
+    return buffer.stride() == torch.empty_like(tensor, device="meta").stride()

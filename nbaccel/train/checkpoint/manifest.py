@@ -3,25 +3,53 @@
 It lists every file with its size and CRC32, and the position of the training, in plain JSON. A folder without a
 complete manifest was never finished. The random states of ranks are not listed: a rank adds its own at any time,
 and they are sealed themselves.
+
+Files that are known to be on the disk, and whose damage is detected. Run in ranks; know nothing of checkpoints.
+
+A *sealed* JSON file contains the CRC32 of its own content. CRC32 detects damage, not malice: against malice,
+pickles are never loaded (6.8 GiB/s here, SHA-256 1.9).
+
+Lineage: records which run has written a checkpoint, and which runs it continues. Runs in ranks; opens no file.
+
+A run counts, replaces and deletes only checkpoints of its own and of the runs that it continues, up to the checkpoint
+that it has loaded. It does not touch what another run has saved in the same folder: neither what the same program
+saved when it was started before, nor what another continuation of the same checkpoint saves.
 """
 
 from __future__ import annotations
 
+import errno
+import glob
+import json
+import os
 import platform
+import secrets
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from nbaccel.errors import CheckpointCorrupt
-from nbaccel.train.checkpoint.files import SideThread, checksum, read_sealed, sync, write_sealed
 
-__all__ = ["MANIFEST", "FileRecord", "Manifest"]
+__all__ = [
+    "MANIFEST",
+    "FileRecord",
+    "Lineage",
+    "Manifest",
+    "SideThread",
+    "aside",
+    "checksum",
+    "read_sealed",
+    "sync",
+    "write_sealed",
+]
 
 MANIFEST = "manifest.json"
 
@@ -160,3 +188,141 @@ class Manifest:
 
 def _as_json(files: dict[str, FileRecord]) -> dict[str, dict[str, Any]]:
     return {name: asdict(record) for name, record in files.items()}
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_CHUNK_BYTES = 1 << 20
+
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+"""Errors of file systems that cannot sync a folder (FUSE, network drives); there only the rename is possible."""
+
+
+class SideThread(ThreadPoolExecutor):
+    """One thread that works beside the thread that made it; where no thread can be started, the caller does the work.
+
+    Python 3.12.0 and 3.12.1 start none once a program is at its end, where its last checkpoint may still be written.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(1, name)
+        self._has_thread = True
+
+    def submit(self, function: Callable[_P, _T], /, *args: _P.args, **options: _P.kwargs) -> Future[_T]:
+        if self._has_thread:
+            try:
+                return super().submit(function, *args, **options)
+            except RuntimeError:
+                self._has_thread = False  # the work stays in a queue that nothing reads from here on
+        done: Future[_T] = Future()
+        try:
+            done.set_result(function(*args, **options))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+def aside(target: Path, pattern: str) -> Iterator[Path]:
+    """Yield paths beside `target` with names such as ``.<name>.tmp-17``; `pattern` is the part after the name."""
+    return target.parent.glob(f".{glob.escape(target.name)}.{pattern}")
+
+
+def checksum(path: Path) -> str:
+    """Return the CRC32 of the file, eight hexadecimal digits."""
+    crc, buffer = 0, bytearray(_CHUNK_BYTES)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(memoryview(buffer)[:count], crc)
+    return f"{crc:08x}"
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has the file, or the folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in _NO_FOLDER_SYNC):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_sealed(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` with its checksum; it is on the disk when this returns."""
+    path.write_text(json.dumps({**content, "crc32": _crc(content)}, indent=1), encoding="utf-8")
+    sync(path)
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Read what `write_sealed` was given.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+            CheckpointCorrupt: the file is damaged.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        expected = content.pop("crc32")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointCorrupt(f"{path} is damaged: {error}", str(path), "sealed JSON", str(error)) from error
+    got = _crc(content)
+    if got != expected:
+        raise CheckpointCorrupt(
+            f"{path} is damaged: its checksum is {got}, it was written with {expected}", str(path), str(expected), got
+        )
+    return dict(content)
+
+
+def _crc(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+def _new_name() -> str:
+    return secrets.token_hex(6)
+
+
+@dataclass(slots=True)
+class Lineage:
+    """One run of a program, and the runs that it continues.
+
+    run: its name. Before the ranks have agreed on one, each has a name of its own.
+    ancestors: the names of those runs, the latest last, each with the time when the checkpoint that was continued was
+    saved, in seconds since 1970.
+    is_agreed: every rank has this name.
+    turns: how often the run went back to an earlier step, equally on all ranks: it repeats steps then.
+    """
+
+    run: str = field(default_factory=_new_name)
+    ancestors: Mapping[str, float] = field(default_factory=dict)
+    is_agreed: bool = False
+    turns: int = 0
+
+    def agree(self, run: str) -> None:
+        """Take the name on which all ranks agree."""
+        self.run, self.is_agreed = run, True
+
+    def follow(self, loaded: Manifest | None) -> None:
+        """Continue from a checkpoint.  loaded: its manifest; None for a folder of Accelerate's, which names no run."""
+        self.turns += 1
+        if loaded is None:
+            self.ancestors = {}
+        elif loaded.run != self.run:  # otherwise the run went back to an earlier checkpoint of its own
+            parent = {loaded.run: loaded.saved_at} if loaded.run else {}
+            self.ancestors = {**loaded.ancestors, **parent}
+
+    def holds(self, saved: Manifest) -> bool:
+        """Return whether the checkpoint with this manifest is of this run, or one that led to it.
+
+        >>> first = Manifest("step 1", 1, 0, 0, 1, run="a", saved_at=10.0)
+        >>> later = Manifest("step 2", 2, 0, 0, 1, run="a", saved_at=20.0)
+        >>> lineage = Lineage("b")
+        >>> lineage.follow(first)
+        >>> lineage.holds(first), lineage.holds(later)
+        (True, False)
+        """
+        if saved.run == self.run:
+            return True
+        until = self.ancestors.get(saved.run)
+        return until is not None and saved.saved_at <= until

@@ -7,15 +7,15 @@ device. `lengths` makes batches for inference, without a loader.
 
 from __future__ import annotations
 
-from nbaccel.train.data.configuration import DataLoaderConfiguration
-from nbaccel.train.data.lengths import LengthBatches, batches_by_length
+from nbaccel.train.data.length_batches import LengthBatches, batches_by_length
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.order import SharedOrder, data_seed
 from nbaccel.train.data.placement import to_device
-from nbaccel.train.data.prepare import (
+from nbaccel.train.data.prepare_loader import (
+    DataLoaderConfiguration,
     DataLoaderDispatcher,
     DataLoaderShard,
-    Facts,
+    LoaderFacts,
     prepare_loader,
     skip_first_batches,
 )
@@ -26,8 +26,8 @@ __all__ = [
     "DataLoaderConfiguration",
     "DataLoaderDispatcher",
     "DataLoaderShard",
-    "Facts",
     "LengthBatches",
+    "LoaderFacts",
     "PreparedLoader",
     "Shard",
     "SharedOrder",

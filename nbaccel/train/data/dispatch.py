@@ -18,11 +18,10 @@ from torch.utils.data import DataLoader
 
 from nbaccel.errors import NbaccelError
 from nbaccel.train.data.order import SharedOrder, tell_epoch
-from nbaccel.train.data.position import DatasetStates, Position
+from nbaccel.train.data.position import DatasetStates, LoaderPosition
 from nbaccel.train.data.shard import NOTHING, StreamShard, unshared
 from nbaccel.train.data.sources import Rest, Source, drawn_again, rebuilt
-from nbaccel.train.talk.hosts import host_transport
-from nbaccel.train.talk.transport import Transport
+from nbaccel.train.distributed.transport import Transport, host_transport
 from nbaccel.world import World
 
 __all__ = ["DispatchSource", "SliceFunction"]
@@ -110,11 +109,11 @@ class DispatchSource(Source):
     def order(self) -> dict[str, Any]:
         return super().order() if self._world.is_main_process and self._order is None else {}
 
-    def open(self, position: Position) -> Iterator[tuple[Any, bool]]:
+    def open(self, position: LoaderPosition) -> Iterator[tuple[Any, bool]]:
         self._remainder = -1
         return self._deal(position) if self._world.is_main_process else self._receive()
 
-    def _deal(self, position: Position) -> Iterator[tuple[Any, bool]]:
+    def _deal(self, position: LoaderPosition) -> Iterator[tuple[Any, bool]]:
         """Read the batches, send the other ranks their parts, and yield the own part. Runs on rank 0."""
         if self._order is not None:
             self._order.draw = position.draw
@@ -129,7 +128,7 @@ class DispatchSource(Source):
         if not sent:
             self._wire.send(_END, self._to_everyone(NOTHING))
 
-    def _packed(self, position: Position) -> Iterator[tuple[list[Any], list[_Parcel], bool]]:
+    def _packed(self, position: LoaderPosition) -> Iterator[tuple[list[Any], list[_Parcel], bool]]:
         """Yield each round's parts, and what is sent of them; report a failure to read to the waiting ranks."""
         try:
             for members, first, is_last in self._rounds(position):
@@ -142,7 +141,7 @@ class DispatchSource(Source):
     def _to_everyone(self, value: Any) -> list[_Parcel]:
         return [_Parcel.pack(value)] * (self._world.world_size - 1)
 
-    def _rounds(self, position: Position) -> Iterator[tuple[list[Any], list[Any], bool]]:
+    def _rounds(self, position: LoaderPosition) -> Iterator[tuple[list[Any], list[Any], bool]]:
         """Yield the rounds from `position` on; the epoch's random draws are repeated."""
         skip = position.batches
         if position.dataset is not None and self.states:

@@ -19,8 +19,8 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 
 from nbaccel.errors import CollectiveMismatch
-from nbaccel.train.data.position import Position
-from nbaccel.train.talk.hosts import collective_counter
+from nbaccel.train.data.position import LoaderPosition
+from nbaccel.train.distributed.transport import collective_counter
 from nbaccel.world import World
 
 __all__ = ["Comparison", "Meetings", "takes_one_batch"]
@@ -107,13 +107,13 @@ class Comparison:
         self._world = world
         self._shown: deque[str] = deque(maxlen=_REMEMBERED)
 
-    def show(self, position: Position) -> None:
+    def show(self, position: LoaderPosition) -> None:
         """Write down the draw that begins at `position`, for the peers to find."""
         self._shown.append(_said(position))
         with suppress(RuntimeError):  # the peer that held the store has left: nothing to compare with
             c10d._get_default_store().set(self._of(self._world.rank), " ".join(self._shown))
 
-    def compare(self, position: Position) -> None:
+    def compare(self, position: LoaderPosition) -> None:
         """Look for the draw of `position` on every other rank. The ranks have met since it began.
 
         Raises:
@@ -135,7 +135,7 @@ class Comparison:
     def _read(self, store: Any, rank: int) -> list[str]:
         return store.get(self._of(rank)).decode().split() if store.check([self._of(rank)]) else []
 
-    def _difference(self, position: Position, rank: int, theirs: list[str]) -> str:
+    def _difference(self, position: LoaderPosition, rank: int, theirs: list[str]) -> str:
         others = [int(said.split(".")[1]) for said in theirs if said.startswith(f"{position.epoch}.")]
         kind = "looked at it" if position.is_look else "begun to loop over it"
         counts = {self._world.rank: _times(position.draw), rank: max(map(_times, others), default=1)}
@@ -148,7 +148,7 @@ class Comparison:
         )
 
 
-def _said(position: Position) -> str:
+def _said(position: LoaderPosition) -> str:
     return f"{position.epoch}.{position.draw}"
 
 

@@ -19,16 +19,15 @@ from torch.utils.data import DataLoader
 
 from nbaccel.errors import NotPrepared
 from nbaccel.events import Gauge, emit
-from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.data.draws import Comparison, Meetings, takes_one_batch
-from nbaccel.train.data.gauge import Fetching, LoopGauge
 from nbaccel.train.data.order import tell_epoch
 from nbaccel.train.data.placement import place
-from nbaccel.train.data.position import Position, Progress
+from nbaccel.train.data.position import EpochProgress, Fetching, LoaderPosition, LoopGauge
+from nbaccel.train.data.shard import counted, refuse_uneven, until_backward
 from nbaccel.train.data.sources import Source
-from nbaccel.train.data.uneven import counted, refuse_uneven, until_backward
+from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.implicit import step_back
-from nbaccel.train.state import current_world
+from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.world import World
 
 __all__ = ["PreparedLoader"]
@@ -63,9 +62,9 @@ class PreparedLoader(DataLoader[Any]):
         self.end_of_dataloader = False
         self.is_bound = True
         self._source = source
-        self._progress = Progress()
+        self._progress = EpochProgress()
         self._origin: PreparedLoader | None = None  # the loader of which this one is the rest
-        self._resumed: Position | None = None  # the position that the skipped batches replace
+        self._resumed: LoaderPosition | None = None  # the position that the skipped batches replace
         self._comparison = Comparison(self._name(), world)
         self._skip = 0  # this rank's batches that every iteration leaves out
         self._fetching = Fetching()
@@ -108,7 +107,7 @@ class PreparedLoader(DataLoader[Any]):
         """Return a copy for a look during an iteration, which continues as if there had been no look."""
         apart = copy.copy(self)
         apart._origin, apart._source = None, self._source.apart()
-        apart._progress, apart._fetching = Progress(), Fetching()
+        apart._progress, apart._fetching = EpochProgress(), Fetching()
         apart._progress.enter_epoch(self._progress.epoch, self._progress.loops, self._progress.looks)
         self._progress.looks += 1
         return apart
@@ -185,7 +184,7 @@ class PreparedLoader(DataLoader[Any]):
                     progress.resume = position  # a look: the training that continues there is still to come
             accumulation.close(window, is_whole)
 
-    def _next_position(self, is_look: bool) -> Position:
+    def _next_position(self, is_look: bool) -> LoaderPosition:
         """Return the position where an iteration that starts now begins."""
         progress = self._progress
         resumed = progress.resume
@@ -196,9 +195,9 @@ class PreparedLoader(DataLoader[Any]):
         first = self._resumed
         if first is not None and first.epoch == epoch and not is_look:
             return replace(first, batches=batches, dataset=None)
-        return Position(epoch, batches, self._source.seed, self._source.order(), None, self._batch_size, *counts)
+        return LoaderPosition(epoch, batches, self._source.seed, self._source.order(), None, self._batch_size, *counts)
 
-    def _is_through(self, position: Position) -> bool:
+    def _is_through(self, position: LoaderPosition) -> bool:
         """Return whether a loop that may train has no batches left at `position`, so that no look may resume there."""
         lengths = self._source.lengths(position.batches)
         return not position.is_look and lengths is not None and not max(lengths)
@@ -250,7 +249,7 @@ class PreparedLoader(DataLoader[Any]):
         if begun is None:
             counts = (progress.loops, progress.looks)
             size = self._batch_size
-            resumed = progress.resume or Position(progress.epoch, 0, self._source.seed, {}, None, size, *counts)
+            resumed = progress.resume or LoaderPosition(progress.epoch, 0, self._source.seed, {}, None, size, *counts)
             return resumed.state_dict()
         # A window may have begun in the epoch before, whose batches are not read again.
         batches = begun.batches + max(0, progress.taken - unseen * self._source.stride)
@@ -288,7 +287,7 @@ class PreparedLoader(DataLoader[Any]):
         >>> [batch.tolist() for batch in loader]
         [[2, 3], [4, 5], [6, 7]]
         """
-        position = Position.from_state(state, self._batch_size)
+        position = LoaderPosition.from_state(state, self._batch_size)
         if not self.world.is_main_process:
             position = replace(position, order={})  # rank 0's: worker processes of all ranks would draw alike
         if position.seed is not None and self._source.seed is not None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nbaccel.train.talk.nested import children, map_children
+from nbaccel.train.distributed.nested import children, map_children
 
 __all__ = ["Copier", "CudaCopier", "place", "prefetched", "to_device"]
 

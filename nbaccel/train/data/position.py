@@ -1,24 +1,42 @@
-"""Position: the progress of an epoch of one loader, and what is needed to continue there. Runs in ranks.
+"""LoaderPosition: the progress of an epoch of one loader, and what is needed to continue there. Runs in ranks.
 
 Positions count the batches of the user's loader that all ranks together have had, so they are valid for another
 number of ranks. Nothing here iterates a loader.
+
+LoopGauge: measures the progress of one iteration over a prepared loader, for observers. Runs in ranks.
+
+The loop itself reports nothing: a launcher's thread reads the gauge a few times per second, so that reporting costs
+the loop nothing. The loop trains if backwards come, otherwise it evaluates. How long it waits for data is estimated
+from how often the loader was found busy.
 """
 
 from __future__ import annotations
 
+import inspect
+import time
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-__all__ = ["DatasetStates", "Position", "Progress"]
+from nbaccel.events import Progress
+from nbaccel.train.step.accumulation import Accumulation
+
+__all__ = [
+    "DatasetStates",
+    "EpochProgress",
+    "Fetching",
+    "LoaderPosition",
+    "LoopGauge",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class LoaderPosition:
     """The position where an iteration begins, or that it has reached.
 
     epoch: the iteration's number.  batches: those of the user's loader before it, for all ranks together.
@@ -56,7 +74,7 @@ class Position:
         return {name: getattr(self, name) for name in self.__slots__ if name != "goes_on"}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], batch_size: int | None) -> Position:
+    def from_state(cls, state: dict[str, Any], batch_size: int | None) -> LoaderPosition:
         """Return the position that `state_dict` gave, for a loader with batches of `batch_size`.
 
         Raises:
@@ -77,11 +95,11 @@ class Position:
         return replace(position, batches=batches, batch_size=batch_size)
 
 
-class Progress:
+class EpochProgress:
     """The position of one prepared loader; shared with loaders that `skip_first_batches` made of it.
 
     epoch: of the current iteration, or of the next one.
-    loops, looks: how often that epoch was begun; see `Position`.
+    loops, looks: how often that epoch was begun; see `LoaderPosition`.
     begun: where the current iteration began; None outside of one.  steps: training steps done by then.
     taken: batches of the user's loader since then, for all ranks together.
     resume: where the next iteration must begin; None for the epoch's first batch.
@@ -92,15 +110,15 @@ class Progress:
 
     def __init__(self) -> None:
         self.epoch = self.loops = self.looks = 0
-        self.begun: Position | None = None
+        self.begun: LoaderPosition | None = None
         self.steps = 0
         self.taken = 0
-        self.resume: Position | None = None
+        self.resume: LoaderPosition | None = None
         self.is_joined = False
         self.datasets: list[Any] = []
         self.ended: tuple[dict[str, Any], int] | None = None
 
-    def begin(self, position: Position, steps: int) -> None:
+    def begin(self, position: LoaderPosition, steps: int) -> None:
         self.enter_epoch(position.epoch, position.loops, position.looks)
         if position.is_look:
             self.looks += 1
@@ -173,3 +191,103 @@ def _stateful(loader: DataLoader[Any]) -> Any:
         if hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict"):
             return candidate
     return None
+
+
+_ENOUGH_LOOKS = 20  # 5 s: some 10 % of the time, give or take
+
+
+class Fetching:
+    """Estimates how much of their time the loops over one loader wait for batches. Only the loop holds the generator.
+
+    waiting: a fraction of 1; None before there were enough looks.
+    """
+
+    def __init__(self) -> None:
+        self._generator: weakref.ref[Generator[Any, None, None]] | None = None
+        self._looks = self._waits = 0
+
+    def __reduce__(self) -> tuple[type[Fetching], tuple[()]]:
+        """Return an empty object, so that a copied or pickled loader starts to count again."""
+        return Fetching, ()
+
+    @property
+    def waiting(self) -> float | None:
+        return round(self._waits / self._looks, 2) if self._looks >= _ENOUGH_LOOKS else None
+
+    def watch(self, generator: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """Note that a loop begins which takes its batches from `generator`; return it."""
+        self._generator = weakref.ref(generator)
+        return generator
+
+    def look(self) -> None:
+        """Count whether the generator is running now. Called from another thread than the loop's."""
+        generator = None if self._generator is None else self._generator()
+        self._looks += 1
+        self._waits += generator is not None and inspect.getgeneratorstate(generator) == inspect.GEN_RUNNING
+
+
+class LoopGauge:
+    """Progress of one iteration, from its first batch to its end.
+
+    taken: returns how many batches of the epoch this rank has had, including those that it left out.
+    batches: how many the epoch has for this rank; None where that is unknown.
+    samples: in one batch of this rank; None where batches have sizes of their own.
+    epoch: that of the loader; where the program has announced epochs (`Accelerator.epochs`), theirs is used instead.
+    may_train: gradients were enabled when it began.
+    fetching: that of its loader.
+    """
+
+    def __init__(
+        self,
+        accumulation: Accumulation,
+        taken: Callable[[], int],
+        batches: int | None,
+        epoch: int,
+        samples: int | None,
+        may_train: bool,
+        fetching: Fetching,
+    ) -> None:
+        self._accumulation = accumulation
+        self._taken = taken
+        self._batches = batches
+        self._epoch = epoch if accumulation.epoch is None else accumulation.epoch
+        self._epochs = accumulation.epochs
+        self._samples = samples
+        self._may_train = may_train
+        self._fetching = fetching
+        self._steps_before = accumulation.clock.done
+        self._taken_before = taken()
+        self._began = time.monotonic()
+        self._end: Progress | None = None
+
+    def read(self) -> Progress | None:
+        """Return the present progress; None once the loop has ended. Called from any thread but the loop's."""
+        if self._end is not None:
+            return None
+        self._fetching.look()
+        return self._look()
+
+    def close(self) -> Progress:
+        """Note that the iteration has ended, or was left; return its progress at that time."""
+        self._end = self._look(is_over=True)
+        return self._end
+
+    def _look(self, is_over: bool = False) -> Progress:
+        steps, taken = self._accumulation.clock.done, self._taken()
+        has_trained = steps > self._steps_before
+        # Before the first step is complete, loops that train and loops that evaluate differ only in enabled gradients.
+        is_first_window = self._may_train and taken <= self._taken_before + self._accumulation.steps and not is_over
+        return Progress(
+            step=steps,
+            batch=taken,
+            batches=self._batches,
+            epoch=self._epoch,
+            epochs=self._epochs,
+            samples=self._samples,
+            is_training=has_trained or is_first_window,
+            is_guess=is_first_window and not has_trained,
+            is_over=is_over,
+            first=self._steps_before,
+            began=self._began,
+            waiting=self._fetching.waiting,
+        )

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from nbaccel.train.data.order import PrivateRandomness, SharedOrder, drawn_seed, order_states, replayed, tell_epoch
 from nbaccel.train.data.pieces import in_pieces, iterated_in_pieces
-from nbaccel.train.data.position import DatasetStates, Position
+from nbaccel.train.data.position import DatasetStates, LoaderPosition
 from nbaccel.train.data.shard import BatchShard, StreamShard, look_ahead, unshared
 from nbaccel.world import World
 
@@ -83,7 +83,7 @@ class Source:
         """Return a source for a look during an iteration; the iteration's order and generators do not change."""
         return self
 
-    def open(self, position: Position) -> Iterator[tuple[Any, bool]]:
+    def open(self, position: LoaderPosition) -> Iterator[tuple[Any, bool]]:
         """Yield this rank's batches from `position` on, and whether each is its last one."""
         loader = self.loader
         inner = getattr(loader.batch_sampler, "sampler", None)
@@ -99,14 +99,14 @@ class Source:
             batches.start()
         return self._ended(iterator, position)
 
-    def _ended(self, batches: Iterator[Any], position: Position) -> Iterator[tuple[Any, bool]]:
+    def _ended(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[tuple[Any, bool]]:
         noted = self.states.noted(batches)
         lengths = self.lengths(position.batches)
         if self.is_stream or lengths is None:
             return look_ahead(unshared(noted))
         return count_down(noted, lengths[0])
 
-    def _resumed_stream(self, position: Position) -> Iterator[Any]:
+    def _resumed_stream(self, position: LoaderPosition) -> Iterator[Any]:
         """Resume by the dataset's state where there is one; else read again what comes before."""
         if position.dataset is not None and self.states:
             self.states.restore(position.dataset)
@@ -182,7 +182,7 @@ class IndexSource(Source):
     def apart(self) -> Source:
         return IndexSource(self.loader, self._order.apart(), self._world, even=self.even, split=self.is_split)
 
-    def open(self, position: Position) -> Iterator[tuple[Any, bool]]:
+    def open(self, position: LoaderPosition) -> Iterator[tuple[Any, bool]]:
         self._order.draw = position.draw
         tell_epoch(position.epoch, self.loader.dataset, self.shard)
         self.shard.skip = position.batches
@@ -241,7 +241,7 @@ class StreamSource(Source):
     def apart(self) -> Source:
         return StreamSource(self.loader, self.seed, self._world, even=self.even, split=self.is_split)
 
-    def open(self, position: Position) -> Iterator[tuple[Any, bool]]:
+    def open(self, position: LoaderPosition) -> Iterator[tuple[Any, bool]]:
         tell_epoch(position.epoch, self.loader.dataset)
         self._private.seed(drawn_seed(self.seed + position.epoch, position.draw))
         reads_again = position.dataset is None or not self.states
@@ -299,7 +299,7 @@ class _Started(Iterator[Any]):
         return next(self._rest or self.start())
 
 
-def drawn_again(position: Position, loader: DataLoader[Any]) -> AbstractContextManager[None]:
+def drawn_again(position: LoaderPosition, loader: DataLoader[Any]) -> AbstractContextManager[None]:
     """Repeat the random draws of a continued epoch while entered.
 
     Afterwards the random numbers of the program continue where they were.

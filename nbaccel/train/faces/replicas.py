@@ -9,9 +9,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from nbaccel.train.distributed_type import DistributedType
-from nbaccel.train.faces.control import ProcessControl
-from nbaccel.train.prepared import Prepared
+from nbaccel.train.distributed.process_control import DistributedType, ProcessControl
+from nbaccel.train.prepare.prepared import Prepared
 
 __all__ = ["Replicas"]
 

@@ -17,17 +17,16 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from nbaccel.events import reports
-from nbaccel.train.accumulation import Accumulation
-from nbaccel.train.faces.control import ProcessControl
-from nbaccel.train.finite import LossWatch
-from nbaccel.train.handlers import AutocastKwargs
-from nbaccel.train.models import is_spread
-from nbaccel.train.optimizer import PreparedOptimizer
-from nbaccel.train.precision import Precision
-from nbaccel.train.prepared import Prepared
-from nbaccel.train.recompute import recompute_activations
+from nbaccel.train.distributed.process_control import ProcessControl
+from nbaccel.train.prepare.contexts import Accumulating, Local, NoSync
+from nbaccel.train.prepare.loss_watch import LossWatch
+from nbaccel.train.prepare.models import is_spread, recompute_activations
+from nbaccel.train.prepare.optimizer import PreparedOptimizer
+from nbaccel.train.prepare.prepared import Prepared
+from nbaccel.train.step.accumulation import Accumulation
+from nbaccel.train.step.kwargs_handlers import AutocastKwargs
+from nbaccel.train.step.precision import Precision
 from nbaccel.train.strategies import Strategy
-from nbaccel.train.windows import Accumulating, Local, NoSync
 
 __all__ = ["Stepping"]
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from nbaccel.events import Opened, Phase, emit, reports
 from nbaccel.tracking import BlankTracker, GeneralTracker, LoggerType, find_tracker, tracker_names, without_none
-from nbaccel.train.faces.control import ProcessControl
+from nbaccel.train.callers import warn_user
+from nbaccel.train.distributed.process_control import ProcessControl
 from nbaccel.train.readings import Reading, is_plain
-from nbaccel.train.warned import warn_user
 
 __all__ = ["Trackers", "Tracking"]
 

@@ -16,20 +16,31 @@ import torch
 from torch import Tensor
 
 from nbaccel.errors import NotPrepared
-from nbaccel.train.implicit.agreement import Agreement, shape_of
-from nbaccel.train.implicit.exchange import Exchange, Round
-from nbaccel.train.implicit.graph import is_compiled, leaves_of, runs_backwards_inside
-from nbaccel.train.implicit.handed import Handed
-from nbaccel.train.implicit.header import VALUES, Header, Say, as_floats, digest, exchange
-from nbaccel.train.implicit.models import Models, sums_of
+from nbaccel.train.distributed.collectives import Collectives
+from nbaccel.train.implicit.batch_parts import Handed
+from nbaccel.train.implicit.exchange import Agreement, GradientExchange, Round, shape_of
+from nbaccel.train.implicit.gradient_weights import (
+    VALUES,
+    Header,
+    References,
+    Say,
+    as_floats,
+    digest,
+    exchange,
+    factors,
+)
+from nbaccel.train.implicit.graph import (
+    forget_scaled,
+    is_compiled,
+    is_scaled,
+    leaves_of,
+    runs_backwards_inside,
+    users_scalars,
+)
 from nbaccel.train.implicit.passes import Passes
-from nbaccel.train.implicit.scalars import users_scalars
-from nbaccel.train.implicit.scaling import forget_scaled, is_scaled
-from nbaccel.train.implicit.steps import Steps
-from nbaccel.train.implicit.terms import Reading, Term, lengths_below, obstacle_below, read, shapes_below
-from nbaccel.train.implicit.weights import References, factors
-from nbaccel.train.implicit.withholding import Withholding
-from nbaccel.train.talk.collectives import Collectives
+from nbaccel.train.implicit.terms import LossTerms, Term, lengths_below, obstacle_below, read, shapes_below
+from nbaccel.train.implicit.trained_tensors import Models, sums_of
+from nbaccel.train.implicit.withholding import StepCounter, Withholding
 from nbaccel.world import World
 
 __all__ = ["Averaging"]
@@ -66,7 +77,7 @@ class Averaging:
         self,
         world: World,
         passes: Passes,
-        steps: Steps,
+        steps: StepCounter,
         withholding: Withholding,
         collectives: Callable[[], Collectives],
         on_trained: Callable[[float | None], None],
@@ -85,7 +96,7 @@ class Averaging:
         self._withholding = withholding
         self._make_collectives = collectives
         self._collectives: Collectives | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: GradientExchange | None = None
         self._on_trained = on_trained
         self._on_registered = on_registered
         self._on_parts_shown = on_parts_shown
@@ -338,7 +349,7 @@ class Averaging:
                 self._varying.add((shape, at))
         return [pure[at] or (shape, at) not in self._varying for at in range(len(whole))]
 
-    def _obstacle(self, readings: Sequence[Reading], rows: int, is_graph_kept: bool) -> str:
+    def _obstacle(self, readings: Sequence[LossTerms], rows: int, is_graph_kept: bool) -> str:
         """Return why this loss must be computed of whole batches; "" where parts are possible."""
         if is_graph_kept:
             return "gradients of gradients of what is trained"
@@ -619,8 +630,8 @@ class Averaging:
             self._collectives, self._exchange = now, None
         return now
 
-    def _exchanges(self) -> Exchange:
+    def _exchanges(self) -> GradientExchange:
         now = self._collective()
         if self._exchange is None:
-            self._exchange = Exchange(now)
+            self._exchange = GradientExchange(now)
         return self._exchange

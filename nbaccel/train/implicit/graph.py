@@ -1,14 +1,34 @@
-"""Graph of a backward: finds, before it runs, which leaves it will reach. Runs in ranks."""
+"""Graph of a backward: finds, before it runs, which leaves it will reach. Runs in ranks.
+
+Scalars: finds the user's variables that hold a part of a loss, such as the loss before scaling. Runs in ranks.
+
+Scaling: finds the products in a graph that torch's GradScaler made. Runs in ranks.
+
+Its factor changes while a loop trains, and is not part of the divisor of a loss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["is_compiled", "leaves_of", "runs_backwards_inside"]
+from nbaccel.train.callers import users_frames, variables_of
+from nbaccel.train.implicit.terms import LossTerms
+
+__all__ = [
+    "forget_scaled",
+    "is_compiled",
+    "is_scaled",
+    "leave_scalers",
+    "leaves_of",
+    "runs_backwards_inside",
+    "users_scalars",
+    "watch_scalers",
+]
 
 with torch.enable_grad():  # a notebook may have it off
     _ACCUMULATES = type(torch.ones(1, requires_grad=True, device="cpu").expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
@@ -53,3 +73,74 @@ def runs_backwards_inside(nodes: Sequence[Any]) -> bool:
 def is_compiled(nodes: Sequence[Any]) -> bool:
     """Return whether one of `nodes` is the backward of a function made by ``torch.compile``."""
     return any(type(node).__name__ == "CompiledFunctionBackward" for node in nodes)
+
+
+_FRAMES = 4
+
+
+def users_scalars(reading: LossTerms, most: int) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Return tensors in the user's innermost frames whose value is made of the same terms, and the terms' numbers."""
+    if len(reading.scalars) < 2:
+        return []
+    wanted = {scalar.node: scalar.terms for scalar in reading.scalars[1:]}
+    found: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
+    for frame in users_frames(_FRAMES):
+        for value in list(variables_of(frame).values()):
+            if type(value) is Tensor and value.requires_grad and value.numel() == 1 and value.grad_fn in wanted:
+                found[id(value)] = value, wanted[value.grad_fn]
+    order = {scalar.node: place for place, scalar in enumerate(reading.scalars)}
+    return sorted(found.values(), key=lambda pair: order[pair[0].grad_fn])[:most]
+
+
+_last: list[Any] = []
+_withholds: list[Callable[[Any], bool]] = []
+
+
+def watch_scalers(withholds: Callable[[Any], bool]) -> None:
+    """Record losses that a scaler has scaled, until `leave_scalers`.
+
+    withholds: returns whether a call of a scaler has to wait; the call then does nothing. Called with the optimizer,
+    if one is about to step.
+    """
+    _withholds[:] = [withholds]
+    kind: Any = torch.amp.GradScaler
+    original = kind.scale
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def scale(scaler: Any, outputs: Any) -> Any:
+        scaled = original(scaler, outputs)
+        if _withholds and isinstance(scaled, Tensor) and scaled is not outputs:
+            _last[:] = [scaled.grad_fn]
+        return scaled
+
+    kind.scale = scale
+    for name in ("unscale_", "step", "update"):
+        setattr(kind, name, _unless_withheld(getattr(kind, name), steps=name == "step"))
+
+
+def leave_scalers() -> None:
+    """Stop recording, and drop the last product: a graph leads to the weights of its model."""
+    _withholds.clear()
+    _last.clear()
+
+
+def _unless_withheld(original: Callable[..., Any], steps: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = kwargs.get("optimizer", args[0] if args else None) if steps else None
+        is_withheld = bool(_withholds) and _withholds[0](optimizer)
+        return None if is_withheld else original(scaler, *args, **kwargs)
+
+    return call
+
+
+def is_scaled(node: Any) -> bool:
+    """Return whether `node` is the product that the last call of a scaler has made."""
+    return bool(_last) and node is _last[0]
+
+
+def forget_scaled() -> None:
+    """Drop the product after its backward, so that its graph is freed."""
+    _last.clear()

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from nbaccel.errors import CannotSplit
-from nbaccel.train.microbatch.slicing import Samples, sample_shapes
+from nbaccel.train.oom.microbatch.slicing import Samples, sample_shapes
 
 __all__ = [
     "ask",

@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from torch.utils.data.dataloader import _DatasetKind
 
 from nbaccel.events import Gauge, LoopEntered, Loss, emit
+from nbaccel.train.callers import place_of_call
 from nbaccel.train.implicit import count_steps_by, forget, when_beginning_anew, when_stepping_back
+from nbaccel.train.implicit.batch_parts import PassGauge
+from nbaccel.train.implicit.graph import forget_scaled, is_scaled, leave_scalers, watch_scalers
 from nbaccel.train.implicit.hooks import Hooks
 from nbaccel.train.implicit.loaders import ask, length_of
-from nbaccel.train.implicit.progress import PassGauge
-from nbaccel.train.implicit.scaling import forget_scaled, is_scaled, leave_scalers, watch_scalers
-from nbaccel.train.implicit.steps import Steps
-from nbaccel.train.implicit.users_code import place_of_call
+from nbaccel.train.implicit.withholding import StepCounter
 
 __all__ = ["LoneTraining"]
 
@@ -66,7 +66,7 @@ class LoneTraining:
     needs_order = False
 
     def __init__(self) -> None:
-        self._steps = Steps(lambda: self._batches)
+        self._steps = StepCounter(lambda: self._batches)
         self._hooks = Hooks(self._run, self._before_step, self._after_step)
         self._batches = self._backwards = 0
         self._is_armed = False

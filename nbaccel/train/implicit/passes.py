@@ -24,8 +24,8 @@ from torch.utils.data.dataloader import _DatasetKind
 from nbaccel.errors import CannotSplit, NotPrepared
 from nbaccel.events import Gauge, LoopEntered, emit
 from nbaccel.settings import EACH, SPLIT
-from nbaccel.train.implicit.handed import ALONE, UNKNOWN, Handed, Label, Split, Turn
-from nbaccel.train.implicit.layouts import Layout, is_own
+from nbaccel.train.callers import place_of_call, users_name
+from nbaccel.train.implicit.batch_parts import ALONE, UNKNOWN, Handed, Label, Layout, PassGauge, Split, Turn, is_own
 from nbaccel.train.implicit.loaders import (
     ask,
     length_of,
@@ -35,9 +35,7 @@ from nbaccel.train.implicit.loaders import (
     shares_out,
     whole_numbers,
 )
-from nbaccel.train.implicit.progress import PassGauge
-from nbaccel.train.implicit.streams import Streams, mixed
-from nbaccel.train.implicit.users_code import place_of_call, users_name
+from nbaccel.train.implicit.rank_streams import Streams, mixed
 
 __all__ = ["Passes"]
 

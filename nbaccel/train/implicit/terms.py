@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Reading", "Scalar", "Term", "lengths_below", "obstacle_below", "read", "shapes_below"]
+__all__ = ["LossTerms", "Scalar", "Term", "lengths_below", "obstacle_below", "read", "shapes_below"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Scalar:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LossTerms:
     """The terms of a loss, or the obstacle because of which it is no sum of terms; `scalars` has the root first.
 
     The order is that of the graph: the same in all ranks that run one program.
@@ -67,22 +67,22 @@ class _NoSum(Exception):
     """The loss is no weighted sum of terms; the message gives the reason."""
 
 
-def read(root: Tensor, scaled: Callable[[Any], bool] = lambda node: False) -> Reading:
+def read(root: Tensor, scaled: Callable[[Any], bool] = lambda node: False) -> LossTerms:
     """Read the top of the graph of `root`, a number with a graph.
 
     scaled: returns whether a node is the multiplication by a gradient scaler's scale, which no `constant` may contain.
     """
     if root.numel() != 1:
-        return Reading((), "backward of a tensor that is no single number", ())
+        return LossTerms((), "backward of a tensor that is no single number", ())
     try:
         return _read(root.grad_fn, scaled)
     except _NoSum as reason:
-        return Reading((), str(reason), ())
+        return LossTerms((), str(reason), ())
     except RuntimeError:  # its saved values were freed; the backward's own error explains it better
-        return Reading((), "a graph that a backward has used up", ())
+        return LossTerms((), "a graph that a backward has used up", ())
 
 
-def _read(root: Any, scaled: Callable[[Any], bool]) -> Reading:
+def _read(root: Any, scaled: Callable[[Any], bool]) -> LossTerms:
     counts: dict[Any, Tensor | float | None] = {}  # by reduction
     pure: set[Any] = set()  # values of parameters alone
     links: dict[Any, list[_Link]] = {}
@@ -125,7 +125,7 @@ def _read(root: Any, scaled: Callable[[Any], bool]) -> Reading:
         if node not in reached:
             together = sum((reached[child] for child, _ in links[node]), ())
             reached[node] = tuple(sorted(set(together))) if is_shared else together
-    return Reading(terms, "", tuple(Scalar(node, reached[node]) for node in reversed(order)))
+    return LossTerms(terms, "", tuple(Scalar(node, reached[node]) for node in reversed(order)))
 
 
 # --- One node ---
@@ -385,7 +385,7 @@ _COLLECTED = _names("IndexAdd IndexReduce ScatterAdd ScatterReduce")
 _PICKS = _names("Embedding EmbeddingBag Index IndexSelect Gather")
 
 
-def obstacle_below(reading: Reading, rows: int) -> str:
+def obstacle_below(reading: LossTerms, rows: int) -> str:
     """Return why samples are not independent of each other below the terms; empty if there is no sign of it.
 
     The signs are shapes that contain the number of samples, `rows`, so a large batch shows more than a small one. Call

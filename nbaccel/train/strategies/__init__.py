@@ -6,14 +6,14 @@ from importlib import import_module
 
 import torch
 
-from nbaccel.train.handlers import Handlers
-from nbaccel.train.strategies.base import Strategy
+from nbaccel.train.step.kwargs_handlers import Handlers
+from nbaccel.train.strategies.single import Strategy
 from nbaccel.world import World
 
 __all__ = ["Strategy", "choose_strategy", "strategy_names"]
 
 _REGISTRY = {
-    "single": "nbaccel.train.strategies.base:Strategy",
+    "single": "nbaccel.train.strategies.single:Strategy",
     "replicated": "nbaccel.train.strategies.replicated:Replicated",
 }
 

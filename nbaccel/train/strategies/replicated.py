@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel.train.handlers import DDPCommunicationHookType
-from nbaccel.train.microbatch.buckets import Buckets
-from nbaccel.train.microbatch.gradients import Gradients
-from nbaccel.train.strategies.base import Strategy, without_compile
-from nbaccel.train.strategies.complaints import explain_twice_ready, explain_unused
-from nbaccel.train.strategies.lending import is_parallel, lendable
-from nbaccel.train.talk.collectives import Collectives
+from nbaccel.train.distributed.collectives import Collectives
+from nbaccel.train.step.gradient_buckets import Buckets
+from nbaccel.train.step.gradients import Gradients
+from nbaccel.train.step.kwargs_handlers import DDPCommunicationHookType
+from nbaccel.train.strategies.ddp_options import explain_twice_ready, explain_unused
+from nbaccel.train.strategies.single import Strategy, is_parallel, lendable, without_compile
 
 __all__ = ["Replica", "Replicated"]
 
@@ -85,7 +84,7 @@ class Replicated(Strategy):
     def _compress(self, replica: Replica) -> None:
         options = self.handlers.ddp
         if {options.comm_hook, options.comm_wrapper} != {DDPCommunicationHookType.NO}:
-            from nbaccel.train.strategies.compression import compress_gradients  # torch's hooks import slowly
+            from nbaccel.train.strategies.ddp_options import compress_gradients  # torch's hooks import slowly
 
             compress_gradients(replica, options, self.device)
 

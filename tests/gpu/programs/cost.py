@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gpu.facts import fact, tell_cases
 from nbaccel import Accelerator
 from nbaccel.failures import can_retry
-from nbaccel.train.microbatch.buckets import Buckets
-from nbaccel.train.microbatch.gradients import Report
-from nbaccel.train.talk.process_group import GroupOptions, process_group
+from nbaccel.train.distributed.process_group import GroupOptions, process_group
+from nbaccel.train.step.gradient_buckets import Buckets
+from nbaccel.train.step.gradients import StepReport
 from nbaccel.world import World
 
 _ON_HOST_BYTES = 3_000_000
@@ -164,7 +164,7 @@ def buckets(device: str) -> dict[str, Any]:
             loss = training.loss(ours_model, batch)
         loss.backward()
         gradients.is_busy = False
-        said = gradients.exchange(Report(weight=1.0))
+        said = gradients.exchange(StepReport(weight=1.0))
         assert said.weight == 1.0
         gradients.close(1.0)
 

@@ -51,7 +51,7 @@ class _Shared(Devices):
 
 def who_chooses_devices() -> list[ModuleType]:
     """The modules that know `choose_devices` by name: launches, cells, forms, ranks that stay."""
-    from nbaccel.launch import functions, preflight  # noqa: F401  # loaded, to be found
+    from nbaccel.launch import api, preflight  # noqa: F401  # loaded, to be found
     from nbaccel.notebook import choices, plan  # noqa: F401
 
     ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "nbaccel"]

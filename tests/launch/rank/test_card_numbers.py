@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.launch.rank.card_numbers import first_card_in, says_first_card
-from nbaccel.launch.rank.cell import CellSource, CellTask
+from nbaccel.launch.ipc.cell_task import CellSource, CellTask
+from nbaccel.launch.objects.names import first_card_in, says_first_card
 
 CFG = "class CFG:\n    lr = 0.1\n    device = torch.device('cuda:0')"
 TRAIN = "def train():\n    def inner():\n        return model.to('cuda:0')\n    return inner()"

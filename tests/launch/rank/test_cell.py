@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.launch.rank.cell import CellSource, CellTask
-from nbaccel.launch.wire.wrappers import plain
+from nbaccel.launch.ipc.cell_task import CellSource, CellTask
+from nbaccel.launch.objects.wrappers import plain
 
 
 class Bunch(dict[str, Any]):

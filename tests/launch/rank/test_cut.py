@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 import devicelike
 from nbaccel.aborting import is_aborted
-from nbaccel.launch.rank import cut
-from nbaccel.launch.rank.cut import CutWatch
-from nbaccel.launch.wire.control import ControlPage
+from nbaccel.launch.ipc.control import ControlPage
+from nbaccel.launch.worker import lifetime
+from nbaccel.launch.worker.lifetime import CutWatch
 from nbaccel.testing import run_ranks
 
 
 def _forms_a_group_in_its_first_task() -> list[bool]:
     """Whether the page says that rank 1 hears cuts: at the task's begin, once it has a group, in the next task."""
     has_group = threading.Event()
-    cut.uses_device, cut.has_gpu_driver = has_group.is_set, lambda: True
+    lifetime.uses_device, lifetime.has_gpu_driver = has_group.is_set, lambda: True
     page = ControlPage.create(2)
     watch = CutWatch(page, 1)
     watch.begin(stays=True)
@@ -39,7 +39,7 @@ def _is_told_that_peers_may_have_left() -> tuple[bool, bool]:
     """Whether a rank that stays has aborted: with its device idle, and while that waits."""
     devicelike.install()
     dist.init_process_group(devicelike.NAME)
-    cut._HUNG_AT_STOP_S = 0.2
+    lifetime._HUNG_AT_STOP_S = 0.2
     page = ControlPage.create(1)
     CutWatch(page, 0).begin(stays=True)
     page.frees_hung = True
@@ -54,7 +54,7 @@ def _is_told_that_peers_may_have_left() -> tuple[bool, bool]:
 
 def test_at_a_stop_no_rank_aborts_whose_device_waits_for_nothing() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut, "has_gpu_driver", lambda: True)
+        patch.setattr(lifetime, "has_gpu_driver", lambda: True)
         assert run_ranks(1, _is_told_that_peers_may_have_left) == [(False, True)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.torch_version import TorchVersion
 
-from nbaccel.launch.rank import ended_groups
+from nbaccel.launch.worker import process_setup
 
 
 class Group:
@@ -18,7 +18,7 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ended_groups, "_kept", [])
+    monkeypatch.setattr(process_setup, "_kept", [])
 
 
 def _ended(version: str) -> tuple[Any, Any]:
@@ -27,7 +27,7 @@ def _ended(version: str) -> tuple[Any, Any]:
     world = SimpleNamespace(pg_map={default[0]: None})
     c10d = SimpleNamespace(torch=SimpleNamespace(__version__=TorchVersion(version)), _world=world)
     c10d._update_default_pg = lambda group: default.__setitem__(0, group)
-    ended_groups._keep(c10d)
+    process_setup._keep(c10d)
     watched = weakref.ref(default[0])
     c10d._update_default_pg(None)  # as destroy_process_group() does
     world.pg_map.clear()

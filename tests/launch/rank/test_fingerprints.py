@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nbaccel.launch.rank.parameters import fingerprint
+from nbaccel.launch.objects.parameters import fingerprint
 
 LARGE = 70_001  # more than what is also squared, and no whole number of words
 

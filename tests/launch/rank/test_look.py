@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from nbaccel.events import CollectiveEntered, Event
-from nbaccel.launch.rank.calls import CallLog
-from nbaccel.launch.rank.describing import described
-from nbaccel.launch.rank.look import left_behind, scenes
-from nbaccel.launch.snapshot import Call, Scene, Snapshot, Value
+from nbaccel.launch.ipc.reports import CollectiveCall, FrameSnapshot, StackSnapshot, ValueSummary
+from nbaccel.launch.worker.stack_snapshot import CallLog, described, left_behind, scenes
 
 
 def trace_of(function: Any) -> TracebackType | None:
@@ -60,7 +58,7 @@ def poisoned() -> torch.nn.Module:
 )
 def test_a_value_is_described_by_what_it_is(name: str, value: Any, form: str | None, text: str, flaw: str) -> None:
     seen = described(name, value)
-    assert seen == Value(name, seen.form if form is None else form, text, flaw)
+    assert seen == ValueSummary(name, seen.form if form is None else form, text, flaw)
 
 
 @pytest.mark.parametrize("name", ["token", "hf_token", "API_KEY", "apiKey", "password", "db_passwd", "client_secret"])
@@ -121,22 +119,25 @@ def test_scenes_are_the_users_frames_with_the_names_that_they_use() -> None:
 
 def test_a_rank_that_is_through_leaves_its_names() -> None:
     (scene,) = left_behind("Cell In[3]", {"step": 2, "_": 1, "torch": torch})
-    assert (scene.file, scene.values) == ("Cell In[3]", [Value("step", "int", "2")])
+    assert (scene.file, scene.values) == ("Cell In[3]", [ValueSummary("step", "int", "2")])
     assert left_behind("", {}) == []
 
 
 def test_a_snapshot_survives_the_wire() -> None:
-    snapshot = Snapshot([Scene("a.py", 3, "f", "g(x)", True, [Value("x", "int", "1")])], [Call("gather", "a.py", 2)])
-    assert Snapshot.from_json(json.loads(json.dumps(snapshot.to_json()))) == snapshot
+    snapshot = StackSnapshot(
+        [FrameSnapshot("a.py", 3, "f", "g(x)", True, [ValueSummary("x", "int", "1")])],
+        [CollectiveCall("gather", "a.py", 2)],
+    )
+    assert StackSnapshot.from_json(json.loads(json.dumps(snapshot.to_json()))) == snapshot
 
 
 def test_a_snapshot_that_is_too_large_keeps_its_innermost_frames() -> None:
-    many = [Scene("a.py", at, "f", "", True, [Value(f"v{at}", "x" * 200)] * 40) for at in range(60)]
-    data = Snapshot(many).to_json()
+    many = [FrameSnapshot("a.py", at, "f", "", True, [ValueSummary(f"v{at}", "x" * 200)] * 40) for at in range(60)]
+    data = StackSnapshot(many).to_json()
     assert len(json.dumps(data)) <= 200_000
     assert data["scenes"][-1] == many[-1]
     assert not data["scenes"][0].values
-    assert len(json.dumps(Snapshot(many).to_json(1000))) <= 1000
+    assert len(json.dumps(StackSnapshot(many).to_json(1000))) <= 1000
 
 
 def test_the_last_twenty_collectives_are_kept_with_the_line_of_the_user() -> None:

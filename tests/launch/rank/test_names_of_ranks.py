@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nbaccel import Accelerator, find_executable_batch_size
-from nbaccel.launch.rank.cell import CellSource, CellTask
-from nbaccel.launch.spec import FunctionTask
+from nbaccel.launch.ipc.cell_task import CellSource, CellTask
+from nbaccel.launch.ipc.spec import FunctionTask
 
 
 def library(name: str, **contents: Any) -> types.ModuleType:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch.rank.foreign.one_bar import OneBar
+from nbaccel.launch.worker.integrations.one_output import OneBar
 from nbaccel.testing import run_ranks
 from nbaccel.world import World
 

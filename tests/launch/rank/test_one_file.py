@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors import torch as safetensors
 
-from nbaccel.launch.functions import launch
-from nbaccel.launch.rank.foreign.one_file import write_one_file
+from nbaccel.launch.api import launch
+from nbaccel.launch.worker.integrations.one_file import write_one_file
 from nbaccel.testing import run_ranks
 from nbaccel.train.saving import write_object
 from nbaccel.world import World
 
-ONE_FILE = "nbaccel.launch.rank.foreign.one_file"
+ONE_FILE = "nbaccel.launch.worker.integrations.one_file"
 
 
 @pytest.fixture

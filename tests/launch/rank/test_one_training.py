@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel import Accelerator, LocalSGD, launch
 from nbaccel.errors import NotPrepared
-from nbaccel.launch.rank.parameters import checksum, checksums, fingerprint, mark, parameters_of
-from nbaccel.launch.wire.control import ControlPage
+from nbaccel.launch.ipc.control import ControlPage
+from nbaccel.launch.objects.parameters import checksum, checksums, fingerprint, mark, parameters_of
 from nbaccel.notices import unignored
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

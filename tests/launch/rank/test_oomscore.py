@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch.functions import launch
+from nbaccel.launch.api import launch
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="not Linux")
 
@@ -45,7 +45,7 @@ def test_c27_ranks_go_before_the_kernel_and_loader_workers_before_ranks(start_me
 
 
 def test_a_score_that_is_higher_already_stays(tmp_path: Path) -> None:
-    from nbaccel.launch.rank.oomscore import volunteer
+    from nbaccel.launch.worker.process_setup import volunteer
 
     file = tmp_path / "oom_score_adj"
     file.write_text("950\n")

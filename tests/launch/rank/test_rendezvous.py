@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nbaccel.launch.rank.rendezvous import meet_in_file
+from nbaccel.launch.worker.process_setup import meet_in_file
 from nbaccel.testing import run_ranks
 from nbaccel.world import World
 

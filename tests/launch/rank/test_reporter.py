@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from nbaccel.events import Loss, Metric
-from nbaccel.launch.rank import reporter as under_test
-from nbaccel.launch.rank.memory import MemoryMeter
-from nbaccel.launch.rank.reporter import Reporter
-from nbaccel.launch.wire.records import RecordReader
-from nbaccel.launch.wire.ring import RingReader, RingWriter, make_ring
+from nbaccel.launch.ipc.ring import RingReader, RingWriter, make_ring
+from nbaccel.launch.ipc.telemetry import RecordReader
+from nbaccel.launch.worker import reporter as under_test
+from nbaccel.launch.worker.reporter import MemoryMeter, Reporter
 
 
 class Rank:

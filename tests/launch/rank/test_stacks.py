@@ -10,8 +10,8 @@ import time
 import pytest
 
 from nbaccel.errors import RanksFailed
-from nbaccel.launch.functions import launch
-from nbaccel.launch.hangs import ASK
+from nbaccel.launch.api import launch
+from nbaccel.launch.ipc.user_code import ASK
 
 
 def test_a_handler_that_the_notebook_has_for_the_signal_is_kept_in_its_ranks() -> None:

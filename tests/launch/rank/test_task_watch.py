@@ -14,14 +14,12 @@ from torch import nn
 
 from nbaccel import launch
 from nbaccel.errors import NotPrepared
-from nbaccel.launch.home import Home
+from nbaccel.launch.ipc.cell_task import CellSource, CellTask
+from nbaccel.launch.ipc.namespace_tasks import InitTask
+from nbaccel.launch.ipc.spec import LaunchSpec, SharedNamespace, Start, TaskWatch
 from nbaccel.launch.launcher import Launcher, default_launcher
-from nbaccel.launch.preflight import Start
-from nbaccel.launch.rank.cell import CellSource, CellTask
-from nbaccel.launch.rank.residence import Residence
-from nbaccel.launch.screen.router import ConsoleScreen
-from nbaccel.launch.spec import LaunchSpec, TaskWatch
-from nbaccel.launch.watching import Watching
+from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.output.router import ConsoleScreen
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -135,20 +133,20 @@ def test_a_task_that_fails_is_stopped() -> None:
 def cells() -> Iterator[Callable[..., Any]]:
     """Runs cells in two ranks that stay; returns what their watch was told."""
     launcher: Launcher = default_launcher()
-    home = Home({"__name__": "__main__"})
-    spec = LaunchSpec(Residence(home), 2, Start("fork", "a test"), setup=SETUP, stays=True)
+    home = SharedNamespace({"__name__": "__main__"})
+    spec = LaunchSpec(InitTask(home), 2, Start("fork", "a test"), setup=SETUP, stays=True)
     residents = launcher.start(spec, ConsoleScreen())
 
     def run(code: str, without: Sequence[int] = ()) -> Any:
         task = CellTask(CellSource(code, "Cell In[1]"), home.namespace, ("told",), home=home)
-        outcome = residents.run(task, Watching(ConsoleScreen()), title="Cell In[1]", outsiders=without)
+        outcome = residents.run(task, RunObservers(ConsoleScreen()), title="Cell In[1]", outsiders=without)
         try:
             return outcome.values().get("told")
         finally:
             outcome.close()
 
     yield run
-    residents.close(Watching(ConsoleScreen()))
+    residents.close(RunObservers(ConsoleScreen()))
 
 
 def test_ranks_that_stay_are_watched_in_every_task_of_all(cells: Callable[..., Any]) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nbaccel.launch.screen.excerpt import KEPT_BYTES
-from nbaccel.launch.screen.router import ConsoleScreen, OutputRouter
+from nbaccel.output.router import KEPT_BYTES, ConsoleScreen, OutputRouter
 
 
 class Clock:
@@ -509,7 +508,7 @@ def test_the_last_lines_of_every_rank_survive_a_close_in_the_middle_of_a_flood()
 def test_memory_stays_bounded_whatever_a_rank_prints() -> None:
     program = (
         "import resource\n"
-        "from nbaccel.launch.screen.router import OutputRouter\n"
+        "from nbaccel.output.router import OutputRouter\n"
         "class Screen:\n    has_room_for_bars = False\n    def write(self, stream, text): pass\n"
         "router = OutputRouter(2, Screen())\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"

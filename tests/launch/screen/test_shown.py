@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 
+from nbaccel.display import live_panel, run_view as place
+from nbaccel.display.live_panel import Audience, LivePanel, PeriodicText, runs_unattended
+from nbaccel.display.run_view import DisplaySlot, RunView
+from nbaccel.display.summary import RunFacts
 from nbaccel.events import Loss, Progress, Restarted
 from nbaccel.hardware import Platform
-from nbaccel.launch.screen import live, place
-from nbaccel.launch.screen.audience import Audience, runs_unattended
-from nbaccel.launch.screen.live import LivePanel
-from nbaccel.launch.screen.nowandthen import NowAndThen
-from nbaccel.launch.screen.place import Place
-from nbaccel.launch.screen.shown import ShownRun
-from nbaccel.view.state import Facts
 
-FACTS = Facts("Cell In[5]")
+FACTS = RunFacts("Cell In[5]")
 
 
 @dataclass
@@ -49,7 +46,7 @@ class Clock:
         return self.now
 
 
-def report(shown: ShownRun, clock: Clock, seconds: float, every_s: float = 0.5) -> None:
+def report(shown: RunView, clock: Clock, seconds: float, every_s: float = 0.5) -> None:
     """So many seconds of training, with a tick each half of one."""
     until, step = clock.now + seconds, shown.history.steps
     while clock.now < until - 1e-9:
@@ -76,7 +73,7 @@ def test_a_panel_is_one_display_that_is_updated_and_ends_as_a_picture() -> None:
 
 def test_a_run_that_is_short_and_has_no_numbers_leaves_nothing() -> None:
     paper, clock = Paper(), Clock()
-    for shown in (LivePanel(paper, 2, FACTS, clock=clock), NowAndThen(paper, 2, FACTS, clock=clock)):
+    for shown in (LivePanel(paper, 2, FACTS, clock=clock), PeriodicText(paper, 2, FACTS, clock=clock)):
         clock.now += 1.0
         shown.tick(clock.now)
         shown.end("done", 1.0)
@@ -101,7 +98,7 @@ def test_frames_that_cost_more_come_less_often(monkeypatch: pytest.MonkeyPatch) 
         paper.messages.append(message)
         cpu.now += 0.06
 
-    monkeypatch.setattr(live.time, "thread_time", cpu)
+    monkeypatch.setattr(live_panel.time, "thread_time", cpu)
     monkeypatch.setattr(paper, "publish", drawing_takes)
     report(LivePanel(paper, 1, FACTS, clock=clock), clock, 20.0)
     assert len(paper.messages) == 10  # 3 % of 20 s are 0.6 s
@@ -125,7 +122,7 @@ def test_bars_are_rows_of_the_panel_and_keep_their_room_until_it_ends() -> None:
 
 def test_a_line_about_the_run_never_stands_behind_a_bar_or_unfinished_text() -> None:
     paper, clock = Paper(), Clock()
-    shown = NowAndThen(paper, 1, FACTS, clock=clock)
+    shown = PeriodicText(paper, 1, FACTS, clock=clock)
     shown.write("stderr", "\r 10%|#")
     shown.write("stderr", "\r 20%|##")
     report(shown, clock, 30.0)
@@ -136,12 +133,12 @@ def test_a_line_about_the_run_never_stands_behind_a_bar_or_unfinished_text() -> 
 
 
 def test_where_nobody_watches_no_state_of_a_bar_is_shown_but_its_last() -> None:
-    assert NowAndThen(Paper(), 1, FACTS, place=Place()).has_room_for_bars
-    assert not NowAndThen(Paper(), 1, FACTS).has_room_for_bars
+    assert PeriodicText(Paper(), 1, FACTS, place=DisplaySlot()).has_room_for_bars
+    assert not PeriodicText(Paper(), 1, FACTS).has_room_for_bars
 
 
 def test_the_runs_of_one_place_share_its_display() -> None:
-    paper, clock, place = Paper(), Clock(), Place("cell")
+    paper, clock, place = Paper(), Clock(), DisplaySlot("cell")
     for _ in range(3):
         shown = LivePanel(paper, 1, FACTS, place, says_end=False, clock=clock)
         report(shown, clock, 1.0)
@@ -152,7 +149,7 @@ def test_the_runs_of_one_place_share_its_display() -> None:
     assert paper.text == ""
 
 
-def sweep(paper: Paper, place: Place, runs: int, *, numbers: bool = True) -> None:
+def sweep(paper: Paper, place: DisplaySlot, runs: int, *, numbers: bool = True) -> None:
     for _ in range(runs):
         clock = Clock()
         shown = LivePanel(paper, 1, FACTS, place, says_end=False, clock=clock)
@@ -163,7 +160,7 @@ def sweep(paper: Paper, place: Place, runs: int, *, numbers: bool = True) -> Non
 
 def test_the_picture_of_several_runs_is_drawn_once_when_their_cell_ends() -> None:
     paper, at_the_end = Paper(), list[Callable[[], None]]()
-    sweep(paper, Place("cell", at_the_end.append), 4)
+    sweep(paper, DisplaySlot("cell", at_the_end.append), 4)
     assert "text/html" in paper.messages[-1]["data"]
     (draw,) = at_the_end
     draw()
@@ -175,7 +172,7 @@ def test_the_picture_of_several_runs_is_drawn_once_when_their_cell_ends() -> Non
 
 def test_several_runs_without_numbers_stay_a_table() -> None:
     paper = Paper()
-    sweep(paper, Place("cell"), 2, numbers=False)
+    sweep(paper, DisplaySlot("cell"), 2, numbers=False)
     assert sorted(paper.messages[-1]["data"]) == ["text/html", "text/plain"]
 
 
@@ -185,14 +182,14 @@ def test_a_picture_of_several_runs_that_cannot_be_drawn_leaves_the_table(monkeyp
 
     monkeypatch.setattr(place, "kept_of_several", fails)
     paper = Paper()
-    sweep(paper, Place("cell"), 2)
+    sweep(paper, DisplaySlot("cell"), 2)
     assert paper.text == "these runs could not be drawn (RuntimeError: no fonts)\n"
     assert "text/html" in paper.messages[-1]["data"]
 
 
 def test_a_line_comes_every_half_minute_and_one_at_the_end() -> None:
     paper, clock = Paper(), Clock()
-    shown = NowAndThen(paper, 1, FACTS, clock=clock)
+    shown = PeriodicText(paper, 1, FACTS, clock=clock)
     report(shown, clock, 95.0)
     shown.end("stopped", 95.0)
     first, *_, last = lines = paper.text.splitlines()
@@ -204,7 +201,7 @@ def test_a_line_comes_every_half_minute_and_one_at_the_end() -> None:
 
 def test_where_nobody_watches_the_picture_is_kept() -> None:
     paper, clock = Paper(), Clock()
-    shown = NowAndThen(paper, 1, FACTS, place=Place(), clock=clock)
+    shown = PeriodicText(paper, 1, FACTS, place=DisplaySlot(), clock=clock)
     report(shown, clock, 5.0)
     shown.end("done", 5.0)
     assert [sorted(message["data"]) for message in paper.messages] == [["image/png", "text/plain"]]
@@ -226,11 +223,11 @@ def test_a_picture_that_cannot_be_drawn_is_said_and_the_panel_stays(monkeypatch:
 def test_a_script_sees_what_its_ranks_print_and_a_terminal_lines(capsys: pytest.CaptureFixture[str]) -> None:
     audience = Audience()
     script = audience.show(None, 1, FACTS, Platform.SCRIPT)
-    assert type(script) is ShownRun
+    assert type(script) is RunView
     script.write("stdout", "hi\n")
     script.end("done", 100.0)
     assert capsys.readouterr().out == "hi\n"
-    assert isinstance(audience.show(_Shell(), 1, FACTS, Platform.SCRIPT), NowAndThen)
+    assert isinstance(audience.show(_Shell(), 1, FACTS, Platform.SCRIPT), PeriodicText)
 
 
 class _Shell:
@@ -288,8 +285,8 @@ def test_a_run_in_this_process_says_how_it_ended_and_lets_its_error_through(
     assert paper.text.startswith(expected)
 
 
-@pytest.mark.parametrize("kind", [LivePanel, NowAndThen])
-def test_the_end_counts_all_attempts_and_names_the_one_whose_steps_it_says(kind: type[ShownRun]) -> None:
+@pytest.mark.parametrize("kind", [LivePanel, PeriodicText])
+def test_the_end_counts_all_attempts_and_names_the_one_whose_steps_it_says(kind: type[RunView]) -> None:
     paper, clock = Paper(), Clock()
     shown = kind(paper, 1, FACTS, clock=clock)
     for _ in range(2):

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from nbaccel.launch.wire.channel import Channel
+from nbaccel.launch.ipc.channel import Channel
 
 
 def test_a_frame_arrives_as_it_was_sent() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from nbaccel.errors import CollectiveMismatch, RunStopped
 from nbaccel.events import CollectiveEntered, GroupRenewed, StepEntered, StepsEnded, Waiting
-from nbaccel.launch.wire.control import ControlPage, PeerWatch, StepGate, position_number
+from nbaccel.launch.ipc.control import ControlPage, PeerWatch, StepGate, position_number
 
 
 def test_positions_order_by_training_step_then_by_batches_since() -> None:

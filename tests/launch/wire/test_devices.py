@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.launch.wire import devices, pickling
-from nbaccel.launch.wire.arrays import Values
-from nbaccel.launch.wire.devices import away_from, device_here, device_there
-from nbaccel.launch.wire.inventory import Inventory
-from nbaccel.launch.wire.parcel import pack, pack_what_can_travel, unpack
+from nbaccel.launch.ipc import pickling, tensor_devices
+from nbaccel.launch.ipc.payload import pack, pack_what_can_travel, unpack
+from nbaccel.launch.ipc.tensor_devices import away_from, device_here, device_there
+from nbaccel.launch.objects.arrays import Values
+from nbaccel.launch.objects.inventory import Inventory
 from nbaccel.world import World
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -25,7 +25,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """``cards(count)``: a process that sees so many, and has used them or not; ``rank=1``: it is a rank."""
-    monkeypatch.setattr(devices, "_notebooks", {})
+    monkeypatch.setattr(tensor_devices, "_notebooks", {})
 
     def be(count: int, is_used: bool = False, rank: int | None = None) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch.wire.parcel import pack, unpack
+from nbaccel.launch.ipc.payload import pack, unpack
 
 LIBRARY = """
 import contextvars

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch.wire.inherit import KernelState
+from nbaccel.launch.ipc.kernel_state import KernelState
 
 
 def test_a_filter_for_a_packages_warnings_waits_for_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

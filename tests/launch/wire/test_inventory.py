@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from leaving import CELLS, SEED, described, made
-from nbaccel.launch.wire.channel import Channel
-from nbaccel.launch.wire.inventory import Inventory, Place, found_at, writes_of
-from nbaccel.launch.wire.kind import Change
-from nbaccel.launch.wire.parcel import pack, pack_what_can_travel, unpack, unpack_what_can_be_rebuilt
+from nbaccel.launch.ipc.channel import Channel
+from nbaccel.launch.ipc.payload import pack, pack_what_can_travel, unpack, unpack_what_can_be_rebuilt
+from nbaccel.launch.objects.inventory import Inventory, ObjectPlace, found_at, writes_of
+from nbaccel.launch.objects.kind import Change
 
 STARTS = ("fork", "zygote")
 
@@ -48,7 +48,7 @@ def left_by(cell: str, namespace: dict[str, Any], inventory: Inventory) -> tuple
 
 
 def placed_in(namespace: dict[str, Any]) -> Callable[[Any], Any]:
-    return lambda token: found_at(Place(*token), namespace)
+    return lambda token: found_at(ObjectPlace(*token), namespace)
 
 
 def taken(fd: int, gone: list[str], namespace: dict[str, Any]) -> dict[str, str]:
@@ -151,7 +151,7 @@ def test_looking_and_comparing_run_no_code_of_the_users() -> None:
     assert inventory.unlooked == {}
     list.append(members, Hostile())
     (change,) = inventory.changes()
-    assert Place(*change.token).name == "c"
+    assert ObjectPlace(*change.token).name == "c"
 
 
 def test_names_for_which_there_is_no_time_are_told_and_still_known() -> None:
@@ -182,7 +182,7 @@ def test_what_the_notebook_has_changed_meanwhile_is_not_written_over() -> None:
     rank["a"][0], rank["c"][0] = 5, 5
     rank["b"][0].append(3)
     rank["d"].append(3)
-    changes = {Place(*change.token).name: change for change in inventory.changes()}
+    changes = {ObjectPlace(*change.token).name: change for change in inventory.changes()}
     notebook["a"], notebook["b"] = np.zeros(4), []
     notebook["d"].append("meanwhile")
     writes, refused = writes_of(changes, placed_in(notebook))
@@ -223,7 +223,7 @@ def test_two_elements_of_a_large_array_that_change_places_are_a_change(kind: str
     notebook = {"a": numbers if kind == "array" else torch.from_numpy(numbers)}
     inventory = Inventory(notebook, notebook)
     numbers[[7, 8]] = numbers[[8, 7]]
-    assert [Place(*change.token).name for change in inventory.changes()] == ["a"]
+    assert [ObjectPlace(*change.token).name for change in inventory.changes()] == ["a"]
 
 
 def test_what_cannot_be_compared_is_told() -> None:
@@ -233,7 +233,7 @@ def test_what_cannot_be_compared_is_told() -> None:
     notebook: dict[str, Any] = {"a": [1], "b": Odd(np.random.PCG64()), "c": random.SystemRandom()}
     inventory = Inventory(notebook, notebook)
     notebook["a"].append(2)
-    assert [Place(*change.token).name for change in inventory.changes()] == ["a"]
+    assert [ObjectPlace(*change.token).name for change in inventory.changes()] == ["a"]
     assert list(inventory.unlooked) == ["b"]
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from nbaccel import Accelerator
 from nbaccel.errors import CannotSend
-from nbaccel.launch.wire.parcel import Parcel, pack, pack_what_can_travel, size_of, unpack
+from nbaccel.launch.ipc.payload import Payload, pack, pack_what_can_travel, size_of, unpack
 
 
 def travel(values: dict[str, Any], **there: Any) -> dict[str, Any]:
@@ -309,7 +309,7 @@ def peak_kib() -> int:
 
 def test_a_process_without_torch_packs_without_importing_it() -> None:
     program = (
-        "import sys; from nbaccel.launch.wire.parcel import pack, size_of, unpack\n"
+        "import sys; from nbaccel.launch.ipc.payload import pack, size_of, unpack\n"
         "assert unpack(pack({'x': [1]}).fd) == {'x': [1]}; size_of([1])\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
@@ -524,7 +524,7 @@ def test_nothing_is_a_parcel_too() -> None:
     assert travel({}) == {}
     parcel, refused = pack_what_can_travel({"lock": threading.Lock()})
     os.close(parcel.fd)
-    assert isinstance(parcel, Parcel)
+    assert isinstance(parcel, Payload)
     assert list(refused) == ["lock"]
 
 
@@ -579,7 +579,7 @@ def test_packages_are_imported_over_there_in_the_order_of_here(tmp_path: Path, m
         "import os, sys\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "import torch, patches_it, patched_one\n"
-        "from nbaccel.launch.wire.parcel import pack\n"
+        "from nbaccel.launch.ipc.payload import pack\n"
         "parcel = pack({'a': patched_one, 'b': patches_it.Fast()})\n"
         "os.lseek(parcel.fd, 0, 0)\n"
         "sys.stdout.buffer.write(os.read(parcel.fd, parcel.nbytes))\n"

@@ -13,9 +13,9 @@ from hypothesis import given, strategies as st
 
 from nbaccel import events
 from nbaccel.events import Event, Loss, Memory, Metric, Phase, Progress
-from nbaccel.launch.rank.reporter import Reporter
-from nbaccel.launch.wire.records import RecordReader, write_event, write_loss
-from nbaccel.launch.wire.ring import RingReader, RingWriter, make_ring
+from nbaccel.launch.ipc.ring import RingReader, RingWriter, make_ring
+from nbaccel.launch.ipc.telemetry import RecordReader, write_event, write_loss
+from nbaccel.launch.worker.reporter import Reporter
 
 
 class _Wire:

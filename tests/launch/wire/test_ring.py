@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, strategies as st
 
-from nbaccel.launch.wire.ring import RingReader, RingWriter, make_ring
+from nbaccel.launch.ipc.ring import RingReader, RingWriter, make_ring
 
 Ends = tuple[RingWriter, RingReader]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nbaccel.errors import CannotSend
-from nbaccel.launch.wire.parcel import pack, pack_what_can_travel, unpack, unpack_what_can_be_rebuilt
+from nbaccel.launch.ipc.payload import pack, pack_what_can_travel, unpack, unpack_what_can_be_rebuilt
 
 
 def arrives(values: dict[str, Any], **there: Any) -> tuple[dict[str, Any], dict[str, str]]:
@@ -198,7 +198,7 @@ def test_a_name_for_a_weak_proxy_is_refused() -> None:
 def test_a_long_chain_does_not_end_the_process_whatever_recursion_limit_is_set(link: str) -> None:
     program = (
         "import os, sys\n"
-        "from nbaccel.launch.wire.parcel import pack_what_can_travel\n"
+        "from nbaccel.launch.ipc.payload import pack_what_can_travel\n"
         "class Node:\n    def __init__(self, next): self.next = next\n"
         "sys.setrecursionlimit(10**7); made = None\n"
         f"for _ in range(200_000): made = {link}\n"

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.launch.wire import torch_flags
-from nbaccel.launch.wire.torch_flags import TorchFlags
+from nbaccel.launch.ipc import kernel_state
+from nbaccel.launch.ipc.kernel_state import TorchFlags
 
 SETTERS = [
     "torch.set_default_dtype(torch.float64)",
@@ -236,9 +236,9 @@ def test_what_nobody_has_set_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> 
     def record(name: str, torch: Any, value: Any) -> None:
         touched.append(name)
 
-    for name, flag in torch_flags._FLAGS.items():
+    for name, flag in kernel_state._FLAGS.items():
         recording = dataclasses.replace(flag, write=functools.partial(record, name))
-        monkeypatch.setitem(torch_flags._FLAGS, name, recording)
+        monkeypatch.setitem(kernel_state._FLAGS, name, recording)
     TorchFlags.capture().apply()
     assert touched == []
     dataclasses.replace(TorchFlags.capture(), values={"backends.cudnn.benchmark": True, "grad_enabled": True}).apply()

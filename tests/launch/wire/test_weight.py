@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from nbaccel.launch.wire.weight import size_of, sizes_of, sizes_on_devices
+from nbaccel.launch.ipc.nbytes import size_of, sizes_of, sizes_on_devices
 
 MEGABYTE = 10**6
 
@@ -188,14 +188,14 @@ def test_weighing_ends(what: str) -> None:
 
 @pytest.mark.slow
 def test_a_value_of_too_many_objects_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbaccel.launch.wire.weight._MOST_SECONDS", 30)  # on a busy machine
+    monkeypatch.setattr("nbaccel.launch.ipc.nbytes._MOST_SECONDS", 30)  # on a busy machine
     rows = [[[float(number)] * 300 for number in range(300)] for _ in range(300)]
     # 90,000 lists of 300 pointers; of their floats 300 are different, and a sampled list is taken for others like it.
     assert 216 * MEGABYTE <= size_of(rows) < 300 * MEGABYTE
 
 
 def test_what_was_met_counts_where_the_rest_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbaccel.launch.wire.weight._MOST_OBJECTS", 1000)
+    monkeypatch.setattr("nbaccel.launch.ipc.nbytes._MOST_OBJECTS", 1000)
     assert 8000 <= size_of(chain(5000)) < 100_000
 
 
@@ -213,7 +213,7 @@ def test_an_interrupt_ends_the_weighing(monkeypatch: pytest.MonkeyPatch) -> None
     def interrupted() -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nbaccel.launch.wire.weight.time", types.SimpleNamespace(monotonic=interrupted))
+    monkeypatch.setattr("nbaccel.launch.ipc.nbytes.time", types.SimpleNamespace(monotonic=interrupted))
     with pytest.raises(KeyboardInterrupt):
         size_of([1])
 

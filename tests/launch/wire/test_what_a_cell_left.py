@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from nbaccel.errors import StayedInRank
-from nbaccel.launch.rank.cell import CellSource, CellTask
-from nbaccel.launch.wire.inventory import Inventory, Place
-from nbaccel.launch.wire.parcel import pack_what_can_travel, unpack
-from nbaccel.launch.wire.randomness import random_states, set_random_states
+from nbaccel.launch.ipc.cell_task import CellSource, CellTask
+from nbaccel.launch.ipc.kernel_state import random_states, set_random_states
+from nbaccel.launch.ipc.payload import pack_what_can_travel, unpack
+from nbaccel.launch.objects.inventory import Inventory, ObjectPlace
 
 
 class Holder:
@@ -63,7 +63,7 @@ def test_gradients_come_where_they_are_small(size: int, comes: bool) -> None:
     task.begin(0)
     task.run()
     results = task.results(0)
-    changed = {str(Place(*change.token)) for change in results.changes}
+    changed = {str(ObjectPlace(*change.token)) for change in results.changes}
     assert changed == ({"m.weight", "m.bias"} if comes else set())
     assert results.facts["unlooked"] == ({} if comes else {"gradients of m": "larger than 64 MB"})
 

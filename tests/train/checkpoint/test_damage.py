@@ -11,7 +11,7 @@ import pytest
 
 from nbaccel.errors import CheckpointCorrupt
 from nbaccel.testing import run_ranks
-from nbaccel.train.checkpoint.shelf import Shelf
+from nbaccel.train.checkpoint.directory import CheckpointDirectory
 from nbaccel.utils import ProjectConfiguration
 from trainings import Trained
 
@@ -53,7 +53,7 @@ DAMAGES = (flip_a_bit, truncate, remove)
 
 
 def chosen_step(folder: Path) -> tuple[int, list[str]]:
-    choice = Shelf(project(folder)).choose(None)
+    choice = CheckpointDirectory(project(folder)).choose(None)
     assert choice.manifest is not None
     return choice.manifest.step, choice.passed_over
 

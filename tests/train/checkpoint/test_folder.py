@@ -16,12 +16,11 @@ import torch
 
 from killing import die_at, points_passed
 from nbaccel.errors import CannotSave, CheckpointCorrupt
-from nbaccel.train.checkpoint import folder as folders
+from nbaccel.train.checkpoint import atomic_folder as folders
+from nbaccel.train.checkpoint.atomic_folder import delete_whole, replacing
 from nbaccel.train.checkpoint.content import Content
-from nbaccel.train.checkpoint.folder import delete_whole, replacing
+from nbaccel.train.checkpoint.directory import CheckpointDirectory, ProjectConfiguration
 from nbaccel.train.checkpoint.manifest import Manifest
-from nbaccel.train.checkpoint.shelf import Shelf
-from nbaccel.train.project import ProjectConfiguration
 
 
 def save(target: Path, step: int) -> None:
@@ -34,7 +33,7 @@ def save(target: Path, step: int) -> None:
 
 
 def step_in(target: Path) -> int:
-    choice = Shelf(ProjectConfiguration()).choose(target)
+    choice = CheckpointDirectory(ProjectConfiguration()).choose(target)
     assert choice.manifest is not None
     content = Content.read(choice.folder, choice.manifest, trust=False)
     assert content.models[0]["weight"].tolist() == [float(content.progress["step"])] * 4

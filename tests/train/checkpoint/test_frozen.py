@@ -14,7 +14,7 @@ import torch
 from mounts import on_small_disk
 from nbaccel import Accelerator
 from nbaccel.errors import CheckpointCorrupt
-from nbaccel.train.checkpoint.weights import load_model
+from nbaccel.train.checkpoint.model_weights import load_model
 from nbaccel.utils import ProjectConfiguration
 
 FROZEN = "model.frozen.safetensors"

@@ -19,7 +19,7 @@ import pytest
 from killing import Points
 from nbaccel.errors import RanksFailed
 from nbaccel.testing import run_ranks
-from nbaccel.train.checkpoint.shelf import Shelf
+from nbaccel.train.checkpoint.directory import CheckpointDirectory
 from nbaccel.utils import ProjectConfiguration
 from trainings import Trained
 
@@ -104,7 +104,7 @@ class Program:
         assert step >= self.diary.completed, f"{step} was loaded, and {self.diary.completed} was complete"
         assert digest(again) == self.diary.digests[step]
         again.accelerator.save_state()
-        assert len(Shelf(project(self.folder))._all()) <= KEPT
+        assert len(CheckpointDirectory(project(self.folder))._all()) <= KEPT
         left = [path.name for path in (self.folder / "checkpoints").glob(".*") if ".rank" not in path.name]
         assert left == [], "a killed process's folders go with the next save"
 

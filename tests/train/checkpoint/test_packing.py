@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from nbaccel.train.checkpoint.packing import CannotPack, pack, unpack
+from nbaccel.train.checkpoint.serialization import CannotPack, pack, unpack
 
 _SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 _KEYS = st.text() | st.integers() | st.tuples(st.integers(), st.text())

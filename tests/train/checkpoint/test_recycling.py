@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from killing import die_at, points_passed
-from nbaccel.train.checkpoint.recycling import SPARE
-from nbaccel.train.checkpoint.shelf import Shelf
+from nbaccel.train.checkpoint.atomic_folder import SPARE
+from nbaccel.train.checkpoint.directory import CheckpointDirectory
 from nbaccel.utils import ProjectConfiguration
 from trainings import Tally, Trained
 
@@ -153,7 +153,7 @@ def test_a_save_on_a_drive_that_is_killed_anywhere_leaves_a_checkpoint_that_load
             if point > count:
                 break
             die_at(point - 1, save(folder))
-            choice = Shelf(project).choose(None if target is None else folder / target)
+            choice = CheckpointDirectory(project).choose(None if target is None else folder / target)
             assert choice.manifest is not None
             choice.manifest.verify(choice.folder)
             steps.append(choice.manifest.step)

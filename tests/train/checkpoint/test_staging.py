@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbaccel.hardware import Memory
-from nbaccel.train.checkpoint import staging as under_test
-from nbaccel.train.checkpoint.content import Content
-from nbaccel.train.checkpoint.staging import Staging
+from nbaccel.hardware import MemoryInfo
+from nbaccel.train.checkpoint import content as under_test
+from nbaccel.train.checkpoint.content import Content, Staging
 
 
 class OnGpu(torch.Tensor):
@@ -38,7 +37,7 @@ class Host(TorchDispatchMode):
 
     def __init__(self, available_bytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.memory = Memory(10 * available_bytes, available_bytes)
+        self.memory = MemoryInfo(10 * available_bytes, available_bytes)
         self.refuses = False
         self.asked: list[int] = []
         self.said: list[str] = []

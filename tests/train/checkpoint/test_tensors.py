@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 
-from nbaccel.train.checkpoint import tensors as module
-from nbaccel.train.checkpoint.files import SideThread
-from nbaccel.train.checkpoint.manifest import FileRecord
-from nbaccel.train.checkpoint.tensors import knows_dtypes_of, write_tensors
+from nbaccel.train.checkpoint import serialization as module
+from nbaccel.train.checkpoint.manifest import FileRecord, SideThread
+from nbaccel.train.checkpoint.serialization import knows_dtypes_of, write_tensors
 
 DTYPES = tuple(module._NAMES)
 

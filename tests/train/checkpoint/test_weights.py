@@ -14,7 +14,7 @@ from safetensors.torch import load_file, load_model as load_by_safetensors
 from nbaccel import Accelerator
 from nbaccel.errors import CheckpointCorrupt, UntrustedPickle
 from nbaccel.testing import run_ranks
-from nbaccel.train.checkpoint.weights import load_model, parse_size
+from nbaccel.train.checkpoint.model_weights import load_model, parse_size
 from trainings import Tied
 
 

@@ -21,8 +21,8 @@ from torch.utils.data import (
 
 from nbaccel import Accelerator, World
 from nbaccel.testing import run_ranks
-from nbaccel.train.accumulation import Accumulation
-from nbaccel.train.data import DataLoaderConfiguration, Facts, PreparedLoader, prepare_loader, to_device
+from nbaccel.train.data import DataLoaderConfiguration, LoaderFacts, PreparedLoader, prepare_loader, to_device
+from nbaccel.train.step.accumulation import Accumulation
 
 
 def _dealt(
@@ -51,7 +51,7 @@ def _prepare(
 ) -> PreparedLoader:
     world = World(rank, world_size, rank, world_size)
     configuration = DataLoaderConfiguration(split, dispatch_batches=False, even_batches=even, data_seed=7)
-    facts = [Facts.of(loader)] * world_size
+    facts = [LoaderFacts.of(loader)] * world_size
     with warnings.catch_warnings(category=UserWarning, action="ignore"):
         return prepare_loader(loader, world, Accumulation(), configuration, facts, torch.device("cpu"))
 

@@ -23,10 +23,10 @@ from torch.utils.data import (
 
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
-from nbaccel.train.accumulation import Accumulation
 from nbaccel.train.data import DataLoaderConfiguration, pieces
 from nbaccel.train.data.pieces import in_pieces, permutation
-from nbaccel.train.data.prepare import Facts, prepare_loader
+from nbaccel.train.data.prepare_loader import LoaderFacts, prepare_loader
+from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.world import World
 
 SAMPLES = 300_000
@@ -217,7 +217,7 @@ def test_a_shuffled_epoch_costs_at_most_8_bytes_a_sample(
 ) -> None:
     monkeypatch.setattr(pieces, "_SHORT", short)
     loader = LOADERS[kind]()
-    facts = [Facts.of(loader)] * ranks
+    facts = [LoaderFacts.of(loader)] * ranks
     prepared = prepare_loader(
         loader,
         World(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks),

@@ -16,8 +16,8 @@ from nbaccel import Accelerator, InitProcessGroupKwargs, find_executable_batch_s
 from nbaccel.aborting import is_aborted
 from nbaccel.events import Waiting, outlet
 from nbaccel.testing import Faults, run_ranks
-from nbaccel.train.executable import together, watcher
-from nbaccel.train.talk.process_group import process_group
+from nbaccel.train.distributed.process_group import process_group
+from nbaccel.train.oom.retry import coordinate, disconnect
 from searches import START, digest, training
 
 
@@ -106,7 +106,7 @@ def test_an_error_of_the_program_over_half_a_sum_is_a_consequence() -> None:
 
 def _model_made_outside(settles: bool) -> Any:
     accelerator = _accelerator()
-    together._SETTLE_S = 0.2
+    coordinate._SETTLE_S = 0.2
     torch.manual_seed(0)
     model, _ = accelerator.prepare(model := torch.nn.Linear(4, 1), torch.optim.Adam(model.parameters()))
     known = digest(accelerator.unwrap_model(model))
@@ -153,7 +153,7 @@ def test_a_model_made_outside_that_may_be_spoilt_everywhere_is_not_trained_on() 
 
 def _computes_on_its_host_for_long() -> int:
     accelerator = _accelerator()
-    together._DEVICE_PATIENCE_S = 1.0
+    coordinate._DEVICE_PATIENCE_S = 1.0
     store = process_group.meeting_place("long").store
 
     def look_up(event: Any) -> None:
@@ -179,7 +179,7 @@ def test_a_rank_that_only_computes_on_its_host_is_waited_for() -> None:
 
 def _an_abort_that_does_not_come_back() -> str:
     accelerator = _accelerator()
-    together._DEVICE_PATIENCE_S, watcher._ABORT_S = 0.5, 0.1
+    coordinate._DEVICE_PATIENCE_S, disconnect._ABORT_S = 0.5, 0.1
     devicelike.world().is_stuck = not accelerator.is_main_process
     faults = Faults().oom_at("forward", rank=1, step=1)
     with faults:

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, strategies as st
 
 from nbaccel.demand import Demand
-from nbaccel.train.executable.attempt import Attempt, Place, Shortage
-from nbaccel.train.executable.sizes import ByRule, ByUser, Sizes, grown
+from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
+from nbaccel.train.oom.retry.search import ByRule, ByUser, Sizes, grown
 
 
-def _search(start: int, fits: int, place: Place = Place.ELSEWHERE) -> list[int]:
+def _search(start: int, fits: int, place: ShortagePlace = ShortagePlace.ELSEWHERE) -> list[int]:
     """The sizes that are tried until one fits, or none is left."""
     rule, tried, size = ByRule(), [], start
     while size:
         tried.append(size)
         if size <= fits:
             break
-        size = rule.after(size, Shortage("", place))
+        size = rule.after(size, AttemptShortage("", place))
     return tried
 
 
@@ -32,15 +32,15 @@ def test_halves_take_no_more_attempts_than_the_logarithm_says_and_end_above_half
 
 @pytest.mark.parametrize(("start", "fits"), [(128, 105), (1024, 900), (64, 60)])
 def test_a_backward_that_ran_out_means_that_nine_tenths_are_tried_first(start: int, fits: int) -> None:
-    tried = _search(start, fits, Place.BACKWARD)
+    tried = _search(start, fits, ShortagePlace.BACKWARD)
     assert len(tried) <= 3
     assert tried[-1] >= 0.9 * fits
 
 
-def _refused(used: int, line: int = 9) -> Shortage:
+def _refused(used: int, line: int = 9) -> AttemptShortage:
     """64 MB were asked for in a place with a limit of 510 MB and a model of 80."""
     request = Demand(64_000_000, used, 510_000_000, parameters_bytes=80_000_000)
-    return Shortage("RuntimeError", Place.BACKWARD, 1.0, request, (("train.py", line),))
+    return AttemptShortage("RuntimeError", ShortagePlace.BACKWARD, 1.0, request, (("train.py", line),))
 
 
 def test_a_request_that_no_batch_makes_room_for_ends_the_way_down() -> None:
@@ -51,8 +51,10 @@ def test_a_request_that_no_batch_makes_room_for_ends_the_way_down() -> None:
     assert sizes == [128, 115, 103, 77, 38, 0]  # the first that is at most half of another one
 
 
-@pytest.mark.parametrize("second", [_refused(440_000_000), _refused(480_000_000, line=3), Shortage("MemoryError")])
-def test_what_may_fit_yet_is_tried(second: Shortage) -> None:
+@pytest.mark.parametrize(
+    "second", [_refused(440_000_000), _refused(480_000_000, line=3), AttemptShortage("MemoryError")]
+)
+def test_what_may_fit_yet_is_tried(second: AttemptShortage) -> None:
     rule = ByRule()
     rule.after(128, _refused(480_000_000))
     assert rule.after(64, second) > 0
@@ -66,21 +68,21 @@ def test_a_size_that_did_fit_once_is_tried_again_whatever_the_numbers_say() -> N
 
 @given(st.integers(1, 10_000), st.integers(1, 10_000))
 def test_a_backward_that_runs_out_again_and_again_is_halved_too(start: int, fits: int) -> None:
-    assert len(_search(start, fits, Place.BACKWARD)) <= max(0, math.log2(start / fits)) + 5
+    assert len(_search(start, fits, ShortagePlace.BACKWARD)) <= max(0, math.log2(start / fits)) + 5
 
 
-@given(st.integers(1, 5000), st.sampled_from(Place), st.floats(1, 1000))
-def test_the_next_size_is_always_smaller(size: int, place: Place, demand: float) -> None:
-    assert 0 <= ByRule().after(size, Shortage("", place, demand)) < size
+@given(st.integers(1, 5000), st.sampled_from(ShortagePlace), st.floats(1, 1000))
+def test_the_next_size_is_always_smaller(size: int, place: ShortagePlace, demand: float) -> None:
+    assert 0 <= ByRule().after(size, AttemptShortage("", place, demand)) < size
 
 
 def test_a_request_of_many_times_the_device_costs_one_attempt() -> None:
-    assert ByRule().after(4096, Shortage("", demand=10.0)) == 409
+    assert ByRule().after(4096, AttemptShortage("", demand=10.0)) == 409
 
 
 def test_a_size_that_fitted_before_is_not_passed_by() -> None:
-    assert ByRule(known_to_fit=48).after(64, Shortage("")) == 48
-    assert ByRule(known_to_fit=64).after(64, Shortage("")) == 32
+    assert ByRule(known_to_fit=48).after(64, AttemptShortage("")) == 48
+    assert ByRule(known_to_fit=64).after(64, AttemptShortage("")) == 32
 
 
 def test_a_rank_that_was_not_short_leaves_it_to_the_others() -> None:
@@ -105,7 +107,7 @@ def test_a_user_rule_may_go_below_zero() -> None:
     ],
 )
 def test_the_numbers_of_an_allocator_are_read_from_its_error(text: str, demand: float) -> None:
-    assert Shortage.of(MemoryError(text)).demand == pytest.approx(demand)
+    assert AttemptShortage.of(MemoryError(text)).demand == pytest.approx(demand)
 
 
 def test_an_attempt_knows_where_its_memory_ran_out() -> None:
@@ -125,7 +127,11 @@ def test_an_attempt_knows_where_its_memory_ran_out() -> None:
         _run_out()
 
     places = [Attempt(function, 1, (), {}).shortage for function in (in_backward, in_optimizer, in_forward)]
-    assert [shortage and shortage.place for shortage in places] == [Place.BACKWARD, Place.OPTIMIZER, Place.ELSEWHERE]
+    assert [shortage and shortage.place for shortage in places] == [
+        ShortagePlace.BACKWARD,
+        ShortagePlace.OPTIMIZER,
+        ShortagePlace.ELSEWHERE,
+    ]
 
 
 def _run_out(*anything: object) -> None:
@@ -136,6 +142,6 @@ def test_later_calls_grow_only_as_far_as_was_measured() -> None:
     sizes = Sizes(128)
     sizes.fitted(64, used=0.5)
     assert sizes.first == grown(64, 0.5) == 124
-    assert sizes.way_down().after(124, Shortage("")) == 64
+    assert sizes.way_down().after(124, AttemptShortage("")) == 64
     sizes.fitted(64)
     assert sizes.first == 64

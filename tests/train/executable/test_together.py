@@ -12,8 +12,8 @@ import torch.distributed as dist
 from nbaccel import Accelerator, NoBatchSizeFits, PeerFailed, find_executable_batch_size
 from nbaccel.failures import Failure, Recovery, classify, recovery_of
 from nbaccel.testing import Faults, MemLimit, run_ranks
-from nbaccel.train.executable import together
-from nbaccel.train.talk.process_group import process_group
+from nbaccel.train.distributed.process_group import process_group
+from nbaccel.train.oom.retry import coordinate
 from searches import PLACES, START, out_of_memory_everywhere, training
 
 HALF, NEAR = START // 2, int(START * 0.9)
@@ -231,7 +231,7 @@ def test_22_a_rank_that_is_done_early_ends_the_wait_of_the_others() -> None:
 
 
 def _one_rank_does_not_come_back(patience_s: float) -> tuple[str, str]:
-    together._PATIENCE_S = patience_s
+    coordinate._PATIENCE_S = patience_s
     accelerator = Accelerator()
 
     @find_executable_batch_size(starting_batch_size=4)

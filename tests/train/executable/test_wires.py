@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbaccel.train.executable.wires import Wires
+from nbaccel.train.oom.retry.disconnect import PeerConnections
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_a_connection_that_both_ends_name_is_cut_and_the_listener_works_on(
     pair: tuple[socket.socket, socket.socket, socket.socket],
 ) -> None:
     listener, near, far = pair
-    with Wires() as wires:
+    with PeerConnections() as wires:
         assert wires.cut(wires.ends) == 2  # both ends are in this process
     assert near.recv(1) == far.recv(1) == b""
     with socket.create_connection(listener.getsockname()):
@@ -34,7 +34,7 @@ def test_a_connection_that_both_ends_name_is_cut_and_the_listener_works_on(
 
 def test_a_connection_that_no_peer_names_stays(pair: tuple[socket.socket, socket.socket, socket.socket]) -> None:
     _, near, far = pair
-    with Wires() as wires:
+    with PeerConnections() as wires:
         assert wires.cut([("127.0.0.1 1", "127.0.0.1 2")]) == 0
     near.sendall(b"x")
     assert far.recv(1) == b"x"
@@ -42,11 +42,11 @@ def test_a_connection_that_no_peer_names_stays(pair: tuple[socket.socket, socket
 
 def test_the_store_stays_connected(pair: tuple[socket.socket, socket.socket, socket.socket]) -> None:
     listener, *_ = pair
-    with Wires(not_port=listener.getsockname()[1]) as wires:
+    with PeerConnections(not_port=listener.getsockname()[1]) as wires:
         assert not [ends for ends in wires.ends if str(listener.getsockname()[1]) in "".join(ends)]
 
 
 def test_looking_leaves_no_descriptor_open(pair: tuple[socket.socket, socket.socket, socket.socket]) -> None:
     before = len(os.listdir("/dev/fd"))
-    Wires().close()
+    PeerConnections().close()
     assert len(os.listdir("/dev/fd")) == before

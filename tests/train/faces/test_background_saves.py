@@ -17,7 +17,7 @@ from nbaccel import Accelerator
 from nbaccel.errors import CannotSave
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.manifest import Manifest
-from nbaccel.train.checkpoint.save import Writer
+from nbaccel.train.checkpoint.writer import Writer
 from nbaccel.utils import ProjectConfiguration
 from trainings import Tally, Trained
 

@@ -20,9 +20,8 @@ from killing import die_at, points_passed
 from nbaccel import Accelerator
 from nbaccel.errors import CannotSave, CheckpointCorrupt, UntrustedPickle
 from nbaccel.testing import run_ranks
+from nbaccel.train.checkpoint.directory import CheckpointDirectory, ProjectConfiguration
 from nbaccel.train.checkpoint.manifest import Manifest
-from nbaccel.train.checkpoint.shelf import Shelf
-from nbaccel.train.project import ProjectConfiguration
 from trainings import Tally, Tied, Trained
 
 
@@ -478,7 +477,7 @@ def test_a_rotation_that_is_killed_anywhere_leaves_a_checkpoint_that_loads(tmp_p
     for point, name in enumerate(points_passed(second_save("probe"))):
         die_at(point, second_save(f"{point}-{name}"))
         assert project.project_dir is not None
-        choice = Shelf(project).choose(None)
+        choice = CheckpointDirectory(project).choose(None)
         assert choice.manifest is not None
         steps.append(choice.manifest.step)
         project.iteration = 2
@@ -634,7 +633,7 @@ def test_a_checkpoint_is_these_files_and_its_manifest_says_where_the_training_st
 
 
 def test_the_saved_model_is_a_model_file_for_everybody(tmp_path: Path) -> None:
-    from nbaccel.train.checkpoint.weights import load_model
+    from nbaccel.train.checkpoint.model_weights import load_model
 
     training = Trained.start()
     training.epoch()

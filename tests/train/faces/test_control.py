@@ -15,10 +15,10 @@ import torch.distributed as dist
 from nbaccel import Accelerator, PartialState, PeerFailed
 from nbaccel.failures import Failure, classify
 from nbaccel.testing import run_ranks
-from nbaccel.train.distributed_type import DistributedType
-from nbaccel.train.gradient_state import GradientState
-from nbaccel.train.state import AcceleratorState
-from nbaccel.train.talk.process_group import process_group
+from nbaccel.train.distributed.partial_state import AcceleratorState
+from nbaccel.train.distributed.process_control import DistributedType
+from nbaccel.train.distributed.process_group import process_group
+from nbaccel.train.prepare.contexts import GradientState
 from nbaccel.utils import GradientAccumulationPlugin
 from nbaccel.world import World
 

@@ -20,7 +20,7 @@ from hungry import CNN, GPT, Hungry
 from nbaccel import Accelerator
 from nbaccel.errors import NotPrepared, PeerFailed
 from nbaccel.testing import MemLimit, run_ranks
-from nbaccel.train.planning.rehearsal import Outcome, Rehearsal
+from nbaccel.train.oom.planning.trial import TrialResult, TrialRun
 
 LIMITS_BYTES = (4_000_000, 12_000_000, 36_000_000)
 
@@ -37,17 +37,17 @@ def quick() -> Iterator[None]:
 
 
 @pytest.fixture
-def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Outcome]]:
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, TrialResult]]:
     """Every trial of the test, as it was run."""
-    seen: list[tuple[int, Outcome]] = []
-    run = Rehearsal.run
+    seen: list[tuple[int, TrialResult]] = []
+    run = TrialRun.run
 
-    def noted(self: Rehearsal, size: int) -> Outcome:
+    def noted(self: TrialRun, size: int) -> TrialResult:
         outcome = run(self, size)
         seen.append((size, outcome))
         return outcome
 
-    monkeypatch.setattr(Rehearsal, "run", noted)
+    monkeypatch.setattr(TrialRun, "run", noted)
     return seen
 
 
@@ -66,7 +66,7 @@ def _find(hungry: Hungry, limit_bytes: int, **options: Any) -> int:
 @pytest.mark.parametrize("limit_bytes", LIMITS_BYTES)
 @pytest.mark.parametrize("hungry", [GPT, CNN], ids=lambda hungry: hungry.name)
 def test_c03_real_models_take_seven_trials_and_two_failures_at_most(
-    hungry: Hungry, limit_bytes: int, outcomes: list[tuple[int, Outcome]]
+    hungry: Hungry, limit_bytes: int, outcomes: list[tuple[int, TrialResult]]
 ) -> None:
     size = _find(hungry, limit_bytes)
     assert len(outcomes) <= 7
@@ -77,7 +77,7 @@ def test_c03_real_models_take_seven_trials_and_two_failures_at_most(
     assert [outcome.fits for tried, outcome in outcomes if tried == size] == [True]
 
 
-def test_c04_a_cap_that_fits_is_returned_without_running_out_of_memory(outcomes: list[tuple[int, Outcome]]) -> None:
+def test_c04_a_cap_that_fits_is_returned_without_running_out_of_memory(outcomes: list[tuple[int, TrialResult]]) -> None:
     assert _find(CNN, 16_000_000, max_batch_size=50) == 50
     assert all(outcome.fits for _, outcome in outcomes)
 
@@ -248,7 +248,7 @@ def test_accumulated_gradients_take_their_place() -> None:
 
 @pytest.mark.parametrize("in_folder", [False, True])
 def test_a_size_found_before_is_tried_once_and_used(
-    tmp_path: Path, in_folder: bool, outcomes: list[tuple[int, Outcome]]
+    tmp_path: Path, in_folder: bool, outcomes: list[tuple[int, TrialResult]]
 ) -> None:
     cache = tmp_path / "sizes" if in_folder else None
     accelerator = Accelerator(cpu=True)
@@ -347,7 +347,7 @@ def test_where_one_sample_does_not_fit_on_one_rank_all_ranks_say_so() -> None:
 
 @pytest.mark.parametrize("place", ["forward", "backward", "step"])
 def test_memory_that_runs_out_anywhere_in_a_step_is_one_failed_trial(
-    place: str, outcomes: list[tuple[int, Outcome]]
+    place: str, outcomes: list[tuple[int, TrialResult]]
 ) -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(*CNN.make_seeded())

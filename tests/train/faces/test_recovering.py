@@ -24,7 +24,7 @@ from nbaccel import Accelerator, LocalSGD
 from nbaccel.errors import CannotSplit, NotPrepared, PeerFailed, RunStopped
 from nbaccel.events import Event, Loss, OutOfMemory, StepEntered, outlet
 from nbaccel.testing import MemLimit, run_ranks
-from nbaccel.train.strategies.lending import lendable
+from nbaccel.train.strategies.single import lendable
 from shortages import Shortage, Training, batch_of, labelled, relative_error
 
 SAMPLES = 56  # 14 batches of 4
@@ -340,7 +340,7 @@ def test_activations_that_are_computed_again_and_blocks_used_twice_train_right()
             return self.last(hidden)
 
     def gradients() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        from nbaccel.train.handlers import DistributedDataParallelKwargs
+        from nbaccel.train.step.kwargs_handlers import DistributedDataParallelKwargs
 
         torch.manual_seed(0)
         accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=1)])

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from nbaccel import Accelerator
+from nbaccel.display.history import History
+from nbaccel.display.summary import where
 from nbaccel.errors import CannotResume, RunStopped
 from nbaccel.events import Event, Gauge, Progress, SaveAsked, SaveDue, StepEntered, outlet
-from nbaccel.intervals import Period, Steps
+from nbaccel.quantities import Period, Steps
 from nbaccel.testing import run_ranks
+from nbaccel.train.checkpoint.autosave import schedule
+from nbaccel.train.checkpoint.directory import Timeline
 from nbaccel.train.checkpoint.manifest import Manifest
-from nbaccel.train.checkpoint.schedule import schedule
-from nbaccel.train.checkpoint.shelf import Timeline
 from nbaccel.utils import DataLoaderConfiguration
-from nbaccel.view.history import History
-from nbaccel.view.text import where
 from nbaccel.world import World
 from trainings import Trained
 

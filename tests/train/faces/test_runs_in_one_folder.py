@@ -13,9 +13,8 @@ import torch
 
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
-from nbaccel.train.checkpoint.files import read_sealed, write_sealed
-from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest
-from nbaccel.train.project import ProjectConfiguration
+from nbaccel.train.checkpoint.directory import ProjectConfiguration
+from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest, read_sealed, write_sealed
 from trainings import Trained
 
 
@@ -61,7 +60,7 @@ def test_a_disk_without_room_for_what_is_kept_is_said_at_the_first_save(
     training = Trained.start(project_config=numbered(tmp_path / "runs", total_limit=limit))
     state = training.accelerator._training()
     content = state.content(state.weights(), [])
-    monkeypatch.setattr("nbaccel.train.checkpoint.shelf.free_bytes", lambda folder: int(free * content.nbytes))
+    monkeypatch.setattr("nbaccel.train.checkpoint.directory.free_bytes", lambda folder: int(free * content.nbytes))
     training.accelerator.save_state()
     training.accelerator.save_state()
     printed = capsys.readouterr().out

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.train.implicit.devices import use_own_device
-from nbaccel.train.state import PartialState
+from nbaccel.train.distributed.partial_state import PartialState
+from nbaccel.train.implicit.rank_streams import use_own_device
 from nbaccel.world import World
 
 SECOND = World(1, 2, 1, 2)
@@ -43,6 +43,6 @@ def test_a_prepared_loop_finds_its_device_among_those_it_sees(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     state = PartialState()
-    monkeypatch.setattr("nbaccel.train.state.current_world", lambda: SECOND)
+    monkeypatch.setattr("nbaccel.train.distributed.partial_state.current_world", lambda: SECOND)
     assert state.device == torch.device("cuda", index)
     assert chosen == [torch.device("cuda", index)]

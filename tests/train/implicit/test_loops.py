@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from nbaccel import Accelerator
 from nbaccel.errors import NotPrepared, RanksFailed
 from nbaccel.events import Event, Metric, outlet
-from nbaccel.launch import functions
+from nbaccel.launch import api
 from nbaccel.launch.launcher import Launcher
 from nbaccel.settings import RunSettings
 from nbaccel.testing import run_ranks
@@ -77,8 +77,8 @@ def launcher() -> Iterator[Launcher]:
     """One zygote for all loops; its start takes seconds, which no test shall be charged for."""
     launcher = Launcher()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(functions, "default_launcher", lambda: launcher)
-        functions.launch(int, 1, cpu=True, start_method="zygote")
+        patched.setattr(api, "default_launcher", lambda: launcher)
+        api.launch(int, 1, cpu=True, start_method="zygote")
         yield launcher
     launcher.close()
 
@@ -95,7 +95,7 @@ def _ways_to_launch() -> Iterator[Any]:
 def test_a_loop_that_is_launched_ends_as_in_one_process(
     start: str, world_size: int, loop: Loop, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = functions.launch(loop.run, world_size, cpu=True, start_method=start, setup=SETUP, check=False)
+    run = api.launch(loop.run, world_size, cpu=True, start_method=start, setup=SETUP, check=False)
     if run.error is not None:
         if loop.may_refuse and isinstance(run.error, NotPrepared):
             return

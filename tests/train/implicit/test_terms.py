@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nbaccel.train.implicit.terms import Reading, obstacle_below, read
+from nbaccel.train.implicit.terms import LossTerms, obstacle_below, read
 
 ROWS, PARTS = 8, (slice(0, 1), slice(1, 4), slice(4, 8))
 
@@ -186,7 +186,7 @@ def gradients(net: Net) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in net.parameters()]
 
 
-def factors(readings: list[Reading], index: int) -> list[float]:
+def factors(readings: list[LossTerms], index: int) -> list[float]:
     """By the rule: counts add up, so do constants that differ between parts; terms of parameters count once."""
     terms = [reading.terms[index] for reading in readings]
     if terms[0].is_of_parameters:
@@ -268,7 +268,7 @@ OBSTACLES: dict[str, tuple[Loss, str]] = {
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_a_loss_that_is_no_sum_says_why(name: str) -> None:
     loss_of, text = OBSTACLES[name]
-    assert read(loss_of(Net(), Batch())) == Reading((), text, ())
+    assert read(loss_of(Net(), Batch())) == LossTerms((), text, ())
 
 
 def test_a_compiled_loss_says_why() -> None:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from nbaccel.train.implicit.header import Header, Say
-from nbaccel.train.implicit.weights import References, factors
+from nbaccel.train.implicit.gradient_weights import Header, References, Say, factors
 
 NONE = -1.0
 

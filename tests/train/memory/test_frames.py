@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from nbaccel.train.memory import forget_frames
-from nbaccel.train.memory.frames import forget_all_frames
+from nbaccel.train.oom.memory import forget_frames
+from nbaccel.train.oom.memory.free_memory import forget_all_frames
 
 
 class Large:

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from nbaccel.train.memory import Holding, holdings
+from nbaccel.train.oom.memory import Holding, holdings
 
 FLOAT = 4
 
@@ -171,7 +171,7 @@ def test_an_interrupt_ends_the_looking(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> float:
         raise KeyboardInterrupt
 
-    module = sys.modules["nbaccel.train.memory.holdings"]
+    module = sys.modules["nbaccel.train.oom.memory.holdings"]
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=interrupted))
     with pytest.raises(KeyboardInterrupt):
         by_name({"x": tensor(100)})

@@ -11,7 +11,7 @@ from nbaccel import Accelerator
 from nbaccel.errors import StepCorrupted
 from nbaccel.events import Event, OutOfMemory, outlet
 from nbaccel.testing import MemLimit
-from nbaccel.train.microbatch.guard import guarded_step
+from nbaccel.train.oom.microbatch.optimizer_guard import guarded_step
 
 
 def _made(kind: type[torch.optim.Optimizer], **options: Any) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:

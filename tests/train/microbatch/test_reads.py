@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
-from nbaccel.train.microbatch import buckets, weights, words
-from nbaccel.train.microbatch.buckets import Buckets
-from nbaccel.train.microbatch.engine import _mean
-from nbaccel.train.microbatch.gradients import Report
-from nbaccel.train.microbatch.words import Words, make_words
-from nbaccel.train.talk.collectives import Collectives
+from nbaccel.train.distributed.collectives import Collectives
+from nbaccel.train.oom.microbatch import loss_weights
+from nbaccel.train.oom.microbatch.engine import _mean
+from nbaccel.train.step import gradient_buckets
+from nbaccel.train.step.gradient_buckets import Buckets, Words, make_words
+from nbaccel.train.step.gradients import StepReport
 from shortages import Training, batch_of, labelled
 
 _CUDA = torch.device("cuda", 0)
@@ -49,7 +49,7 @@ def _pretend(notes: list[str], replace: Callable[[Any, str, Any], None] = setatt
     names = cycle(["left", "arrived"])
     replace(torch.cuda, "Event", lambda: Event(notes, next(names)))
     replace(torch.cuda, "current_stream", lambda device: None)
-    replace(words._Pinned, "_lay_out", words._Copied._lay_out)
+    replace(gradient_buckets._Pinned, "_lay_out", gradient_buckets._Copied._lay_out)
 
 
 class Waits(TorchDispatchMode):
@@ -125,14 +125,14 @@ def _steps(weight: Any, micro_batch_size: int | None, spare: bool) -> tuple[list
     """What the third step waits for, and which parameters have gradients."""
     notes: list[str] = []
     _pretend(notes)
-    lettered: list[words._Pinned] = []
+    lettered: list[gradient_buckets._Pinned] = []
 
     def make(place: Tensor, count: int, sums_on: torch.device) -> Words:
-        lettered.append(words._Pinned(place, count, _CUDA))
+        lettered.append(gradient_buckets._Pinned(place, count, _CUDA))
         return lettered[-1]
 
-    buckets.make_words = make
-    weights._waits = lambda units: True
+    gradient_buckets.make_words = make
+    loss_weights._waits = lambda units: True
     accelerator = Accelerator()
     torch.manual_seed(0)
     net = Spare() if spare else torch.nn.Linear(3, 5)
@@ -185,7 +185,7 @@ def test_tokens_are_read_when_the_device_has_a_forward_to_do() -> None:
 
 def _read_late(is_late: bool) -> list[Tensor]:
     """Gradients of parts, of which the last one has no unit: its mean loss is NaN."""
-    weights._waits = lambda units: is_late
+    loss_weights._waits = lambda units: is_late
     torch.manual_seed(0)
     accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.Linear(3, 5).double())
@@ -231,7 +231,7 @@ def test_words_are_fetched_behind_the_sum_and_polled_with_it(monkeypatch: pytest
     notes: list[str] = []
     _pretend(notes, monkeypatch.setattr)
     place = torch.zeros(5)
-    sent = words._Pinned(place, 2, _CUDA)
+    sent = gradient_buckets._Pinned(place, 2, _CUDA)
     sent.write([3.5, 1.0], [True, False, True])
     assert place.tolist() == [3.5, 1.0, 1.0, 0.0, 1.0]
     arrival = sent.arrival(Sum(notes))
@@ -251,7 +251,7 @@ def test_words_that_gloo_adds_up_are_fetched_when_that_is_over(monkeypatch: pyte
     notes: list[str] = []
     _pretend(notes, monkeypatch.setattr)
     place = torch.zeros(3, dtype=torch.float64)
-    sent = words._Pinned(place, 2, torch.device("cpu"))
+    sent = gradient_buckets._Pinned(place, 2, torch.device("cpu"))
     sent.write([1.0, 2.0], [True])
     work = Sum(notes)
     assert sent.arrival(work) is work
@@ -263,8 +263,8 @@ def test_words_that_gloo_adds_up_are_fetched_when_that_is_over(monkeypatch: pyte
 def test_words_on_the_cpu_are_where_they_are_and_on_other_devices_they_are_copied() -> None:
     place = torch.zeros(3)
     assert type(make_words(place, 2, place.device)) is Words
-    assert type(make_words(place.to("meta"), 2, place.device)) is words._Copied
-    sent = words._Copied(place, 2)
+    assert type(make_words(place.to("meta"), 2, place.device)) is gradient_buckets._Copied
+    sent = gradient_buckets._Copied(place, 2)
     sent.write([1.0, 2.0], [False])
     place.add_(1)
     assert (sent.read(), sent.unused()) == ([2.0, 3.0], [False])
@@ -282,7 +282,7 @@ def test_gradients_begin_at_aligned_addresses_and_what_lies_between_stays_zero(d
     gradients.open()
     gradients.begin()
     model(torch.ones(2, 7, dtype=dtype)).sum().backward()
-    gradients.exchange(Report(weight=1))
+    gradients.exchange(StepReport(weight=1))
     starts = [parameter.grad.data_ptr() for parameter in model.parameters()]  # type: ignore[union-attr]
     flats = {flat.untyped_storage().data_ptr(): flat for flat in gradients._flats}
     for parameter, start in zip(model.parameters(), starts, strict=True):
@@ -325,7 +325,7 @@ def _weights_after(steps: int) -> Tensor:
 
 def _pinned_weights_after(steps: int) -> Tensor:
     _pretend([])
-    buckets.make_words = lambda place, count, sums_on: words._Pinned(place, count, sums_on)
+    gradient_buckets.make_words = lambda place, count, sums_on: gradient_buckets._Pinned(place, count, sums_on)
     return _weights_after(steps)
 
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from nbaccel.errors import CannotSplit
-from nbaccel.train.microbatch.slicing import Samples, sample_shapes
-from nbaccel.train.talk.nested import concatenate, leaves
+from nbaccel.train.distributed.nested import concatenate, leaves
+from nbaccel.train.oom.microbatch.slicing import Samples, sample_shapes
 
 Pair = namedtuple("Pair", "x y")
 

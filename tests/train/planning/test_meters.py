@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nbaccel.testing import MemLimit, run_ranks
-from nbaccel.train.planning.meters import CudaMeter, GivenMeter, HostMeter, Meter, make_meter
+from nbaccel.train.oom.memory.meters import CudaMeter, GivenMeter, HostMeter, Meter, make_meter
 from nbaccel.world import World
 
 

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from nbaccel.train.planning.snapshot import Snapshot
+from nbaccel.train.oom.microbatch.snapshot import TrainingSnapshot
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def test_parameters_of_every_dtype_come_back(dtype: torch.dtype) -> None:
     with torch.no_grad():
         model.weight.view(-1)[0] = float("nan")
     weight, before = model.weight, _bytes(model.weight)
-    with Snapshot([model], [], CPU), torch.no_grad():
+    with TrainingSnapshot([model], [], CPU), torch.no_grad():
         model.weight.fill_(1)
     assert model.weight is weight
     assert _bytes(weight) == before
@@ -38,7 +38,7 @@ def test_strange_tensors_come_back() -> None:
     model.register_buffer("missing", None)
     model.shared = torch.nn.Parameter(torch.ones(4).expand(3, 4).contiguous())
     before = {name: _bytes(buffer) for name, buffer in model.named_buffers()}
-    with Snapshot([model], [], CPU):
+    with TrainingSnapshot([model], [], CPU):
         model.zero += 4
         model.turned *= 2
         model.missing = torch.ones(1)
@@ -52,7 +52,7 @@ def test_a_gradient_keeps_its_place_in_a_flat_bucket() -> None:
     bucket = torch.tensor([1.0, 2.0, 7.0])
     model.weight.grad = bucket[:2].view(1, 2)
     gradient = model.weight.grad
-    with Snapshot([model], [], CPU):
+    with TrainingSnapshot([model], [], CPU):
         model.weight.grad = None
         bucket.zero_()
         bucket[2] = 7
@@ -73,7 +73,7 @@ def test_optimizer_state_is_what_it_was_also_when_there_was_none(has_state: bool
         step()
     before, attributes = repr(optimizer.state_dict()), sorted(vars(optimizer))
     tensors = [id(tensor) for entry in optimizer.state.values() for tensor in entry.values()]
-    with Snapshot([model], [optimizer], CPU):
+    with TrainingSnapshot([model], [optimizer], CPU):
         step()
         optimizer.param_groups[0]["lr"] = 5.0
         optimizer.trials = 1  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def test_optimizer_state_is_what_it_was_also_when_there_was_none(has_state: bool
 def test_a_half_made_optimizer_state_is_dropped() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    with Snapshot([model], [optimizer], CPU):
+    with TrainingSnapshot([model], [optimizer], CPU):
         optimizer.state[model.weight]["exp_avg"] = torch.zeros(2, 2)  # and then memory ran out
     assert not optimizer.state
 
@@ -102,7 +102,7 @@ def test_optimizer_state_in_containers_comes_back() -> None:
 
     optimizer.step(closure)
     before = repr(optimizer.state_dict())
-    with Snapshot([model], [optimizer], CPU):
+    with TrainingSnapshot([model], [optimizer], CPU):
         optimizer.step(closure)
         assert repr(optimizer.state_dict()) != before
     assert repr(optimizer.state_dict()) == before
@@ -112,7 +112,7 @@ def test_random_generators_go_on_where_they_were() -> None:
     def draw() -> list[Any]:
         return [random.random(), numpy.random.rand(), torch.rand(1).item()]
 
-    with Snapshot([], [], CPU) as snapshot:
+    with TrainingSnapshot([], [], CPU) as snapshot:
         first = draw()
         snapshot.restore()
         assert draw() == first
@@ -122,7 +122,7 @@ def test_random_generators_go_on_where_they_were() -> None:
 def test_the_state_comes_back_after_an_error() -> None:
     model = torch.nn.Linear(1, 1)
     before = _bytes(model.weight)
-    with pytest.raises(KeyError), Snapshot([model], [], CPU), torch.no_grad():
+    with pytest.raises(KeyError), TrainingSnapshot([model], [], CPU), torch.no_grad():
         model.weight.zero_()
         raise KeyError
     assert _bytes(model.weight) == before

@@ -16,7 +16,7 @@ import torch
 from nbaccel import Accelerator, CollectiveMismatch, PartialState
 from nbaccel.events import CollectiveEntered, Event, Waiting, outlet
 from nbaccel.testing import run_ranks
-from nbaccel.train.talk.collectives import CHECKED_CALLS
+from nbaccel.train.distributed.collectives import CHECKED_CALLS
 from nbaccel.utils import broadcast, broadcast_object_list, gather_object, pad_across_processes, reduce
 
 Pair = namedtuple("Pair", "left right")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nbaccel import PartialState
 from nbaccel.testing import run_ranks
-from nbaccel.train.talk.nested import children, is_container, leaves
+from nbaccel.train.distributed.nested import children, is_container, leaves
 
 Pair = namedtuple("Pair", "left right")
 

@@ -19,8 +19,8 @@ from nbaccel.aborting import is_aborted
 from nbaccel.errors import PeerFailed
 from nbaccel.events import Event, Waiting, outlet
 from nbaccel.testing import run_ranks
-from nbaccel.train.talk import process_group as module
-from nbaccel.train.talk.process_group import GroupOptions, ProcessGroup
+from nbaccel.train.distributed import process_group as module
+from nbaccel.train.distributed.process_group import GroupOptions, ProcessGroup
 from nbaccel.world import World
 
 CUDA = torch.device("cuda", 0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.train.talk.nested import concatenate, count_rows, map_children, slice_rows
+from nbaccel.train.distributed.nested import concatenate, count_rows, map_children, slice_rows
 
 Pair = namedtuple("Pair", "left right")
 

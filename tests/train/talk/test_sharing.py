@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from nbaccel import Accelerator, PartialState
 from nbaccel.testing import run_ranks
-from nbaccel.train.talk.sharing import share
+from nbaccel.train.distributed.nested import share
 
 
 class Table:

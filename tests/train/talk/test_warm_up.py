@@ -13,8 +13,8 @@ from nbaccel import Accelerator, InitProcessGroupKwargs
 from nbaccel.aborting import is_aborted
 from nbaccel.events import Event, Waiting, outlet
 from nbaccel.testing import run_ranks
-from nbaccel.train.talk import warm_up as module
-from nbaccel.train.talk.process_group import process_group
+from nbaccel.train.distributed import process_group as module
+from nbaccel.train.distributed.process_group import process_group
 
 CURE = (
     "The devices are not connected in the way in which DEVICELIKE takes them to be. Set one of these before the ranks "

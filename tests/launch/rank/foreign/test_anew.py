@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import NotInRanks
-from nbaccel.launch.rank.foreign.anew import SetUpAnew, names_in, refuse
+from nbaccel.launch.worker.integrations.existing_world import SetUpAnew, names_in, refuse
 
 
 def watched(renewed: list[Any], world: int = 2) -> type:

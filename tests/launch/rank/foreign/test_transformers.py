@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nbaccel.events import Event, Gauge, Progress, outlet
-from nbaccel.launch.rank.foreign.transformers import Reports
+from nbaccel.launch.worker.integrations.transformers import TransformersCallback
 
 ARGS = SimpleNamespace(num_train_epochs=2.0, max_steps=-1, train_batch_size=4, gradient_accumulation_steps=1)
 
@@ -25,7 +25,7 @@ def test_an_epoch_is_at_its_end_until_the_next_one_has_a_step(step: int, place: 
     heard: list[Event] = []
     state: Any = SimpleNamespace(global_step=0, max_steps=16)
     with outlet(heard.append):
-        Reports().on_train_begin(ARGS, state, None)
+        TransformersCallback().on_train_begin(ARGS, state, None)
         state.global_step = step
         (progress,) = looks_of(heard)
     assert progress is not None
@@ -37,7 +37,7 @@ def test_evaluations_began_when_the_training_was_left_and_are_told_apart() -> No
     heard: list[Event] = []
     state: Any = SimpleNamespace(global_step=0, max_steps=16)
     control: Any = SimpleNamespace(should_training_stop=False, should_evaluate=True)
-    reports = Reports()
+    reports = TransformersCallback()
     with outlet(heard.append):
         reports.on_train_begin(ARGS, state, control)
         state.global_step = 8

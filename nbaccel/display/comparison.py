@@ -1,0 +1,229 @@
+"""RunComparison: several runs in one view, such as the folds or the sweep of one cell. Pure; runs in the kernel.
+
+The run that goes on is shown as a panel. Each run that is over is one row: how it ended, its last numbers, its curve.
+
+The figure of several runs: their curves in one plot, and a line for each beside it. Pure; runs in the kernel.
+
+It is left in the notebook after the folds or the sweep of one cell. It compares runs; the figure of one run shows its
+ranks, memory and speed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from nbaccel.display.figure import ANY_GROUND, head, head_lines, logarithmic, sheet, trace
+from nbaccel.display.panel import SIGNS, Panel
+from nbaccel.display.series import Line
+from nbaccel.display.summary import RUNNING, RunState, line
+from nbaccel.display.svg import STYLE, Scale, dashes, spark
+from nbaccel.quantities import duration, number, plural
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "RunComparison",
+    "RunRow",
+    "draw_runs",
+]
+
+_MOST_ROWS = 100
+"""Number of rows that are kept: the first half and the latest half; 700 bytes each."""
+_SPARK_POINTS, _POINTS = 48, 120
+_MOST_NUMBERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """One run that is over.
+
+    number: 1 for the first run of the board.  name: name of the curve, empty if there is none.  curve: the mean over
+    ranks.
+    latest: the mean of the latest values of the ranks.  text, html: the row as text and as HTML.
+    """
+
+    number: int
+    title: str
+    word: str
+    seconds: float
+    name: str
+    curve: Line
+    latest: float
+    text: str
+    html: str
+
+
+class RunComparison:
+    """The runs of one cell, oldest first.
+
+    ends: number of runs by the word for how they ended.  rows: the first fifty and the latest fifty of these runs.
+
+    >>> from nbaccel.display.history import History
+    >>> board = RunComparison()
+    >>> board.finish(Panel(History(1)), 2.0, RunState("done", "done in 2.0 s"))
+    >>> board.bundle()["text/plain"]
+    '1. run: done in 2.0 s'
+    """
+
+    def __init__(self) -> None:
+        self.ends: Counter[str] = Counter()
+        self.rows: list[RunRow] = []
+
+    @property
+    def runs(self) -> int:
+        """Return the number of runs that are over."""
+        return self.ends.total()
+
+    def finish(self, panel: Panel, seconds: float, state: RunState) -> None:
+        """Turn the run of `panel`, which is over, into a row."""
+        self.ends[state.word] += 1
+        self.rows.append(_row(self.runs, panel, seconds, state))
+        if len(self.rows) > _MOST_ROWS:
+            del self.rows[_MOST_ROWS // 2]
+
+    def bundle(self, panel: Panel | None = None, seconds: float = 0.0, state: RunState = RUNNING) -> dict[str, str]:
+        """Return all runs by MIME type; `panel` is the run that goes on, if there is one."""
+        if panel is not None and not self.rows:
+            return panel.bundle(seconds, state)
+        now = {} if panel is None else panel.bundle(seconds, state)
+        current = "" if panel is None else panel.html(seconds, state)
+        return {
+            "text/plain": "\n".join([*self._text_rows(), *filter(None, [now.get("text/plain")])]),
+            "text/html": f"<style>{STYLE}</style>{self._html_rows()}{current}",
+        }
+
+    @property
+    def left_out(self) -> int:
+        """Return the number of runs between the first half of the rows and the latest half."""
+        return self.runs - len(self.rows)
+
+    def _text_rows(self) -> Iterator[str]:
+        for at, row in enumerate(self.rows):
+            if self.left_out and at == _MOST_ROWS // 2:
+                yield f"… {plural(self.left_out, 'more run')}"
+            yield row.text
+
+    def _html_rows(self) -> str:
+        rows = [row.html for row in self.rows]
+        if self.left_out:
+            rows.insert(_MOST_ROWS // 2, f'<tr><td colspan="6">… {plural(self.left_out, "more run")}</td></tr>')
+        heads = "".join(f'<th scope="col">{head}</th>' for head in ("run", "", "", "", "latest", "time"))
+        return (
+            '<div class="nbaccel runs" tabindex="0" role="region" aria-label="finished runs"><table>'
+            f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        )
+
+
+def _row(at: int, panel: Panel, seconds: float, state: RunState) -> RunRow:
+    history, facts = panel.history, panel.facts
+    series = history.phase.series
+    name = next(iter(facts.shown(list(series))), "")
+    one = series.get(name)
+    curve = Line() if one is None else one.coarser(_POINTS).mean()
+    drawn = "" if one is None or not curve else _spark(name, one.coarser(_SPARK_POINTS).mean())
+    numbers = [f"{name} {number(one.latest)}" for name, one in series.items()]
+    shown = ", ".join([*numbers[:_MOST_NUMBERS], *(["…"] if len(numbers) > _MOST_NUMBERS else [])])
+    return RunRow(
+        number=at,
+        title=facts.title,
+        word=state.word,
+        seconds=seconds,
+        name=name if one is not None else "",
+        curve=curve,
+        latest=math.nan if one is None else one.latest,
+        text=f"{at}. {facts.title}: {line(history, facts, seconds, state)}",
+        html=f'<tr><th scope="row">{at}</th><td class="left {state.word}">{SIGNS.get(state.word, "")} {state.word}'
+        f'</td><td class="left">{escape(facts.title)}</td><td>{drawn}</td><td>{escape(shown)}</td>'
+        f"<td>{duration(seconds)}</td></tr>",
+    )
+
+
+def _spark(name: str, mean: Line) -> str:
+    label = f"{name} from {number(mean.mean[0])} to {number(mean.mean[-1])}"
+    return spark(mean, Scale.of(mean), label)
+
+
+_WIDTH_IN, _LINE_IN, _LEAST_IN = 9.4, 0.17, 2.7
+_MOST_LINES = 16
+_LONGEST_TITLE = 34
+_UNNAMED = "#8b909880"
+
+
+def draw_runs(board: RunComparison) -> Figure:
+    """Return a new figure of all runs of `board` that are over; at most 16 are named, the first and the latest.
+
+    >>> [axes.get_title(loc="left") for axes in draw_runs(RunComparison()).axes]
+    ['no numbers were logged', '']
+    """
+    named = _first_and_latest(board.rows)
+    name = next((name for name, _ in Counter(row.name for row in board.rows if row.name).most_common(1)), "")
+    height_in = max(_LEAST_IN, 0.7 + _LINE_IN * (len(named) + 1))
+    with sheet((_WIDTH_IN, height_in), ANY_GROUND) as figure:
+        grid = figure.add_gridspec(1, 2, width_ratios=[1.0, 1.0])
+        compared = [row for row in board.rows if row.name == name and row.curve]
+        _curves(figure.add_subplot(grid[0, 0]), compared, {row.number for row in named}, name)
+        _lines(figure.add_subplot(grid[0, 1]), board, named)
+        ends = ", ".join(f"{count} {word}" for word, count in board.ends.items())
+        head(figure, head_lines(f"{plural(board.runs, 'run')}: {ends}", _WIDTH_IN))
+    return figure
+
+
+def _first_and_latest(rows: Sequence[RunRow]) -> list[RunRow]:
+    if len(rows) <= _MOST_LINES:
+        return list(rows)
+    half = _MOST_LINES // 2
+    return [*rows[:half], *rows[-half:]]
+
+
+def _curves(axes: Axes, rows: Sequence[RunRow], named: Collection[int], name: str) -> None:
+    if not rows:
+        axes.set_title("no numbers were logged")
+        return
+    axes.set_title(name, fontweight="bold")
+    axes.set_xlabel("step")
+    axes.margins(x=0.01)
+    for row in rows:
+        if row.number in named:
+            trace(axes, row.curve, row.number - 1, "", 1.2, ANY_GROUND)
+        else:  # in the background: nobody tells a hundred curves apart
+            axes.plot(row.curve.step, row.curve.mean, color=_UNNAMED, linewidth=0.6, zorder=1.5)
+    low, high = min(min(row.curve.low) for row in rows), max(max(row.curve.high) for row in rows)
+    if Scale.of(Line((0,), (low,), (low,), (high,))).is_log:
+        logarithmic(axes)
+
+
+def _lines(axes: Axes, board: RunComparison, rows: Sequence[RunRow]) -> None:
+    """Write one line for each run, after a piece of its curve: the table is the legend."""
+    axes.set_axis_off()
+    axes.set_xlim(0, 1)
+    places = max(len(rows) + (len(rows) < board.runs), 8)
+    axes.set_ylim(places, 0)
+    write = functools.partial(axes.text, va="center", parse_math=False)  # a title may hold a "$"
+    at = 0.5
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is not None and row.number > before.number + 1:
+            write(0.1, at, f"… {plural(row.number - before.number - 1, 'more run')}")
+            at += 1
+        if row.curve:
+            _sample(axes, row.number - 1, at)
+        title = row.title if len(row.title) <= _LONGEST_TITLE else f"{row.title[: _LONGEST_TITLE - 1]}…"
+        words = ["" if row.word == "done" else row.word, f"{row.name} {number(row.latest)}" if row.name else ""]
+        write(0.1, at, f"{row.number}. {title}")
+        write(0.84, at, ", ".join(filter(None, words)), ha="right")
+        write(1.0, at, duration(row.seconds), ha="right")
+        at += 1
+
+
+def _sample(axes: Axes, at: int, height: float) -> None:
+    """Draw a piece of the curve of run `at`."""
+    (drawn,) = axes.plot([0.0, 0.08], [height, height], color=ANY_GROUND.rank(at), linewidth=1.6)
+    if dash := dashes(at):
+        drawn.set_dashes(dash)

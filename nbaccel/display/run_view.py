@@ -1,0 +1,255 @@
+"""RunView: the view of a run while it goes on, and the result that stays of it. Runs in the kernel.
+
+It stands between the output of ranks and the screen, and listens to their reports. This class shows only their output,
+and keeps the history; others add a panel, or a line from time to time.
+
+Frames: show the states of a panel while its run goes on. Runs in the kernel.
+
+This class displays the states as they are; code that knows widgets can show them in an element that can be clicked.
+
+Place: the display that shows the runs of one cell, and keeps their result. Runs in the kernel.
+
+There is one display for all of them: updates replace it, and one state is saved. The result is a picture and its
+numbers: of one run when it ends, of several when their cell ends, since it is unknown before that which of them is the
+last.
+
+Output that finished runs leave in the notebook: one picture, and their numbers in words. Runs in the kernel.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from nbaccel.display.comparison import RunComparison, draw_runs
+from nbaccel.display.figure import ANY_GROUND, Bundle, Picture, draw, picture
+from nbaccel.display.history import History
+from nbaccel.display.panel import Panel
+from nbaccel.display.summary import RunFacts, RunState, text
+from nbaccel.events import Event, Listener
+from nbaccel.output.painter import Screen
+
+__all__ = [
+    "TICK_SLACK_S",
+    "DisplaySlot",
+    "PanelSink",
+    "RunView",
+    "kept",
+    "kept_of_several",
+    "shown_of",
+]
+
+_SHORT_S = 2.0
+_LONGEST_WHY = 160
+
+TICK_SLACK_S = 0.1
+"""Tolerance for ticks, some half a second apart: what is due at the next one must not wait for the one after."""
+
+
+class RunView(Listener):
+    """The view of a run of `world_size` ranks on `screen`.
+
+    history: the reports so far.  seconds, state: the duration and the end, once the run is over.
+    """
+
+    def __init__(
+        self, screen: Screen, world_size: int, facts: RunFacts, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.facts = facts
+        self._screen = screen
+        self._clock = clock
+        self._began = clock()
+        self.seconds = 0.0
+        self.state: RunState | None = None
+        self.history = History(world_size, self._began)
+
+    # --- a screen for the output of ranks ------------------------------------------------------------------------
+
+    def write(self, stream: str, text: str) -> None:
+        """Write text of the ranks."""
+        self._screen.write(stream, text)
+
+    def publish(self, message: dict[str, Any]) -> None:
+        """Show a rich message of the ranks."""
+        self._screen.publish(message)
+
+    def show_too(self, screen: Screen) -> None:
+        """Show in another cell as well what can be seen in two cells at once, if anything."""
+
+    @property
+    def has_room_for_bars(self) -> bool:
+        return False
+
+    def show_bars(self, rows: Sequence[str]) -> None:
+        """Set the bars that the ranks draw now."""
+
+    # --- a listener for what they report --------------------------------------------------------------------------
+
+    def feed(self, rank: int, at: float, event: Event) -> None:
+        self.history.feed(rank, at, event)
+
+    def tick(self, now: float) -> None:
+        """Show what is due."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Return the seconds since the run began, with all its attempts, and the start of their ranks."""
+        return self._clock() - self._began
+
+    def end(self, word: str, seconds: float, error: BaseException | None = None, rank: int | None = None) -> None:
+        """End the view, and show the result that stays. An error in that does not harm the run.
+
+        word: "done", "failed" or "stopped".  seconds: `elapsed_s` by then.  error: the exception of the run, which
+        began in `rank`.
+        """
+        self.seconds = seconds
+        why = "" if error is None or word != "failed" else f"{_who(rank)}{type(error).__name__}{_first_line(error)}"
+        try:
+            history = self.history
+            ended = RunState.ended(word, seconds, history.steps, why, history.attempts, history.kept_steps)
+            self.state = ended
+            self._conclude(seconds, ended)
+        except Exception as trouble:
+            self.write("stderr", f"this run could not be drawn ({type(trouble).__name__}: {trouble})\n")
+
+    @contextmanager
+    def until_its_end(self) -> Iterator[None]:
+        """Mark the block as the run, in this process."""
+        try:
+            yield
+        except BaseException as error:
+            word = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            if isinstance(error, SystemExit) and not error.code:
+                word = "done"
+            self.end(word, self.elapsed_s, error)
+            raise
+        self.end("done", self.elapsed_s)
+
+    def _conclude(self, seconds: float, state: RunState) -> None:
+        """Show the result that stays."""
+
+    def _is_worth_a_word(self, seconds: float) -> bool:
+        """Return whether the run leaves a result: a short one that reported no number does not."""
+        return self.history.has_curves or seconds >= _SHORT_S
+
+
+def _who(rank: int | None) -> str:
+    return "" if rank is None else f"rank {rank}, "
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f": {textwrap.shorten(lines[0], _LONGEST_WHY, placeholder=' …')}" if lines else ""
+
+
+class PanelSink:
+    """Shows each state in place of the one before, in one display.
+
+    >>> PanelSink().show({"text/plain": "running"})
+    {'text/plain': 'running'}
+    """
+
+    @property
+    def hint(self) -> str:
+        """Return the panel's hint on how to end the run; empty if that is visible anyway."""
+        return "Stop: interrupt the kernel"
+
+    def get_ready(self) -> None:
+        """Get ready for a state; only the first call may take a moment, which does not count as time of the panel."""
+
+    def show(self, data: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the data to display of a state, by MIME type; None if it is on the screen already."""
+        return data
+
+    def close(self) -> None:
+        """Release resources of the run; its last state has been displayed."""
+
+
+def _at_once(draw: Callable[[], None]) -> None:
+    draw()
+
+
+class DisplaySlot:
+    """One display of the notebook.
+
+    cell: identifies the cell.  when_it_ends: calls its argument once, when the cell has ended.
+    is_open: something is shown there.
+    """
+
+    def __init__(self, cell: str | None = None, when_it_ends: Callable[[Callable[[], None]], None] = _at_once) -> None:
+        self.cell = cell
+        self.board = RunComparison()
+        self.is_open = False
+        self._latest: dict[str, Any] = {}
+        self._display_id = f"nbaccel-run-{uuid.uuid4().hex[:12]}"
+        self._when_it_ends = when_it_ends
+        self._is_promised = False
+
+    def show(self, screen: Screen, data: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
+        """Show `data` in place of the present content."""
+        kind, self.is_open = "update" if self.is_open else "display", True
+        self._latest = {"data": data, "metadata": metadata or {}, "display_id": self._display_id}
+        screen.publish({"kind": kind, **self._latest})
+
+    def show_too(self, screen: Screen, now: Mapping[str, Any]) -> None:
+        """Show the content in another cell as well, and update both from now on; do nothing if nothing is shown yet.
+
+        now: replaces the content that was displayed here last, type by type.
+        """
+        if self.is_open:
+            screen.publish({"kind": "display", **self._latest, "data": {**self._latest["data"], **now}})
+
+    def conclude(self, screen: Screen, panel: Panel, seconds: float, state: RunState) -> None:
+        """Conclude the run of `panel`: show its picture, or a row below those of the earlier runs."""
+        self.board.finish(panel, seconds, state)
+        if self.board.runs == 1:
+            self.show(screen, *shown_of(panel, seconds, state))
+            return
+        self.show(screen, dict(self.board.bundle()))
+        if not self._is_promised:
+            self._is_promised = True
+            self._when_it_ends(lambda: self._draw_all(screen))
+
+    def _draw_all(self, screen: Screen) -> None:
+        """Draw the picture of all runs. If that fails, the table stays."""
+        self._is_promised = False
+        try:
+            self.show(screen, *kept_of_several(self.board))
+        except Exception as trouble:
+            screen.write("stderr", f"these runs could not be drawn ({type(trouble).__name__}: {trouble})\n")
+
+
+def shown_of(panel: Panel, seconds: float, state: RunState) -> Bundle:
+    """Return data and metadata by MIME type: a PNG if there are curves, else the panel.
+
+    There is no HTML beside the PNG: viewers that prefer HTML and then strip its style and pictures (GitHub, a notebook
+    that is not trusted) would show neither.
+    """
+    history, facts = panel.history, panel.facts
+    if not history.has_curves:
+        return dict(panel.bundle(seconds, state)), {}
+    return kept(history, facts, seconds, state).bundle()
+
+
+def kept(
+    history: History, facts: RunFacts, seconds: float, state: RunState, names: Sequence[str] | None = None
+) -> Picture:
+    """Return the picture of a run that is over.
+
+    names: the curves to draw; None for those that were chosen for the run.
+    """
+    title = ", ".join(filter(None, [f"{facts.title}: {state.sentence}", facts.setting]))
+    figure = draw(history, facts, names=names, title=title, ground=ANY_GROUND)
+    return picture(figure, text(history, facts, seconds, state))
+
+
+def kept_of_several(board: RunComparison) -> Bundle:
+    """Return the output of all runs of a place: a PNG that compares them if any has a curve, else their table."""
+    bundle = board.bundle()
+    if not any(row.curve for row in board.rows):
+        return dict(bundle), {}
+    return picture(draw_runs(board), bundle["text/plain"]).bundle()

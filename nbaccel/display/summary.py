@@ -1,0 +1,292 @@
+"""Text: one run at one moment in words, as a block with every number and as one line. Pure; runs in the kernel.
+
+It serves screen readers, terminals, logs, and the saved file.
+
+Facts and State: what is known of a run besides its history: its settings, and how it goes. Pure data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nbaccel.display.history import History, Mark, Usage
+from nbaccel.display.series import Series
+from nbaccel.quantities import duration, gigabytes, number, plural, rate, span
+
+__all__ = [
+    "RUNNING",
+    "RunFacts",
+    "RunState",
+    "curve_words",
+    "line",
+    "loss_of_records",
+    "mark_words",
+    "memory_words",
+    "text",
+    "times",
+    "where",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """Facts that are settled before the run begins.
+
+    title: the name of what runs, "Cell In[5]".  setting: in words, "2 x Tesla T4, fp16, accumulate 4".
+    devices: by rank, "GPU 0"; empty for ranks on the host.
+    plots: the curves to draw, "loss"; empty for the loss, or the first curve if there is none.
+    """
+
+    title: str = "run"
+    setting: str = ""
+    devices: tuple[str, ...] = ()
+    plots: tuple[str, ...] = ()
+
+    def device(self, rank: int) -> str:
+        """Return the name of the memory that `rank` runs out of first."""
+        return self.devices[rank] if rank < len(self.devices) else "host"
+
+    def shown(self, names: list[str]) -> list[str]:
+        """Return those of the curves `names` that are to be drawn.
+
+        >>> RunFacts().shown(["lr", "train_loss"]), RunFacts(plots=("acc",)).shown(["loss"])
+        (['train_loss'], ['acc'])
+        """
+        if self.plots:
+            return list(self.plots)
+        losses = [name for name in names if name.lower().endswith("loss")]
+        return (losses or names)[:1]
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """State of a run in one word, and its end in a sentence.
+
+    word: "running", "stopping", "done", "failed" or "stopped".  sentence: empty while the run goes on.
+    bars: the progress bars that its ranks draw now, a row each; an empty row keeps the place of one that is over.
+    hint: a possible action, "Stop: interrupt the kernel".
+
+    >>> RunState("done", "done in 0:41, 500 steps").is_over
+    True
+    """
+
+    word: str
+    sentence: str = ""
+    bars: tuple[str, ...] = ()
+    hint: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.word in ("done", "failed", "stopped")
+
+    @classmethod
+    def ended(cls, word: str, seconds: float, steps: int, why: str = "", attempts: int = 1, kept: int = 0) -> RunState:
+        """Return the state of a run that ended: its duration with all attempts, and the reason unless all is well.
+
+        steps: the steps that the run has done and not lost.  kept: of these, steps of earlier attempts.
+
+        >>> RunState.ended("done", 41.0, 500).sentence
+        'done in 0:41, 500 steps'
+        >>> RunState.ended("done", 41.0, 500, attempts=3).sentence
+        'done in 0:41, 500 steps in the last of 3 attempts'
+        >>> RunState.ended("failed", 2.0, 0, "rank 1, ValueError: 11 classes").sentence
+        'failed after 2.0 s: rank 1, ValueError: 11 classes'
+        """
+        sentence = f"{word} {'in' if word == 'done' else 'after'} {duration(seconds)}"
+        done = plural(steps, "step") if steps else ""
+        if attempts > 1:
+            whence = f"in {attempts} attempts" if kept or not steps else f"in the last of {attempts} attempts"
+            done = f"{done} {whence}".strip()
+        return cls(word, ", ".join(filter(None, [sentence, done])) + (f": {why}" if why else ""))
+
+
+RUNNING = RunState("running")
+
+
+_LATEST_MARKS = 5
+_MUCH_WAITING = 0.25
+_FEW = 3
+"""Number of values in the line of a run; the panel and the history have all of them."""
+_BOOKKEEPING = ("epoch", "runtime", "per_second", "flos", "grad_norm", "learning_rate", "lr", "step", "num_tokens")
+"""Ends of the names that trainers log beside their measurements."""
+
+
+def line(history: History, facts: RunFacts, seconds: float, state: RunState = RUNNING) -> str:
+    """Return the run in one line.
+
+    >>> from nbaccel.events import Metric
+    >>> history = History(1)
+    >>> history.feed(0, 1.0, Metric({"acc": 0.5}, step=3))
+    >>> line(history, RunFacts("Cell In[5]"), seconds=12.0)
+    '4 steps, acc 0.5000, 0:12'
+    """
+    words = [state.sentence] if state.sentence else []
+    words += _where_now(history, state)
+    words += _few_numbers(history, facts)
+    words += times(history, seconds, state)
+    if usages := list(history.memory.values()):
+        sizes = [usage.peak_bytes if state.is_over else usage.used_bytes for usage in usages]
+        limits = {usage.limit_bytes for usage in usages if usage.is_device and usage.limit_bytes}
+        of = f" of {span(sorted(limits))}" if limits else ""
+        words.append(f"{'peak memory' if state.is_over else 'memory'} {span(sizes)}{of}")
+    return ", ".join(words)
+
+
+def _few_numbers(history: History, facts: RunFacts) -> list[str]:
+    """Return the numbers for one line: losses first, then measurements; and how many more there are.
+
+    A Trainer of transformers logs 15 numbers, half of them times of its own.
+    """
+    series = history.phase.series
+    if len(series) <= _FEW:
+        names = list(series)
+    else:
+        drawn = [name for name in facts.plots if name in series]
+        losses = [name for name in series if name.lower().endswith("loss")]
+        others = [name for name in series if not name.endswith(_BOOKKEEPING)]
+        names = list(dict.fromkeys([*drawn, *losses, *others]))[:_FEW]
+    more = len(series) - len(names)
+    words = [f"{name} {number(series[name].latest)}" for name in names]
+    return [*words, f"{plural(more, 'more number')}"] if more else words
+
+
+def text(history: History, facts: RunFacts, seconds: float, state: RunState = RUNNING) -> str:
+    """Return the run in a few lines, with every number."""
+    return "\n".join(filter(None, _lines(history, facts, seconds, state)))
+
+
+def _lines(history: History, facts: RunFacts, seconds: float, state: RunState) -> Iterator[str]:
+    yield f"{facts.title}: {state.sentence or state.word}"
+    yield facts.setting
+    yield ", ".join([*_where_now(history, state), *times(history, seconds, state)])
+    for name, series in history.phase.series.items():
+        yield curve_words(name, series)
+    for rank in range(history.world_size):
+        words = [] if state.word == "done" else [lag_words(history, rank)]  # then all have come to the end
+        if rank in history.memory:
+            words += [memory_words(history.memory[rank], facts.device(rank), with_peak=True)]
+        yield f"rank {rank}: {', '.join(filter(None, words))}" if any(words) else ""
+    yield from (mark_words(mark) for mark in history.marks[-_LATEST_MARKS:])
+    yield loss_of_records(history)
+    yield from state.bars
+
+
+def _where_now(history: History, state: RunState) -> list[str]:
+    """Return the position of the run, except for parts that the sentence of its end already says."""
+    phase = history.phase
+    words = where(history)
+    if state.word == "done" or (state.is_over and phase.training is None and phase.evaluation is None):
+        words = [phase.name] if phase.name else []
+    return [word for word in words if not state.is_over or word != _attempt(history)]
+
+
+def where(history: History) -> list[str]:
+    """Return the progress of the run: ["epoch 2/3", "batch 148/500", "step 648", "43 %"].
+
+    During an evaluation the position of the training, which waits, comes first: ["epoch 1/2", "step 38", "50 %",
+    "evaluating, batch 5/8"]. The step is the training's own number, that of its checkpoints and its curves.
+    """
+    phase = history.phase
+    training, evaluation = phase.training, phase.evaluation
+    words = list(_which(history))
+    percent = (
+        [] if phase.bar.value is None else [f"{phase.bar.value * 100:.0f} %{phase.bar.of and f' of {phase.bar.of}'}"]
+    )
+    if training is not None:
+        words.append(f"epoch {_of(training.epoch + 1, training.epochs)}")
+        words += [] if evaluation else [f"batch {_of(training.batch, training.batches)}"]
+        words += [f"step {training.step:,}", *percent]
+    if evaluation is not None:
+        words.append(f"evaluating, batch {_of(evaluation.batch, evaluation.batches)}")
+        words += percent if training is None else []
+    elif training is None and phase.steps:
+        words.append(plural(phase.steps, "step"))
+    return words
+
+
+def _which(history: History) -> Iterator[str]:
+    """Yield the attempt, phase and training of the run, if there are several."""
+    name = history.phase.name
+    if history.attempts > 1 and name != _attempt(history):
+        yield _attempt(history)
+    if name:
+        yield name
+    if history.phase.trainings > 1:
+        yield f"training {history.phase.trainings}"
+
+
+def _attempt(history: History) -> str:
+    return f"attempt {history.attempts}"
+
+
+def _of(done: int, of: int | None) -> str:
+    return f"{done:,}" if of is None else f"{done:,}/{of:,}"
+
+
+def times(history: History, seconds: float, state: RunState = RUNNING) -> list[str]:
+    """Return speed, time so far and time left: ["12.4 steps/s", "0:12", "0:28 left"]; only the speed after the end.
+
+    If the loop waits for batches much of its time, that is added: "45 % of it waiting for data".
+    """
+    words = []
+    if (steps_per_s := history.steps_per_s) is not None:
+        words.append(rate(steps_per_s, "steps"))
+    if state.is_over:
+        return words
+    words.append(duration(seconds))
+    training = history.phase.training
+    if training is not None and training.waiting is not None and training.waiting >= _MUCH_WAITING:
+        words.append(f"{training.waiting * 100:.0f} % of it waiting for data")
+    if (left := history.phase.left) is not None:
+        least, epoch = "at least " if left.is_least else "", " in this epoch" if left.of_epoch else ""
+        words.append(f"{least}{duration(left.seconds)} left{epoch}")
+    return words
+
+
+def curve_words(name: str, series: Series) -> str:
+    """Return the latest value of a curve, that of each rank, its lowest and highest, and where it was not finite."""
+    details = []
+    if len(series.last) > 1:
+        details += [f"rank {rank} {number(value)}" for rank, value in sorted(series.last.items())]
+    if series.buckets > len(series.ranks):
+        details.append(f"lowest {number(series.lowest)}, highest {number(series.highest)}")
+    if series.not_finite:
+        details.append(not_finite_words(series))
+    return f"{name} {number(series.latest)}" + (f" ({', '.join(details)})" if details else "")
+
+
+def not_finite_words(series: Series) -> str:
+    """Return the first step with a value that is not finite, and its rank."""
+    step, rank = min((step, rank) for rank, step in series.not_finite.items())
+    return f"not finite since step {step:,}{f' on rank {rank}' if len(series.ranks) > 1 else ''}"
+
+
+def memory_words(usage: Usage, device: str, with_peak: bool = False) -> str:
+    """Return the memory of a device in words.
+
+    >>> memory_words(Usage(True, 9_100_000_000, 11_200_000_000, 14_700_000_000), "GPU 0", with_peak=True)
+    'GPU 0 9.1 of 14.7 GB, peak 11.2 GB'
+    """
+    used = gigabytes(usage.used_bytes)
+    if usage.limit_bytes:
+        used = f"{used.removesuffix(' GB')} of {gigabytes(usage.limit_bytes)}"
+    return f"{device} {used}" + (f", peak {gigabytes(usage.peak_bytes)}" if with_peak else "")
+
+
+def lag_words(history: History, rank: int) -> str:
+    """Return by how many steps a rank is ahead or behind; empty if it is not."""
+    ahead = history.phase.lag(rank)
+    return f"{plural(abs(ahead), 'step')} {'ahead' if ahead > 0 else 'behind'}" if ahead else ""
+
+
+def mark_words(mark: Mark) -> str:
+    """Return a mark in words, with its step and rank."""
+    who = "" if mark.rank is None else f"rank {mark.rank} "
+    return f"{'' if mark.step is None else f'step {mark.step:,}: '}{who}{mark.text}"
+
+
+def loss_of_records(history: History) -> str:
+    """Return a sentence if some records never arrived; else an empty text."""
+    lost = history.lost
+    return f"{plural(lost, 'record')} did not arrive: the curves have gaps, the training has none" if lost else ""

@@ -1,0 +1,440 @@
+"""Functions that run a function in ranks. Run in the kernel, in a notebook or a script.
+
+`launch` returns a `Run`; `notebook_launcher` and `debug_launcher` have Accelerate's signatures. As in Accelerate,
+`notebook_launcher` calls a function that needs one process in the notebook's own process: its arguments and globals are
+the notebook's own objects. `launch` starts a process for it, which can be watched, restarted and ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+from nbaccel.display.history import History
+from nbaccel.display.run_view import RunView
+from nbaccel.display.summary import RunFacts
+from nbaccel.errors import ResultsMissing, RunStopped
+from nbaccel.hardware import Survey
+from nbaccel.launch.diagnosis import PostMortem, failed_alike
+from nbaccel.launch.gpu_trouble import before_a_run
+from nbaccel.launch.inline import ends_its_group, left_for_why, run_inline
+from nbaccel.launch.ipc.reports import begin_with_users_frames, show_users_frames
+from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, Start
+from nbaccel.launch.kernel_models import Cards, SetAside, kernel_freed
+from nbaccel.launch.launcher import Launcher, LaunchResult, default_launcher, refuse_nested_launch
+from nbaccel.launch.objects.names import codes_of, says_first_card
+from nbaccel.launch.preflight import Devices, ProcessState, choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.launch.run import Run
+from nbaccel.output.screens import shell_here
+from nbaccel.settings import STOP, RunSettings
+
+__all__ = [
+    "Run",
+    "debug_launcher",
+    "launch",
+    "notebook_launcher",
+]
+
+_LONGEST_ARGUMENT = 30
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _without_our_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make errors of `function` begin with the user's own lines, and show only these lines in a notebook."""
+
+    @functools.wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            show_users_frames(error)
+            begin_with_users_frames(error)
+            raise
+
+    return called
+
+
+@_without_our_frames
+def launch(
+    function: Callable[..., Any],
+    num_processes: int | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mixed_precision: str | None = None,
+    gradient_accumulation_steps: int | None = None,
+    seed: int | None = None,
+    devices: str | None = None,
+    cpu: bool = False,
+    debug: bool | None = None,
+    independent: bool = False,
+    start_method: str = "auto",
+    setup: str | None = None,
+    timeout_s: float | None = None,
+    hang_timeout_s: float | None = None,
+    oom: str = STOP,
+    free_kernel: bool = False,
+    check: bool = True,
+) -> Run:
+    """Run ``function(*args, **kwargs)`` in every rank of a new group of processes and return the result.
+
+    num_processes: ranks to start; None for one per GPU, or one.
+    start_method: "fork", "zygote", "inline" or "auto" (see docs/cells.md); the choice and its reason are in the `Run`.
+    devices: GPUs to use, "2,3".  cpu: use none.  timeout_s: stop the run after this number of seconds.
+    hang_timeout_s: end the run when no rank has entered a step or a collective for this long; the error says where each
+    rank is.
+    setup: "module:function" called in every rank first; "nbaccel.train.setup:setup_rank" makes the process group.
+    independent: each rank trains its own model on purpose: the parameters that optimizers step are not compared.
+    oom: "stop", or "shrink": when a rank dies of memory, start again with every batch of a prepared training loader cut
+    into parts, see docs/memory.md. Everything before the loop is then done again.
+    free_kernel: move models that are variables of the notebook, and their optimizers, to the host while the ranks run.
+    check: raise the run's error; with False it is in `Run.error`.
+
+    Raises:
+        The error of the first rank that failed, in its own class, with the rank's traceback.
+        KeyboardInterrupt: the run was interrupted, or models were coming back after it; TimeoutError: `timeout_s` was
+            over. (The `time_limit` of an Accelerator in the function raises nothing: `Run.stopped` reports it.)
+        LaunchRefused: nothing was started; the message says why.
+
+    >>> launch(pow, 2, args=(2, 5)).values  # doctest: +SKIP
+    [32, 32]
+    """
+    kwargs = dict(kwargs or {})
+    _check_call(function, args, kwargs)
+    refuse_nested_launch()
+    survey = Survey.take(looks_for_gpus=not cpu)
+    chosen = choose_devices(num_processes, devices, cpu, survey)
+    here = ProcessState.now()
+    start = choose_start(
+        start_method,
+        world_size=chosen.num_processes,
+        platform_can_fork=here.can_fork,
+        why_forks_fail=here.why_forks_fail,
+    )
+    chosen = chosen.started_by(start)
+    settings = RunSettings(
+        mixed_precision=mixed_precision,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        seed=seed,
+        cpu=True if cpu or not (chosen.gpus or chosen.is_here) else None,  # torch may know other devices here
+        debug=debug,
+        independent=independent or None,
+    )
+    spec = LaunchSpec(
+        task=FunctionTask(function, args, kwargs),
+        world_size=chosen.num_processes,
+        start=start,
+        environ=settings.environ() | chosen.environ(),
+        setup=setup,
+        threads=threads_per_rank(survey.cpu_count, chosen.num_processes, here.threads),
+        timeout_s=timeout_s,
+        hang_timeout_s=hang_timeout_s,
+        oom=oom,
+        gpus=chosen.gpus,
+        own_devices=chosen.can_be_told_apart and bool(_first_card(function)),
+    )
+    if start.method == "inline":
+        return _launch_inline(spec, chosen, survey, check=check)
+    aside = None
+    if free_kernel:
+        aside = SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in chosen.gpus}))
+    launcher = default_launcher()
+    shown, title = _show(launcher, spec, chosen, survey, aside)
+    outcome = None
+    try:
+        with contextlib.ExitStack() as block:
+            if aside is not None:
+                block.enter_context(kernel_freed(aside, lambda line: shown.write("stdout", f"{line}\n")))
+            outcome = launcher.run(spec, RunObservers(shown, listeners=[shown]))
+    finally:
+        if outcome is not None:  # also after an interrupt while models came back, which is raised behind it
+            run = _conclude(outcome, spec, launcher, shown, title)
+            if run.error is not None and check:
+                raise run.error
+    return run
+
+
+def _show(
+    launcher: Launcher, spec: LaunchSpec, devices: Devices, survey: Survey, aside: SetAside | None = None
+) -> tuple[RunView, str]:
+    """Begin to show a run, with the warnings to read before; return the shown run, and the run in words.
+
+    aside: the objects that the notebook moves off the GPUs during the run.
+    """
+    launcher.post_mortem = None  # it belonged to the previous run
+    assert isinstance(spec.task, FunctionTask)
+    title = _call_in_words(spec.task.function, spec.task.args, spec.task.kwargs)
+    facts = RunFacts(title, str(devices), devices.names())
+    shown = launcher.audience.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
+    freed_on = (lambda device: 0) if aside is None else aside.bytes_on
+    entered = devices.gpus if not (devices.is_here and _uses_cuda()) else ()  # GPUs that a new process will use
+    for line in [*_without_gpus(devices), *before_a_run(entered, freed_on)]:
+        shown.write("stderr", f"{line}\n")
+    return shown, title
+
+
+def _conclude(outcome: LaunchResult, spec: LaunchSpec, launcher: Launcher, shown: RunView, title: str) -> Run:
+    """Return the result of a run, after it was stored and shown."""
+    seconds = shown.elapsed_s
+    try:
+        values = [outcome.values(rank).get("value") for rank in range(spec.world_size)]
+        error, word = _how_it_ended(outcome, seconds)
+        if error is not None:
+            launcher.post_mortem = PostMortem.of(title, word, error, outcome.ended)
+        run = _as_run(outcome, values, shown.history, error, seconds)
+    finally:
+        outcome.close()
+    if run.stopped:
+        shown.write("stdout", f"{run.stopped}\n")
+    shown.end(word, run.seconds, error, None if failed_alike(outcome.ended) else outcome.ended.first_failed)
+    return _kept(run, shown, launcher)
+
+
+def _kept(run: Run, shown: RunView, launcher: Launcher) -> Run:
+    """Return the run with the facts and the state that were shown; it becomes `nbaccel.last_run`."""
+    run.facts, run.state = shown.facts, shown.state
+    launcher.last_run = run.light()
+    return run
+
+
+def _uses_cuda() -> bool:
+    """Return whether this process uses CUDA: then it is on its GPU, and most likely holds the memory that is full."""
+    is_initialized = getattr(getattr(sys.modules.get("torch"), "cuda", None), "is_initialized", None)
+    return is_initialized is not None and bool(is_initialized())
+
+
+def _without_gpus(devices: Devices) -> list[str]:
+    return [str(devices)] if devices.why_no_gpu else []
+
+
+def _first_card(function: Callable[..., Any]) -> str:
+    """Return the words by which a function of the notebook names the first GPU that it sees."""
+    namespace = vars(sys.modules["__main__"])
+    return says_first_card(list(codes_of(function)), namespace)
+
+
+def _how_it_ended(outcome: LaunchResult, seconds: float) -> tuple[BaseException | None, str]:
+    """Return the exception that the run raises, and its end in one word."""
+    ended = outcome.ended
+    if ended.is_interrupted:
+        return KeyboardInterrupt("the run was interrupted"), "stopped"
+    if ended.is_timed_out and ended.is_own_limit:
+        return None, "stopped"
+    if ended.is_timed_out:
+        return TimeoutError(f"the run was stopped after its time limit, {seconds:.1f} s"), "stopped"
+    error = outcome.error or _missing_value(outcome)
+    return error, "done" if error is None else "failed"
+
+
+def _call_in_words(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Format the call of a function.
+
+    >>> _call_in_words(pow, (2, 5), {"mod": 7})
+    'pow(2, 5, mod=7)'
+    """
+    values = [*map(_briefly, args), *(f"{name}={_briefly(value)}" for name, value in kwargs.items())]
+    return f"{getattr(function, '__name__', type(function).__name__)}({', '.join(values)})"
+
+
+def _briefly(value: Any) -> str:
+    return repr(value) if isinstance(value, int | float | str) and len(repr(value)) < _LONGEST_ARGUMENT else "…"
+
+
+def _as_run(
+    outcome: LaunchResult, values: list[Any], history: History, error: BaseException | None, seconds: float
+) -> Run:
+    ended = outcome.ended
+    return Run(
+        values=values,
+        history=history,
+        error=error,
+        start_method=outcome.start.method,
+        start_reason=outcome.start.reason,
+        log_path=outcome.log_path,
+        seconds=seconds,
+        restarts=outcome.restarts,
+        checkpoint=outcome.checkpoint,
+        stopped=outcome.at_the_limit(0.0, "resume=True", "checkpoint_every", history.first_step)
+        if ended.is_own_limit
+        else "",
+    )
+
+
+def _missing_value(outcome: LaunchResult) -> ResultsMissing | None:
+    report = outcome.ended.reports[0]
+    if report is None or not report.missing:
+        return None
+    reason = next(iter(report.missing.values()))
+    return ResultsMissing(
+        f"the function finished, but rank 0 could not send its value back: {reason}. "
+        "Return tensors, arrays, modules or plain data.",
+        report.missing,
+    )
+
+
+def _launch_inline(spec: LaunchSpec, devices: Devices, survey: Survey, check: bool = True, news: str = "") -> Run:
+    """Run a function in this process.  news: a line to print about that; empty for none."""
+    launcher, start = default_launcher(), spec.start
+    error: BaseException | None = None
+    stopped = ""
+    with launcher.turn():
+        shown, title = _show(launcher, spec, devices, survey)
+        if news:
+            shown.write("stdout", f"{news}\n")
+        try:
+            with shown.until_its_end(), ends_its_group(launcher), left_for_why(launcher, title, spec.task):
+                run_inline(spec, [shown])
+        except RunStopped as stop:
+            stopped = str(stop)
+            shown.write("stdout", f"{stopped}\n")
+        except BaseException as failure:
+            error = failure
+    assert isinstance(spec.task, FunctionTask)
+    value = spec.task.value
+    run = Run([value], shown.history, error, start.method, start.reason, "", shown.seconds, stopped=stopped)
+    _kept(run, shown, launcher)
+    if error is not None and (check or not isinstance(error, Exception)):
+        try:
+            raise error
+        finally:
+            del error, run  # else this frame, the error and what its frames hold would keep each other
+    return run
+
+
+def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    if not callable(function):
+        raise TypeError(
+            f"the first argument must be the function that the ranks run, got {type(function).__name__}. "
+            "Pass the function itself and its arguments apart: notebook_launcher(train, args=(1, 2))"
+        )
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"args must be a tuple, got {type(args).__name__}; for one argument write args=({args!r},)")
+    with contextlib.suppress(ValueError):  # some builtins have no signature to check against
+        try:
+            inspect.signature(function).bind(*args, **kwargs)
+        except TypeError as error:
+            name = getattr(function, "__name__", "the function")
+            raise TypeError(
+                f"{name}{inspect.signature(function)} cannot be called with args={tuple(args)!r}: {error}. "
+                "Nothing was started."
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ignored:
+    """Arguments of Accelerate's launcher that have no effect here, with their defaults and the reason."""
+
+    defaults: Mapping[str, Any] = field(
+        default_factory=lambda: {
+            "use_port": "29500",
+            "master_addr": "127.0.0.1",
+            "rdzv_backend": "static",
+            "rdzv_endpoint": "",
+            "rdzv_conf": None,
+            "rdzv_id": "none",
+            "max_restarts": 0,
+            "monitor_interval": 0.1,
+            "log_line_prefix_template": None,
+        }
+    )
+
+    def explain(self, given: Mapping[str, Any]) -> None:
+        changed = sorted(name for name, value in given.items() if value != self.defaults[name])
+        if changed:
+            warnings.warn(
+                f"{', '.join(changed)}: accepted and not used. The ranks of one machine meet in a private file, are "
+                "watched without polling and do not restart by themselves.",
+                stacklevel=4,
+            )
+
+
+@_without_our_frames
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+    oom: str = STOP,
+) -> Any:
+    """Run ``function(*args)`` in `num_processes` processes, with Accelerate's signature; returns what rank 0 returned.
+
+    It works from a notebook and from a script, also when CUDA was used before, and raises the user's own error.
+    mixed_precision: "no", "fp16" or "bf16": the default of `Accelerator()` in the function.
+    num_processes: None for one per GPU, or one.
+    oom: "stop", or "shrink" to start again with smaller batches when a rank dies of memory; see `launch`.
+
+    One process is this one, as in Accelerate: the function is called here. What it changes is changed afterwards, and
+    what it returns is the object itself. The settings hold while it runs. An interrupt ends it before its next step,
+    the second one at once. What only a process of its own can have it does not get: a restart when memory runs out,
+    a watch for hangs, and a notebook whose device memory and CUDA are as before; ``launch(function, num_processes=1)``
+    has these, and so has ``oom="shrink"``.
+
+    The arguments on ports and rendezvous are accepted; they mean nothing here, and one line says so.
+
+    >>> notebook_launcher(train, args=(3,), num_processes=2)  # doctest: +SKIP
+    """
+    if num_nodes != 1 or node_rank != 0:
+        raise ValueError(
+            f"num_nodes={num_nodes}, node_rank={node_rank}: a notebook starts ranks on its own machine only. "
+            "Write the function to a script and start that on every machine with torchrun."
+        )
+    given = {
+        "use_port": use_port,
+        "master_addr": master_addr,
+        "rdzv_backend": rdzv_backend,
+        "rdzv_endpoint": rdzv_endpoint,
+        "rdzv_conf": rdzv_conf,
+        "rdzv_id": rdzv_id,
+        "max_restarts": max_restarts,
+        "monitor_interval": monitor_interval,
+        "log_line_prefix_template": log_line_prefix_template,
+    }
+    _Ignored().explain(given)
+    precision = str(mixed_precision).lower()
+    if num_processes in (None, 1) and oom == STOP:
+        _check_call(function, args, {})
+        refuse_nested_launch()
+        survey = Survey.take()
+        chosen = choose_devices(num_processes, None, False, survey)
+        if chosen.num_processes == 1:
+            return _call_in_place(function, args, precision, chosen, survey)
+    return launch(function, num_processes, args, mixed_precision=precision, oom=oom).value
+
+
+def _call_in_place(
+    function: Callable[..., Any], args: tuple[Any, ...], precision: str, devices: Devices, survey: Survey
+) -> Any:
+    """Call the function as Accelerate does if one process is enough, and return its result."""
+    start = Start("inline", "one process of notebook_launcher is this one, as in Accelerate")
+    task, environ = FunctionTask(function, args), RunSettings(precision).environ()
+    name = getattr(function, "__name__", "")
+    news = (
+        "in this process, as in Accelerate: no restart for memory, no watch for hangs, no clean kernel; "
+        f"launch({name if name.isidentifier() else 'function'}, num_processes=1) has them"
+    )
+    spec = LaunchSpec(task, 1, start, environ=environ)
+    return _launch_inline(spec, devices.started_by(start), survey, news=news).value
+
+
+def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
+    """Run ``function(*args)`` in `num_processes` CPU ranks, whatever devices there are; return the value of rank 0."""
+    return launch(function, num_processes, args, cpu=True).value

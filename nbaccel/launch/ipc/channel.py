@@ -1,0 +1,206 @@
+"""Channel: frames between the kernel and one of its processes over an inherited socketpair. Both sides run it.
+
+A frame is JSON with descriptors beside it; large objects are sent as the descriptor of a memfd. There is no address, so
+no other process can connect, and this module unpickles nothing that arrives.
+
+MarkedPipe: one output pipe of a rank, read as bytes with marks where rich messages belong. Runs in the kernel.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+__all__ = [
+    "PROMPT",
+    "Channel",
+    "Frame",
+    "MarkedPipe",
+]
+
+Frame = tuple[dict[str, Any], list[int]]
+
+_HEAD = struct.Struct("!II")  # bytes of JSON, descriptors
+_MAX_FDS = 64
+_CHUNK = 1 << 18
+
+
+class Channel:
+    """One end of the socketpair.
+
+    >>> here, there = Channel.pair()
+    >>> here.send({"op": "hello"})
+    >>> there.receive()
+    ({'op': 'hello'}, [])
+    >>> here.close(); there.close()
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._buffer = bytearray()
+        self._fds: deque[int] = deque()
+        self._sending = threading.Lock()
+        self.is_open = True
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, Channel]:
+        mine, theirs = socket.socketpair()
+        return cls(mine), cls(theirs)
+
+    @classmethod
+    def from_fd(cls, fd: int) -> Channel:
+        return cls(socket.socket(fileno=fd))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self.is_open = False
+        self._socket.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
+    def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Send one frame; block while the other side is slow.
+
+        Raises:
+            BrokenPipeError: the other side is gone.
+        """
+        body = json.dumps(message).encode()
+        data = memoryview(_HEAD.pack(len(body), len(fds)) + body)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        with self._sending:
+            sent = self._socket.sendmsg([data], rights)
+            self._socket.sendall(data[sent:])
+
+    def receive(self, timeout_s: float | None = None) -> Frame | None:
+        """Wait for the next frame; None when the other side is gone.
+
+        Raises:
+            TimeoutError: nothing more came for `timeout_s` seconds.
+        """
+        while (frame := self._next()) is None:
+            if timeout_s is not None and not select.select([self._socket], [], [], timeout_s)[0]:
+                raise TimeoutError(f"nothing came for {timeout_s:.0f} s")
+            if not self._read(0):
+                return None
+        return frame
+
+    def drain(self) -> Iterator[Frame]:
+        """Yield every frame that has arrived, without waiting; `is_open` becomes False at the end of the stream."""
+        while self._read(socket.MSG_DONTWAIT):
+            pass
+        while (frame := self._next()) is not None:
+            yield frame
+
+    def _next(self) -> Frame | None:
+        if len(self._buffer) < _HEAD.size:
+            return None
+        size, count = _HEAD.unpack_from(self._buffer)
+        if len(self._buffer) < _HEAD.size + size:
+            return None
+        message = json.loads(bytes(self._buffer[_HEAD.size : _HEAD.size + size]))
+        del self._buffer[: _HEAD.size + size]
+        return message, [self._fds.popleft() for _ in range(count)]
+
+    def _read(self, flags: int) -> bool:
+        """Read available data into the buffer; return False when there is none, or never will be."""
+        if not self.is_open:
+            return False
+        try:
+            data, rights, _, _ = self._socket.recvmsg(
+                _CHUNK, socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize), flags | socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            data, rights = b"", []
+        for level, kind, payload in rights:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+                self._fds.extend(fds)
+        if not data:
+            self.is_open = False
+            return False
+        self._buffer += data
+        return True
+
+
+PROMPT = "prompt"
+"""The kind of a message that is a question, {"kind", "prompt"}.
+
+It has a place among the lines as a picture does, and the rank waits for its answer.
+"""
+
+
+_READ_AT_ONCE = 1 << 18
+
+
+class MarkedPipe:
+    """The reading end of a rank's stdout or stderr.
+
+    A rich message is sent by the rank's channel; in the pipe the rank leaves a mark (`worker.mark`), so that text and
+    displays are shown in the order in which the rank produced them.
+    """
+
+    def __init__(self, fd: int, rank: int, stream: str, nonce: str) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self.rank = rank
+        self.stream = stream
+        self.is_open = True
+        self.was_empty = False
+        self._opening = f"\x1e{nonce}:".encode()
+        self._rest = b""
+
+    def read(self) -> list[bytes | int] | None:
+        """Return what has arrived: pieces of output and numbers of messages, in order; None at the stream's end."""
+        try:
+            data = os.read(self.fd, _READ_AT_ONCE)
+        except BlockingIOError:
+            self.was_empty = True
+            return []
+        self.was_empty = False
+        if not data:
+            rest, self._rest = self._rest, b""
+            return [rest] if rest else None
+        return self._split(self._rest + data)
+
+    def close(self) -> None:
+        self.is_open = False
+        os.close(self.fd)
+
+    def _split(self, data: bytes) -> list[bytes | int]:
+        pieces: list[bytes | int] = []
+        while (at := data.find(self._opening)) >= 0:
+            end = data.find(b"\x1e", at + len(self._opening))
+            if end < 0:
+                break
+            if at:
+                pieces.append(data[:at])
+            pieces.append(int(data[at + len(self._opening) : end]))
+            data = data[end + 1 :]
+        keep = self._unfinished(data)
+        self._rest = data[len(data) - keep :]
+        if len(data) > keep:
+            pieces.append(data[: len(data) - keep])
+        return pieces
+
+    def _unfinished(self, data: bytes) -> int:
+        """Return the number of bytes at the end that may be the beginning of a mark."""
+        at = data.rfind(b"\x1e")
+        if at < 0:
+            return 0
+        tail = data[at:]
+        is_mark = self._opening.startswith(tail[: len(self._opening)]) or tail.startswith(self._opening)
+        return len(tail) if is_mark else 0

@@ -1,0 +1,444 @@
+"""ControlPage: one shared page of memory between the kernel and all ranks of a run; it lets a run stop at one step.
+
+A simple stop flag would leave ranks alone in a collective: one rank reads it a moment before its peer enters the step.
+So the ranks and the kernel use a handshake, without a collective:
+
+1. At a step boundary a rank writes the step it is about to enter, then reads the stop flag. If it is set, the rank
+   parks and waits for the answer.
+2. The kernel sets the flag, waits until every store of a rank that did not see it must be visible, and reads where
+   each rank is: parked before a step, or inside one.
+3. It answers "stop after S", S being the highest step any rank has entered. A rank that parked before a step <= S
+   goes on through S; every rank leaves at its first boundary past S. All end after the same step.
+
+Steps are positions (training step, batches since) packed into one number, so that they compare in order.
+
+The page also counts the collectives that each rank has entered, and marks the ranks that have finished. A rank that
+waits in a collective which a finished rank has not entered waits in vain. It also holds the step before which all ranks
+save, set by rank 0, and each rank's own time limit, if its program sets one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from nbaccel.errors import CollectiveMismatch, RunStopped
+from nbaccel.events import (
+    CollectiveEntered,
+    Event,
+    GroupRenewed,
+    SaveAsked,
+    SaveDue,
+    SavingAtStop,
+    StepEntered,
+    StepsEnded,
+    TimeLimit,
+    Waiting,
+)
+
+__all__ = [
+    "SAVE_GRACE_S",
+    "ControlPage",
+    "PeerWatch",
+    "RankPosition",
+    "StepGate",
+    "position_number",
+]
+
+_HEADER = 64
+_SLOT = 128
+_STOP = 0  # u8: the kernel asks every rank to stop
+_ANSWERED = 1  # u8: _STOP_AFTER holds the answer
+_SAVES_ITSELF = 2  # u8: a rank saves itself at a stop
+_STOP_WANTED = 3  # u8: a rank asks for a stop
+_IS_CUT = 4  # u8: waits of ranks in their devices can never end
+_FREES_HUNG = 5  # u8: such waits may never end
+_STOP_AFTER = struct.Struct("@q")
+_STOP_AFTER_AT = 8
+_SAVE_BEFORE = struct.Struct("@q")  # an optimizer step; 0: none was announced
+_SAVE_BEFORE_AT = 16
+_RANK = struct.Struct("@qqddBB")  # entered, previous, entered_at, last_step_s, parked, in_step
+_COLLECTIVES = struct.Struct("@q")  # how many the rank has entered
+_COLLECTIVES_AT = 40  # in the rank's slot, behind its position
+_COUNT_BITS = 40  # bits of that number; those above count renewals of the group
+_HAS_FINISHED_AT = 48  # u8
+_IS_SAVING_AT = 49  # u8
+_HEARS_CUTS_AT = 50  # u8
+_TIME_LIMIT = struct.Struct("@dd")  # when it is over, and how long it was, in seconds; 0: there is none
+_TIME_LIMIT_AT = 56
+_STOPPED = struct.Struct("@q")  # training steps that were complete when it left, and one more; 0: it has not
+_STOPPED_AT = 72
+_LAID = struct.Struct("@qq")  # what is compared, and the rank's fingerprint of it; 0: nothing
+_LAID_NUMBER = struct.Struct("@q")
+_LAID_AT = 80
+_LAID_COUNT = 3
+_SUBSTEPS = 1 << 24
+SAVE_GRACE_S = 20.0
+"""Seconds for the last checkpoint of a stopped run. Hosted sessions grant about 30 s between SIGTERM and SIGKILL."""
+
+_VISIBLE_S = 0.001  # far longer than a store takes to leave a core's buffer (nanoseconds)
+_PARKED_POLL_S = 0.0005
+
+
+def position_number(step: int, substep: int = 0) -> int:
+    """Return one number for a position in the program, ordered first by training step, then by batches since."""
+    return step * _SUBSTEPS + (substep if substep < _SUBSTEPS else _SUBSTEPS - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPosition:
+    """The position of a rank: about to enter `entered` (parked), inside it (in_step), or in no step at all.
+
+    previous: the position before; -1 if there was none.  last_step_s: duration of the last whole step.
+    """
+
+    entered: int
+    previous: int
+    entered_at: float
+    last_step_s: float
+    parked: bool
+    in_step: bool
+
+    @property
+    def reached(self) -> int:
+        """Return the last position that this rank has really entered."""
+        return self.previous if self.parked else self.entered
+
+    @property
+    def step(self) -> int:
+        return self.entered // _SUBSTEPS
+
+
+class ControlPage:
+    """The shared page. The kernel creates it; ranks map it by its descriptor."""
+
+    def __init__(self, fd: int, world_size: int) -> None:
+        self.fd = fd
+        self.world_size = world_size
+        self._map = mmap.mmap(fd, _HEADER + _SLOT * world_size)
+
+    @classmethod
+    def create(cls, world_size: int) -> ControlPage:
+        fd = os.memfd_create("nbaccel-control", os.MFD_CLOEXEC)
+        os.ftruncate(fd, _HEADER + _SLOT * world_size)
+        page = cls(fd, world_size)
+        page.begin()
+        return page
+
+    def begin(self, outsiders: Sequence[int] = ()) -> None:
+        """Reset the page for a new run; kernel side, while no rank works.
+
+        outsiders: ranks that take no part in it. A rank that waits for them waits in vain, as for ranks that have
+        finished.
+        """
+        # One flag is set once and for good; idle ranks read the other, too.
+        saves_itself, is_cut = self.saves_itself, self.is_cut
+        self._map[:] = bytes(len(self._map))
+        self.saves_itself, self.is_cut = saves_itself, is_cut
+        for rank in range(self.world_size):
+            self.write(rank, RankPosition(-1, -1, 0.0, 0.0, parked=False, in_step=False))
+        for rank in outsiders:
+            self.finish(rank)
+
+    def close(self) -> None:
+        self._map.close()
+        os.close(self.fd)
+
+    def read(self, rank: int) -> RankPosition:
+        entered, previous, at, last, parked, in_step = _RANK.unpack_from(self._map, _HEADER + rank * _SLOT)
+        return RankPosition(entered, previous, at, last, bool(parked), bool(in_step))
+
+    def write(self, rank: int, position: RankPosition) -> None:
+        start = _HEADER + rank * _SLOT
+        self._map[start : start + _RANK.size] = _RANK.pack(
+            position.entered,
+            position.previous,
+            position.entered_at,
+            position.last_step_s,
+            position.parked,
+            position.in_step,
+        )
+
+    def enter(self, rank: int, entered: int, previous: int, entered_at: float, last_step_s: float) -> bool:
+        """Write that `rank` is inside step `entered`; only then read and return whether the run is to stop."""
+        page, start = self._map, _HEADER + rank * _SLOT
+        # Not `pack_into`, which clears the place before it writes: the kernel would find a rank in step 0.
+        page[start : start + _RANK.size] = _RANK.pack(entered, previous, entered_at, last_step_s, False, True)
+        return page[_STOP] != 0
+
+    def positions(self) -> list[RankPosition]:
+        return [self.read(rank) for rank in range(self.world_size)]
+
+    def collectives(self, rank: int) -> int:
+        """Return the number of the project's collectives that `rank` has entered."""
+        return int(_COLLECTIVES.unpack_from(self._map, _HEADER + rank * _SLOT + _COLLECTIVES_AT)[0])
+
+    def count_collectives(self, rank: int, entered: int) -> None:
+        _COLLECTIVES.pack_into(self._map, _HEADER + rank * _SLOT + _COLLECTIVES_AT, entered)
+
+    def beat(self, rank: int) -> tuple[int, int]:
+        """Return the progress of `rank`: collectives, and the position entered.
+
+        It changes while the rank makes progress.
+        """
+        return self.collectives(rank), self.read(rank).entered
+
+    def finish(self, rank: int) -> None:
+        """Mark that `rank` has done its work: it will enter no more collectives."""
+        self._map[_HEADER + rank * _SLOT + _HAS_FINISHED_AT] = 1
+
+    def has_finished(self, rank: int) -> bool:
+        """Return whether `rank` has done its work. Its report may not have arrived yet."""
+        return bool(self._map[_HEADER + rank * _SLOT + _HAS_FINISHED_AT])
+
+    def set_saving(self, rank: int, is_saving: bool) -> None:
+        """Mark whether `rank`, which is being stopped, writes its last checkpoint."""
+        self._map[_HEADER + rank * _SLOT + _IS_SAVING_AT] = is_saving
+
+    def is_saving(self, rank: int) -> bool:
+        return bool(self._map[_HEADER + rank * _SLOT + _IS_SAVING_AT])
+
+    def leave(self, rank: int, steps: int) -> None:
+        """Mark that `rank` leaves at a step boundary, with `steps` training steps complete."""
+        _STOPPED.pack_into(self._map, _HEADER + rank * _SLOT + _STOPPED_AT, steps + 1)
+
+    def lay(self, rank: int, count: int, key: int, value: int) -> None:
+        """Write the fingerprint `value` of `key` for the other ranks.  count: number of earlier ones of `rank`.
+
+        The last three of each rank are kept.
+        """
+        where = _HEADER + rank * _SLOT + _LAID_AT + count % _LAID_COUNT * _LAID.size
+        for at, number in ((0, 0), (8, value), (0, key)):  # `pack_into` would wipe a place before it writes
+            self._map[where + at : where + at + 8] = _LAID_NUMBER.pack(number)
+
+    def laid(self, rank: int) -> dict[int, int]:
+        """Return the latest fingerprints of `rank`, by key."""
+        start = _HEADER + rank * _SLOT + _LAID_AT
+        places = range(start, start + _LAID_COUNT * _LAID.size, _LAID.size)
+        entries = [(place, *_LAID.unpack_from(self._map, place)) for place in places]
+        # The key is read again: the rank may have written another one while the value was read.
+        return {
+            int(key): int(value)
+            for place, key, value in entries
+            if key and _LAID_NUMBER.unpack_from(self._map, place)[0] == key
+        }
+
+    def limit_time(self, rank: int, at: float, seconds: float) -> None:
+        """Ask the kernel to end the run at `at`, unless `rank` has named an earlier time."""
+        where = _HEADER + rank * _SLOT + _TIME_LIMIT_AT
+        earlier, _ = _TIME_LIMIT.unpack_from(self._map, where)
+        if not earlier or at < earlier:
+            _TIME_LIMIT.pack_into(self._map, where, at, seconds)
+
+    def time_limits(self) -> list[tuple[float, float]]:
+        """Return the limits that ranks have set: the end of each, in `time.monotonic()`, and its duration."""
+        slots = (_HEADER + rank * _SLOT + _TIME_LIMIT_AT for rank in range(self.world_size))
+        return [limit for where in slots if all(limit := _TIME_LIMIT.unpack_from(self._map, where))]
+
+    def finished_before(self, collective: int) -> list[int]:
+        """Return the ranks that have done their work, and have entered fewer than `collective` collectives."""
+        return [
+            rank for rank in range(self.world_size) if self.has_finished(rank) and self.collectives(rank) < collective
+        ]
+
+    @property
+    def save_before(self) -> int:
+        """Return the optimizer step before which all ranks save, as rank 0 has announced last; 0 if it has not."""
+        return int(_SAVE_BEFORE.unpack_from(self._map, _SAVE_BEFORE_AT)[0])
+
+    @save_before.setter
+    def save_before(self, step: int) -> None:
+        _SAVE_BEFORE.pack_into(self._map, _SAVE_BEFORE_AT, step)
+
+    @property
+    def saves_itself(self) -> bool:
+        """Return whether the run saves itself when it is stopped."""
+        return bool(self._map[_SAVES_ITSELF])
+
+    @saves_itself.setter
+    def saves_itself(self, does: bool) -> None:
+        self._map[_SAVES_ITSELF] = does
+
+    @property
+    def stop_wanted(self) -> bool:
+        """Return whether a rank was told to end, and asks the kernel to stop the run."""
+        return bool(self._map[_STOP_WANTED])
+
+    @stop_wanted.setter
+    def stop_wanted(self, is_wanted: bool) -> None:
+        self._map[_STOP_WANTED] = is_wanted
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether ranks are to end waits in their devices for a peer that has failed and never comes."""
+        return bool(self._map[_IS_CUT])
+
+    @is_cut.setter
+    def is_cut(self, is_cut: bool) -> None:
+        self._map[_IS_CUT] = is_cut
+
+    @property
+    def frees_hung(self) -> bool:
+        """Return whether a rank is to end a long wait in its device for a peer that may have left."""
+        return bool(self._map[_FREES_HUNG])
+
+    @frees_hung.setter
+    def frees_hung(self, frees_hung: bool) -> None:
+        self._map[_FREES_HUNG] = frees_hung
+
+    def hear_cuts(self, rank: int) -> None:
+        """Mark that `rank` has groups on a device, and ends its waits there when the page asks for it."""
+        self._map[_HEADER + rank * _SLOT + _HEARS_CUTS_AT] = 1
+
+    def hears_cuts(self, rank: int) -> bool:
+        return bool(self._map[_HEADER + rank * _SLOT + _HEARS_CUTS_AT])
+
+    @property
+    def stop_requested(self) -> bool:
+        return bool(self._map[_STOP])
+
+    @property
+    def stop_after(self) -> int | None:
+        """Return the kernel's answer, or None while it has not answered."""
+        if not self._map[_ANSWERED]:
+            return None
+        return int(_STOP_AFTER.unpack_from(self._map, _STOP_AFTER_AT)[0])
+
+    @property
+    def steps_before_stop(self) -> int | None:
+        """Return the training steps that every rank has done when the run stops; None if not asked to, or no steps."""
+        left = [
+            int(_STOPPED.unpack_from(self._map, _HEADER + rank * _SLOT + _STOPPED_AT)[0])
+            for rank in range(self.world_size)
+        ]
+        if any(left):
+            return max(left) - 1
+        answer = self.stop_after
+        return None if answer is None or answer < 0 else answer // _SUBSTEPS + 1
+
+    def stop(self) -> int:
+        """Ask all ranks to stop, and answer with the position after which they do; kernel side.
+
+        It takes a millisecond. A second call returns the first answer again.
+        """
+        if (answer := self.stop_after) is not None:
+            return answer
+        self._map[_STOP] = 1
+        time.sleep(_VISIBLE_S)
+        answer = max(position.reached for position in self.positions())
+        _STOP_AFTER.pack_into(self._map, _STOP_AFTER_AT, answer)
+        self._map[_ANSWERED] = 1
+        return answer
+
+
+class StepGate:
+    """Rank side of the page: takes step events, raises `RunStopped` when the run ends, and passes on when to save."""
+
+    def __init__(self, page: ControlPage, rank: int) -> None:
+        self._page = page
+        self._rank = rank
+        self._last = -1
+        self._entered_at = 0.0
+
+    def begin(self) -> None:
+        """Begin another run."""
+        self._last, self._entered_at = -1, 0.0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepEntered):
+            self.enter_step(event.step, event.substep)
+        elif isinstance(event, StepsEnded):
+            self._leave()
+        elif isinstance(event, SavingAtStop):
+            self._page.set_saving(self._rank, not event.is_over)
+        elif isinstance(event, TimeLimit):
+            self._page.limit_time(self._rank, event.at, event.seconds)
+            event.take()
+        elif isinstance(event, SaveDue):
+            self._page.save_before = event.step
+        elif isinstance(event, SaveAsked) and self._page.save_before == event.step:
+            event.answer()
+
+    def enter_step(self, step: int, substep: int) -> None:
+        """Handle a `StepEntered`, which is in every step, without an event object."""
+        number = position_number(step, substep)
+        now = time.monotonic()
+        last_step_s = now - self._entered_at if self._entered_at else 0.0
+        if self._page.enter(self._rank, number, self._last, now, last_step_s):
+            self._park(RankPosition(number, self._last, now, last_step_s, parked=True, in_step=False))
+        self._last, self._entered_at = number, now
+
+    def _park(self, position: RankPosition) -> None:
+        """Wait before the step until the kernel has answered whether it is still to be done; or leave."""
+        page = self._page
+        page.write(self._rank, position)
+        # Ended by the kernel's answer, which it gives within a tick, or by the death watch if it is gone.
+        while (stop_after := page.stop_after) is None:
+            time.sleep(_PARKED_POLL_S)
+        if position.entered > stop_after:
+            page.leave(self._rank, position.step)
+            raise RunStopped(f"stopped before step {position.step}")
+        page.write(self._rank, replace(position, parked=False, in_step=True))
+
+    def _leave(self) -> None:
+        page = self._page
+        page.write(
+            self._rank,
+            RankPosition(self._last, self._last, time.monotonic(), 0.0, parked=False, in_step=False),
+        )
+        self._entered_at = 0.0
+
+
+class PeerWatch:
+    """Rank side of the finished marks: ends the wait in a collective that can never be complete."""
+
+    def __init__(self, page: ControlPage, rank: int) -> None:
+        self._page = page
+        self._rank = rank
+        self._entered = 0
+        self._outsiders: Sequence[int] = ()
+
+    def begin(self, outsiders: Sequence[int]) -> None:
+        """Begin another run.  outsiders: ranks that take no part in it."""
+        self._entered = 0
+        self._outsiders = outsiders
+
+    def refuse_backward(self, event: Event) -> None:
+        """Refuse a backward of a prepared model: without all ranks, gradients and then replicas would differ."""
+        self._refuse("backward")
+
+    def _refuse(self, call: str) -> None:
+        """Raise before the call is made, so that the ranks stay in step."""
+        are = "rank {} takes" if len(self._outsiders) == 1 else "ranks {} take"
+        raise CollectiveMismatch(
+            f"rank {self._rank} of {self._page.world_size} was about to enter a collective ({call}), which all ranks "
+            f"must enter, and {are.format(', '.join(map(str, self._outsiders)))} no part in this cell. Nothing was "
+            "exchanged. Run the cell without --only, or leave the call out of it."
+        )
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, CollectiveEntered):
+            if self._outsiders:
+                self._refuse(event.call)
+            self._entered += 1
+            self._page.count_collectives(self._rank, self._entered)
+        elif isinstance(event, GroupRenewed):
+            # Ranks that stayed longer in the attempt have entered more collectives: now all have the same count.
+            self._entered = event.times << _COUNT_BITS
+            self._page.count_collectives(self._rank, self._entered)
+        elif isinstance(event, Waiting):
+            self._look_for_peers(event)
+
+    def _look_for_peers(self, event: Waiting) -> None:
+        missing = self._page.finished_before(self._entered)
+        if missing:
+            sides = "\n".join(f"  rank {rank}: has finished, and will not come" for rank in missing)
+            raise CollectiveMismatch(
+                f"rank {self._rank} of {self._page.world_size} waits in a collective that can never be complete.\n"
+                f"  rank {self._rank}: {event.call}\n{sides}\n  Every rank must make the same calls: look for a "
+                "`return`, a `break` or an `if is_main_process` that only some ranks take."
+            )

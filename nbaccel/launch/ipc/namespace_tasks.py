@@ -1,0 +1,129 @@
+"""Tasks of persistent ranks besides cells: begin, take names, return names. Made in the kernel, run in ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from nbaccel.launch.ipc.cell_task import cannot_be_rebuilt, new_main
+from nbaccel.launch.ipc.nbytes import sizes_of
+from nbaccel.launch.ipc.payload import Payload, pack, unpack, unpack_what_can_be_rebuilt
+from nbaccel.launch.ipc.spec import Results, SharedNamespace, Task
+from nbaccel.launch.objects.names import first_card_in
+from nbaccel.launch.objects.wrappers import plain
+
+__all__ = [
+    "InitTask",
+    "Pull",
+    "Push",
+]
+
+
+class _HomeTask(Task):
+    """A task that runs in the namespace of persistent ranks."""
+
+    home: SharedNamespace
+
+    def __init__(self, home: SharedNamespace) -> None:
+        self.home = home
+        self.namespace: dict[str, Any] = home.namespace
+
+    def anchors(self) -> dict[int, str]:
+        return self.home.anchors
+
+    def anchored(self, name: str) -> Any:
+        return self.home.find(name)
+
+
+class InitTask(_HomeTask):
+    """The first task of persistent ranks: it does nothing, and its home is that of all later tasks.
+
+    A fork has every name of the notebook; a rank of the zygote has none, and gets each with the first cell that reads
+    it.
+    """
+
+    reference = "nbaccel.launch.ipc.namespace_tasks:InitTask"
+
+    def __init__(self, home: SharedNamespace) -> None:
+        super().__init__(home)
+        home.learn(home.namespace)
+        public = {name: value for name, value in home.namespace.items() if not name.startswith("_")}
+        self.first_card = first_card_in(public)  # what later cells will say is not known
+
+    def run(self) -> None:
+        """Do nothing: the setup is done by now."""
+
+    def results(self, rank: int) -> Results:
+        return Results()
+
+    def pack(self) -> Payload:
+        self.home.forget()
+        return pack({})
+
+    @classmethod
+    def unpack(cls, fd: int, home: SharedNamespace | None = None) -> Self:
+        return cls(SharedNamespace(new_main()))
+
+
+class Push(_HomeTask):
+    """Gives every rank the notebook's values of `names`, replacing its own values of these names."""
+
+    reference = "nbaccel.launch.ipc.namespace_tasks:Push"
+
+    def __init__(self, home: SharedNamespace, names: Sequence[str], values: dict[str, Any] | None = None) -> None:
+        super().__init__(home)
+        self.names = names
+        self._values = values or {}
+
+    def run(self) -> None:
+        self.namespace.update(self._values)
+
+    def results(self, rank: int) -> Results:
+        return Results()
+
+    def pack(self) -> Payload:
+        values = {name: self.namespace[name] for name in self.names}
+        return pack(values, anchors=self.home.anchors, namespace=self.namespace)
+
+    def has_arrived(self) -> None:
+        """Record, in the kernel, that the ranks have the values; not called if one of them could not be rebuilt."""
+        self.home.learn({name: self.namespace[name] for name in self.names})
+
+    @classmethod
+    def unpack(cls, fd: int, home: SharedNamespace | None = None) -> Self:
+        assert home is not None
+        values, refused = unpack_what_can_be_rebuilt(fd, namespace=home.namespace, anchored=home.find)
+        if refused:
+            raise cannot_be_rebuilt(refused)
+        home.learn(values)
+        return cls(home, tuple(values), values)
+
+
+class Pull(_HomeTask):
+    """Sends back the values that one rank has under `names`."""
+
+    reference = "nbaccel.launch.ipc.namespace_tasks:Pull"
+
+    def __init__(self, home: SharedNamespace, names: Sequence[str], speaker: int = 0) -> None:
+        super().__init__(home)
+        self.names = names
+        self.speaker = speaker
+
+    def run(self) -> None:
+        """Do nothing: the values exist already."""
+
+    def results(self, rank: int) -> Results:
+        if rank != self.speaker:
+            return Results()
+        values = {name: plain(self.namespace[name]) for name in self.names if name in self.namespace}
+        missing = {name: f"rank {rank} has no such name" for name in self.names if name not in self.namespace}
+        return Results(values, missing, facts={"sizes": sizes_of(values)})
+
+    def pack(self) -> Payload:
+        return pack({"names": self.names, "speaker": self.speaker})
+
+    @classmethod
+    def unpack(cls, fd: int, home: SharedNamespace | None = None) -> Self:
+        assert home is not None
+        values = unpack(fd)
+        return cls(home, values["names"], values["speaker"])

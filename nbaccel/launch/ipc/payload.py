@@ -1,0 +1,446 @@
+"""Payload: Python objects for another process, in one memfd. Runs in the kernel and in ranks.
+
+All names are sent in one pickle, so shared objects stay shared. Memory of tensors and arrays lies after the pickle,
+page aligned, one block per storage: the receiver maps it copy-on-write instead of reading it, so n ranks hold one copy
+and none sees another's writes. A view brings its whole storage along, as ``torch.save`` does. Tensors of a device
+arrive on the receiver's device (see `devices`), and without their gradients if they are sent to ranks, as
+``torch.save`` drops them too. It opens no connection: the sender passes the descriptor on.
+
+Salvage: rebuilds the values of a parcel when one of them cannot be rebuilt here. Runs in the kernel and in ranks.
+
+Used by `parcel` alone, after its pickle has failed as a whole: an error in the ``__setstate__`` of one value must not
+lose the model that came with it. The pickle is read again, slowly, in Python; an object that fails is replaced, and
+every name that leads to a replaced object is left out with the reason.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import mmap
+import os
+import pickle
+import struct
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from nbaccel.errors import CannotSend
+from nbaccel.launch.ipc.nbytes import size_of
+from nbaccel.launch.ipc.pickling import Contents, Packer, Places, PlacingPacker, Unpacker, is_ours
+from nbaccel.launch.ipc.unpicklable import in_words, reason
+from nbaccel.launch.objects.kind import Change
+
+__all__ = [
+    "Payload",
+    "pack",
+    "pack_what_can_travel",
+    "packages_in",
+    "salvaged",
+    "size_of",
+    "unpack",
+    "unpack_what_can_be_rebuilt",
+]
+
+_PAGE = mmap.PAGESIZE
+_CACHE_LINE = 64
+
+_EVERYWHERE = sys.stdlib_module_names | {"__main__", "nbaccel", "torch", "numpy", "IPython"}
+"""Modules that every rank has before its first parcel, or that patch nothing."""
+
+_FOOTER = struct.Struct("<8sQ")
+_MAGIC = b"nbparcel"
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A packed parcel. The code that packed it closes `fd`; mappings of it outlive that.
+
+    fd: the memfd.  nbytes: its length.
+    lacks: names whose values were sent without some of their parts, and descriptions of these parts.
+    """
+
+    fd: int
+    nbytes: int
+    lacks: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def pack(
+    values: dict[str, Any],
+    *,
+    anchors: Mapping[int, str] | None = None,
+    namespace: dict[str, Any] | None = None,
+    as_written: bool = False,
+) -> Payload:
+    """Pack all of `values` into one parcel.
+
+    anchors: name by ``id(object)``, for classes and functions that the other side has already; only the name is sent.
+    namespace: the globals of notebook functions; in the receiver they become the namespace given to `unpack`.
+    as_written: send objects as the user wrote them: of prepared objects, also inside of others, the wrapped ones.
+
+    Raises:
+        CannotSend: a value cannot be sent; `names` has every such name with the reason.
+
+    >>> parcel = pack({"x": 1, "y": [2, 3]})
+    >>> unpack(parcel.fd)
+    {'x': 1, 'y': [2, 3]}
+    >>> os.close(parcel.fd)
+    """
+    make = _packers(anchors or {}, namespace, as_written)
+    try:
+        return _write(values, make)
+    except Exception as error:
+        refused = _culprits(values, make, namespace) or {", ".join(values): reason(error, "", values)}
+        lines = "".join(f"\n  {name}: {why}" for name, why in refused.items())
+        raise CannotSend(
+            f"{len(refused)} of {len(values)} names cannot be sent to another process:{lines}\n"
+            "  Make such objects in the cell that uses them, or send the data they were made from.",
+            refused,
+        ) from error
+
+
+def pack_what_can_travel(
+    values: dict[str, Any],
+    *,
+    anchors: Mapping[int, str] | None = None,
+    namespace: dict[str, Any] | None = None,
+    as_written: bool = False,
+    places: Places | None = None,
+    may_lack: Collection[str] = (),
+) -> tuple[Payload, dict[str, str]]:
+    """Return the parcel of every value that can be sent, and the names of the others, each with the reason.
+
+    If only entries of a `Change` cannot be sent, the rest of it is; such an entry is named "name:key".
+
+    places: those of objects that the receiver has; if given, only the place of such an object is sent, and all others
+    as written.
+    may_lack: names whose values are sent without the parts that cannot be sent, rather than not at all: see `Absent`.
+    """
+    rest = values
+    refused: dict[str, str] = {}
+    lacking: set[str] = set()
+    make = _packers(anchors or {}, namespace, as_written, places, lacking)
+    while True:
+        try:
+            return _write(rest, make), refused
+        except Exception as error:  # also a second time, by an object with inconsistent answers
+            culprits = _culprits(rest, make, namespace) or {name: reason(error, name, rest) for name in rest}
+        if parted := {name for name in culprits if name in may_lack} - lacking:
+            lacking |= parted
+            continue
+        rest = {name: value for name, value in rest.items() if name not in culprits}
+        for name, why in culprits.items():
+            value = values[name]
+            entries = value.entries() if type(value) is Change else {}
+            wrong = _culprits(entries, make, namespace)
+            if wrong and f"{name}:{next(iter(wrong))}" not in refused:
+                rest[name] = value.without(wrong)
+                refused |= {f"{name}:{key}": reason for key, reason in wrong.items()}
+            else:
+                refused[name] = why
+
+
+def unpack(
+    fd: int,
+    *,
+    namespace: dict[str, Any] | None = None,
+    anchored: Callable[[str], Any] | None = None,
+    placed: Callable[[Any], Any] | None = None,
+    is_lasting: bool = False,
+) -> dict[str, Any]:
+    """Return the values of the parcel behind `fd`, which stays open; the caller closes it.
+
+    namespace: becomes ``__globals__`` of the functions that were packed with one. Globals that they refer to are added
+    to it; existing names keep their values.
+    anchored: finds an object of this process by the name it was anchored under.
+    placed: finds one by the token of the sender's `Places.token`.
+    is_lasting: the values stay for long, and must not keep a larger rest of the parcel alive.
+    """
+    values: dict[str, Any] = Unpacker(_contents(fd, namespace, anchored, placed, is_lasting)).load()
+    return values
+
+
+def unpack_what_can_be_rebuilt(
+    fd: int,
+    *,
+    namespace: dict[str, Any] | None = None,
+    anchored: Callable[[str], Any] | None = None,
+    placed: Callable[[Any], Any] | None = None,
+    is_lasting: bool = False,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of the parcel behind `fd` that can be rebuilt, and the names of the others, with the reason.
+
+    The arguments are those of `unpack`.
+    """
+    try:
+        return unpack(fd, namespace=namespace, anchored=anchored, placed=placed, is_lasting=is_lasting), {}
+    except Exception:
+        values, errors = salvaged(_contents(fd, namespace, anchored, placed, is_lasting))
+    return values, {name: f"it cannot be rebuilt here: {in_words(error)}" for name, error in errors.items()}
+
+
+def packages_in(fd: int) -> list[str]:
+    """Return the packages of the parcel behind `fd` that a user installed, in the order of their import."""
+    _, (_, _, packages) = _opened(fd)
+    return packages
+
+
+def _opened(fd: int) -> tuple[mmap.mmap, tuple[list[tuple[int, int]], list[int], list[str]]]:
+    """Open the parcel behind `fd`; return it with its table: places, buffers and packages."""
+    mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+    magic, table = _FOOTER.unpack_from(mapping, len(mapping) - _FOOTER.size)
+    if magic != _MAGIC:
+        raise ValueError("this file descriptor does not hold a parcel")
+    return mapping, pickle.loads(memoryview(mapping)[table:])
+
+
+def _contents(
+    fd: int,
+    namespace: dict[str, Any] | None,
+    anchored: Callable[[str], Any] | None,
+    placed: Callable[[Any], Any] | None,
+    is_lasting: bool,
+) -> Contents:
+    mapping, (places, buffers, packages) = _opened(fd)
+    for name in packages:
+        if name not in sys.modules:
+            with suppress(Exception):  # if it is needed, the pickle raises a better error
+                importlib.import_module(name)
+    return Contents(mapping, places, buffers, namespace, anchored, placed, is_lasting)
+
+
+_MakePacker = Callable[[Any], Packer]
+"""Makes a packer that writes to a file."""
+
+
+def _packers(
+    anchors: Mapping[int, str],
+    namespace: dict[str, Any] | None,
+    as_written: bool,
+    places: Places | None = None,
+    may_lack: Collection[str] = (),
+) -> _MakePacker:
+    if places is not None:
+        return lambda file: PlacingPacker(file, anchors, namespace, places, may_lack)
+    return lambda file: Packer(file, anchors, namespace, as_written, may_lack)
+
+
+def _culprits(values: dict[str, Any], make: _MakePacker, namespace: dict[str, Any] | None) -> dict[str, str]:
+    """Return the names whose values cannot be pickled even alone, each with the reason.
+
+    It writes nothing, copies no buffer.
+    """
+    refused = {}
+    for name, value in values.items():
+        packer = make(_Nowhere())
+        try:
+            with _telling_where(packer):
+                packer.dump_names({name: value})
+        except Exception as error:
+            refused[name] = reason(error, name, {**(namespace or {}), **values})
+    return refused
+
+
+def _write(values: dict[str, Any], make: _MakePacker) -> Payload:
+    """Write the pickle first, then the blocks, then the table that finds them, then the place of the table."""
+    fd = os.memfd_create("nbaccel-parcel", os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            packer = make(_Stoppable(file))
+            with _telling_where(packer):
+                packer.dump_names(values)
+            end = file.tell()
+        places = []
+        for block in packer.blocks:
+            with block() as source:
+                offset = _aligned(end, source.nbytes)
+                _write_all(fd, source, offset)
+                end = offset + source.nbytes
+            places.append((offset, end - offset))
+        packer.forget()
+        table = pickle.dumps((places, packer.buffers, _in_order_of_import(packer.packages)))
+        _write_all(fd, memoryview(table + _FOOTER.pack(_MAGIC, end)), end)
+        return Payload(fd, end + len(table) + _FOOTER.size, packer.lacks)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _in_order_of_import(packages: Set[str]) -> list[str]:
+    """Return the packages that a user installed, as this process imported them.
+
+    Some patch others when they are imported, and have to come before them (or after): the pickle would import them in
+    the arbitrary order of its references.
+    """
+    return [name for name in list(sys.modules) if name in packages and name not in _EVERYWHERE]
+
+
+@contextmanager
+def _telling_where(packer: Packer) -> Iterator[None]:
+    """Name the value that was being packed in an interrupt: it may be one that never ends."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        name = packer.at.removeprefix("in:").removeprefix("out:")
+        raise KeyboardInterrupt(f"interrupted while {name} was packed for another process") from None
+
+
+def _aligned(offset: int, nbytes: int) -> int:
+    unit = _PAGE if nbytes >= _PAGE else _CACHE_LINE
+    return -(-offset // unit) * unit
+
+
+def _write_all(fd: int, source: memoryview, offset: int) -> None:
+    done = 0
+    while done < source.nbytes:
+        done += os.pwrite(fd, source[done:], offset + done)
+
+
+class _Stoppable:
+    """Wraps `file` with a `write` in Python, so that an interrupt is handled in any thread, which C code does not do.
+
+    For a value that never ends the pickler writes 64 KiB again and again without running a line of the user's.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        written: int = self._file.write(data)
+        return written
+
+
+class _Nowhere:
+    """A file for a trial: discards everything."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+_Reader: Any = pickle._Unpickler  # the one written in Python, which can continue after an error
+_CLOSED = (type, types.ModuleType, types.FrameType, types.CodeType, str, bytes)
+
+
+def salvaged(contents: Contents) -> tuple[dict[str, Any], dict[str, Exception]]:
+    """Return the values of `contents` by name that can be rebuilt, and the error of each of the others."""
+    reader = _Salvager(contents)
+    values: dict[str, Any] = reader.load()
+    refused: dict[str, Exception] = {}
+    for name, value in values.items():
+        if (error := reader.error_in(value)) is not None:
+            refused[name] = error
+    return {name: value for name, value in values.items() if name not in refused}, refused
+
+
+class _Broken:
+    """Replaces an object that could not be rebuilt; calling it raises the same error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, *args: Any) -> Any:
+        raise self.error
+
+
+def _guarded(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap an operation of the pickle machine that fills the object on top of the stack, by code of its class."""
+
+    def guarded(self: _Salvager) -> None:
+        operands = self.stack[-2:]
+        try:
+            load(self)
+        except Exception as error:
+            if self.stack and type(self.stack[-1]) is not _Broken:
+                cause = next((each.error for each in operands if type(each) is _Broken), error)
+                self.blame(self.stack[-1], cause)
+
+    return guarded
+
+
+class _Salvager(_Reader):  # type: ignore[misc]
+    """Continues reading after an object that cannot be rebuilt."""
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(_Reader.dispatch)
+    for _code in (pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS, pickle.ADDITEMS, pickle.BUILD):
+        dispatch[_code[0]] = _guarded(dispatch[_code[0]])
+
+    def __init__(self, contents: Contents) -> None:
+        contents.mapping.seek(0)
+        super().__init__(contents.mapping, buffers=contents.buffers())
+        self._contents = contents
+        self._errors: dict[int, Exception] = {}  # by the id of the object that could not be filled
+        self._kept: list[Any] = []
+        self._known: list[Any] = []  # the receiver's own objects, which are whole
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return self._contents.call if is_ours(module, name) else super().find_class(module, name)
+        except Exception as error:
+            return _Broken(error)
+
+    def persistent_load(self, token: Any) -> Any:
+        try:
+            known = self._contents.placed(token)
+        except Exception as error:
+            return _Broken(error)
+        self._known.append(known)
+        return known
+
+    def blame(self, thing: Any, error: Exception) -> None:
+        """Record that `thing` was made, and that a part of it is missing."""
+        self._errors[id(thing)] = error
+        self._kept.append(thing)
+
+    def _call(self, function: Any, operands: list[Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            cause = next((each.error for each in operands if type(each) is _Broken), error)
+            if getattr(function, "__name__", "").endswith(("setstate", "_set_function_state")):
+                self.blame(args[0], cause)  # it fills its first argument, and its value is thrown away
+            return _Broken(cause)
+
+    def load_reduce(self) -> None:
+        args = self.stack.pop()
+        function = self.stack.pop()
+        self.append(self._call(function, [function, *args], *args))
+
+    def load_newobj(self) -> None:
+        args = self.stack.pop()
+        kind = self.stack.pop()
+        self.append(self._call(getattr(kind, "__new__", None), [kind, *args], kind, *args))
+
+    def load_newobj_ex(self) -> None:
+        kwargs = self.stack.pop()
+        args = self.stack.pop()
+        kind = self.stack.pop()
+        self.append(self._call(getattr(kind, "__new__", None), [kind, *args], kind, *args, **kwargs))
+
+    dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch[pickle.NEWOBJ[0]] = load_newobj
+    dispatch[pickle.NEWOBJ_EX[0]] = load_newobj_ex
+
+    def error_in(self, value: Any) -> Exception | None:
+        """Return the error of the first object that `value` leads to and that could not be rebuilt."""
+        seen = set(map(id, self._known))
+        waiting = [value]
+        while waiting:
+            thing = waiting.pop()
+            if type(thing) is _Broken:
+                return thing.error
+            if id(thing) in self._errors:
+                return self._errors[id(thing)]
+            if id(thing) in seen or issubclass(type(thing), _CLOSED):
+                continue
+            seen.add(id(thing))
+            np = sys.modules.get("numpy")
+            if type(thing) is types.FunctionType:  # its globals are the notebook's
+                waiting += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__]
+            elif np is not None and type(thing) is np.ndarray and thing.dtype.kind == "O":
+                waiting += thing.ravel().tolist()
+            else:
+                waiting += gc.get_referents(thing)
+        return None

@@ -1,0 +1,730 @@
+"""Pickling: turns the objects of a parcel into one pickle and blocks of memory, and back into objects.
+
+Runs in the kernel and in ranks; used by `parcel` alone, which arranges pickle and blocks in a file. The packer is
+cloudpickle with special treatment of tensors, arrays, functions of the notebook and objects that the other side has
+already.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import enum
+import functools
+import importlib
+import mmap
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import cloudpickle
+
+from nbaccel.launch.ipc.event_files import reduce_writer
+from nbaccel.launch.ipc.tensor_devices import device_here, device_there, storage_on
+from nbaccel.launch.ipc.unpicklable import (
+    Absent,
+    Refused,
+    refuse_what_knows_the_ranks,
+    refuse_what_lives_here,
+    what_it_is,
+)
+from nbaccel.launch.objects.arrays import Values, has_plain_memory
+from nbaccel.launch.objects.wrappers import is_lightnings_trainer, is_made_anew, is_put_there, plain, reduce_accelerate
+
+__all__ = [
+    "Contents",
+    "Packer",
+    "Places",
+    "PlacingPacker",
+    "Unpacker",
+    "depth_bounded",
+    "is_ours",
+]
+
+_DEEPEST = 20_000
+"""Largest depth of calls while something is packed.
+
+If the user has raised Python's own limit above it, a long chain of objects would overflow the C stack (8 MiB hold more
+than 40,000) and crash the process.
+"""
+
+_COPIED_BELOW = 64 * 1024
+"""Bytes below which blocks are copied: a mapped view keeps the memory of the whole parcel alive."""
+
+_COPIED_IF_LASTING = 16 * 1024 * 1024
+"""The same for values that outlive most of the parcel, as in a notebook."""
+
+
+@contextmanager
+def depth_bounded() -> Iterator[None]:
+    """Make too deep a nesting end in a RecursionError, whatever limit the user has set."""
+    limit = sys.getrecursionlimit()
+    if limit <= _DEEPEST:
+        yield
+        return
+    sys.setrecursionlimit(_DEEPEST)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishes no types
+    """Writes objects to `file`, and collects the memory that has to follow them.
+
+    blocks: each returns its bytes when its turn to be written comes, so a device tensor is copied to the host late.
+    buffers: indices of blocks that are out-of-band buffers of the pickle protocol, in its order.
+    as_written: send what a cell left as the user wrote it: wrappers that training put around objects are left out, at
+    any depth in a value, and a tensor of a graph is sent without the graph.
+    may_lack: names whose values are sent with a replacement (`Absent`) for each part that cannot be sent.
+    lacks: descriptions of such parts, by name.
+    at: the name whose value is being packed, or was last; empty before the first.
+    packages: those whose classes, functions and modules the pickle refers to.
+    """
+
+    def __init__(
+        self,
+        file: Any,
+        anchors: Mapping[int, str],
+        namespace: dict[str, Any] | None,
+        as_written: bool = False,
+        may_lack: Collection[str] = (),
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._add_buffer)
+        self.at = ""
+        self.lacks: dict[str, list[str]] = {}
+        self.packages: set[str] = set()
+        self._may_lack = may_lack
+        self._whole: Any = None  # the value that `at` names
+        self._absent: dict[int, tuple[str, Any]] = {}  # by id: objects replaced by `Absent`, and why
+        self.blocks: list[Callable[[], memoryview]] = []
+        self.buffers: list[int] = []
+        self._index: dict[tuple[str, int, int], int] = {}
+        self._anchors = anchors
+        self._as_written = as_written
+        self._namespace = namespace
+        self._namespace_there = _NamespaceThere()
+        if namespace is not None:
+            # cloudpickle looks here for the globals that a function will have on the other side.
+            self.globals_ref[id(namespace)] = self._namespace_there
+
+    def dump_names(self, values: Mapping[str, Any]) -> None:
+        """Pack `values` as one dict, and record the name of the one being packed."""
+        with depth_bounded():
+            self.dump({name: _Named(name, value) for name, value in values.items()})
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is _Named:
+            self.at, self._whole = obj.name, obj.value
+            if id(obj.value) in self._absent:
+                raise Refused(*self._absent[id(obj.value)])
+            if type(obj.value) in weakref.ProxyTypes:  # inside of objects its referent is sent
+                raise Refused("a weak reference cannot be sent to another process; send the object itself", obj.value)
+            return _itself, (obj.value,)
+        if self._as_written and obj is not self._whole and is_lightnings_trainer(obj):
+            self._absent[id(obj)] = "a Trainer that knows its rank", obj
+            return _itself, (None,)  # as before the object was given to a trainer
+        if self.at not in self._may_lack or obj is self._whole:
+            return self._reduced(obj)
+        try:
+            reduced = self._reduced(obj)
+            return self._reduced_as_usual(obj) if reduced is NotImplemented else reduced
+        except RecursionError:
+            raise
+        except Exception as error:
+            why = what_it_is(error, obj)
+            self.lacks.setdefault(self.at, []).append(why)
+            self._absent[id(obj)] = why, obj
+            return Absent, (self.at, why)
+
+    def _reduced_as_usual(self, obj: Any) -> Any:
+        """Return the usual reduction of an object that has no special treatment here."""
+        if issubclass(type(obj), (type, types.FunctionType, types.BuiltinFunctionType)):
+            return NotImplemented  # found by its name
+        special = self.dispatch_table.get(type(obj))
+        return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if special is None else special(obj)
+
+    def _reduced(self, obj: Any) -> Any:
+        if id(obj) in self._anchors:
+            return _there, ("anchor", self._anchors[id(obj)])
+        self._note_package(obj)
+        if obj is self._namespace_there:
+            return _there, ("globals",)
+        if type(obj) is _ModuleThere:
+            return _globals_of_module, (obj.name,)
+        if self._as_written:
+            if reduced := _reduce_to_what_was_written(obj):
+                return reduced
+            refuse_what_knows_the_ranks(obj)
+        if reduced := _reduce_standard(obj) or self._reduce_array(obj) or self._reduce_tensor(obj):
+            return reduced
+        if reduced := self._reduce_of_a_device(obj):
+            return reduced
+        refuse_what_lives_here(obj)
+        module = _module_of(obj)
+        if module is not None:
+            self.globals_ref.setdefault(id(obj.__globals__), _ModuleThere(module))
+        reduced = super().reducer_override(obj)
+        if reduced is NotImplemented:
+            return reduced
+        if module is not None or self._is_of_namespace(obj):
+            make, args, state, items, pairs, set_state = reduced
+            if module is not None:
+                state[1]["__globals__"].clear()
+            return make, args, (set_state, state), items, pairs, _set_function_state
+        return _with_slots(obj, reduced) if issubclass(type(obj), type) else reduced
+
+    def forget(self) -> None:
+        """Release the packed objects. A pickler is part of a cycle: all would stay until the collector runs.
+
+        An error among them holds a traceback, and that every frame with the user's objects.
+        """
+        self.clear_memo()
+        self._absent.clear()
+        self.blocks.clear()
+        self._whole = None
+
+    def _note_package(self, obj: Any) -> None:
+        kind = type(obj)
+        if issubclass(kind, types.ModuleType):
+            name = obj.__name__
+        elif issubclass(kind, (type, types.FunctionType)):
+            name = type.__dict__["__module__"].__get__(obj) if issubclass(kind, type) else obj.__module__
+        else:
+            return
+        self.packages.add(str(name).partition(".")[0])
+
+    def _is_of_namespace(self, obj: Any) -> bool:
+        """Return whether it is a function of the notebook."""
+        return issubclass(type(obj), types.FunctionType) and obj.__globals__ is self._namespace
+
+    def _add_buffer(self, buffer: pickle.PickleBuffer) -> None:
+        self.buffers.append(len(self.blocks))
+        self.blocks.append(buffer.raw)
+
+    def _block(self, device: str, address: int, nbytes: int, read: Callable[[], memoryview]) -> int:
+        """Return the number of the block with this memory; `read` keeps it alive, so an address means one block."""
+        key = (device, address, nbytes)
+        if key not in self._index:
+            self._index[key] = len(self.blocks)
+            self.blocks.append(read)
+        return self._index[key]
+
+    def _reduce_array(self, obj: Any) -> Any:
+        np = sys.modules.get("numpy")
+        if np is None:
+            return None
+        if type(obj) is np.memmap and isinstance(obj.base, mmap.mmap) and obj.filename is not None:
+            return _map_file, (obj.filename, obj.dtype, obj.mode, obj.offset, obj.shape, obj.flags.f_contiguous)
+        if type(obj) is not np.ndarray or obj.dtype.hasobject or obj.size == 0:
+            return None
+        root = obj
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        if type(root) is not np.ndarray or not root.flags.forc or root.dtype.hasobject:
+            return None
+        address = root.__array_interface__["data"][0]
+        offset = obj.__array_interface__["data"][0] - address
+        index = self._block("cpu", address, root.nbytes, functools.partial(_array_bytes, root))
+        return _there, ("array", index, offset, obj.shape, obj.strides, obj.dtype, obj.flags.writeable)
+
+    def _reduce_tensor(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or type(obj) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        if not obj.is_leaf:
+            if not self._as_written:
+                raise Refused("part of an autograd graph; send x.detach()", obj)
+            obj = obj.detach()
+        if not _is_as_it_lies(obj):
+            return None
+        index, device = self._block_of_storage(obj.untyped_storage())
+        layout = (obj.storage_offset(), tuple(obj.size()), obj.stride())
+        return _there, ("tensor", type(obj), index, device, obj.dtype, layout, obj.requires_grad, vars(obj))
+
+    def _block_of_storage(self, storage: Any) -> tuple[int, str]:
+        """Return the number of the block, and the device that the memory shall be on."""
+        address = storage.data_ptr() or id(storage)  # storages without memory are not one storage
+        read = functools.partial(_storage_bytes, storage)
+        return self._block(str(storage.device), address, storage.nbytes(), read), device_there(storage.device, address)
+
+    def _reduce_of_a_device(self, obj: Any) -> Any:
+        """Reduce an object that would be sent with its device's name: the other side has other devices, or none yet.
+
+        Tensors of other classes, and those with a bit that changes the meaning of their memory, are sent by such a
+        storage.
+        """
+        torch = sys.modules.get("torch")
+        if torch is None or type(obj) not in (torch.UntypedStorage, torch.storage.TypedStorage, torch.Generator):
+            return None
+        memory = getattr(obj, "_untyped_storage", obj)  # a TypedStorage warns when it is used
+        here = memory.device
+        device = device_there(here, 0 if type(obj) is torch.Generator else memory.data_ptr())
+        if (here.type, device) == ("cpu", "cpu") or here.type == "meta":
+            return None
+        if type(obj) is torch.storage.TypedStorage:
+            return _typed_storage, (obj._untyped_storage, obj.dtype)
+        if type(obj) is torch.UntypedStorage:
+            return _there, ("storage", *self._block_of_storage(obj))
+        if device == "cpu":
+            raise Refused(f"it draws on {here}, which the notebook does not use", obj)
+        return _there, ("generator", device, obj.get_state())
+
+
+class PlacingPacker(Packer):
+    """Packs what a cell has left: for the notebook's own objects only the place is sent.
+
+    So the values lead to the notebook's objects, as they led to the rank's copies of them. A tensor of a graph is sent
+    without the graph, and a view of the memory of a tensor of the notebook's as such a view.
+    """
+
+    def __init__(
+        self,
+        file: Any,
+        anchors: Mapping[int, str],
+        namespace: dict[str, Any] | None,
+        places: Places,
+        may_lack: Collection[str] = (),
+    ) -> None:
+        super().__init__(file, anchors, namespace, as_written=True, may_lack=may_lack)
+        self._places = places
+        self._of_memory: dict[tuple[str, int], Any] | None = None
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Return the token of an object; called for every object before it is packed."""
+        return self._places.token(obj)
+
+    def _reduced(self, obj: Any) -> Any:
+        if type(obj) is Values:
+            reduced = super()._reduce_tensor(obj.tensor)
+            return (_itself, (obj.tensor,)) if reduced is None else (_there, ("values", *reduced[1][1:]))
+        reduced = super()._reduced(obj)
+        if reduced is not NotImplemented and self._is_of_namespace(obj):
+            # It reads the notebook's globals there, or values that are sent under their own names.
+            reduced[2][1][1]["__globals__"].clear()
+        return reduced
+
+    def _reduce_tensor(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or type(obj) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        reduced = self._reduce_view(obj if obj.is_leaf else obj.detach()) or super()._reduce_tensor(obj)
+        has_gradient = (obj.is_leaf or obj.retains_grad) and obj.grad is not None
+        if not reduced or not self._places.takes_gradients or not has_gradient:
+            return reduced
+        return *reduced, obj.grad, None, None, _set_gradient
+
+    def _reduce_view(self, tensor: Any) -> Any:
+        """Reduce a tensor to a view of one of the notebook's tensors, if all its elements are in that one's memory."""
+        if self._of_memory is None:
+            self._of_memory = {_memory(each): each for each in self._places.tensors()}
+        if type(tensor) is not sys.modules["torch"].Tensor or not _is_as_it_lies(tensor) or not tensor.numel():
+            return None
+        known = self._of_memory.get(_memory(tensor))
+        if known is None or known.dtype != tensor.dtype or not known.is_contiguous():
+            return None
+        offset = tensor.storage_offset() - known.storage_offset()
+        last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.size(), strict=True))
+        if offset < 0 or offset + last >= known.numel():
+            return None
+        return _there, ("view", known, offset, tuple(tensor.size()), tensor.stride(), tensor.requires_grad)
+
+
+class Places(Protocol):
+    """The places of the notebook's objects: an `Inventory`.
+
+    takes_gradients: new tensors are sent with their gradients.
+    """
+
+    takes_gradients: bool
+
+    def token(self, obj: Any) -> Any:
+        """Return the replacement of an object that the notebook has; None for any other."""
+
+    def tensors(self) -> Iterator[Any]:
+        """Yield the tensors that the notebook has, and whose memory is laid out as it is there."""
+
+
+def _set_gradient(tensor: Any, gradient: Any) -> None:
+    tensor.grad = gradient
+
+
+def _is_as_it_lies(tensor: Any) -> bool:
+    """Return whether its values are those in its memory: in conjugate and negative views a bit changes them."""
+    return has_plain_memory(tensor) and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _memory(tensor: Any) -> tuple[str, int]:
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def _array_bytes(array: Any) -> memoryview:
+    flat = array.reshape(-1) if array.flags.c_contiguous else array.T.reshape(-1)
+    return memoryview(flat.view("uint8")).cast("B")
+
+
+def _map_file(filename: Any, dtype: Any, mode: str, offset: int, shape: tuple[int, ...], is_fortran: bool) -> Any:
+    """Open a memory map again: it is the file, so only its name is sent; "w+" would empty the file again."""
+    import numpy as np
+
+    order: Any = "F" if is_fortran else "C"
+    return np.memmap(filename, dtype, "r+" if mode == "w+" else mode, offset, shape, order)  # type: ignore[call-overload]
+
+
+def _storage_bytes(storage: Any) -> memoryview:
+    import torch
+
+    host = storage if storage.device.type == "cpu" else storage.cpu()
+    flat: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(host).numpy()
+    return memoryview(flat)
+
+
+def _typed_storage(storage: Any, dtype: Any) -> Any:
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # as torch.load makes them
+
+
+def _reduce_to_what_was_written(obj: Any) -> Any:
+    """Reduce a prepared or parallel object to the wrapped one, and a model without what `prepare` has added."""
+    inner = plain(obj)
+    if inner is not obj:
+        return _itself, (inner,)
+    if is_made_anew(obj):
+        return obj.__nbaccel_anew__()
+    if reduced := reduce_accelerate(obj):
+        return reduced
+    torch = sys.modules.get("torch")
+    if torch is None or not issubclass(type(obj), torch.nn.Module):
+        return None
+    if not (put_there := [name for name, value in vars(obj).items() if is_put_there(name, value)]):
+        return None
+    match obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL):
+        case (make, args, dict(state), *rest):
+            return make, args, {name: value for name, value in state.items() if name not in put_there}, *rest
+    return None  # the user's own __reduce__ or __getstate__ takes precedence
+
+
+class _Named:
+    """Stands for `value` in the pickle; it arrives as the value itself."""
+
+    __slots__ = ("name", "value")
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name = name
+        self.value = value
+
+
+def _itself(obj: Any) -> Any:
+    return obj
+
+
+def _with_slots(kind: type, reduced: Any) -> Any:
+    """Reduce a class of the notebook with its own slots: cloudpickle would give its objects a dictionary."""
+    match reduced:
+        case (make, (meta, name, bases, dict(body), *of_skeleton), (dict(state), extra), *how) if (
+            "__slots__" in state and not issubclass(meta, enum.EnumMeta)
+        ):
+            own = {key: value for key, value in state.items() if type(value) is not types.MemberDescriptorType}
+            body |= {"__slots__": own.pop("__slots__")}
+            return make, (meta, name, bases, body, *of_skeleton), (own, extra), *how
+    return reduced
+
+
+def _reduce_standard(obj: Any) -> Any:
+    """Reduce objects of the standard library that cloudpickle would refuse, or copy although they should be found."""
+    if type(obj) is functools.cached_property:  # holds a lock before Python 3.12
+        return _cached_property, (obj.func, obj.attrname)
+    if type(obj) is types.CodeType:
+        return _code_of_file, (obj.co_filename, *cloudpickle.Pickler.dispatch_table[types.CodeType](obj))
+    for name in ("stdin", "stdout", "stderr"):
+        if obj is getattr(sys, name):
+            return getattr, (sys, name)
+    if issubclass(type(obj), types.ModuleType) and type(obj) is not types.ModuleType:
+        return _reduce_odd_module(obj)
+    if reduced := _reduce_keras(obj):
+        return reduced
+    return _reduce_shell(obj) or reduce_writer(obj) or _reduce_loader(obj) or _reduce_scheduler(obj)
+
+
+def _reduce_keras(obj: Any) -> Any:
+    """Reduce objects of a Keras model: a loss, metrics, an optimizer, and the containers that hold them.
+
+    By themselves the former pickle as an archive of their configuration: some raise, and an optimizer loses its
+    moments. The containers ask for attributes before they have them.
+    """
+    kind = type(obj)
+    names = [base.__name__ for base in kind.__mro__ if str(base.__module__).startswith("keras.")]
+    if not names:
+        return None
+    if "KerasSaveable" in names and "Layer" not in names:
+        return copyreg.__newobj__, (kind,), vars(obj)  # type: ignore[attr-defined]
+    if names[0] in ("TrackedList", "TrackedDict", "TrackedSet"):
+        plain_kind = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+        return kind, (plain_kind(obj),), vars(obj)
+    return None
+
+
+def _reduce_odd_module(module: types.ModuleType) -> Any:
+    """Reduce a module with its own class (`torch.backends.cudnn`) by identity: its name may not lead to it."""
+    name = next((name for name, known in list(sys.modules.items()) if known is module), None)
+    return None if name is None else (importlib.import_module, (name,))
+
+
+def _reduce_shell(obj: Any) -> Any:
+    """Reduce the notebook's IPython shell: in the receiver it is the rank's.
+
+    Objects bound to it (`get_ipython`) follow.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if ipython is None or shell is None or obj is not shell:
+        return None
+    return ipython.get_ipython, ()
+
+
+def _reduce_loader(obj: Any) -> Any:
+    """Reduce a loader without the iterator that it keeps for persistent workers: these belong to this process."""
+    loaders = sys.modules.get("torch.utils.data.dataloader")
+    if loaders is None or not issubclass(type(obj), loaders.DataLoader) or vars(obj).get("_iterator") is None:
+        return None
+    alone = copy.copy(obj)
+    alone._iterator = None
+    return _itself, (alone,)
+
+
+def _reduce_scheduler(obj: Any) -> Any:
+    """Reduce a scheduler with its optimizer's method that counts steps: torch warns if a pickle has dropped it."""
+    schedulers = sys.modules.get("torch.optim.lr_scheduler")
+    if schedulers is None or not issubclass(type(obj), schedulers.LRScheduler) or hasattr(type(obj), "__setstate__"):
+        return None
+    if not hasattr(getattr(vars(obj).get("optimizer"), "step", None), _COUNTED):
+        return None
+    match obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL):
+        case (make, args, dict(state), None, None):
+            return make, args, state, None, None, _set_scheduler_state
+    return None
+
+
+def _set_scheduler_state(scheduler: Any, state: dict[str, Any]) -> None:
+    """Complete a scheduler, and make its optimizer record that it has stepped, as the scheduler's constructor does."""
+    vars(scheduler).update(state)
+    optimizer = scheduler.optimizer
+    if hasattr(optimizer.step, _COUNTED):
+        return
+    steps, known = optimizer.step.__func__, weakref.ref(optimizer)
+
+    @functools.wraps(steps)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        owner: Any = known()
+        owner._opt_called = True
+        return steps(owner, *args, **kwargs)
+
+    setattr(step, _COUNTED, True)
+    optimizer.step = step
+
+
+_COUNTED = "_wrapped_by_lr_sched"
+"""Torch's mark on the `step` of an optimizer that a scheduler watches (torch/optim/lr_scheduler.py)."""
+
+
+def _cached_property(function: Any, name: str) -> Any:
+    made = functools.cached_property(function)
+    made.__set_name__(type(made), name)
+    return made
+
+
+def _code_of_file(filename: str, make: Callable[..., types.CodeType], args: tuple[Any, ...]) -> types.CodeType:
+    """Make code that keeps the name of its cell, which tracebacks show: cloudpickle 3.1.3 leaves it out."""
+    return make(*args).replace(co_filename=filename)
+
+
+class _NamespaceThere:
+    """Stands for the namespace that the receiver gives to `unpack`."""
+
+
+class _ModuleThere:
+    """Stands for the globals of a module that the receiver has, too."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _module_of(obj: Any) -> str | None:
+    """Return the installed module in which a function was made by another function of it; None for anything else.
+
+    The code of such a function is sent. In the receiver it reads that process's module: cloudpickle would send copies
+    of the values, and the function would share them with no other code.
+    """
+    if not issubclass(type(obj), types.FunctionType) or obj.__module__ == "__main__":
+        return None
+    module = sys.modules.get(obj.__module__)  # an entry may be anything
+    if getattr(module, "__dict__", None) is not obj.__globals__ or getattr(module, "__spec__", None) is None:
+        return None
+    return str(obj.__module__)
+
+
+def _globals_of_module(name: str) -> dict[str, Any]:
+    return vars(importlib.import_module(name))
+
+
+def _there(what: str, *args: Any) -> Any:
+    """Stand in a parcel for a call of `Contents` on the other side; ``_there("array", …)`` for its method `array`."""
+    raise pickle.UnpicklingError(
+        "this pickle is the inside of a parcel; open it with nbaccel.launch.ipc.payload.unpack"
+    )
+
+
+def _set_function_state(function: types.FunctionType, wrapped: tuple[Callable[[Any, Any], None], Any]) -> None:
+    """Complete a notebook function as cloudpickle does; names that its new namespace has already are left alone."""
+    set_state, (attributes, slots) = wrapped
+    namespace = function.__globals__
+    before = {name: namespace[name] for name in ("__builtins__", *slots["__globals__"]) if name in namespace}
+    set_state(function, (attributes, slots))
+    namespace.update(before)
+
+
+class Contents:
+    """The contents of one parcel, and the methods that the pickle in it calls by `_there`.
+
+    mapping: the parcel, beginning with the pickle.  places: offset and length of each block.  buffers: as in `Packer`.
+    is_lasting: blocks that are less than half of the parcel are copied out, so that none keeps a larger rest alive.
+    Nothing here refers to the unpickler: with a cycle the memory would stay until the collector runs.
+    """
+
+    def __init__(
+        self,
+        mapping: mmap.mmap,
+        places: Sequence[tuple[int, int]],
+        buffers: Sequence[int],
+        namespace: dict[str, Any] | None,
+        anchored: Callable[[str], Any] | None,
+        placed: Callable[[Any], Any] | None = None,
+        is_lasting: bool = False,
+    ) -> None:
+        self._placed = placed
+        self._copied_below = max(_COPIED_IF_LASTING, len(mapping) // 2) if is_lasting else _COPIED_BELOW
+        self.mapping = mapping
+        self._places, self._buffers = places, buffers
+        self._blocks: dict[int, memoryview | bytearray] = {}
+        self._storages: dict[int, Any] = {}
+        self._namespace = {"__name__": "__main__"} if namespace is None else namespace
+        self._anchored = anchored
+
+    def call(self, what: str, *args: Any) -> Any:
+        return getattr(self, what)(*args)
+
+    def buffers(self) -> Iterator[memoryview | bytearray]:
+        """Yield the out-of-band buffers of the pickle protocol, in its order."""
+        for index in self._buffers:
+            yield self._block(index)
+
+    def anchor(self, name: str) -> Any:
+        if self._anchored is None:
+            raise ValueError(f"the parcel refers to {name!r} of this process; give unpack a way to find it: anchored=…")
+        return self._anchored(name)
+
+    def globals(self) -> dict[str, Any]:
+        return self._namespace
+
+    def placed(self, token: Any) -> Any:
+        """Return the notebook's object for the token that `Places.token` returned in the rank."""
+        if self._placed is None:
+            raise ValueError("the parcel refers to objects of a notebook; give unpack a way to find them: placed=…")
+        return self._placed(token)
+
+    def view(self, known: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool) -> Any:
+        view = known.detach().as_strided(size, stride, known.storage_offset() + offset)
+        return view.requires_grad_(requires_grad)
+
+    def array(
+        self, index: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, is_writeable: bool
+    ) -> Any:
+        import numpy as np
+
+        array: Any = np.ndarray(shape, dtype, self._block(index), offset, strides)
+        array.flags.writeable = is_writeable
+        return array
+
+    def tensor(
+        self,
+        kind: Any,
+        index: int,
+        device: str,
+        dtype: Any,
+        layout: tuple[int, tuple[int, ...], tuple[int, ...]],
+        requires_grad: bool,
+        attributes: dict[str, Any],
+    ) -> Any:
+        import torch
+
+        storage = self.storage(index, device)
+        tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *layout)
+        if kind is torch.nn.Parameter:
+            tensor = torch.nn.Parameter(tensor, requires_grad)
+        else:
+            tensor.requires_grad_(requires_grad)
+        vars(tensor).update(attributes)
+        return tensor
+
+    def values(
+        self, kind: Any, index: int, device: str, dtype: Any, layout: Any, requires_grad: bool, attributes: Any
+    ) -> Any:
+        """Return a tensor whose values are about to be written into another and not kept: it is never copied out."""
+        import torch
+
+        return torch.empty(0, dtype=dtype, device="cpu").set_(_storage(self._memory(index)), *layout)
+
+    def storage(self, index: int, device: str) -> Any:
+        """Return the memory of a tensor, on the device of this process that `device` means."""
+        if index not in self._storages:
+            here = device_here(device)
+            storage = None if here.type == "cpu" else storage_on(here, self._memory(index))
+            self._storages[index] = _storage(self._block(index)) if storage is None else storage
+        return self._storages[index]
+
+    def generator(self, device: str, state: Any) -> Any:
+        import torch
+
+        generator = torch.Generator(device_here(device))
+        generator.set_state(state)
+        return generator
+
+    def _block(self, index: int) -> memoryview | bytearray:
+        if index not in self._blocks:
+            memory = self._memory(index)
+            self._blocks[index] = bytearray(memory) if memory.nbytes < self._copied_below else memory
+        return self._blocks[index]
+
+    def _memory(self, index: int) -> memoryview:
+        offset, nbytes = self._places[index]
+        return memoryview(self.mapping)[offset : offset + nbytes]
+
+
+def _storage(block: memoryview | bytearray) -> Any:
+    import torch
+
+    return torch.frombuffer(block, dtype=torch.uint8).untyped_storage() if len(block) else torch.UntypedStorage(0)
+
+
+def is_ours(module: str, name: str) -> bool:
+    """Return whether this name in a pickle means a call of `Contents`."""
+    return (module, name) == (__name__, _there.__name__)
+
+
+class Unpacker(pickle.Unpickler):
+    """Reads the objects of `contents` straight from the mapping."""
+
+    def __init__(self, contents: Contents) -> None:
+        super().__init__(contents.mapping, buffers=contents.buffers())
+        self._contents = contents
+
+    def persistent_load(self, token: Any) -> Any:
+        return self._contents.placed(token)
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._contents.call if is_ours(module, name) else super().find_class(module, name)

@@ -1,0 +1,225 @@
+"""Ring: shared memory in which one rank writes records and the kernel reads them. Both sides run it.
+
+Neither side waits for the other. The rank overwrites its oldest records when the kernel does not read, because it is
+busy or stopped; the kernel counts what it missed. Records stay readable after the rank died, however it died. This file
+does not know what the records mean.
+
+Each slot holds the number of its record at its beginning and at its end, written by one call. So the reader needs no
+shared counter and no lock: the number it expects means "new", an older one "not yet", a newer one "overwritten". It
+reads the last number before it copies a slot, and the first one after it: so the slot was complete, and stayed
+complete. In the rank several threads may write: they draw numbers from one iterator, which is atomic, and a number that
+was drawn and never written (its thread was interrupted in between) is given up when later ones exist.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+__all__ = [
+    "TEXT_BYTES",
+    "Record",
+    "RingReader",
+    "RingWriter",
+    "make_ring",
+]
+
+TEXT_BYTES = 80
+"""Bytes of text that one slot holds; longer texts take several slots."""
+
+_SLOT = struct.Struct(f"@QdqdHHHH{TEXT_BYTES}sQ")  # number, at, step, value, kind, bytes of text, part, parts after, …
+_NUMBER = struct.Struct("@Q")
+_FIRST_NUMBER = struct.Struct(f"@Q{_SLOT.size - _NUMBER.size}x")  # of a slot: written first, and cleared first
+_LAST_NUMBER = struct.Struct(f"@{_SLOT.size - _NUMBER.size}xQ")  # written when all the rest is there
+_SLOTS = 8192  # 4 s of 2000 records; 1 MiB, shared with the kernel
+_SLOTS_PER_COPY = 512
+_LOOK_AHEAD = 64  # slots in which a record shows that the one before it will not come
+_HEAD_START = 64  # slots that a rank may fill while the reader that it has overtaken finds its place again
+
+_Slot = tuple[int, float, int, float, int, int, int, int, bytes, int]
+
+
+class Record(NamedTuple):
+    """The record of one `RingWriter.write`.
+
+    at: `time.monotonic()` when it was written.  kind, step, value, text: the writer's own.
+    """
+
+    at: float
+    kind: int
+    step: int
+    value: float
+    text: bytes
+
+
+def make_ring(slots: int = _SLOTS) -> int:
+    """Make memory for the records of one rank; return a descriptor, which the caller closes.
+
+    Its pages exist once written to.
+    """
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("nbaccel-ring", os.MFD_CLOEXEC)
+    else:  # macOS, where the only rank is the kernel itself
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, slots * _SLOT.size)
+    return fd
+
+
+class RingWriter:
+    """The rank's end. A write takes less than a microsecond and waits for nothing.
+
+    >>> fd = make_ring()
+    >>> writer, reader = RingWriter(fd), RingReader(fd)
+    >>> writer.write(kind=1, step=7, value=0.5)
+    >>> [(record.step, record.value) for record in reader.read()]
+    [(7, 0.5)]
+    >>> writer.close(); reader.close(); os.close(fd)
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._slots = len(self._map) // _SLOT.size
+        self._numbers = itertools.count(1)
+
+    def write(self, kind: int, step: int = 0, value: float = 0.0, text: bytes = b"", at: float | None = None) -> None:
+        """Write one record. A text that would fill more than a quarter of the ring is left out, and counts as lost.
+
+        at: the time of the event, in `time.monotonic()`; None for now.
+        """
+        if at is None:
+            at = time.monotonic()
+        if len(text) > TEXT_BYTES:
+            self._write_parts(kind, step, value, text, at)
+            return
+        number = next(self._numbers)
+        where = number % self._slots * _SLOT.size
+        _SLOT.pack_into(self._map, where, number, at, step, value, kind, len(text), 0, 0, text, number)
+
+    def write_number(self, kind: int, step: int, value: float) -> None:
+        """Write one record without text, now: a short form of `write` for events in every step."""
+        number = next(self._numbers)
+        where = number % self._slots * _SLOT.size
+        _SLOT.pack_into(self._map, where, number, time.monotonic(), step, value, kind, 0, 0, 0, b"", number)
+
+    def _write_parts(self, kind: int, step: int, value: float, text: bytes, at: float) -> None:
+        if len(text) > self._slots // 4 * TEXT_BYTES:
+            self.leave_out()
+            return
+        texts = [text[start : start + TEXT_BYTES] for start in range(0, len(text), TEXT_BYTES)]
+        numbers = list(itertools.islice(self._numbers, len(texts)))  # in one call: no other thread's come between
+        for part, (number, text) in enumerate(zip(numbers, texts, strict=True)):
+            where, after = number % self._slots * _SLOT.size, len(texts) - 1 - part
+            _SLOT.pack_into(self._map, where, number, at, step, value, kind, len(text), part, after, text, number)
+
+    def leave_out(self) -> None:
+        """Make the reader count one record as lost."""
+        next(self._numbers)  # it is never written
+
+    def close(self) -> None:
+        self._map.close()
+
+
+class RingReader:
+    """The kernel's end.
+
+    lost: slots that were overwritten before they were read, or never written; a short record is one slot.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._slots = len(self._map) // _SLOT.size
+        self._next = 1
+        self._missed_at = 0  # the number that an earlier read found missing
+        self._parts: list[bytes] = []
+        self.lost = 0
+
+    def close(self) -> None:
+        self._map.close()
+
+    def read(self, is_last: bool = False) -> Iterator[Record]:
+        """Yield the records that have come since, oldest first; at most as many as fit, so that this ends.
+
+        is_last: no process writes any more; missing records will not come.
+        """
+        taken = 0
+        while taken < self._slots:
+            slots = self._take()
+            taken += len(slots)
+            for _, at, step, value, kind, size, part, after, text, _ in slots:
+                if not part and not after:
+                    yield Record(at, kind, step, value, text[:size])
+                elif (whole := self._joined(part, after, text[:size])) is not None:
+                    yield Record(at, kind, step, value, whole)
+            if not slots and not self._gave_up_one(is_last):
+                return
+
+    def _take(self) -> list[_Slot]:
+        """Return copies of the available slots, in a row from the next one on; the rank may overwrite the slots."""
+        first, start = self._next, self._next % self._slots
+        count = self._in_a_row(_LAST_NUMBER, first, min(_SLOTS_PER_COPY, self._slots - start))
+        block = self._map[start * _SLOT.size : (start + count) * _SLOT.size]
+        count = self._in_a_row(_FIRST_NUMBER, first, count)  # fewer: the rank has wrapped around during the copy
+        self._next += count
+        return list(itertools.islice(_SLOT.iter_unpack(block), count))
+
+    def _in_a_row(self, layout: struct.Struct, first: int, count: int) -> int:
+        """Return how many slots from `first` on hold their own number; at most `count`, which must not wrap around."""
+        if count == 0 or layout.unpack_from(self._map, first % self._slots * _SLOT.size)[0] != first:
+            return 0  # most often: no copy for that
+        numbers = layout.iter_unpack(self._copied(first, count))
+        return next((row for row, (number,) in enumerate(numbers) if number != first + row), count)
+
+    def _copied(self, first: int, count: int) -> bytes:
+        start = first % self._slots
+        end = start + min(count, self._slots)
+        block = self._map[start * _SLOT.size : end * _SLOT.size]
+        if end > self._slots:
+            block += self._map[: (end - self._slots) * _SLOT.size]
+        return block
+
+    def _gave_up_one(self, is_last: bool) -> bool:
+        """Skip records that can never be read; return False if the next record has just not been written yet."""
+        number, there = self._next, self._number_at(self._next)
+        if there > number:  # the oldest record that is left is the one after it
+            self._lose(there + 1 - self._slots + _HEAD_START - number)
+            return True
+        if not self._is_any_there(number + 1, _LOOK_AHEAD):
+            return False
+        if self._missed_at != number and not is_last:
+            self._missed_at = number  # its thread may be writing it at this moment
+            return False
+        self._lose(1)
+        return True
+
+    def _lose(self, count: int) -> None:
+        self.lost += count
+        self._next += count
+        self._parts.clear()
+
+    def _joined(self, part: int, after: int, text: bytes) -> bytes | None:
+        """Return the text of a record in parts when its last one has come; None before, and if one of them was lost."""
+        if part == 0:
+            self._parts.clear()
+        if part == len(self._parts):
+            self._parts.append(text)
+        whole = after == 0 and part + 1 == len(self._parts)
+        return b"".join(self._parts) if whole else None
+
+    def _is_any_there(self, first: int, count: int) -> bool:
+        """Return whether one of `count` records from `first` on exists.
+
+        They are read in one piece: most often there is none, and a short run would spend more on asking for each than
+        on reading all its records.
+        """
+        numbers = _FIRST_NUMBER.iter_unpack(self._copied(first, count))
+        return any(number == later for later, (number,) in enumerate(numbers, first))
+
+    def _number_at(self, number: int) -> int:
+        return int(_NUMBER.unpack_from(self._map, number % self._slots * _SLOT.size)[0])

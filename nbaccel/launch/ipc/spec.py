@@ -1,0 +1,404 @@
+"""Values that pass from the kernel to a run. Built in the kernel, read in ranks.
+
+A `LaunchSpec` says what to run and on how many ranks; a `Task` is the work of one rank; a `WorkerBoot` holds the facts
+that one rank needs before any user code runs.
+
+Home: the namespace that persistent ranks keep from one task to the next. One in the kernel, and one in each rank.
+
+Names are stored in the rank; the kernel sends a name that a rank lacks with the first cell that reads it. Classes and
+functions of the notebook that a rank has received are known by the same name on both sides. So only that name is sent,
+and an object that comes back is of the notebook's own class.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+
+from nbaccel.hardware import Gpu
+from nbaccel.launch.ipc.payload import Payload, pack, unpack
+from nbaccel.launch.ipc.pickling import Places
+from nbaccel.launch.objects.kind import Change
+from nbaccel.settings import OOM_CHOICES, STOP
+from nbaccel.world import World
+
+__all__ = [
+    "VISIBLE_DEVICES",
+    "FunctionTask",
+    "LaunchSpec",
+    "ProgramLimit",
+    "Results",
+    "SharedNamespace",
+    "Start",
+    "Task",
+    "TaskWatch",
+    "WorkerBoot",
+    "anchors_of",
+    "load_named",
+]
+
+
+def load_named(reference: str) -> Any:
+    """Return the object that "package.module:name" names."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The values that a rank sends back.
+
+    values: objects by name, all in one pickle so that aliases hold.
+    missing: names that were asked for and do not exist, with the reason.
+    optional: names in `values` that are dropped silently when they cannot be sent.
+    facts: small JSON about the run: sizes, names not asked for, the last expression's display.
+    changes: changes of objects that the kernel has.  places: the places of these; None if only values go back.
+    may_lack: a value is sent without its parts that cannot be sent, and `facts["lacks"]` names these.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    changes: Sequence[Change] = ()
+    places: Places | None = None
+    may_lack: bool = False
+
+
+class Task(ABC):
+    """The work of one rank. The same object runs in every rank of a run."""
+
+    namespace: dict[str, Any] | None = None
+    """The globals that the code of a notebook cell runs in; ranks bind `accelerator` there."""
+
+    home: SharedNamespace | None = None
+    """The namespace of the task in persistent ranks; None in ranks that end with it."""
+
+    speaker: int = 0
+    """The rank whose values go back."""
+
+    debugged: int | None = None
+    """The rank whose `breakpoint()` and errors open a debugger in the notebook; None: such calls are refused."""
+
+    knows_ranks: bool = True
+    """True if its code is written for several ranks; else all ranks continue with the kernel's random numbers."""
+
+    first_card: str = ""
+    """The words by which its code names the first GPU that it sees; empty if it has none. See `card_numbers`."""
+
+    reference: ClassVar[str]
+    """The class as "module:Class", by which a zygote and a persistent rank find it."""
+
+    def begin(self, rank: int) -> None:  # noqa: B027  # few tasks have to
+        """Record facts about the time before `run`, in a rank."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Run the user's code, in a rank."""
+
+    @abstractmethod
+    def results(self, rank: int) -> Results:
+        """Return the values to send back, after `run` returned or raised, in a rank."""
+
+    @abstractmethod
+    def pack(self) -> Payload:
+        """Return the task as a parcel for a process that is not a copy of this one, in the kernel.
+
+        Raises:
+            CannotSend: names the values that cannot be sent.
+        """
+
+    @classmethod
+    @abstractmethod
+    def unpack(cls, fd: int, home: SharedNamespace | None = None) -> Self:
+        """Rebuild the task from its parcel, in a rank.
+
+        home: of a persistent rank; None in a rank that has just begun.
+        """
+
+    def names_to_send(self) -> list[str]:
+        """Return the names of `namespace` that a process which is no copy of the kernel needs."""
+        return []
+
+    def left_behind(self) -> tuple[str, dict[str, Any]]:
+        """Return a file, and the names that its top level has bound, in a rank whose work is over."""
+        return "", {}
+
+    def anchors(self) -> dict[int, str]:
+        """Return classes and functions that the kernel has too, by id; they are sent back by name."""
+        return {}
+
+    def anchored(self, name: str) -> Any:
+        """Return the kernel's object behind an anchor."""
+        raise LookupError(name)
+
+    def placed(self, token: Any) -> Any:
+        """Return the kernel's object at a place.
+
+        Raises:
+            LookupError: there is nothing, or another object.
+        """
+        raise LookupError(str(token))
+
+
+@runtime_checkable
+class TaskWatch(Protocol):
+    """Keeps one training equal in all ranks if its program does not. A setup may make one, in each rank.
+
+    It does nothing before `begin`, and nothing after `end` or `stop`: a task in which not all ranks take part has none.
+    """
+
+    def begin(self, namespace: dict[str, Any] | None) -> None:
+        """Begin a task; called before the task's `begin` and `run`.  namespace: its globals, if it is a cell."""
+
+    def end(self) -> None:
+        """End a task that finished. It may wait for peers; an exception raised here is the task's error."""
+
+    def stop(self) -> None:
+        """End a task that ended otherwise. It waits for no rank, and never raises."""
+
+    def keeps(self, tensors: Sequence[Any]) -> bool:
+        """Return whether all `tensors` are kept equal in all ranks; with no tensors: whether the watch is active."""
+
+    def is_of_batch(self, tensors: Sequence[Any]) -> bool:
+        """Return whether the program made `tensors` for one batch, so that ranks rightly have different ones."""
+
+    @property
+    def is_at_work(self) -> bool:
+        """Return whether the watch has trained something in this task."""
+
+    def explain(self) -> str:
+        """Return why the watch does not keep equal what ranks train separately; empty if there is nothing to say."""
+
+
+class FunctionTask(Task):
+    """Calls a function in every rank and sends its value back."""
+
+    reference = "nbaccel.launch.ipc.spec:FunctionTask"
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        debugged: int | None = None,
+    ) -> None:
+        self.function = function
+        self.debugged = debugged
+        self.args = args
+        self.kwargs = kwargs or {}
+        self.value: Any = None
+
+    def run(self) -> None:
+        self.value = self.function(*self.args, **self.kwargs)
+
+    def results(self, rank: int) -> Results:
+        return Results(values={"value": self.value})
+
+    def pack(self) -> Payload:
+        return pack({"function": self.function, "args": self.args, "kwargs": self.kwargs, "debugged": self.debugged})
+
+    @classmethod
+    def unpack(cls, fd: int, home: SharedNamespace | None = None) -> Self:
+        values = unpack(fd)
+        return cls(**values)
+
+    def anchors(self) -> dict[int, str]:
+        """Return the classes of `__main__`: otherwise a class of the script would come back as a copy of itself."""
+        import __main__
+
+        return {
+            id(value): name
+            for name, value in vars(__main__).items()
+            if issubclass(type(value), type) and value.__module__ == "__main__"
+        }
+
+    def anchored(self, name: str) -> Any:
+        import __main__
+
+        return getattr(__main__, name)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """One run.
+
+    task: the work of every rank.  world_size: number of ranks.  start: the start method, and the reason.
+    environ: variables set in every rank (settings, devices).
+    setup: "module:function" called in every rank with the task's namespace before the task runs; it may return a
+    `TaskWatch`, which watches this task and all later ones.
+    threads: CPU threads of each rank.  timeout_s: seconds after which the run is stopped, None for never.
+    wants_results: a failing run waits for rank 0's results before it is ended.
+    oom: one of `settings.OOM_CHOICES`.  no_restart: why the run cannot be started a second time; empty if it can.
+    hang_timeout_s: seconds without a step or a collective on any rank after which the run is ended, None for never.
+    stays: the ranks stay when the task is done, and wait for the next.
+    program_limit: a limit that an earlier attempt of this run had set itself.
+    gpus: the GPUs of the ranks, as they were before the run; none on the CPU.
+    own_devices: each rank sees only its own device of those in `environ`, as the first; otherwise every rank sees all
+    of them.
+    """
+
+    task: Task
+    world_size: int
+    start: Start
+    environ: Mapping[str, str] = field(default_factory=dict)
+    setup: str | None = None
+    threads: int = 1
+    timeout_s: float | None = None
+    wants_results: bool = True
+    oom: str = STOP
+    no_restart: str = ""
+    hang_timeout_s: float | None = None
+    stays: bool = False
+    program_limit: ProgramLimit | None = None
+    own_devices: bool = False
+    gpus: tuple[Gpu, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.oom not in OOM_CHOICES:
+            raise ValueError(f"oom must be one of {', '.join(map(repr, OOM_CHOICES))}, got {self.oom!r}")
+
+    def environ_of(self, rank: int) -> dict[str, str]:
+        """Return the variables of one rank: `environ`, and the device of the rank."""
+        chosen = dict(self.environ)
+        if self.own_devices:
+            chosen[VISIBLE_DEVICES] = chosen[VISIBLE_DEVICES].split(",")[rank]
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBoot:
+    """The facts that one rank gets at its start. Descriptors are valid in the rank's process.
+
+    sees_one_card: as `LaunchSpec.own_devices`, among several ranks.
+    run_nonce: marks places in the output pipe where a rich message belongs.
+    store_path: the file through which the ranks of the run find each other.
+    """
+
+    world: World
+    environ: Mapping[str, str]
+    sees_one_card: bool
+    setup: str | None
+    threads: int
+    run_nonce: str
+    store_path: str
+    kernel_pidfd: int
+    channel_fd: int
+    stdout_fd: int
+    stderr_fd: int
+    page_fd: int
+    ring_fd: int
+
+    FDS: ClassVar[tuple[str, ...]] = ("kernel_pidfd", "channel_fd", "stdout_fd", "stderr_fd", "page_fd", "ring_fd")
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramLimit:
+    """A limit that a program has set itself, as by ``Accelerator(time_limit="11h30m")``.
+
+    at: its end, in `time.monotonic()`.  seconds: its duration.
+    """
+
+    at: float
+    seconds: float
+
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The variable by which CUDA shows a process some of the devices, and numbers them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The start method of a run's ranks ("fork", "zygote" or "inline"), and the reason, as half a sentence.
+
+    is_explicit: the user insisted on the method, so no other may be tried in its place.
+
+    >>> str(Start("fork", "the notebook has not used CUDA"))
+    'fork: the notebook has not used CUDA'
+    """
+
+    method: str
+    reason: str
+    is_explicit: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.method}: {self.reason}"
+
+
+_DEFINED = (type, types.FunctionType)
+
+
+class SharedNamespace:
+    """The names of one side, and the classes and functions that both sides know.
+
+    namespace: the notebook's in the kernel, the rank's own in a rank.
+    there: in the kernel, the names that all working ranks have.
+
+    >>> home = SharedNamespace({})
+    >>> home.learn({"x": 1, "twice": anchors_of})
+    >>> home.find("name:twice")
+    Traceback (most recent call last):
+    ...
+    KeyError: 'name:twice'
+    """
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.namespace = namespace
+        self.there: frozenset[str] = frozenset()
+        self._known: dict[str, Any] = {}
+
+    def learn(self, values: Mapping[str, Any]) -> None:
+        """Record that the peer now holds `values` under the same names."""
+        self._known |= {name: _behind(name, values) for name in anchors_of(values).values()}
+
+    def forget(self) -> None:
+        """Record that the peer holds nothing."""
+        self._known.clear()
+
+    @property
+    def anchors(self) -> dict[int, str]:
+        """Return the names of the objects that both sides know, by the id of the object."""
+        return {id(value): name for name, value in self._known.items()}
+
+    def find(self, name: str) -> Any:
+        """Return this side's object for a name that both sides know.
+
+        Raises:
+            KeyError: the name is not known.
+        """
+        return self._known[name]
+
+    def outdated(self, names: Iterator[str] | list[str]) -> list[str]:
+        """Return the classes and functions among `names` that were redefined on this side after the peer got them."""
+        changed = []
+        for name in names:
+            value, known = self.namespace.get(name), self._known.get(f"name:{name}")
+            if known is not None and value is not known and issubclass(type(value), _DEFINED):
+                changed.append(name)
+        return changed
+
+
+def anchors_of(namespace: Mapping[str, Any]) -> dict[int, str]:
+    """Return names by id: classes and functions of the notebook, and the classes of its objects that no name leads to.
+
+    Without this a class of the notebook would come back as a copy, and `type(model) is Net` would be False. A proxy
+    counts as an object of its own class: asking it for its ``__class__`` runs code, which may fail or take long.
+    """
+    anchors: dict[int, str] = {}
+    for name, value in list(namespace.items()):
+        kind = type(value)
+        if kind.__module__ == "__main__":
+            anchors.setdefault(id(kind), f"type:{name}")
+    for name, value in list(namespace.items()):
+        if issubclass(type(value), _DEFINED) and value.__module__ == "__main__":
+            anchors[id(value)] = f"name:{name}"
+    return anchors
+
+
+def _behind(anchor: str, namespace: Mapping[str, Any]) -> Any:
+    kind, _, name = anchor.partition(":")
+    return type(namespace[name]) if kind == "type" else namespace[name]

@@ -1,0 +1,61 @@
+"""Tell whose code a frame is: the user's, a library's, or ours. Used in the kernel and in ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import sysconfig
+from typing import Any
+
+from nbaccel.notices import PACKAGE_DIR
+
+__all__ = ["ASK", "cell_name", "is_users", "question_path", "stack_path"]
+
+_LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+
+
+_NOT_THEIRS = (PACKAGE_DIR, *_LIBRARIES, "<frozen")
+
+
+def is_users(filename: str) -> bool:
+    """Return whether a frame of that file belongs neither to the project nor to a library."""
+    return not filename.startswith(_NOT_THEIRS)
+
+
+def _shell() -> Any:
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
+def cell_name(filename: str) -> str | None:
+    """Return "Cell In[5]" for the file name under which the kernel compiled cell 5, None for any other file."""
+    shell = _shell()
+    if shell is None or ("ipykernel_" not in filename and "<ipython-input-" not in filename):
+        return None
+    numbers = getattr(shell.compile, "_filename_map", None)
+    if numbers is not None:
+        return f"Cell In[{numbers[filename]}]" if filename in numbers else None
+    # IPython 7 keeps no such map: the name is made from the cell's text, so it can be made again.
+    raw, transformed = shell.history_manager.input_hist_raw, shell.history_manager.input_hist_parsed
+    for number in range(len(raw) - 1, 0, -1):
+        if shell.compile.get_code_name(raw[number], transformed[number], number) == filename:
+            return f"Cell In[{number}]"
+    return None
+
+
+ASK = signal.SIGURG
+"""Signal that asks a rank for its stacks.
+
+Its default action is to be ignored: if a program has removed the handler, it ends nothing.
+"""
+
+
+def stack_path(store_path: str, rank: int) -> str:
+    """Return the path to which a rank writes its stacks: beside the file in which the ranks meet."""
+    return os.path.join(os.path.dirname(store_path), f"stacks-{rank}")
+
+
+def question_path(store_path: str, rank: int) -> str:
+    """Return the FIFO through which a rank is asked for its stacks."""
+    return os.path.join(os.path.dirname(store_path), f"questions-{rank}")

@@ -1,0 +1,99 @@
+"""Kind: the interface that reads, compares and writes the own state of an object.
+
+An object consists of its own state and of other objects, its parts. The state of a list is the objects it holds and
+their order; the contents of these objects are their own. Ranks and the kernel use it; the kinds are in `kinds` and
+`arrays`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "CannotWrite",
+    "Change",
+    "Entries",
+    "Kind",
+    "Step",
+    "Write",
+]
+
+Step = tuple[str, Any]
+"""The step from an object to one of its parts: the kind of part, and which one."""
+
+Write = Callable[[], None]
+"""Writes a prepared change; it runs no code of the user's, so none of that can fail in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The change of one object of the notebook.
+
+    token: identifies the object (`Inventory.token`).  content: the argument of its kind's `writing`.
+    """
+
+    token: tuple[Any, ...]
+    content: Any
+
+    def entries(self) -> dict[str, Any]:
+        """Return the changed entries of a dictionary, or of an object's attributes, by key; empty for anything else."""
+        return self.content.entries() if type(self.content) is Entries else {}
+
+    def without(self, keys: Collection[str]) -> Change:
+        """Return the same change without these entries, which stay as they were."""
+        return Change(self.token, self.content.without(keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The change of a dictionary.
+
+    removed: keys to remove first: those that are gone, and those that come after new ones now.
+    keys, values: entries to add then, in this order.
+    """
+
+    removed: list[Any]
+    keys: list[Any]
+    values: list[Any]
+
+    def entries(self) -> dict[str, Any]:
+        return {str(key): value for key, value in zip(self.keys, self.values, strict=True)}
+
+    def without(self, keys: Collection[str]) -> Entries:
+        kept = [(key, value) for key, value in zip(self.keys, self.values, strict=True) if str(key) not in keys]
+        removed = [key for key in self.removed if str(key) not in keys]
+        return Entries(removed, [key for key, _ in kept], [value for _, value in kept])
+
+
+class CannotWrite(Exception):
+    """Raised if the notebook's object cannot take this state; the message says why."""
+
+
+class Kind:
+    """Reads objects of a type. This base class: they have no parts, and do not change."""
+
+    def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
+        """Return the objects it consists of, each with the step to it."""
+        return ()
+
+    def mark(self, obj: Any) -> Any:
+        """Return the data about the state that `change` needs; it keeps the compared objects, so ids stay unique."""
+        return None
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        """Return the data by which `writing` brings another object from state `mark` to `obj`'s; None if equal."""
+        return None
+
+    def keeps_memory(self, obj: Any, mark: Any) -> bool:
+        """Return whether it is a tensor whose memory is laid out as at `mark`, so that another may be a view of it."""
+        return False
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        """Prepare writing `change` into `obj`.
+
+        Raises:
+            CannotWrite: `obj` is not as it was when the change was found.
+        """
+        raise CannotWrite("it has no state")

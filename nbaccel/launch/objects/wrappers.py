@@ -1,0 +1,260 @@
+"""Wrappers: removes what training puts around a user's objects before they are sent. Both sides run it.
+
+Objects of `nbaccel.train` return the wrapped object by `__nbaccel_unwrap__`: the packages `launch` and `train` do not
+know each other.
+
+Converts objects that Accelerate, transformers and Lightning made in a rank for a notebook, which is one process.
+
+These objects are known by the modules of their classes, so none of the libraries is imported here before an object of
+it arrives. Runs in ranks and in the kernel.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+import sys
+import types
+from typing import Any
+
+__all__ = [
+    "MADE_WITH",
+    "PYRO",
+    "is_accelerator",
+    "is_lightnings_callback",
+    "is_lightnings_trainer",
+    "is_made_anew",
+    "is_of_lightning",
+    "is_of_one_rank",
+    "is_put_there",
+    "is_wrapper",
+    "kept_apart",
+    "plain",
+    "reduce_accelerate",
+    "take_off_forward",
+    "wrapped_as",
+    "wraps",
+]
+
+
+def plain(value: Any) -> Any:
+    """Return the object that a prepared or parallel object wraps; any other object itself.
+
+    Objects of `nbaccel.train` return it by `__nbaccel_unwrap__`; the wrappers of torch and of Accelerate, and classes
+    derived from torch's, are known by their module.
+    """
+    if is_wrapper(value):
+        return value.__nbaccel_unwrap__()
+    if _is_parallel(type(value)):
+        return plain(value.module)
+    if _is_compiled(type(value)) and hasattr(value, "_orig_mod"):
+        return plain(value._orig_mod)
+    if part := wrapped_as(type(value)):
+        return plain(getattr(value, part))
+    return value
+
+
+def wraps(kind: type) -> bool:
+    """Return whether objects of a class may wrap another object."""
+    return _has(kind, "__nbaccel_unwrap__") or _is_parallel(kind) or _is_compiled(kind) or wrapped_as(kind) != ""
+
+
+def _is_parallel(kind: type) -> bool:
+    # A class may say that its module is None.
+    return any(str(base.__module__).startswith("torch.nn.parallel.") for base in kind.__mro__)
+
+
+def _is_compiled(kind: type) -> bool:
+    return str(kind.__module__).startswith("torch._dynamo.")
+
+
+def take_off_forward(value: Any) -> None:
+    """Restore the `forward` of the classes of a model and its models, if training has put another before it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not issubclass(type(value), torch.nn.Module):
+        return
+    for module in torch.nn.Module.modules(value):
+        if is_wrapper(vars(module).get("forward")):
+            del vars(module)["forward"]
+
+
+def is_wrapper(value: Any) -> bool:
+    """Return whether `value` is a wrapper, by its class: a ``__getattr__`` of the user's may do anything."""
+    return _has(type(value), "__nbaccel_unwrap__")
+
+
+def is_put_there(key: Any, value: Any) -> bool:
+    """Return whether an attribute is not the user's, but was added by training while it lasts."""
+    if type(key) is not str:
+        return False
+    if key == "step":  # of an optimizer, see torch/optim/lr_scheduler.py
+        return type(value) in (types.FunctionType, types.MethodType) and hasattr(value, "_wrapped_by_lr_sched")
+    return (key == "forward" and is_wrapper(value)) or is_of_one_rank(key, value)
+
+
+def is_made_anew(value: Any) -> bool:
+    """Return whether `value` belongs to the ranks, and defines how another is made for the notebook: an Accelerator."""
+    return _has(type(value), "__nbaccel_anew__")
+
+
+def _has(kind: type, name: str) -> bool:
+    """Return whether a class has the attribute, without calling a metaclass's `__getattr__`."""
+    try:
+        type.__getattribute__(kind, name)
+    except AttributeError:
+        return False
+    return True
+
+
+MADE_WITH = "_nbaccel_made_with"
+"""Attribute of an Accelerator, set by ranks: the arguments it was made with."""
+
+PYRO = "pyro.get_param_store()", "save it to a file as the cell's last line, and load that in the next cell"
+
+_WRAPPERS = {"AcceleratedOptimizer": "optimizer", "AcceleratedScheduler": "scheduler"}
+_ARGUMENTS = ("transformers.training_args", "TrainingArguments")
+_OF_THE_WORLD = frozenset({"_is_accelerate_prepared", "_n_gpu", "_original_forward", "_setup_devices", MADE_WITH})
+"""Attributes that describe the rank and the device at the time when they were set.
+
+They are those of accelerate/accelerator.py and transformers/training_args.py.
+"""
+
+
+def kept_apart() -> dict[str, Any]:
+    """Return state of a training that libraries keep outside of the notebook's names: Pyro's parameters, by name.
+
+    Each comes with a mark that changes with it. `PYRO` holds the advice.
+    """
+    find = getattr(sys.modules.get("pyro"), "get_param_store", None)
+    params = {} if find is None else getattr(find(), "_params", {})
+    return {name: (id(tensor), tensor._version) for name, tensor in dict(params).items()}
+
+
+def wrapped_as(kind: type) -> str:
+    """Return the attribute in which a wrapper of Accelerate's holds the wrapped object; "" for any other class."""
+    return _WRAPPERS.get(kind.__name__, "") if _is_of_accelerate(kind) else ""
+
+
+def is_of_one_rank(name: str, value: Any) -> bool:
+    """Return whether the attribute was added to a model or to arguments of the user's, and is true in one rank only."""
+    if name in _OF_THE_WORLD or (name in ("trainer", "_trainer") and is_lightnings_trainer(value)):
+        return True
+    function = value.__func__ if type(value) is types.MethodType else value
+    if name == "forward":
+        return type(function) is types.FunctionType and str(function.__module__).startswith("accelerate.")
+    return name == "distributed_state" and _is_of_accelerate(type(value))
+
+
+def is_accelerator(value: Any) -> bool:
+    """Return whether it is an Accelerator of Accelerate's: the notebook keeps its own."""
+    return type(value).__name__ == "Accelerator" and _is_of_accelerate(type(value))
+
+
+def is_lightnings_trainer(value: Any) -> bool:
+    """Return whether it is a Trainer of Lightning's; models and data refer to the last one that trained them."""
+    kind = type(value)
+    return kind.__name__ == "Trainer" and is_of_lightning(kind)
+
+
+def is_of_lightning(kind: type) -> bool:
+    """Return whether it is a class of Lightning's own, not one that a notebook has derived from it."""
+    return _module_of(kind).partition(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning")
+
+
+def is_lightnings_callback(kind: type) -> bool:
+    """Return whether its objects are callbacks of Lightning's with data: best checkpoint's path, observed values.
+
+    Progress bars are excluded: they hold the screen of their process.
+    """
+    module = _module_of(kind)
+    return ".callbacks." in module and ".callbacks.progress" not in module and is_of_lightning(kind)
+
+
+def _module_of(kind: type) -> str:
+    return str(type.__dict__["__module__"].__get__(kind))
+
+
+def reduce_accelerate(obj: Any) -> Any:
+    """Reduce an Accelerator, loader or arguments that know their rank to the notebook's form; else return None."""
+    kind = type(obj)
+    if any((base.__module__, base.__name__) == _ARGUMENTS for base in kind.__mro__):
+        return _reduce_arguments(obj)
+    if not _is_of_accelerate(kind):
+        return None
+    if is_accelerator(obj):
+        return _accelerator, _made_with(obj)
+    if kind.__name__ == "PartialState":
+        return kind, ()
+    loader = vars(obj).get("base_dataloader")
+    return None if loader is None else (_itself, (_whole(loader),))
+
+
+def _reduce_arguments(arguments: Any) -> Any:
+    """Reduce arguments, with the device of the first rank, and alone.
+
+    Finding devices again would reset Accelerate's states.
+    """
+    match arguments.__reduce_ex__(pickle.HIGHEST_PROTOCOL):
+        case (make, args, dict(state), *rest):
+            return make, args, state | {"distributed_state": None}, *rest
+    return None
+
+
+def _made_with(accelerator: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    found: tuple[tuple[Any, ...], dict[str, Any]] | None = vars(accelerator).get(MADE_WITH)
+    if found is not None:
+        return found
+    settings = {
+        "mixed_precision": accelerator.mixed_precision,
+        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+        "cpu": accelerator.device.type == "cpu",
+    }
+    return (), settings
+
+
+def _whole(loader: Any) -> Any:
+    """Return `loader` with its original data and batches, before Accelerate divided them."""
+    alone = copy.copy(loader)
+    dataset, batches = _inside(loader.dataset, "dataset"), _inside(loader.batch_sampler, "batch_sampler")
+    vars(alone).update(dataset=dataset, batch_sampler=batches, _iterator=None)  # avoids a `__setattr__` that forbids it
+    return alone
+
+
+def _inside(obj: Any, name: str) -> Any:
+    while _is_of_accelerate(type(obj)) and hasattr(obj, name):
+        obj = getattr(obj, name)
+    return obj
+
+
+def _is_of_accelerate(kind: type) -> bool:
+    return str(kind.__module__).partition(".")[0] == "accelerate"
+
+
+# --- in the kernel --------------------------------------------------------------------------------------------------
+
+
+def _accelerator(args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+    """Return an Accelerator that is initialised at its first use, in the notebook or in a rank.
+
+    Until then it knows no process and no device, so it belongs to the process that uses it, and CUDA is not started in
+    the notebook, so that ranks can still be forked.
+    """
+    kind: Any = importlib.import_module("accelerate").Accelerator
+
+    class Accelerator(kind):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("__") or type(getattr(kind, name, None)) is types.FunctionType:
+                return object.__getattribute__(self, name)  # a method reads other attributes when it is called
+            object.__setattr__(self, "__class__", kind)
+            kind.__init__(self, *args, **settings)
+            return getattr(self, name)
+
+        def __reduce__(self) -> Any:
+            return _accelerator, (args, settings)
+
+    return object.__new__(Accelerator)
+
+
+def _itself(obj: Any) -> Any:
+    return obj

@@ -1,0 +1,297 @@
+"""Hangs: finds ranks that make no progress, explains the hang and, if the user set a limit, ends it.
+
+Runs in the kernel.
+
+A rank makes progress when it enters a step or a collective of the project, as the control page shows. If that has not
+happened for a while, the ranks are asked for their stacks. The rank to blame is the one that has entered fewer
+collectives or steps than the others; if all are equal, one that is not waiting itself. This is a guess, and all stacks
+are shown beside it. A long computation without a step looks the same, so no run is ended unless the user asked for it.
+
+One case is no guess: a rank has finished, and all that are left wait in collectives without using a processor. The
+finished rank will not come, and torch would wait for half an hour.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nbaccel.launch.ipc.control import ControlPage
+from nbaccel.launch.ipc.user_code import ASK, cell_name, is_users, question_path, stack_path
+from nbaccel.launch.processes.handle import WorkerHandle
+
+__all__ = [
+    "Hang",
+    "HangWatch",
+]
+
+_NOTICE_S = 30.0
+_ALONE_S = 10.0  # time that ranks wait for one that has finished, without computing in its second half
+_IDLE = 0.1  # fraction of a processor
+_ANSWER_S = 0.6  # a rank needs a millisecond; a machine that swaps may need this
+_PLACE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_WAITS = (f"{os.sep}nbaccel{os.sep}train{os.sep}talk{os.sep}", f"{os.sep}torch{os.sep}distributed{os.sep}")
+_COLLECTIVES = (
+    _WAITS[0],
+    *(os.path.join("torch", *path) for path in (("distributed", "distributed_c10d.py"), ("distributed", "utils.py"))),
+    os.path.join("torch", "nn", "parallel", "distributed.py"),
+)
+_WAITS_IN = ("_engine_run_backward",)  # DDP's own sums are waited for at the end of backward
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Places of a rank's main thread, innermost first: file, line, function."""
+
+    places: Sequence[tuple[str, int, str]]
+
+    @classmethod
+    def read(cls, path: str) -> _Stack:
+        """Read the latest answer in `path`; empty if there was none."""
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                head, _, text = file.read().partition("\n")
+        except OSError:
+            return cls(())
+        _, found, rest = text.rpartition(f"hread {head.removeprefix('main ')}")
+        places = []
+        for line in rest.splitlines()[1:] if found else []:
+            match = _PLACE.fullmatch(line)
+            if match is None:
+                break
+            places.append((match[1], int(match[2]), match[3]))
+        return cls(places)
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the rank is inside a collective, as far as the stack shows."""
+        return any(part in file for file, _, _ in self.places for part in _WAITS) or any(
+            function in _WAITS_IN for _, _, function in self.places
+        )
+
+    @property
+    def is_in_collective(self) -> bool:
+        """Return whether a collective alone holds the rank up: as `waits`, from the innermost place alone."""
+        file, _, function = self.places[0] if self.places else ("", 0, "")
+        return any(part in file for part in _COLLECTIVES) or function in _WAITS_IN
+
+    def words(self) -> str:
+        """Return the user's innermost line, and the function that it is waiting in."""
+        if not self.places:
+            return "does not answer: it is stopped, has just begun, or is in C code that lets no Python run"
+        inner = self.places[0]
+        file, line, function = next((place for place in self.places if is_users(place[0])), inner)
+        source = linecache.getline(file, line).strip()
+        where = f"{cell_name(file) or file}, line {line}{'' if function == '<module>' else f', in {function}'}"
+        below = "" if file == inner[0] else f" (inside {inner[2]} of {os.path.basename(inner[0])})"
+        return f"{where}{f': {source}' if source else ''}{below}"
+
+
+class _Question:
+    """One request for the stacks of `members`.
+
+    It goes to a thread of each rank. Ranks that have not answered in time are asked by the signal, if they have a
+    handler for it. It cannot be seen from here whose handler that is.
+    """
+
+    def __init__(self, members: Sequence[WorkerHandle], store_path: str, now: float) -> None:
+        self._members = members
+        self._store_path = store_path
+        self._sizes = {member.rank: _size(self._path(member)) for member in members}
+        self._has_signalled = False
+        self.due_at = now + _ANSWER_S
+        for member in members:
+            _ring(question_path(store_path, member.rank))
+
+    def is_over(self, now: float) -> bool:
+        """Return whether all have answered, or their time is over."""
+        if now < self.due_at:
+            return False
+        if not self._has_signalled:
+            self._has_signalled = True
+            deaf = [member for member in self._members if not self._has_answered(member)]
+            able = [member for member in deaf if _catches(member.process.pid, ASK)]
+            for member in able:
+                member.process.signal(ASK)
+            if able:
+                self.due_at = now + _ANSWER_S
+                return False
+        return True
+
+    def answers(self) -> dict[int, _Stack]:
+        """Return the stack of each rank that still works; an empty one for a rank that has not answered."""
+        return {
+            member.rank: _Stack.read(self._path(member)) if self._has_answered(member) else _Stack(())
+            for member in self._members
+            if member.is_working
+        }
+
+    def _has_answered(self, member: WorkerHandle) -> bool:
+        return _size(self._path(member)) > self._sizes[member.rank]
+
+    def _path(self, member: WorkerHandle) -> str:
+        return stack_path(self._store_path, member.rank)
+
+
+def _ring(path: str) -> None:
+    """Write a byte into the FIFO at `path`, if a process reads it."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # the rank has just begun, or has ended
+        return
+    try:
+        os.write(fd, b"?")
+    except OSError:  # it is full of questions
+        pass
+    finally:
+        os.close(fd)
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Return whether the process has a handler for the signal, and its main thread does not block it.
+
+    It is False if the system does not tell. A blocked signal would be given to code that waits for signals there.
+    """
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            sets = dict(re.findall(r"^(SigCgt|SigBlk):\s*([0-9a-f]+)$", file.read(), re.MULTILINE))
+    except OSError:
+        return False
+    bit = 1 << (number - 1)
+    return bool(int(sets.get("SigCgt", "0"), 16) & bit) and not int(sets.get("SigBlk", "0"), 16) & bit
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Ranks that made no progress for `seconds`.
+
+    rank: the one to blame.  lines: the place of each rank.  is_certain: that rank has finished and the others wait for
+    it; else a guess.
+    """
+
+    rank: int
+    seconds: float
+    lines: Sequence[str]
+    is_certain: bool = False
+
+    def __str__(self) -> str:
+        places = "\n".join(f"  {line}" for line in self.lines)
+        if self.is_certain:
+            return (
+                f"rank {self.rank} has come to its end, and the others have waited for it in a collective for "
+                f"{self.seconds:.0f} s:\n{places}\n  All ranks have to leave a loop after the same step. Where each "
+                "decides by numbers of its own, as with early stopping, decide by one: loss = accelerator.reduce(loss, "
+                '"mean"), or accelerator.set_trigger() and check_trigger().'
+            )
+        quiet = f"no rank has entered a step or a collective for {self.seconds:.0f} s"
+        return f"{quiet}; rank {self.rank} seems to hold up the others:\n{places}"
+
+
+class HangWatch:
+    """Watches the ranks of one run for hangs.
+
+    store_path: the file in which the ranks meet.  limit_s: seconds after which a hang ends the run; None for never.
+    """
+
+    def __init__(
+        self,
+        page: ControlPage,
+        members: Sequence[WorkerHandle],
+        store_path: str,
+        limit_s: float | None,
+        notice: Callable[[str], None],
+        now: float,
+    ) -> None:
+        self._page = page
+        self._members = members
+        self._store_path = store_path
+        self._limit_s = limit_s
+        self._notice = notice
+        self._beats: list[tuple[int, int]] = []
+        self._since = now
+        self._question: _Question | None = None
+        self._has_told = False
+        self._used: dict[int, float] = {}  # seconds of a processor by rank, when half of `_ALONE_S` was over
+        self._was_alone = False
+
+    def tick(self, now: float) -> Hang | None:
+        """Check the ranks; return the hang that is to end the run, if there is one."""
+        beats = [self._page.beat(member.rank) for member in self._members]
+        working = [member for member in self._members if member.is_working]
+        if beats != self._beats or not working:
+            self._beats, self._since, self._question = beats, now, None
+            self._has_told = self._was_alone = False
+            self._used.clear()
+            return None
+        quiet = now - self._since
+        gone = [member.rank for member in self._members if member.report is not None and member.report.status == "ok"]
+        if gone and not self._used and quiet >= _ALONE_S / 2:
+            self._used = {member.rank: _seconds_used(member) for member in working}
+        due = min(
+            _NOTICE_S if not self._has_told else float("inf"),
+            self._limit_s or float("inf"),
+            _ALONE_S if gone and not self._was_alone else float("inf"),
+        )
+        if quiet < due:
+            return None
+        if self._question is None:
+            self._question = _Question(working, self._store_path, now)
+        if not self._question.is_over(now):
+            return None
+        stacks = self._question.answers()
+        self._question = None
+        if gone and not self._was_alone:
+            self._was_alone = True
+            idle = all(_seconds_used(member) - self._used[member.rank] < _IDLE * _ALONE_S / 2 for member in working)
+            if idle and stacks and all(stack.is_in_collective for stack in stacks.values()):
+                return Hang(gone[0], quiet, self._lines(stacks), is_certain=True)
+        if self._limit_s is not None and quiet >= self._limit_s:
+            return self._hang(stacks, quiet)
+        if quiet < _NOTICE_S:
+            return None
+        self._has_told = True
+        if gone or len({beats[member.rank] for member in working}) > 1:  # some are ahead, and wait
+            self._notice(str(self._hang(stacks, quiet, gone)))
+        return None
+
+    def excuse(self, seconds: float) -> None:
+        """Exclude the last `seconds`, in which the ranks waited for a person."""
+        self._since += seconds
+
+    def due_in(self, now: float) -> float | None:
+        """Return the seconds until `tick` may have something to do, besides the half second of telemetry."""
+        return None if self._question is None else max(0.0, self._question.due_at - now)
+
+    def _hang(self, stacks: Mapping[int, _Stack], seconds: float, gone: Sequence[int] = ()) -> Hang:
+        """Return the hang.  gone: ranks that have finished; they are to blame before all others."""
+        guilty = min(gone or stacks, key=lambda rank: (self._beats[rank], rank in stacks and stacks[rank].waits, rank))
+        return Hang(guilty, seconds, self._lines(stacks))
+
+    def _lines(self, stacks: Mapping[int, _Stack]) -> list[str]:
+        return [
+            f"rank {member.rank}: {stacks[member.rank].words()}"
+            if member.rank in stacks
+            else f"rank {member.rank}: has finished"
+            for member in self._members
+        ]
+
+
+def _seconds_used(member: WorkerHandle) -> float:
+    """Return the seconds of processors that the rank has used so far."""
+    import psutil  # takes 10 ms, and is needed only if ranks make no progress
+
+    try:
+        times = psutil.Process(member.process.pid).cpu_times()
+    except psutil.Error:  # it has just ended
+        return 0.0
+    return float(times.user + times.system)

@@ -1,0 +1,290 @@
+"""Start methods of ranks: a fork of the kernel, or a fork of the zygote. Runs in the kernel; one class for each.
+
+Both give every rank the same `WorkerBoot` and the same runtime (`worker/main.py`); they differ in the process that is
+copied.
+
+The main thread of a forked child, as CPython knows it, for signals. Used before a fork, and in the child.
+
+In a child, the thread that forked it is the main thread. CPython records its identity (``PyOS_AfterFork_Child``). But
+from Python 3.13 on a signal wakes a thread state (``_PyEval_SignalReceived``), by a pointer in the runtime that is
+written once, when the interpreter begins. If another thread forked the child, this is the state of a thread that does
+not exist there. A loop in Python then receives no interrupt until it waits for something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import io
+import itertools
+import os
+import random
+import signal
+import stat
+import sys
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nbaccel.launch.ipc.kernel_state import TorchFlags
+from nbaccel.launch.ipc.payload import Payload
+from nbaccel.launch.ipc.spec import LaunchSpec, Task, WorkerBoot
+from nbaccel.launch.objects.inventory import no_collections
+from nbaccel.launch.processes.handle import WorkerProcess
+from nbaccel.launch.processes.interaction import Pollable
+from nbaccel.launch.processes.shutdown import endable
+from nbaccel.launch.processes.zygote import Zygote
+from nbaccel.launch.worker.inherited import threads_of_the_notebook
+from nbaccel.launch.worker.jupyter import close_kernel_sockets, kernel_ports
+from nbaccel.launch.worker.main import run_rank
+
+__all__ = [
+    "ForkStart",
+    "MainThread",
+    "StartMethod",
+    "ZygoteStart",
+]
+
+
+class StartMethod(Protocol):
+    """One way to start ranks."""
+
+    def get_ready(self) -> None:
+        """Wait for the resources that `start` needs. Nothing has begun yet, so an interrupt may be raised here."""
+
+    def pack(self, spec: LaunchSpec, beside: Sequence[Pollable]) -> None:
+        """Pack the values that the ranks need and cannot see.
+
+        The time limit of the run, an interrupt, and `beside` can end it.
+
+        Raises:
+            CannotSend: a name cannot be sent to the ranks.  TimeoutError: the limit was over.
+        """
+
+    def close(self) -> None:
+        """Release the packed values; a second call changes nothing."""
+
+    def start(self, boots: Sequence[WorkerBoot], task: Task, kernel_fds: Collection[int]) -> list[WorkerProcess]:
+        """Start one process per boot, in the order of ranks. The descriptors in `boots` still belong to the caller.
+
+        kernel_fds: descriptors of the run that only the kernel may hold.
+        """
+
+
+class ForkStart:
+    """Starts ranks as copies of the kernel: they see the whole notebook, and nothing is copied until it is written.
+
+    keeper_fds: descriptors that the kernel holds from run to run, and no rank may hold.
+    """
+
+    def __init__(self, keeper_fds: Collection[int]) -> None:
+        self._keeper_fds = keeper_fds
+
+    def get_ready(self) -> None:
+        """Return at once: a fork needs only the kernel."""
+
+    def pack(self, spec: LaunchSpec, beside: Sequence[Pollable]) -> None:
+        """Pack nothing: a fork sees everything."""
+
+    def close(self) -> None:
+        """Release nothing."""
+
+    def start(self, boots: Sequence[WorkerBoot], task: Task, kernel_fds: Collection[int]) -> list[WorkerProcess]:
+        """Fork from a thread made for it: it has never run an OpenMP region, so no pool of threads is missing."""
+        processes: list[WorkerProcess] = []
+        failures: list[BaseException] = []
+
+        def fork_all() -> None:
+            try:
+                torch_flags.apply()
+                for boot in boots:
+                    processes.append(self._fork(boot, boots, task, close_fds, ports, python_rng))
+            except BaseException as error:
+                failures.append(error)
+
+        _flush_open_files()
+        ports, python_rng = kernel_ports(), random.getstate()
+        torch_flags = TorchFlags.of_this_thread()
+        close_fds = [*self._keeper_fds, *kernel_fds]
+        with _quiet_tokenizers(), _kept_thread_locals():
+            thread = threading.Thread(target=fork_all, name="nbaccel-fork")
+            thread.start()
+            thread.join()
+        if failures:
+            for process in processes:
+                process.signal(signal.SIGKILL)
+                process.reap()
+            raise failures[0]
+        return processes
+
+    def _fork(
+        self,
+        boot: WorkerBoot,
+        boots: Sequence[WorkerBoot],
+        task: Task,
+        close_fds: Sequence[int],
+        ports: frozenset[int],
+        python_rng: Any,
+    ) -> WorkerProcess:
+        lost_threads = threads_of_the_notebook()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        _share_resource_tracker()
+        main_thread = MainThread.find()
+        with no_collections():
+            pid = os.fork()
+            if pid == 0:
+                gc.freeze()  # a collection would write to all objects of the notebook, and so copy their pages
+        if pid == 0:
+            try:
+                if main_thread is not None:
+                    main_thread.become()
+                close_kernel_sockets(ports)
+                # A fork copies everything but this: CPython reseeds `random` in every forked child.
+                random.setstate(python_rng)
+                own = {getattr(boot, name) for name in WorkerBoot.FDS}
+                others = {getattr(other, name) for other in boots for name in WorkerBoot.FDS} - own
+                run_rank(boot, lambda: task, [*close_fds, *others], is_fork=True, lost_threads=lost_threads)
+            finally:
+                os._exit(70)
+        return WorkerProcess(pid, os.pidfd_open(pid), lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+class ZygoteStart:
+    """Starts ranks as copies of a clean process with torch loaded; the names that they read are sent by pickle."""
+
+    def __init__(self, zygote: Zygote) -> None:
+        self._zygote = zygote
+        self._parcel: Payload | None = None
+
+    def get_ready(self) -> None:
+        self._zygote.get_ready()
+
+    def pack(self, spec: LaunchSpec, beside: Sequence[Pollable]) -> None:
+        with endable(spec.timeout_s, beside):
+            self._parcel = spec.task.pack()
+
+    def start(self, boots: Sequence[WorkerBoot], task: Task, kernel_fds: Collection[int]) -> list[WorkerProcess]:
+        assert self._parcel is not None, "`pack` comes first"
+        try:
+            with _quiet_tokenizers():
+                return self._zygote.fork(boots, task.reference, self._parcel)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        parcel, self._parcel = self._parcel, None
+        if parcel is not None:
+            os.close(parcel.fd)
+
+
+def _share_resource_tracker() -> None:
+    """Let a rank register shared memory and semaphores with the notebook's tracker, as multiprocessing's own forks do.
+
+    Since Python 3.14 any other fork gets its own tracker, which unlinks shared memory to which the rank has only
+    attached. The flag belongs to this thread.
+    """
+    intent: Any = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_fork_intent", None)
+    if intent is not None:
+        intent.preserve_fd = True
+
+
+def _flush_open_files() -> None:
+    """Flush the notebook's open files: otherwise each rank that writes to one would write the buffered part again."""
+    for value in list(vars(sys.modules["__main__"]).values()):
+        if issubclass(type(value), io.IOBase) and type(value).__module__ in ("_io", "io"):
+            with contextlib.suppress(OSError, ValueError):  # closed, or not writable for the notebook any more
+                if value.writable() and stat.S_ISREG(os.fstat(value.fileno()).st_mode):
+                    value.flush()
+
+
+@contextlib.contextmanager
+def _kept_thread_locals() -> Iterator[None]:
+    """Keep this thread's values of `threading.local` alive in ranks, in which only the forking thread exists.
+
+    CPython drops the values of the other threads in a forked child. Their destructors would run in every rank, and
+    close, tell a server, or delete what the kernel still uses; and each freed object is a page to be copied.
+    """
+    thread_dict = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
+    kept = [ctypes.cast(thread_dict(), ctypes.py_object).value]
+    # From Python 3.13 on, values live as long as a watchdog of the thread, to which each `local` has a weak reference.
+    probe = threading.local()
+    probe.here = True
+    held = (part for part in gc.get_referents(probe) if isinstance(part, (set, dict)))
+    kept += [reference() for part in held for reference in part if isinstance(reference, weakref.ref)]
+    try:
+        yield
+    finally:
+        del kept
+
+
+@contextlib.contextmanager
+def _quiet_tokenizers() -> Iterator[None]:
+    """Silence the tokenizers library's needless warning in every forked process, unless the user has set it."""
+    name = "TOKENIZERS_PARALLELISM"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+_WORD = ctypes.sizeof(ctypes.c_size_t)
+
+_WORDS = 4096 // _WORD
+"""Number of words of the runtime that are searched; it has some hundred times as many.
+
+The pointer is word 83 in Python 3.13.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class MainThread:
+    """The main thread's place.  address: of two words, identity and pointer.  state: the value of the pointer."""
+
+    address: int
+    state: int
+
+    @classmethod
+    def find(cls) -> MainThread | None:
+        """Find the place, before a fork. None before Python 3.13, and if the runtime has another layout."""
+        if sys.version_info < (3, 13):
+            return None
+        try:
+            begin, states = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime")), _thread_states()
+        except (ValueError, AttributeError):  # a Python that does not export them
+            return None
+        words = list((ctypes.c_size_t * _WORDS).from_address(begin))
+        identity = threading.main_thread().ident
+        found = [
+            number
+            for number, (word, after) in enumerate(itertools.pairwise(words))
+            if word == identity and after in states
+        ]
+        return cls(begin + found[0] * _WORD, words[found[0] + 1]) if len(found) == 1 else None
+
+    def become(self) -> None:
+        """Make signals wake the calling thread; called in the child by its only thread."""
+        words = (ctypes.c_size_t * 2).from_address(self.address)
+        if list(words) == [threading.get_ident(), self.state]:  # CPython has set the identity
+            words[1] = ctypes.PYFUNCTYPE(ctypes.c_size_t)(("PyThreadState_Get", ctypes.pythonapi))()
+
+
+def _thread_states() -> set[int]:
+    """Return the states of all threads of the main interpreter."""
+    main = ctypes.PYFUNCTYPE(ctypes.c_size_t)(("PyInterpreterState_Main", ctypes.pythonapi))
+    function = ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t)
+    first, following = (
+        function((name, ctypes.pythonapi)) for name in ("PyInterpreterState_ThreadHead", "PyThreadState_Next")
+    )
+    states: set[int] = set()
+    state = first(main())
+    while state:
+        states.add(state)
+        state = following(state)
+    return states

@@ -1,1 +1,0 @@
-"""The inside of a rank: its runtime from start to end, and its changes to the notebook that it was copied from."""

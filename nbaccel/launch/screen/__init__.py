@@ -1,4 +1,0 @@
-"""Turns the bytes that ranks write into the output that a person sees.
-
-Runs in the kernel; knows nothing of processes.
-"""

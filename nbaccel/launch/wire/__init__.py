@@ -1,1 +1,0 @@
-"""Communication between the kernel and its ranks: frames, a shared page, parcels, the kernel's state. Both run it."""

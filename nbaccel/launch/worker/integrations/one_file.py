@@ -1,0 +1,298 @@
+"""Lets rank 0 alone write a file that every rank of a raw loop saves. Runs in ranks; imports no torch.
+
+In other ranks `torch.save` and the `save_file` of safetensors do nothing if rank 0 saves the same path, and return when
+the file is complete. `torch.load` and `load_file` wait until rank 0 has finished the saves that it has begun, and those
+that this rank has skipped. Ranks that save different paths write them. The saves of rank 0 are listed in a journal, a
+file of the run. Not covered: open files, names such as `from torch import save` of the notebook, `numpy.save`,
+`pickle.dump`: the first file that several ranks open for writing is named, once.
+
+If another rank has made a folder meanwhile, `os.mkdir` raises no error, since a program checks before it makes one. Not
+covered: a folder that a rank removes when another has made it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from types import FrameType
+from typing import Any, Protocol
+
+from nbaccel.launch.ipc.import_hooks import when_loaded
+from nbaccel.world import World
+
+__all__ = [
+    "write_one_file",
+]
+
+_LONGEST_WAIT_S = 60.0
+_LONGEST_DELAY_S = 2.0
+"""Seconds that rank 0 may be late for a save that the ranks have in common."""
+_POLL_S = 0.005
+_BEGUN, _DONE, _READ, _MADE, _OPENED, _TOLD = "begun", "done", "read", "made", "opened", "told"
+_MOST_OPENED = 100
+"""Number of a rank's files that are compared: the journal is read for each."""
+
+_KNOW_RANKS = (
+    *("nbaccel.", "accelerate.", "deepspeed.", "torch.distributed.", "transformers.trainer"),
+    *("lightning.", "lightning_fabric.", "pytorch_lightning."),
+)
+"""Modules that choose by themselves which ranks save."""
+
+
+def write_one_file(world: World, store_path: str) -> None:
+    """Let rank 0 alone write the files that this rank and rank 0 save. Called once per process.
+
+    store_path: a path that is the same in all ranks of the run, in a folder of the run's own.
+    """
+    journal = _Journal(f"{store_path}.files")
+    files = _Writer(journal) if world.is_main_process else _Follower(journal, world)
+    when_loaded({"torch": partial(_wrap_torchs, files), "safetensors.torch": partial(_wrap_safetensors, files)})
+    _wrap_mkdir(_Folders(journal))
+    sys.addaudithook(_OpenedFiles(journal, world).look)  # stays until the process, a rank, ends
+
+
+class _Journal:
+    """The saves that rank 0 has begun and finished, its loads, and the folders and files of all ranks, one per line."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def note(self, what: str, path: str) -> None:
+        with suppress(OSError), open(self.path, "a") as file:
+            file.write(_line(what, path))
+
+    def count(self, what: str, path: str) -> int:
+        line = _line(what, path)
+        with suppress(OSError), open(self.path) as file:
+            return sum(each == line for each in file)
+        return 0
+
+    @contextmanager
+    def lock(self, path: str, kind: int) -> Iterator[None]:
+        """Keep a reader of `path` and its writer apart.  kind: `fcntl.LOCK_SH` to read, `fcntl.LOCK_EX` to write."""
+        with ExitStack() as stack:
+            with suppress(OSError):
+                fcntl.flock(stack.enter_context(open(f"{self.path}.{zlib.crc32(os.fsencode(path))}", "w")), kind)
+            yield
+
+
+class _Files(Protocol):
+    """The saving and loading of a rank.  path: absolute.  saves, loads: functions that do it."""
+
+    def save(self, path: str, saves: Callable[[], Any]) -> Any: ...
+
+    def load(self, path: str, loads: Callable[[], Any]) -> Any: ...
+
+
+class _Writer:
+    """Rank 0: saves, and writes it into the journal."""
+
+    def __init__(self, journal: _Journal) -> None:
+        self._journal = journal
+        self._saved: set[str] = set()
+
+    def save(self, path: str, saves: Callable[[], Any]) -> Any:
+        self._saved.add(path)
+        self._journal.note(_BEGUN, path)
+        try:
+            with self._journal.lock(path, fcntl.LOCK_EX):
+                return saves()
+        finally:
+            self._journal.note(_DONE, path)
+
+    def load(self, path: str, loads: Callable[[], Any]) -> Any:
+        if path in self._saved:
+            self._journal.note(_READ, path)  # no rank waits here for a save that comes later
+        return loads()
+
+
+class _Follower:
+    """Another rank: its k-th save of a path is rank 0's k-th save of it, and so is its k-th load."""
+
+    def __init__(self, journal: _Journal, world: World) -> None:
+        self._journal = journal
+        self._world = world
+        self._saved: Counter[str] = Counter()
+        self._loaded: Counter[str] = Counter()
+        self._is_told = world.rank != 1  # one rank says it
+
+    def save(self, path: str, saves: Callable[[], Any]) -> Any:
+        self._saved[path] += 1
+        number = self._saved[path]
+        is_common = _wait(lambda: self._journal.count(_BEGUN, path) >= number, _LONGEST_DELAY_S)
+        if is_common:
+            _wait(lambda: self._journal.count(_DONE, path) >= number, _LONGEST_WAIT_S)
+        elif not self._journal.count(_BEGUN, path):
+            return saves()
+        if not self._is_told:
+            self._is_told = True
+            warnings.warn(
+                f"{os.path.basename(path)} is one file, saved by rank 0 of {self._world.world_size}; other ranks skip "
+                "a path that rank 0 saves. A file of each rank: put the rank into its name, or %%accelerate "
+                "--independent.",
+                stacklevel=3,
+            )
+        return None
+
+    def load(self, path: str, loads: Callable[[], Any]) -> Any:
+        begun = self._journal.count(_BEGUN, path)
+        if not begun and not self._saved[path]:
+            return loads()
+        self._loaded[path] += 1
+        saves, reads = max(begun, self._saved[path]), self._loaded[path]
+
+        def is_complete() -> bool:
+            done = self._journal.count(_DONE, path)
+            return done >= saves or (done >= begun and self._journal.count(_READ, path) >= reads)
+
+        if begun and not _wait(is_complete, _LONGEST_WAIT_S):
+            warnings.warn(
+                f"rank {self._world.rank} loads {path} although rank 0 of {self._world.world_size} has not saved what "
+                f"this rank skipped, in {_LONGEST_WAIT_S:.0f} s. It may be older: let all ranks save it equally often.",
+                stacklevel=3,
+            )
+        with self._journal.lock(path, fcntl.LOCK_SH):
+            return loads()
+
+
+class _Folders:
+    """The folders that ranks make."""
+
+    def __init__(self, journal: _Journal) -> None:
+        self._journal = journal
+        self._made: Counter[str] = Counter()  # by this rank, or by another for it
+
+    def make(self, path: str, makes: Callable[[], None]) -> None:
+        """Make the folder `path`, unless another rank has made it in its own k-th call, and this is the k-th here."""
+        with self._journal.lock(path, fcntl.LOCK_EX):
+            try:
+                makes()
+            except FileExistsError:
+                if self._made[path] >= self._journal.count(_MADE, path) or not os.path.isdir(path):
+                    raise
+            else:
+                self._journal.note(_MADE, path)
+            self._made[path] += 1
+
+
+class _OpenedFiles:
+    """The files that this rank opens for writing, compared with those of other ranks."""
+
+    def __init__(self, journal: _Journal, world: World) -> None:
+        self._journal = journal
+        self._world = world
+        self._known: set[str] = set()
+        self._is_over = self._is_looking = False
+
+    def look(self, event: str, args: tuple[Any, ...]) -> None:
+        """Record an event of Python's; cheap for all but the opening of files, and never raises."""
+        if event != "open" or self._is_over or self._is_looking:
+            return
+        self._is_looking = True  # files opened meanwhile belong to this class
+        try:
+            path, mode = args[0], args[1]
+            if isinstance(mode, str) and mode[:1] in "wa" and isinstance(path, (str, bytes, os.PathLike)):
+                self._note(os.path.abspath(os.fsdecode(path)))
+        except Exception:  # an error here would appear as an error of the program's `open`
+            self._is_over = True
+        finally:
+            self._is_looking = False
+
+    def _note(self, path: str) -> None:
+        if path in self._known or path.startswith(self._journal.path) or _is_private(path):
+            return
+        self._known.add(path)
+        self._is_over = len(self._known) >= _MOST_OPENED
+        with self._journal.lock("", fcntl.LOCK_EX):
+            self._journal.note(_OPENED, path)
+            if self._journal.count(_OPENED, path) < 2:
+                return
+            self._is_over = True
+            if self._journal.count(_TOLD, ""):
+                return
+            self._journal.note(_TOLD, "")
+        name, ranks = os.path.basename(path), self._world.world_size
+        sys.stdout.write(
+            f"nbaccel: {name} is opened for writing by more than one of {ranks} ranks: lines that are added stand "
+            "there once for each rank, and of a whole file the last rank's is left. Let one rank write it (if "
+            "accelerator.is_main_process:), or put the rank into its name\n"
+        )
+        sys.stdout.flush()
+
+
+def _is_private(path: str) -> bool:
+    """Return whether `path` is in a place for devices, temporary files or caches, which no user reads as a result.
+
+    A folder is opened for a temporary file without a name (`tempfile.TemporaryFile`).
+    """
+    is_of_a_program = path.startswith(("/dev/", "/proc/", f"{tempfile.gettempdir()}{os.sep}")) or f"{os.sep}." in path
+    return is_of_a_program or os.path.isdir(path)
+
+
+def _wrap_mkdir(folders: _Folders) -> None:
+    makes = os.mkdir
+
+    @functools.wraps(makes)
+    def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (caller := f"{frame.f_globals.get('__name__')}.").startswith(("os.", "pathlib.")):
+            frame = frame.f_back
+        if dir_fd is not None or caller.startswith(("tempfile.", *_KNOW_RANKS)):
+            makes(path, mode, dir_fd=dir_fd)
+        else:
+            folders.make(os.path.abspath(os.fsdecode(path)), partial(makes, path, mode))
+
+    os.mkdir = mkdir
+
+
+def _wrap_torchs(files: _Files, torch: Any) -> None:
+    for name, wrapped in (
+        ("save", _wrapped(torch.save, files.save, 1, "f")),
+        ("load", _wrapped(torch.load, files.load, 0, "f")),
+    ):
+        setattr(torch, name, wrapped)
+        setattr(torch.serialization, name, wrapped)  # where pickle finds it
+
+
+def _wrap_safetensors(files: _Files, module: Any) -> None:
+    module.save_file = _wrapped(module.save_file, files.save, 1, "filename")
+    module.load_file = _wrapped(module.load_file, files.load, 0, "filename")
+
+
+def _wrapped(
+    function: Callable[..., Any], act: Callable[[str, Callable[[], Any]], Any], position: int, name: str
+) -> Callable[..., Any]:
+    """Return `function`, called through `act` if a program gives it a path.  position, name: of that argument."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = args[position] if len(args) > position else kwargs.get(name)
+        caller = f"{sys._getframe(1).f_globals.get('__name__')}."
+        if not isinstance(given, (str, os.PathLike)) or caller.startswith(_KNOW_RANKS):
+            return function(*args, **kwargs)
+        return act(os.path.abspath(os.fsdecode(given)), partial(function, *args, **kwargs))
+
+    return call
+
+
+def _line(what: str, path: str) -> str:
+    return f"{what} {json.dumps(path)}\n"
+
+
+def _wait(is_so: Callable[[], bool], longest_s: float) -> bool:
+    """Wait until `is_so` is true; return whether it is."""
+    until = time.monotonic() + longest_s
+    while not (result := is_so()) and time.monotonic() < until:
+        time.sleep(_POLL_S)  # ended by rank 0's line, or by the limit
+    return result

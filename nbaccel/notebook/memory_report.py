@@ -1,0 +1,176 @@
+"""Memory: the answer of `%accelerate memory`. Runs in the kernel; reads, and changes nothing.
+
+It is a table of processes by host and device memory, and the notebook's own names with the memory they keep alive. It
+imports no torch and makes no CUDA context: without torch no name holds a tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from nbaccel.events import Event, Listener, Memory
+from nbaccel.gpu_driver import is_holder
+from nbaccel.hardware import Gpu, Survey
+from nbaccel.notebook.plan import amount
+
+if TYPE_CHECKING:
+    from nbaccel.train.oom.memory import Holding
+
+__all__ = [
+    "Processes",
+    "RankMemory",
+    "held_by_names",
+    "memory_report",
+]
+
+_MOST_NAMES = 12
+
+
+class RankMemory(Listener):
+    """The latest memory report of each rank of the present run, or else of the last one."""
+
+    def __init__(self) -> None:
+        self.latest: dict[int, Memory] = {}
+        self.cell = ""
+
+    def begin(self, cell: str) -> None:
+        """Begin a new run, of `cell`: the ranks of the previous one do not count any more."""
+        self.latest = {}
+        self.cell = cell
+
+    def feed(self, rank: int, at: float, event: Event) -> None:
+        if isinstance(event, Memory):
+            self.latest[rank] = event
+
+    def tick(self, now: float) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Bytes that the kernel and the processes started by it hold.
+
+    kernel_bytes, started_bytes: resident memory.  started: number of processes, without those in `helpers`.
+    helpers: resident memory of the project's own processes, by their purpose.
+    devices: bytes of the kernel's tensors by device, without those of the host.
+    """
+
+    pid: int
+    kernel_bytes: int
+    started_bytes: int = 0
+    started: int = 0
+    devices: dict[str, int] = field(default_factory=dict)
+    helpers: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def now(cls, helpers: Mapping[int, str] = MappingProxyType({})) -> Processes:
+        """Measure these processes.  helpers: purposes of the project's processes, by process id."""
+        import psutil
+
+        kernel = psutil.Process()
+        sizes = {child.pid: _resident_bytes(child) for child in kernel.children(recursive=True)}
+        there = {pid: size for pid, size in sizes.items() if size is not None}
+        ours = {what: there.pop(pid) for pid, what in helpers.items() if pid in there}
+        return cls(kernel.pid, kernel.memory_info().rss, sum(there.values()), len(there), _bytes_on_devices(), ours)
+
+
+def memory_report(
+    survey: Survey, processes: Processes, ranks: RankMemory, held: Sequence[Holding], *, are_gone: bool = False
+) -> str:
+    """Return the table, the machine's memory, and the names in `held`.
+
+    are_gone: the run of `ranks` is over, and no process of it is left.
+    """
+    rows = [("", "host", "device"), *_rows(processes, ranks, are_gone)]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    table = [f"{name:<{widths[0]}}  {host:<{widths[1]}}  {device}".rstrip() for name, host, device in rows]
+    return "\n".join([*table, *_machine(survey, processes.pid), *_names(held)])
+
+
+def held_by_names() -> list[Holding]:
+    """Return what the notebook's names and outputs keep alive; empty while torch is not imported."""
+    if "torch" not in sys.modules:
+        return []
+    from nbaccel.train.oom.memory import named_holdings
+
+    return named_holdings()
+
+
+def _rows(processes: Processes, ranks: RankMemory, are_gone: bool) -> Iterator[tuple[str, str, str]]:
+    on_devices = ", ".join(f"{device} {amount(count)}" for device, count in processes.devices.items())
+    yield "kernel", amount(processes.kernel_bytes), on_devices or "none used"
+    if processes.started:
+        plural = "es" if processes.started > 1 else ""
+        yield f"{processes.started} process{plural} it started", amount(processes.started_bytes), ""
+    for what, size in processes.helpers.items():
+        yield what, amount(size), ""
+    for rank, memory in sorted(ranks.latest.items()):
+        host = f"{amount(memory.host_bytes)}, at most {amount(memory.host_peak_bytes)}"
+        yield f"{'gone: ' * are_gone}rank {rank} of {ranks.cell}", host, _on_device(memory)
+
+
+def _on_device(memory: Memory) -> str:
+    if memory.device_bytes is None:
+        return "none used"
+    most = memory.device_peak_bytes or memory.device_bytes
+    limit = f" of {amount(memory.device_limit_bytes)}" if memory.device_limit_bytes else ""
+    return f"{amount(memory.device_bytes)} in tensors, at most {amount(most)}{limit} reserved"
+
+
+def _machine(survey: Survey, pid: int) -> Iterator[str]:
+    yield f"machine: {amount(survey.ram.available_bytes)} of {amount(survey.ram.total_bytes)} host memory available"
+    for gpu in survey.gpus:
+        used = f"{amount(gpu.used_bytes)} of {amount(gpu.total_bytes)} in use"
+        yield f"cuda:{gpu.index} {gpu.name}: {used}{_own(gpu, pid)}"
+
+
+def _own(gpu: Gpu, pid: int) -> str:
+    """Return this kernel's part as the driver counts it: with the CUDA context, which no allocator includes."""
+    own = [count for holder, count in gpu.processes if holder == pid and count and is_holder(pid)]
+    return f", {amount(sum(own))} of it by this kernel" if own else ""
+
+
+def _names(held: Sequence[Holding]) -> Iterator[str]:
+    if not held:
+        yield "no name of the notebook holds a tensor"
+        return
+    yield "held by names of the notebook:"
+    width = max(len(holding.name) for holding in held[:_MOST_NAMES])
+    for holding in held[:_MOST_NAMES]:
+        yield f"  {holding.name:<{width}}  {amount(holding.bytes):>9}  {holding.device}"
+    rest = held[_MOST_NAMES:]
+    if rest:
+        yield f"  and {len(rest)} more, {amount(sum(holding.bytes for holding in rest))}"
+    if any(_is_output(holding.name) for holding in held):
+        yield "outputs go with nbaccel.free_memory(history=True), names with del"
+
+
+def _is_output(name: str) -> bool:
+    """Return whether a name is one of IPython's outputs.
+
+    >>> [_is_output(name) for name in ("Out[7]", "_7", "_", "_mine")]
+    [True, True, True, False]
+    """
+    return name.startswith("Out[") or not name.strip("_0123456789")
+
+
+def _resident_bytes(process: Any) -> int | None:
+    import psutil
+
+    try:
+        size: int = process.memory_info().rss
+        return size
+    except psutil.Error:  # it has ended meanwhile
+        return None
+
+
+def _bytes_on_devices() -> dict[str, int]:
+    if "torch" not in sys.modules:
+        return {}
+    from nbaccel.train.oom.memory import HOST, bytes_in_use
+
+    return {device: count for device, count in bytes_in_use().items() if device != HOST}

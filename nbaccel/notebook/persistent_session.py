@@ -1,0 +1,437 @@
+"""PersistentSession: the persistent ranks of one notebook. Runs in the kernel.
+
+`%accelerate start` starts them, or `--keep` in a cell; `%accelerate stop` ends them. Until then, cells run in these
+ranks; the choices for their start (number, devices, seed) cannot be changed.
+
+Lodging: the persistent ranks that run one cell. Runs in the kernel; the ranks themselves are `PersistentWorkers`.
+
+Start flags: the choices for the start of ranks, which the cells that run in them cannot change. Pure.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from nbaccel.errors import LaunchRefused, ResultsMissing
+from nbaccel.hardware import Survey
+from nbaccel.launch.diagnosis import ranks_in_words
+from nbaccel.launch.gpu_trouble import before_a_run
+from nbaccel.launch.ipc.cell_task import CellSource, CellTask
+from nbaccel.launch.ipc.namespace_tasks import InitTask, Pull, Push
+from nbaccel.launch.ipc.spec import LaunchSpec, SharedNamespace, Task
+from nbaccel.launch.launcher import Launcher, refuse_nested_launch
+from nbaccel.launch.persistent_workers import PersistentWorkers
+from nbaccel.launch.preflight import ProcessState
+from nbaccel.launch.processes.run_result import LaunchResult
+from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.notebook.plan import LaunchPlan, amount, draws_as_here
+from nbaccel.notebook.results import install
+from nbaccel.options.run_options import AUTO, RunOptions, expanded
+from nbaccel.output.router import ConsoleScreen
+
+__all__ = [
+    "OF_THE_START",
+    "Lodging",
+    "PersistentSession",
+    "clock",
+    "number_of_ranks",
+    "of_the_start",
+    "refuse_another_start",
+    "refuse_flags_of_a_cell",
+]
+
+
+class PersistentSession:
+    """The persistent ranks of one notebook, if there are any.
+
+    names: the notebook's.  launcher, survey: return what a start needs.  say: prints one line for the user.
+    cell_of: returns the cell that a reason why forks fail comes from.
+    """
+
+    def __init__(
+        self,
+        names: dict[str, Any],
+        launcher: Callable[[], Launcher],
+        survey: Callable[[], Survey],
+        cell_of: Callable[[str | None], str | None],
+        setup: str | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._notebook = names
+        self._launcher = launcher
+        self._survey = survey
+        self._cell_of = cell_of
+        self._setup = setup
+        self._say = say
+        self._residents: PersistentWorkers | None = None
+        self._plan: LaunchPlan | None = None
+        self._options = RunOptions()
+        self._pid = os.getpid()
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether there are persistent ranks.
+
+        A rank that was forked meanwhile holds a copy of this object, and has none.
+        """
+        return self._residents is not None and self._residents.is_open and os.getpid() == self._pid
+
+    @property
+    def residents(self) -> PersistentWorkers:
+        """Return the ranks.
+
+        Raises:
+            UsageError: there are none.
+        """
+        if self._residents is None or not self.is_on:
+            raise UsageError("no ranks stay: %accelerate start makes some, and so does --keep in a cell.")
+        return self._residents
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names that rank 0 has; none without persistent ranks."""
+        return self.residents.names(0) if self.is_on else frozenset()
+
+    # --- begin and end -----------------------------------------------------------------------------------------
+
+    def start(self, options: RunOptions) -> None:
+        """Start persistent ranks.
+
+        Raises:
+            LaunchRefused: there are some already; or the flags are those of a cell, or not possible here.
+        """
+        refuse_nested_launch()
+        if self.is_on:
+            if options == self._options:  # the cell was run again
+                return self._say(f"there are {Lodging(self.residents, '')} already")
+            raise LaunchRefused(
+                f"there are {Lodging(self.residents, '')} already, with other flags; %accelerate stop ends them."
+            )
+        refuse_flags_of_a_cell(options)
+        task = InitTask(SharedNamespace(self._notebook))
+        here = ProcessState.now()
+        plan = LaunchPlan.of(options, task, self._survey(), here, self._cell_of(here.why_forks_fail))
+        if plan.start.method == "inline":
+            raise LaunchRefused(
+                "ranks that stay are processes of their own, and here one would run in the notebook "
+                f"({plan.start.reason}), where names stay anyway: leave %accelerate start out."
+            )
+        self._say(str(plan))
+        for line in before_a_run(plan.devices.gpus):
+            self._say(line)
+        spec = replace(plan.spec(task, self._setup), stays=True)
+        self._residents = self._launcher().start(spec, ConsoleScreen())
+        self._plan, self._options = replace(plan, start=self._residents.spec.start), options
+        if plan.start.method != self._residents.spec.start.method:
+            self._say(f"started by {self._residents.spec.start.method} after all: {self._residents.spec.start.reason}")
+        self._say(f"{Lodging(self._residents, '')}; their memory is held until %accelerate stop")
+
+    def restart(self) -> None:
+        """End the ranks, and start others with the same flags.
+
+        Raises:
+            UsageError: there were none.
+        """
+        refuse_nested_launch()
+        if self._residents is None:
+            raise UsageError("no ranks stay, and none did: %accelerate start makes some.")
+        self._residents.close(RunObservers(ConsoleScreen()))
+        self.start(self._options)
+
+    def stop(self) -> None:
+        """End the ranks.
+
+        Raises:
+            UsageError: there are none.
+        """
+        size = self.residents.spec.world_size
+        self.residents.close(RunObservers(ConsoleScreen()))
+        self._say(f"{number_of_ranks(size)} ended; nothing is held any more")
+
+    def close(self) -> None:
+        """End the ranks at once and without a message, if there are any."""
+        if self._residents is not None and self.is_on:
+            self._residents.abandon()
+
+    # --- cells -------------------------------------------------------------------------------------------------
+
+    def lodge(self, asked: RunOptions, options: RunOptions, source: CellSource) -> tuple[Lodging, LaunchPlan, CellTask]:
+        """Return the persistent ranks for a cell, its plan and its task.
+
+        asked: the options of the cell's own line.  options: the same, completed by the notebook's configuration.
+
+        Raises:
+            LaunchRefused: it cannot run there.
+        """
+        residents, plan = self.residents, self._plan
+        assert plan is not None
+        refuse_another_start(asked, plan)
+        lodging = Lodging(residents, source.name, self._outsiders(asked))
+        if options.pdb in lodging.outsiders:
+            raise LaunchRefused(f"--pdb {options.pdb}: that rank takes no part in this cell, --only {asked.only} does.")
+        if trouble := residents.trouble:
+            raise LaunchRefused(f"{trouble}; {self._ways_out()}.")
+        task = CellTask(
+            source,
+            self._notebook,
+            options.names_back,
+            options.inputs or (),
+            home=residents.home,
+            speaker=min(lodging.ranks),
+            debugged=options.pdb,
+        )
+        for name in residents.home.outdated(sorted(task.names_read())):
+            self._say(
+                f"{name} was defined anew since the ranks got it, and they have the old one: %accelerate push {name}"
+            )
+        if task.first_card and len(plan.devices.gpus) > 1 and not plan.own_devices:
+            self._say(
+                f"{task.first_card} is rank 0's GPU, and the ranks that stay see all of them: in the others write "
+                "device = accelerator.device"
+            )
+        of_the_cell = replace(options, **{name: getattr(plan.options, name) for name in OF_THE_START})
+        settings = plan.settings
+        if draws_as_here(of_the_cell, task):
+            task.draw_as_here()
+            settings = replace(settings, seed=None)
+        return lodging, replace(plan, options=of_the_cell, settings=settings, stays=True), task
+
+    def after(self, error: BaseException | None) -> None:
+        """Print the state of the ranks, if a cell has affected them."""
+        if not self.is_on:
+            self._say("none of the ranks that stayed is left: %accelerate restart starts others with the same flags")
+        elif not self.residents.alive:
+            self.residents.abandon()
+            self.after(error)
+        elif trouble := self.residents.trouble:
+            self._say(f"{trouble}; {self._ways_out()}")
+        elif error is not None:
+            news = f"; {self.residents.news}" if self.residents.news else ""
+            self._say(f"the ranks live on, with what they have{news}")
+
+    def _outsiders(self, asked: RunOptions) -> list[int]:
+        size = self.residents.spec.world_size
+        ranks = set(range(size)) if asked.only is None else set(expanded(asked.only))
+        if max(ranks) >= size:
+            raise LaunchRefused(
+                f"--only {asked.only}: {number_of_ranks(size)} {'stays' if size == 1 else 'stay'}, "
+                f"{'0 alone' if size == 1 else f'0-{size - 1}'}; name some of these."
+            )
+        return [rank for rank in range(size) if rank not in ranks]
+
+    def _ways_out(self) -> str:
+        return (
+            "so no further cell runs in them: %accelerate pull NAMES still brings variables of "
+            f"{ranks_in_words(self.residents.alive)} back, %accelerate restart begins anew"
+        )
+
+    # --- names -------------------------------------------------------------------------------------------------
+
+    def push(self, names: Sequence[str]) -> None:
+        """Give all ranks the notebook's values.
+
+        Raises:
+            CannotSend: one of them cannot be sent, and none was sent.
+        """
+        residents = self.residents
+        if trouble := residents.trouble:
+            raise LaunchRefused(f"{trouble}; {self._ways_out()}.")
+        push = Push(residents.home, names)
+        self._do(push, "%accelerate push").close()
+        push.has_arrived()
+        self._say(f"sent to {number_of_ranks(residents.spec.world_size)}: {', '.join(names)}")
+
+    def pull(self, names: Sequence[str], rank: int = 0) -> None:
+        """Bring one rank's values into the notebook, by the rules of `--out`.
+
+        Raises:
+            LaunchRefused: the rank is gone.
+            ResultsMissing: the rank does not have the name, or cannot send it; values that came are in the notebook.
+        """
+        residents, size = self.residents, self.residents.spec.world_size
+        if rank not in residents.alive:
+            what = residents.trouble if rank < size else f"{number_of_ranks(size)} {'stays' if size == 1 else 'stay'}"
+            raise LaunchRefused(f"rank {rank} has nothing to bring back: {what}.")
+        others = [other for other in range(size) if other != rank]
+        outcome = self._do(Pull(residents.home, names, rank), "%accelerate pull", others)
+        report = outcome.ended.reports[rank]
+        try:
+            arrivals = install(outcome.values(), self._notebook, report.facts.get("sizes", {}) if report else {})
+        finally:
+            outcome.close()
+        if arrivals:
+            self._say(f"brought back: {', '.join(map(str, arrivals))}")
+        if report is not None and report.missing:
+            reasons = ", ".join(f"{name} ({reason})" for name, reason in report.missing.items())
+            raise ResultsMissing(f"not brought back from rank {rank}: {reasons}.", report.missing)
+
+    def _do(self, task: Task, title: str, outsiders: Collection[int] = ()) -> LaunchResult:
+        """Run a task that is no cell; it succeeds or raises."""
+        outcome = self.residents.run(task, RunObservers(ConsoleScreen()), title=title, outsiders=outsiders)
+        error = KeyboardInterrupt() if outcome.ended.is_interrupted else outcome.error
+        if error is not None:
+            outcome.close()
+            self.after(error)
+            raise error
+        return outcome
+
+    # --- words -------------------------------------------------------------------------------------------------
+
+    def status(self) -> str:
+        """Return the persistent ranks, their start, devices and memory, in words; empty if there are none."""
+        if not self.is_on:
+            return ""
+        residents, plan = self.residents, self._plan
+        assert plan is not None
+        holds = ", ".join(f"rank {rank} {held}" for rank, held in self.held().items())
+        who = f"in ranks that stay since {clock(residents.since)}: {plan.devices}"
+        status = f"{who}, and until %accelerate stop they hold: {holds}"
+        return f"{status}; {residents.trouble}; {self._ways_out()}" if residents.trouble else status
+
+    def held(self) -> dict[int, str]:
+        """Return the memory of each living rank, in words; memory that is shared with the notebook does not count."""
+        gpus = self._survey().gpus
+        held = {}
+        for rank, pid in self.residents.pids.items():
+            on_gpus = [
+                f"{amount(count)} on cuda:{gpu.index}"
+                for gpu in gpus
+                for holder, count in gpu.processes
+                if holder == pid and count
+            ]
+            held[rank] = ", ".join([f"{amount(_private_bytes(pid))} on the host", *on_gpus])
+        return held
+
+
+def _private_bytes(pid: int) -> int:
+    """Return the bytes that would be free if the process ended; a fork shares the rest with the notebook."""
+    import psutil
+
+    try:
+        return int(psutil.Process(pid).memory_full_info().uss)
+    except psutil.Error:  # it has ended meanwhile
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lodging:
+    """The persistent ranks of one cell: all of them, or some. It runs a spec as a `Launcher` would.
+
+    title: the cell in words.  outsiders: ranks that take no part.
+    """
+
+    residents: PersistentWorkers
+    title: str
+    outsiders: Collection[int] = ()
+
+    @property
+    def ranks(self) -> list[int]:
+        return [rank for rank in range(self.residents.spec.world_size) if rank not in self.outsiders]
+
+    def run(self, spec: LaunchSpec, watching: RunObservers) -> LaunchResult:
+        """Run the spec, see `PersistentWorkers.run`."""
+        return self.residents.run(
+            spec.task,
+            watching,
+            title=self.title,
+            outsiders=self.outsiders,
+            timeout_s=spec.timeout_s,
+            hang_timeout_s=spec.hang_timeout_s,
+        )
+
+    def __str__(self) -> str:
+        """Return the line that is printed before the run."""
+        size = self.residents.spec.world_size
+        who = f"{ranks_in_words(self.ranks)} of {size}" if self.outsiders else number_of_ranks(size)
+        return f"{who} that {'stays' if len(self.ranks) == 1 else 'stay'} since {clock(self.residents.since)}"
+
+
+def clock(at: float) -> str:
+    """Format a time of `time.time` as the time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def number_of_ranks(count: int) -> str:
+    """Format a number of ranks.
+
+    >>> number_of_ranks(1), number_of_ranks(2)
+    ('1 rank', '2 ranks')
+    """
+    return f"{count} rank{'s' * (count > 1)}"
+
+
+OF_THE_START = {
+    "num_processes": "-n",
+    "mixed_precision": "-p",
+    "accumulate": "-a",
+    "devices": "-d",
+    "cpu": "--cpu",
+    "start": "--start",
+    "seed": "--seed",
+    "debug": "--debug",
+    "independent": "--independent",
+    "strict": "--strict",
+    "batches": "--batches",
+    "oom": "--oom",
+    "checkpoint_every": "--checkpoint-every",
+    "checkpoint_dir": "--checkpoint-dir",
+    "keep_checkpoints": "--keep-checkpoints",
+    "resume": "--resume",
+}
+"""Flags of settings that a rank gets once, before its first cell."""
+
+
+def of_the_start(options: RunOptions) -> RunOptions:
+    """Return the options without those that apply to single cells only."""
+    return RunOptions(**{name: getattr(options, name) for name in OF_THE_START})
+
+
+def refuse_flags_of_a_cell(options: RunOptions) -> None:
+    """Refuse flags of a cell in a start.
+
+    Raises:
+        LaunchRefused: a start was given what only a cell can have.
+    """
+    for name in (field.name for field in fields(options)):
+        if name not in OF_THE_START and getattr(options, name) is not None:
+            flag = "--in" if name == "inputs" else f"--{name.replace('_', '-')}"
+            raise LaunchRefused(f"{flag} belongs to a cell, not to the start: write it behind %%accelerate.")
+
+
+def refuse_another_start(asked: RunOptions, plan: LaunchPlan) -> None:
+    """Refuse flags of a cell that differ from the start of its ranks.
+
+    asked: the options of the cell's own line.  plan: of the persistent ranks.
+
+    Raises:
+        LaunchRefused: a cell cannot have that from ranks that were started otherwise.
+    """
+    for name, flag in OF_THE_START.items():
+        wanted, has = getattr(asked, name), _chosen(name, plan)
+        if wanted in (None, AUTO, has):
+            continue
+        text = flag if wanted is True else f"{flag} {wanted}"
+        raise LaunchRefused(
+            f"{text} belongs to the start of the ranks, and those that stay were started with "
+            f"{'another choice' if has is None else f'{flag} {has}'}: leave it out, or begin anew with "
+            f"%accelerate stop and %accelerate start {text}."
+        )
+
+
+def _chosen(name: str, plan: LaunchPlan) -> Any:
+    """Return the value with which the ranks were started."""
+    settled = {
+        "num_processes": plan.devices.num_processes,
+        "mixed_precision": plan.settings.mixed_precision,
+        "accumulate": plan.settings.gradient_accumulation_steps,
+        "start": plan.start.method,
+        "seed": plan.settings.seed,
+        "cpu": True if not plan.devices.gpus else None,
+    }
+    return settled.get(name, getattr(plan.options, name))

@@ -1,0 +1,145 @@
+"""Refusals: finds wrong requests of a cell before anything starts. Runs in the kernel; changes nothing.
+
+It finds flags that exclude each other, places that do not exist, and a front end that cannot do what a flag needs.
+Mistakes in one flag alone are found where its value is read; requests beyond the machine, by the plan.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from IPython.core.error import UsageError
+
+from nbaccel.errors import LaunchRefused
+from nbaccel.options.run_options import RunOptions
+from nbaccel.settings import CHECKPOINT_DIR
+
+__all__ = [
+    "EXCLUSIONS",
+    "Exclusion",
+    "refuse_contradictions",
+    "refuse_without_input",
+    "refuse_wrong_places",
+    "without_a_missing_source",
+]
+
+_GIVEN: dict[str, Callable[[RunOptions], bool]] = {
+    "--pdb": lambda options: options.pdb is not None,
+    "--bg": lambda options: bool(options.bg),
+    "--free-kernel": lambda options: bool(options.free_kernel),
+    "--start inline": lambda options: options.start == "inline",
+}
+"""Requests that may exclude others, and the test for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """Two flags of which a cell may have only one.  why: half a sentence."""
+
+    flag: str
+    other: str
+    why: str
+
+    def applies(self, options: RunOptions) -> bool:
+        return _GIVEN[self.flag](options) and _GIVEN[self.other](options)
+
+    def __str__(self) -> str:
+        return f"{self.flag} and {self.other} exclude each other: {self.why}; leave one of them out."
+
+
+EXCLUSIONS = (
+    Exclusion(
+        "--pdb",
+        "--start inline",
+        "in the notebook's own process breakpoint() needs no flag, and after an error there is %debug",
+    ),
+    Exclusion("--pdb", "--bg", "a debugger asks for commands in the cell that runs"),
+    Exclusion("--bg", "--start inline", "the notebook's own process runs one thing at a time"),
+    Exclusion("--free-kernel", "--bg", "cells that run meanwhile would find models of the notebook on the host"),
+    Exclusion("--free-kernel", "--start inline", "the notebook's own process computes with its own models"),
+)
+
+
+def refuse_contradictions(options: RunOptions) -> None:
+    """Refuse flags that exclude each other.
+
+    Raises:
+        UsageError: two of the flags exclude each other.
+    """
+    for exclusion in EXCLUSIONS:
+        if exclusion.applies(options):
+            raise UsageError(str(exclusion))
+
+
+def refuse_wrong_places(options: RunOptions) -> None:
+    """Refuse places for checkpoints that cannot be right.
+
+    Raises:
+        LaunchRefused: checkpoints could not be written where the flags say, or the place to read them from looks like a
+        typing mistake.
+    """
+    folder, source = options.checkpoint_dir, options.resume
+    if folder and Path(folder).expanduser().is_file():
+        raise LaunchRefused(f"--checkpoint-dir {folder}: that is a file, and checkpoints need a folder; name another.")
+    if _is_missing(source) and (near := _alike(Path(source).expanduser())):
+        raise LaunchRefused(
+            f"--resume {source}: there is neither a checkpoint nor a folder of some; did you mean {near}? Or write "
+            "--resume alone for the newest in --checkpoint-dir."
+        )
+
+
+def without_a_missing_source(options: RunOptions) -> tuple[RunOptions, str]:
+    """Return the options of a cell whose `--resume PATH` does not exist, and a line that says what they are now.
+
+    A hosted notebook runs the same cells in its first version, which has no checkpoint to continue from, and in later
+    ones, to which the output of the last is attached. If the path exists, the line is empty and the options are the
+    same.
+    """
+    source = options.resume
+    if not _is_missing(source):
+        return options, ""
+    line = f"--resume {source}: nothing is attached there, so this training begins anew"
+    folder = Path(options.checkpoint_dir or CHECKPOINT_DIR).expanduser()
+    if folder.is_dir() and any(folder.iterdir()):
+        line = (
+            f"--resume {source}: nothing is attached there; the newest checkpoint in {folder} is taken, if there is one"
+        )
+    return replace(options, resume=""), line
+
+
+def _is_missing(source: str | None) -> TypeGuard[str]:
+    return bool(source) and not Path(str(source)).expanduser().exists()
+
+
+def _alike(path: Path) -> str:
+    """Return the path that was probably meant, if one part of it is misspelled; empty if none is similar."""
+    there = next(parent for parent in path.absolute().parents if parent.exists())
+    rest = path.absolute().relative_to(there)
+    names = difflib.get_close_matches(rest.parts[0], [each.name for each in there.iterdir()], n=1, cutoff=0.8)
+    return str(there.joinpath(names[0], *rest.parts[1:])) if names else ""
+
+
+def refuse_without_input(options: RunOptions, shell: Any) -> None:
+    """Refuse a debugger in a front end without input.
+
+    Raises:
+        LaunchRefused: a debugger was asked for where no input can be typed.
+    """
+    if options.pdb is None or _takes_input(shell):
+        return
+    raise LaunchRefused(
+        f"--pdb {options.pdb}: a debugger asks for commands, and here nobody can type any (this front end takes no "
+        "input, as under nbconvert and papermill); leave --pdb out."
+    )
+
+
+def _takes_input(shell: Any) -> bool:
+    kernel = getattr(shell, "kernel", None)
+    if kernel is None:
+        return sys.stdin is not None and sys.stdin.isatty()
+    return bool(getattr(kernel, "_allow_stdin", True))  # the front end sets it with each cell

@@ -1,0 +1,306 @@
+"""Flags: the table of the flags of `%%accelerate`, used for parsing, help, completion and the configuration.
+
+Runs in the kernel, and in the command line. A flag is one row here, one field of `Options`, and if its text has to be
+checked, a reader in `values`; nothing else has to change.
+
+Values: reads the text after a flag, and says what is wrong with it. Runs in the kernel; starts nothing.
+
+A reader takes the text and returns the value, or raises `argparse.ArgumentTypeError` with half a sentence on what was
+expected and what was given; argparse puts the flag before it. `flags` assigns the readers to the flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import re
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+from IPython.core.magic_arguments import MagicArgumentParser, MagicHelpFormatter, argument, construct_parser, kwds
+
+from nbaccel.options.run_options import AUTO, CELL, NAMED, expanded
+from nbaccel.quantities import parse_interval, parse_seconds
+from nbaccel.settings import BATCH_CHOICES, OOM_CHOICES, PRECISIONS, START_METHODS
+
+__all__ = [
+    "EXAMPLES",
+    "checked",
+    "flags",
+    "flags_parser",
+    "one_of",
+    "read_batches",
+    "read_curves",
+    "read_kept",
+    "read_names",
+    "read_only",
+    "read_out",
+    "read_processes",
+    "read_rank",
+    "read_ranks",
+    "read_seconds",
+    "read_seed",
+    "settings",
+    "some_flags",
+]
+
+_LARGEST_SEED = 2**32 - 1
+"""NumPy's limit; rank r is seeded with seed + r."""
+_SEED_ROOM = 100_000
+
+
+def read_processes(text: str) -> int | str:
+    """Read a number of ranks, or "auto"."""
+    if text == AUTO:
+        return AUTO
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a number of ranks is 1 or more, or auto; got {text!r}")
+    return int(text)
+
+
+def one_of(what: str, *names: str) -> Callable[[str], str]:
+    """Return a reader that takes one of `names`, in capitals too."""
+
+    def read(text: str) -> str:
+        if text.lower() not in names:
+            *others, last = names
+            raise argparse.ArgumentTypeError(f"{what} is {', '.join(others)} or {last}; got {text!r}")
+        return text.lower()
+
+    return read
+
+
+def read_batches(text: str) -> int:
+    """Read the batches per optimizer step."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"batches per optimizer step are 1 or more; got {text!r}")
+    return int(text)
+
+
+def read_names(text: str) -> tuple[str, ...]:
+    """Read names of variables with commas between them, each once."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    wrong = [name for name in names if not name.isidentifier() or keyword.iskeyword(name)]
+    if wrong or not names:
+        what = f"{wrong[0]!r} is not the name of a variable" if wrong else "no name was given"
+        raise argparse.ArgumentTypeError(f"{what}; write names with commas between them, such as model,history")
+    return names
+
+
+def read_out(text: str) -> tuple[str, ...] | str:
+    """Read names of variables, or a word for what a cell leaves in the notebook."""
+    word = text.strip().lower()
+    return NAMED if word in ("none", NAMED) else CELL if word == CELL else read_names(text)
+
+
+def read_curves(text: str) -> tuple[str, ...]:
+    """Read names of numbers to draw, each once."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise argparse.ArgumentTypeError(
+            f"one curve is the least; got {text!r}. "
+            'Write names with commas between them, such as loss,acc, and quotes around spaces: "val loss,acc"'
+        )
+    return names
+
+
+def read_ranks(text: str) -> str:
+    """Check a list of ranks, or "all", and return it as text: the number of ranks is not known yet."""
+    if text == "all":
+        return text
+    is_list = re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text)
+    if not is_list or not list(expanded(text)):
+        raise argparse.ArgumentTypeError(f"ranks are all, a number, or a list such as 0,2-3; got {text!r}")
+    return text
+
+
+def read_rank(text: str) -> int:
+    """Read the number of one rank; whether the run has it is not known yet."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a rank is a number, the first is 0; got {text!r}")
+    return int(text)
+
+
+def read_only(text: str) -> str:
+    """Check a list of some ranks, and return it as text."""
+    if text == "all":
+        raise argparse.ArgumentTypeError("all ranks take part in a cell without it; name some, such as 0,2-3")
+    return read_ranks(text)
+
+
+def read_seconds(text: str) -> float:
+    """Read seconds, with a fraction if needed."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"a time limit is a number of seconds above 0; got {text!r}")
+    return seconds
+
+
+def checked(read: Callable[[str], Any], keeps_text: bool = False) -> Callable[[str], Any]:
+    """Return `read` for argparse, which shows the text of no other error."""
+
+    def value(text: str) -> Any:
+        try:
+            read_value = read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text if keeps_text else read_value
+
+    return value
+
+
+def read_kept(text: str) -> int:
+    """Read the number of checkpoints to keep."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"checkpoints to keep are 1 or more; got {text!r}")
+    return int(text)
+
+
+def read_seed(text: str) -> int:
+    """Read a seed that leaves room for the ranks."""
+    if not text.isdecimal() or int(text) > _LARGEST_SEED - _SEED_ROOM:
+        raise argparse.ArgumentTypeError(f"a seed lies in 0..{_LARGEST_SEED - _SEED_ROOM}; got {text!r}")
+    return int(text)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_flag: Callable[..., Any] = argument  # IPython publishes no type for it
+
+_SETTINGS = (
+    _flag("-n", "--num-processes", metavar="N", type=read_processes,
+          help="ranks to start; default auto: one per GPU, or one on the CPU"),
+    _flag("-p", "--mixed-precision", metavar="P", choices=(AUTO, *PRECISIONS),
+          type=one_of("a precision", AUTO, *PRECISIONS),
+          help="auto, no, fp16 or bf16; default auto: what suits the device"),
+    _flag("-a", "--accumulate", metavar="K", type=read_batches,
+          help="batches per optimizer step; default 1"),
+    _flag("-o", "--out", metavar="NAMES", type=read_out,
+          help="variables to bring back from rank 0, and no others: model,history, or none; default cell: all that the "
+               "cell would leave in the notebook"),
+    _flag("-i", "--in", metavar="NAMES", type=read_names, dest="inputs",
+          help="variables to send to a zygote though the cell does not mention them; default none"),
+    _flag("-r", "--ranks", metavar="RANKS", type=read_ranks,
+          help="whose output is shown: 0, all, or a list 0,2-3; default all"),
+    _flag("-d", "--devices", metavar="GPUS",
+          help="GPUs to use, by number or UUID: 2,3; default all that are visible"),
+    _flag("--cpu", action="store_true", default=None,
+          help="use no GPU; default off"),
+    _flag("--free-kernel", action="store_true", default=None,
+          help="have the notebook's own models on the host, not on GPUs, during the run; default off"),
+    _flag("-t", "--timeout", metavar="S", type=read_seconds,
+          help="stop after S seconds, as one interrupt would, with TimeoutError; default never"),
+    _flag("--hang-timeout", metavar="S", type=read_seconds,
+          help="end when no rank enters a step or collective for S seconds, and say where each is; default never"),
+    _flag("--start", metavar="HOW", choices=START_METHODS, type=one_of("a start", *START_METHODS),
+          help="auto, fork, zygote or inline; default auto: fork unless the notebook has used CUDA"),
+    _flag("--plot", metavar="CURVES", type=read_curves,
+          help="numbers to draw, of those that accelerator.log and backward report: loss,acc; default the loss"),
+    _flag("--plain", action="store_true", default=None,
+          help="show text only, no panel, no rich output; default off"),
+    _flag("--seed", metavar="N", type=read_seed,
+          help="shared seed, rank r computes with N + r; default drawn and printed, or none for a raw loop"),
+    _flag("--debug", action="store_true", default=None,
+          help="check every collective, not only the first ones; default off"),
+    _flag("--independent", action="store_true", default=None,
+          help="each rank trains a model of its own, and that is meant; default off: separate trainings are an error"),
+    _flag("--strict", action="store_true", default=None,
+          help="an unprepared loop is an error instead of being trained on all ranks; default off"),
+    _flag("--batches", metavar="HOW", choices=BATCH_CHOICES, type=one_of("what ranks get", *BATCH_CHOICES),
+          help="split every batch of an unprepared loop, or give each rank batches of its own; default split"),
+    _flag("--oom", metavar="HOW", choices=OOM_CHOICES, type=one_of("what follows", *OOM_CHOICES),
+          help="shrink or stop when a rank dies of memory; default shrink: start again with smaller batches"),
+    _flag("--checkpoint-every", metavar="T", type=checked(parse_interval, keeps_text=True),
+          help="save in the background every 10min, or every 500steps; default never"),
+    _flag("--checkpoint-dir", metavar="DIR",
+          help="where to; default nbaccel_checkpoints in the working directory"),
+    _flag("--keep-checkpoints", metavar="K", type=read_kept,
+          help="how many of these checkpoints stay; default 3"),
+    _flag("--resume", metavar="PATH", nargs="?", const="",
+          help="go on from the checkpoint in PATH, or from the newest in --checkpoint-dir; default off"),
+    _flag("--time-limit", metavar="T", type=checked(parse_seconds),
+          help="end well after 11h30m: finish the step, save, bring back what there is; default never"),
+)  # fmt: skip
+"""Flags that a notebook can choose for all its cells; `%accelerate config` and nbaccel.toml use their long names."""
+
+_OF_ONE_CELL = (
+    _flag("--pdb", metavar="RANK", type=read_rank,
+          help="debug that rank here: breakpoint() stops in it, an error opens a post-mortem; default off"),
+    _flag("--keep", action="store_true", default=None,
+          help="let the ranks stay after the cell, as %%accelerate start does before it; default off"),
+    _flag("--only", metavar="RANKS", type=read_only,
+          help="run on these of the ranks that stay: 0 or 0,2-3; default all"),
+    _flag("--bg", action="store_true", default=None,
+          help="return at once, the run goes on: %%accelerate wait, status, attach, stop; default off"),
+)  # fmt: skip
+"""Flags that apply to one cell only."""
+
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "num_processes": (AUTO, "1", "2", "4", "8"),
+    "accumulate": ("1", "2", "4", "8"),
+    "out": (CELL, "none"),
+    "ranks": ("all", "0", "0,1"),
+    "devices": ("0", "0,1"),
+    "timeout": ("60", "600"),
+    "hang_timeout": ("60", "600"),
+    "plot": ("loss", "loss,lr"),
+    "seed": ("0", "42"),
+    "checkpoint_every": ("10min", "30min", "500steps"),
+    "checkpoint_dir": ("checkpoints",),
+    "keep_checkpoints": ("1", "3"),
+    "resume": ("checkpoints",),
+    "time_limit": ("8h30m", "11h30m"),
+    "pdb": ("0", "1"),
+    "only": ("0", "0,1"),
+}
+"""Examples that completion offers after a flag with too many possible values, by its name in `Options`."""
+
+_HELP_WIDTH, _HELP_COLUMN = 120, 32
+
+
+def flags(function: Function) -> Function:
+    """Give a magic all flags; placed below `magic_arguments`."""
+    for flag in reversed(_SETTINGS + _OF_ONE_CELL):
+        function = flag(function)
+    wide: Callable[..., Any] = kwds  # one line per flag, whatever the width of the terminal
+    decorated: Function = wide(formatter_class=_help_formatter)(function)
+    return decorated
+
+
+def flags_parser() -> argparse.ArgumentParser:
+    """Return the magic's parser, for code that has no magic."""
+
+    @flags
+    def accelerate() -> None: ...
+
+    make: Callable[..., argparse.ArgumentParser] = construct_parser
+    return make(accelerate)
+
+
+def _help_formatter(prog: str) -> argparse.HelpFormatter:
+    return MagicHelpFormatter(prog, max_help_position=_HELP_COLUMN, width=_HELP_WIDTH)
+
+
+def _plain_formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, max_help_position=_HELP_COLUMN, width=_HELP_WIDTH)
+
+
+def some_flags(keys: Collection[str], **about: Any) -> argparse.ArgumentParser:
+    """Return a parser of the settings whose long names, without dashes, are in `keys`.
+
+    about: further arguments of `ArgumentParser`.
+    """
+    make: Callable[..., argparse.ArgumentParser] = MagicArgumentParser  # it reports mistakes by UsageError
+    parser = make(formatter_class=_plain_formatter, **about)
+    for flag in _SETTINGS:
+        if {name.removeprefix("--") for name in flag.args} & {*keys}:
+            flag.add_to_parser(parser, None)
+    return parser
+
+
+def settings(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return the flags of a full parser that `%accelerate config` can set."""
+    return parser._actions[: len(_SETTINGS)]

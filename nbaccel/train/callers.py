@@ -1,0 +1,108 @@
+"""Warnings that point at the user's line, however that called this package. Runs in ranks.
+
+User's code around a call: finds the place of the call, and the name of a variable there. Runs in ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from nbaccel.notices import PACKAGE_DIR, unignored
+
+__all__ = [
+    "place_of_call",
+    "users_frames",
+    "users_line",
+    "users_name",
+    "variables_of",
+    "warn_user",
+]
+
+_PASSED_BY = (
+    PACKAGE_DIR,
+    os.path.dirname(torch.__file__) + os.sep,  # whose schedulers wrap an optimizer's step
+)
+
+
+def warn_user(message: str) -> None:
+    """Emit a `UserWarning` at the line that called this package, whatever the program's filters ignore.
+
+    The depth is searched, since a fixed stacklevel would be right for one chain of calls only.
+    """
+    depth = _callers()[1]
+    with unignored():
+        warnings.warn(message, stacklevel=depth)
+
+
+def users_line() -> str:
+    """Return the line that called this package, ``train:12``, without a path, which may differ between ranks."""
+    frame = _callers()[0]
+    return f"{frame.f_code.co_name}:{frame.f_lineno}"
+
+
+def _callers() -> tuple[FrameType, int]:
+    """Return the first frame outside of this package, and its depth as seen from the caller of this function."""
+    frame, depth = sys._getframe(2), 2
+    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_PASSED_BY):
+        frame, depth = frame.f_back, depth + 1
+    return frame, depth
+
+
+_DEPTH = 3
+_OWN_REFERENCES = 3  # the frame's, ours, and that of the call
+_NOT_USERS = (
+    PACKAGE_DIR,
+    os.path.dirname(torch.__file__) + os.sep,
+)
+_BARS = frozenset({"fastprogress", "rich", "tqdm"})
+"""Packages that begin a pass for the program: the place of the call is a line of the frames above them."""
+
+
+def users_frames(most: int) -> Iterator[FrameType]:
+    """Yield the innermost frames outside of this package, torch and progress bars, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and most:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _BARS and not frame.f_code.co_filename.startswith(_NOT_USERS):
+            most -= 1
+            yield frame
+        frame = frame.f_back
+
+
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """Return the local variables of `frame`, in a mapping that the caller must not keep.
+
+    Until Python 3.12 a function's frame keeps a mapping that was read, and so a model that the function deletes.
+    """
+    found = frame.f_locals
+    if type(found) is not dict:
+        return dict(found)
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return found
+    copy = dict(found)
+    if sys.getrefcount(found) <= _OWN_REFERENCES:  # otherwise the program has it, by `locals()`
+        found.clear()
+    return copy
+
+
+def place_of_call() -> tuple[tuple[CodeType, int], ...]:
+    """Return the lines that led here; equal for passes that the same loop begins, also through a progress bar."""
+    return tuple((frame.f_code, frame.f_lineno) for frame in users_frames(_DEPTH))
+
+
+def users_name(value: Any) -> str:
+    """Return the variable that holds `value` in the frames that led here; "" if there is none."""
+    for frame in users_frames(_DEPTH):
+        for names in (variables_of(frame), frame.f_globals):
+            for name, each in list(names.items()):
+                if each is value and not name.startswith("_"):
+                    return name
+    return ""

@@ -1,0 +1,219 @@
+"""Weights: one model in a folder of Hugging Face's layout, readable without nbaccel. Runs in ranks; rank 0 writes.
+
+The file is ``model.safetensors``, or, where that would be larger than `max_shard_size`,
+``model-00001-of-00003.safetensors`` and so on with ``model.safetensors.index.json``, which says where each tensor is.
+With ``safe_serialization=False`` it is ``pytorch_model.bin``, in the same way. Each file is written under a temporary
+name and renamed, the index last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import Module
+
+from nbaccel.aborting import refuse_if_aborted
+from nbaccel.train.checkpoint.atomic_folder import sayable
+from nbaccel.train.checkpoint.content import load_pickle, load_tensors
+from nbaccel.train.checkpoint.manifest import sync
+from nbaccel.train.checkpoint.serialization import frozen_file, pack
+
+__all__ = [
+    "load_model",
+    "load_weights",
+    "parse_size",
+    "read_weights",
+    "save_weights",
+    "with_tied",
+    "without_prefix",
+    "write_then_rename",
+]
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    unit: 2 ** (10 * power) for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), start=1)
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*")
+_NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}
+
+
+def parse_size(size: int | str) -> int:
+    """Return a size in bytes; "10GB" is decimal, "10GiB" binary, as Hugging Face reads them.
+
+    >>> parse_size("10GB"), parse_size("1.5KiB"), parse_size(7)
+    (10000000000, 1536, 7)
+    """
+    if isinstance(size, int):
+        return size
+    said = _SIZE.fullmatch(size.upper())
+    if said is None or said[2] not in _UNITS:
+        raise ValueError(f"max_shard_size must be bytes, or text such as '10GB' or '500MiB', got {size!r}")
+    return int(float(said[1]) * _UNITS[said[2]])
+
+
+def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool) -> None:
+    """Write the state dict of a model into `folder`; files of an earlier model there are removed.
+
+    Raises:
+        NotADirectoryError: `folder` is a file.
+        CannotPack: with `safe`, the state holds an object that is no tensor.
+        CannotSave: no space, or no right to write there.
+    """
+    if folder.is_file():
+        raise NotADirectoryError(f"save_model writes into a folder, and {folder} is a file: give it another name")
+    packed = pack(dict(state))
+    shards = _cut(packed.tensors, parse_size(max_shard_size))
+    stem, suffix = os.path.splitext(_NAMES[safe])
+    names = [f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}" for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [_NAMES[safe]]
+    size = sum(tensor.nbytes for tensor in packed.tensors.values())
+    with sayable(folder, size):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, shard in zip(names, shards, strict=True):
+            write_then_rename(folder / name, _writer(shard, {} if len(shards) > 1 else packed.aliases, safe))
+        index = folder / f"{_NAMES[safe]}.index.json"
+        if len(shards) > 1:
+            places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+            places |= {alias: places[kept] for alias, kept in packed.aliases.items()}
+            text = json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2)
+            write_then_rename(index, lambda path: path.write_text(text))
+        for outdated in folder.glob(f"{stem}*"):
+            is_ours = re.fullmatch(rf"{stem}(-\d+-of-\d+)?{re.escape(suffix)}(\.index\.json)?", outdated.name)
+            if is_ours and outdated.name not in names and (outdated != index or len(shards) == 1):
+                outdated.unlink()
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Read the state dict in a folder that `save_weights` or a Hugging Face library wrote, or in one weights file.
+
+    Raises:
+        FileNotFoundError: there are no weights at `path`.
+        CheckpointCorrupt: a file is damaged or missing.
+        UntrustedPickle: a .bin file contains more than tensors.
+    """
+    if path.is_file():
+        return _read_file(path)
+    for name in _NAMES.values():
+        if (path / name).is_file():
+            frozen = path / frozen_file("model")  # beside it in a checkpoint of ours
+            return _read_file(path / name) | (_read_file(frozen) if frozen.is_file() else {})
+        if (path / f"{name}.index.json").is_file():
+            places = json.loads((path / f"{name}.index.json").read_text())["weight_map"]
+            state: dict[str, Tensor] = {}
+            for shard in sorted(set(places.values())):
+                if os.path.basename(shard) != shard:
+                    raise ValueError(f"{path / name}.index.json points out of its folder: {shard!r}")
+                state |= _read_file(path / shard)
+            return state
+    raise FileNotFoundError(f"there are no weights in {path}: neither {' nor '.join(_NAMES.values())}, nor an index")
+
+
+def load_weights(model: Module, state: dict[str, Tensor], strict: bool = True) -> list[str]:
+    """Load `state` into `model`; return the names of the model that `state` did not hold.
+
+    A name that is missing because its weight is tied to another one is filled through that one.
+    Raises:
+        RuntimeError: with `strict`, other names or shapes; torch's own message.
+    """
+    return list(model.load_state_dict(with_tied(model, without_prefix(state)), strict=strict).missing_keys)
+
+
+def load_model(model: Module, path: str | os.PathLike[str], strict: bool = True) -> list[str]:
+    """Load the weights that `Accelerator.save_model` wrote into `model`; called on every rank that has the model.
+
+    path: the folder, or one .safetensors or .bin file. Returns the names that were not in it.
+    Raises:
+        FileNotFoundError: there are no weights at `path`.
+        RuntimeError: with `strict`, other names or shapes than the model's.
+
+    >>> import tempfile
+    >>> from nbaccel import Accelerator
+    >>> model, copy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     Accelerator().save_model(model, folder)
+    ...     load_model(copy, folder)
+    []
+    >>> torch.equal(model.weight, copy.weight)
+    True
+    """
+    return load_weights(model, read_weights(Path(path)), strict)
+
+
+def without_prefix(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return `state` without DDP's ``module.``, if every name has it: Accelerate's checkpoints of several ranks."""
+    if not all(name.startswith("module.") for name in state):
+        return state
+    return {name.removeprefix("module."): value for name, value in state.items()}
+
+
+def with_tied(model: Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `state` with the names that safetensors files leave out because `model` ties their weights to others."""
+    own = model.state_dict()
+    by_place = {_place(own[name]): name for name in state if isinstance(own.get(name), Tensor)}
+    tied = {
+        name: state[by_place[_place(tensor)]]
+        for name, tensor in own.items()
+        if name not in state and isinstance(tensor, Tensor) and _place(tensor) in by_place
+    }
+    return {**state, **tied}
+
+
+def write_then_rename(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` to make a file that becomes `path` once it is on the disk."""
+    unfinished = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        write(unfinished)
+        sync(unfinished)
+        os.rename(unfinished, path)
+        sync(path.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _writer(tensors: dict[str, Tensor], aliases: dict[str, str], safe: bool) -> Callable[[Path], object]:
+    def write(path: Path) -> None:
+        if safe:
+            save_file(tensors, path, metadata={"format": "pt", **aliases})
+        else:
+            torch.save(tensors | {alias: tensors[kept] for alias, kept in aliases.items()}, path)
+        refuse_if_aborted(
+            f"the weights in {path.parent}"
+        )  # only now: a copy from a device waits for what is queued there
+
+    return write
+
+
+def _cut(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    """Return shards of at most `limit` bytes, filled in order; a tensor larger than that is a shard of its own."""
+    shards: list[dict[str, Tensor]] = []
+    open_shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if tensor.nbytes > limit:
+            shards.append({name: tensor})
+            continue
+        if size + tensor.nbytes > limit:
+            shards.append(open_shard)
+            open_shard, size = {}, 0
+        open_shard[name] = tensor
+        size += tensor.nbytes
+    return [*shards, open_shard] if open_shard or not shards else shards
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        return load_tensors(path)
+    state: dict[str, Tensor] = load_pickle(path, trust=False)
+    return state
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

@@ -1,0 +1,218 @@
+"""Random states: Python's, NumPy's and torch's generators of each rank, in a checkpoint. Runs in every rank.
+
+`read` and `restore` handle this process; `add` and `find` one sealed JSON file per rank.
+
+The ranks do not wait for each other. Rank 0 commits the folder; rank r may be earlier or later. Rank r first
+writes its file beside the folder's name, then checks whether the folder has been committed by this very save (equal
+stamps); if so, it moves its file in. Rank 0, after its commit, moves in the files that it finds beside. Whichever is
+second sees the other's work. A file with another stamp belongs to another save and is not used.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import random
+import re
+import shutil
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nbaccel.errors import CheckpointCorrupt
+from nbaccel.train.checkpoint.manifest import Manifest, aside, read_sealed, sync, write_sealed
+
+__all__ = [
+    "Stamp",
+    "State",
+    "add",
+    "adopt",
+    "carry",
+    "derive",
+    "drop_outdated",
+    "find",
+    "read",
+    "restore",
+    "write",
+]
+
+State = dict[str, Any]
+"""The generators of one process, in JSON."""
+
+_WAITING = re.compile(r"\.rank(?P<rank>\d+)\.step(?P<step>\d+)$")
+
+
+def read(device: torch.device) -> State:
+    """Return the present states of this process's generators."""
+    version, words, gauss = random.getstate()
+    state: State = {"python": [version, list(words), gauss], "torch": _text(torch.get_rng_state())}
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [kind, keys.tolist(), *rest]
+    if device.type == "cuda":
+        state["cuda"] = _text(torch.cuda.get_rng_state(device))
+    if device.type == "mps":
+        state["mps"] = _text(torch.mps.get_rng_state())
+    return state
+
+
+def restore(state: State, device: torch.device) -> None:
+    """Set this process's generators to `state`; those that are not in `state` do not change."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(_bytes(state["torch"]))
+    if "numpy" in sys.modules and "numpy" in state:
+        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_bytes(state["cuda"]), device)
+    if device.type == "mps" and "mps" in state:
+        torch.mps.set_rng_state(_bytes(state["mps"]))
+
+
+def derive(seed: int, step: int, rank: int) -> None:
+    """Seed generators for which no file was found; the seeds differ between ranks, steps and seeds."""
+    mixed = zlib.crc32(f"{seed} {step} {rank}".encode())
+    random.seed(mixed)
+    torch.manual_seed(mixed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(mixed)
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """The name of one save, equal on all ranks that take part, without communication.
+
+    step: optimizer steps done.  position: batches of an open accumulation window.  run: the name of the run.
+    save: distinguishes it from other saves at that moment, where the folder's name does not.
+    """
+
+    step: int
+    position: int
+    run: str
+    save: str = ""
+
+    def __str__(self) -> str:
+        moment = f"step {self.step} + {self.position} of run {self.run or '?'}"
+        return f"{moment}, {self.save}" if self.save else moment
+
+
+def write(folder: Path, rank: int, stamp: str, state: State) -> None:
+    """Write `rank`'s file into `folder`, which is still being written."""
+    write_sealed(folder / _name(rank), {"stamp": stamp, "rank": rank, **state})
+
+
+def carry(target: Path, folder: Path, stamp: str) -> None:
+    """Copy into `folder`, about to replace `target`, the files that ranks added to `target` when the stamps are equal.
+
+    A program that was started again and saves at the same step as before has such a `target`.
+    """
+    if _stamp_of(target) == stamp:
+        for path in target.glob(_name("*")):
+            if not (folder / path.name).exists():
+                shutil.copyfile(path, folder / path.name)
+
+
+def add(
+    target: Path,
+    rank: int,
+    stamp: Stamp,
+    state: State,
+    committed: Callable[[str], Path | None] = lambda stamp: None,
+) -> None:
+    """Add `rank`'s file to the checkpoint `target`, which rank 0 commits earlier or later, or never.
+
+    committed: finds the checkpoint of a stamp under another name, where rank 0 chooses the name.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    waiting = _waiting(target, rank, stamp.step)
+    unfinished = waiting.with_suffix(".unfinished")
+    write_sealed(unfinished, {"stamp": str(stamp), "rank": rank, **state})
+    os.rename(unfinished, waiting)
+    if _stamp_of(target) == str(stamp):
+        _move_in(waiting, target, rank)
+    elif (place := committed(str(stamp))) is not None:
+        _move_in(waiting, place, rank)
+
+
+def adopt(target: Path, stamp: Stamp) -> None:
+    """Move in the files that wait for the commit, and delete those of earlier saves. Runs in rank 0, after its commit.
+
+    With a stamp that names the save, files beside other names are found too: another rank may have expected another
+    name.
+    """
+    elsewhere = target.parent.glob(f".*.rank*.step{stamp.step}") if stamp.save else ()
+    for waiting in {*aside(target, "rank*.step*"), *elsewhere}:
+        said = _WAITING.search(waiting.name)
+        if said is None:
+            continue
+        rank, step = int(said["rank"]), int(said["step"])
+        if step == stamp.step and _read(waiting).get("stamp") == str(stamp):
+            _move_in(waiting, target, rank)
+        elif step < stamp.step:  # so it is beside this very name
+            waiting.unlink(missing_ok=True)
+
+
+def drop_outdated(place: Path, step: int) -> None:
+    """Delete files of saves before `step` whose checkpoint is gone, since their ranks came too late. Runs in rank 0."""
+    for waiting in place.glob(".*.rank*.step*"):
+        said = _WAITING.search(waiting.name)
+        if said is not None and int(said["step"]) < step and not (place / waiting.name[1 : said.start()]).exists():
+            waiting.unlink(missing_ok=True)
+
+
+def find(target: Path, rank: int, manifest: Manifest) -> tuple[State | None, str]:
+    """Return the state of `rank` at that save; or None and the reason."""
+    inside = target / _name(rank)
+    for path in (inside, _waiting(target, rank, manifest.step)):
+        try:
+            state = read_sealed(path)
+        except FileNotFoundError:
+            continue
+        except CheckpointCorrupt as error:
+            return None, str(error)
+        if state["stamp"] == manifest.stamp:
+            return state, ""
+    return None, f"{inside} is missing" if not inside.exists() else f"{inside} is of another save"
+
+
+def _name(rank: int | str) -> str:
+    return f"generators_{rank}.json"
+
+
+def _waiting(target: Path, rank: int, step: int) -> Path:
+    return target.with_name(f".{target.name}.rank{rank}.step{step}")
+
+
+def _move_in(waiting: Path, target: Path, rank: int) -> None:
+    try:
+        os.rename(waiting, target / _name(rank))
+        sync(target)
+    except FileNotFoundError:
+        pass  # the other side was quicker, or the checkpoint is replaced already
+
+
+def _stamp_of(target: Path) -> str | None:
+    try:
+        return Manifest.read(target).stamp
+    except CheckpointCorrupt:
+        return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_sealed(path)
+    except (FileNotFoundError, CheckpointCorrupt):
+        return {}
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

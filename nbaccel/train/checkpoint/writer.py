@@ -1,0 +1,141 @@
+"""Save: writes one checkpoint to its folder on the disk. Runs in rank 0.
+
+Its content does not change any more once it is made with staged tensors, so a thread may write it while the
+training continues.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nbaccel.events import Checkpoint, emit
+from nbaccel.train.checkpoint import rng_files as generators
+from nbaccel.train.checkpoint.atomic_folder import replacing, sweep
+from nbaccel.train.checkpoint.content import ObjectState
+from nbaccel.train.checkpoint.manifest import FileRecord, Manifest
+from nbaccel.train.checkpoint.rng_files import Stamp, State
+from nbaccel.train.checkpoint.serialization import shareable_bytes
+
+__all__ = [
+    "Save",
+    "Writer",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """The content and the place of one checkpoint.
+
+    target: its folder.  parts: made one after the other while they are written, where they are not staged.
+    nbytes: of all tensors.  generators: random states of this rank, whose number is `rank`.
+    manifest: the position of the training; the names of the parts are added to it.
+    earlier: the checkpoint before, which may hold the frozen weights already.
+    """
+
+    target: Path
+    parts: Iterable[ObjectState]
+    nbytes: int
+    rank: int
+    stamp: Stamp
+    generators: State
+    manifest: Manifest
+    earlier: Path | None = None
+
+    def write(self, into_folder: Callable[[Path], None] = lambda folder: None) -> list[str]:
+        """Write the checkpoint to the disk; return, for each part that only a pickle can hold, the reason.
+
+        into_folder: adds files of its own to the unfinished folder.
+        Raises:
+                CannotSave: no space, or no right to write there. The older checkpoint does not change.
+        """
+        began = time.monotonic()
+        names: list[str] = []
+        reasons: list[str] = []
+        records: dict[str, FileRecord] = {}
+        needed = max(0, self.nbytes - shareable_bytes(self.earlier, self.target.parent))
+        with replacing(self.target, needed) as folder:
+            into_folder(folder)
+            for part in self.parts:
+                records |= part.write(folder, self.earlier)
+                names.append(part.name)
+                if part.reason:
+                    reasons.append(part.reason)
+            generators.write(folder, self.rank, str(self.stamp), self.generators)
+            sweep(folder)
+            generators.carry(self.target, folder, str(self.stamp))
+            replace(self.manifest, parts=names).seal(folder, records)
+        generators.adopt(self.target, self.stamp)
+        emit(Checkpoint(str(self.target), self.manifest.step, time.monotonic() - began))
+        return reasons
+
+
+class Writer:
+    """Runs one piece of work at a time in the background; a new one waits until the one before has ended.
+
+    A process that ends regularly waits for its last checkpoint, and warns of its error. A pickled copy is idle.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._pid = 0  # of the process that waits at its end
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Start `work` in the background, after waiting for the work before.
+
+        Raises:
+            The error of the work before; `work` is not started then.
+        """
+        self.join()
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._error = error
+
+        self._wait_at_the_end()
+        self._thread = threading.Thread(target=run, name="nbaccel-checkpoint")
+        self._thread.start()
+
+    def _wait_at_the_end(self) -> None:
+        """Make the process wait before it shuts down the thread pools with which a checkpoint is written.
+
+        Python joins threads that are no daemons only after that, and ``atexit`` comes later still.
+        """
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            threading._register_atexit(_finish, weakref.ref(self))  # type: ignore[attr-defined]
+
+    def join(self) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+                The error of the work, once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __reduce__(self) -> tuple[type[Writer], tuple[()]]:
+        return Writer, ()
+
+
+def _finish(reference: weakref.ref[Writer]) -> None:
+    writer = reference()
+    if writer is None:
+        return
+    try:
+        writer.join()
+    except Exception as error:
+        warnings.warn(f"the last checkpoint of this process was not written: {error}", stacklevel=1)

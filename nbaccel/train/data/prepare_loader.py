@@ -1,0 +1,356 @@
+"""Prepare: makes this rank's loader of the user's. Runs in ranks; chooses the source, and refuses what cannot work.
+
+The choices are those of a `DataLoaderConfiguration`; each rank sends a `LoaderFacts` with what the ranks must agree on.
+
+DataLoaderConfiguration: the choices about prepared loaders, under Accelerate's names. Built anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from nbaccel.train.callers import warn_user
+from nbaccel.train.data.dispatch import DispatchSource, SliceFunction
+from nbaccel.train.data.loader import PreparedLoader
+from nbaccel.train.data.order import SharedOrder, data_seed
+from nbaccel.train.data.sources import IndexSource, Source, StreamSource, length_of, rebuilt
+from nbaccel.train.distributed.partial_state import PartialState
+from nbaccel.train.step.accumulation import Accumulation
+from nbaccel.world import World
+
+__all__ = [
+    "DataLoaderConfiguration",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "LoaderFacts",
+    "prepare_loader",
+    "skip_first_batches",
+]
+
+
+class DataLoaderShard(PreparedLoader):
+    """A prepared loader whose ranks read for themselves; made directly, one process's loader over `dataset`.
+
+    device: where batches go.  skip_batches: left out by every iteration.  iteration: the number of the first epoch.
+    options: of the `DataLoader`.
+    The other arguments are accepted as by Accelerate, and have no effect here.
+
+    >>> loader = DataLoaderShard(range(4), batch_size=2)
+    >>> [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
+    [([0, 1], False), ([2, 3], True)]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Any = None,
+        synchronized_generator: Any = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        torch_device_mesh: None = None,
+        iteration: int = 0,
+        **options: Any,
+    ) -> None:
+        loader: DataLoader[Any] = DataLoader(dataset, **options)
+        super().__init__(loader, Source(loader), World(), Accumulation(), device)
+        self._skip = skip_batches
+        self.iteration = iteration
+        self.is_bound = False
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """A prepared loader whose rank 0 reads for all; made directly, one over `dataset` in this run. Collective then.
+
+    split_batches: a batch is that of all ranks together.  skip_batches: left out by every iteration.
+    slice_fn: cuts a round's batch for one rank, see `Accelerator.prepare_data_loader`.  options: of the `DataLoader`.
+    The other arguments are accepted as by Accelerate, and have no effect here.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        slice_fn: SliceFunction | None = None,
+        torch_device_mesh: None = None,
+        iteration: int = 0,
+        **options: Any,
+    ) -> None:
+        loader: DataLoader[Any] = DataLoader(dataset, **options)
+        state = PartialState()
+        facts = [LoaderFacts.of(loader)] * state.num_processes
+        chosen = DataLoaderConfiguration(split_batches=split_batches, dispatch_batches=True)
+        source = _Choice(loader, state.world, chosen, facts).source(state.device, slice_fn, keeps_on_host=True)
+        super().__init__(loader, source, state.world, Accumulation(), None)
+        self._skip = skip_batches
+        self.iteration = iteration
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderFacts:
+    """Facts of one rank about its loader; -1 for a missing length.
+
+    seed: of the data order.  samples: in the dataset.  batches: of the user's loader.
+    """
+
+    seed: int
+    samples: int
+    batches: int
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> LoaderFacts:
+        samples, batches = length_of(loader.dataset), length_of(loader)
+        return cls(data_seed(loader), -1 if samples is None else samples, -1 if batches is None else batches)
+
+    def as_tensor(self) -> torch.Tensor:
+        """Return one row, to be gathered."""
+        return torch.tensor([astuple(self)], dtype=torch.int64, device="cpu")
+
+    @classmethod
+    def from_tensor(cls, rows: torch.Tensor) -> list[LoaderFacts]:
+        return [cls(*row) for row in rows.tolist()]
+
+
+def prepare_loader(
+    loader: DataLoader[Any],
+    world: World,
+    accumulation: Accumulation,
+    configuration: DataLoaderConfiguration,
+    facts: Sequence[LoaderFacts],
+    device: torch.device,
+    *,
+    moves: bool = True,
+    slice_function: SliceFunction | None = None,
+) -> PreparedLoader:
+    """Return the loader as this rank of `world` sees it.
+
+    facts: of every rank, in their order.  device: of the rank, from which its process group can send.
+    moves: batches go to that device.  slice_function: how rank 0 cuts the batches it sends, if it does.
+    Raises:
+        ValueError: an empty dataset, ranks with different datasets, or a batch size that cannot be split.
+    """
+    choice = _Choice(loader, world, configuration, facts)
+    source = choice.source(device, slice_function, keeps_on_host=not moves)
+    kind = DataLoaderDispatcher if choice.dispatches else DataLoaderShard
+    return kind.over(loader, source, world, accumulation, device if moves else None)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    loader: DataLoader[Any]
+    world: World
+    configuration: DataLoaderConfiguration
+    facts: Sequence[LoaderFacts]
+
+    def source(self, device: torch.device, slice_function: SliceFunction | None, keeps_on_host: bool) -> Source:
+        loader, world, configuration = self.loader, self.world, self.configuration
+        self._refuse_empty()
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        if not world.is_distributed:
+            plain = is_stream or not configuration.use_seedable_sampler or _iterates_itself(loader)
+            return Source(loader) if plain else self._indexed()
+        if _is_dealt_already(loader, world):
+            return Source(loader)
+        even, split = configuration.even_batches, configuration.split_batches
+        if self.dispatches:
+            batches = self.facts[0].batches
+            return DispatchSource(
+                loader,
+                world,
+                device,
+                None if batches < 0 else batches,
+                slice_function,
+                order=None if is_stream or _iterates_itself(loader) else self._order(),
+                even=even,
+                split=split,
+                keeps_on_host=keeps_on_host,
+            )
+        self._refuse_different_datasets()
+        self._warn_of_little_data()
+        if is_stream or _iterates_itself(loader):
+            return StreamSource(loader, self._seed(), world, even=even, split=split)
+        return self._indexed()
+
+    @property
+    def dispatches(self) -> bool:
+        """True if rank 0 reads for all, also where it is alone."""
+        chosen = self.configuration.dispatch_batches
+        return isinstance(self.loader.dataset, IterableDataset) if chosen is None else chosen
+
+    def _indexed(self) -> IndexSource:
+        even, split = self.configuration.even_batches, self.configuration.split_batches
+        return IndexSource(self.loader, self._order(), self.world, even=even, split=split)
+
+    def _order(self) -> SharedOrder:
+        batches = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
+        return SharedOrder(batches, self._seed(), self.configuration.use_seedable_sampler, self.world.world_size)
+
+    def _seed(self) -> int:
+        seed = self.configuration.data_seed
+        return self.facts[0].seed if seed is None else seed
+
+    def _refuse_empty(self) -> None:
+        if self.facts[0].samples == 0 and not isinstance(self.loader.dataset, IterableDataset):
+            raise ValueError(
+                f"the dataset of a prepared loader is empty ({type(self.loader.dataset).__name__} of length 0): there "
+                "is nothing to loop over. Check how it was loaded or filtered."
+            )
+
+    def _refuse_different_datasets(self) -> None:
+        """Refuse datasets of different lengths: each rank deals by its own count, so step counts would differ."""
+        samples = [fact.samples for fact in self.facts]
+        if len(set(samples)) == 1:
+            return
+        counts = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(samples))
+        raise ValueError(
+            f"the ranks' datasets have different lengths ({counts}). A prepared loader deals one dataset to all ranks, "
+            "so each rank must load all of it. If these are parts that you made yourself, do not prepare the loader; "
+            "if only rank 0 has the data, use DataLoaderConfiguration(dispatch_batches=True)."
+        )
+
+    def _warn_of_little_data(self) -> None:
+        """Warn of fewer samples than one round takes."""
+        samples, size, ranks = self.facts[0].samples, self.loader.batch_size, self.world.world_size
+        if size is None or samples < 0 or self.configuration.split_batches or samples >= ranks * size:
+            return
+        short = f"the dataset has {samples} samples, fewer than one batch of {size} for each of {ranks} ranks"
+        smaller = max(1, samples // ranks)
+        if self.loader.drop_last:
+            warn_user(
+                f"{short}, and drop_last drops what is left: every epoch is empty. Use a batch_size of at most "
+                f"{smaller}, or drop_last=False.",
+            )
+        elif self.configuration.even_batches:
+            wanted = ranks * size
+            warn_user(
+                f"{short}: every epoch is one step, in which {wanted - samples} of {wanted} samples are repeats "
+                f"(gather_for_metrics leaves them out). A batch_size of at most {smaller} repeats less.",
+            )
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return `dataloader` without the first `num_batches` of every iteration; its length shrinks by as many.
+
+    For a prepared loader they are this rank's batches, in the same order as without, and its epochs are counted in the
+    original. Datasets with indices do not read what is left out; streams do.
+
+    >>> [batch.tolist() for batch in skip_first_batches(DataLoader(range(6), 2), 2)]
+    [[4, 5]]
+    """
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.without_first(num_batches)
+    if num_batches < 0:
+        raise ValueError(f"num_batches must be at least 0, got {num_batches}")
+    if isinstance(dataloader.dataset, IterableDataset) or _iterates_itself(dataloader):
+        return _Rest(dataloader, num_batches)
+    batches = dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
+    return rebuilt(dataloader, _RestOfBatches(batches, num_batches))
+
+
+class _RestOfBatches:
+    """A sampler or batch sampler without its first elements."""
+
+    def __init__(self, batches: Any, skip: int) -> None:
+        self._batches = batches
+        self._skip = skip
+
+    def __iter__(self) -> Iterator[Any]:
+        return _without_first(self._batches, self._skip)
+
+    def __len__(self) -> int:
+        return max(0, len(self._batches) - self._skip)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_batches", "_skip"):
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+
+class _Rest(DataLoader[Any]):
+    """A loader over a stream without its first batches, which are read."""
+
+    def __init__(self, loader: DataLoader[Any], skip: int) -> None:
+        self._loader = loader  # no super().__init__(): this is the user's loader, without its beginning
+        self._skip = skip
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return _without_first(self._loader, self._skip)
+
+    def __len__(self) -> int:
+        return max(0, len(self._loader) - self._skip)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_loader", "_skip"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def _without_first(values: Iterable[Any], skip: int) -> Iterator[Any]:
+    iterator = iter(values)
+    for _ in zip(range(skip), iterator, strict=False):
+        pass
+    return iterator
+
+
+def _is_dealt_already(loader: DataLoader[Any], world: World) -> bool:
+    return isinstance(loader.sampler, DistributedSampler) and loader.sampler.num_replicas == world.world_size
+
+
+def _iterates_itself(loader: DataLoader[Any]) -> bool:
+    """Return whether the class of `loader` has its own iteration, which would not use dealt indices."""
+    return type(loader).__iter__ is not DataLoader.__iter__
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """Rules by which loaders that an Accelerator prepares are dealt to the ranks.
+
+    split_batches: a loader's batch is that of all ranks together and is cut into equal parts; otherwise each rank
+        takes whole batches of it. It must divide by the number of ranks.
+    dispatch_batches: rank 0 alone reads and sends the others their batches; every batch is then a collective. None:
+        True for an `IterableDataset`, whose ranks need not read the same stream, and False for others.
+    even_batches: fill the last round up with the epoch's first samples, so that all ranks see equally many batches.
+        Otherwise the last ranks may get fewer, or none.
+    use_seedable_sampler: the order of epoch e is that of ``torch.randperm`` after ``manual_seed(seed + e)``, in one
+        process too: Accelerate's numbers. Otherwise one process has plain PyTorch's order, and several ranks an order
+        that follows from (seed, e).
+    data_seed: that seed; None: the seed of rank 0's generator when the loader was prepared.
+    non_blocking: accepted. Here copies to CUDA never wait for the host; they overlap if the loader pins memory.
+    use_stateful_dataloader: accepted. Here every prepared loader has `state_dict`; torchdata is not needed.
+
+    >>> DataLoaderConfiguration(split_batches=True).even_batches
+    True
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+    @classmethod
+    def chosen(
+        cls, configuration: DataLoaderConfiguration | None, split_batches: bool, even_batches: bool
+    ) -> DataLoaderConfiguration:
+        """Return `configuration`, or one made of the two choices that an Accelerator also takes by themselves.
+
+        Raises:
+                ValueError: both were given.
+        """
+        if configuration is None:
+            return cls(split_batches=split_batches, even_batches=even_batches)
+        if split_batches or not even_batches:
+            raise ValueError(
+                f"split_batches={split_batches}, even_batches={even_batches} and a dataloader_config: choose them in "
+                "the DataLoaderConfiguration"
+            )
+        return configuration

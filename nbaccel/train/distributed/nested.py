@@ -1,0 +1,252 @@
+"""Nested containers: functions over one batch or one output of any tuples, dicts and dataclasses. Runs in ranks.
+
+`map_children` rebuilds one level of a container; the caller recurses, since it knows what a leaf is.
+It opens no file, knows no device and no process group.
+
+Sharing: splits inputs into one part per rank, for inference and evaluation. Pure; runs in ranks.
+
+Every input is cut correctly or refused: a rank never gets the whole, which would be the same work N times.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections import UserList
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+__all__ = [
+    "children",
+    "concatenate",
+    "count_rows",
+    "is_container",
+    "leaves",
+    "map_children",
+    "share",
+    "slice_rows",
+]
+
+
+def map_children(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return `value` rebuilt with `function` applied to each direct child; `value` itself when it is no container.
+
+    Tuples stay tuples, named tuples named; a mapping or dataclass of any class is copied and refilled, so
+    classes whose constructor takes other arguments (transformers' ``ModelOutput``) keep their type. A mapping that
+    cannot be refilled becomes a dict.
+
+    >>> map_children(abs, {"a": -1, "b": -2})
+    {'a': 1, 'b': 2}
+    """
+    kind = type(value)
+    if kind is dict:
+        return {key: function(child) for key, child in value.items()}
+    if kind is list or kind is tuple:
+        return kind([function(child) for child in value])
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return {key: function(child) for key, child in value.items()}
+    if isinstance(value, Mapping):
+        refilled: Any = copy.copy(value)
+        for key, child in value.items():
+            refilled[key] = function(child)
+        return refilled
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*[function(child) for child in value])
+    if isinstance(value, list):
+        refilled = copy.copy(value)
+        refilled[:] = [function(child) for child in value]
+        return refilled
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        refilled = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(refilled, field.name, function(getattr(value, field.name)))  # also when frozen
+        return refilled
+    return value
+
+
+def children(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each direct child of a container with its name, in the order of `map_children`."""
+    if isinstance(value, Mapping):
+        yield from ((str(key), child) for key, child in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((str(index), child) for index, child in enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield the leaves of a container, in the order in which `map_children` visits them.
+
+    >>> list(leaves({"a": (1, 2), "b": [3]}))
+    [1, 2, 3]
+    """
+    below = [child for _, child in children(value)]
+    if not below and not is_container(value):
+        yield value
+    for child in below:
+        yield from leaves(child)
+
+
+def is_container(value: Any) -> bool:
+    """Return whether `map_children` would look inside of `value`."""
+    return isinstance(value, (Mapping, list, tuple)) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    )
+
+
+def count_rows(value: Any) -> int | None:
+    """Return the number of samples in a collated batch: the first dimension of its first tensor. None without one."""
+    if isinstance(value, torch.Tensor):
+        return value.shape[0] if value.ndim else None
+    for _, child in children(value):
+        rows = count_rows(child)
+        if rows is not None:
+            return rows
+    return None
+
+
+def slice_rows(value: Any, start: int, stop: int) -> Any:
+    """Return samples `start` to `stop` of a collated batch; strings and numbers of the whole batch are not cut."""
+    if isinstance(value, torch.Tensor):
+        return value[start:stop] if value.ndim else value
+    if _lists_samples(value):
+        return value[start:stop]
+    return map_children(lambda child: slice_rows(child, start, stop), value)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Join collated batches of one structure along the samples, or their tensors along another dimension.
+
+    >>> concatenate([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}])["x"].shape
+    torch.Size([3, 2])
+    """
+    first = data[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(data), dim) if first.ndim else first
+    if _lists_samples(first):
+        return type(first)(sample for value in data for sample in value)
+    parts = iter([[child for _, child in children(value)] for value in data])
+    columns = iter(list(zip(*parts, strict=True)))
+    return map_children(lambda _: concatenate(next(columns), dim), first)
+
+
+def _lists_samples(value: Any) -> bool:
+    """Return whether `value` is a list with one entry per sample, as default_collate keeps strings and objects."""
+    return type(value) in (list, tuple) and bool(value) and count_rows(value) is None
+
+
+_SLICED = (list, tuple, range, UserList)
+"""Sequences whose slices are of their own kind; others (deque has no slices at all) are read into a list."""
+
+
+def share(inputs: Any, rank: int, world_size: int, apply_padding: bool) -> Any:
+    """Return the part of `inputs` for `rank`; see `ProcessControl.split_between_processes`.
+
+    >>> share(range(5), rank=0, world_size=2, apply_padding=False)
+    range(0, 3)
+    >>> share({"x": [1, 2, 3]}, rank=1, world_size=2, apply_padding=True)
+    {'x': [3, 3]}
+    """
+    inputs = _readable(inputs)
+    return _Part.of(_length(inputs), rank, world_size, apply_padding).of_inputs(inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Samples `start` to `stop`, and the last one of all `repeats` times more."""
+
+    start: int
+    stop: int
+    repeats: int
+
+    @classmethod
+    def of(cls, total: int, rank: int, world_size: int, apply_padding: bool) -> _Part:
+        length, extra = divmod(total, world_size)
+        start = rank * length + min(rank, extra)
+        is_short = extra > 0 and rank >= extra
+        return cls(start, start + length + (rank < extra), int(apply_padding and is_short))
+
+    def of_inputs(self, inputs: Any) -> Any:
+        if isinstance(inputs, Mapping):
+            return map_children(self.of_inputs, inputs)
+        if isinstance(inputs, torch.Tensor):
+            part = inputs[self.start : self.stop]
+            return torch.cat([part, inputs[-1:]]) if self.repeats else part
+        if _is_array(inputs):
+            part = inputs[self.start : self.stop]
+            return sys.modules["numpy"].concatenate([part, inputs[-1:]]) if self.repeats else part
+        if hasattr(inputs, "iloc"):  # pandas: by position, whatever the index
+            return inputs.iloc[self._numbers(len(inputs))]
+        if _is_table(inputs):
+            return inputs.select(self._numbers(len(inputs)))
+        if isinstance(inputs, Dataset):
+            return Subset(inputs, self._numbers(len(inputs)))  # type: ignore[arg-type]
+        part = inputs[self.start : self.stop]
+        if not self.repeats:
+            return part
+        return part + inputs[-1:] if isinstance(part, (list, tuple)) else [*part, *inputs[-1:]]
+
+    def _numbers(self, total: int) -> list[int]:
+        return [*range(self.start, self.stop), *[total - 1] * self.repeats]
+
+
+def _readable(inputs: Any) -> Any:
+    """Return `inputs` in a form that has a length and an order; every rank must come to the same one.
+
+    Raises:
+        TypeError: there is no such form.
+    """
+    if isinstance(inputs, Mapping):
+        return map_children(_readable, inputs)
+    kind = type(inputs).__name__
+    if isinstance(inputs, (str, bytes, bytearray)):
+        raise TypeError(f"split_between_processes does not cut a {kind} into pieces: give it a list, [{kind}]")
+    if isinstance(inputs, (set, frozenset)):
+        raise TypeError(
+            f"split_between_processes cannot split a {kind}: its order differs between processes. "
+            "Give it sorted(...) of it"
+        )
+    if isinstance(inputs, IterableDataset):
+        raise TypeError(
+            f"split_between_processes would read all of {kind} in every process. Prepare a DataLoader over it: "
+            "accelerator.prepare(DataLoader(dataset)) gives each process its samples"
+        )
+    if _is_sliced(inputs):
+        return inputs
+    if isinstance(inputs, Iterable) and getattr(inputs, "ndim", None) != 0:
+        return list(inputs)
+    raise TypeError(
+        f"split_between_processes cannot cut a {kind} into parts: give it a list, a tuple, a tensor, an array, "
+        "a dataset or a mapping of those"
+    )
+
+
+def _is_sliced(inputs: Any) -> bool:
+    if isinstance(inputs, torch.Tensor) or _is_array(inputs):
+        return bool(inputs.ndim)
+    if isinstance(inputs, _SLICED):
+        return True
+    return hasattr(inputs, "__len__") and (isinstance(inputs, Dataset) or hasattr(inputs, "iloc") or _is_table(inputs))
+
+
+def _is_array(inputs: Any) -> bool:
+    return "numpy" in sys.modules and isinstance(inputs, sys.modules["numpy"].ndarray)
+
+
+def _is_table(inputs: Any) -> bool:
+    """Return whether `inputs` is like Hugging Face's `datasets.Dataset`, whose rows are taken with `select`."""
+    return hasattr(inputs, "select") and hasattr(inputs, "column_names")
+
+
+def _length(inputs: Any) -> int:
+    if not isinstance(inputs, Mapping):
+        return len(inputs)
+    lengths = {key: _length(values) for key, values in inputs.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"split_between_processes needs values of equal length, got {lengths}")
+    return next(iter(lengths.values()), 0)

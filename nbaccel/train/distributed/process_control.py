@@ -1,0 +1,356 @@
+"""ProcessControl: the rank of this process, and actions of only some processes. Base of states and Accelerators.
+
+Runs in ranks, in scripts, and alone in a kernel. It decides nothing: `world`, `device` and `collectives` are the
+host's. A decorated function reads the rank when it is called, not when it is decorated: a function that was
+decorated in the notebook's kernel behaves correctly in the ranks.
+
+Exchange: values of all ranks, over nested containers. Base of states and Accelerators. Runs in ranks.
+
+Every method here is collective: every rank calls it, in the same order. A process that is alone gets its own value
+back.
+
+DistributedType: names how the processes of a run work together. Pure; the value that programs compare.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from enum import StrEnum
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from nbaccel.errors import PeerFailed
+from nbaccel.train.distributed.collectives import Collectives, holds_only_tensors
+from nbaccel.train.distributed.nested import map_children, share, slice_rows
+from nbaccel.world import World
+
+__all__ = [
+    "DistributedType",
+    "Exchange",
+    "ProcessControl",
+]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class ProcessControl(ABC):
+    """Names that programs written for Accelerate find both on `PartialState` and on `Accelerator`."""
+
+    _is_triggered = False
+
+    @property
+    @abstractmethod
+    def world(self) -> World:
+        """This process's place in the run."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device on which this process computes."""
+
+    @property
+    @abstractmethod
+    def collectives(self) -> Collectives:
+        """The collectives of this process; forms the process group where there is none. Collective then."""
+
+    # -- who
+
+    @property
+    def num_processes(self) -> int:
+        return self.world.world_size
+
+    @property
+    def process_index(self) -> int:
+        return self.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        return self.world.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.world.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self.world.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.world.is_last_process
+
+    @property
+    def use_distributed(self) -> bool:
+        """True if there is more than one process."""
+        return self.world.is_distributed
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of cooperation of the processes, for programs that compare it: ``DistributedType.MULTI_GPU``."""
+        return DistributedType.of(self.world, self.device)
+
+    # -- only some processes
+
+    def on_main_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
+        """Decorate a function to run on rank 0 and return None elsewhere.
+
+        >>> from nbaccel import PartialState
+        >>> @PartialState().on_main_process
+        ... def report() -> str:
+        ...     return "done"
+        >>> report()
+        'done'
+        """
+        return _only_where(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
+        """Decorate a function to run on the first process of each node and return None elsewhere."""
+        return _only_where(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
+        """Decorate a function to run on the last rank and return None elsewhere."""
+        return _only_where(lambda: self.is_last_process, function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Decorate, with an argument, ``@state.on_process(process_index=1)``, a function to run on that rank.
+
+        A single process runs it whatever the number, as in Accelerate.
+        """
+        index = _required("process_index", process_index)
+        return _decorator(lambda: not self.use_distributed or self.process_index == index, function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Decorate, with an argument, a function to run on the process of that local number, on each node.
+
+        A single process runs it whatever the number, as in Accelerate.
+        """
+        index = _required("local_process_index", local_process_index)
+        return _decorator(lambda: not self.use_distributed or self.local_process_index == index, function)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on the main process of each node."""
+        if self.is_local_main_process:
+            print(*values, **options)
+
+    # -- one after the other, or all at once
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank is here. Collective.
+
+        Ranks with GPUs in one machine meet on the host, and do not wait for the pending work of their devices;
+        for measuring time call `torch.cuda.synchronize()`, which does.
+        """
+        self.collectives.barrier()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Return a block that rank 0 runs first, and the others afterwards; for caches and downloads. Collective.
+
+        Raises:
+                PeerFailed: on the other ranks, which do not enter the block, if it failed on rank 0.
+
+        >>> from nbaccel import PartialState
+        >>> with PartialState().main_process_first():
+        ...     data = list(range(3))  # a download; the other ranks find it in the cache
+        """
+        return self._first("main_process_first", self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Return the block of `main_process_first`, with one first process per node. Collective, over all nodes."""
+        return self._first("local_main_process_first", self.is_local_main_process)
+
+    @contextmanager
+    def _first(self, call: str, is_first: bool) -> Iterator[None]:
+        # The first ranks end the others' wait, also when they fail.
+        if not is_first:
+            said = self.collectives.announce(call)
+            failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
+            if failed:
+                raise PeerFailed(f"rank {self.process_index} did not enter its {call} block. It failed on {failed}")
+            yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            self.collectives.announce(call, f"{type(error).__name__}: {error}")
+            raise
+        self.collectives.announce(call)
+
+    def set_trigger(self) -> None:
+        """Set a flag on this rank, which all ranks see at the next `check_trigger`; for early stopping."""
+        self._is_triggered = True
+
+    def check_trigger(self) -> bool:
+        """Return whether any rank has set its flag since the last check; clear it. Collective, in every step or none.
+
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> accelerator.set_trigger()
+        >>> accelerator.check_trigger(), accelerator.check_trigger()
+        (True, False)
+        """
+        mine, self._is_triggered = self._is_triggered, False
+        return self.collectives.any(mine, "check_trigger")
+
+    # -- a part for every rank
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yield this rank's share of `inputs`; the first ranks get one more when they do not divide evenly.
+
+        inputs: a list, tuple, range, tensor, array, data frame, dataset, or a mapping of those with equal lengths
+        (each rank gets a new mapping); other iterables are read into a list, the same one on every rank.
+        apply_padding: repeat the last element so that every rank has equally many.
+        Raises:
+            TypeError: a string, a set, or something else that cannot be cut into parts.
+            ValueError: values of a mapping with different lengths.
+
+        >>> from nbaccel import PartialState
+        >>> with PartialState().split_between_processes(["a", "b"]) as mine:
+        ...     mine
+        ['a', 'b']
+        """
+        world = self.world
+        yield share(inputs, world.rank, world.world_size, apply_padding) if world.is_distributed else inputs
+
+
+def _only_where(is_here: Callable[[], bool], function: Callable[_P, _T]) -> Callable[_P, _T | None]:
+    @wraps(function)
+    def only_here(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        return function(*args, **kwargs) if is_here() else None
+
+    return only_here
+
+
+def _decorator(is_here: Callable[[], bool], function: Callable[..., Any] | None) -> Any:
+    if function is None:
+        return lambda decorated: _only_where(is_here, decorated)
+    return _only_where(is_here, function)
+
+
+def _required(name: str, value: int | None) -> int:
+    if value is None:
+        raise ValueError(f"which process? Give the decorator its number: {name}=0")
+    return value
+
+
+class Exchange(ProcessControl):
+    """`gather`, `reduce` and related methods."""
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather every tensor in `tensor` on every rank: all ranks' joined along the first dimension. Collective.
+
+        tensor: tensors in any nesting, of equal shapes on all ranks; scalars give one entry per rank, None stays
+        None. A value without any tensor, such as a list of generated texts, is gathered by pickle: lists joined,
+        mappings joined by key, other values listed by rank.
+        Raises:
+            CollectiveMismatch: the ranks called it with different structures, dtypes or shapes.
+            TypeError: tensors mixed with something else, or an object that cannot be pickled on some rank.
+
+        >>> from nbaccel import Accelerator
+        >>> Accelerator().gather({"loss": torch.ones(2)})
+        {'loss': tensor([1., 1.])}
+        """
+        return self.collectives.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather without the samples that only fill up the loader's last round: each sample once. Collective.
+
+        Objects other than tensors are gathered by pickle, one list entry per sample.
+        use_gather_object: use pickle for tensors too, whose shapes may then differ between samples.
+
+        >>> from nbaccel import Accelerator
+        >>> Accelerator().gather_for_metrics(["cat", "dog"])
+        ['cat', 'dog']
+        """
+        may_be_uneven, samples = self._last_round()
+        if self._counts_nothing():
+            input_data = _first_samples(input_data, 0)
+        if use_gather_object or not holds_only_tensors(input_data):
+            joined = self.collectives.gather_objects(input_data)
+            return joined if samples is None else _first_samples(joined, samples)
+        joined = self.collectives.gather_uneven(input_data) if may_be_uneven else self.collectives.gather(input_data)
+        return joined if samples is None else slice_rows(joined, 0, samples)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce every tensor in `tensor` over the ranks by "sum", "mean", "max" or "min". Collective.
+
+        scale: factor of the result.  `tensor` is not changed; booleans are counted.
+        Raises:
+            CollectiveMismatch: the ranks called it with different structures, dtypes or shapes.
+
+        >>> from nbaccel import Accelerator
+        >>> Accelerator().reduce(torch.tensor([2.0, 4.0]), "mean", scale=0.5)
+        tensor([1., 2.])
+        """
+        return self.collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Pad every tensor in `tensor` along `dim` to the longest of all ranks. Collective.
+
+        pad_index: the value of the padding.  pad_first: at the front instead of the end.
+        A tensor without that dimension is not changed.
+
+        >>> from nbaccel import Accelerator
+        >>> Accelerator().pad_across_processes(torch.ones(2)).shape
+        torch.Size([2])
+        """
+        return self.collectives.pad(tensor, dim, pad_index, pad_first)
+
+    def _last_round(self) -> tuple[bool, int | None]:
+        """Return whether ranks may hold different numbers of samples, and how many of all are real; None for all.
+
+        A state has no loader; an Accelerator has.
+        """
+        return False, None
+
+    def _counts_nothing(self) -> bool:
+        """Return whether this rank's samples were gathered before, and are only there to match the others' calls."""
+        return False
+
+
+def _first_samples(joined: Any, samples: int) -> Any:
+    if isinstance(joined, Mapping):
+        return map_children(lambda child: _first_samples(child, samples), joined)
+    return joined[:samples] if hasattr(joined, "__getitem__") else joined
+
+
+class DistributedType(StrEnum):
+    """Kinds of cooperation between the processes of a run; Accelerate's names, so that comparisons keep their meaning.
+
+    nbaccel uses NO (one process), MULTI_CPU, MULTI_GPU, MULTI_XPU (replicas on devices of that kind), FSDP, DEEPSPEED
+    and XLA. The other names exist because programs compare with them; no run has them.
+
+    >>> DistributedType.NO == "NO"
+    True
+    """
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+
+    @classmethod
+    def of(cls, world: World, device: torch.device) -> DistributedType:
+        """Return the type of replicas, which holds for a run whose strategy defines no other."""
+        if device.type == "xla":
+            return cls.XLA
+        if not world.is_distributed:
+            return cls.NO
+        return {"cuda": cls.MULTI_GPU, "xpu": cls.MULTI_XPU}.get(device.type, cls.MULTI_CPU)

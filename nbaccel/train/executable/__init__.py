@@ -1,5 +1,0 @@
-"""find_executable_batch_size: runs a function again at smaller batch sizes until it fits, equally on all ranks."""
-
-from nbaccel.train.executable.search import find_executable_batch_size
-
-__all__ = ["find_executable_batch_size"]

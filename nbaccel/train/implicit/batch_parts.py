@@ -1,0 +1,261 @@
+"""Handed: describes the batches that a rank was given, whole ones or parts. Values; runs in ranks.
+
+Progress: measures one pass over a loader of an unmodified loop. Runs in ranks.
+
+The loop itself reports nothing: a launcher's thread reads the gauge a few times per second.
+
+Layouts: find the samples in the batches that a loader's own collate_fn makes. Runs in ranks.
+
+Such a function may pad to the longest sample, or mix samples, so that its result for a part is not a part of its
+result for the batch. Its batches are made whole and cut afterwards, along dimensions whose length is the number of
+samples. These are learnt from the batches before the first cut: lengths that are only equal by chance differ
+in another batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate, default_convert
+
+from nbaccel.errors import CannotSplit
+from nbaccel.events import Progress
+from nbaccel.train.distributed.nested import map_children
+from nbaccel.train.oom.microbatch.slicing import Samples, is_array, is_shared, named_children
+
+__all__ = [
+    "ALONE",
+    "UNKNOWN",
+    "Handed",
+    "Label",
+    "Layout",
+    "PassGauge",
+    "Split",
+    "Turn",
+    "is_own",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Decision on a loader's batches.
+
+    name: the variable that holds the loader, else a description.  batches: len(loader), if it has one.
+    why: text instead of the usual one.  remark: text beside the usual one.
+    """
+
+    name: str
+    batches: int | None
+    batch_size: int | None
+    is_split: bool
+    why: str = ""
+    remark: str = ""
+
+
+class Turn(NamedTuple):
+    """One of the parts of a batch that come one after the other.
+
+    share: of its samples, those of all ranks.  is_mixed: the batch of another loader is also used, and cut differently.
+    """
+
+    share: float = 1.0
+    is_first: bool = True
+    is_last: bool = True
+    is_mixed: bool = False
+
+
+ALONE = Turn()
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """Batches that a rank was given since the last backward, or of that backward while nothing new has come.
+
+    is_part: a batch was cut.  rows: samples of this rank in the largest cut one, else in the largest; 0 unknown.
+    whole: samples of all of that batch; 0 unknown.  sizes: the ranks' numbers of samples, where it was cut.
+    loaders: their names.  batches: how many the last of them has handed out.
+    turn: of the last one, where a batch comes in several parts.
+    """
+
+    is_part: bool = False
+    rows: int = 0
+    whole: int = 0
+    sizes: frozenset[int] = frozenset()
+    loaders: tuple[str, ...] = ()
+    batches: int = 0
+    turn: Turn = ALONE
+
+
+class Label(NamedTuple):
+    """One batch, or part of one: whether other ranks have other samples, this rank's number, and all; 0 unknown."""
+
+    is_apart: bool
+    rows: int
+    whole: int
+    turn: Turn = ALONE
+    sizes: frozenset[int] = frozenset()
+
+
+UNKNOWN = Label(False, 0, 0)
+
+
+class PassGauge:
+    """Progress of one pass, from its begin to its end.
+
+    steps: returns how many steps the task has reached.  batches: how many the pass has; None where that is unknown.
+    epoch: how many passes trained at the same place before.  may_train: gradients were enabled when it began.
+
+    taken: batches that were handed out.  samples: of this rank in the largest of them; 0 unknown.
+    has_trained: backwards have come.  is_over: it has ended, or was left for another at the same place.
+    is_left: returns whether nothing can continue it.
+    """
+
+    def __init__(self, steps: Callable[[], int], batches: int | None, epoch: int, may_train: bool) -> None:
+        self._steps = steps
+        self._batches = batches
+        self._epoch = epoch
+        self._may_train = may_train
+        self._first = steps()
+        self._began = time.monotonic()
+        self.taken = self.samples = 0
+        self.has_trained = self.is_over = False
+        self.is_left: Callable[[], bool] = lambda: False
+
+    def read(self) -> Progress | None:
+        """Return the present progress; None once the pass has ended. Called from any thread."""
+        return None if self.is_over or self.is_left() else self._look()
+
+    def close(self) -> Progress:
+        """End the pass; return its progress at that time."""
+        self.is_over = True
+        return self._look()
+
+    def _look(self) -> Progress:
+        is_guess = self._may_train and not self.has_trained and self.taken <= 1 and not self.is_over
+        return Progress(
+            step=self._steps(),
+            batch=self.taken,
+            batches=self._batches,
+            epoch=self._epoch,
+            samples=self.samples or None,
+            is_training=self.has_trained or is_guess,
+            is_guess=is_guess,
+            is_over=self.is_over,
+            first=self._first,
+            began=self._began,
+        )
+
+
+_COLUMNS = 2
+"""Up to this number of tensors they are more likely the columns of a batch: inputs and targets."""
+
+_TORCHS = (default_collate, default_convert)
+
+
+def is_own(collate_fn: Any) -> bool:
+    """Return whether `collate_fn` is none of torch's, which handle each sample by itself."""
+    return collate_fn not in _TORCHS
+
+
+class Layout:
+    """Positions of the samples in one loader's batches.
+
+    is_known: batches can be cut, judging by those seen so far.
+
+    >>> layout, lengths = Layout(), torch.tensor([3, 2])
+    >>> layout.learn((torch.ones(3, 2), lengths), 2)
+    >>> layout.samples((torch.arange(6).reshape(3, 2), lengths), 2).take(1, 2)
+    (tensor([[1],
+            [3],
+            [5]]), tensor([2]))
+    """
+
+    def __init__(self) -> None:
+        self.is_known = True
+        self._axes: dict[str, set[int]] = {}  # by path: dimensions that were as long as each batch had samples
+        self._lists: dict[str, bool] = {}  # by path: whether a list has one entry per sample, once it is sure
+
+    def learn(self, batch: Any, count: int) -> None:
+        """Examine a whole batch of `count` samples."""
+        if not self.is_known:
+            return
+        try:
+            found = dict(self._look(batch, "batch", count))
+        except CannotSplit:
+            self.is_known = False
+            return
+        if not found:
+            self.is_known = False
+        for path, axes in found.items():
+            self._axes[path] = axes
+
+    def samples(self, batch: Any, count: int) -> Samples:
+        """Return the samples of a whole batch that was learnt; unknown where two dimensions were always equally long.
+
+        Raises:
+            CannotSplit: it is not clear where the samples are.
+        """
+        self.is_known = self.is_known and not any(len(axes) > 1 for axes in self._axes.values())
+        if not self.is_known:
+            raise CannotSplit("it is not known which of its parts belong to which sample")
+        return Samples(batch, count, lambda whole, start, stop: self._cut(whole, "batch", start, stop, count))
+
+    def _look(self, value: Any, path: str, count: int) -> Iterator[tuple[str, set[int]]]:
+        """Yield the dimensions of each tensor that may count samples.
+
+        Raises:
+            CannotSplit: a value has no such dimension.
+        """
+        if is_array(value):
+            axes = {axis for axis, length in enumerate(value.shape) if length == count}
+            axes &= self._axes.get(path, axes)
+            if not axes:
+                raise CannotSplit(f"{path} has no dimension that counts samples")
+            yield path, axes
+            return
+        if is_shared(value):
+            return
+        below = list(named_children(value, path))
+        has_entries = type(value) in (list, tuple) and len(value) == count
+        if not has_entries and not below:
+            raise CannotSplit(f"it is not known what of {path} ({type(value).__name__}) belongs to which sample")
+        try:
+            inside = [found for name, child in below for found in self._look(child, name, count)]
+        except CannotSplit:
+            if not has_entries:
+                raise
+            inside = []
+        lists = self._lists.get(path, has_entries and (not inside or _are_alike(value)))
+        if lists and not has_entries:
+            raise CannotSplit(f"{path} has no entry for each sample any more")
+        if lists or not has_entries:
+            self._lists[path] = lists  # otherwise both are possible
+        if lists:
+            yield path, {0}
+        else:
+            yield from inside
+
+    def _cut(self, value: Any, path: str, start: int, stop: int, count: int) -> Any:
+        if is_array(value):
+            # As dense as the whole one: programs call view() on it.
+            part = value[(slice(None),) * min(self._axes[path]) + (slice(start, stop),)]
+            return part.clone() if isinstance(part, Tensor) and _is_dense(value) and not _is_dense(part) else part
+        if self._lists.get(path):
+            return value[start:stop]
+        names = iter([name for name, _ in named_children(value, path)])
+        return map_children(lambda child: self._cut(child, next(names), start, stop, count), value)
+
+
+def _are_alike(entries: Sequence[Any]) -> bool:
+    """Return whether the entries look like samples, as three images of three channels do, and not like columns."""
+    kinds = {(entry.dtype, entry.ndim) if isinstance(entry, Tensor) else None for entry in entries}
+    return len(entries) > _COLUMNS and len(kinds) == 1 and all(kind and kind[0].is_floating_point for kind in kinds)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

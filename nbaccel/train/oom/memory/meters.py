@@ -1,0 +1,369 @@
+"""Meters: measure how much memory a step takes at its peak, and how much it may take. Run in ranks, in trial steps.
+
+Each device type has the measure that fits it best; without one, `Meter` itself returns None and the plan works
+by trial and error.
+
+Peak: the share of its memory that an attempt took. Runs in ranks and scripts; touches no device not in use.
+
+Known on CUDA by torch's caching allocator, and on the CPU where the program has entered a `MemLimit`.
+
+MemLimit: imitates a device of a few megabytes on the CPU. Runs in tests and, around trial steps on a CPU, in ranks.
+
+It counts the bytes of the tensors that exist and refuses the one that would not fit, in the operation that
+makes it: in forward, in backward, in the optimizer, in a collective. Not counted: what an operation allocates and
+frees internally, tensors on devices, and what other threads than the one that entered it make (of a loader).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from nbaccel.hardware import usable_memory
+from nbaccel.world import World
+
+__all__ = [
+    "CudaMeter",
+    "GivenMeter",
+    "HostMeter",
+    "MemLimit",
+    "Meter",
+    "Peak",
+    "PeakGauge",
+    "make_meter",
+]
+
+_WHERE_RESERVED_COUNTS = 0.75
+"""Share of the limit above which the bytes that CUDA's allocator has reserved are the measure."""
+
+_SHARE_OF_HOST = 0.8
+"""Share of the host's available memory for all ranks of the machine; the rest is for loaders, the kernel, files."""
+
+_SHARE_OF_ULIMIT = 0.9
+"""Share of what ``ulimit`` leaves: malloc never gives all of it to tensors, and kernels need memory internally."""
+
+
+class PeakGauge(Protocol):
+    """Interface of a measure that a program may give instead; `nbaccel.testing.MemLimit` is one.
+
+    limit_bytes: what the training may hold at a time; None for no limit.
+    peak_bytes: the most that it held since `reset_peak`.
+    """
+
+    limit_bytes: int | None
+    peak_bytes: int
+
+    def reset_peak(self) -> None: ...
+
+
+class Meter:
+    """A device without memory reports (mps, xla).
+
+    limit_bytes, peak_bytes: as in `PeakGauge`; None where that is unknown.
+    source: a description of the limit.
+    """
+
+    limit_bytes: int | None = None
+    source = "not known on this device"
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return None
+
+    def reset_peak(self) -> None:
+        """Do nothing: there is no record to reset."""
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """Return the context for each trial."""
+        return nullcontext()
+
+
+class GivenMeter(Meter):
+    """A measure that the program gave, and has entered itself if that is needed."""
+
+    source = "of the meter that was given"
+
+    def __init__(self, gauge: PeakGauge) -> None:
+        self._gauge = gauge
+        self.limit_bytes = gauge.limit_bytes
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return self._gauge.peak_bytes
+
+    def reset_peak(self) -> None:
+        self._gauge.reset_peak()
+
+
+class CudaMeter(Meter):
+    """A CUDA device, measured by torch's caching allocator.
+
+    The limit is the free memory plus the memory that the allocator has reserved already, and at most the share of the
+    device that `torch.cuda.set_per_process_memory_fraction` leaves to this process. Memory of other processes and of
+    the CUDA context is not free, so it is taken into account. The limit is read again after each trial: the first step
+    loads kernels and makes the handles and workspaces of cuBLAS and cuDNN, some 100 to 400 MB that the allocator does
+    not know, and another size may use other kernels.
+
+    Small steps are measured by the bytes of living tensors, which are exact. Near the limit the bytes that the
+    allocator has reserved are used: it never fills its blocks completely.
+    """
+
+    source = "what this process can get on its GPU"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.limit_bytes: int = self._read_limit()
+
+    @property
+    def peak_bytes(self) -> int:
+        reserved = torch.cuda.max_memory_reserved(self._device)
+        if reserved > _WHERE_RESERVED_COUNTS * self.limit_bytes:
+            return reserved
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):  # a device that failed; the trial's own error reports it
+                self.limit_bytes = self._read_limit()
+
+    def _read_limit(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # torch >= 2.8
+        allowed = total if fraction is None else int(fraction(self._device) * total)
+        return min(allowed, free + torch.cuda.memory_reserved(self._device))
+
+
+class HostMeter(Meter):
+    """The CPU, measured by the bytes of the tensors that trials make.
+
+    Not measured is what a kernel uses within one operation (oneDNN's convolutions: a quarter more) and what malloc
+    loses between blocks. A size that ran in a trial may therefore fail later where a ``ulimit`` is tight.
+
+    The operating system does not refuse memory before it is too late and kills a process instead, so the meter itself
+    enforces the limit: what the process may have by its own limits (``ulimit -d``, ``ulimit -v``), and a
+    share of what the machine or its container has available, divided among the ranks.
+
+    things: models and optimizers that exist already and are counted too.
+    """
+
+    def __init__(self, things: Sequence[Any], world: World) -> None:
+        room_bytes, self.source = min(_rooms(world))
+        self._limit = MemLimit(None)
+        self._limit.count(*things)
+        self._limit.limit_bytes = self._limit.live_bytes + max(0, room_bytes)
+
+    @property
+    def limit_bytes(self) -> int | None:  # type: ignore[override]
+        return self._limit.limit_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._limit.peak_bytes
+
+    def reset_peak(self) -> None:
+        self._limit.reset_peak()
+
+    def watch(self) -> AbstractContextManager[Any]:
+        return self._limit
+
+
+def make_meter(device: torch.device, things: Sequence[Any], world: World) -> Meter:
+    """Return the meter for `device`, where `things` (models, optimizers) are. Inside a `MemLimit` that is the CPU."""
+    if device.type == "cuda":
+        return CudaMeter(device)
+    if device.type == "cpu":
+        entered = MemLimit.innermost()
+        return HostMeter(things, world) if entered is None else GivenMeter(entered)
+    return Meter()
+
+
+def _rooms(world: World) -> list[tuple[int, str]]:
+    """Return how many more bytes this process may have, for each limit."""
+    import psutil  # 10 ms that only planning costs
+
+    ranks = world.local_world_size
+    shared = f"{_SHARE_OF_HOST:.0%} of the available memory" + (f", divided among {ranks} ranks" if ranks > 1 else "")
+    rooms = [(int(_SHARE_OF_HOST * usable_memory().available_bytes) // ranks, shared)]
+    process = psutil.Process()
+    used = process.memory_info()
+    for name, used_bytes in (("RLIMIT_DATA", getattr(used, "data", 0)), ("RLIMIT_AS", used.vms)):
+        if hasattr(psutil, name):  # not on macOS
+            soft, _ = process.rlimit(getattr(psutil, name))
+            if soft != psutil.RLIM_INFINITY:
+                rooms.append(
+                    (int(_SHARE_OF_ULIMIT * (soft - used_bytes)), f"{_SHARE_OF_ULIMIT:.0%} of what {name} leaves")
+                )
+    return rooms
+
+
+class Peak:
+    """The largest amount held since this object was made. It resets the allocator's own record of that."""
+
+    def __init__(self) -> None:
+        _meter().reset_peak()
+
+    @property
+    def share(self) -> float | None:
+        """Share of the memory that this process may hold; None where that is unknown."""
+        with contextlib.suppress(RuntimeError):  # a device that does not answer any more
+            meter = _meter()  # now: the attempt may have been the first to use its device
+            if meter.limit_bytes and meter.peak_bytes is not None:
+                return min(1.0, meter.peak_bytes / meter.limit_bytes)
+        return None
+
+
+def _meter() -> Meter:
+    if torch.cuda.is_initialized():
+        return CudaMeter(torch.device("cuda", torch.cuda.current_device()))
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, MemLimit):
+            return GivenMeter(mode)
+    return Meter()
+
+
+_COUNTED = (torch.Tensor, torch.nn.Parameter)
+"""Counted by exact type, since the storage of a wrapper (DTensor, FakeTensor) is not memory of its own."""
+
+
+class MemLimit(TorchDispatchMode):
+    """While entered, tensors on the CPU may hold `limit_bytes` together; one that would exceed it is out of memory.
+
+    Exact to the byte: storages are counted once, whatever views there are, from the operation that makes them until
+    their last tensor is freed. Each process counts for itself, so ranks can have limits of their own. It may be
+    entered several times, also inside another one, and read at any time.
+
+    limit_bytes: may be changed while it is entered; None only counts.
+    live_bytes: held now.  peak_bytes: the most that was held since the start or `reset_peak`.
+    refusals: how many times it raised.
+
+    Raises:
+        torch.OutOfMemoryError: from any operation in the block, as a full device does.
+
+    >>> with MemLimit(1000) as limit:
+    ...     kept = torch.zeros(100)
+    ...     try:
+    ...         torch.zeros(200)
+    ...     except torch.OutOfMemoryError as error:
+    ...         print(error)
+    CPU out of memory. Tried to allocate 800 bytes; MemLimit allows 1000 bytes, of which 600 bytes are free.
+    >>> limit.live_bytes, limit.peak_bytes, limit.refusals
+    (400, 400, 1)
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        if limit_bytes is not None and limit_bytes < 0:
+            raise ValueError(f"limit_bytes must be 0 or more, or None to only count; got {limit_bytes}")
+        self.limit_bytes = limit_bytes
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.refusals = 0
+        self._storages: dict[int, _Counted] = {}
+
+    @classmethod
+    def innermost(cls) -> MemLimit | None:
+        """Return the limiting instance that this thread has entered last; None outside of any."""
+        entered = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, cls)]
+        return next((mode for mode in reversed(entered) if mode.limit_bytes is not None), None)
+
+    def reset_peak(self) -> None:
+        """Restart `peak_bytes` from the bytes that are held now."""
+        self.peak_bytes = self.live_bytes
+
+    def count(self, *objects: Any) -> None:
+        """Count what was made before the block: tensors, modules with their gradients, optimizers, containers.
+
+        Raises:
+                torch.OutOfMemoryError: the objects do not fit.
+        """
+        self._admit(_tensors(objects))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would wrap the method below, and the wrapper's frames would hold a refused result."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        try:
+            self._admit(tree_leaves(result))
+        except torch.OutOfMemoryError:
+            # On a device nothing would have been made, and the failed operation would hold nothing. So this frame,
+            # which the exception keeps alive, must hold nothing either.
+            del result, args, kwargs
+            raise
+        return result
+
+    def _admit(self, leaves: Iterable[Any]) -> None:
+        for leaf in leaves:
+            if type(leaf) in _COUNTED and leaf.device.type == "cpu" and leaf.layout is torch.strided:
+                refused_bytes = self._count(leaf.untyped_storage())
+                if refused_bytes:
+                    del leaf, leaves
+                    self._refuse(refused_bytes)
+
+    def _count(self, storage: torch.UntypedStorage) -> int:
+        """Count `storage`, or its growth; return the bytes that do not fit, 0 if it fits."""
+        key, size = storage._cdata, storage.nbytes()
+        known = self._storages.get(key)
+        more = size - (0 if known is None else known.size)
+        if more > 0 and self.limit_bytes is not None and self.live_bytes + more > self.limit_bytes:
+            return more
+        if known is None:
+            known = self._storages[key] = _Counted()
+            weakref.finalize(storage, self._forget, key).atexit = False
+        known.size = size
+        self.live_bytes += more
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return 0
+
+    def _forget(self, key: int) -> None:
+        size = self._storages.pop(key).size  # not within the next line: storages also die in gloo's threads, and a
+        self.live_bytes -= size  # thread may be suspended after a call, but not between reading and writing this
+
+    def _refuse(self, asked_bytes: int) -> None:
+        self.refusals += 1
+        limit_bytes = self.limit_bytes or 0
+        raise torch.OutOfMemoryError(
+            f"CPU out of memory. Tried to allocate {asked_bytes} bytes; MemLimit allows {limit_bytes} bytes, "
+            f"of which {limit_bytes - self.live_bytes} bytes are free."
+        )
+
+
+class _Counted:
+    """Size of a storage that exists, as it was last seen."""
+
+    __slots__ = ("size",)
+
+    size: int
+
+
+def _tensors(objects: Iterable[Any]) -> Iterable[Any]:
+    for thing in objects:
+        if isinstance(thing, torch.nn.Module):
+            for parameter in thing.parameters():
+                yield from (parameter, parameter.grad)
+            yield from thing.buffers()
+        elif isinstance(thing, torch.optim.Optimizer):
+            yield from tree_leaves(dict(thing.state))
+        else:
+            yield from tree_leaves(thing)

@@ -1,0 +1,452 @@
+"""Planner: searches for the largest batch that fits on every rank. Runs on all ranks in lock step.
+
+Ranks try the same sizes, each without waiting for another, and exchange the results after every trial. Their decisions
+follow from the results alone, so they are equal on all ranks. A rank whose program fails reports that to the others
+before it raises.
+
+Plan: chooses the next batch size to try, and when to stop. Pure arithmetic; runs nothing, knows no memory or ranks.
+
+Memory of a training step is a straight line over the batch size, ``used(n) = a + b * n``, with steps and a little
+noise on top. Two tiny trials show the line, the third jumps close to the size where it reaches 1, and each further
+one corrects. A size that was not run is never the result.
+
+Parts: finds how much of one batch fits at a time, for the micro-batches of `forward_backward`. Runs in ranks.
+
+Each rank searches for itself and waits for no other: micro-batches may differ between ranks. Errors here are left to
+the step itself, which reports them to the peers.
+
+Planning: the user's `find_batch_size` on an `Accelerator`. Runs in ranks, on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from nbaccel.errors import NotPrepared, PeerFailed
+from nbaccel.train.distributed.collectives import Collectives
+from nbaccel.train.distributed.process_control import ProcessControl
+from nbaccel.train.oom.memory.meters import PeakGauge
+from nbaccel.train.oom.microbatch.slicing import Samples
+from nbaccel.train.oom.planning.examples import Examples, examples_of
+from nbaccel.train.oom.planning.size_cache import FoundInFolder, Size, SizeCache
+from nbaccel.train.oom.planning.trial import TrialResult, TrialRun, TrialSetup
+from nbaccel.train.prepare.prepared import Prepared
+from nbaccel.train.step.accumulation import Accumulation
+from nbaccel.train.strategies import Strategy
+
+__all__ = [
+    "Planning",
+    "SizeSearch",
+    "Trial",
+    "find_batch_size",
+    "find_micro_batch_size",
+]
+
+_CALL = "find_batch_size"
+
+_TEXT_CHARACTERS = 160
+"""Limit for the text of an error or a device in a `_Report`, which has to fit into half a kilobyte."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """Report of one rank to the others.
+
+    fits, used, needed_bytes, limit_bytes, source, complaint: of an `TrialResult`.
+    error: a mistake of the program, which ends the search.
+    known: the size that an earlier search has found; 0 for none.
+    """
+
+    fits: bool = True
+    used: float | None = None
+    needed_bytes: int | None = None
+    limit_bytes: int | None = None
+    source: str = ""
+    complaint: str = ""
+    error: str = ""
+    known: int = 0
+
+    @classmethod
+    def of(cls, outcome: TrialResult) -> _Report:
+        return cls(**asdict(outcome) | {"complaint": _short(outcome.complaint)})
+
+
+def find_batch_size(rehearsal: TrialRun, cap: int, collectives: Collectives, found: SizeCache) -> int:
+    """Return the largest size, at most `cap`, whose steps have run on every rank. Collective.
+
+    collectives: of the ranks that must agree. found: results of earlier searches; this one is added.
+
+    Raises:
+        torch.OutOfMemoryError: not one sample fits; on every rank, with the numbers of the rank that needs most.
+        PeerFailed: another rank's program failed in a trial. On that rank: its own error.
+    """
+    with ExitStack() as stack:
+        return _Planner(rehearsal, collectives, found, stack).find(cap)
+
+
+class _Planner:
+    def __init__(self, rehearsal: TrialRun, collectives: Collectives, found: SizeCache, stack: ExitStack) -> None:
+        """stack: closes what is opened for the search."""
+        self._rehearsal = rehearsal
+        self._collectives = collectives
+        self._found = found
+        self._stack = stack
+        self._reports: Sequence[_Report] = ()  # of the last trial, by rank
+
+    def find(self, cap: int) -> int:
+        known = self._known(cap)
+        if known is not None and self._is_confirmed(known):
+            return known.size
+        plan = SizeSearch(cap)
+        while (size := plan.next_size()) is not None:
+            plan.note(self._try(size))
+        if not plan.best:
+            raise self._nothing_fits()
+        best = next(trial for trial in plan.trials if trial.fits and trial.size == plan.best)
+        self._found.put(self._rehearsal.signature, Size(best.size, best.used))
+        return best.size
+
+    def _known(self, cap: int) -> Size | None:
+        """Return what every rank knows from an earlier search. Opens the rehearsal."""
+        reports = self._together(f"reading examples for up to {cap} samples", self._open)
+        known = self._found.get(self._rehearsal.signature)
+        if known is None or known.size > cap or any(report.known != known.size for report in reports):
+            return None
+        return known
+
+    def _open(self) -> _Report:
+        self._stack.enter_context(self._rehearsal)
+        known = self._found.get(self._rehearsal.signature)
+        return _Report(known=0 if known is None else known.size)
+
+    def _is_confirmed(self, known: Size) -> bool:
+        """Return whether the size still fits, and takes the share of memory that it took then."""
+        trial = self._try(known.size)
+        if trial.used is None or known.used is None:
+            return trial.fits
+        return trial.fits and abs(trial.used - known.used) <= TOLERANCE
+
+    def _try(self, size: int) -> Trial:
+        """Run one trial on every rank. It fits if it fits everywhere; the rank with the least free memory decides."""
+        reports = self._together(f"trying {_samples(size)}", lambda: _Report.of(self._rehearsal.run(size)))
+        self._reports = reports
+        shares = [report.used for report in reports if report.used is not None]
+        fits = all(report.fits for report in reports)
+        return Trial(size, fits, max(shares) if fits and len(shares) == len(reports) else None)
+
+    def _together(self, doing: str, act: Callable[[], _Report]) -> Sequence[_Report]:
+        """Return what `act` reports on each rank, by rank. An error is raised after every rank has received it."""
+        error: Exception | None = None
+        try:
+            report = act()
+        except Exception as raised:
+            raised.add_note(f"This happened in {_CALL}, {doing}.")
+            report, error = _Report(error=_short(f"{type(raised).__name__}: {raised}")), raised
+        said = self._collectives.announce(f"{_CALL}: {doing}", json.dumps(asdict(report)))
+        reports = [_Report(**json.loads(text)) for text in said]
+        if error is not None:
+            raise error
+        for rank, theirs in enumerate(reports):
+            if theirs.error:
+                raise PeerFailed(
+                    f"rank {rank} failed in {_CALL}, {doing}, and this rank was waiting for it: {theirs.error}. "
+                    f"Rank {rank}'s own error says where."
+                )
+        return reports
+
+    def _nothing_fits(self) -> torch.OutOfMemoryError:
+        failed = [(report.needed_bytes or 0, rank) for rank, report in enumerate(self._reports) if not report.fits]
+        rank = max(failed)[1]
+        report = self._reports[rank]
+        numbers = ""
+        if report.needed_bytes is not None and report.limit_bytes is not None:
+            numbers = (
+                f": a step with one sample needs at least {_megabytes(report.needed_bytes)}, and the limit is "
+                f"{_megabytes(report.limit_bytes)} ({report.source})"
+            )
+        return torch.OutOfMemoryError(
+            f"{_CALL}: not even one sample fits on rank {rank}{numbers}. {report.complaint}\n"
+            "  Shorter or smaller samples, accelerator.gradient_checkpointing(model), mixed_precision, an optimizer "
+            "with less state, or frozen layers need less memory."
+        )
+
+
+def _short(text: str) -> str:
+    """Return the beginning of the first line, in ASCII, so that its length in bytes is known."""
+    return text.partition("\n")[0].encode("ascii", "replace").decode()[:_TEXT_CHARACTERS]
+
+
+def _samples(count: int) -> str:
+    return "1 sample" if count == 1 else f"{count} samples"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"
+
+
+FIRST = 2
+"""Not 1: batch norm over features refuses a single sample, and kernels for vectors are not those for matrices."""
+
+TOLERANCE = 0.03
+"""A size this close to the largest one is good enough: a smaller gain is not worth a trial."""
+
+HEADROOM = 0.985
+"""Share of the predicted maximum to aim at: allocators round up, and a trial that fails teaches less."""
+
+LESSON = 0.97
+"""Factor of the headroom for each trial that did not fit although the line predicted it."""
+
+LONGEST_JUMP = 16
+"""A line through two points is used up to this many times the largest size that was run."""
+
+BLIND_JUMP = 4
+"""The jump where there is no line: memory cannot be measured, or has not grown with the batch yet."""
+
+EXACT_BELOW = 64
+"""Size below which one sample is more than 1.5 % of the batch: a trial may be spent on the very last sample."""
+
+DOUBT = 0.9
+"""That trial is left out unless the line predicts at least this fraction of one more sample."""
+
+MULTIPLE = 8
+"""Sizes that suit matrix units (NVIDIA's guide to mixed precision); used where they cost less than `TOLERANCE`."""
+
+MOST_TRIALS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Result of one trial.
+
+    size: samples in its batch.
+    fits: it ran, within the limit.
+    used: the peak of what grows with the batch, as a share of the limit; None where it could not be measured.
+    """
+
+    size: int
+    fits: bool
+    used: float | None = None
+
+
+class SizeSearch:
+    """Search for the largest size that fits, at most `cap`.
+
+    Its state is `trials`. Everything else follows from them, so ranks that note the same trials choose the same sizes.
+
+    >>> plan = SizeSearch(cap=4096)
+    >>> while (size := plan.next_size()) is not None:
+    ...     plan.note(Trial(size, fits=size <= 1000, used=0.2 + 0.0008 * size))
+    >>> plan.best, [trial.size for trial in plan.trials]
+    (984, [2, 3, 48, 768, 984])
+    """
+
+    def __init__(self, cap: int) -> None:
+        """cap: the largest useful size, at least 1."""
+        if cap < 1:
+            raise ValueError(f"cap must be at least 1, got {cap}")
+        self.cap = cap
+        self.trials: list[Trial] = []
+        self._last: int | None = None  # the size of the last trial, once it is chosen
+
+    @property
+    def best(self) -> int:
+        """The largest size that fitted; 0 before one has."""
+        return max((trial.size for trial in self.trials if trial.fits), default=0)
+
+    @property
+    def too_large(self) -> int:
+        """The smallest size that is known not to fit, or not to be wanted."""
+        return min((trial.size for trial in self.trials if not trial.fits), default=self.cap + 1)
+
+    def note(self, trial: Trial) -> None:
+        """Add the result of the trial of `next_size`."""
+        self.trials.append(trial)
+
+    def next_size(self) -> int | None:
+        """Return the next size to try, between `best` and `too_large` exclusive; None when the search is over."""
+        best, too_large = self.best, self.too_large
+        if too_large - best <= 1 or self._last is not None or len(self.trials) >= MOST_TRIALS:
+            return None
+        if not best:
+            return too_large // 2 if self._has_failed else min(FIRST, self.cap)
+        if not self._has_failed and best == FIRST:
+            return best + 1
+        reach = self._reach()
+        if self._is_close_enough(reach):
+            self._last = self._last_one(reach)
+            return self._last
+        return min(max(self._guess(reach), best + 1), too_large - 1)
+
+    @property
+    def _has_failed(self) -> bool:
+        return any(not trial.fits for trial in self.trials)
+
+    def _reach(self) -> float | None:
+        """Return where the line through the measurements reaches the limit; None where there is no rising line."""
+        points = sorted((trial.size, trial.used) for trial in self.trials if trial.fits and trial.used is not None)
+        if len(points) < 2:
+            return None
+        size, used = points[-1]
+        # The nearest point that is far enough away for noise not to tilt the line, otherwise the farthest one.
+        apart = [point for point in points[:-1] if point[0] <= 0.8 * size]
+        other_size, other_used = apart[-1] if apart else points[0]
+        slope = (used - other_used) / (size - other_size)
+        return size + (1 - used) / slope if slope > 0 else None
+
+    def _is_close_enough(self, reach: float | None) -> bool:
+        enough = self.best * (1 + TOLERANCE)
+        if self._has_failed and self.too_large - 1 <= enough:
+            return True
+        return reach is not None and min(int(reach), self.cap) <= enough
+
+    def _last_one(self, reach: float | None) -> int | None:
+        """Return one trial for the last sample or two, where those are worth it and the line does not decide."""
+        best = self.best
+        if best >= EXACT_BELOW or (reach is not None and reach < best + DOUBT):
+            return None
+        return min(max(best + 1, int(reach or 0)), self.too_large - 1)
+
+    def _guess(self, reach: float | None) -> int:
+        best, too_large = self.best, self.too_large
+        if not self._has_failed:
+            if reach is None:
+                return best * BLIND_JUMP
+            return _rounded(min(HEADROOM * reach, best * LONGEST_JUMP, self.cap), at_least=(1 - TOLERANCE) * reach)
+        failures = sum(not trial.fits for trial in self.trials)
+        middle = (best + too_large) // 2
+        # A line that was wrong is used again only when a later trial has given it a new point.
+        if reach is None or not self.trials[-1].fits or not best < reach < too_large:
+            return middle
+        aim = max(HEADROOM * LESSON**failures * reach, (best + reach) / 2)
+        return _rounded(aim, at_least=(1 - TOLERANCE) * reach)
+
+
+def _rounded(size: float, at_least: float) -> int:
+    """Return `size` as a whole number: a multiple of eight, unless that would be less than `at_least`."""
+    rounded = int(size) // MULTIPLE * MULTIPLE
+    return rounded if rounded >= at_least else int(size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts(Examples):
+    """The first samples of a batch, as micro-batches of it."""
+
+    samples: Samples
+
+    def take(self, size: int) -> Any:
+        return self.samples.take(0, size)
+
+
+def find_micro_batch_size(
+    loss_fn: Callable[[Any], Tensor],
+    read: Callable[[], Samples],
+    models: Sequence[Module],
+    optimizers: Sequence[Optimizer],
+    strategy: Strategy,
+) -> int | None:
+    """Return the largest part of a batch whose step fits on this rank; None where its samples cannot be separated.
+
+    read: returns the batch.
+    """
+    try:
+        samples = read()
+    except Exception:  # the step will raise it again, on all ranks
+        return None
+    alone = Collectives()
+    try:
+        scene = TrialSetup(loss_fn, lambda: _Parts(samples), models, optimizers, strategy, keeps_gradients=True)
+        return find_batch_size(TrialRun(scene), samples.count, alone, SizeCache())
+    except Exception:  # likewise; and if memory ran out, the step continues in smaller parts
+        return samples.count
+
+
+class Planning(ProcessControl):
+    """The method `find_batch_size` of an `Accelerator`."""
+
+    _accumulation: Accumulation
+    _found: SizeCache
+    _prepared: Prepared
+    _strategy: Strategy
+    _is_ready: bool
+
+    @abstractmethod
+    def _make_ready(self, call: str, models: Sequence[Module] = ()) -> None:
+        """Find this process's world before its first step, or refuse to train in it."""
+
+    def find_batch_size(
+        self,
+        loss_fn: Callable[[Any], Tensor],
+        example: Any,
+        *,
+        max_batch_size: int = 4096,
+        cache: str | os.PathLike[str] | None = None,
+        meter: PeakGauge | None = None,
+    ) -> int:
+        """Return the largest batch per rank whose training step fits in memory, on every rank. Collective.
+
+        Runs some four to eight trials of two whole steps each, forward, backward and optimizer; most searches never
+        run out of memory. Afterwards models, optimizers and random generators are bit by bit as before, and no loader
+        has moved. The size returned was run on every rank, whatever the prediction said; it is within about 3 % of
+        the largest possible one, and a multiple of eight where that costs nothing.
+
+        loss_fn: from a batch on this rank's device to its loss, ``lambda batch: F.cross_entropy(model(batch[0]),
+            batch[1])``, with prepared models. State that it keeps itself is not restored.
+        example: the loader that will train, of which some hundred samples are read to find the longest ones; or one
+            batch. A sample longer than those can still be too large: see `forward_backward`, which survives it.
+        max_batch_size: the largest useful size, such as a rank's share of a small dataset.
+        cache: a folder where sizes are kept from run to run. Without it they are kept as long as this Accelerator.
+            A size found before is tried once more instead of searched for.
+        meter: measures memory, instead of the device's own measure: torch's allocator on CUDA; on the CPU the
+            `nbaccel.testing.MemLimit` that is entered, else the bytes of tensors, against ``ulimit`` and 80 % of the
+            free memory, which does not see everything: leave some memory free there. Where nothing can be measured
+            (mps), sizes are tried until one does not fit, which takes more trials.
+
+        Raises:
+            torch.OutOfMemoryError: not even one sample fits; gives the memory one needs, and the limit. On every rank.
+            NotPrepared: no model or no optimizer is prepared; both are part of what has to fit.
+            PeerFailed: `loss_fn` failed on another rank.
+
+        >>> import torch
+        >>> from nbaccel import Accelerator
+        >>> from nbaccel.testing import MemLimit
+        >>> accelerator = Accelerator()
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1000), torch.nn.GELU(), torch.nn.Linear(1000, 1))
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        >>> with MemLimit(2_000_000) as memory:  # a small device
+        ...     memory.count(model)
+        ...     accelerator.find_batch_size(lambda x: model(x).mean(), torch.ones(8, 4))
+        157
+        """
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
+        if not self._is_ready:
+            self._make_ready("find_batch_size")
+        if not (self._prepared.models and self._prepared.optimizers):
+            kind = "optimizer" if self._prepared.models else "model"
+            raise NotPrepared(
+                f"find_batch_size: no {kind} is prepared, and its memory is part of what has to fit. Before it:\n"
+                "    model, optimizer = accelerator.prepare(model, optimizer)"
+            )
+        found = self._found
+        if cache is not None:
+            found = FoundInFolder(cache, is_writer=self.is_main_process)
+        scene = TrialSetup(
+            loss_fn,
+            lambda: examples_of(example),
+            self._prepared.models,
+            [prepared.optimizer for prepared in self._prepared.optimizers],
+            self._strategy,
+            keeps_gradients=self._accumulation.steps > 1,
+        )
+        return find_batch_size(TrialRun(scene, meter), max_batch_size, self.collectives, found)

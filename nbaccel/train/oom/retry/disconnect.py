@@ -1,0 +1,272 @@
+"""PeerConnections: finds and cuts the connections between this process and its peers. Runs in ranks.
+
+A peer that waits in one of gloo's collectives wakes only when one of its connections breaks: abort, shutdown and
+destroy do nothing while a DDP module, or a variable of the program, still holds the group. So the connections are cut.
+Both ends decide which ones: a connection of this process is cut if a peer lists its other end as its own.
+No peer lists listeners, the store, a tracker's uploads or the notebook's channel.
+
+Watcher: a thread that wakes its own rank when another one has given up the attempt. Runs in ranks.
+
+The main thread may wait in a collective that will never be complete, in C++, where only the end of its connections
+(gloo) or of its communicator (NCCL) can end the wait. The watcher does not decide what the main thread does then.
+
+Board: messages between the ranks of one attempt outside of their process group, through a store. Runs in ranks.
+
+Everything here works while a peer computes, is stuck in a collective, or has left its group. An attempt that failed
+first sets the *flag*, which watchers poll. If there is also an *error*, the attempt is not repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from nbaccel.aborting import abort_device_groups, await_aborts, uses_device
+from nbaccel.events import Waiting, emit
+
+__all__ = [
+    "AttemptStore",
+    "Failed",
+    "PeerConnections",
+    "Watcher",
+    "backends",
+]
+
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+_DESCRIPTORS = "/dev/fd"  # of this process, on Linux and macOS
+
+
+class PeerConnections:
+    """The present connections of this process; held until `close`, so that no descriptor number is used again.
+
+    not_port: the store's port: connections to this port are not cut.
+    """
+
+    def __init__(self, not_port: int | None = None) -> None:
+        self._sockets: dict[tuple[str, str], socket.socket] = {}
+        for number in map(int, os.listdir(_DESCRIPTORS)):
+            with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+                self._add(os.dup(number), not_port)
+
+    @property
+    def ends(self) -> list[tuple[str, str]]:
+        """Both ends of each connection, its own first, ``("127.0.0.1 41785", "127.0.0.1 43298")``."""
+        return list(self._sockets)
+
+    def cut(self, by_peers: Iterable[tuple[str, str]]) -> int:
+        """Shut the connections that peers list too; return how many those were."""
+        count = 0
+        for own_end, other_end in by_peers:
+            wire = self._sockets.get((other_end, own_end))
+            if wire is not None:
+                count += 1
+                with contextlib.suppress(OSError):  # the peer was faster
+                    wire.shutdown(socket.SHUT_RDWR)
+        return count
+
+    def close(self) -> None:
+        for wire in self._sockets.values():
+            wire.close()
+        self._sockets.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _add(self, copy: int, not_port: int | None) -> None:
+        try:
+            if not stat.S_ISSOCK(os.fstat(copy).st_mode):
+                return
+            wire = socket.socket(fileno=copy)
+            copy = -1
+        finally:
+            if copy >= 0:
+                os.close(copy)
+        try:
+            if wire.family in _INTERNET and wire.type == socket.SOCK_STREAM:
+                near, far = wire.getsockname(), wire.getpeername()
+                ends = (_named(near), _named(far))
+                if not_port not in (near[1], far[1]) and ends not in self._sockets:
+                    self._sockets[ends] = wire
+                    return
+        except OSError:  # a listener has no other end
+            pass
+        wire.close()
+
+
+def _named(address: tuple[str, int]) -> str:
+    return f"{address[0]} {address[1]}"
+
+
+_POLL_S = 0.05
+_PEERS_ANSWER_S = 2.0
+_ABORT_S = 2.0
+_LATE_ABORT_S = 10.0
+_ANSWER_POLL_S = 0.005
+
+
+class Watcher:
+    """Polls the flag 20 times a second until it is set, then cuts the connections; once.
+
+    board: with its own connection to the store.  store_port: connections to this port are not cut.
+    """
+
+    def __init__(self, board: AttemptStore, store_port: int | None) -> None:
+        self._board = board
+        self._store_port = store_port
+        self._look = threading.Event()
+        self._is_over = False
+        self._has_cut = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nbaccel-watcher", daemon=True)
+        self._thread.start()
+
+    def wake_everybody(self) -> None:
+        """Wait, when the flag is set, until this rank's connections are cut, which wakes the peers."""
+        self._look.set()
+        self._has_cut.wait(2 * _PEERS_ANSWER_S + _ABORT_S)
+
+    def stop(self) -> None:
+        """End the watch: the attempt is over without a flag."""
+        self._is_over = True
+        self._look.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with contextlib.suppress(RuntimeError, OSError):  # the store is lost: its server ended with a peer
+                self._watch()
+        finally:
+            self._has_cut.set()
+
+    def _watch(self) -> None:
+        while not self._is_over:
+            if self._board.is_flagged:
+                has_device = uses_device()
+                self._cut()
+                self._has_cut.set()
+                if has_device and await_aborts(_LATE_ABORT_S):
+                    self._board.post("free", True)  # from now on this rank works on the host
+                return
+            self._look.wait(_POLL_S)
+            if not self._is_over and self._look.is_set():
+                self._look.clear()
+
+    def _cut(self) -> None:
+        if uses_device():
+            # All at about the same time: a peer on another machine that sees a connection of NCCL's close before it
+            # has begun to abort takes that for an error, and torch's watchdog ends its process for it.
+            self._board.post("abort", True)
+            self._await_peers("abort")
+            abort_device_groups(_ABORT_S)
+        if "gloo" in backends():
+            with PeerConnections(self._store_port) as wires:
+                self._board.post("wires", wires.ends)
+                answered = self._await_peers("wires")
+                wires.cut(tuple(ends) for ends in self._ends(answered))
+
+    def _await_peers(self, kind: str) -> list[int]:
+        """Return the ranks that have posted `kind`: all of them, or those in time. One that died cannot answer."""
+        deadline = time.monotonic() + _PEERS_ANSWER_S
+        while len(answered := self._board.posted(kind)) < self._board.world_size and time.monotonic() < deadline:
+            time.sleep(_ANSWER_POLL_S)
+        return answered
+
+    def _ends(self, ranks: list[int]) -> list[Any]:
+        return [ends for rank in ranks if rank != self._board.rank for ends in self._board.read("wires", rank)]
+
+
+def backends() -> set[str]:
+    """Return the kinds of backend that this process's groups use."""
+    if not dist.is_initialized():
+        return set()
+    names = ",".join(c10d._world.pg_backend_config.values())  # "cpu:gloo,cuda:nccl"
+    return {name.rpartition(":")[2] for name in names.split(",")}
+
+
+_GLANCE_S = 0.01
+_LOOK_UP_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An error of the program that ends the call on all ranks.
+
+    rank: where it was raised first.  text: its class and message.
+    """
+
+    rank: int
+    text: str
+
+
+class AttemptStore:
+    """Messages of one attempt in the store.
+
+    store: empty, and used by this board alone.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+
+    def raise_flag(self) -> None:
+        """Set the flag: the attempt is over. Return when the store has it: peers are woken next, and must find it."""
+        self.store.compare_set("flag", "", "up")  # `set` returns before a TCPStore's server has the value
+
+    @property
+    def is_flagged(self) -> bool:
+        return bool(self.store.check(["flag"]))
+
+    def fail(self, text: str) -> None:
+        """End the call: store this rank's error, if it is the first one, and set the flag."""
+        self.store.compare_set("error", "", json.dumps(asdict(Failed(self.rank, text))))
+        self.raise_flag()
+
+    @property
+    def failed(self) -> Failed | None:
+        """The error that ends the call, if there is one."""
+        return Failed(**json.loads(self.store.get("error"))) if self.store.check(["error"]) else None
+
+    def post(self, kind: str, value: Any) -> None:
+        """Store this rank's `value` (JSON) of that `kind` for all ranks."""
+        self.store.set(f"{kind}/{self.rank}", json.dumps(value))
+
+    def posted(self, kind: str) -> list[int]:
+        """Return the ranks that have posted."""
+        return [rank for rank in range(self.world_size) if self.store.check([f"{kind}/{rank}"])]
+
+    def read(self, kind: str, rank: int) -> Any:
+        """Return what `rank` posted; it must have posted."""
+        return json.loads(self.store.get(f"{kind}/{rank}"))
+
+    def wait(self, kind: str, call: str, is_enough: Callable[[float], bool]) -> bool:
+        """Wait for all ranks. Return True once every rank has posted, False once `is_enough`, given the seconds so far.
+
+        call: what the rank is doing, for messages. Ended by the posts, by `is_enough` (called 100 times a second), by
+        an interrupt, and by a receiver of `Waiting` that knows that a peer will never come.
+        """
+        everyone = [f"{kind}/{rank}" for rank in range(self.world_size)]
+        began = time.monotonic()
+        due_s = _LOOK_UP_S
+        while not self.store.check(everyone):
+            waited_s = time.monotonic() - began
+            if is_enough(waited_s):
+                return False
+            if waited_s > due_s:
+                due_s += _LOOK_UP_S
+                emit(Waiting(call, waited_s))
+            time.sleep(_GLANCE_S)  # the store's own wait logs to stderr whenever its time limit is over
+        return True

@@ -1,1 +1,0 @@
-"""Planning: finds the largest batch that fits by a few trial steps before the training. Runs in ranks."""

@@ -1,0 +1,292 @@
+"""Models as programs pass them to `prepare`: in DataParallel, quantised, on several devices, compiled. Runs in ranks.
+
+Decides what `prepare` may do with a model before a strategy takes it, and refuses what cannot be trained here. It
+reads attributes with which transformers, bitsandbytes and accelerate mark such models and imports none of them.
+
+Gradient checkpointing: activations computed again in the backward instead of kept. Runs in ranks.
+
+It saves memory at the cost of one more forward. torch's own non-reentrant checkpoint does the work, the only kind that
+works with DDP, accumulation and frozen inputs; this file finds the blocks to apply it to.
+
+Compiling of prepared models by ``torch.compile``. Runs in ranks; touches no device.
+
+A program chooses it with `TorchDynamoPlugin`. `Compiling` is the choice of one run: the program's, and for what it
+leaves open the launch's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import DataParallel, Module, ModuleList, Sequential
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from nbaccel.settings import RunSettings
+from nbaccel.train.callers import warn_user
+from nbaccel.train.step.kwargs_handlers import KwargsHandler
+from nbaccel.train.strategies.single import without_compile
+from nbaccel.world import World
+
+__all__ = [
+    "Compiling",
+    "TorchDynamoPlugin",
+    "admit",
+    "is_compiled_module",
+    "is_spread",
+    "keep_compiled",
+    "may_move",
+    "recompute_activations",
+]
+
+_QUANTISED_MARKS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit", "hf_quantizer", "quantization_method")
+"""Attributes that are set, and true, on a model with quantised weights."""
+
+_NOWHERE = frozenset({"meta", "disk"})
+
+
+def admit(model: Module, world: World, device: torch.device) -> Module:
+    """Return `model` as it can be prepared in this rank: without ``nn.DataParallel``.
+
+    Raises:
+        ValueError: the model is spread over several devices, and there are several ranks.
+    """
+    if isinstance(model, DataParallel):
+        if world.is_main_process:
+            warn_user(
+                "the model was wrapped in nn.DataParallel; prepare took it out, since every process drives one "
+                "device here. Leave the wrapper out.",
+            )
+        model = model.module
+    if world.is_distributed:
+        _refuse_spread(model, world, device)
+        _warn_of_neighbour(model, world, device)
+    return model
+
+
+def may_move(model: Module) -> bool:
+    """Return whether we may call ``model.to(device)``: not on quantised models, nor on models on several devices."""
+    return not (_is_quantised(model) or is_spread(model))
+
+
+def is_spread(model: Module) -> bool:
+    """Return whether the parameters of `model` are on several devices."""
+    return len(_devices(model)) > 1
+
+
+def keep_compiled(model: Module, inner: Module) -> Module:
+    """Return `inner`, the user's own module inside `model`, compiled if `model` is compiled."""
+    if is_compiled_module(model):
+        # The wrapper around DDP must not change, for the training; this one shares its compiler.
+        return model if without_compile(model) is inner else type(model)(inner, model.dynamo_ctx)
+    while isinstance(model, DistributedDataParallel | DataParallel):
+        model = model.module
+    return model if without_compile(model) is inner else inner
+
+
+def is_compiled_module(module: Module) -> bool:
+    """Return whether ``module`` is what ``torch.compile`` returned.
+
+    >>> layer = torch.nn.Linear(1, 1)
+    >>> is_compiled_module(layer), is_compiled_module(torch.compile(layer, backend="eager"))
+    (False, True)
+    """
+    return "_orig_mod" in module._modules
+
+
+def _refuse_spread(model: Module, world: World, device: torch.device) -> None:
+    spread = _devices(model)
+    if len(spread) > 1:
+        raise ValueError(
+            f"{_name(model)} is spread over {', '.join(sorted(spread))}, and there are {world.world_size} processes "
+            f"that need a whole model each: load it on one device (no device_map='auto'; device_map={{'': "
+            f"accelerator.device}}), or start one process (-n 1)."
+        )
+    if _is_quantised(model) and spread and spread != {str(device)} and device.type != "cpu":
+        raise ValueError(
+            f"{_name(model)} is quantised and lies on {spread.pop()}, so it cannot be moved to {device} of rank "
+            f"{world.rank}: load it there, device_map={{'': accelerator.device}}."
+        )
+
+
+def _warn_of_neighbour(model: Module, world: World, device: torch.device) -> None:
+    foreign = {place for place in _devices(model) if place.startswith("cuda") and place != str(device)}
+    if foreign and device.type == "cuda":
+        warn_user(
+            f"rank {world.rank} of {world.world_size} made {_name(model)} on {foreign.pop()}, where another rank "
+            f"trains: prepare moves it to {device}, but what it took there is not given back. Leave .cuda() out, or "
+            "use .to(accelerator.device).",
+        )
+
+
+def _is_quantised(model: Module) -> bool:
+    inner = without_compile(model)
+    config = getattr(inner, "config", None)
+    if getattr(config, "quantization_config", None) is not None:
+        return True
+    return any(bool(getattr(inner, mark, None)) for mark in _QUANTISED_MARKS)
+
+
+def _devices(model: Module) -> set[str]:
+    """Return the devices of the model: by transformers' map if it has one, else by its parameters.
+
+    Parameters on the CPU beside others on one device are taken for an oversight, which moving the model corrects;
+    in a map they are intended.
+    """
+    mapped = getattr(without_compile(model), "hf_device_map", None)
+    if isinstance(mapped, dict):
+        return {_device_name(place) for place in mapped.values()} - _NOWHERE
+    places = {str(parameter.device) for parameter in model.parameters()} - _NOWHERE
+    return places - {"cpu"} or places
+
+
+def _device_name(place: object) -> str:
+    return f"cuda:{place}" if isinstance(place, int) else str(place)
+
+
+def _name(model: Module) -> str:
+    return type(without_compile(model)).__name__
+
+
+_OWN = {
+    "activation_checkpointing_enable": "activation_checkpointing_kwargs",
+    "gradient_checkpointing_enable": "gradient_checkpointing_kwargs",
+}
+"""Methods of models that do it themselves, newest spelling first, and their argument for torch's checkpoint."""
+
+
+def recompute_activations(model: Module, blocks: Iterable[Module] | None = None) -> None:
+    """Recompute each of `blocks`, or without `blocks` the members of the outermost lists of `model`.
+
+    Raises:
+        ValueError: no blocks were given, and none were found.
+    """
+    own = next((name for name in _OWN if hasattr(model, name)), None)
+    if blocks is None and own is not None:
+        getattr(model, own)(**{_OWN[own]: {"use_reentrant": False}})
+        return
+    chosen = list(_members(model)) if blocks is None else list(blocks)
+    if not chosen:
+        raise ValueError(
+            f"{type(model).__name__} has no ModuleList or Sequential to recompute block by block: name the blocks, "
+            "accelerator.gradient_checkpointing(model, blocks=[model.encoder, model.decoder])"
+        )
+    for block in chosen:
+        if not isinstance(block.forward, _Recomputed):
+            block.forward = _Recomputed(block, block.forward)
+
+
+def _members(module: Module) -> Iterator[Module]:
+    """Yield the members of the outermost lists of `module` that have parameters (an activation is cheap to keep)."""
+    if isinstance(module, ModuleList | Sequential):
+        yield from (member for member in module if any(True for _ in member.parameters()))
+        return
+    for child in module.children():
+        yield from _members(child)
+
+
+class _Recomputed:
+    """A block's forward under checkpoint while training. A class, so that such models can be pickled."""
+
+    def __init__(self, block: Module, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward, updated=())
+        self.block = block
+        self.forward = forward
+
+    def __nbaccel_unwrap__(self) -> Callable[..., Any]:
+        """Return what is sent from a rank to the notebook in place of this object."""
+        return self.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.block.training and torch.is_grad_enabled()):
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+
+_NOTHING = ("none", "no")
+_DEFAULT_MODE = "default"
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """Arguments of ``torch.compile``, for ``Accelerator(dynamo_plugin=…)``. None: the launch's choice.
+
+    backend: a backend's name, such as "inductor"; None or "no" compiles nothing.
+    mode, fullgraph, dynamic, options, disable: as ``torch.compile`` takes them.
+    use_regional_compilation: compile blocks that a model repeats (a ``ModuleList`` of one class) instead of the whole.
+
+    >>> TorchDynamoPlugin(backend="eager", dynamic=True).to_kwargs()
+    {'backend': 'eager', 'dynamic': True}
+    """
+
+    backend: str | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def settings(self) -> RunSettings:
+        """Return the choices that a launch can make too."""
+        return RunSettings(
+            dynamo_backend=None if self.backend is None else _backend_name(self.backend),
+            dynamo_mode=self.mode,
+            dynamo_use_fullgraph=self.fullgraph,
+            dynamo_use_dynamic=self.dynamic,
+            dynamo_use_regional_compilation=self.use_regional_compilation,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Compiling:
+    """Compiles the models of one run, by `settings` and by the options that only `plugin` has."""
+
+    settings: RunSettings
+    plugin: TorchDynamoPlugin
+
+    @property
+    def is_on(self) -> bool:
+        return (self.settings.dynamo_backend or _NOTHING[0]) not in _NOTHING
+
+    def compiled(self, model: Module) -> Module:
+        """Return `model` compiled, unless it is compiled already or nothing is to be compiled.
+
+        With regional compilation it stays the same object, and the blocks that it repeats are compiled in place.
+        """
+        if not self.is_on or is_compiled_module(model):
+            return model
+        blocks = list(_repeated(without_compile(model))) if self.settings.dynamo_use_regional_compilation else []
+        for block in blocks:
+            if block._compiled_call_impl is None:
+                block.compile(**self._arguments())
+        if blocks:
+            return model
+        wrapped: Module = torch.compile(model, **self._arguments())  # type: ignore[assignment]  # a module gives one
+        return wrapped
+
+    def _arguments(self) -> dict[str, Any]:
+        mode = self.settings.dynamo_mode
+        return {
+            "backend": self.settings.dynamo_backend,
+            "mode": None if mode == _DEFAULT_MODE else mode,  # torch takes no mode, not even this, beside options
+            "fullgraph": bool(self.settings.dynamo_use_fullgraph),
+            "dynamic": self.settings.dynamo_use_dynamic,
+            "options": self.plugin.options,
+            "disable": self.plugin.disable,
+        }
+
+
+def _backend_name(backend: Any) -> str:
+    """Return ``torch.compile``'s name of `backend`, which Accelerate spells in capitals, in an enumeration."""
+    return str(getattr(backend, "value", backend)).lower()
+
+
+def _repeated(model: Module) -> Iterator[Module]:
+    for module in model.modules():
+        if isinstance(module, ModuleList) and len(module) > 1 and len({type(block) for block in module}) == 1:
+            yield from module

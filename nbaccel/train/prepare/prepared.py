@@ -1,0 +1,165 @@
+"""Objects that one Accelerator prepared: models, optimizers, schedulers, loaders. Runs in ranks.
+
+`Prepared` stores them in the order of `prepare`, moves them, and reads and loads their state; it does not prepare
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import Module
+
+from nbaccel.train.checkpoint.content import Content
+from nbaccel.train.checkpoint.model_weights import with_tied
+from nbaccel.train.data import PreparedLoader
+from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
+from nbaccel.train.step.accumulation import Window
+from nbaccel.train.strategies import Strategy
+
+__all__ = [
+    "Prepared",
+    "remembered",
+]
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Prepared:
+    """Prepared objects by kind; false while there are none."""
+
+    models: list[Module] = field(default_factory=list)
+    optimizers: list[PreparedOptimizer] = field(default_factory=list)
+    schedulers: list[PreparedScheduler] = field(default_factory=list)
+    loaders: list[PreparedLoader] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.models or self.optimizers or self.schedulers or self.loaders)
+
+    @property
+    def _kinds(self) -> tuple[list[Any], ...]:
+        return self.models, self.optimizers, self.schedulers, self.loaders
+
+    @property
+    def everything(self) -> list[Any]:
+        return [*self.models, *self.optimizers, *self.schedulers, *self.loaders]
+
+    def keep(self, known: Sequence[Any]) -> None:
+        """Forget everything except what is in `known`."""
+        ids = set(map(id, known))
+        for entries in self._kinds:
+            entries[:] = [thing for thing in entries if id(thing) in ids]
+
+    def drop(self, things: Sequence[Any], strategy: Strategy) -> bool:
+        """Forget `things`, given as prepared objects or as the program's own; return whether any of them was known."""
+        ids = set(map(id, things))
+        dropped = False
+        for entries in self._kinds:
+            left = [entry for entry in entries if not ids & {id(entry), id(_inner(entry, strategy))}]
+            dropped |= len(left) < len(entries)
+            entries[:] = left
+        return dropped
+
+    def forget(self) -> None:
+        self.models.clear()
+        self.optimizers.clear()
+        self.schedulers.clear()
+        self.loaders.clear()
+
+    def move_to(self, device: torch.device) -> None:
+        """Move to the device of another process, or move pickled tensors that arrived on the CPU."""
+        for model in self.models:
+            model.to(device)
+        for optimizer in self.optimizers:
+            optimizer.load_state_dict(optimizer.state_dict())  # casts the state to its parameters' device
+        for loader in self.loaders:
+            loader.move_to(device)
+
+    def is_one_training(self, models: Sequence[Module], strategy: Strategy) -> bool:
+        """Return whether `models`, or without models the whole program, would train as one on all ranks."""
+        known = {id(strategy.unwrap(model)) for model in self.models}
+        if models:
+            return all(strategy.keeps_together(model) or id(strategy.unwrap(model)) in known for model in models)
+        return any(strategy.unwrap(model) is not model for model in self.models) or strategy.finds_parallel()
+
+    def model_states(self, strategy: Strategy) -> list[dict[str, Any]]:
+        return [strategy.state_dict(model) for model in self.models]
+
+    def frozen(self, strategy: Strategy) -> list[frozenset[str]]:
+        """Return for each model the names of its parameters that need no gradient."""
+        modules = [strategy.unwrap(model) for model in self.models]
+        return [
+            frozenset(
+                name for name, weight in module.named_parameters(remove_duplicate=False) if not weight.requires_grad
+            )
+            for module in modules
+        ]
+
+    def loader_states(self, window: Window, since: int | None = None) -> list[dict[str, Any]]:
+        """Return the position of each loader; batches of an open accumulation `window` count as not yet handed out.
+
+        Their gradients are in no checkpoint, so they are read again.
+        since: the program is inside an epoch that began after that many passes; see `PreparedLoader.state_in_epoch`.
+        """
+        source = getattr(window.source, "loader", None)  # of this loader, or of what skip_first_batches made of it
+        unseen = [window.unfinished if source is loader.loader else 0 for loader in self.loaders]
+        if since is None:
+            return [loader.state_dict(count) for loader, count in zip(self.loaders, unseen, strict=True)]
+        return [loader.state_in_epoch(since, count) for loader, count in zip(self.loaders, unseen, strict=True)]
+
+    def reorders(self, content: Content) -> bool:
+        """Return whether a loader saved in the middle of an epoch now gets its order in another way.
+
+        One process has plain PyTorch's order, several have one that follows from a shared seed.
+        """
+        return any(
+            state["batches"] and (state["seed"] is None) != (loader.state_dict()["seed"] is None)
+            for loader, state in zip(self.loaders, content.progress.get("loaders", ()), strict=False)
+        )
+
+    def load(self, content: Content, models: Sequence[Module], strategy: Strategy, options: Mapping[str, Any]) -> None:
+        """Load what `model_states`, `loader_states` and the other objects' ``state_dict`` returned.
+
+        models: those that the content's model states belong to.  options: for their ``load_state_dict``.
+        Raises:
+            ValueError: the number of objects differs.
+        """
+        for kind, prepared, states in (
+            ("model", models, content.models),
+            ("optimizer", self.optimizers, content.optimizers),
+            ("scheduler", self.schedulers, content.schedulers),
+        ):
+            if len(states) != len(prepared):
+                raise ValueError(
+                    f"the checkpoint holds {len(states)} {kind}(s), and {len(prepared)} are prepared: "
+                    "prepare the same ones, in the same order, before load_state"
+                )
+        for model, state in zip(models, content.models, strict=True):
+            strategy.load_state_dict(model, with_tied(strategy.unwrap(model), state), **options)
+        for optimizer, state in zip(self.optimizers, content.optimizers, strict=True):
+            optimizer.load_state_dict(state)
+        for scheduler, state in zip(self.schedulers, content.schedulers, strict=True):
+            scheduler.load_state_dict(state)
+        # An evaluation that prepares fewer loaders than the training did may load its checkpoint.
+        for loader, state in zip(self.loaders, content.progress.get("loaders", ()), strict=False):
+            loader.load_state_dict(state)
+
+
+def _inner(prepared: Any, strategy: Strategy) -> Any:
+    """Return the program's own object in a prepared one."""
+    if isinstance(prepared, Module):
+        return strategy.unwrap(prepared)
+    if isinstance(prepared, PreparedOptimizer):
+        return prepared.optimizer
+    return prepared.scheduler if isinstance(prepared, PreparedScheduler) else prepared.loader
+
+
+def remembered(thing: _T, among: list[_T]) -> _T:
+    """Return `thing`, and add it to the prepared objects in `among` if it is new."""
+    if not any(thing is known for known in among):
+        among.append(thing)
+    return thing

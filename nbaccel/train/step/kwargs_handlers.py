@@ -1,0 +1,331 @@
+"""Handlers: options for torch's DDP, GradScaler, autocast, process group and profiler. Built anywhere.
+
+The names and fields are those of `accelerate.utils`, so that programs keep their ``kwargs_handlers=[...]``. They
+are values: nothing here calls torch; the parts that they configure read their fields.
+
+Plugins of Accelerate that have no counterpart here: their arguments, and what works instead.
+
+Enumerations: choices of Accelerate that programs name, with the values that stand in their configurations.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from enum import Enum, EnumMeta, StrEnum
+from typing import Any, Literal, TypedDict
+
+from nbaccel.train.environment import parse_choice_from_env, parse_flag_from_env
+
+__all__ = [
+    "AutocastKwargs",
+    "BaseEnum",
+    "DDPCommunicationHookType",
+    "DistributedDataParallelKwargs",
+    "DynamoBackend",
+    "EnumWithContains",
+    "GradScalerKwargs",
+    "Handlers",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "PluginsNotHere",
+    "ProfileKwargs",
+    "refuse_plugins",
+    "refuse_plugins_of_the_environment",
+]
+
+
+class KwargsHandler:
+    """Base of handlers: a dataclass of options. Fields may be assigned until an Accelerator is made with it."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Check the options, and normalise them; called again when an Accelerator takes them."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, by name.
+
+        >>> GradScalerKwargs(growth_interval=100).to_kwargs()
+        {'growth_interval': 100}
+        """
+        standard = type(self)()
+        options = [option.name for option in fields(self)]  # type: ignore[arg-type]  # every subclass is a dataclass
+        return {name: value for name in options if (value := getattr(self, name)) != getattr(standard, name)}
+
+
+class DDPCommunicationHookType(StrEnum):
+    """Compression of DDP's gradients: none, half precision, or low-rank factors (PowerSGD, arXiv:1905.13727)."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+def _hook_type(
+    name: str, value: DDPCommunicationHookType | str, choices: Sequence[DDPCommunicationHookType]
+) -> DDPCommunicationHookType:
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise ValueError(f"{name} must be one of {', '.join(repr(choice.value) for choice in choices)}, got {value!r}")
+
+
+@dataclass(slots=True)
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Options of torch's `DistributedDataParallel`; used with more than one process.
+
+    dim, broadcast_buffers, bucket_cap_mb (MiB), find_unused_parameters, check_reduction, gradient_as_bucket_view,
+    static_graph: as torch documents them. `gradient_as_bucket_view` saves a copy of all gradients, in programs that
+    do not use a ``parameter.grad`` after the next backward, which overwrites it in place.
+    comm_hook: how gradients are sent.  comm_wrapper: NO, FP16 or BF16, the precision in which `comm_hook` sends.
+    comm_state_option: arguments of torch's `PowerSGDState`, such as ``{"matrix_approximation_rank": 2}``.
+
+    >>> DistributedDataParallelKwargs(comm_hook="fp16").comm_hook
+    <DDPCommunicationHookType.FP16: 'fp16'>
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_state_option: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        hook = _hook_type("comm_hook", self.comm_hook, list(DDPCommunicationHookType))
+        wrappers = [DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16]
+        wrapper = _hook_type("comm_wrapper", self.comm_wrapper, wrappers)
+        self.comm_hook, self.comm_wrapper = hook, wrapper
+
+
+@dataclass(slots=True)
+class GradScalerKwargs(KwargsHandler):
+    """Options of torch's `GradScaler`; used with ``mixed_precision="fp16"``.
+
+    min_scale: lower limit of the scale. torch's own scale would reach 0.0 after 166 skipped steps, and training would
+    continue without gradients.
+
+    >>> GradScalerKwargs(init_scale=1024.0).growth_interval
+    2000
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+    min_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_scale <= self.init_scale:
+            raise ValueError(f"min_scale must lie above 0 and at most at init_scale {self.init_scale:g}, got "
+                             f"{self.min_scale:g}")  # fmt: skip
+
+
+@dataclass(slots=True)
+class AutocastKwargs(KwargsHandler):
+    """Options of ``torch.autocast``, for prepared models and for `Accelerator.autocast`.
+
+    enabled: False computes in full precision.  cache_enabled: None leaves torch's choice.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass(slots=True)
+class InitProcessGroupKwargs(KwargsHandler):
+    """Options of ``torch.distributed.init_process_group``, where we form the group.
+
+    backend: "gloo", "nccl", ...; None chooses by device.
+    init_method: where the ranks meet; None is the way in which they were launched.
+    timeout: of a collective; None is torch's.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+
+Activity = Literal["cpu", "cuda", "xpu", "mtia", "hpu"]
+
+
+@dataclass(slots=True)
+class ProfileKwargs(KwargsHandler):
+    """Options of ``torch.profiler.profile``, for `Accelerator.profile`.
+
+    activities: "cpu", "cuda", "xpu", ...; None is what torch finds.
+    schedule_option: arguments of ``torch.profiler.schedule``: wait, warmup, active, repeat, skip_first (in steps).
+    on_trace_ready: called with the profiler after each cycle of the schedule.
+    record_shapes, profile_memory, with_stack, with_flops, with_modules: as torch documents them.
+    output_trace_dir: a folder, made if missing, for ``profile_{rank}.json`` (open it in chrome://tracing).
+    """
+
+    activities: Sequence[Activity] | None = None
+    schedule_option: Mapping[str, int] | None = None
+    on_trace_ready: Callable[[Any], Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Handlers:
+    """One handler of each kind: those that were given, and defaults for the others."""
+
+    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
+    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
+    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+    group: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
+    profile: ProfileKwargs = field(default_factory=ProfileKwargs)
+
+    @classmethod
+    def of(cls, given: Sequence[KwargsHandler] | None) -> Handlers:
+        """Return the handlers of ``kwargs_handlers=[...]``, in any order.
+
+        Raises:
+                TypeError: an object is no handler of ours.
+            ValueError: two handlers of one class.
+        """
+        places: dict[Any, str] = {known.default_factory: known.name for known in fields(cls)}
+        chosen: dict[str, KwargsHandler] = {}
+        for handler in given or ():
+            kind = type(handler)
+            if kind not in places:
+                known = ", ".join(sorted(place.__name__ for place in places))
+                raise TypeError(
+                    f"kwargs_handlers takes {known} of nbaccel.utils, got {kind.__module__}.{kind.__qualname__}"
+                )
+            if places[kind] in chosen:
+                raise ValueError(f"kwargs_handlers has two {kind.__name__}: which one holds? Give one")
+            handler.__post_init__()
+            chosen[places[kind]] = handler
+        return cls(**chosen)  # type: ignore[arg-type]
+
+
+class PluginsNotHere(TypedDict, total=False):
+    """Arguments of Accelerate's constructor that are accepted only as None."""
+
+    fsdp_plugin: Any
+    deepspeed_plugin: Any
+    deepspeed_plugins: Any
+    megatron_lm_plugin: Any
+    torch_tp_plugin: Any
+    parallelism_config: Any
+
+
+_FITS = (
+    "Every rank holds the whole model here (DDP). To make it fit: mixed_precision='bf16' or 'fp16', "
+    "gradient_accumulation_steps with a smaller batch, accelerator.gradient_checkpointing(model)."
+)
+
+_INSTEAD = {
+    "fsdp_plugin": f"a model cannot be sharded over the ranks yet. {_FITS}",
+    "deepspeed_plugin": f"DeepSpeed does not drive the training here yet. {_FITS}",
+    "deepspeed_plugins": f"DeepSpeed does not drive the training here yet. {_FITS}",
+    "megatron_lm_plugin": f"Megatron-LM does not drive the training here. {_FITS}",
+    "torch_tp_plugin": f"a model's layers are not split over the ranks here. {_FITS}",
+    "parallelism_config": (
+        "ranks are replicas here, one dimension of num_processes, which is what dp_replicate_size alone asks for: "
+        f"leave it out for that. {_FITS}"
+    ),
+}
+
+_BY_VARIABLE = {
+    "ACCELERATE_USE_FSDP": "fsdp_plugin",
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+}
+"""Variables by which `accelerate launch` tells a program to use one of them."""
+
+
+def refuse_plugins(given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Check the constructor arguments that are not nbaccel's.
+
+    known: the names of nbaccel's arguments, to suggest one for a mistyped name.
+
+    Raises:
+        NotImplementedError: an argument of Accelerate that has no counterpart here.
+        TypeError: neither library has such an argument.
+
+    >>> refuse_plugins({"fsdp_plugin": None}, ())
+    """
+    for name, value in given.items():
+        if name not in _INSTEAD:
+            alike = difflib.get_close_matches(name, [*known, *_INSTEAD], n=1)
+            meant = f"; did you mean {alike[0]}?" if alike else ""
+            raise TypeError(f"Accelerator got an unexpected keyword argument {name!r}{meant}")
+        if value is not None:
+            raise NotImplementedError(f"Accelerator({name}=…): {_INSTEAD[name]}")
+
+
+def refuse_plugins_of_the_environment() -> None:
+    """Check what `accelerate launch` has chosen for this program, which would otherwise silently train by DDP.
+
+    Raises:
+            NotImplementedError: a plugin that has no counterpart here, or a device.
+    """
+    for variable, name in _BY_VARIABLE.items():
+        if parse_flag_from_env(variable):
+            raise NotImplementedError(f"{variable}=true in the environment: {_INSTEAD[name]}")
+    if device := parse_choice_from_env("ACCELERATE_TORCH_DEVICE", ""):
+        raise NotImplementedError(
+            f"ACCELERATE_TORCH_DEVICE={device} in the environment: each rank takes the device of its number here. "
+            "Choose the GPUs that it sees with CUDA_VISIBLE_DEVICES, or the CPU with Accelerator(cpu=True)."
+        )
+
+
+class EnumWithContains(EnumMeta):
+    """A metaclass of enumerations: ``value in Enumeration`` says whether any value is one of its own."""
+
+    def __contains__(cls, item: Any) -> bool:
+        try:
+            cls(item)
+        except ValueError:
+            return False
+        return True
+
+
+class BaseEnum(Enum, metaclass=EnumWithContains):
+    """An enumeration that prints as its value and lists its values."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[Any]:
+        return [member.value for member in cls]
+
+
+class DynamoBackend(StrEnum):
+    """Backends of ``torch.compile`` in Accelerate's spelling; `Accelerator(dynamo_backend=…)` takes torch's too."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"

@@ -1,0 +1,185 @@
+"""Strategy: the interface of a way to distribute a model, and its default, a single device. Runs in ranks.
+
+Lending: decides whose gradients `forward_backward` may take over, and explains a refusal. Runs in ranks.
+
+A rank may repeat a forward alone only if nothing in it waits for peers. This module inspects modules; it runs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module, SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from nbaccel.errors import CannotSplit
+from nbaccel.train.distributed.collectives import Collectives
+from nbaccel.train.step.gradients import Gradients
+from nbaccel.train.step.kwargs_handlers import Handlers
+from nbaccel.train.step.precision import Precision, Taken
+from nbaccel.world import World
+
+__all__ = [
+    "Strategy",
+    "is_parallel",
+    "lendable",
+    "without_compile",
+]
+
+
+class Strategy:
+    """One process, one device. Subclasses are final and override what their way of distribution needs."""
+
+    has_peers = False
+    """True if gradients are exchanged with other ranks."""
+
+    recovers = False
+    """True if this training continues after running out of memory: an optimizer's step is guarded then."""
+
+    def __init__(self, world: World, device: torch.device, handlers: Handlers | None = None) -> None:
+        self.world = world
+        self.device = device
+        self.handlers = handlers or Handlers()
+
+    def setup(self, model: Module) -> Module:
+        """Return `model`, which is on its device already, as part of this strategy. Collective."""
+        return model
+
+    def keeps_together(self, model: Module) -> bool:
+        """Return whether training `model` on every rank is one training. Always so on a single device."""
+        return True
+
+    def finds_parallel(self) -> bool:
+        """Return whether this process holds a module, prepared or made by the user, that trains as one."""
+        return True
+
+    def no_sync(self, model: Module) -> AbstractContextManager[Any]:
+        """Let backward leave gradients of `model` unsynchronised while entered."""
+        return nullcontext()
+
+    def alone(self, model: Module) -> AbstractContextManager[Any]:
+        """Let neither a forward nor a backward of `model` wait for another rank while entered."""
+        return nullcontext()
+
+    def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
+        """Let backward synchronise gradients of `model` while entered, also those of a forward under `no_sync`."""
+        return nullcontext()
+
+    def await_backward(self, model: Module) -> None:
+        """Make the next backward synchronise gradients of `model`, also those of a forward under `no_sync`."""
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run the backward of `loss`. Collective where gradients synchronise in it."""
+        loss.backward(**kwargs)
+
+    def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
+        """Return the gradients of `models`, for `forward_backward` to accumulate and exchange. Collective.
+
+        This strategy has them again as soon as the program runs a forward of its own.
+
+        Raises:
+            CannotSplit: a model that exchanges something in its forward, or whose gradients are not ours to lend.
+        """
+        return Gradients([self.unwrap(model) for model in models])
+
+    def step(self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
+        """Step `optimizer`; return its result, and whether it took the step."""
+        return precision.step(optimizer, closure)
+
+    def has_finite_gradients(self, optimizer: Optimizer) -> bool:
+        """Return whether all synchronised gradients of `optimizer` are finite; equal on all ranks.
+
+        Waits for the device.
+        """
+        gradients = [
+            parameter.grad
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        # The largest magnitude: unlike a sum it cannot overflow by itself, and NaN wins against every number.
+        return not gradients or bool(torch.nn.utils.get_total_norm(gradients, float("inf")).isfinite())
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def state_dict(self, model: Module) -> dict[str, Any]:
+        """Return the whole model's state, as a single process would save it."""
+        return self.unwrap(model).state_dict()
+
+    def load_state_dict(self, model: Module, state: dict[str, Any], **options: Any) -> None:
+        """Load a state. options: as the module's own ``load_state_dict`` takes them, ``strict`` for example."""
+        self.unwrap(model).load_state_dict(state, **options)
+
+    def unwrap(self, model: Module) -> Module:
+        """Return the user's own module."""
+        return without_compile(model)
+
+
+def without_compile(model: Module) -> Module:
+    """Return the module inside ``torch.compile``'s wrapper, by the attribute in which torch keeps it."""
+    while "_orig_mod" in model._modules:
+        model = model._modules["_orig_mod"]  # type: ignore[assignment]
+    return model
+
+
+_M = TypeVar("_M", bound=Module)
+
+_INSTEAD = (
+    "For this model use accelerator.backward; if that does not fit into memory, find_executable_batch_size tries "
+    "smaller batches on all ranks, and %%accelerate --oom shrink starts the cell again with smaller ones."
+)
+
+
+def lendable(models: Sequence[Module], kind: type[_M]) -> list[_M]:
+    """Return those of `models` that exchange gradients, without ``torch.compile``; all are of the class `kind`.
+
+    Raises:
+        CannotSplit: one of them cannot run in micro-batches; gives the reason, and an alternative.
+    """
+    found: list[_M] = []
+    for model in map(without_compile, models):
+        for name, module in model.named_modules():
+            if isinstance(module, SyncBatchNorm):
+                raise CannotSplit(
+                    f"forward_backward cannot lead {_name(model)}: {name.removeprefix('module.')} is a SyncBatchNorm, "
+                    "which exchanges statistics in every forward. A rank that ran out of memory would repeat its "
+                    f"forward alone, and wait for peers that do not. BatchNorm and GroupNorm work. {_INSTEAD}"
+                )
+            if is_sharded(module):
+                raise CannotSplit(
+                    f"forward_backward cannot lead {_name(model)}: it is sharded (FSDP), so every forward gathers its "
+                    "parameters from all ranks. A rank that ran out of memory would repeat its forward alone, and "
+                    f"wait for peers that do not. {_INSTEAD}"
+                )
+        if isinstance(model, kind):
+            found.append(model)
+        elif is_parallel(model):
+            raise CannotSplit(
+                f"forward_backward exchanges gradients itself, and {_name(model)} came to prepare inside a "
+                f"DistributedDataParallel of the program's own: hand prepare the bare model. {_INSTEAD}"
+            )
+    return found
+
+
+def is_parallel(model: Module) -> bool:
+    """Return whether `model` synchronises its own gradients: DDP, or FSDP of either generation, ours or the user's."""
+    module = without_compile(model)
+    return isinstance(module, DistributedDataParallel) or is_sharded(module)
+
+
+def is_sharded(module: Module) -> bool:
+    """Return whether `module` is FSDP's, of either generation; by name, since importing them costs half a second."""
+    return any(
+        kind.__name__ in ("FullyShardedDataParallel", "FSDPModule") and kind.__module__.startswith("torch.distributed")
+        for kind in type(module).__mro__
+    )
+
+
+def _name(model: Module) -> str:
+    return type(model.module if isinstance(model, DistributedDataParallel) else model).__name__

@@ -1,1 +1,0 @@
-"""Communication between ranks: process group, collectives over nested containers, objects, and checks of agreement."""
