@@ -43,7 +43,7 @@ def launched(**flags: Any) -> list[Any]:
 def blind() -> Iterator[None]:
     """This process sees nothing that would break a fork, so its ranks have to."""
     with contextlib.ExitStack() as blinded:
-        for module in ("here", "launcher"):
+        for module in ("preflight", "launcher"):
             blinded.enter_context(mock.patch(f"nbaccel.launch.{module}.why_forks_fail", return_value=None))
         yield
 
