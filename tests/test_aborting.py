@@ -101,8 +101,8 @@ def _waits_while_an_abort_takes_long(by: str) -> tuple[float, float]:
 def test_a_rank_is_not_frozen_while_its_groups_are_aborted(by: str) -> None:
     """torch answers whether work is over with Python's lock in its hand, and waits for the abort to say so."""
     abort_s, waited_s = run_ranks(2, _waits_while_an_abort_takes_long, by)[0]
-    assert abort_s < 1.5
-    assert waited_s < 1.5
+    assert abort_s < 5
+    assert waited_s < 5
 
 
 def _leaves_a_wait() -> tuple[str, bool]:

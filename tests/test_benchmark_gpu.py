@@ -19,6 +19,8 @@ from benchmarks.party import Bout
 from benchmarks.rows import saves
 from nbaccel.hardware import Survey
 
+pytestmark = pytest.mark.full  # they test the benchmark, which is run by hand
+
 HOST = replace(PLACES["cpu"], steps=2)
 
 

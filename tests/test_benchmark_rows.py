@@ -14,6 +14,8 @@ from benchmarks.harness import Row, measure
 from benchmarks.kernels import LAUNCHERS, PLAIN
 from benchmarks.rows import inference, recovery, saves
 
+pytestmark = pytest.mark.full  # they test the benchmark, which is run by hand
+
 
 @pytest.fixture(autouse=True)
 def _disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

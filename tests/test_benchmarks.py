@@ -25,6 +25,8 @@ from benchmarks.rows import GROUPS, REPORTS, rows, starts
 from benchmarks.table import cells, document, lines
 from benchmarks.targets import AtMost, OverRaw, Target
 
+pytestmark = pytest.mark.full  # they test the benchmark, which is run by hand
+
 TINY = Training(batches=4, accumulation=2, width=4)
 
 

@@ -236,6 +236,7 @@ def trains(kernel: RealKernel) -> str:
     return str(kernel.value("nbaccel.__file__"))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_without_internet_the_lines_for_kaggle_install_there_and_train(unpacked: Path, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_looking_takes_about_a_millisecond() -> None:
     start = time.perf_counter()
     for _ in range(20):
         Processes.now().end_new_ones(patience_s=0)
-    assert (time.perf_counter() - start) / 20 < 0.02  # generous: other tests may be running on this machine
+    assert (time.perf_counter() - start) / 20 < 0.06  # generous: other tests may be running on this machine
 
 
 def test_open_descriptors_are_found_by_their_kind_and_cycles_may_close_theirs() -> None:

@@ -55,6 +55,7 @@ def test_the_quickstart_trains_a_model_that_knows_digits(
     assert mimes <= {"text/plain", "text/html", "image/png"}, "what a saved notebook cannot show has no place in it"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_the_line_alone_trains_as_without_it_and_the_accelerate_template_with_its_import_changed(

@@ -50,6 +50,7 @@ def manifest(tmp_path: Path) -> Manifest:
     return manifest
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_program_is_run_with_both_libraries_and_compared(manifest: Manifest) -> None:

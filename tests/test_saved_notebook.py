@@ -109,6 +109,7 @@ def test_nbconvert_shows_the_picture_and_the_numbers(of_500_steps: Path, folder:
     )
 
 
+@pytest.mark.full
 def test_nbconvert_that_executes_leaves_lines_of_text_and_the_picture(tmp_path: Path) -> None:
     nbformat.write(unsaved(), tmp_path / "run.ipynb")
     command = ["--to", "notebook", "--execute", "--output", "done", str(tmp_path / "run.ipynb")]

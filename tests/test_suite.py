@@ -27,7 +27,7 @@ def unit(folder: Path, **files: str) -> subprocess.CompletedProcess[str]:
         (folder / f"{name}.py").write_text(text)
     command = [sys.executable, str(REPOSITORY / "tests" / "suite.py"), "-p", "no:cacheprovider"]
     environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # installed plugins take seconds to import
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=50)
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=150)
 
 
 @pytest.mark.slow

@@ -195,6 +195,7 @@ under_torchrun = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", under_torchrun)
 def test_torchrun_says_the_same(name: str, tmp_path: Path) -> None:

@@ -332,6 +332,7 @@ def train_one_epoch(model, loader, optimizer, backward):
 PREPARES = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
 
 
+@pytest.mark.full
 @on(KAGGLE)
 def test_a_raw_loop_is_refused_if_that_is_asked_for_and_is_right_with_the_line_that_it_says(
     machine: Machine, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
@@ -188,10 +189,10 @@ def test_stop_ends_it_after_the_step_and_status_says_how_it_goes(kernel: RealKer
     running = kernel.begin(trains())
     running.end().succeeded()
     running.until(has_numbers, after_end=True)
-    status = kernel.do("%accelerate status").stdout
-    assert re.search(
-        r"^Cell In\[\d+\] has been running in the background since .*\(.*step [\d,]+.*loss [\d.]+", status, re.M
-    )
+    going = r"^Cell In\[\d+\] has been running in the background since .*\(.*step [\d,]+.*loss [\d.]+"
+    deadline = time.monotonic() + 30
+    while not re.search(going, status := kernel.do("%accelerate status").stdout, re.M):
+        assert time.monotonic() < deadline, status
     stopped = kernel.do("%accelerate stop")
     assert "finishes its step; %accelerate wait brings what it has, %accelerate stop ends it now" in stopped.stdout
     waited = kernel.run("%accelerate wait")

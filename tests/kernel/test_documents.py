@@ -79,6 +79,7 @@ def test_the_cells_of_a_page_run_one_after_the_other(kernel: RealKernel, page: P
         assert cell.status == "ok", f"{block}: {cell.error and cell.error.text}\n{cell.text}"
 
 
+@pytest.mark.full
 def test_the_readmes_cells_with_libraries_train_what_the_notebook_has(kernel: RealKernel) -> None:
     """Those of packages that the tests have; the others run where somebody has installed them."""
     cells = _cells_with_libraries()

@@ -61,7 +61,7 @@ def test_an_error_of_all_ranks_says_so_and_what_may_have_been_meant(kernel: Real
 def test_an_exception_on_any_rank_is_one_error_of_the_users_class(kernel: RealKernel, start: str, rank: int) -> None:
     cell = kernel.run(accelerate(FAILS.format(rank=rank), start, n=3))
     assert_one_traceback_with(cell, rank=rank, world_size=3, line=LINE)
-    assert cell.seconds < 3  # 0.2 s on an idle machine
+    assert cell.seconds < 10  # 0.2 s on an idle machine
     assert kernel.value("__import__('sys').last_type is Broken")
 
 
@@ -227,7 +227,7 @@ def test_a_killed_rank_ends_the_cell_while_its_peer_waits_in_a_collective(kernel
     killed_at = time.monotonic()
     os.kill(int(victim[1]), signal.SIGKILL)
     error = running.end().failed("RankDied")
-    assert time.monotonic() - killed_at < 5
+    assert time.monotonic() - killed_at < 15
     assert "rank 1 of 2" in error.evalue
     assert "SIGKILL" in error.evalue
 

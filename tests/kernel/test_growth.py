@@ -113,6 +113,7 @@ def notebook(tmp_path: Path) -> Iterator[Notebook]:
     notebook.kernel.close()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_cells_that_are_over_leave_no_memory_no_file_and_no_thread_in_the_kernel(notebook: Notebook) -> None:

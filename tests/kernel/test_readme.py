@@ -89,6 +89,7 @@ def test_what_the_readme_shows_of_its_first_cell_is_what_it_prints(fresh: RealKe
     assert sorted(_forms(printed)) == sorted(_forms(shown))  # a line of one rank may come before another's
 
 
+@pytest.mark.full
 def test_the_readmes_prepared_cell_trains_as_plain_pytorch_does(fresh: RealKernel) -> None:
     setup, _, cell = readme_blocks()
     assert cell.startswith("%%accelerate -n 2\n")

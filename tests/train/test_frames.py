@@ -5,6 +5,11 @@ Each costs time in every step and a line in every traceback. A number that can b
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +21,8 @@ from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
 
 Found = dict[str, list[str]]
+
+TESTS = Path(__file__).resolve().parent.parent
 
 
 class _Samples(Dataset[Any]):
@@ -125,20 +132,41 @@ def _assert_at_most(found: Found, most: dict[str, int]) -> None:
     assert not more, f"at most { ({line: most[line] for line in more}) }"
 
 
-@pytest.mark.parametrize(
-    ("precision", "accumulation", "around_the_model"), [("no", 1, 0), ("bf16", 2, 1), ("fp16", 1, 1)]
-)
-def test_a_line_of_a_training_is_few_frames_from_torch(
-    precision: str, accumulation: int, around_the_model: int
-) -> None:
-    _assert_at_most(_trained(precision, accumulation), MOST | {"model(batch)": around_the_model})
+CASES = [("no", 1, 0), ("bf16", 2, 1), ("fp16", 1, 1)]
+"""Precision, batches of a step, and our frames around the model."""
+
+
+@pytest.fixture(scope="module")
+def founds() -> Any:
+    """What stood on the stack of the trainings of `CASES`, of one in two ranks, and of a step in micro-batches.
+
+    In a process of their own: where a cell has run, torch's iterators and optimizers ask whether its loop is prepared.
+    """
+    code = "import json; from train import test_frames; print(json.dumps(test_frames.all_found()))"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))}
+    run = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def all_found() -> dict[str, Any]:
+    return {
+        "alone": [_trained(precision, accumulation) for precision, accumulation, _ in CASES],
+        "ranks": run_ranks(2, _trained, "no", 2),
+        "micro-batches": _in_microbatches(),
+    }
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[precision for precision, *_ in CASES])
+def test_a_line_of_a_training_is_few_frames_from_torch(founds: Any, case: int) -> None:
+    _assert_at_most(founds["alone"][case], MOST | {"model(batch)": CASES[case][2]})
 
 
 @pytest.mark.slow
-def test_in_two_ranks_it_is_no_further() -> None:
-    for found in run_ranks(2, _trained, "no", 2):
+def test_in_two_ranks_it_is_no_further(founds: Any) -> None:
+    for found in founds["ranks"]:
         _assert_at_most(found, MOST)
 
 
-def test_a_step_that_survives_a_lack_of_memory_is_few_frames_from_the_loss() -> None:
-    _assert_at_most(_in_microbatches(), {"accelerator.forward_backward(loss, batch)": 8})
+def test_a_step_that_survives_a_lack_of_memory_is_few_frames_from_the_loss(founds: Any) -> None:
+    _assert_at_most(founds["micro-batches"], {"accelerator.forward_backward(loss, batch)": 8})

@@ -447,7 +447,7 @@ class _Exchange:
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
-        self.step = ""
+        self.step = _sum_of(1)
         self.error: Exception | None = None
         self._rank, self._world_size, self._device = rank, world_size, device
         self._thread = threading.Thread(target=self._run, name="nbaccel-warm-up", daemon=True)
@@ -473,7 +473,7 @@ class _Exchange:
         numbers = torch.arange(_LARGE, dtype=torch.float32, device=self._device) % 1000
         ranks = self._world_size * (self._world_size - 1) / 2
         for count in (1, _LARGE):
-            self.step = f"a sum of {count} number{'' if count == 1 else 's'}"
+            self.step = _sum_of(count)
             total = numbers[:count] + self._rank
             dist.all_reduce(total)
             yield total, numbers[:count] * self._world_size + ranks
@@ -497,6 +497,10 @@ class _Exchange:
             f"of {received.numel()} numbers, {received.flatten()[first].item():g} instead of "
             f"{expected.flatten()[first].item():g} in number {first}. Nothing was trained."
         )
+
+
+def _sum_of(count: int) -> str:
+    return f"a sum of {count} number{'' if count == 1 else 's'}"
 
 
 def _cure() -> str:

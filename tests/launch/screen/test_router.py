@@ -442,7 +442,7 @@ def test_a_hundred_megabytes_show_beginning_and_end_and_are_all_in_the_log(tmp_p
         run.feed(0, "END\n")
         seconds = process_time() - start
         lines = run.end()
-    assert seconds < 4  # about 0.3 on two idle cores
+    assert seconds < 12  # about 0.3 on two idle cores
     assert lines[0] == "line 000000 " + "x" * 66
     assert lines[-3:-1] == ["line 000799 " + "x" * 66, "END"]
     assert 1_000_000 < len(run.screen.text) < 1_500_000

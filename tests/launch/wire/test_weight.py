@@ -183,9 +183,10 @@ def test_weighing_ends(what: str) -> None:
     began = time.monotonic()
     assert 0 <= size_of(value) < 100 * MEGABYTE
     sizes_on_devices({"value": value})
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_value_of_too_many_objects_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nbaccel.launch.ipc.nbytes._MOST_SECONDS", 30)  # on a busy machine
@@ -206,7 +207,7 @@ def test_names_share_the_time() -> None:
     }
     began = time.monotonic()
     assert sizes_of(large | {"y": torch.zeros(1000)})["y"] == 4000, "the last one is weighed, too"
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 12
 
 
 def test_an_interrupt_ends_the_weighing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,7 @@ def test_uneven_last_batch_is_cut_like_the_others() -> None:
     assert [len(rank.got[2][1]) for rank in ranks] == [1, 2]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}])
 def test_workers_prefetch_and_the_labels_keep_up(options: dict[str, Any]) -> None:
@@ -958,6 +959,7 @@ def test_several_installs_hook_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 def test_costs_little_per_batch() -> None:
     def seconds(rank: Rank | None, loader: DataLoader[Any], steps: bool) -> float:
         begin = time.perf_counter()
@@ -973,8 +975,8 @@ def test_costs_little_per_batch() -> None:
     whole = min(seconds(rank, loader, False) for _ in range(3))
     split = min(seconds(rank, loader, True) for _ in range(3))
 
-    assert whole - plain < 60e-6  # twice what it may be, for machines that are busy
-    assert split - plain < 120e-6
+    assert whole - plain < 300e-6  # 30 on an idle machine: a pass over the data set, or a copy, would be milliseconds
+    assert split - plain < 600e-6
 
 
 # Other people's loaders -----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ def main(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nbaccel.free_memory", "release_memory", "free_memory", "clear"])
 def test_criterion_29_one_none_per_object(name: str) -> None:

@@ -321,7 +321,7 @@ def _mismatch(kind: str) -> str:
             accelerator.wait_for_everyone() if rank else accelerator.gather(torch.ones(2))
         else:
             accelerator.gather(torch.ones(2, dtype=torch.float64 if rank else torch.float32))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     accelerator.wait_for_everyone()  # nothing was exchanged, so the group is still good
     return str(caught.value)
 

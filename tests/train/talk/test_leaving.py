@@ -48,7 +48,7 @@ def _fails_with_a_sum_enqueued() -> tuple[float, str, bool, bool]:
 
 def test_end_training_with_an_error_on_its_way_does_not_wait_for_what_is_enqueued() -> None:
     _, (seconds, text, is_cut, is_left) = run_ranks(2, _fails_with_a_sum_enqueued)
-    assert seconds < 5
+    assert seconds < 15
     assert text == "expected 10 classes, got 11"
     assert (is_cut, is_left) == (True, False)
 
@@ -131,7 +131,7 @@ def _ends_alone(folder: str) -> tuple[float, list[str], bool]:
 
 def test_an_end_for_which_the_peers_do_not_come_spoils_nothing(tmp_path: Any) -> None:
     (seconds, files, is_left), _ = run_ranks(2, _ends_alone, str(tmp_path))
-    assert seconds < 5
+    assert seconds < 15
     assert files == ["w.pt"]
     assert not is_left
 
@@ -158,7 +158,7 @@ def _ends_after_its_peer_has_given_it_up(dies: bool) -> tuple[float, bool, bool]
 def test_a_rank_that_is_late_at_the_end_does_not_wait_for_peers_that_have_given_it_up(dies: bool) -> None:
     """A regular end would wait for them, and could not be aborted."""
     for seconds, is_spoilt, is_left in run_ranks(2, _ends_after_its_peer_has_given_it_up, dies):
-        assert seconds < 3
+        assert seconds < 15
         assert (is_spoilt, is_left) == (False, False)
 
 
