@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tomllib
 from pathlib import Path
 
@@ -36,6 +38,26 @@ def test_writing_replaces_the_file_and_leaves_nothing_beside_it(file: ConfigFile
     file.write({"seed": 1, "cpu": True})
     file.write({"seed": 2})
     assert file.read() == {"seed": 2}
+    assert [path.name for path in file.path.parent.iterdir()] == ["nbaccel.toml"]
+
+
+def test_who_reads_while_it_is_written_reads_all_of_the_old_one(file: ConfigFile) -> None:
+    file.write({"seed": 1})
+    old = file.path.read_text()
+    with file.path.open() as reader:
+        file.write({"seed": 2, "cpu": True})
+        assert reader.read() == old
+
+
+def test_a_write_that_fails_on_its_way_leaves_the_old_file_and_nothing_beside_it(
+    file: ConfigFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write({"seed": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        with pytest.raises(ValueError, match="cannot be written: No space left"):
+            file.write({"seed": 2})
+    assert file.read() == {"seed": 1}
     assert [path.name for path in file.path.parent.iterdir()] == ["nbaccel.toml"]
 
 

@@ -147,7 +147,7 @@ def refusals(kind: str, dtype: str, **environ: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "dtype", "isa"),
     [
-        ("linear", "bfloat16", "DEFAULT"),
+        pytest.param("linear", "bfloat16", "DEFAULT", marks=pytest.mark.full),  # minutes of one core
         ("recurrent", "float32", "DEFAULT"),
         *(
             pytest.param(kind, dtype, isa, marks=pytest.mark.full)

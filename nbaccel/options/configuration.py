@@ -15,6 +15,7 @@ import json
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,6 +90,8 @@ class ConfigFile:
             temporary.write_text(_HEADING + "".join(lines), encoding="utf-8")
             os.replace(temporary, self.path)
         except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
             raise ValueError(f"{self.path.absolute()} cannot be written: {error.strerror}.") from error
 
 
