@@ -23,7 +23,7 @@ from nbaccel.errors import ResultsMissing, RunStopped
 from nbaccel.hardware import Survey
 from nbaccel.launch.diagnosis import PostMortem, failed_alike
 from nbaccel.launch.gpu_trouble import before_a_run
-from nbaccel.launch.inline import ends_its_group, left_for_why, run_inline
+from nbaccel.launch.inline import ends_its_group, run_inline
 from nbaccel.launch.ipc.reports import begin_with_users_frames, show_users_frames
 from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, Start
 from nbaccel.launch.kernel_models import Cards, SetAside, kernel_freed
@@ -169,7 +169,6 @@ def _show(
 
     aside: the objects that the notebook moves off the GPUs during the run.
     """
-    launcher.post_mortem = None  # it belonged to the previous run
     assert isinstance(spec.task, FunctionTask)
     title = _call_in_words(spec.task.function, spec.task.args, spec.task.kwargs)
     facts = RunFacts(title, str(devices), devices.names())
@@ -187,21 +186,20 @@ def _conclude(outcome: LaunchResult, spec: LaunchSpec, launcher: Launcher, shown
     try:
         values = [outcome.values(rank).get("value") for rank in range(spec.world_size)]
         error, word = _how_it_ended(outcome, seconds)
-        if error is not None:
-            launcher.post_mortem = PostMortem.of(title, word, error, outcome.ended)
+        post_mortem = PostMortem.of(title, word, error, outcome.ended)
         run = _as_run(outcome, values, shown.history, error, seconds)
     finally:
         outcome.close()
     if run.stopped:
         shown.write("stdout", f"{run.stopped}\n")
     shown.end(word, run.seconds, error, None if failed_alike(outcome.ended) else outcome.ended.first_failed)
-    return _kept(run, shown, launcher)
+    return _kept(run, post_mortem, shown, launcher)
 
 
-def _kept(run: Run, shown: RunView, launcher: Launcher) -> Run:
+def _kept(run: Run, post_mortem: PostMortem | None, shown: RunView, launcher: Launcher) -> Run:
     """Return the run with the facts and the state that were shown; it becomes `nbaccel.last_run`."""
     run.facts, run.state = shown.facts, shown.state
-    launcher.last_run = run.light()
+    launcher.remember(run.light(), post_mortem)
     return run
 
 
@@ -284,14 +282,19 @@ def _launch_inline(spec: LaunchSpec, devices: Devices, survey: Survey, check: bo
     """Run a function in this process.  news: a line to print about that; empty for none."""
     launcher, start = default_launcher(), spec.start
     error: BaseException | None = None
+    post_mortem: PostMortem | None = None
     stopped = ""
     with launcher.turn():
         shown, title = _show(launcher, spec, devices, survey)
         if news:
             shown.write("stdout", f"{news}\n")
         try:
-            with shown.until_its_end(), ends_its_group(launcher), left_for_why(launcher, title, spec.task):
-                run_inline(spec, [shown])
+            with shown.until_its_end(), ends_its_group(launcher):
+                try:
+                    run_inline(spec, [shown])
+                except (Exception, KeyboardInterrupt) as failure:
+                    post_mortem = PostMortem.of_this_process(title, failure, spec.task)
+                    raise
         except RunStopped as stop:
             stopped = str(stop)
             shown.write("stdout", f"{stopped}\n")
@@ -300,7 +303,7 @@ def _launch_inline(spec: LaunchSpec, devices: Devices, survey: Survey, check: bo
     assert isinstance(spec.task, FunctionTask)
     value = spec.task.value
     run = Run([value], shown.history, error, start.method, start.reason, "", shown.seconds, stopped=stopped)
-    _kept(run, shown, launcher)
+    _kept(run, post_mortem, shown, launcher)
     if error is not None and (check or not isinstance(error, Exception)):
         try:
             raise error

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.errors import RankDied, RanksFailed
+from nbaccel.errors import RankDied, RanksFailed, RunStopped
 from nbaccel.failures import Failure, classify
 from nbaccel.launch.ipc.loader_workers import WorkerEnd
 from nbaccel.launch.ipc.payload import unpack_what_can_be_rebuilt
@@ -338,7 +338,10 @@ class PostMortem:
     is_everyones: bool = False
 
     @classmethod
-    def of(cls, title: str, end: str, error: BaseException, ended: RunResult) -> PostMortem:
+    def of(cls, title: str, end: str, error: BaseException | None, ended: RunResult) -> PostMortem | None:
+        """Return the record of a run; None without an error."""
+        if error is None:
+            return None
         return cls(
             title,
             end,
@@ -350,18 +353,27 @@ class PostMortem:
         )
 
     @classmethod
-    def of_this_process(cls, title: str, error: BaseException, task: Task) -> PostMortem:
-        """Return the record of a run in the kernel's own process, taken when `error` has just left the user's code."""
+    def of_this_process(cls, title: str, error: BaseException, task: Task) -> PostMortem | None:
+        """Return the record of a run in the kernel's own process, while the user's names still exist.
+
+        None if `error`, which has just left the user's code, is the planned end at a limit of its own, or where the
+        record cannot be made: a post-mortem must not change how the run ends.
+        """
+        if isinstance(error, RunStopped):
+            return None
         is_stopped = isinstance(error, KeyboardInterrupt)
-        snapshot = StackSnapshot(scenes(error.__traceback__, *task.left_behind()))
-        return cls(
-            title,
-            "stopped" if is_stopped else "failed",
-            _headline_of_error(error),
-            None if is_stopped else 0,
-            ("was interrupted" if is_stopped else f"raised {type(error).__name__}",),
-            {0: StackSnapshot.from_json(snapshot.to_json())},
-        )
+        try:
+            snapshot = StackSnapshot(scenes(error.__traceback__, *task.left_behind()))
+            return cls(
+                title,
+                "stopped" if is_stopped else "failed",
+                _headline_of_error(error),
+                None if is_stopped else 0,
+                ("was interrupted" if is_stopped else f"raised {type(error).__name__}",),
+                {0: StackSnapshot.from_json(snapshot.to_json())},
+            )
+        except Exception:  # raised by code of the user's own classes
+            return None
 
 
 def _headline_of_error(error: BaseException) -> str:

@@ -21,14 +21,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from nbaccel.errors import RunStopped
 from nbaccel.events import Event, Listener, Sink, StepEntered, StepsEnded, outlet
-from nbaccel.launch.diagnosis import PostMortem
 from nbaccel.launch.ipc.ring import RingWriter
-from nbaccel.launch.ipc.spec import LaunchSpec, Task, load_named
+from nbaccel.launch.ipc.spec import LaunchSpec, load_named
 from nbaccel.launch.ipc.telemetry import Rings, Telemetry
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.processes.shutdown import FINISHING, NOTICE_AFTER_S, TICK_S, finishing_s
@@ -39,7 +38,6 @@ from nbaccel.output.router import ConsoleScreen
 __all__ = [
     "InlineStop",
     "ends_its_group",
-    "left_for_why",
     "run_inline",
 ]
 
@@ -88,22 +86,6 @@ def _default_group() -> Any:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     return distributed.group.WORLD
-
-
-@contextmanager
-def left_for_why(launcher: Launcher, title: str, task: Task) -> Iterator[None]:
-    """Keep a post-mortem if the run fails or is interrupted, as other runs do, while the user's names still exist.
-
-    title: the run in words.
-    """
-    try:
-        yield
-    except RunStopped:  # it reached its own limit, as planned
-        raise
-    except (Exception, KeyboardInterrupt) as error:
-        with suppress(Exception):  # a post-mortem must not change how the run ends
-            launcher.post_mortem = PostMortem.of_this_process(title, error, task)
-        raise
 
 
 def _say(line: str) -> None:

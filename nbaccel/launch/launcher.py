@@ -73,20 +73,17 @@ _WARM_MODULES = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parall
 class Launcher:
     """Runs tasks, one after the other; owns the resources that they share (`LauncherResources`).
 
-    occupied: the reason why no caller should wait for the present run; a run that would wait is refused with it. Empty:
-    it waits.
-    post_mortem: that of the last run, if it ended badly; set by the code that concludes a run.
     ended_group: torch's group that a run in this process has left; kept until the next run, see `ends_its_group`.
-    last_run: the last run, as `Run.light` leaves it; None before the first.
+    last_run, post_mortem: see `remember`; None before the first run.
     """
 
     def __init__(self) -> None:
         self.audience = Audience()
-        self.occupied = ""
-        self.post_mortem: PostMortem | None = None
         self.last_run: Run | None = None
+        self.post_mortem: PostMortem | None = None
         self.ended_group: Any = None
         self._one_at_a_time = threading.RLock()  # a function that runs in this process may start ranks
+        self._occupied = ""
         self._residents: list[PersistentWorkers] = []
 
     @functools.cached_property
@@ -99,34 +96,44 @@ class Launcher:
         """Return the purpose of each helper process, see `LauncherResources.helpers`."""
         return self.keeper.helpers() if "keeper" in self.__dict__ else {}
 
-    def run(self, spec: LaunchSpec, watching: RunObservers) -> LaunchResult:
+    def run(self, spec: LaunchSpec, watching: RunObservers, occupied: str = "") -> LaunchResult:
         """Start the ranks, show their output, and return when no process of the run is left.
 
         watching: the observers of the run; those of a run that is started again observe both attempts.
+        occupied: see `turn`.
 
         Raises:
             NestedLaunch: this process is a rank itself.
-            LaunchRefused: a run goes on for which no caller should wait, see `occupied`.
+            LaunchRefused: a run goes on for which no caller should wait, see `turn`.
             CannotSend, CannotFork: nothing was started.
         """
         refuse_nested_launch()
-        with self.turn():
+        with self.turn(occupied):
             return self._run(spec, watching)
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self, occupied: str = "") -> Iterator[None]:
         """Serialize the runs that several threads start. A run may start another one, in its own thread.
 
+        occupied: the reason why no other caller should wait for this run: it is refused with that. Empty: it waits.
+
         Raises:
-            LaunchRefused: a run goes on for which no caller should wait, see `occupied`.
+            LaunchRefused: the run of another thread is one for which no caller should wait.
         """
-        if not self._one_at_a_time.acquire(blocking=not self.occupied):
-            raise LaunchRefused(self.occupied)
+        if not self._one_at_a_time.acquire(blocking=not self._occupied):
+            raise LaunchRefused(self._occupied)
+        outer = self._occupied
         try:
+            self._occupied = occupied or outer
             self.ended_group = None
             yield
         finally:
+            self._occupied = outer
             self._one_at_a_time.release()
+
+    def remember(self, run: Run, post_mortem: PostMortem | None) -> None:
+        """Keep a run that is over, as `Run.light` leaves it, and its post-mortem, if it ended badly, until the next."""
+        self.last_run, self.post_mortem = run, post_mortem
 
     def _run(self, spec: LaunchSpec, watching: RunObservers) -> LaunchResult:
         _load_once(spec)
@@ -189,7 +196,7 @@ class Launcher:
                     raise KeyboardInterrupt
                 if error is not None:
                     raise error
-                return PersistentWorkers(spec, crew, home, ended, lock=self._one_at_a_time, new_log=self.keeper.new_log)
+                return PersistentWorkers(spec, crew, home, ended, turn=self.turn, new_log=self.keeper.new_log)
         except BaseException:
             crew.close()
             raise

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from nbaccel.launch.diagnosis import verdict
 from nbaccel.launch.ipc.reports import signal_name
@@ -43,7 +42,7 @@ class PersistentWorkers:
     """The persistent ranks of one start. Their owner closes them.
 
     spec: the specification of their start.  ended: the result of the start.  home: the kernel's record of their names.
-    lock: serializes runs.  new_log: returns the path of the next run's log.
+    turn: `Launcher.turn`.  new_log: returns the path of the next run's log.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class PersistentWorkers:
         home: SharedNamespace,
         ended: RunResult,
         *,
-        lock: AbstractContextManager[Any],
+        turn: Callable[[str], AbstractContextManager[None]],
         new_log: Callable[[], str],
     ) -> None:
         self.spec = spec
@@ -61,7 +60,7 @@ class PersistentWorkers:
         self.since = time.time()
         self.is_open = True
         self._crew = crew
-        self._lock = lock
+        self._turn = turn
         self._new_log = new_log
         self._names: dict[int, frozenset[str]] = {}
         self._standings: dict[int, CollectivePosition] = {}
@@ -84,13 +83,16 @@ class PersistentWorkers:
         outsiders: Collection[int] = (),
         timeout_s: float | None = None,
         hang_timeout_s: float | None = None,
+        occupied: str = "",
     ) -> LaunchResult:
         """Run a task in the ranks; return when all have reported, and wait again.
 
         title: the task in words.  outsiders: ranks that take no part.  The limits are those of `LaunchSpec`.
+        occupied: see `Launcher.turn`.
         A rank that has to be killed, since it does not react, is gone; the others stay.
 
         Raises:
+            LaunchRefused: a run of another thread goes on for which no caller should wait.
             CannotSend: a name cannot be sent to the ranks; they have not been asked.
             TimeoutError: `timeout_s` was over before all was packed; they have not been asked either.
         """
@@ -100,7 +102,7 @@ class PersistentWorkers:
         spec = replace(self.spec, task=task, timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
         renewal: tuple[int, int] | None = None
         host, witness, log_path = OomKillWatch(), RunRecorder(), self._new_log()
-        with self._lock, self._at_work():
+        with self._turn(occupied), self._at_work():
             self.home.there = frozenset.intersection(*(self._names[rank] for rank in insiders))
             with endable(timeout_s, watching.beside):
                 parcel = task.pack()
@@ -129,7 +131,7 @@ class PersistentWorkers:
 
     def close(self, watching: RunObservers) -> None:
         """End the ranks as at the end of a run; no process of theirs is left."""
-        with self._lock, self._at_work():
+        with self._turn(""), self._at_work():
             if not self.is_open:
                 return
             try:

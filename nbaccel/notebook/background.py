@@ -66,13 +66,16 @@ class BackgroundRun(Pollable):
         Raises:
             The error that kept the run from starting.
         """
-
+        occupied = (
+            f"{self.cell} has been running in the background since {self.began_at}, and one run at a time uses the "
+            "devices: %accelerate wait for it, or %accelerate stop it."
+        )
         torch_flags = TorchFlags.of_this_thread()
 
         def go() -> None:
             try:
                 torch_flags.apply()
-                self.run.go(host, listeners=listeners, beside=[self, *beside])
+                self.run.go(host, listeners=listeners, beside=[self, *beside], occupied=occupied)
                 self.run.show_end()
                 self._say_what_waits()
             except BaseException as trouble:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from nbaccel.display.run_view import RunView
 from nbaccel.errors import NotPrepared, ResultsMissing
 from nbaccel.events import Listener
-from nbaccel.launch.diagnosis import failed_alike
+from nbaccel.launch.diagnosis import PostMortem, failed_alike
 from nbaccel.launch.ipc.cell_task import RANDOM, RESULT, CellSource, CellTask
 from nbaccel.launch.ipc.kernel_state import are_here, set_random_states
 from nbaccel.launch.ipc.spec import LaunchSpec
@@ -53,7 +53,7 @@ class DisplayData:
 class Host(Protocol):
     """Runs a spec by ranks: a `Launcher`, or persistent ranks."""
 
-    def run(self, spec: LaunchSpec, watching: RunObservers) -> LaunchResult:
+    def run(self, spec: LaunchSpec, watching: RunObservers, occupied: str = "") -> LaunchResult:
         """Run the spec, see `Launcher.run`."""
 
 
@@ -63,7 +63,8 @@ class CellRun:
     shown: the view of the run.  error, end, seconds: its exception, its end in one word, and the duration of all its
     attempts together; valid after `go`.
     told: see `LeftByCell`.
-    remember: gets the run that becomes `nbaccel.last_run`, once the ranks have ended; its value comes with `conclude`.
+    remember: gets the run that becomes `nbaccel.last_run`, and its post-mortem, once the ranks have ended; its value
+    comes with `conclude`.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class CellRun:
         spec: LaunchSpec,
         shown: RunView,
         told: set[str],
-        remember: Callable[[Run], None] = lambda run: None,
+        remember: Callable[[Run, PostMortem | None], None] = lambda run, post_mortem: None,
     ) -> None:
         self.plan = plan
         self.source = source
@@ -99,8 +100,12 @@ class CellRun:
         assert self._outcome is not None, "the run has not ended"
         return self._outcome
 
-    def go(self, host: Host, *, listeners: Sequence[Listener] = (), beside: Sequence[Pollable] = ()) -> None:
+    def go(
+        self, host: Host, *, listeners: Sequence[Listener] = (), beside: Sequence[Pollable] = (), occupied: str = ""
+    ) -> None:
         """Run to the end, by `host`; no process of the run is left except persistent ranks.
+
+        occupied: see `Launcher.turn`.
 
         Raises:
             LaunchRefused: nothing was started. The run's own error is not raised, but kept.
@@ -108,11 +113,11 @@ class CellRun:
         shown_ranks = self.plan.options.shown_ranks(self.spec.world_size)
         watching = RunObservers(self.shown, shown_ranks, listeners=[self.shown, *listeners], beside=beside)
         with interrupts_in_one_line():
-            self._outcome = host.run(self.spec, watching)
+            self._outcome = host.run(self.spec, watching, occupied)
         self.seconds = self.shown.elapsed_s
         self.error, self.end = _how_it_ended(self._outcome, self.plan, self.seconds, self.shown.history.first_step)
         self._kept = self._as_run(self._outcome).light()
-        self._remember(self._kept)
+        self._remember(self._kept, PostMortem.of(self.source.name, self.end, self.error, self._outcome.ended))
 
     @property
     def has_left_something(self) -> bool:

@@ -334,7 +334,7 @@ class Lodging:
     def ranks(self) -> list[int]:
         return [rank for rank in range(self.residents.spec.world_size) if rank not in self.outsiders]
 
-    def run(self, spec: LaunchSpec, watching: RunObservers) -> LaunchResult:
+    def run(self, spec: LaunchSpec, watching: RunObservers, occupied: str = "") -> LaunchResult:
         """Run the spec, see `PersistentWorkers.run`."""
         return self.residents.run(
             spec.task,
@@ -343,6 +343,7 @@ class Lodging:
             outsiders=self.outsiders,
             timeout_s=spec.timeout_s,
             hang_timeout_s=spec.hang_timeout_s,
+            occupied=occupied,
         )
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ from nbaccel.errors import LaunchRefused, RunStopped
 from nbaccel.hardware import Survey
 from nbaccel.launch.diagnosis import PostMortem
 from nbaccel.launch.gpu_trouble import before_a_run
-from nbaccel.launch.inline import left_for_why, run_inline
+from nbaccel.launch.inline import run_inline
 from nbaccel.launch.ipc.cell_task import RESULT, CellSource, CellTask
 from nbaccel.launch.ipc.spec import LaunchSpec, Results
 from nbaccel.launch.kernel_models import Cards, SetAside, held_here, kernel_freed
@@ -144,11 +144,12 @@ class Session:
                 if not (why := self._why_not_in_the_background(plan)):
                     return self._leave(host, plan, source, task, spec)
                 self.say(f"--bg: {why}, so this cell waits for its run")
-        self.launcher.post_mortem = None
         if plan.start.method == "inline":
             return self._run_inline(spec, source.name, task, self._show(plan, source, spec, PanelSink()))
         with steered(self.shell, self._former_button) as (frames, beside):
-            run = CellRun(plan, source, task, spec, self._show(plan, source, spec, frames), self._told, self._remember)
+            run = CellRun(
+                plan, source, task, spec, self._show(plan, source, spec, frames), self._told, self.launcher.remember
+            )
             self.rank_memory.begin(source.name)
             freed = kernel_freed(self._movable(plan), self.say) if plan.options.free_kernel else nullcontext()
             try:
@@ -287,16 +288,10 @@ class Session:
         # Clicks come between cells, as all messages do.
         button = StopControl(None, set(), "Stop: %accelerate stop", self._former_button)
         shown = self._show(plan, source, spec, button, CellScreen(self.shell.kernel))
-        run = CellRun(
-            plan, source, task, replace(spec, no_restart=_MAY_HAVE_CHANGED), shown, self._told, self._remember
-        )
+        spec = replace(spec, no_restart=_MAY_HAVE_CHANGED)
+        run = CellRun(plan, source, task, spec, shown, self._told, self.launcher.remember)
         self.rank_memory.begin(source.name)
-        self.launcher.post_mortem = None
-        current = self.background.begin(run, host, [self.rank_memory], [button])
-        self.launcher.occupied = (
-            f"{current.cell} has been running in the background since {current.began_at}, and one run at a time uses "
-            "the devices: %accelerate wait for it, or %accelerate stop it."
-        )
+        self.background.begin(run, host, [self.rank_memory], [button])
         self.say("in the background: %accelerate wait, status, attach and stop come back to it")
 
     # --- after the run -----------------------------------------------------------------------------------------
@@ -316,21 +311,13 @@ class Session:
             screen.publish({"kind": "display", "data": data, "metadata": metadata})
         self.say(f"{run.facts.title}: {run.in_a_line()}")
 
-    def _remember(self, run: Run) -> None:
-        self.launcher.last_run = run
-
     def _conclude(self, run: CellRun) -> Any:
         """Conclude a run that is over: bring its values back, raise its error, and record how it went."""
-        self.launcher.occupied = ""
-        ended = run.outcome.ended
         self.last_run = LastRun(run.source.name, run.end, run.seconds)
-        self.launcher.post_mortem = (
-            None if run.error is None else PostMortem.of(run.source.name, run.end, run.error, ended)
-        )
         try:
             return run.conclude(self.shell.user_ns, self.say)
         finally:
-            if ended.stays:
+            if run.outcome.ended.stays:
                 self.stay.after(run.error)
 
     def _conclude_and_show(self, run: CellRun) -> Any:
@@ -344,10 +331,15 @@ class Session:
         """Run the cell in the notebook's own process."""
         leaving = self._as_written if task.leaves_all else self._only_out_changes
         error: BaseException | None = None
+        post_mortem: PostMortem | None = None
         stopped, value = "", None
         try:
-            with shown.until_its_end(), leaving(task), left_for_why(self.launcher, title, task):
-                run_inline(spec, [shown])
+            with shown.until_its_end(), leaving(task):
+                try:
+                    run_inline(spec, [shown])
+                except (Exception, KeyboardInterrupt) as failure:
+                    post_mortem = PostMortem.of_this_process(title, failure, task)
+                    raise
             results = task.results_here()
             value = results.values.get(RESULT)
             raise_if_missing(results.missing, task.out)
@@ -364,7 +356,7 @@ class Session:
             start = spec.start
             run = Run([value], shown.history, error, start.method, start.reason, "", shown.seconds, stopped=stopped)
             run.facts, run.state = shown.facts, shown.state
-            self._remember(run.light())
+            self.launcher.remember(run.light(), post_mortem)
             del run, error
         return _value_of(results)
 

@@ -411,19 +411,17 @@ def test_it_does_not_wait_for_a_run_in_the_background(launcher: Launcher) -> Non
     is_there, is_over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with launcher.turn():
+        with launcher.turn("cell [3] has been running in the background"):
             is_there.set()
             is_over.wait()
 
     thread = threading.Thread(target=hold)
     thread.start()
     is_there.wait()
-    launcher.occupied = "cell [3] has been running in the background"
     try:
         with pytest.raises(LaunchRefused, match=r"cell \[3\]"):
             notebook_launcher(seen.append, ("never",), num_processes=1)
     finally:
-        launcher.occupied = ""
         is_over.set()
         thread.join()
     assert seen == []
