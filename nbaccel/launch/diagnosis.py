@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbaccel.errors import RankDied, RanksFailed, RunStopped
-from nbaccel.failures import Failure, classify
+from nbaccel.failures import Failure
 from nbaccel.launch.ipc.loader_workers import WorkerEnd
 from nbaccel.launch.ipc.payload import unpack_what_can_be_rebuilt
 from nbaccel.launch.ipc.reports import ErrorLink, Naming, RankFailure, RankReport, StackSnapshot, signal_name
@@ -275,7 +275,7 @@ def advice(links: Sequence[ErrorLink], host: OomKillWatch, *, is_fork: bool = Tr
     last = links[-1]
     text = "\n".join(last.headline)
     known = next((found.expand(line) for pattern, line in _TABLE if (found := pattern.search(text))), "")
-    if not known and classify(last.type_name, text) is Failure.BROKEN_FORK:
+    if not known and last.kind is Failure.BROKEN_FORK:
         return _BROKEN_FORK if is_fork else _SILENT_DRIVER
     return known or ("" if last.worker is None else _dead_worker(last.worker, host))
 

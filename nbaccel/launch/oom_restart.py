@@ -26,7 +26,7 @@ from pathlib import Path
 
 from nbaccel.demand import WHAT_HELPS, Demand, in_words
 from nbaccel.events import Checkpoint, Event, LoopEntered, Memory, Opened, OutOfMemory, Progress
-from nbaccel.failures import Failure, classify
+from nbaccel.failures import Failure
 from nbaccel.hardware import Gpu, out_of_memory_kills, usable_memory
 from nbaccel.launch.ipc.reports import ErrorLink, Place, signal_name
 from nbaccel.launch.ipc.spec import LaunchSpec
@@ -169,19 +169,18 @@ class _Death:
             if ended.exit_codes[rank] != -signal.SIGKILL:
                 return None
             return cls(rank, f"was killed by {signal_name(signal.SIGKILL)}", attempt.host.explain_kill())
-        for link in _causes(report.links) if report.status == "failed" else ():
-            demand = link.demand or Demand()
-            # `classify` takes the class and the text apart: a headline begins with the class.
-            text = "\n".join(link.headline).partition(": ")[2]
-            match classify(link.type_name, text, demand.fullness):
-                case Failure.OUT_OF_MEMORY if any(_OPTIMIZERS in place[0] for place in link.places):
-                    where = "the optimizer's step"
-                    return cls(rank, "ran out of memory", "in an optimizer's step", where, _Refusal.of(rank, link))
-                case Failure.OUT_OF_MEMORY:
-                    return cls(rank, "ran out of memory", refusal=_Refusal.of(rank, link))
-                case Failure.DEVICE_LOST:
-                    return cls(rank, "lost its device", link.headline[-1], doubt=link.headline[-1])
-        return None
+        if (link := report.cause) is None:
+            return None
+        match link.kind:
+            case Failure.OUT_OF_MEMORY if any(_OPTIMIZERS in place[0] for place in link.places):
+                where = "the optimizer's step"
+                return cls(rank, "ran out of memory", "in an optimizer's step", where, _Refusal.of(rank, link))
+            case Failure.OUT_OF_MEMORY:
+                return cls(rank, "ran out of memory", refusal=_Refusal.of(rank, link))
+            case Failure.DEVICE_LOST:
+                return cls(rank, "lost its device", link.headline[-1], doubt=link.headline[-1])
+            case _:
+                return None
 
 
 class OomRestartPolicy:
@@ -295,16 +294,6 @@ def wait_for_memory(gpus: Sequence[Gpu], ended: RunResult, look: Callable[[], Se
         if time.monotonic() > deadline:
             return
         time.sleep(_RELEASE_LOOK_S)
-
-
-def _causes(links: Sequence[ErrorLink]) -> Sequence[ErrorLink]:
-    """Return the error that left the cell, and those that directly caused it: ``raise … from``."""
-    causes: list[ErrorLink] = []
-    for link in reversed(links):
-        if causes and link.relation != "which directly caused:":
-            break
-        causes.append(link)
-    return causes
 
 
 def _smaller(spec: LaunchSpec, ended: RunResult, loop: LoopEntered, checkpoint: str) -> LaunchSpec:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch.ipc.reports import describe
+from nbaccel.failures import Failure
+from nbaccel.launch.ipc.reports import ErrorLink, RankReport, describe
 
 
 def _misspells_a_local() -> None:
@@ -35,3 +36,42 @@ def test_what_may_have_been_meant_is_said_on_every_python(act: Any, said: str) -
         act()
     (link,) = describe(caught.value)
     assert link["headline"] == [said]
+
+
+def report_of(error: BaseException) -> RankReport:
+    return RankReport("failed", -1, links=[ErrorLink.from_json(link) for link in describe(error)])
+
+
+def chained(error: Exception, cause: Exception, directly: bool) -> Exception:
+    if directly:
+        error.__cause__ = cause
+    else:
+        error.__context__ = cause
+    return error
+
+
+LOST = "[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:3"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("expected 10 classes, got 11"), Failure.USER),
+        (RuntimeError(LOST), Failure.PEER_LOST),
+        (chained(ValueError("the epoch failed"), RuntimeError(LOST), directly=True), Failure.PEER_LOST),
+        (chained(ValueError("the epoch failed"), RuntimeError(LOST), directly=False), Failure.USER),
+        (chained(ValueError("the epoch failed"), MemoryError(), directly=True), Failure.OUT_OF_MEMORY),
+        (RuntimeError("std::bad_alloc"), Failure.OUT_OF_MEMORY),
+    ],
+)
+def test_the_kind_of_a_failure_is_that_of_the_error_or_of_what_directly_caused_it(
+    error: BaseException, kind: Failure
+) -> None:
+    report = report_of(error)
+    assert report.kind is kind
+    assert report.is_consequence is (kind is Failure.PEER_LOST)
+
+
+@pytest.mark.parametrize("status", ["ok", "stopped", "exited"])
+def test_what_did_not_fail_by_an_error_has_no_kind(status: str) -> None:
+    assert RankReport(status, -1).kind is None

@@ -56,6 +56,8 @@ _ALIKE = 0.75
 _FIRST_PLACES, _LAST_PLACES = 10, 20
 """Number of places of a long traceback that are shown, at its beginning and end; a recursion has a thousand."""
 
+_CAUSED = "which directly caused:"
+
 Place = tuple[str, int, str, str]  # filename, line number, function, source line
 Naming = Callable[[str], str | None]  # filename -> "Cell In[5]"
 
@@ -81,6 +83,13 @@ class ErrorLink:
         places = _users_places(error.__traceback__)
         worker = dead_worker(error, "\n".join(headline))
         return cls(type(error).__qualname__, headline, places, relation, worker, Demand.of(error))
+
+    @property
+    def kind(self) -> Kind:
+        """Return the kind of this exception by itself; that of the whole failure is `RankReport.kind`."""
+        # `classify` takes the class and the text apart: a headline begins with the class.
+        text = "\n".join(self.headline).partition(": ")[2]
+        return classify(self.type_name, text, None if self.demand is None else self.demand.fullness)
 
     @classmethod
     def from_json(cls, link: dict[str, Any]) -> ErrorLink:
@@ -108,7 +117,7 @@ def describe(error: BaseException) -> list[dict[str, Any]]:
         values = {name: getattr(link, name) for name in ErrorLink.__slots__}
         links.append(values | {"demand": None if link.demand is None else asdict(link.demand)})
         if current.__cause__ is not None:
-            current, relation = current.__cause__, "which directly caused:"
+            current, relation = current.__cause__, _CAUSED
         elif current.__context__ is not None and not current.__suppress_context__:
             current, relation = current.__context__, "and while this was handled:"
         else:
@@ -453,12 +462,30 @@ class RankReport:
         return self.status in ("failed", "exited")
 
     @property
+    def cause(self) -> ErrorLink | None:
+        """Return the exception that decides the kind of the failure; None if the rank did not fail by one.
+
+        It is the one that left the cell, or the first that directly caused it, ``raise … from``, that is more than an
+        error in the program.
+        """
+        if self.status != "failed" or not self.links:
+            return None
+        for link in reversed(self.links):
+            if link is not self.links[-1] and link.relation != _CAUSED:
+                break
+            if link.kind is not Kind.USER:
+                return link
+        return self.links[-1]
+
+    @property
+    def kind(self) -> Kind | None:
+        """Return the kind of the failure; None if the rank did not fail by an exception."""
+        return None if (cause := self.cause) is None else cause.kind
+
+    @property
     def is_consequence(self) -> bool:
         """Return whether this failure says only that another rank was lost."""
-        if self.status != "failed" or not self.links:
-            return False
-        last = self.links[-1]
-        return classify(last.type_name, "\n".join(last.headline)) is Kind.PEER_LOST
+        return self.kind is Kind.PEER_LOST
 
     def close(self) -> None:
         if self.parcel_fd >= 0:
