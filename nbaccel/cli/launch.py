@@ -25,7 +25,8 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
 from nbaccel.launch.cluster.elastic import Elastic, Nodes, Program
 from nbaccel.launch.gpu_trouble import before_a_run
-from nbaccel.launch.preflight import Devices, choose_devices, threads_per_rank
+from nbaccel.launch.ipc.spec import Devices
+from nbaccel.launch.preflight import choose_devices, threads_per_rank
 from nbaccel.notebook.plan import choose_precision, settings_of
 from nbaccel.options.configuration import FILE_NAME, Configuration
 from nbaccel.options.flags import flags_parser, some_flags

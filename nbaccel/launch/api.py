@@ -25,11 +25,11 @@ from nbaccel.launch.diagnosis import PostMortem, failed_alike
 from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.inline import ends_its_group, run_inline
 from nbaccel.launch.ipc.reports import begin_with_users_frames, show_users_frames
-from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, Start
+from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.kernel_models import Cards, SetAside, kernel_freed
 from nbaccel.launch.launcher import Launcher, LaunchResult, default_launcher, refuse_nested_launch
 from nbaccel.launch.objects.names import codes_of, says_first_card
-from nbaccel.launch.preflight import Devices, ProcessState, choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.preflight import ProcessState, choose_devices, choose_start, threads_per_rank
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.run import Run
 from nbaccel.output.screens import shell_here
@@ -130,24 +130,23 @@ def launch(
     )
     spec = LaunchSpec(
         task=FunctionTask(function, args, kwargs),
-        world_size=chosen.num_processes,
+        devices=chosen,
         start=start,
-        environ=settings.environ() | chosen.environ(),
+        settings=settings,
         setup=setup,
         threads=threads_per_rank(survey.cpu_count, chosen.num_processes, here.threads),
         timeout_s=timeout_s,
         hang_timeout_s=hang_timeout_s,
         oom=oom,
-        gpus=chosen.gpus,
         own_devices=chosen.can_be_told_apart and bool(_first_card(function)),
     )
     if start.method == "inline":
-        return _launch_inline(spec, chosen, survey, check=check)
+        return _launch_inline(spec, survey, check=check)
     aside = None
     if free_kernel:
         aside = SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in chosen.gpus}))
     launcher = default_launcher()
-    shown, title = _show(launcher, spec, chosen, survey, aside)
+    shown, title = _show(launcher, spec, survey, aside)
     outcome = None
     try:
         with contextlib.ExitStack() as block:
@@ -162,14 +161,13 @@ def launch(
     return run
 
 
-def _show(
-    launcher: Launcher, spec: LaunchSpec, devices: Devices, survey: Survey, aside: SetAside | None = None
-) -> tuple[RunView, str]:
+def _show(launcher: Launcher, spec: LaunchSpec, survey: Survey, aside: SetAside | None = None) -> tuple[RunView, str]:
     """Begin to show a run, with the warnings to read before; return the shown run, and the run in words.
 
     aside: the objects that the notebook moves off the GPUs during the run.
     """
     assert isinstance(spec.task, FunctionTask)
+    devices = spec.devices
     title = _call_in_words(spec.task.function, spec.task.args, spec.task.kwargs)
     facts = RunFacts(title, str(devices), devices.names())
     shown = launcher.audience.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
@@ -278,14 +276,14 @@ def _missing_value(outcome: LaunchResult) -> ResultsMissing | None:
     )
 
 
-def _launch_inline(spec: LaunchSpec, devices: Devices, survey: Survey, check: bool = True, news: str = "") -> Run:
+def _launch_inline(spec: LaunchSpec, survey: Survey, check: bool = True, news: str = "") -> Run:
     """Run a function in this process.  news: a line to print about that; empty for none."""
     launcher, start = default_launcher(), spec.start
     error: BaseException | None = None
     post_mortem: PostMortem | None = None
     stopped = ""
     with launcher.turn():
-        shown, title = _show(launcher, spec, devices, survey)
+        shown, title = _show(launcher, spec, survey)
         if news:
             shown.write("stdout", f"{news}\n")
         try:
@@ -428,14 +426,13 @@ def _call_in_place(
 ) -> Any:
     """Call the function as Accelerate does if one process is enough, and return its result."""
     start = Start("inline", "one process of notebook_launcher is this one, as in Accelerate")
-    task, environ = FunctionTask(function, args), RunSettings(precision).environ()
     name = getattr(function, "__name__", "")
     news = (
         "in this process, as in Accelerate: no restart for memory, no watch for hangs, no clean kernel; "
         f"launch({name if name.isidentifier() else 'function'}, num_processes=1) has them"
     )
-    spec = LaunchSpec(task, 1, start, environ=environ)
-    return _launch_inline(spec, devices.started_by(start), survey, news=news).value
+    spec = LaunchSpec(FunctionTask(function, args), devices.started_by(start), start, RunSettings(precision))
+    return _launch_inline(spec, survey, news=news).value
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:

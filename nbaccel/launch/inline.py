@@ -54,7 +54,7 @@ def run_inline(spec: LaunchSpec, listeners: Sequence[Listener] = ()) -> None:
         RunStopped: it reached a time limit of its own.
     """
     stop = InlineStop(_say)
-    with stop.heard(), _environment(spec.environ), _workers_are_forked(), _heard(listeners, stop):
+    with stop.heard(), _environment(spec.environ_of(0)), _workers_are_forked(), _heard(listeners, stop):
         if spec.setup is not None:
             load_named(spec.setup)(spec.task.namespace)
         with foreign_trainers_report(lambda: stop.has_acted), stop.acts():

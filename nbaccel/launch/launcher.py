@@ -156,7 +156,7 @@ class Launcher:
                 match restarting.after(LaunchAttempt(spec, ended, witness, host)):
                     case Restart(spec, line):
                         ended.close()
-                        wait_for_memory(spec.gpus, ended, lambda: Survey.take().gpus)
+                        wait_for_memory(spec.devices.gpus, ended, lambda: Survey.take().gpus)
                         restarts.append(line)
                         watching.say(line)
                         for listener in watching.listeners:

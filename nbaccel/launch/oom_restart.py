@@ -81,7 +81,7 @@ def _new_checkpoint(attempt: LaunchAttempt) -> str:
 
     Without one, the next attempt begins where this one did.
     """
-    saves_itself = RunSettings.from_env(attempt.spec.environ).checkpoint_every is not None
+    saves_itself = attempt.spec.settings.checkpoint_every is not None
     return attempt.witness.checkpoint if saves_itself and attempt.witness.announces_epochs else ""
 
 
@@ -228,7 +228,7 @@ class OomRestartPolicy:
             return "nothing of ours can be cut, since no batch of a DataLoader had been handed out"
         if loop.obstacle:
             return f"nothing of ours can be cut, since {loop.obstacle}"
-        if loop.parts < (RunSettings.from_env(attempt.spec.environ).split or 1):
+        if loop.parts < (attempt.spec.settings.split or 1):
             return "batches of this loop came whole all the same"
         if attempt.witness.smallest:
             return f"forward_backward has cut the batches down to {_samples(attempt.witness.smallest)} already"
@@ -263,7 +263,7 @@ class OomRestartPolicy:
     def _said(self, attempt: LaunchAttempt, loop: LoopEntered, spec: LaunchSpec) -> list[str]:
         """Return what changes in the next attempt, that of `spec`, and what the earlier ones leave behind."""
         parts = _parts_of_next(loop)
-        resume = RunSettings.from_env(spec.environ).resume
+        resume = spec.settings.resume
         whence = "" if resume is None else f" from {resume or 'the newest checkpoint'}"
         said = [
             f"started again{whence} {_in_parts(loop, parts)}{_effective(loop, attempt.spec.world_size)}",
@@ -297,9 +297,9 @@ def wait_for_memory(gpus: Sequence[Gpu], ended: RunResult, look: Callable[[], Se
 
 
 def _smaller(spec: LaunchSpec, ended: RunResult, loop: LoopEntered, checkpoint: str) -> LaunchSpec:
-    environ = {**spec.environ, **RunSettings(split=_parts_of_next(loop), resume=checkpoint or None).environ()}
+    settings = RunSettings(split=_parts_of_next(loop), resume=checkpoint or None).over(spec.settings)
     left_s = None if spec.timeout_s is None else max(0.0, spec.timeout_s - ended.seconds)
-    return replace(spec, environ=environ, timeout_s=left_s, program_limit=ended.program_limit)
+    return replace(spec, settings=settings, timeout_s=left_s, program_limit=ended.program_limit)
 
 
 def _parts_of_next(loop: LoopEntered) -> int:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 from nbaccel.forkable import why_forks_fail
 from nbaccel.hardware import Gpu, Survey, threads_asked_for
-from nbaccel.launch.ipc.spec import VISIBLE_DEVICES, Start
+from nbaccel.launch.ipc.spec import Devices, Start
+from nbaccel.quantities import plural
 from nbaccel.settings import START_METHODS
 
 __all__ = [
-    "Devices",
     "ProcessState",
     "choose_devices",
     "choose_start",
@@ -28,95 +28,6 @@ __all__ = [
 
 COPY_LIMIT_BYTES = 1_000_000_000
 """Bytes that one process may hold on a device and still be copied to a rank; more may not fit beside them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """The devices of the ranks of a run: local rank r on `gpus[r]`, or all of them on the CPU.
-
-    gpus: as many as there are ranks, or none.  hides_gpus: ranks must not see the existing GPUs.
-    why_no_gpu: see `Survey.why_no_gpu`; empty if the CPU was asked for.  is_here: it is a run in this process.
-    """
-
-    num_processes: int
-    gpus: tuple[Gpu, ...] = ()
-    hides_gpus: bool = False
-    why_no_gpu: str = ""
-    is_here: bool = False
-
-    @property
-    def device_type(self) -> str:
-        return "cuda" if self.gpus else "cpu"
-
-    @property
-    def weakest_gpu(self) -> Gpu | None:
-        """Return the GPU that limits the precision of all ranks; None on the CPU."""
-        return min(self.gpus, key=lambda gpu: gpu.compute_capability, default=None)
-
-    def names(self) -> tuple[str, ...]:
-        """Return the device of each rank, as a person calls it; empty on the CPU."""
-        return tuple(f"GPU {gpu.index}" for gpu in self.gpus)
-
-    def environ(self) -> dict[str, str]:
-        """Return the variables that show every rank these devices, numbered by local rank.
-
-        They are numbers where these are certain to mean these devices, since some libraries read them; else UUIDs,
-        because numbers mean something else once CUDA_VISIBLE_DEVICES or CUDA_DEVICE_ORDER changes. Nothing is set if a
-        GPU has no certain name, nor for a run in this process: CUDA reads the variable once, and would hide the other
-        GPUs, or all of them, from the notebook for good.
-        """
-        if self.is_here:
-            return {}
-        if self.gpus:
-            numbers = [str(gpu.number) for gpu in self.gpus if gpu.number is not None]
-            names = numbers if len(numbers) == len(self.gpus) else [gpu.uuid for gpu in self.gpus]
-            return {VISIBLE_DEVICES: ",".join(names)} if all(names) else {}
-        return {VISIBLE_DEVICES: ""} if self.hides_gpus else {}
-
-    def started_by(self, start: Start) -> Devices:
-        """Return the same devices for ranks that start by `start`.
-
-        Raises:
-            LaunchRefused: the run is to be in this process, which computes on its first device, and another is asked
-            for.
-        """
-        if start.method != "inline":
-            return self
-        if self.gpus and self.gpus[0].index != 0:
-            gpu = self.gpus[0]
-            raise LaunchRefused(
-                f"the run would be in the notebook's own process (inline: {start.reason}), where CUDA cannot be given "
-                f"other devices: leave --devices out and say torch.device('cuda', {gpu.index}) in the code for "
-                f"{gpu.name}, or use --start zygote, whose rank sees that GPU alone."
-            )
-        return replace(self, is_here=True)
-
-    @property
-    def can_be_told_apart(self) -> bool:
-        """Return whether `environ` names the devices, so that each rank can be shown its own alone."""
-        return bool(self.environ().get(VISIBLE_DEVICES))
-
-    def __str__(self) -> str:
-        ranks = _count(self.num_processes, "rank")
-        if self.gpus:
-            return f"{ranks} on {', '.join(f'GPU {gpu.index} {gpu.name}' for gpu in self.gpus)}"
-        return f"{ranks} on the CPU{self.why_no_gpu and f', NOT on a GPU: {self.why_no_gpu}'}"
-
-    def in_short(self, width: int) -> str:
-        """Return the text in at most `width` characters if possible: the names of the GPUs are left out first.
-
-        >>> Devices(2).in_short(20)
-        '2 ranks on CPU'
-        >>> t4s = tuple(Gpu(index, f"GPU-{index}", "Tesla T4", 16 * 10**9) for index in range(4))
-        >>> Devices(4, t4s).in_short(40), Devices(4, t4s).in_short(20)
-        ('4 ranks on GPU 0-3 (Tesla T4)', '4 ranks on GPU 0-3')
-        """
-        ranks = _count(self.num_processes, "rank")
-        if not self.gpus:
-            return f"{ranks} on CPU"
-        plain = f"{ranks} on GPU {_numbers([gpu.index for gpu in self.gpus])}"
-        named = f"{plain} ({', '.join(dict.fromkeys(gpu.name for gpu in self.gpus))})"
-        return named if len(named) <= width else plain
 
 
 def choose_devices(requested_processes: int | None, devices: str | None, cpu: bool, survey: Survey) -> Devices:
@@ -238,26 +149,12 @@ def _fits(entry: str, gpu: Gpu) -> bool:
     return entry == str(gpu.index) or (entry.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(entry))
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _are(number: int, noun: str) -> str:
-    return f"{'is' if number == 1 else 'are'} {_count(number, noun)}"
+    return f"{'is' if number == 1 else 'are'} {plural(number, noun)}"
 
 
 def _listed(gpus: tuple[Gpu, ...]) -> str:
     return ", ".join(f"{gpu.index} {gpu.name}" for gpu in gpus)
-
-
-def _numbers(numbers: list[int]) -> str:
-    """Format the numbers of GPUs.
-
-    >>> _numbers([0, 1]), _numbers([0, 1, 2, 3]), _numbers([1, 3, 4])
-    ('0, 1', '0-3', '1, 3, 4')
-    """
-    is_range = len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}-{numbers[-1]}" if is_range else ", ".join(map(str, numbers))
 
 
 def _gb(number_of_bytes: int) -> str:

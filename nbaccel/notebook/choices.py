@@ -13,7 +13,8 @@ from typing import Any
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey, best_precision
-from nbaccel.launch.preflight import Devices, choose_devices
+from nbaccel.launch.ipc.spec import Devices
+from nbaccel.launch.preflight import choose_devices
 from nbaccel.notebook.plan import choose_precision, refuse_a_crowd
 from nbaccel.options.configuration import Configuration
 from nbaccel.options.parsing import chosen, command_line, text_of

@@ -16,8 +16,8 @@ from nbaccel.display.summary import RunFacts
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey, best_precision
 from nbaccel.launch.ipc.nbytes import size_of
-from nbaccel.launch.ipc.spec import LaunchSpec, Start, Task
-from nbaccel.launch.preflight import Devices, ProcessState, choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.ipc.spec import Devices, LaunchSpec, Start, Task
+from nbaccel.launch.preflight import ProcessState, choose_devices, choose_start, threads_per_rank
 from nbaccel.options.run_options import AUTO, RunOptions
 from nbaccel.settings import SHRINK, STOP, RunSettings
 
@@ -104,9 +104,9 @@ class LaunchPlan:
         """Return the spec of the run.  wants_results: a failing run waits for the results of the task."""
         return LaunchSpec(
             task=task,
-            world_size=self.devices.num_processes,
+            devices=self.devices,
             start=self.start,
-            environ=self.settings.environ() | self.devices.environ(),
+            settings=self.settings,
             setup=setup,
             threads=self.threads,
             timeout_s=None if self.options.limit is None else self.options.limit.seconds,
@@ -114,7 +114,6 @@ class LaunchPlan:
             wants_results=wants_results,
             oom=STOP if self.options.pdb is not None else self.options.oom or SHRINK,  # it was looked at
             stays=self.stays,
-            gpus=self.devices.gpus,
             own_devices=self.own_devices,
         )
 

@@ -25,7 +25,7 @@ from nbaccel.events import Listener, Loss, Metric, Progress
 from nbaccel.launch.launcher import default_launcher
 from nbaccel.launch.ipc.spec import Start
 from nbaccel.output.router import ConsoleScreen
-from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec
+from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec
 from nbaccel.launch.processes.supervisor import RunObservers
 
 class Panel(Listener):
@@ -48,7 +48,7 @@ class Panel(Listener):
 
 def show(train, press_at=None):
     panel = Panel(press_at)
-    spec = LaunchSpec(FunctionTask(train), 2, Start("fork", ""), threads=1)
+    spec = LaunchSpec(FunctionTask(train), Devices(2), Start("fork", ""), threads=1)
     outcome = default_launcher().run(spec, RunObservers(ConsoleScreen(), listeners=[panel]))
     facts = {"losses": panel.losses, "rows": panel.rows, "progress": panel.progress,
              "stopped_after": outcome.ended.steps,

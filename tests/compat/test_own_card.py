@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, Start
+from nbaccel.hardware import Gpu
+from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.worker.integrations.one_process import let_the_local_rank_be_the_only_card
@@ -139,8 +140,8 @@ def in_ranks(launcher: Launcher, program: Callable[[], Any], own_devices: bool) 
         pretend_cards()
         return program()
 
-    environ = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
-    spec = LaunchSpec(FunctionTask(task), 2, Start("fork", "a test"), environ=environ, own_devices=own_devices)
+    cards = Devices(2, tuple(Gpu(number, f"GPU-{name}", "Tesla T4", 16 * 10**9) for number, name in enumerate("ab")))
+    spec = LaunchSpec(FunctionTask(task), cards, Start("fork", "a test"), own_devices=own_devices)
     outcome = launcher.run(spec, RunObservers(ConsoleScreen()))
     try:
         if outcome.error is not None:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, Start
+from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher, LaunchResult
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.supervisor import RunObservers
@@ -18,7 +18,7 @@ def wait_for_ever() -> None:
 
 
 def run(launcher: Launcher, function: Callable[[], None], *beside: Pollable) -> LaunchResult:
-    spec = LaunchSpec(FunctionTask(function), 2, Start("fork", "a test"))
+    spec = LaunchSpec(FunctionTask(function), Devices(2), Start("fork", "a test"))
     outcome = launcher.run(spec, RunObservers(ConsoleScreen(), beside=beside))
     outcome.close()
     return outcome

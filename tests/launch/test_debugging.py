@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import NoInput
-from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, Start
+from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher, LaunchResult
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.output.router import ConsoleScreen
@@ -42,7 +42,7 @@ def debug(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     ) -> tuple[LaunchResult, Typist]:
         typist = Typist(answers)
         monkeypatch.setattr(builtins, "input", typist)
-        spec = LaunchSpec(FunctionTask(function, debugged=1), 2, Start(start, "a test"), **limits)  # type: ignore[arg-type]
+        spec = LaunchSpec(FunctionTask(function, debugged=1), Devices(2), Start(start, "a test"), **limits)  # type: ignore[arg-type]
         return launcher.run(spec, RunObservers(ConsoleScreen())), typist
 
     return run

@@ -10,8 +10,8 @@ from fakes import FakeGpu, FakeNvml, two_t4s
 from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 from nbaccel.forkable import AUTOGRAD_HAS_THREADS, CUDA_IS_INITIALISED, DRIVER_IS_IN_USE
 from nbaccel.hardware import Driver, Gpu, Survey, visible_gpus
-from nbaccel.launch.ipc.spec import Start
-from nbaccel.launch.preflight import Devices, choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.ipc.spec import Devices, Start
+from nbaccel.launch.preflight import choose_devices, choose_start, threads_per_rank
 
 GB = 10**9
 

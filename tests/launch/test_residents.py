@@ -20,13 +20,14 @@ from nbaccel.launch.ipc.cell_task import CellSource, CellTask
 from nbaccel.launch.ipc.control import ControlPage
 from nbaccel.launch.ipc.namespace_tasks import InitTask, Pull, Push
 from nbaccel.launch.ipc.reaper import session_members
-from nbaccel.launch.ipc.spec import LaunchSpec, SharedNamespace, Start
+from nbaccel.launch.ipc.spec import Devices, LaunchSpec, SharedNamespace, Start
 from nbaccel.launch.launcher import Launcher, LaunchResult
 from nbaccel.launch.persistent_workers import PersistentWorkers
 from nbaccel.launch.processes import shutdown
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.output.router import ConsoleScreen
+from nbaccel.settings import RunSettings
 
 WORLD_SIZE = 2
 SETUP = "nbaccel.train.setup:setup_rank"
@@ -42,10 +43,10 @@ class Ranks:
         self.home = SharedNamespace(self.notebook)
         spec = LaunchSpec(
             InitTask(self.home),
-            WORLD_SIZE,
+            Devices(WORLD_SIZE),
             Start(method, "a test"),
+            RunSettings(cpu=True),
             setup=setup,
-            environ={"NBACCEL_CPU": "1"},
             stays=True,
         )
         self.residents: PersistentWorkers = launcher.start(spec, ConsoleScreen())

@@ -15,7 +15,7 @@ from nbaccel.hardware import Gpu
 from nbaccel.launch import oom_restart as restarting
 from nbaccel.launch.diagnosis import verdict
 from nbaccel.launch.ipc.reports import ErrorLink, RankReport
-from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, ProgramLimit, Start
+from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, ProgramLimit, Start
 from nbaccel.launch.kernel_models import KernelHolding
 from nbaccel.launch.oom_restart import (
     GiveUp,
@@ -27,9 +27,10 @@ from nbaccel.launch.oom_restart import (
     wait_for_memory,
 )
 from nbaccel.launch.processes.supervisor import RunResult
+from nbaccel.settings import RunSettings
 
 GB = 1_000_000_000
-SPEC = LaunchSpec(FunctionTask(print), 2, Start("fork", "a test"), {"NBACCEL_SEED": "7"}, oom="shrink")
+SPEC = LaunchSpec(FunctionTask(print), Devices(2), Start("fork", "a test"), RunSettings(seed=7), oom="shrink")
 LOOP = LoopEntered(samples=64, batches_per_step=2)
 OOM = ErrorLink("OutOfMemoryError", ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"], [])
 
@@ -79,7 +80,7 @@ def test_a_run_that_ran_out_of_memory_starts_again_with_every_batch_in_two_parts
         "rank 1 ran out of memory at 64 per rank; started again with 2 x 32, effective batch 256 unchanged; "
         "the loop's body runs 2 times per batch, each loss weighed as a mean over its samples"
     )
-    assert again.spec.environ == {"NBACCEL_SEED": "7", "NBACCEL_SPLIT": "2"}
+    assert again.spec.settings == RunSettings(seed=7, split=2)
 
 
 def test_each_restart_doubles_the_parts_and_the_sixth_is_not_made() -> None:
@@ -87,7 +88,7 @@ def test_each_restart_doubles_the_parts_and_the_sixth_is_not_made() -> None:
     for _ in range(5):
         again = restarted(restarting.after(attempt(failed(OOM), replace(LOOP, parts=parts))))
         parts *= 2
-        assert again.spec.environ["NBACCEL_SPLIT"] == str(parts)
+        assert again.spec.settings.split == parts
         lines.append(again.line)
     assert "at 16 x 4 per rank; started again with 32 x 2" in lines[-1]
     report = stopped(restarting.after(attempt(failed(OOM), replace(LOOP, parts=parts))))
@@ -120,7 +121,7 @@ def test_what_the_attempts_left_behind_is_named() -> None:
 
 
 def test_a_loop_that_does_not_take_parts_is_not_given_more() -> None:
-    spec = replace(SPEC, environ={"NBACCEL_SPLIT": "2"})
+    spec = replace(SPEC, settings=RunSettings(split=2))
     report = stopped(OomRestartPolicy().after(attempt(failed(OOM), LOOP, spec=spec)))
     assert "not started again: batches of this loop came whole all the same" in report
 
@@ -176,21 +177,21 @@ def test_more_than_ten_minutes_are_not_thrown_away() -> None:
 
 
 def test_a_run_that_saves_itself_goes_on_from_its_newest_checkpoint_however_long_it_was() -> None:
-    spec = replace(SPEC, environ={"NBACCEL_CHECKPOINT_EVERY": "10min"})
+    spec = replace(SPEC, settings=RunSettings(checkpoint_every="10min"))
     saved = [Checkpoint("runs/checkpoint_3", 3), Progress(step=3, epochs=5), Checkpoint("runs/checkpoint_4", 4)]
     again = restarted(OomRestartPolicy().after(attempt(failed(OOM), LOOP, *saved, spec=spec, seconds=1500.0)))
     assert "started again from runs/checkpoint_4 with 2 x 32" in again.line
-    assert again.spec.environ["NBACCEL_RESUME"] == "runs/checkpoint_4"
+    assert again.spec.settings.resume == "runs/checkpoint_4"
 
 
 @pytest.mark.parametrize("epochs", [None, 5])
 def test_a_program_that_cannot_go_on_in_the_middle_begins_at_its_beginning(epochs: int | None) -> None:
     """It loops over a plain range, or saves by itself for reasons of its own."""
-    spec = replace(SPEC, environ={} if epochs else {"NBACCEL_CHECKPOINT_EVERY": "10min"})
+    spec = replace(SPEC, settings=RunSettings(checkpoint_every=None if epochs else "10min"))
     events = [LOOP, Checkpoint("runs/checkpoint_3", 3), Progress(step=3, epochs=epochs)]
     again = restarted(OomRestartPolicy().after(attempt(failed(OOM), *events, spec=spec)))
     assert "started again with 2 x 32" in again.line
-    assert "NBACCEL_RESUME" not in again.spec.environ
+    assert again.spec.settings.resume is None
 
 
 def test_a_time_limit_holds_for_all_attempts_together() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from nbaccel.hardware import Gpu, Survey
 from nbaccel.launch.api import launch
-from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, Start
+from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.processes.start import MainThread
 from nbaccel.launch.processes.supervisor import RunObservers
@@ -125,9 +125,8 @@ def test_a_rank_sees_its_own_device_or_all(
 ) -> None:
     spec = LaunchSpec(
         FunctionTask(lambda: (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"])),
-        2,
+        Devices(2, tuple(Gpu(number, f"GPU-{name}", "Tesla T4", 16 * 10**9) for number, name in enumerate("ab"))),
         Start(start_method, "a test"),
-        environ={"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"},
         own_devices=own_devices,
     )
     outcome = launcher.run(spec, RunObservers(ConsoleScreen()))

@@ -30,7 +30,7 @@ from nbaccel.hardware import Survey
 from nbaccel.launch.api import launch
 from nbaccel.launch.inline import run_inline
 from nbaccel.launch.ipc.ring import RingWriter
-from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, Start
+from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.ipc.telemetry import Rings, Telemetry, write_event, write_loss
 from nbaccel.launch.launcher import Launcher, LaunchResult
 from nbaccel.launch.preflight import threads_per_rank
@@ -67,7 +67,7 @@ def run(
     launcher: Launcher, function: Any, *listeners: Listener, world_size: int = 2, start_method: str = "fork"
 ) -> LaunchResult:
     spec = LaunchSpec(
-        FunctionTask(function), world_size, Start(start_method, ""), threads=threads_per_rank(2, world_size)
+        FunctionTask(function), Devices(world_size), Start(start_method, ""), threads=threads_per_rank(2, world_size)
     )
     outcome = launcher.run(spec, RunObservers(ConsoleScreen(), listeners=listeners))
     outcome.close()
@@ -221,7 +221,7 @@ def test_a_run_in_the_kernels_own_process_is_heard_too() -> None:
         emit(Metric({"accuracy": 0.5}, step))
 
     heard, threads = _Heard(), threading.active_count()
-    run_inline(LaunchSpec(FunctionTask(train), 1, Start("inline", "")), [heard])
+    run_inline(LaunchSpec(FunctionTask(train), Devices(1), Start("inline", "")), [heard])
     (metric,) = heard.of(Metric)
     assert metric.values == {"accuracy": 0.5}
     assert heard.of(Memory)
@@ -237,7 +237,7 @@ def test_a_run_in_the_kernels_own_process_has_a_history_and_leaves_nothing_of_ou
     assert list(launch(train, 1, start_method="inline").history.rows) == [{"step": 3, "loss": 0.5}]
     heard = _Heard()
     with pytest.raises(ZeroDivisionError):
-        run_inline(LaunchSpec(FunctionTask(lambda: (train(), 1 // 0)), 1, Start("inline", "")), [heard])
+        run_inline(LaunchSpec(FunctionTask(lambda: (train(), 1 // 0)), Devices(1), Start("inline", "")), [heard])
     assert heard.of(Metric) == [Metric({"loss": 0.5}, 3)]
     train()
     assert len(heard.of(Metric)) == 1
@@ -277,7 +277,7 @@ from nbaccel.events import Loss, Metric, RecordsLost, emit
 from nbaccel.launch.launcher import default_launcher
 from nbaccel.launch.ipc.spec import Start
 from nbaccel.output.router import ConsoleScreen
-from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec
+from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec
 from nbaccel.launch.processes.supervisor import RunObservers
 
 go, done = map(int, sys.argv[1:])
@@ -301,7 +301,7 @@ class Count:
         pass
 
 count = Count()
-spec = LaunchSpec(FunctionTask(train), 2, Start("fork", ""))
+spec = LaunchSpec(FunctionTask(train), Devices(2), Start("fork", ""))
 default_launcher().run(spec, RunObservers(ConsoleScreen(), listeners=[count])).close()
 print(count.arrived, sum(count.lost.values()))
 """

@@ -12,13 +12,14 @@ import pytest
 
 from nbaccel.launch.ipc.cell_task import CellSource, CellTask
 from nbaccel.launch.ipc.control import ControlPage, RankPosition
-from nbaccel.launch.ipc.spec import LaunchSpec, Start
+from nbaccel.launch.ipc.spec import Devices, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher, LaunchResult
 from nbaccel.launch.processes import shutdown
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.worker.lifetime import SPOILT
 from nbaccel.output.router import ConsoleScreen
+from nbaccel.settings import RunSettings
 
 SOON_S = 20.0
 """On a busy machine; a rank that reads behind a wait without end is killed after two minutes."""
@@ -70,10 +71,10 @@ def run(
     task = CellTask(CellSource("\n".join(lines), "Cell In[1]"), notebook, out)
     spec = LaunchSpec(
         task,
-        2,
+        Devices(2),
         Start("fork", "a test"),
+        RunSettings(cpu=True),
         setup="devicelike:setup_reading_rank",
-        environ={"NBACCEL_CPU": "1"},
     )
     began = time.monotonic()
     outcome = launcher.run(spec, RunObservers(ConsoleScreen(), beside=beside))

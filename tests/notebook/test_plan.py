@@ -39,7 +39,7 @@ def test_a_cell_without_flags_is_one_rank_on_the_cpu(planned: Any) -> None:
     assert spec.wants_results  # all that the cell leaves
     assert spec.task.leaves_all
     assert spec.oom == "shrink"
-    assert {name: value for name, value in spec.environ.items() if name != "NBACCEL_SEED"} == {
+    assert {name: value for name, value in spec.environ_of(0).items() if name != "NBACCEL_SEED"} == {
         "ACCELERATE_MIXED_PRECISION": "no",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
         "ACCELERATE_USE_CPU": "true",
@@ -55,7 +55,7 @@ def test_flags_reach_the_launch(planned: Any, recorder: Any) -> None:
     assert spec.task.names_to_send() == ["y"]
     assert recorder.shown_ranks == {1}
     assert spec.wants_results
-    assert spec.environ == {
+    assert spec.environ_of(0) == {
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
         "ACCELERATE_USE_CPU": "true",
@@ -69,19 +69,19 @@ def test_a_flag_beats_the_configuration_which_beats_automatic(planned: Any) -> N
     assert "accumulate=8" in planned.run("%accelerate config accumulate=8 num-processes=2").stdout
     spec = planned.plan("%%accelerate -a 2\nx = 1")
     assert spec.world_size == 2
-    assert spec.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "2"
+    assert spec.settings.gradient_accumulation_steps == 2
     assert planned.plan("%%accelerate -n auto\nx = 1").world_size == 1
     assert planned.plan("%%accelerate --oom stop\nx = 1").oom == "stop"
-    assert planned.plan("%%accelerate\nx = 1").environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "8"
+    assert planned.plan("%%accelerate\nx = 1").settings.gradient_accumulation_steps == 8
 
 
 @on
 def test_auto_is_one_rank_per_gpu_in_the_precision_that_suits_it(planned: Any) -> None:
     ran = planned.run("%%accelerate --seed 1\nx = 1")
     spec = planned.session.launcher.spec
-    assert spec.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
-    assert spec.environ["ACCELERATE_MIXED_PRECISION"] == "fp16"
-    assert "ACCELERATE_USE_CPU" not in spec.environ
+    assert spec.devices.environ()["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert spec.settings.mixed_precision == "fp16"
+    assert spec.settings.cpu is None
     assert ran.stdout.splitlines()[0] == "2 ranks on GPU 0, 1 (Tesla T4), fork, fp16, seed 1"
     assert planned.run("%accelerate").stdout.splitlines()[1] == (
         "the latest ranks were started as: "
@@ -110,13 +110,13 @@ def test_the_first_line_has_at_most_80_characters(planned: Any, flags: str) -> N
 def test_cpu_hides_the_gpus(planned: Any) -> None:
     spec = planned.plan("%%accelerate -n 3 --cpu\nx = 1")
     assert spec.world_size == 3
-    assert spec.environ["CUDA_VISIBLE_DEVICES"] == ""
-    assert spec.environ["ACCELERATE_USE_CPU"] == "true"
+    assert spec.devices.environ()["CUDA_VISIBLE_DEVICES"] == ""
+    assert spec.settings.cpu
 
 
 @on
 def test_devices_are_chosen_by_number(planned: Any) -> None:
-    assert planned.plan("%%accelerate -d 1\nx = 1").environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert planned.plan("%%accelerate -d 1\nx = 1").environ_of(0)["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 @on
@@ -200,7 +200,7 @@ def test_bf16_without_its_units_is_refused_with_a_way_out(planned: Any) -> None:
 def test_bf16_is_taken_where_there_are_units(planned: Any) -> None:
     ran = planned.run("%%accelerate -p bf16 --seed 3\nx = 1")
     assert ", bf16, seed " in ran.stdout
-    assert planned.plan("%%accelerate\nx = 1").environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert planned.plan("%%accelerate\nx = 1").settings.mixed_precision == "bf16"
 
 
 def test_a_fresh_seed_is_drawn_printed_and_does_not_move_the_notebooks_own(planned: Any) -> None:
@@ -208,8 +208,8 @@ def test_a_fresh_seed_is_drawn_printed_and_does_not_move_the_notebooks_own(plann
     seeds = set()
     for _ in range(3):
         line = planned.run("%%accelerate\naccelerator.print(1)").stdout.splitlines()[0]
-        seeds.add(planned.session.launcher.spec.environ["NBACCEL_SEED"])
-        assert line.endswith(f"seed {planned.session.launcher.spec.environ['NBACCEL_SEED']}")
+        seeds.add(planned.session.launcher.spec.settings.seed)
+        assert line.endswith(f"seed {planned.session.launcher.spec.settings.seed}")
     assert len(seeds) > 1
     assert random.getstate() == state
 
@@ -219,23 +219,23 @@ def test_a_cell_that_knows_no_ranks_goes_on_with_the_notebooks_random_numbers(pl
     line = planned.run(f"%%accelerate -n 2\n{raw}").stdout.splitlines()[0]
     assert line == "2 ranks on CPU, fork, fp32, seed of the notebook"
     spec = planned.session.launcher.spec
-    assert "NBACCEL_SEED" not in spec.environ
-    assert spec.environ["NBACCEL_SEEDS_ALIKE"] == "1"
+    assert spec.settings.seed is None
+    assert spec.settings.seeds_alike
     assert spec.task.random["random"] == random.getstate()
     for flag in ("--seed 7", "--independent", "--strict"):
         line = planned.run(f"%%accelerate -n 2 {flag}\n{raw}").stdout.splitlines()[0]
         spec = planned.session.launcher.spec
-        assert line.endswith(f"seed {spec.environ['NBACCEL_SEED']}")
+        assert line.endswith(f"seed {spec.settings.seed}")
         assert spec.task.random is None
-        assert ("NBACCEL_SEEDS_ALIKE" in spec.environ) is (flag == "--seed 7"), "else each rank has its own"
+        assert bool(spec.settings.seeds_alike) is (flag == "--seed 7"), "else each rank has its own"
     planned.run("%accelerate config seed=3")
-    assert planned.plan(f"%%accelerate -n 2\n{raw}").environ["NBACCEL_SEED"] == "3"
+    assert planned.plan(f"%%accelerate -n 2\n{raw}").settings.seed == 3
 
 
 def test_what_an_unprepared_loop_gets_reaches_the_ranks(planned: Any) -> None:
     planned.run("%accelerate config batches=each")
-    environ = planned.plan("%%accelerate -n 2 --strict\nx = 1").environ
-    assert (environ["NBACCEL_STRICT"], environ["NBACCEL_BATCHES"]) == ("1", "each")
+    settings = planned.plan("%%accelerate -n 2 --strict\nx = 1").settings
+    assert (settings.strict, settings.batches) == (True, "each")
 
 
 def test_a_copy_of_more_than_a_gigabyte_is_said_before_the_launch(planned: Any) -> None:

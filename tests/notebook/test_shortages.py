@@ -353,7 +353,7 @@ def test_a_first_version_with_nothing_to_resume_begins_anew_and_says_so(
     monkeypatch.chdir(tmp_path)
     cell = "%%accelerate --resume /kaggle/input/last-version/nbaccel_checkpoints\nx = 1"
     spec = planned.plan(cell)
-    assert spec.environ["NBACCEL_RESUME"] == ""
+    assert spec.settings.resume == ""
     assert "nothing is attached there, so this training begins anew" in planned.run(cell).stdout
     (tmp_path / "nbaccel_checkpoints" / "checkpoint_5").mkdir(parents=True)
     assert "the newest checkpoint in nbaccel_checkpoints is taken" in planned.run(cell).stdout

@@ -104,7 +104,7 @@ def test_the_same_start_again_is_no_error(staying: Any) -> None:
 
 
 def test_flags_that_repeat_the_start_are_no_error(staying: Any) -> None:
-    seed = staying.session.stay.residents.spec.environ["NBACCEL_SEED"]
+    seed = staying.session.stay.residents.spec.settings.seed
     assert staying.run(f"%%accelerate -n 2 --cpu -p no -a 1 --start fork --seed {seed} --keep\n7").value == 7
     assert staying.run("%%accelerate -n auto -p auto\n8").value == 8
 

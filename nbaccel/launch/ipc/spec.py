@@ -1,6 +1,6 @@
 """Values that pass from the kernel to a run. Built in the kernel, read in ranks.
 
-A `LaunchSpec` says what to run and on how many ranks; a `Task` is the work of one rank; a `WorkerBoot` holds the facts
+A `LaunchSpec` says what to run and on which devices; a `Task` is the work of one rank; a `WorkerBoot` holds the facts
 that one rank needs before any user code runs.
 
 Home: the namespace that persistent ranks keep from one task to the next. One in the kernel, and one in each rank.
@@ -16,18 +16,21 @@ import importlib
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
+from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Gpu
 from nbaccel.launch.ipc.payload import Payload, pack, unpack
 from nbaccel.launch.ipc.pickling import Places
 from nbaccel.launch.objects.kind import Change
-from nbaccel.settings import OOM_CHOICES, STOP
+from nbaccel.quantities import plural
+from nbaccel.settings import OOM_CHOICES, STOP, RunSettings
 from nbaccel.world import World
 
 __all__ = [
     "VISIBLE_DEVICES",
+    "Devices",
     "FunctionTask",
     "LaunchSpec",
     "ProgramLimit",
@@ -224,11 +227,100 @@ class FunctionTask(Task):
 
 
 @dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices of the ranks of a run: local rank r on `gpus[r]`, or all of them on the CPU.
+
+    gpus: as many as there are ranks, or none.  hides_gpus: ranks must not see the existing GPUs.
+    why_no_gpu: see `Survey.why_no_gpu`; empty if the CPU was asked for.  is_here: it is a run in this process.
+    """
+
+    num_processes: int
+    gpus: tuple[Gpu, ...] = ()
+    hides_gpus: bool = False
+    why_no_gpu: str = ""
+    is_here: bool = False
+
+    @property
+    def device_type(self) -> str:
+        return "cuda" if self.gpus else "cpu"
+
+    @property
+    def weakest_gpu(self) -> Gpu | None:
+        """Return the GPU that limits the precision of all ranks; None on the CPU."""
+        return min(self.gpus, key=lambda gpu: gpu.compute_capability, default=None)
+
+    def names(self) -> tuple[str, ...]:
+        """Return the device of each rank, as a person calls it; empty on the CPU."""
+        return tuple(f"GPU {gpu.index}" for gpu in self.gpus)
+
+    def environ(self) -> dict[str, str]:
+        """Return the variables that show every rank these devices, numbered by local rank.
+
+        They are numbers where these are certain to mean these devices, since some libraries read them; else UUIDs,
+        because numbers mean something else once CUDA_VISIBLE_DEVICES or CUDA_DEVICE_ORDER changes. Nothing is set if a
+        GPU has no certain name, nor for a run in this process: CUDA reads the variable once, and would hide the other
+        GPUs, or all of them, from the notebook for good.
+        """
+        if self.is_here:
+            return {}
+        if self.gpus:
+            numbers = [str(gpu.number) for gpu in self.gpus if gpu.number is not None]
+            names = numbers if len(numbers) == len(self.gpus) else [gpu.uuid for gpu in self.gpus]
+            return {VISIBLE_DEVICES: ",".join(names)} if all(names) else {}
+        return {VISIBLE_DEVICES: ""} if self.hides_gpus else {}
+
+    def started_by(self, start: Start) -> Devices:
+        """Return the same devices for ranks that start by `start`.
+
+        Raises:
+            LaunchRefused: the run is to be in this process, which computes on its first device, and another is asked
+            for.
+        """
+        if start.method != "inline":
+            return self
+        if self.gpus and self.gpus[0].index != 0:
+            gpu = self.gpus[0]
+            raise LaunchRefused(
+                f"the run would be in the notebook's own process (inline: {start.reason}), where CUDA cannot be given "
+                f"other devices: leave --devices out and say torch.device('cuda', {gpu.index}) in the code for "
+                f"{gpu.name}, or use --start zygote, whose rank sees that GPU alone."
+            )
+        return replace(self, is_here=True)
+
+    @property
+    def can_be_told_apart(self) -> bool:
+        """Return whether `environ` names the devices, so that each rank can be shown its own alone."""
+        return bool(self.environ().get(VISIBLE_DEVICES))
+
+    def __str__(self) -> str:
+        ranks = plural(self.num_processes, "rank")
+        if self.gpus:
+            return f"{ranks} on {', '.join(f'GPU {gpu.index} {gpu.name}' for gpu in self.gpus)}"
+        return f"{ranks} on the CPU{self.why_no_gpu and f', NOT on a GPU: {self.why_no_gpu}'}"
+
+    def in_short(self, width: int) -> str:
+        """Return the text in at most `width` characters if possible: the names of the GPUs are left out first.
+
+        >>> Devices(2).in_short(20)
+        '2 ranks on CPU'
+        >>> t4s = tuple(Gpu(index, f"GPU-{index}", "Tesla T4", 16 * 10**9) for index in range(4))
+        >>> Devices(4, t4s).in_short(40), Devices(4, t4s).in_short(20)
+        ('4 ranks on GPU 0-3 (Tesla T4)', '4 ranks on GPU 0-3')
+        """
+        ranks = plural(self.num_processes, "rank")
+        if not self.gpus:
+            return f"{ranks} on CPU"
+        plain = f"{ranks} on GPU {_numbers([gpu.index for gpu in self.gpus])}"
+        named = f"{plain} ({', '.join(dict.fromkeys(gpu.name for gpu in self.gpus))})"
+        return named if len(named) <= width else plain
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchSpec:
     """One run.
 
-    task: the work of every rank.  world_size: number of ranks.  start: the start method, and the reason.
-    environ: variables set in every rank (settings, devices).
+    task: the work of every rank.  devices: those of the ranks, as they were before the run, and how many ranks there
+    are.  start: the start method, and the reason.  settings: what was chosen for every rank.
     setup: "module:function" called in every rank with the task's namespace before the task runs; it may return a
     `TaskWatch`, which watches this task and all later ones.
     threads: CPU threads of each rank.  timeout_s: seconds after which the run is stopped, None for never.
@@ -237,15 +329,13 @@ class LaunchSpec:
     hang_timeout_s: seconds without a step or a collective on any rank after which the run is ended, None for never.
     stays: the ranks stay when the task is done, and wait for the next.
     program_limit: a limit that an earlier attempt of this run had set itself.
-    gpus: the GPUs of the ranks, as they were before the run; none on the CPU.
-    own_devices: each rank sees only its own device of those in `environ`, as the first; otherwise every rank sees all
-    of them.
+    own_devices: each rank sees only its own device, as the first; otherwise every rank sees all of them.
     """
 
     task: Task
-    world_size: int
+    devices: Devices
     start: Start
-    environ: Mapping[str, str] = field(default_factory=dict)
+    settings: RunSettings = field(default_factory=RunSettings)
     setup: str | None = None
     threads: int = 1
     timeout_s: float | None = None
@@ -256,18 +346,21 @@ class LaunchSpec:
     stays: bool = False
     program_limit: ProgramLimit | None = None
     own_devices: bool = False
-    gpus: tuple[Gpu, ...] = ()
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:
             raise ValueError(f"oom must be one of {', '.join(map(repr, OOM_CHOICES))}, got {self.oom!r}")
 
+    @property
+    def world_size(self) -> int:
+        return self.devices.num_processes
+
     def environ_of(self, rank: int) -> dict[str, str]:
-        """Return the variables of one rank: `environ`, and the device of the rank."""
-        chosen = dict(self.environ)
+        """Return the variables of one rank, made where its process is started: its settings and its devices."""
+        devices = self.devices.environ()
         if self.own_devices:
-            chosen[VISIBLE_DEVICES] = chosen[VISIBLE_DEVICES].split(",")[rank]
-        return chosen
+            devices[VISIBLE_DEVICES] = devices[VISIBLE_DEVICES].split(",")[rank]
+        return self.settings.environ() | devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,3 +495,13 @@ def anchors_of(namespace: Mapping[str, Any]) -> dict[int, str]:
 def _behind(anchor: str, namespace: Mapping[str, Any]) -> Any:
     kind, _, name = anchor.partition(":")
     return type(namespace[name]) if kind == "type" else namespace[name]
+
+
+def _numbers(numbers: list[int]) -> str:
+    """Format the numbers of GPUs.
+
+    >>> _numbers([0, 1]), _numbers([0, 1, 2, 3]), _numbers([1, 3, 4])
+    ('0, 1', '0-3', '1, 3, 4')
+    """
+    is_range = len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}-{numbers[-1]}" if is_range else ", ".join(map(str, numbers))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from nbaccel.launch.preflight import Devices
+from nbaccel.launch.ipc.spec import Devices
 
 __all__ = ["enter", "let_ranks_share", "who_chooses_devices"]
 

@@ -16,7 +16,7 @@ from nbaccel import launch
 from nbaccel.errors import NotPrepared
 from nbaccel.launch.ipc.cell_task import CellSource, CellTask
 from nbaccel.launch.ipc.namespace_tasks import InitTask
-from nbaccel.launch.ipc.spec import LaunchSpec, SharedNamespace, Start, TaskWatch
+from nbaccel.launch.ipc.spec import Devices, LaunchSpec, SharedNamespace, Start, TaskWatch
 from nbaccel.launch.launcher import Launcher, default_launcher
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.output.router import ConsoleScreen
@@ -134,7 +134,7 @@ def cells() -> Iterator[Callable[..., Any]]:
     """Runs cells in two ranks that stay; returns what their watch was told."""
     launcher: Launcher = default_launcher()
     home = SharedNamespace({"__name__": "__main__"})
-    spec = LaunchSpec(InitTask(home), 2, Start("fork", "a test"), setup=SETUP, stays=True)
+    spec = LaunchSpec(InitTask(home), Devices(2), Start("fork", "a test"), setup=SETUP, stays=True)
     residents = launcher.start(spec, ConsoleScreen())
 
     def run(code: str, without: Sequence[int] = ()) -> Any:
