@@ -27,8 +27,7 @@ from gpu import conftest as on_a_card, facts, launches, machine
 from gpu.launches import HISTORIES
 from kernel.harness import RealKernel
 from nbaccel.hardware import Gpu, Survey
-from nbaccel.launch import api
-from nbaccel.notebook import choices, plan
+from nbaccel.launch import plan
 from nbaccel.testing import run_ranks
 from nbaccel.train import setup
 
@@ -279,7 +278,7 @@ def test_two_ranks_may_have_the_one_card_of_a_machine(monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(str(PROGRAMS))
     one_card = importlib.import_module("one_card")
     choosing = one_card.who_chooses_devices()
-    assert {api, choices, plan} <= set(choosing)
+    assert plan in choosing
     for module, name in (*((module, "choose_devices") for module in choosing), (setup, "setup_rank")):
         monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
     ours = setup.setup_rank
@@ -289,7 +288,7 @@ def test_two_ranks_may_have_the_one_card_of_a_machine(monkeypatch: pytest.Monkey
     assert setup.setup_rank is ours  # two cards: each rank has its own
     survey = replace(survey, gpus=(CARD,))
     one_card.let_ranks_share("cuda")
-    choose: Any = vars(api)["choose_devices"]
+    choose: Any = vars(plan)["choose_devices"]
     devices = choose(2, None, False, survey)
     assert (devices.num_processes, devices.gpus, devices.environ()) == (2, (CARD, CARD), {})
     assert all(vars(module)["choose_devices"] is choose for module in choosing)

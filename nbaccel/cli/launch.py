@@ -26,8 +26,8 @@ from nbaccel.hardware import Survey
 from nbaccel.launch.cluster.elastic import Elastic, Nodes, Program
 from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.ipc.spec import Devices
-from nbaccel.launch.preflight import choose_devices, threads_per_rank
-from nbaccel.notebook.plan import choose_precision, settings_of
+from nbaccel.launch.plan import choose_precision, devices_of, settings_of
+from nbaccel.launch.preflight import threads_per_rank
 from nbaccel.options.configuration import FILE_NAME, Configuration
 from nbaccel.options.flags import flags_parser, some_flags
 from nbaccel.options.parsing import chosen, in_our_words, what_is_unknown
@@ -296,7 +296,7 @@ def _elastic(choices: _Choices, program: Program) -> Elastic:
     if options.cpu and others.multi_gpu:
         raise UsageError("--cpu and --multi_gpu contradict each other: leave one of them out.")
     survey = Survey.take()
-    devices = choose_devices(options.world_size, options.devices, bool(options.cpu), survey)
+    devices = devices_of(options, survey)
     settings = _compiling(others).over(settings_of(options, _precision(options, devices)))
     threads = others.num_cpu_threads_per_process or threads_per_rank(survey.cpu_count, devices.num_processes)
     environ = {"OMP_NUM_THREADS": str(threads)} if others.num_cpu_threads_per_process else {}

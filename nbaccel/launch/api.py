@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, ParamSpec, TypeVar
 
 from nbaccel.display.history import History
@@ -28,10 +29,11 @@ from nbaccel.launch.ipc.reports import begin_with_users_frames, show_users_frame
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.kernel_models import Cards, SetAside, kernel_freed
 from nbaccel.launch.launcher import Launcher, LaunchResult, default_launcher, refuse_nested_launch
-from nbaccel.launch.objects.names import codes_of, says_first_card
-from nbaccel.launch.preflight import ProcessState, choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.plan import LaunchPlan, devices_of
+from nbaccel.launch.preflight import ProcessState
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.run import Run
+from nbaccel.options.run_options import RunOptions
 from nbaccel.output.screens import shell_here
 from nbaccel.settings import STOP, RunSettings
 
@@ -110,41 +112,27 @@ def launch(
     kwargs = dict(kwargs or {})
     _check_call(function, args, kwargs)
     refuse_nested_launch()
-    survey = Survey.take(looks_for_gpus=not cpu)
-    chosen = choose_devices(num_processes, devices, cpu, survey)
-    here = ProcessState.now()
-    start = choose_start(
-        start_method,
-        world_size=chosen.num_processes,
-        platform_can_fork=here.can_fork,
-        why_forks_fail=here.why_forks_fail,
-    )
-    chosen = chosen.started_by(start)
-    settings = RunSettings(
+    options = RunOptions(
+        num_processes=None if num_processes is None else index(num_processes),
         mixed_precision=mixed_precision,
-        gradient_accumulation_steps=gradient_accumulation_steps,
+        accumulate=gradient_accumulation_steps,
+        devices=devices,
+        cpu=cpu or None,
+        timeout=timeout_s,
+        hang_timeout=hang_timeout_s,
+        start=start_method,
         seed=seed,
-        cpu=True if cpu or not (chosen.gpus or chosen.is_here) else None,  # torch may know other devices here
         debug=debug,
         independent=independent or None,
-    )
-    spec = LaunchSpec(
-        task=FunctionTask(function, args, kwargs),
-        devices=chosen,
-        start=start,
-        settings=settings,
-        setup=setup,
-        threads=threads_per_rank(survey.cpu_count, chosen.num_processes, here.threads),
-        timeout_s=timeout_s,
-        hang_timeout_s=hang_timeout_s,
         oom=oom,
-        own_devices=chosen.can_be_told_apart and bool(_first_card(function)),
     )
-    if start.method == "inline":
+    survey, task = Survey.take(looks_for_gpus=not cpu), FunctionTask(function, args, kwargs)
+    spec = LaunchPlan.of(options, task, survey, ProcessState.now()).spec(task, setup, wants_results=True)
+    if spec.start.method == "inline":
         return _launch_inline(spec, survey, check=check)
     aside = None
     if free_kernel:
-        aside = SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in chosen.gpus}))
+        aside = SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in spec.devices.gpus}))
     launcher = default_launcher()
     shown, title = _show(launcher, spec, survey, aside)
     outcome = None
@@ -209,12 +197,6 @@ def _uses_cuda() -> bool:
 
 def _without_gpus(devices: Devices) -> list[str]:
     return [str(devices)] if devices.why_no_gpu else []
-
-
-def _first_card(function: Callable[..., Any]) -> str:
-    """Return the words by which a function of the notebook names the first GPU that it sees."""
-    namespace = vars(sys.modules["__main__"])
-    return says_first_card(list(codes_of(function)), namespace)
 
 
 def _how_it_ended(outcome: LaunchResult, seconds: float) -> tuple[BaseException | None, str]:
@@ -415,7 +397,7 @@ def notebook_launcher(
         _check_call(function, args, {})
         refuse_nested_launch()
         survey = Survey.take()
-        chosen = choose_devices(num_processes, None, False, survey)
+        chosen = devices_of(RunOptions(num_processes), survey)
         if chosen.num_processes == 1:
             return _call_in_place(function, args, precision, chosen, survey)
     return launch(function, num_processes, args, mixed_precision=precision, oom=oom).value

@@ -23,13 +23,13 @@ from nbaccel.launch.diagnosis import PostMortem, failed_alike
 from nbaccel.launch.ipc.cell_task import RANDOM, RESULT, CellSource, CellTask
 from nbaccel.launch.ipc.kernel_state import are_here, set_random_states
 from nbaccel.launch.ipc.spec import LaunchSpec
+from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.run_result import LaunchResult, Returned
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.run import Run, light_value
 from nbaccel.notebook.left_by_cell import LeftByCell
 from nbaccel.notebook.left_in_ranks import LeftInRanks
-from nbaccel.notebook.plan import LaunchPlan
 from nbaccel.notebook.results import install
 from nbaccel.quantities import listed
 

@@ -14,8 +14,7 @@ from typing import Any
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey, best_precision
 from nbaccel.launch.ipc.spec import Devices
-from nbaccel.launch.preflight import choose_devices
-from nbaccel.notebook.plan import choose_precision, refuse_a_crowd
+from nbaccel.launch.plan import choose_precision, devices_of, refuse_a_crowd
 from nbaccel.options.configuration import Configuration
 from nbaccel.options.parsing import chosen, command_line, text_of
 from nbaccel.options.run_options import AUTO, RunOptions
@@ -151,7 +150,7 @@ def _in_words(offers: list[Offer], value: int | str | None) -> str:
 def _devices(options: RunOptions, survey: Survey) -> Devices:
     """Return the devices of the next cell; if it would be refused, those of the machine."""
     try:
-        return choose_devices(options.world_size, options.devices, bool(options.cpu), survey)
+        return devices_of(options, survey)
     except LaunchRefused:
         return Devices(options.world_size or max(1, len(survey.gpus)), survey.gpus)
 
@@ -167,7 +166,7 @@ def _is_refused(precision: str, devices: Devices) -> bool:
 def next_cell(survey: Survey, config: RunOptions) -> str:
     """Return the devices and settings of a cell without flags, or why it would be refused."""
     try:
-        devices = choose_devices(config.world_size, config.devices, bool(config.cpu), survey)
+        devices = devices_of(config, survey)
         refuse_a_crowd(devices.num_processes, survey)
         precision, reason = choose_precision(config, devices)
     except LaunchRefused as error:

@@ -22,6 +22,7 @@ from IPython.display import display
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
+from nbaccel.launch.plan import refuse_a_crowd
 from nbaccel.notebook.choices import (
     Offer,
     checkpoint_intervals,
@@ -34,7 +35,6 @@ from nbaccel.notebook.choices import (
     seeds,
     world_size,
 )
-from nbaccel.notebook.plan import refuse_a_crowd
 from nbaccel.options.configuration import Configuration
 from nbaccel.options.parsing import chosen, command_line, text_of
 from nbaccel.options.run_options import AUTO, RunOptions

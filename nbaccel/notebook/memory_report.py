@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.events import Event, Listener, Memory
 from nbaccel.gpu_driver import is_holder
 from nbaccel.hardware import Gpu, Survey
-from nbaccel.notebook.plan import amount
+from nbaccel.launch.plan import amount
 
 if TYPE_CHECKING:
     from nbaccel.train.oom.memory import Holding

@@ -27,10 +27,10 @@ from nbaccel.launch.ipc.namespace_tasks import InitTask, Pull, Push
 from nbaccel.launch.ipc.spec import LaunchSpec, SharedNamespace, Task
 from nbaccel.launch.launcher import Launcher, refuse_nested_launch
 from nbaccel.launch.persistent_workers import PersistentWorkers
+from nbaccel.launch.plan import LaunchPlan, amount, draws_as_here
 from nbaccel.launch.preflight import ProcessState
 from nbaccel.launch.processes.run_result import LaunchResult
 from nbaccel.launch.processes.supervisor import RunObservers
-from nbaccel.notebook.plan import LaunchPlan, amount, draws_as_here
 from nbaccel.notebook.results import install
 from nbaccel.options.run_options import AUTO, RunOptions, expanded
 from nbaccel.output.router import ConsoleScreen
@@ -116,7 +116,7 @@ class PersistentSession:
         refuse_flags_of_a_cell(options)
         task = InitTask(SharedNamespace(self._notebook))
         here = ProcessState.now()
-        plan = LaunchPlan.of(options, task, self._survey(), here, self._cell_of(here.why_forks_fail))
+        plan = LaunchPlan.of_cell(options, task, self._survey(), here, self._cell_of(here.why_forks_fail))
         if plan.start.method == "inline":
             raise LaunchRefused(
                 "ranks that stay are processes of their own, and here one would run in the notebook "

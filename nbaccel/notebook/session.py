@@ -26,6 +26,7 @@ from nbaccel.launch.kernel_models import Cards, SetAside, held_here, kernel_free
 from nbaccel.launch.launcher import Launcher, default_launcher, refuse_nested_launch
 from nbaccel.launch.objects.names import made_before_read
 from nbaccel.launch.objects.wrappers import plain, take_off_forward
+from nbaccel.launch.plan import LaunchPlan, draws_as_here
 from nbaccel.launch.preflight import ProcessState
 from nbaccel.launch.run import Run
 from nbaccel.launch.worker.inherited import threads_held_by
@@ -42,7 +43,6 @@ from nbaccel.notebook.cell_run import (
 from nbaccel.notebook.cell_source import read_cell
 from nbaccel.notebook.memory_report import RankMemory
 from nbaccel.notebook.persistent_session import PersistentSession, of_the_start
-from nbaccel.notebook.plan import LaunchPlan, draws_as_here
 from nbaccel.notebook.shortages import refuse_what_cannot_fit, shortages
 from nbaccel.notebook.stop_control import FormerButton, StopControl, steered
 from nbaccel.notebook.validation import (
@@ -204,7 +204,11 @@ class Session:
         if draws_as_here(options, task):
             task.draw_as_here()
         here = ProcessState.now()
-        return self.launcher, LaunchPlan.of(options, task, survey, here, self.cuda.cell_of(here.why_forks_fail)), task
+        return (
+            self.launcher,
+            LaunchPlan.of_cell(options, task, survey, here, self.cuda.cell_of(here.why_forks_fail)),
+            task,
+        )
 
     def _movable(self, plan: LaunchPlan) -> SetAside:
         """Return what the notebook could move away from the GPUs of a run."""

@@ -18,7 +18,7 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
 from nbaccel.launch.ipc.nbytes import size_of, sizes_on_devices
 from nbaccel.launch.kernel_models import QUANTISED, KernelHolding, SetAside
-from nbaccel.notebook.plan import LaunchPlan, amount
+from nbaccel.launch.plan import LaunchPlan, amount
 from nbaccel.quantities import listed
 
 __all__ = ["Loader", "MadeAt", "loaders_in", "refuse_what_cannot_fit", "shortages", "where_made"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.notebook.plan import amount
+from nbaccel.launch.plan import amount
 from nbaccel.notebook.results import Arrival, install
 
 SIZES = {"model": 1000}

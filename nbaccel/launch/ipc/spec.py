@@ -12,7 +12,9 @@ and an object that comes back is of the notebook's own class.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +26,7 @@ from nbaccel.hardware import Gpu
 from nbaccel.launch.ipc.payload import Payload, pack, unpack
 from nbaccel.launch.ipc.pickling import Places
 from nbaccel.launch.objects.kind import Change
+from nbaccel.launch.objects.names import codes_of, says_first_card
 from nbaccel.quantities import plural
 from nbaccel.settings import OOM_CHOICES, STOP, RunSettings
 from nbaccel.world import World
@@ -195,6 +198,10 @@ class FunctionTask(Task):
         self.args = args
         self.kwargs = kwargs or {}
         self.value: Any = None
+
+    @functools.cached_property
+    def first_card(self) -> str:  # type: ignore[override]  # found out where it is asked first
+        return says_first_card(list(codes_of(self.function)), vars(sys.modules["__main__"]))
 
     def run(self) -> None:
         self.value = self.function(*self.args, **self.kwargs)

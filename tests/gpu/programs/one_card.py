@@ -50,9 +50,8 @@ class _Shared(Devices):
 
 
 def who_chooses_devices() -> list[ModuleType]:
-    """The modules that know `choose_devices` by name: launches, cells, forms, ranks that stay."""
-    from nbaccel.launch import api, preflight  # noqa: F401  # loaded, to be found
-    from nbaccel.notebook import choices, plan  # noqa: F401
+    """The modules that know `choose_devices` by name."""
+    from nbaccel.launch import plan, preflight  # noqa: F401  # loaded, to be found
 
     ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "nbaccel"]
     return [module for module in ours if vars(module).get("choose_devices") is preflight.choose_devices]

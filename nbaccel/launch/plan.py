@@ -1,6 +1,8 @@
-"""LaunchPlan: the settings of a cell's run, decided before it starts, and the line about them. Runs in the kernel.
+"""LaunchPlan: the settings of a run, decided before it starts, and the line about them. Runs in the kernel.
 
-It decides what the flags left open: devices, start method, precision, seed. It touches no device and changes nothing.
+`LaunchPlan.of` decides what every launch has to: devices, start method, CPU threads. For a cell `LaunchPlan.of_cell`
+decides also what its flags left open: precision, seed. They touch no device and change nothing. `nbaccel launch`, whose
+ranks torch elastic starts, asks the functions of this file.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nbaccel.display.summary import RunFacts
@@ -21,7 +23,15 @@ from nbaccel.launch.preflight import ProcessState, choose_devices, choose_start,
 from nbaccel.options.run_options import AUTO, RunOptions
 from nbaccel.settings import SHRINK, STOP, RunSettings
 
-__all__ = ["LaunchPlan", "amount", "choose_precision", "draws_as_here", "refuse_a_crowd", "settings_of"]
+__all__ = [
+    "LaunchPlan",
+    "amount",
+    "choose_precision",
+    "devices_of",
+    "draws_as_here",
+    "refuse_a_crowd",
+    "settings_of",
+]
 
 _WORTH_SAYING_BYTES = 1_000_000_000
 _MOST_SECONDS = 0.3
@@ -38,8 +48,8 @@ _PRECISION_NAMES = {"no": "fp32"}
 class LaunchPlan:
     """One planned run.
 
-    precision_reason: empty if the user chose.  bytes_to_copy: bytes that are sent to ranks that are no copy of the
-    kernel.
+    precision_reason: empty if it was not decided here.
+    bytes_to_copy: bytes that are sent to ranks that are no copy of the kernel.
     stays: the ranks exist already, and stay.
     own_devices: each rank sees only its own GPU.  first_card: see `Task`.
     """
@@ -48,24 +58,25 @@ class LaunchPlan:
     devices: Devices
     start: Start
     settings: RunSettings
-    precision_reason: str
     threads: int
+    precision_reason: str = ""
     bytes_to_copy: int = 0
     stays: bool = False
     own_devices: bool = False
     first_card: str = ""
 
     @classmethod
-    def of(cls, options: RunOptions, task: Task, survey: Survey, here: ProcessState, since: str | None) -> LaunchPlan:
-        """Decide the run of `options` on this machine, in this notebook.
+    def of(
+        cls, options: RunOptions, task: Task, survey: Survey, here: ProcessState, since: str | None = None
+    ) -> LaunchPlan:
+        """Decide the run of `options` on this machine, in this process; the precision is the one of `options`.
 
         since: the cell from which on forks fail, if they do and it is known.
 
         Raises:
-            LaunchRefused: the machine or the notebook cannot do what was asked; the message says what is possible.
+            LaunchRefused: the machine or the process cannot do what was asked; the message says what is possible.
         """
-        devices = choose_devices(options.world_size, options.devices, bool(options.cpu), survey)
-        refuse_a_crowd(devices.num_processes, survey)
+        devices = devices_of(options, survey)
         namespace = task.namespace or {}
         names = {name: namespace[name] for name in task.names_to_send()}
         start = choose_start(
@@ -75,30 +86,43 @@ class LaunchPlan:
             why_forks_fail=here.why_forks_fail,
             since=since,
             # Models that are moved to the host leave memory for the copies.
-            bytes_on_device=_bytes_on_device(names) if here.why_forks_fail and not options.free_kernel else 0,
+            bytes_on_device=_bytes_on_device(names) if names and here.why_forks_fail and not options.free_kernel else 0,
         )
-        limit = options.limit
-        if start.method == "inline" and limit is not None:
-            raise LaunchRefused(
-                f"{limit.flag} can stop ranks only, and this cell would run in the notebook's own process "
-                f"({start.reason}): leave {limit.flag} out."
-            )
         devices = devices.started_by(start)
-        precision, reason = choose_precision(options, devices)
+        # In this process a device that NVML does not know (MPS) may be used.
+        cpu = True if not devices.gpus and start.method != "inline" else None
         return cls(
             options=options,
             devices=devices,
             start=start,
-            settings=settings_of(options, precision).over(
-                _automatic(devices, start, draws_seed=not draws_as_here(options, task), is_raw=_is_raw(options, task))
-            ),
-            precision_reason=reason,
+            settings=settings_of(options, options.mixed_precision).over(RunSettings(cpu=cpu)),
             threads=threads_per_rank(survey.cpu_count, devices.num_processes, here.threads),
             bytes_to_copy=size_of(names) if start.method == "zygote" else 0,
             # A program of one process may say "cuda:0" somewhere, and one for several ranks counts cards by rank.
             own_devices=devices.can_be_told_apart and (not task.knows_ranks or bool(task.first_card)),
             first_card=task.first_card if devices.can_be_told_apart else "",
         )
+
+    @classmethod
+    def of_cell(
+        cls, options: RunOptions, task: Task, survey: Survey, here: ProcessState, since: str | None
+    ) -> LaunchPlan:
+        """Decide the run of a cell, see `of`, and what its flags left open.
+
+        Raises:
+            LaunchRefused: the machine or the notebook cannot do what was asked; the message says what is possible.
+        """
+        refuse_a_crowd(devices_of(options, survey).num_processes, survey)
+        plan = cls.of(replace(options, mixed_precision=None), task, survey, here, since)
+        if plan.start.method == "inline" and (limit := options.limit) is not None:
+            raise LaunchRefused(
+                f"{limit.flag} can stop ranks only, and this cell would run in the notebook's own process "
+                f"({plan.start.reason}): leave {limit.flag} out."
+            )
+        precision, reason = choose_precision(options, plan.devices)
+        automatic = _automatic(draws_seed=not draws_as_here(options, task), is_raw=_is_raw(options, task))
+        settings = replace(plan.settings, mixed_precision=precision).over(automatic)
+        return replace(plan, options=options, settings=settings, precision_reason=reason)
 
     def spec(self, task: Task, setup: str | None, wants_results: bool = False) -> LaunchSpec:
         """Return the spec of the run.  wants_results: a failing run waits for the results of the task."""
@@ -185,6 +209,11 @@ class LaunchPlan:
         return "random numbers as in the notebook" if seed is None else f"seed {seed}"
 
 
+def devices_of(options: RunOptions, survey: Survey) -> Devices:
+    """Return the number of ranks, and their devices, see `choose_devices`."""
+    return choose_devices(options.world_size, options.devices, bool(options.cpu), survey)
+
+
 def refuse_a_crowd(num_processes: int, survey: Survey) -> None:
     """Refuse a number of ranks that can only be a mistake.
 
@@ -254,8 +283,8 @@ def _is_raw(options: RunOptions, task: Task) -> bool:
     return not (task.knows_ranks or options.independent or options.strict)
 
 
-def _automatic(devices: Devices, start: Start, draws_seed: bool, is_raw: bool) -> RunSettings:
-    """Return the settings that were not chosen.
+def _automatic(draws_seed: bool, is_raw: bool) -> RunSettings:
+    """Return the settings of a cell that were not chosen.
 
     The seed comes from the system's own generator: drawing it must not change the notebook's.
     """
@@ -263,8 +292,6 @@ def _automatic(devices: Devices, start: Start, draws_seed: bool, is_raw: bool) -
         gradient_accumulation_steps=1,
         seed=random.SystemRandom().randrange(_DRAWN_SEEDS) if draws_seed else None,
         seeds_alike=True if is_raw else None,
-        # In the notebook's own process a device that NVML does not know (MPS) may be used.
-        cpu=True if not devices.gpus and start.method != "inline" else None,
     )
 
 
