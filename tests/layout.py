@@ -56,7 +56,7 @@ MAY_BE_SHORT = {
 }
 """Files below `FEWEST_LINES` that stand alone for a reason; files for one optional package are those of trackers."""
 
-STARTS_WORKERS = ("start", "zygote", "inline")
+STARTS_WORKERS = ("start", "zygote", "inline", "elastic", "ranks")
 """Stems of the files that run the code of workers, or hand it to a process that does."""
 
 OUT_OF_MEMORY = re.compile(

@@ -24,7 +24,7 @@ from nbaccel.errors import ResultsMissing, RunStopped
 from nbaccel.hardware import Survey
 from nbaccel.launch.diagnosis import PostMortem, failed_alike
 from nbaccel.launch.gpu_trouble import before_a_run
-from nbaccel.launch.inline import ends_its_group, run_inline
+from nbaccel.launch.inline import ends_its_group, post_mortem_here, run_inline
 from nbaccel.launch.ipc.reports import begin_with_users_frames, show_users_frames
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.kernel_models import Cards, SetAside, kernel_freed
@@ -273,7 +273,7 @@ def _launch_inline(spec: LaunchSpec, survey: Survey, check: bool = True, news: s
                 try:
                     run_inline(spec, [shown])
                 except (Exception, KeyboardInterrupt) as failure:
-                    post_mortem = PostMortem.of_this_process(title, failure, spec.task)
+                    post_mortem = post_mortem_here(title, failure, spec.task)
                     raise
         except RunStopped as stop:
             stopped = str(stop)

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.errors import RankDied, RanksFailed, RunStopped
+from nbaccel.errors import RankDied, RanksFailed
 from nbaccel.failures import Failure
 from nbaccel.launch.ipc.loader_workers import WorkerEnd
 from nbaccel.launch.ipc.payload import unpack_what_can_be_rebuilt
@@ -27,7 +27,6 @@ from nbaccel.launch.ipc.reports import ErrorLink, Naming, RankFailure, RankRepor
 from nbaccel.launch.ipc.spec import Task
 from nbaccel.launch.oom_restart import OomKillWatch
 from nbaccel.launch.processes.supervisor import RunResult
-from nbaccel.launch.worker.stack_snapshot import scenes
 
 __all__ = [
     "PostMortem",
@@ -353,27 +352,17 @@ class PostMortem:
         )
 
     @classmethod
-    def of_this_process(cls, title: str, error: BaseException, task: Task) -> PostMortem | None:
-        """Return the record of a run in the kernel's own process, while the user's names still exist.
-
-        None if `error`, which has just left the user's code, is the planned end at a limit of its own, or where the
-        record cannot be made: a post-mortem must not change how the run ends.
-        """
-        if isinstance(error, RunStopped):
-            return None
+    def of_this_process(cls, title: str, error: BaseException, snapshot: StackSnapshot) -> PostMortem:
+        """Return the record of a run in the kernel's own process, whose stack `snapshot` shows."""
         is_stopped = isinstance(error, KeyboardInterrupt)
-        try:
-            snapshot = StackSnapshot(scenes(error.__traceback__, *task.left_behind()))
-            return cls(
-                title,
-                "stopped" if is_stopped else "failed",
-                _headline_of_error(error),
-                None if is_stopped else 0,
-                ("was interrupted" if is_stopped else f"raised {type(error).__name__}",),
-                {0: StackSnapshot.from_json(snapshot.to_json())},
-            )
-        except Exception:  # raised by code of the user's own classes
-            return None
+        return cls(
+            title,
+            "stopped" if is_stopped else "failed",
+            _headline_of_error(error),
+            None if is_stopped else 0,
+            ("was interrupted" if is_stopped else f"raised {type(error).__name__}",),
+            {0: StackSnapshot.from_json(snapshot.to_json())},
+        )
 
 
 def _headline_of_error(error: BaseException) -> str:

@@ -26,18 +26,22 @@ from typing import Any
 
 from nbaccel.errors import RunStopped
 from nbaccel.events import Event, Listener, Sink, StepEntered, StepsEnded, outlet
+from nbaccel.launch.diagnosis import PostMortem
+from nbaccel.launch.ipc.reports import StackSnapshot
 from nbaccel.launch.ipc.ring import RingWriter
-from nbaccel.launch.ipc.spec import LaunchSpec, load_named
+from nbaccel.launch.ipc.spec import LaunchSpec, Task, load_named
 from nbaccel.launch.ipc.telemetry import Rings, Telemetry
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.processes.shutdown import FINISHING, NOTICE_AFTER_S, TICK_S, finishing_s
 from nbaccel.launch.worker.integrations import foreign_trainers_report
 from nbaccel.launch.worker.reporter import Reporter
+from nbaccel.launch.worker.stack_snapshot import scenes
 from nbaccel.output.router import ConsoleScreen
 
 __all__ = [
     "InlineStop",
     "ends_its_group",
+    "post_mortem_here",
     "run_inline",
 ]
 
@@ -86,6 +90,21 @@ def _default_group() -> Any:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     return distributed.group.WORLD
+
+
+def post_mortem_here(title: str, error: BaseException, task: Task) -> PostMortem | None:
+    """Return the record of a run in this process that `error` has just ended, while the user's names still exist.
+
+    None if that is the planned end at a limit of its own, or where the record cannot be made: a post-mortem must not
+    change how the run ends.  title: the run in words.
+    """
+    if isinstance(error, RunStopped):
+        return None
+    try:
+        snapshot = StackSnapshot(scenes(error.__traceback__, *task.left_behind()))
+        return PostMortem.of_this_process(title, error, snapshot)
+    except Exception:  # raised by code of the user's own classes
+        return None
 
 
 def _say(line: str) -> None:

@@ -19,17 +19,17 @@ from nbaccel.errors import LaunchRefused, RunStopped
 from nbaccel.hardware import Survey
 from nbaccel.launch.diagnosis import PostMortem
 from nbaccel.launch.gpu_trouble import before_a_run
-from nbaccel.launch.inline import run_inline
+from nbaccel.launch.inline import post_mortem_here, run_inline
 from nbaccel.launch.ipc.cell_task import RESULT, CellSource, CellTask
 from nbaccel.launch.ipc.spec import LaunchSpec, Results
 from nbaccel.launch.kernel_models import Cards, SetAside, held_here, kernel_freed
 from nbaccel.launch.launcher import Launcher, default_launcher, refuse_nested_launch
 from nbaccel.launch.objects.names import made_before_read
+from nbaccel.launch.objects.threads import threads_held_by
 from nbaccel.launch.objects.wrappers import plain, take_off_forward
 from nbaccel.launch.plan import LaunchPlan, draws_as_here
 from nbaccel.launch.preflight import ProcessState
 from nbaccel.launch.run import Run
-from nbaccel.launch.worker.inherited import threads_held_by
 from nbaccel.notebook.background import Background, CellScreen
 from nbaccel.notebook.cell_hooks import CudaWatch
 from nbaccel.notebook.cell_run import (
@@ -342,7 +342,7 @@ class Session:
                 try:
                     run_inline(spec, [shown])
                 except (Exception, KeyboardInterrupt) as failure:
-                    post_mortem = PostMortem.of_this_process(title, failure, task)
+                    post_mortem = post_mortem_here(title, failure, task)
                     raise
             results = task.results_here()
             value = results.values.get(RESULT)

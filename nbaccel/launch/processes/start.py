@@ -33,11 +33,11 @@ from nbaccel.launch.ipc.kernel_state import TorchFlags
 from nbaccel.launch.ipc.payload import Payload
 from nbaccel.launch.ipc.spec import LaunchSpec, Task, WorkerBoot
 from nbaccel.launch.objects.inventory import no_collections
+from nbaccel.launch.objects.threads import threads_of_the_notebook
 from nbaccel.launch.processes.handle import WorkerProcess
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.shutdown import endable
 from nbaccel.launch.processes.zygote import Zygote
-from nbaccel.launch.worker.inherited import threads_of_the_notebook
 from nbaccel.launch.worker.jupyter import close_kernel_sockets, kernel_ports
 from nbaccel.launch.worker.main import run_rank
 

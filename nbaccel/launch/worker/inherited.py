@@ -28,21 +28,19 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 from nbaccel.errors import NotInRanks
 from nbaccel.launch.ipc.event_files import open_again_at_first_use
 from nbaccel.launch.ipc.user_code import cell_name, is_users
+from nbaccel.launch.objects.threads import is_of
 
 __all__ = [
     "LostThreads",
     "put_aside",
-    "threads_held_by",
-    "threads_of_the_notebook",
 ]
 
 _ELEMENTS = 1000
@@ -303,82 +301,13 @@ def _loader_workers(kept: list[Any]) -> None:
 
 _EVERY_S = 2.0
 _VAIN_S = 8.0
-_SERVANTS = ("nbaccel", "ipykernel", "IPython", "zmq", "tornado", "tqdm", "debugpy", "pydevd", "traitlets", "psutil")
-"""Packages whose threads serve the notebook itself: no program waits for one."""
-
 _WAKE_NOBODY = ("tqdm", "multiprocessing.queues")
 """Modules whose threads in a rank only write."""
 
 _WATCHES = ("nbaccel-death-watch", "nbaccel-stacks", "nbaccel-telemetry", "nbaccel-lost-threads")
 """Threads of the project that wake no waiting thread. Others do: one writes a checkpoint that the program waits for."""
 
-_MOST_OBJECTS = 2000
-"""Number of the notebook's objects that are searched before a start; it takes some milliseconds."""
-
-_OPENED_AGAIN = ("concurrent.futures", "multiprocessing", "torch", "tensorboard")
-"""Modules whose objects with threads a rank opens again by itself (`inherited.py`), or that wait for none."""
-
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
-
-
-def threads_of_the_notebook() -> list[threading.Thread]:
-    """Return threads of this process that a program may wait for. Called in the kernel, in the thread that forks."""
-    mine = (threading.main_thread(), threading.current_thread())
-    return [thread for thread in threading.enumerate() if thread not in mine and not _is_of(thread, _SERVANTS)]
-
-
-def threads_held_by(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names whose values hold a thread of the program, or an object of one, with the thread's name.
-
-    Called in the kernel. It follows attributes and the standard containers, and runs none of their code.
-
-    >>> threads_held_by({"x": [1, 2], "word": "x"})
-    {}
-    """
-    alive = {id(obj): thread for thread in threads_of_the_notebook() for obj in (thread, *_worked_on_by(thread))}
-    held: dict[str, str] = {}
-    seen: set[int] = set()
-    for name, value in values.items() if alive else ():
-        todo = [value]
-        while todo and len(seen) < _MOST_OBJECTS:
-            obj = todo.pop()
-            if id(obj) in alive:
-                held[name] = alive[id(obj)].name
-                break
-            if id(obj) not in seen:
-                seen.add(id(obj))
-                todo += _parts(obj)
-    return held
-
-
-def _worked_on_by(thread: threading.Thread) -> list[Any]:
-    """Return the object whose method the thread runs, and its arguments; plain values are left out."""
-    target = getattr(thread, "_target", None)
-    given = [getattr(target, "__self__", None), *getattr(thread, "_args", ()), *getattr(thread, "_kwargs", {}).values()]
-    return [obj for obj in given if not issubclass(type(obj), int | float | str | bytes | tuple | type(None))]
-
-
-def _parts(obj: Any) -> list[Any]:
-    kind = type(obj)
-    if kind in (list, tuple, set, frozenset):
-        return list(islice(obj, _MOST_OBJECTS))
-    if kind is dict:
-        return list(islice(obj.values(), _MOST_OBJECTS))
-    if issubclass(kind, type | ModuleType) or str(kind.__module__).startswith(_OPENED_AGAIN):
-        return []
-    try:
-        attributes = object.__getattribute__(obj, "__dict__")
-    except AttributeError:
-        return []
-    return list(islice(attributes.values(), _MOST_OBJECTS)) if type(attributes) is dict else []
-
-
-def _is_of(thread: threading.Thread, modules: Sequence[str]) -> bool:
-    """Return whether the thread does the work of one of `modules` or of a module in them."""
-    kind = type(thread)
-    work = getattr(thread, "_target", None)
-    module = str(getattr(work, "__module__", "") if kind is threading.Thread else kind.__module__)
-    return any(module == name or module.startswith(f"{name}.") for name in modules)
 
 
 class LostThreads:
@@ -416,7 +345,7 @@ class LostThreads:
     def _awaited_in_vain(self, frame: FrameType) -> Any:
         """Return the condition or lock that no thread is left to signal; None if a thread may do it."""
         others = [each for each in threading.enumerate() if each is not threading.main_thread()]
-        if any(each.name not in _WATCHES and not _is_of(each, _WAKE_NOBODY) for each in others):
+        if any(each.name not in _WATCHES and not is_of(each, _WAKE_NOBODY) for each in others):
             return None
         code = frame.f_code
         if code.co_filename == threading.__file__ and code.co_name == "wait":
