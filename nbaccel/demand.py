@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any
 
-from nbaccel.failures import Recovery, is_of_host, recovery_of
+from nbaccel.failures import Recovery, asked_bytes, in_bytes, is_of_host, recovery_of
 from nbaccel.room import Room, fullness, host_room, unused_heap
 
-__all__ = ["WHAT_HELPS", "Demand", "in_bytes", "in_words"]
+__all__ = ["WHAT_HELPS", "Demand", "in_words"]
 
 WHAT_HELPS = (
     "a smaller model, fp16 or bf16, an 8-bit optimizer, gradient checkpointing, parameters or states that are "
@@ -25,8 +25,6 @@ WHAT_HELPS = (
 """Advice for the case that smaller batches do not help."""
 
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_ASKED = re.compile(rf"(?i:tried to allocate|unable to allocate) {_SIZE}")
 _TOTAL_AND_FREE = re.compile(rf"(?:total capacity of|allows) {_SIZE},? of which {_SIZE} (?:is|are) free")
 _ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch")
 _UNALLOCATED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
@@ -65,7 +63,9 @@ class Demand:
             text = str(error)
             room = _stated(text) or (_live_on_host() if is_of_host(error) else None) or Room(0, 0)
             device_types = {"cpu"} if is_of_host(error) or "CPU out of memory" in text else {"cuda", "xpu"}
-            return cls(_asked(text), room.used_bytes, room.limit_bytes, fullness(error), *_held(error, device_types))
+            return cls(
+                asked_bytes(text), room.used_bytes, room.limit_bytes, fullness(error), *_held(error, device_types)
+            )
         except Exception:  # memory is short, and users' classes may raise: the caller goes on without
             return None
 
@@ -109,15 +109,6 @@ class Demand:
         return needed_bytes > self.limit_bytes + _NOISE * self.asked_bytes
 
 
-def in_bytes(number: str, unit: str) -> int:
-    """Return a size of torch's error texts in bytes.
-
-    >>> in_bytes("2.50", "KiB")
-    2560
-    """
-    return int(float(number) * _UNITS[unit])
-
-
 def in_words(size: int) -> str:
     """Format a number of bytes.
 
@@ -128,16 +119,6 @@ def in_words(size: int) -> str:
         if size >= unit:
             return f"{size / unit:.{digits}f} {name}"
     return f"{size} bytes"
-
-
-def _asked(text: str) -> int:
-    """Return the bytes that were asked for, by the text of the error.
-
-    >>> _asked("CUDA out of memory. Tried to allocate 2.00 GiB."), _asked("you tried to allocate 64000000 bytes.")
-    (2147483648, 64000000)
-    """
-    found = _ASKED.search(text)
-    return 0 if found is None else in_bytes(found[1], found[2])
 
 
 def _stated(text: str) -> Room | None:

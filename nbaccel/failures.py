@@ -10,7 +10,17 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["NEARLY_FULL", "Failure", "Recovery", "can_retry", "classify", "is_of_host", "recovery_of"]
+__all__ = [
+    "NEARLY_FULL",
+    "Failure",
+    "Recovery",
+    "asked_bytes",
+    "can_retry",
+    "classify",
+    "in_bytes",
+    "is_of_host",
+    "recovery_of",
+]
 
 NEARLY_FULL = 0.9
 """Fraction of the memory in use from which on an ambiguous error counts as out of memory."""
@@ -210,6 +220,29 @@ def can_retry(error: BaseException, used_fraction: float | None = None) -> bool:
             return _is_nearly_full(used_fraction)
         case _:
             return False
+
+
+_UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_ASKED = re.compile(rf"(?i:tried to allocate|unable to allocate) ([\d.]+) ?({'|'.join(_UNITS)})\b")
+
+
+def in_bytes(number: str, unit: str) -> int:
+    """Return a size of torch's error texts in bytes.
+
+    >>> in_bytes("2.50", "KiB")
+    2560
+    """
+    return int(float(number) * _UNITS[unit])
+
+
+def asked_bytes(text: str) -> int:
+    """Return the size of the allocation that failed, by the text of the error; 0 if the text does not give it.
+
+    >>> asked_bytes("CUDA out of memory. Tried to allocate 2.00 GiB."), asked_bytes("you tried to allocate 64 bytes.")
+    (2147483648, 64)
+    """
+    found = _ASKED.search(text)
+    return 0 if found is None else in_bytes(found[1], found[2])
 
 
 def _is_nearly_full(used_fraction: float | None) -> bool:

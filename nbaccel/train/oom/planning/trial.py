@@ -7,7 +7,6 @@ size.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from nbaccel.failures import can_retry
+from nbaccel.failures import asked_bytes, can_retry
 from nbaccel.room import is_shortage
 from nbaccel.train.data.placement import to_device
 from nbaccel.train.oom.memory import release_unused
@@ -34,9 +33,6 @@ __all__ = [
     "TrialRun",
     "TrialSetup",
 ]
-
-_ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]?i?B)\b", re.IGNORECASE)
-_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +138,7 @@ class TrialRun:
         else:
             fits = peaks.share is None or peaks.share <= 1
             return TrialResult(fits, peaks.growing_share, peaks.highest, meter.limit_bytes, meter.source)
-        needed_bytes = None if peaks.highest is None else peaks.highest + _asked_bytes(complaint)
+        needed_bytes = None if peaks.highest is None else peaks.highest + asked_bytes(complaint)
         return TrialResult(False, None, needed_bytes, meter.limit_bytes, meter.source, complaint)
 
     def _steps(self, size: int, peaks: _Peaks) -> None:
@@ -200,9 +196,3 @@ class _Peaks:
     def _of_limit(self, peak: int | None) -> float | None:
         limit = self._meter.limit_bytes
         return None if peak is None or not limit else peak / limit
-
-
-def _asked_bytes(complaint: str) -> int:
-    """Return the size of the allocation that failed; 0 where the text does not give it."""
-    asked = _ASKED.search(complaint)
-    return 0 if asked is None else int(float(asked[1]) * _UNITS.get(asked[2], 1))

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.demand import Demand, in_bytes
-from nbaccel.failures import can_retry
+from nbaccel.demand import Demand
+from nbaccel.failures import asked_bytes, can_retry, in_bytes
 from nbaccel.room import is_shortage
 from nbaccel.train.oom.memory import forget_frames
 from nbaccel.train.oom.memory.meters import Peak
@@ -115,7 +115,6 @@ def _place(error: BaseException) -> ShortagePlace:
 
 
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
-_ASKED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
 _TOTAL_AND_FREE = re.compile(rf"(?:total capacity of|allows) {_SIZE},? of which {_SIZE} (?:is|are) free")
 
 
@@ -125,9 +124,9 @@ def _demand(text: str) -> float:
     >>> _demand("Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free.")
     1.125
     """
-    asked, state = _ASKED.search(text), _TOTAL_AND_FREE.search(text)
-    if asked is None or state is None:
+    asked, state = asked_bytes(text), _TOTAL_AND_FREE.search(text)
+    if not asked or state is None:
         return 1.0
     total = in_bytes(state[1], state[2])
     used = total - in_bytes(state[3], state[4])
-    return max(1.0, (used + in_bytes(asked[1], asked[2])) / total)
+    return max(1.0, (used + asked) / total)
