@@ -427,6 +427,31 @@ def test_it_does_not_wait_for_a_run_in_the_background(launcher: Launcher) -> Non
     assert seen == []
 
 
+def test_a_run_for_which_no_caller_waits_says_so_until_its_own_end_and_not_until_that_of_one_inside(
+    launcher: Launcher,
+) -> None:
+    answers: list[str] = []
+
+    def ask() -> None:
+        try:
+            with launcher.turn():
+                answers.append("has its turn")
+        except LaunchRefused as error:
+            answers.append(str(error))
+
+    def answer_in_another_thread() -> str:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        return answers[-1]
+
+    with launcher.turn("cell [3] has been running"):
+        with launcher.turn():  # of a run inside
+            assert answer_in_another_thread() == "cell [3] has been running"
+        assert answer_in_another_thread() == "cell [3] has been running"
+    assert answer_in_another_thread() == "has its turn"
+
+
 # Memory
 
 

@@ -184,11 +184,23 @@ def test_zero_processes_are_refused() -> None:
         launch(print, 0)
 
 
+def test_the_number_of_processes_is_a_whole_number_of_any_type() -> None:
+    class Two:
+        def __index__(self) -> int:
+            return 2
+
+    assert launch(rank, Two()).values == [0, 1]  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="integer"):
+        launch(rank, 2.0)  # type: ignore[arg-type]
+
+
 def test_the_precision_asked_for_reaches_the_ranks() -> None:
     value = notebook_launcher(lambda: os.environ["ACCELERATE_MIXED_PRECISION"], num_processes=2, mixed_precision="bf16")
     assert value == "bf16"
     with pytest.raises(ValueError, match="'fp17'"):
         notebook_launcher(print, num_processes=2, mixed_precision="fp17")
+    with pytest.raises(ValueError, match="'auto'"):  # which is for cells
+        launch(print, 2, mixed_precision="auto")
 
 
 def test_arguments_that_mean_nothing_here_are_accepted_and_explained() -> None:

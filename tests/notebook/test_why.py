@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
 
-from nbaccel.errors import RanksFailed
+from nbaccel.errors import CannotSend, RanksFailed
 from nbaccel.launch.diagnosis import PostMortem
 from nbaccel.launch.ipc.reports import ErrorLink, RankReport
 from nbaccel.launch.processes.supervisor import RunResult
@@ -123,6 +124,13 @@ def test_a_cell_in_the_notebooks_own_process_is_explained_too(notebook: Any) -> 
     assert "    epoch  int = 3" in lines
     notebook.run("%%accelerate --start inline\n1\n")
     assert why(notebook) == ["nothing to explain: nothing has run in ranks yet, or the last run ended well."]
+
+
+def test_a_run_that_could_not_be_started_does_not_hide_why_the_one_before_failed(notebook: Any) -> None:
+    notebook.run("%%accelerate --start inline\n1 / 0\n")
+    notebook.names["lock"] = threading.Lock()
+    assert isinstance(notebook.run("%%accelerate -n 2 --start zygote\nlock.locked()\n").error, CannotSend)
+    assert why(notebook)[0].startswith("Cell In[1] failed on rank 0 of 1: ZeroDivisionError")
 
 
 def test_a_value_that_is_not_a_number_is_named(notebook: Any) -> None:
