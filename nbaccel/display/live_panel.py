@@ -1,13 +1,8 @@
-"""LivePanel: a panel in the notebook that follows a run, and becomes its picture. Runs in the kernel.
+"""Views that follow a run: a panel in the notebook, or lines of text; and the choice between them. Run in the kernel.
 
-There is one display per run, or per cell if several runs are started in one: updates replace it, and one state is
-saved.
-
-NowAndThen: a line about the run every half minute, for unattended runs and where nothing else can be shown.
-
-Runs in the kernel. Each line is complete and flushed, so that a reader of a remote log sees that the run goes on.
-
-Audience: chooses how a run is shown: as a panel, as lines of text, or not at all. Runs in the kernel.
+`Audience` chooses the view: a `LivePanel` in a notebook, `PeriodicText` in a terminal, for unattended runs and where
+nothing else can be shown, and the output of ranks alone in a script. The panel becomes the picture of its run at the
+end. All runs of a cell share one display: updates replace it, and the notebook saves one state.
 """
 
 from __future__ import annotations
@@ -130,7 +125,11 @@ _EVERY_S = 30.0
 
 
 class PeriodicText(RunView):
-    """Writes lines of text; at the end one more, and a picture if there is a `place` for it."""
+    """Writes lines of text; at the end one more, and a picture if there is a `place` for it.
+
+    There is one line every half minute. Each line is complete and flushed, so that a reader of a remote log sees that
+    the run goes on.
+    """
 
     def __init__(
         self,

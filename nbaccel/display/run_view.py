@@ -1,19 +1,9 @@
-"""RunView: the view of a run while it goes on, and the result that stays of it. Runs in the kernel.
+"""View of a run while it goes on, and the result that stays in the notebook after it. Runs in the kernel.
 
-It stands between the output of ranks and the screen, and listens to their reports. This class shows only their output,
-and keeps the history; others add a panel, or a line from time to time.
-
-Frames: show the states of a panel while its run goes on. Runs in the kernel.
-
-This class displays the states as they are; code that knows widgets can show them in an element that can be clicked.
-
-Place: the display that shows the runs of one cell, and keeps their result. Runs in the kernel.
-
-There is one display for all of them: updates replace it, and one state is saved. The result is a picture and its
-numbers: of one run when it ends, of several when their cell ends, since it is unknown before that which of them is the
-last.
-
-Output that finished runs leave in the notebook: one picture, and their numbers in words. Runs in the kernel.
+A `RunView` stands between the output of ranks and the screen, and listens to their reports. It shows only their output,
+and keeps the history; subclasses add a panel, or a line from time to time. All runs of a cell share one `DisplaySlot`:
+updates replace it, and the notebook saves one state. The result is one picture, with its numbers in words: of one run
+when it ends, of several when their cell ends, since it is unknown before that which of them is the last.
 """
 
 from __future__ import annotations
@@ -148,6 +138,8 @@ def _first_line(error: BaseException) -> str:
 
 class PanelSink:
     """Shows each state in place of the one before, in one display.
+
+    This class displays the states as they are; code that knows widgets can show them in an element that can be clicked.
 
     >>> PanelSink().show({"text/plain": "running"})
     {'text/plain': 'running'}
