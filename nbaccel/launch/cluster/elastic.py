@@ -1,15 +1,8 @@
-"""Elastic: runs a script in every rank of one or several machines, by torch elastic. Runs in `nbaccel launch` itself.
+"""Run a script in every rank of one or several machines by torch elastic. Runs in the process of `nbaccel launch`.
 
 torch elastic, the engine of torchrun, starts the ranks, watches them, and ends all of them when one fails. This module
 adds the values that a person would otherwise have to find: devices, settings, CPU threads, the network interface, and
 on one machine a rendezvous that no other machine can reach. Nothing here knows notebooks.
-
-Network: finds the interface by which this machine reaches another one.
-
-Runs in the process that launches; sends nothing.
-
-Unless told otherwise, gloo and NCCL take the interface of the host's own name, and on many systems that is loopback:
-then ranks of several machines wait for each other until they give up.
 """
 
 from __future__ import annotations
@@ -149,7 +142,7 @@ class Elastic:
         return [self.program.name, *self.program.arguments]
 
     def _arguments_by_us(self) -> list[str]:
-        """Return the same words, with a Python program run by `rank.script`, which ends it cleanly."""
+        """Return the same words, with a Python program run by `worker.script`, which ends it cleanly."""
         if self.program.is_executable:
             return self.arguments()
         return [*self._torchruns(), "--module", _RUNNER, *(["-m"] if self.program.is_module else []), *self._programs()]
@@ -173,7 +166,7 @@ class Elastic:
         """Return a shell command that does the same.
 
         Two things differ: the interface on which the ranks of a single machine meet, and the end of the ranks, see
-        `rank.script`.
+        `worker.script`.
         """
         words = (f"{name}={shlex.quote(value)}" for name, value in self.changes().items())
         return " ".join([*words, "torchrun", *map(shlex.quote, self.arguments())])
@@ -230,6 +223,9 @@ def loopback_interface() -> str:
 
 def interface_to(host: str, port: int) -> str:
     """Return the interface whose address another machine sees when this one connects to `host`.
+
+    Unless told otherwise, gloo and NCCL take the interface of the host's own name, and on many systems that is
+    loopback: then ranks of several machines wait for each other until they give up.
 
     It asks the system's routes by a datagram socket that is connected and never written to.
 

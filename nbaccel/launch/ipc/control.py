@@ -1,20 +1,10 @@
-"""ControlPage: one shared page of memory between the kernel and all ranks of a run; it lets a run stop at one step.
+"""Page of memory that the kernel and all ranks of a run share, so that all ranks stop at one step. Used by both.
 
-A simple stop flag would leave ranks alone in a collective: one rank reads it a moment before its peer enters the step.
-So the ranks and the kernel use a handshake, without a collective:
-
-1. At a step boundary a rank writes the step it is about to enter, then reads the stop flag. If it is set, the rank
-   parks and waits for the answer.
-2. The kernel sets the flag, waits until every store of a rank that did not see it must be visible, and reads where
-   each rank is: parked before a step, or inside one.
-3. It answers "stop after S", S being the highest step any rank has entered. A rank that parked before a step <= S
-   goes on through S; every rank leaves at its first boundary past S. All end after the same step.
-
-Steps are positions (training step, batches since) packed into one number, so that they compare in order.
-
-The page also counts the collectives that each rank has entered, and marks the ranks that have finished. A rank that
-waits in a collective which a finished rank has not entered waits in vain. It also holds the step before which all ranks
-save, set by rank 0, and each rank's own time limit, if its program sets one.
+A simple stop flag would leave ranks alone in a collective: one rank reads the flag a moment before its peer enters the
+step. So the ranks and the kernel use a handshake, without a collective: see `ControlPage`. The page also counts the
+collectives that each rank has entered, and marks the ranks that have finished. A rank that waits in a collective which
+a finished rank has not entered waits in vain. It also holds the step before which all ranks save, set by rank 0, and
+each rank's own time limit, if its program sets one.
 """
 
 from __future__ import annotations
@@ -114,7 +104,19 @@ class RankPosition:
 
 
 class ControlPage:
-    """The shared page. The kernel creates it; ranks map it by its descriptor."""
+    """The shared page. The kernel creates it; ranks map it by its descriptor.
+
+    A run stops at one step by a handshake:
+
+    1. At a step boundary a rank writes the step it is about to enter, then reads the stop flag. If it is set, the rank
+       parks and waits for the answer.
+    2. The kernel sets the flag, waits until every store of a rank that did not see it must be visible, and reads where
+       each rank is: parked before a step, or inside one.
+    3. It answers "stop after S", S being the highest step any rank has entered. A rank that parked before a step <= S
+       goes on through S; every rank leaves at its first boundary past S. All end after the same step.
+
+    Steps are positions (training step, batches since) packed into one number, so that they compare in order.
+    """
 
     def __init__(self, fd: int, world_size: int) -> None:
         self.fd = fd

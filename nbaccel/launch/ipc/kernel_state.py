@@ -1,22 +1,9 @@
-"""KernelState: state that a forked rank inherits and a rank of the zygote must be given. Captured in the kernel.
+"""State of the kernel that a forked rank inherits and a rank of the zygote must be given. Used in the kernel and ranks.
 
-Code has to behave alike after a fork and in a rank of the zygote, so everything here that a fork would copy is sent
-explicitly. `tests/launch/test_parity.py` runs one program under both and compares.
-
-TorchFlags: torch's switches as the notebook left them. Captured in the kernel, applied in ranks.
-
-Each switch is read and set separately: one that this torch lacks or refuses is left out, and does not stop a rank from
-starting. Reading changes nothing, starts no CUDA and loads no library. A switch that has the right value already is not
-touched: switches that were never set stay unset, so that each of torch's two interfaces to TF32 keeps working if the
-notebook has used only that one.
-
-Not covered: blocks that are open around a launch, other than `torch.no_grad()` and `torch.device()` (autocast,
-inference mode, hooks on saved tensors); the configuration of the compiler; `torch.set_default_tensor_type` with a type
-of CUDA, which cannot be set without starting CUDA.
-
-Randomness: reads and sets the states of the process's global random generators.
-
-These are Python's, NumPy's, and torch's on the CPU. Runs in ranks and in the kernel.
+The kernel captures the state, and ranks apply it: random generators, torch's switches, filters of warnings, the path,
+directory and environment, the source of the notebook's cells. Code has to behave alike after a fork and in a rank of
+the zygote, so everything here that a fork would copy is sent explicitly. `tests/launch/test_parity.py` runs one program
+under both and compares.
 """
 
 from __future__ import annotations
@@ -47,7 +34,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TorchFlags:
-    """Values by the names of switches; none if torch is not loaded."""
+    """Values by the names of switches; none if torch is not loaded.
+
+    The kernel captures the switches as the notebook left them. Each switch is read and set separately: one that this
+    torch lacks or refuses is left out, and does not stop a rank from starting. Reading changes nothing, starts no CUDA
+    and loads no library. A switch that has the right value already is not touched: switches that were never set stay
+    unset, so that each of torch's two interfaces to TF32 keeps working if the notebook has used only that one.
+
+    Not covered: blocks that are open around a launch, other than `torch.no_grad()` and `torch.device()` (autocast,
+    inference mode, hooks on saved tensors); the configuration of the compiler; `torch.set_default_tensor_type` with a
+    type of CUDA, which cannot be set without starting CUDA.
+    """
 
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -413,7 +410,10 @@ def _cell_sources() -> dict[str, list[str]]:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the state of each, by its module; modules that are not loaded have no state."""
+    """Return the states of this process's global random generators by module: Python's, NumPy's, torch's on the CPU.
+
+    Modules that are not loaded have no state.
+    """
     states: dict[str, Any] = {"random": random.getstate()}
     if (np := sys.modules.get("numpy")) is not None:
         states["numpy"] = np.random.get_state()

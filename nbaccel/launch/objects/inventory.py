@@ -1,18 +1,9 @@
-"""Inventory: the objects that a notebook's names lead to, each with its place, and their changes since.
+"""Find the changes of a cell to a notebook's names, and to the objects behind them. Runs in ranks and in the kernel.
 
-A rank takes it before its cell, and asks it afterwards. The kernel, whose own objects have not changed meanwhile, finds
-its object at a place (`found_at`) and writes the change into it (`writes_of`). Runs on both sides.
-
-An object is known by identity; a place is the path to it from a name. Objects that an object makes on request are not
-followed, as in `weight`: containers are read by the methods of the builtin types, other objects by their attributes.
-
-Collector: Python's garbage collector, switched off for a while. Runs in the kernel and in ranks.
-
-Delta: the changes of a cell to a notebook's names, and to the objects behind them. Runs in ranks and in the kernel.
-
-A rank records the notebook before its cell (`Baseline`), and afterwards the differences. Objects that the notebook has
-are known by their places, see `inventory`; names are found by comparing namespaces, so any way of binding counts: a
-statement, a magic, or ``globals()``.
+A rank records the notebook before its cell (`Baseline`, with an `Inventory` of the objects), and afterwards the
+differences (`Delta`). An object is known by identity; its place is the path to it from a name (`ObjectPlace`). The
+kernel, whose own objects have not changed meanwhile, finds its object at a place (`found_at`) and writes the change
+into it (`writes_of`).
 """
 
 from __future__ import annotations
@@ -137,6 +128,9 @@ def found_at(place: ObjectPlace, namespace: Mapping[str, Any]) -> Any:
 
 class Inventory:
     """The objects that `names` of a namespace lead to now, also through names in the notebook's functions and classes.
+
+    Objects that an object makes on request are not followed, as in `nbytes`: containers are read by the methods of the
+    builtin types, other objects by their attributes.
 
     is_copy: this process is a copy of the kernel, so objects have the same addresses as there.
     takes_gradients: see `Places`.
@@ -304,6 +298,8 @@ class Delta:
 
 class Baseline:
     """The names of a notebook before a cell, and the objects that those in `mentioned` lead to.
+
+    Names are found by comparing namespaces, so any way of binding counts: a statement, a magic, or ``globals()``.
 
     inventory: of these objects.  is_copy: this process is a copy of the kernel.
 

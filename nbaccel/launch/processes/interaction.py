@@ -1,18 +1,8 @@
-"""Interrupts: counts requests to end a run, from the keyboard, a button or another thread. Runs in the kernel.
+"""Requests of a person or of the system to a run: interrupts, SIGTERM, answers to a debugger. Runs in the kernel.
 
-The first press asks the ranks to finish their step, the second ends them; the group decides that. This module only
-counts presses, and wakes the loop that waits for them.
-
-Termination: handles SIGTERM to the kernel while ranks work. Runs in the kernel, in its main thread.
-
-Beside: a task that the kernel's thread checks while it watches a run. Runs in the kernel.
-
-A subclass says when it is due and is called then; it must not wait. It can end the run as the user's interrupt does.
-
-Prompting: passes questions of a rank's debugger to the person at the notebook. Runs in the kernel's main thread.
-
-It uses the kernel's own `input`, so the person sees what the front end offers for it. The ranks wait meanwhile, and so
-does the loop that watches them: the limits of the run do not count that time.
+`Interrupts` only counts presses, and wakes the loop that waits for them; the group decides what they mean: the first
+press asks the ranks to finish their step, the second ends them. A press comes from the keyboard, a button, another
+thread or a `Pollable`, a task that the kernel's thread checks while it watches a run.
 """
 
 from __future__ import annotations
@@ -115,6 +105,8 @@ def uninterrupted() -> Iterator[None]:
 def stopped_before_termination(saves_itself: Callable[[], bool]) -> Iterator[None]:
     """Stop a run that saves itself, as by a press, before SIGTERM ends the kernel.
 
+    Runs in the kernel's main thread, the only one that handles signals; in another thread it does nothing.
+
     saves_itself: called when the signal comes; returns whether the run saves itself.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -145,7 +137,11 @@ def stopped_before_termination(saves_itself: Callable[[], bool]) -> Iterator[Non
 
 
 class Pollable:
-    """Base class of the tasks; it does nothing."""
+    """Base class of tasks that the kernel's thread checks while it watches a run; it does nothing.
+
+    A subclass says when it is due, and is called then; it must not wait. It can end the run as the user's interrupt
+    does.
+    """
 
     def due_in(self, now: float) -> float | None:
         """Return the seconds until `tick` may have something to do; None while only the run's own events matter."""
@@ -175,7 +171,14 @@ _NEWS = (
 
 
 class DebuggerPrompt:
-    """Asks for one run.  notice: shows one line of the project to the user."""
+    """Passes questions of a rank's debugger to the person at the notebook, for one run.
+
+    Runs in the kernel's main thread, and uses the kernel's own `input`, so the person sees what the front end offers
+    for it. The ranks wait meanwhile, and so does the loop that watches them: the limits of the run do not count that
+    time.
+
+    notice: shows one line of the project to the user.
+    """
 
     def __init__(self, notice: Callable[[str], None]) -> None:
         self._notice = notice

@@ -1,28 +1,12 @@
-"""Endings: the shutdown policies of a running worker group, one class for each. They run in the kernel.
+"""Shutdown policies of a running worker group, and the time limits that end a run. Run in the kernel.
 
-An ending is asked again and again (`advance`) until the processes are gone. It signals and releases ranks by their
-reports and by the time they have had. It never waits itself.
-
- Running    nothing to do until every rank has reported; then all are released together
- Stopping   the user asked, or the time limit came: finish the step, keep the results
- Aborting   a rank failed: the others cannot go on; BreakingHang: no rank makes progress
- Untangling a rank failed, and the ranks are persistent: all of them are to become idle again, if they can
- Killing    the user asked twice: now
-
-TimeLimits: the time at which a run is to end, from the launch's limit and its program's own limits.
-
-Runs in the kernel.
-
-At that time the run ends as after the user's interrupt: all ranks leave before the same step, and those that save
-themselves do.
-
-Endable: makes a time limit, and other wishes to end a run, interrupt the packing of the user's objects.
-
-Runs in the kernel.
-
-Packing runs code of the user (``__reduce__``, ``__getstate__``), which may take long or never return. The ranks have
-not begun then, so an interrupt ends it as it ends any cell. This module turns the time limit into an interrupt, and
-also the requests of those that watch the run from beside: a run in the background is packed in its own thread.
+A policy is asked again and again (`advance`) until the processes are gone. It signals and releases ranks by their
+reports and by the time they have had. It never waits itself. `KeepRunning` holds until every rank has reported, and
+releases all together. Other policies take over: `StopAtStep` when the user has asked, or a time limit has come; `Abort`
+when a rank has failed, `BreakHang` when no rank makes progress; `RecoverPersistent` in these two cases if the ranks are
+persistent: all of them are to become idle again, if they can; `Kill` when the user has asked twice. A time limit ends
+the run as the user's interrupt does: all ranks leave before the same step, and those that save themselves do. `endable`
+lets a limit end the packing of the user's objects too, before ranks have begun.
 """
 
 from __future__ import annotations
@@ -340,6 +324,11 @@ _AGAIN_S = 0.2
 @contextmanager
 def endable(seconds: float | None, beside: Sequence[Pollable] = ()) -> Iterator[None]:
     """Interrupt the block if it takes longer than `seconds` (None for no limit), or when one of `beside` asks for it.
+
+    It is used while the user's objects are packed. Packing runs code of the user (``__reduce__``, ``__getstate__``),
+    which may take long or never return. The ranks have not begun then, so an interrupt ends it as it ends any cell. The
+    time limit becomes an interrupt, and so do the requests of those that watch the run from beside: a run in the
+    background is packed in its own thread.
 
     The main thread is interrupted by SIGINT, which also ends a `sleep`; another thread before its next line of Python.
 

@@ -1,14 +1,8 @@
-"""Supervisor: supervises the worker processes of a `WorkerGroup` during one run. Runs in the kernel.
+"""Supervise the worker processes of a `WorkerGroup` during one run. Runs in the kernel.
 
 A selector waits for events (output, messages, ends of processes, the user's interrupt); nothing is polled while ranks
-only work. Whatever ends the run, `run` returns after every process of it is gone.
-
-Causes: decides which rank's failure ended a run. Runs in the kernel.
-
-A rank that fails breaks the connections of its peers, and their failures may be seen first. So a failure that may be a
-consequence is held back for a moment before the run is aborted.
-
-Watching: the observers of a run, and the loop that watches a run for them. Runs in the kernel.
+only work. Whatever ends the run, `Supervisor.run` returns after every process of it is gone, except persistent ranks.
+`FirstFailure` decides which rank's failure ended the run; `RunObservers` are told of everything.
 """
 
 from __future__ import annotations
@@ -398,6 +392,9 @@ _ALIKE_S = 5.0  # a debugged run is not in a hurry, and a busy machine is slow
 class FirstFailure:
     """The failures of one run, in the order in which they were seen.
 
+    A rank that fails breaks the connections of its peers, and their failures may be seen first. So a failure that may
+    be a consequence is held back for a moment before the run is aborted.
+
     debugged: the rank whose failure is to be debugged, if any.
     """
 
@@ -438,7 +435,7 @@ def _is_consequence(member: WorkerHandle) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunObservers:
-    """The observers of a run.
+    """The observers of a run; `watch` runs the loop that watches a run for them.
 
     shown_ranks: ranks whose output is shown; None for all.  notice: shows one line of the project to the user.
     listeners: receive the reports of the ranks.  beside: checked while the ranks work, by the thread that waits for

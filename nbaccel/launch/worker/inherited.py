@@ -1,19 +1,10 @@
-"""Disables objects that a fork inherited: child processes, pools, exit functions, open files. Runs in ranks.
+"""Disable objects that a fork inherited: child processes, pools, exit functions, open files, threads. Runs in ranks.
 
-The notebook goes on using all of it. So a rank must not end, join, flush, delete or unlink any of it: neither when it
-ends, nor when its cell rebinds a name and the last reference in this process goes. And it must not use these objects as
-if they worked here: threads and child processes belong to the kernel. Objects that can be opened again are opened again
-at their first use (executors, pools, loaders with workers, TensorBoard's writer); everything else is unchanged.
-
-Much of this state is private to the standard library and to torch. `put_aside` continues if a version has it under
-another name: tests with each supported version notice that, and a rank that does not start would help nobody.
-
-LostThreads: ends a wait for a thread of the notebook, which does not exist in a forked rank. Runs in forked ranks.
-
-A fork keeps only the thread that forks. Work that another thread of the notebook does (a prefetcher that fills a queue,
-a writer that empties one) would keep the rank waiting for ever. So the main thread is checked from time to time. Its
-wait is in vain if it waits without a limit for a condition or a lock of Python, has not moved for some seconds, and no
-thread of the rank is left that could wake it.
+The notebook goes on using all of them. So a rank must not end, join, flush, delete or unlink any of them: neither when
+it ends, nor when its cell rebinds a name and the last reference in this process goes. And it must not use these objects
+as if they worked here: threads and child processes belong to the kernel. Objects that can be opened again are opened
+again at their first use (executors, pools, loaders with workers, TensorBoard's writer); everything else is unchanged. A
+wait for a thread of the notebook is ended by `LostThreads`; the kernel finds these threads before it forks.
 """
 
 from __future__ import annotations
@@ -57,6 +48,10 @@ _PYTHON_EXITS = (
 
 def put_aside(rank: int) -> list[Any]:
     """Disable the objects that this process inherited by its fork. Called once, in a forked rank, before any user code.
+
+    Much of the state that is changed here is private to the standard library and to torch. The function continues if a
+    version has it under another name: tests with each supported version notice that, and a rank that does not start
+    would help nobody.
 
     Return objects that the caller keeps until the process ends: anything that is released here would be closed or
     deleted.
@@ -312,6 +307,11 @@ _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 class LostThreads:
     """Watches the main thread of a rank whose notebook had `threads`.
+
+    A fork keeps only the thread that forks. Work that another thread of the notebook does (a prefetcher that fills a
+    queue, a writer that empties one) would keep the rank waiting for ever. So the main thread is checked from time to
+    time. Its wait is in vain if it waits without a limit for a condition or a lock of Python, has not moved for some
+    seconds, and no thread of the rank is left that could wake it.
 
     interrupt: raises its argument in the main thread, where the user's code is running.
     """

@@ -1,27 +1,9 @@
-"""DeathWatch: a thread of every rank that ends the rank's session when the kernel is gone. Runs in ranks.
+"""End a rank when its kernel has died, when it is stopped or hangs, and after its last task. Runs in ranks.
 
-It waits on the kernel's pidfd. A pipe would not be enough: other children of the kernel can hold its other end open, so
-that end-of-file never comes. The parent-death signal would not be enough either: it fires when the forking *thread*
-ends, and it does not reach the rank's own children.
-
-SaveGrace: the time that a rank gets for a last checkpoint when its session ends. In ranks that save themselves.
-
-Sessions end by SIGTERM to the kernel, to the ranks or to all of them, or by the kernel's death. In each case the run is
-stopped as the user would stop it: all ranks leave before the same step, where they save. Without a kernel rank 0
-answers the handshake of the control page. Ranks that save nothing die at once, as always.
-
-CutWatch: ends a wait of a rank in its device, when the kernel says that it would never end. Runs in ranks.
-
-A rank that waits in its device for one that has failed does not react to an interrupt, and the end of that rank would
-not wake it either. So the kernel sets a flag on the control page, and a thread here aborts the rank's groups. All
-persistent ranks do so at about the same time, as NCCL requires, and form the groups anew. A rank that ends with its
-task does so only if its device does not finish by itself: its peers end too, and its results are to come back. At a
-stop, when no rank has failed, another flag is used, and no rank aborts if its device is just slow. After an abort a
-rank may hold parts of a sum; it reports whether that is possible.
-
-The end of a rank: ends its own exit functions, threads and children, and nothing inherited. Runs in ranks, last.
-
-`worker` ends the ranks of notebooks with it, `script` those of `nbaccel launch`.
+`DeathWatch` ends the rank's session when the kernel is gone, `SaveGrace` gives a rank that saves itself time for a last
+checkpoint before, and `CutWatch` ends a wait in the device that would never end. `Farewell` runs last, in the ranks of
+notebooks: it ends the rank's own exit functions, threads and children, and nothing inherited. `end_as_the_interpreter`
+ends those of `nbaccel launch`.
 """
 
 from __future__ import annotations
@@ -60,6 +42,10 @@ _DYING_MS = 1000
 
 class DeathWatch:
     """Kills this process, its session and its descendants when the kernel has died or released this rank.
+
+    The watch is a thread of every rank, and waits on the kernel's pidfd. A pipe would not be enough: other children of
+    the kernel can hold its other end open, so that end-of-file never comes. The parent-death signal would not be enough
+    either: it fires when the forking *thread* ends, and it does not reach the rank's own children.
 
     channel_fd: the rank's end of its channel; the kernel keeps the other end open as long as it needs the rank.
     when_kernel_died: called by the thread before that, if the kernel is dead; it returns when the rank may be killed.
@@ -103,7 +89,12 @@ def _nothing() -> None:
 
 
 class SaveGrace:
-    """Learns that this rank saves itself (`SavesItself`), and ensures its last checkpoint from then on."""
+    """Learns that this rank saves itself (`SavesItself`), and ensures its last checkpoint from then on.
+
+    Sessions end by SIGTERM to the kernel, to the ranks or to all of them, or by the kernel's death. In each case the
+    run is stopped as the user would stop it: all ranks leave before the same step, where they save. Without a kernel
+    rank 0 answers the handshake of the control page. Ranks that save nothing die at once, as always.
+    """
 
     def __init__(self, page: ControlPage, rank: int, watch: DeathWatch) -> None:
         self._page = page
@@ -163,7 +154,16 @@ SPOILT = "this rank was woken in an exchange to which a peer did not come, and m
 
 
 class CutWatch:
-    """The flags on the page, and the state of this rank's device since."""
+    """Ends a wait of this rank in its device, when the kernel says that it would never end.
+
+    It reads the flags on the page, and keeps the state of this rank's device since. A rank that waits in its device for
+    one that has failed does not react to an interrupt, and the end of that rank would not wake it either. So the kernel
+    sets a flag on the control page, and a thread here aborts the rank's groups. All persistent ranks do so at about the
+    same time, as NCCL requires, and form the groups anew. A rank that ends with its task does so only if its device
+    does not finish by itself: its peers end too, and its results are to come back. At a stop, when no rank has failed,
+    another flag is used, and no rank aborts if its device is just slow. After an abort a rank may hold parts of a sum;
+    it reports whether that is possible.
+    """
 
     def __init__(self, page: ControlPage, rank: int) -> None:
         self._page = page

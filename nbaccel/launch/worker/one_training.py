@@ -1,20 +1,9 @@
-"""Finds out whether an optimizer steps one training in all ranks, before it changes anything. Runs in ranks.
+"""Find out whether an optimizer steps one training in all ranks, before it changes anything. Runs in ranks.
 
-It decides once for each optimizer, by evidence and never by a library's name. Parameters that DDP or FSDP synchronises
-pass, and so do DTensors and parameters that a `TaskWatch` keeps equal. For others the ranks compare a fingerprint of
-this step's gradients, on the control page, without a collective. Different fingerprints mean separate trainings, which
-is an error; equal ones mean gradients that were synchronised by hand, or the same work in every rank, and one notice
-says which. A rank whose peers take no such step within 5 s steps alone, and says so.
-
-Updates without a step of torch's optimizers are noticed at the backwards, one step later: see `by_hand`. Parameters
-that a cell has trained are compared again at its end, see `parameters.checksum`.
-
-UpdatesByHand: finds parameters that change, rank by rank, without a step of torch's optimizers. Runs in ranks.
-
-``p -= lr * p.grad`` is such an update; so are the optimizers of fastai and of Keras. All of them need a backward. So at
-the beginning of some backwards, the ranks compare a number for the values that the backward reaches and that nothing is
-known to synchronise, if these have changed since the last comparison. It ends with the first verdict; then
-`torch.autograd.backward` is torch's own again.
+`OneTraining` decides once for each optimizer, by evidence and never by a library's name: parameters that something
+synchronises pass, for others the ranks compare gradients. `UpdatesByHand` finds updates without a step of torch's
+optimizers, at the backwards, one step later. Parameters that a cell has trained are compared again at its end, see
+`parameters.checksum`. The ranks compare on the control page, without a collective.
 """
 
 from __future__ import annotations
@@ -58,6 +47,11 @@ _SYNCHRONISE = {
 
 class OneTraining:
     """Judges the optimizers of one rank.
+
+    Parameters that DDP or FSDP synchronises pass, and so do DTensors and parameters that a `TaskWatch` keeps equal. For
+    others the ranks compare a fingerprint of this step's gradients. Different fingerprints mean separate trainings,
+    which is an error; equal ones mean gradients that were synchronised by hand, or the same work in every rank, and one
+    notice says which. A rank whose peers take no such step within 5 s steps alone, and says so.
 
     collectives: returns the number of collectives that this rank has entered, of every kind that can be counted.
     """
@@ -445,7 +439,13 @@ class Judge(Protocol):
 
 
 class UpdatesByHand:
-    """Watches the backwards of one task."""
+    """Watches the backwards of one task for parameters that change, rank by rank, without a step of torch's optimizers.
+
+    ``p -= lr * p.grad`` is such an update; so are the optimizers of fastai and of Keras. All of them need a backward.
+    So at the beginning of some backwards, the ranks compare a number for the values that the backward reaches and that
+    nothing is known to synchronise, if these have changed since the last comparison. It ends with the first verdict;
+    then `torch.autograd.backward` is torch's own again.
+    """
 
     def __init__(self, judge: Judge) -> None:
         self._judge = judge

@@ -1,36 +1,10 @@
-"""Signals in a rank: they act in the user's code, and not in the runtime around it. Used by the runtime.
+"""Set up a rank's process before the user's code: signals, rendezvous, OOM score, reserves for a report. Runs in ranks.
 
-The fork inherited the handlers of Python and of the kernel; `restore_signals` removes them.
-
-Rendezvous of ranks on one machine: a file in a private folder, behind torch's own `env://`. Runs in ranks.
-
-Raw DDP, Accelerate and Fabric all initialise their group by `env://`, so they use this rendezvous without a change. No
-port is opened for it: torch's TCP store listens on every interface and has no password.
-
-OOM score: decides which process is killed first when the machine runs out of memory. Runs in ranks.
-
-Without it the system may kill the notebook's kernel, which holds the data, for the memory that a rank takes. Every
-process may raise its own score; children inherit it, and it is never lowered here.
-
-Spare descriptors: a rank whose program has opened as many files as allowed can still report. Used by the runtime.
-
-Answers the kernel's request for the main thread's stack, in a file of the run's private folder. Runs in ranks.
-
-Two parts of a rank can answer. A thread is asked through a FIFO: whatever a program does to its signals, the thread
-answers, unless C code keeps Python's lock. faulthandler is asked by a signal: it needs no lock, but programs replace
-handlers and block signals. The kernel therefore asks the thread first (`hangs.py`).
-
-Finds out why a forked rank cannot train: the kernel's CUDA or autograd has broken it. Runs in forked ranks.
-
-It runs before any code of the user. The kernel has checked before it forked (`forkable.py`), by indirect signs; a cause
-that these do not show, or that another thread of the kernel created in between, is found here by trying.
-
-Keep process groups that a program has ended until its rank ends. Runs in ranks.
-
-Before torch 2.8 the destructor of a gloo group joins its threads while it holds Python's lock, for which one of them
-may be waiting to drop the last collective's tensors: `dist.destroy_process_group()` then never returns (one of eight
-times on a machine under load). The destructor is not called while a reference to the group exists.
-https://github.com/pytorch/pytorch/pull/154976
+The parts are independent of each other; the worker's runtime uses them. Signals act in the user's code, and not in the
+runtime around it (`restore_signals`, `Interrupt`, `ChildHandler`). Ranks of one machine meet in a file
+(`meet_in_file`), are killed before the kernel when memory runs out (`volunteer`), can always report
+(`SpareDescriptors`, `tell_on_signal`), and do not hang in the end of a group (`keep_ended_groups`).
+`why_this_fork_fails` finds out whether the kernel's CUDA or autograd has broken the fork.
 """
 
 from __future__ import annotations
@@ -134,7 +108,10 @@ class ChildHandler:
 
 
 def restore_signals() -> None:
-    """Restore the default actions of signals."""
+    """Restore the default actions of signals.
+
+    The fork inherited the handlers of Python and of the kernel.
+    """
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -145,6 +122,10 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own default for a process gr
 
 def meet_in_file(path: str, world: World) -> None:
     """Let `env://` in this process yield a store in the file `path` for this `world`.
+
+    The ranks of one machine meet in a file of a private folder. Raw DDP, Accelerate and Fabric all initialise their
+    group by `env://`, so they use this rendezvous without a change. No port is opened for it: torch's TCP store listens
+    on every interface and has no password.
 
     A group that is destroyed and made again gets a new prefix, because the file still holds the old group's keys. The
     store does not get the world size: with it, the last rank to release a store removes the file, and sometimes that
@@ -176,7 +157,12 @@ A loader's worker process is killed first: its end is an error in its rank, whic
 
 
 def volunteer(score_file: str = "/proc/self/oom_score_adj") -> None:
-    """Let this process be killed before the kernel, and the processes it forks before this one."""
+    """Let this process be killed before the kernel, and the processes it forks before this one.
+
+    When the machine runs out of memory, the system kills the process with the highest score first. Without this it may
+    kill the notebook's kernel, which holds the data, for the memory that a rank takes. Every process may raise its own
+    score; children inherit it, and it is never lowered here.
+    """
     _raise_to(RANK, score_file)
     os.register_at_fork(after_in_child=lambda: _raise_to(CHILD_OF_RANK, score_file))
 
@@ -192,7 +178,10 @@ def _raise_to(score: int, score_file: str) -> None:
 
 
 class SpareDescriptors:
-    """Descriptors kept back while the user's code runs, and released for the report."""
+    """Descriptors kept back while the user's code runs, and released for the report.
+
+    A rank whose program has opened as many files as allowed can still report.
+    """
 
     _MOST = 6
 
@@ -215,7 +204,13 @@ _MOST_PLACES = 100
 
 
 def tell_on_signal(store_path: str, rank: int) -> object:
-    """Begin to answer requests of the kernel. Return the open file, which the caller keeps."""
+    """Begin to answer requests of the kernel. Return the open file, which the caller keeps.
+
+    The answer, the main thread's stack, goes to a file of the run's private folder. Two parts of a rank can answer. A
+    thread is asked through a FIFO: whatever a program does to its signals, the thread answers, unless C code keeps
+    Python's lock. faulthandler is asked by a signal: it needs no lock, but programs replace handlers and block signals.
+    The kernel therefore asks the thread first (`processes/hangs.py`).
+    """
     file = open(stack_path(store_path, rank), "w", buffering=1, encoding="utf-8")  # noqa: SIM115  # for life
     file.write(f"main {_name_of_main()}\n")
     if signal.getsignal(ASK) is signal.SIG_DFL:  # else the notebook uses it
@@ -259,6 +254,10 @@ _REFUSAL = "fork-based multiprocessing"
 def why_this_fork_fails() -> str | None:
     """Return what breaks this rank, as half a sentence; None if nothing does.
 
+    The kernel's CUDA or autograd may have broken a fork. This function runs in forked ranks, before any code of the
+    user. The kernel has checked before it forked (`forkable.py`), by indirect signs; a cause that these do not show, or
+    that another thread of the kernel created in between, is found here by trying.
+
     A CUDA driver that the kernel has not loaded is not loaded here either, and no backward is tried for it, which would
     count its devices: so variables that the user's code sets for it (CUDA_LAUNCH_BLOCKING) keep their effect.
     """
@@ -295,7 +294,13 @@ _kept: list[Any] = []
 
 
 def keep_ended_groups() -> None:
-    """Keep all groups of this process from being destructed. Called once per process."""
+    """Keep all groups of this process from being destructed. Called once per process.
+
+    Before torch 2.8 the destructor of a gloo group joins its threads while it holds Python's lock, for which one of
+    them may be waiting to drop the last collective's tensors: `dist.destroy_process_group()` then never returns (one of
+    eight times on a machine under load). The destructor is not called while a reference to the group exists.
+    https://github.com/pytorch/pytorch/pull/154976
+    """
     when_loaded({"torch.distributed.distributed_c10d": _keep})
 
 

@@ -1,17 +1,9 @@
-"""Look: turns the traceback of a rank's end into a snapshot of its stack. Runs in ranks, after the user's code.
+"""Describe where a rank was when it ended: its stack, its values, its last collectives. Runs in ranks.
 
-Frames of the project are left out, those of libraries have no values. The rank's peers are handled the same way: the
-kernel interrupts them, and the traceback of the interrupt says where they were.
-
-Describes values in a few words, for snapshots of ranks that failed. Runs in ranks, after the user's code has ended.
-
-It runs none of the user's code, no `repr` and no `len` of their classes, reads no device memory, and reads tensors on
-the host only if they are small. Strings under names such as `token` or `api_key` are masked.
-
-CallLog: the last collectives that this rank entered, and the user's lines that called them. Runs in ranks.
-
-It gets `CollectiveEntered` on its way to the `PeerWatch`. A call costs up to 3 us here (measured on a busy machine);
-the entries stay in the rank until its report.
+After the user's code has ended, `scenes` turns the traceback of that end into a snapshot. Frames of the project are
+left out, those of libraries have no values. The rank's peers are handled the same way: the kernel interrupts them, and
+the traceback of the interrupt says where they were. Values are described in a few words (`described`). `CallLog`
+records the last collectives while the run goes on.
 """
 
 from __future__ import annotations
@@ -119,6 +111,9 @@ _MASKED = "<masked>"
 
 def described(name: str, value: Any) -> ValueSummary:
     """Return a description of `value`, which the user calls `name`.
+
+    It runs none of the user's code, no `repr` and no `len` of their classes, reads no device memory, and reads tensors
+    on the host only if they are small. Strings under names such as `token` or `api_key` are masked.
 
     >>> described("lr", 0.5)
     ValueSummary(name='lr', form='float', text='0.5', flaw='')
@@ -252,6 +247,9 @@ _KEPT = 20
 
 class CallLog:
     """The last 20 collectives.
+
+    Each has the user's lines that called it. The log gets `CollectiveEntered` on its way to the `PeerWatch`. A call
+    costs up to 3 us here (measured on a busy machine); the entries stay in the rank until its report.
 
     then: gets every event afterwards.
     """

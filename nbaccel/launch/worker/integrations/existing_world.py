@@ -1,18 +1,10 @@
-"""Lets Lightning's `Trainer` and `Fabric` train in the existing ranks. Runs in ranks; imports no Lightning.
+"""Let Lightning's `Trainer` and `Fabric` train in the existing ranks. Runs in ranks; imports no Lightning.
 
 In a notebook Lightning counts devices, and starts processes, as in an interactive program. A rank is not interactive:
 devices that are left to Lightning are as many as there are ranks, the processes count as started by torchrun, and a
 strategy that starts its own processes ("ddp_notebook", "ddp_fork", "ddp_spawn") uses the ranks instead. A number of
 devices that differs from that of the ranks is refused, and so are a `Trainer` and a `Fabric` that were made in the
-notebook.
-
-SetUpAnew: sets up again, or refuses, objects of other libraries from the notebook, at their first use.
-
-Runs in ranks.
-
-A library asks once how many processes there are, and stores the answer in its objects. Those that a rank inherited, or
-that were sent to it, say "one". They are distinguished by identity from the objects that this process makes: nothing is
-written into them, and pickles, copies and dictionaries of them are unchanged.
+notebook. `SetUpAnew` serves integrations of other libraries too.
 """
 
 from __future__ import annotations
@@ -211,6 +203,11 @@ def _refuse_count(world: World, name: str, devices: int) -> NoReturn:
 
 class SetUpAnew:
     """Watches attributes of a class, through which its objects are seen before they are used.
+
+    A library asks once how many processes there are, and stores the answer in its objects. Those that a rank inherited,
+    or that were sent to it, say "one". They are set up again, or refused, at their first use. They are distinguished by
+    identity from the objects that this process makes: nothing is written into them, and pickles, copies and
+    dictionaries of them are unchanged.
 
     attributes: names in the dictionary of an object; an object that has none of them yet is being made here.
     renew: called once with each object that came from the notebook, before the attribute is read or set. It may read

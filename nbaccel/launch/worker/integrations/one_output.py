@@ -1,28 +1,9 @@
-"""Lets rank 0 alone draw the progress bars of a raw loop. Runs in ranks; imports no library of bars.
+"""Let the ranks of a raw loop act as one program: one bar, one tracked run, local metrics, no login. Runs in ranks.
 
-In other ranks a bar counts as usual, and shows nothing: `n`, `total`, and the results of iterating and `update` are
-unchanged. It patches tqdm, the `Progress` of rich and fastprogress. A bar that writes to a file of the program's own is
-left alone.
-
-Makes trackers that every rank of a raw loop opens write one run, by rank 0. Runs in ranks; imports no tracker.
-
-In other ranks `wandb.init` makes no run (mode "disabled": logged values are dropped), and a `SummaryWriter` of
-TensorBoard writes nothing if rank 0 has one for the same folder. A run of each rank is intended if `wandb.init` names a
-group or shares a run, if the writers' folders differ, and with `--independent`. Not covered: names such as `from wandb
-import init` of the notebook, trackers of other libraries.
-
-Names the variable to set if a library in a rank asks the user to log in. Runs in ranks; imports no other library.
-
-No input can be typed into a rank. `input` and `getpass` raise an error (`jupyter.py`); this module handles libraries
-that ask in other ways: wandb looks for a terminal, and the Hugging Face hub shows a code and waits minutes for a person
-to enter it. If Kaggle's internet is off, wandb detects that, prints it, and then tries for 90 s: here it is an error at
-once.
-
-Keeps metrics of a raw loop local to their rank. Runs in ranks; imports no library of metrics.
-
-torchmetrics and ignite add up their counts over all ranks as soon as there is a process group. In a loop that does not
-know ranks every rank runs the whole evaluation, so each sample would be counted once per rank. In a program that
-prepares objects, or divides the data itself, these libraries work as usual in ranks.
+A loop that does not know ranks would draw, log and count once per rank. Libraries are patched when they are loaded;
+this module imports none of them. Rank 0 alone draws bars (`OneBar`) and writes trackers' runs (`write_one_run`),
+metrics stay local to their rank (`LoneMetrics`), and a library that asks the user to log in raises an error that names
+the variable to set (`refuse_logins`).
 """
 
 from __future__ import annotations
@@ -57,6 +38,10 @@ _ARGUMENTS_BEFORE_FILE = 4
 
 class OneBar:
     """Decides whether this rank draws its bars, from task to task. One per process.
+
+    In ranks other than 0 a bar counts as usual, and shows nothing: `n`, `total`, and the results of iterating and
+    `update` are unchanged. tqdm, the `Progress` of rich, and fastprogress are patched. A bar that writes to a file of
+    the program's own is left alone.
 
     world: that of this rank.
     """
@@ -160,6 +145,11 @@ _POLL_S = 0.005
 def write_one_run(world: World, store_path: str) -> None:
     """Let this rank's trackers be rank 0's run. Called once per process.
 
+    In other ranks `wandb.init` makes no run (mode "disabled": logged values are dropped), and a `SummaryWriter` of
+    TensorBoard writes nothing if rank 0 has one for the same folder. A run of each rank is intended if `wandb.init`
+    names a group or shares a run, if the writers' folders differ, and with `--independent`. Not covered: names such as
+    `from wandb import init` of the notebook, trackers of other libraries.
+
     store_path: a path that is the same in all ranks of the run, in a folder of the run's own.
     """
     folders = f"{store_path}.boards"
@@ -237,7 +227,13 @@ def _has_line(path: str, line: str, count: int) -> bool:
 
 
 def refuse_logins(rank: int) -> None:
-    """Make a login that waits for a person raise `NoInput` with the variable to set. Called once per process."""
+    """Make a login that waits for a person raise `NoInput` with the variable to set. Called once per process.
+
+    No input can be typed into a rank. `input` and `getpass` raise an error (`worker/jupyter.py`); this function handles
+    libraries that ask in other ways: wandb looks for a terminal, and the Hugging Face hub shows a code and waits
+    minutes for a person to enter it. If Kaggle's internet is off, wandb detects that, prints it, and then tries for 90
+    seconds: here it is an error at once.
+    """
     when_loaded(
         {
             "wandb.sdk.lib.wbauth": partial(_refuse_wandbs, rank),
@@ -294,7 +290,12 @@ def _refuse_the_hubs(rank: int, module: Any) -> None:
 
 
 class LoneMetrics:
-    """Decides whether metrics are added up over the ranks, from task to task. One per process."""
+    """Decides whether metrics are added up over the ranks, from task to task. One per process.
+
+    torchmetrics and ignite add up their counts over all ranks as soon as there is a process group. In a loop that does
+    not know ranks every rank runs the whole evaluation, so each sample would be counted once per rank. In a program
+    that prepares objects, or divides the data itself, these libraries work as usual in ranks.
+    """
 
     def __init__(self) -> None:
         self._watch: TaskWatch | None = None
