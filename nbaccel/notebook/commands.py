@@ -1,22 +1,8 @@
-"""Commands: one object for each command that may follow `%accelerate`.
+"""Commands that may follow `%accelerate`, one object for each. Run in the kernel.
 
-Runs in the kernel; the work is done elsewhere.
-
-Answers: all commands that may follow `%accelerate` in one notebook. Runs in the kernel.
-
-The work of each command is done elsewhere; here the commands get the session, and their answers are printed.
-
-`%accelerate start|push|pull|restart`: reads the arguments; `Stay` does the work. Runs in the kernel.
-
-`%accelerate wait|attach|stop|last`: commands on a run in the background, or on the last run. Runs in the kernel.
-
-`Background` and `Session` do the work.
-
-`%accelerate config`: shows the notebook's choices, changes them, saves them. Runs in the kernel.
-
-Without arguments it shows a form if there is a front end and ipywidgets, otherwise the same as text.
-
-Status: the answers of `%accelerate` and `%accelerate doctor`. Runs in the kernel; reads, and changes nothing.
+`Commands` finds the command of a line; the other functions give each command the session, read its arguments, and print
+its answer. The work is done elsewhere: by `Session`, its persistent ranks (`stay`) and its run in the background. The
+answers of `status` and `doctor` read, and change nothing.
 """
 
 from __future__ import annotations
@@ -163,7 +149,10 @@ _RANK = "--rank"
 
 
 def stay_commands(session: Session, parser: argparse.ArgumentParser) -> list[Command]:
-    """Return the commands of one notebook.  parser: of the flags."""
+    """Return `start`, `push`, `pull` and `restart` of one notebook: they read the arguments, its `stay` does the work.
+
+    parser: of the flags.
+    """
 
     def start(rest: str) -> None:
         session.background.make_room()
@@ -227,7 +216,7 @@ def _refuse_unknown(command: str, names: Collection[str], known: Collection[str]
 
 
 def background_commands(session: Session) -> list[Command]:
-    """Return the commands of one notebook."""
+    """Return `wait`, `attach`, `stop` and `last` of one notebook, on a run in the background or on the last run."""
 
     def attach() -> Any:
         if session.background.current is None and session.launcher.last_run is not None:
@@ -250,7 +239,10 @@ def background_commands(session: Session) -> list[Command]:
 
 
 class ConfigCommand:
-    """The command of one notebook, and its form once it was shown."""
+    """The command `config` of one notebook: shows its choices, changes them, saves them.
+
+    Without arguments it shows a form if there is a front end and ipywidgets, otherwise the same as text.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session

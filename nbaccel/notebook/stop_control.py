@@ -1,17 +1,9 @@
-"""StopControl: a running cell that a click can stop. Runs in the kernel, in the thread that watches the run.
+"""Button that stops a running cell by a click, and the pump that brings the click to it. Runs in the kernel.
 
-Frames of the panel are shown in widgets once a front end has reported that it shows them. Otherwise (no widgets in the
-front end or the kernel, an ipykernel that the pump does not know), the panel is displayed as usual and says how to stop
-instead. An error here does not harm the run.
-
-Pump: passes messages of some widgets to the kernel while a cell keeps its main thread busy. Runs in that thread.
-
-A kernel handles one shell message after the other, so a click waits until the cell is over. ipykernel 7.0 to 7.3 let a
-front end send it on a separate thread; others do not, and a front end need not. The pump reads messages meanwhile where
-the kernel would: those for its widgets are handled, all others (cells, other widgets, whose callbacks expect no running
-cell) are kept in their order and handed back when the cell ends.
-
-It relies on private parts of ipykernel and pyzmq. If one is missing, `Pump.of` returns None, and nothing was touched.
+It runs in the thread that watches the run, the kernel's main thread during a cell. Frames of the panel are shown in
+widgets once a front end has reported that it shows them. Otherwise (no widgets in the front end or the kernel, an
+ipykernel that the pump does not know), the panel is displayed as usual and says how to stop instead. An error here does
+not harm the run.
 """
 
 from __future__ import annotations
@@ -194,6 +186,14 @@ _KINDS = ("comm_msg", "comm_close")
 
 class Pump:
     """Handles, by `poll`, the messages for `comm_ids`, a live collection, between `with` and its end.
+
+    A kernel handles one shell message after the other, so a click waits until the cell is over. ipykernel 7.0 to 7.3
+    let a front end send it on a separate thread; others do not, and a front end need not. The pump reads messages
+    meanwhile where the kernel would: those for its widgets are handled, all others (cells, other widgets, whose
+    callbacks expect no running cell) are kept in their order and handed back when the cell ends.
+
+    It relies on private parts of ipykernel and pyzmq. If one is missing, `Pump.of` returns None, and nothing was
+    touched.
 
     `poll`, and the end of `with`, are for the main thread, inside a cell.
     """
