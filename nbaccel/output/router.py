@@ -1,24 +1,10 @@
-"""Output: turns the bytes that n ranks print into visible output. Runs in the kernel; starts nothing, owns no pipe.
+"""Turn the bytes that n ranks print into visible output and a log. Runs in the kernel; starts nothing, owns no pipe.
 
-It shows whole lines, tagged by rank as soon as two ranks have printed; identical lines of all ranks once; the bars of
-all ranks live; and no more than a Jupyter server forwards. Everything goes to the log, whatever the screen leaves out.
-A rank's uncaught error does not come this way: it is reported, whichever ranks are shown.
-
-Displays: the rich output of one rank, with separate display ids. Runs in the kernel; pure.
-
-A rank may replace its own displays, by id or after ``clear_output``; it cannot touch displays of the notebook or of the
-project's panel, because its ids carry a unique prefix. ``clear_output`` clears displays only: printed text stays where
-it is.
-
-Run log: every line of every rank in one file. Runs in the kernel; the screen may leave lines out, the log does not.
-
-Its work is per chunk, not per line: it has to keep up with a rank that prints 100 MB. The caller opens and closes the
-file.
-
-Excerpt: chooses the lines of a long output that a notebook keeps. Runs in the kernel; pure.
-
-A notebook file keeps every line that was shown for good. So the notebook shows the first lines, then a line from time
-to time, which proves that the run goes on, and the last ones. The log has all lines.
+`OutputRouter` shows whole lines, tagged by rank as soon as two ranks have printed; identical lines of all ranks once;
+the bars of all ranks live; and no more than a Jupyter server forwards. Everything goes to the `RunLog`, whatever the
+screen leaves out. `Excerpt` chooses the lines of a long output that the notebook keeps, and `Displays` gives the rich
+output of a rank display ids of its own. A rank's uncaught error does not come this way: it is reported, whichever ranks
+are shown.
 """
 
 from __future__ import annotations
@@ -330,6 +316,10 @@ _NOTHING = {"text/plain": ""}
 class Displays:
     """Turns the display messages of a rank into messages for the screen: "display" and "update", never "clear".
 
+    A rank may replace its own displays, by id or after ``clear_output``; it cannot touch displays of the notebook or of
+    the project's panel, because its ids carry a unique prefix. ``clear_output`` clears displays only: printed text
+    stays where it is.
+
     prefix: unique among everything that the notebook displays.
     """
 
@@ -389,6 +379,9 @@ _LONGEST_PARTIAL = 64 * 1024
 
 class RunLog:
     """Writes whole lines, prefixed ``[rank 1] ``; after an error in writing the log ends, and the run goes on.
+
+    Every line of every rank is in one file. The work is per chunk, not per line: it has to keep up with a rank that
+    prints 100 MB. The caller opens and closes the file.
 
     file: None logs nothing.
     """
@@ -472,6 +465,9 @@ class ShownLine(NamedTuple):
 
 class Excerpt:
     """Takes every line, and returns those to show.
+
+    A notebook file keeps every line that was shown for good. So the notebook shows the first lines, then a line from
+    time to time, which proves that the run goes on, and the last ones. The log has all lines.
 
     first_bytes: bytes of the beginning to show; None for everything.
     shown: number of lines of the ranks that were returned.
