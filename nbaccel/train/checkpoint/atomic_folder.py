@@ -1,26 +1,12 @@
-"""Folders that are complete or absent, whenever the process is killed. Runs in rank 0.
+"""Folders of checkpoints that are complete or absent, whenever the process is killed. Runs in ranks; rank 0 writes.
 
-A folder is written beside its name as ``.<name>.tmp-<pid>``, flushed to the disk and renamed; the older folder of
-that name is first renamed to ``.<name>.old-<pid>`` and then disposed of, as `recycling` describes. The next save
-cleans up what a killed process left behind: a complete folder whose name is free gets it, everything else of a
-dead process is deleted.
+A folder is written beside its name as ``.<name>.tmp-<pid>``, flushed to the disk and renamed; the older folder of that
+name is first renamed to ``.<name>.old-<pid>`` and then deleted, or reused on drives with a trash (`Recycling`). The
+next save cleans up what a killed process left behind: a complete folder whose name is free gets it, everything else of
+a dead process is deleted. `place_for` finds the folder, which may be a subfolder of the one that a program names.
 
-Not covered: two programs that save under one name at the same time (the later one wins), and file systems whose
-rename is not atomic.
-
-Disposal: deletes or reuses a checkpoint's folder that is no longer needed. Runs in rank 0.
-
-On a disk the folder is deleted. On a mounted drive, such as Google Drive on Colab, deleted files go to a trash that
-counts as used space, so a rotation would fill the drive: there one outdated folder stays beside the checkpoints as
-``.nbaccel_spare``, and the next checkpoint is written over its files. That folder is no checkpoint and is never loaded.
-
-Not covered: files that hooks have written, other than a checkpoint's own parts; they are deleted there too.
-
-Place: finds the folder of a checkpoint inside the folder that a program names. Runs in ranks; writes nothing.
-
-A checkpoint replaces its folder as a whole, so that folder must hold nothing else: ``save_state("checkpoints/")``
-may not delete ``checkpoints/epoch_0`` or the user's notes. In a folder with other things in it, and in one
-that cannot be renamed, the checkpoint is a subfolder; `load_state` looks there too.
+Not covered: two programs that save under one name at the same time (the later one wins), and file systems whose rename
+is not atomic.
 """
 
 from __future__ import annotations
@@ -249,7 +235,14 @@ class Disposal:
 
 
 class Recycling(Disposal):
-    """Disposal on a drive with a trash: the next checkpoint overwrites the files of one outdated folder."""
+    """Disposal on a drive with a trash: the next checkpoint overwrites the files of one outdated folder.
+
+    On a mounted drive, such as Google Drive on Colab, deleted files go to a trash that counts as used space, so a
+    rotation would fill the drive: there one outdated folder stays beside the checkpoints as ``.nbaccel_spare``, and the
+    next checkpoint is written over its files. That folder is no checkpoint and is never loaded.
+
+    Not covered: files that hooks have written, other than a checkpoint's own parts; they are deleted there too.
+    """
 
     def make(self, folder: Path) -> None:
         spare = folder.with_name(SPARE)
@@ -304,7 +297,12 @@ _NOBODYS = re.compile(r"\.ipynb_checkpoints|\.DS_Store|__pycache__")
 
 
 def place_for(folder: str | os.PathLike[str]) -> Path:
-    """Return the folder that a checkpoint replaces when the program names `folder`. Links and ``~`` are followed."""
+    """Return the folder that a checkpoint replaces when the program names `folder`. Links and ``~`` are followed.
+
+    A checkpoint replaces its folder as a whole, so that folder must hold nothing else: ``save_state("checkpoints/")``
+    may not delete ``checkpoints/epoch_0`` or the user's notes. In a folder with other things in it, and in one that
+    cannot be renamed, the checkpoint is a subfolder; `load_state` looks there too. Nothing is written here.
+    """
     named = Path(folder).expanduser().resolve()
     if (named / SUBFOLDER).exists() or os.path.ismount(named) or _holds_other_things(named):
         return named / SUBFOLDER

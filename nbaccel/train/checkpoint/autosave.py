@@ -1,21 +1,8 @@
-"""Autosave: saves a training automatically at step boundaries. Runs in ranks; no collective.
+"""Save a training automatically at step boundaries, and end it at a time limit. Runs in ranks; no collective.
 
-It decides when to save and under which name. The Accelerator writes and reads checkpoints, and passes in the two
-functions for that.
-
-Schedule: decides before which steps a training is saved automatically. Runs in ranks, called at step boundaries.
-
-All ranks must give the same answer without waiting for each other, because each adds its own random states to a
-checkpoint. For step counts they do. For times rank 0 decides and tells the others one step ahead: none of them can
-be further than inside the step that rank 0 is about to enter, since its gradients need rank 0's.
-
-CheckpointPolicy: when a training saves automatically, where, and what it resumes. Pure; opens no file.
-
-Deadline: a time limit that a program sets itself, ``Accelerator(time_limit="11h30m")``. Runs in ranks and scripts.
-
-A launcher that receives it ends the run in time, as by a limit of its own: all ranks leave before the same step.
-Without a launcher a process that is alone leaves by itself, at its first step boundary after the limit. Several
-processes that nothing could stop at the same step are refused before they begin.
+A `CheckpointPolicy` holds the user's choices, a `Schedule` decides before which steps to save, and `Autosave` under
+which name. The Accelerator writes and reads checkpoints, and passes in the two functions for that. All ranks must save
+at the same steps without waiting for each other, because each adds its own random states to a checkpoint.
 """
 
 from __future__ import annotations
@@ -86,7 +73,12 @@ class Autosave(Saver):
 
 
 class Schedule(Protocol):
-    """Decides when to save."""
+    """Decides when to save.
+
+    All ranks must give the same answer without waiting for each other. For step counts they do. For times rank 0
+    decides and tells the others one step ahead: none of them can be further than inside the step that rank 0 is about
+    to enter, since its gradients need rank 0's.
+    """
 
     def is_due(self, step: int) -> bool:
         """Return whether to save before optimizer step `step`; called once per step, with rising numbers."""
@@ -199,6 +191,11 @@ class CheckpointPolicy:
 
 class Deadline(Saver):
     """A `Saver` that ends the run once the time is over, and delegates everything else to the `saver` before it.
+
+    A program sets the limit itself, ``Accelerator(time_limit="11h30m")``. A launcher that receives it ends the run in
+    time, as by a limit of its own: all ranks leave before the same step. Without a launcher a process that is alone
+    leaves by itself, at its first step boundary after the limit. Several processes that nothing could stop at the same
+    step are refused before they begin.
 
     seconds: from now.  saver: saves the training, also when the run is stopped; the base does nothing.
 

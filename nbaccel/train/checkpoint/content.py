@@ -1,17 +1,8 @@
-"""Content: the states in one checkpoint, between the prepared objects and the files. Runs in ranks.
+"""States in one checkpoint, between the prepared objects and the files. Runs in ranks; rank 0 writes, all ranks read.
 
-It is only data: state dicts, and `progress`, the position of the training. `Prepared` and `Checkpointing` decide to
-which objects the states belong, and whether their numbers fit.
-
-Parts: the state of one object in a folder, as safetensors and JSON. Written by rank 0, read by all.
-
-``optimizer`` is two files: `optimizer.json`, its structure, and `optimizer.safetensors`, its tensors (where it has
-any); frozen ones of a model have a file of their own, see `frozen`. A state that is more than data (an object of the
-user's own class) becomes ``optimizer.pkl``, which is only read back with ``trust=True``.
-
-Staging: host memory that holds a training's state while it is written in the background. Runs in ranks.
-
-The buffers are kept from save to save: allocating fresh memory would take as long as the copy into it.
+`Content` is only data: state dicts, and `progress`, the position of the training. `Prepared` and `Checkpointing` decide
+to which objects the states belong, and whether their numbers fit. Each state is one part of the folder, safetensors and
+JSON (`ObjectState`). `Staging` is host memory that holds the states while they are written in the background.
 """
 
 from __future__ import annotations
@@ -171,6 +162,10 @@ def numbered(name: str, index: int) -> str:
 class ObjectState:
     """The state of one object, ready to be written.
 
+    ``optimizer`` is two files: `optimizer.json`, its structure, and `optimizer.safetensors`, its tensors (where it has
+    any); frozen ones of a model have a file of their own, see `write_once`. A state that is more than data (an object
+    of the user's own class) becomes ``optimizer.pkl``, which is only read back with ``trust=True``.
+
     packed: its structure and tensors; None where only a pickle can hold it.
     pickled: that pickle.  reason: why a pickle is needed.
     frozen: names of tensors that need no gradient.
@@ -304,6 +299,8 @@ _SHARE_OF_HOST = 0.25
 
 class Staging:
     """Copies of tensors by name, each in a buffer of its own that the next copy of that name uses again.
+
+    The buffers are kept from save to save: allocating fresh memory would take as long as the copy into it.
 
     >>> staging = Staging()
     >>> weight = torch.ones(2)

@@ -1,19 +1,10 @@
-"""Manifest: the file that makes a folder a checkpoint. Written last, by rank 0; read by all.
+"""File that makes a folder a checkpoint, the records that detect damage, and the run's name. Runs in ranks.
 
-It lists every file with its size and CRC32, and the position of the training, in plain JSON. A folder without a
-complete manifest was never finished. The random states of ranks are not listed: a rank adds its own at any time,
-and they are sealed themselves.
-
-Files that are known to be on the disk, and whose damage is detected. Run in ranks; know nothing of checkpoints.
-
-A *sealed* JSON file contains the CRC32 of its own content. CRC32 detects damage, not malice: against malice,
-pickles are never loaded (6.8 GiB/s here, SHA-256 1.9).
-
-Lineage: records which run has written a checkpoint, and which runs it continues. Runs in ranks; opens no file.
-
-A run counts, replaces and deletes only checkpoints of its own and of the runs that it continues, up to the checkpoint
-that it has loaded. It does not touch what another run has saved in the same folder: neither what the same program
-saved when it was started before, nor what another continuation of the same checkpoint saves.
+The `Manifest` is written last, by rank 0, and read by all. It lists every file with its size and CRC32, and the
+position of the training, in plain JSON. A folder without a complete manifest was never finished. The random states of
+ranks are not listed: a rank adds its own at any time, and they are sealed themselves. A *sealed* JSON file contains the
+CRC32 of its own content. CRC32 (6.8 GiB/s here, SHA-256 1.9) detects damage, not malice: against malice, pickles are
+never loaded. `Lineage` records which run has written a checkpoint, and which runs it continues.
 """
 
 from __future__ import annotations
@@ -286,6 +277,10 @@ def _new_name() -> str:
 @dataclass(slots=True)
 class Lineage:
     """One run of a program, and the runs that it continues.
+
+    A run counts, replaces and deletes only checkpoints of its own and of the runs that it continues, up to the
+    checkpoint that it has loaded. It does not touch what another run has saved in the same folder: neither what the
+    same program saved when it was started before, nor what another continuation of the same checkpoint saves.
 
     run: its name. Before the ranks have agreed on one, each has a name of its own.
     ancestors: the names of those runs, the latest last, each with the time when the checkpoint that was continued was

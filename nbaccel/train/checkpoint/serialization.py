@@ -1,28 +1,8 @@
-"""Packing: converts a nested state to JSON plus flat, named tensors, and back. Pure; knows no files.
+"""Convert a nested state to JSON plus named tensors, and write the tensors to safetensors files. Runs in ranks.
 
-Every value that is not a JSON scalar becomes ``{kind: [children]}``, so unpacking only ever builds the kinds of one
-table: reading a checkpoint runs no code that its writer chose. A value that is not in the table is refused, and the
-error names its place.
-
-Not kept: ``requires_grad`` and the device of tensors (they come back on the CPU), and views as views. A tensor
-that occurs twice is stored once, so tied weights cost nothing.
-
-Tensors in a safetensors file, written and checksummed in one pass. Written by rank 0; read by any safetensors.
-
-The library's writer would need a second reading of the file for the checksum, which costs a third of a save. The
-format is 8 bytes of header size, a JSON header, and the tensors' bytes without gaps, widest types first
-(https://huggingface.co/docs/safetensors, "Format"). The bytes equal those of the library.
-
-Frozen weights: stores weights without gradient on the disk once, however many checkpoints hold them. In rank 0.
-
-Adapters are trained on a base that does not change, and is most of the bytes. Its tensors have a file of their own,
-``model.frozen.safetensors``. When the checkpoint before has the very same file, by size and checksum, the file gets a
-second name in the new folder (a hard link): each folder is complete by itself, may be copied or deleted alone, and is
-verified by its manifest like any other. Where links do not work (another disk, a mounted drive) the file is written
-again.
-
-Not covered: damage to the shared file is damage to all folders that share it. The next save detects it, since it reads
-the file before it links it, and writes a good one.
+`pack` is pure. `write_tensors` writes and checksums a file in one pass, in rank 0; any safetensors can read it. The
+library's writer would need a second reading of the file for the checksum, which costs a third of a save. `write_once`
+stores weights without gradient on the disk once, however many checkpoints hold them.
 """
 
 from __future__ import annotations
@@ -133,6 +113,13 @@ def on_host(name: str, tensor: Tensor) -> Tensor:
 
 def pack(state: Any, to_host: ToHost = on_host) -> Packed:
     """Return `state` as JSON and tensors, which `to_host` brings to the CPU.
+
+    Every value that is not a JSON scalar becomes ``{kind: [children]}``, so unpacking only ever builds the kinds of one
+    table: reading a checkpoint runs no code that its writer chose. A value that is not in the table is refused, and the
+    error names its place.
+
+    Not kept: ``requires_grad`` and the device of tensors (they come back on the CPU), and views as views. A tensor that
+    occurs twice is stored once, so tied weights cost nothing.
 
     Raises:
             CannotPack: `state` holds an object of another kind.
@@ -280,6 +267,9 @@ def knows_dtypes_of(tensors: Mapping[str, Tensor]) -> bool:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
     """Write `tensors`, which are on the CPU; return size and checksum of the file, which may not be on the disk yet.
 
+    The format is 8 bytes of header size, a JSON header, and the tensors' bytes without gaps, widest types first
+    (https://huggingface.co/docs/safetensors, "Format"). The bytes equal those of the library.
+
     metadata: texts for the file's header.
     """
     crc, size, flushed_size = 0, 0, 0
@@ -349,7 +339,17 @@ def frozen_file(part: str) -> str:
 def write_once(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], earlier: Path | None
 ) -> FileRecord:
-    """Write as `write_tensors` does; but if the checkpoint `earlier` has the same file, make `path` a link to it."""
+    """Write as `write_tensors` does; but if the checkpoint `earlier` has the same file, make `path` a link to it.
+
+    It is for weights without gradient. Adapters are trained on a base that does not change, and is most of the bytes.
+    Its tensors have a file of their own, ``model.frozen.safetensors``. When the checkpoint before has the very same
+    file, by size and checksum, the file gets a second name in the new folder (a hard link): each folder is complete by
+    itself, may be copied or deleted alone, and is verified by its manifest like any other. Where links do not work
+    (another disk, a mounted drive) the file is written again.
+
+    Not covered: damage to the shared file is damage to all folders that share it. The next save detects it, since it
+    reads the file before it links it, and writes a good one.
+    """
     if earlier is not None and (earlier / path.name).is_file():
         record = record_of(tensors, metadata)
         with suppress(CheckpointCorrupt, OSError):  # other content, or a file system without links
