@@ -1,17 +1,9 @@
 """Collectives over nested containers: gather, reduce, broadcast, pad, barrier. Run in ranks, by every rank.
 
 `Collectives` itself is for one process: values come back as they went in. `GroupCollectives` uses torch's default
-process group; its first calls are compared between the ranks (`Fingerprints`). It decides what is sent; the `Transport`
-decides how, and how long to wait.
-
-Fingerprints: check before a collective that all ranks make the same call. Runs in ranks, on every rank.
-
-torch itself would hang, or mix the bytes of two calls. Comparing costs one more small exchange, so only the first
-calls of a process group are compared, and all in debug mode: a program that mixes its collectives does so early.
-
-Objects of all ranks: convert any picklable value to bytes and back, and join the ranks' values.
-
-Pure; runs in ranks. Only pickles that ranks of our own process group wrote are read here.
+process group, and decides what is sent; the `Transport` decides how, and how long to wait. The first calls of a group
+are compared between the ranks (`Fingerprints`). Objects other than tensors are sent as pickles; only pickles that ranks
+of our own process group wrote are read here.
 """
 
 from __future__ import annotations
@@ -359,6 +351,10 @@ class Shape(Enum):
 
 class Fingerprints:
     """Counts the calls of one process group, and compares them.
+
+    Without the comparison torch would hang, or mix the bytes of two calls. Comparing costs one more small exchange, so
+    only the first calls of a process group are compared, and all in debug mode: a program that mixes its collectives
+    does so early.
 
     transport: used for the comparison.  debug: compare every call, not only the first ones.
     told: the transports of the group, to which each call is reported.

@@ -1,15 +1,8 @@
-"""ProcessControl: the rank of this process, and actions of only some processes. Base of states and Accelerators.
+"""Bases of states and Accelerators: a process's rank, and values of all ranks. Run in ranks, scripts, the kernel.
 
-Runs in ranks, in scripts, and alone in a kernel. It decides nothing: `world`, `device` and `collectives` are the
-host's. A decorated function reads the rank when it is called, not when it is decorated: a function that was
-decorated in the notebook's kernel behaves correctly in the ranks.
-
-Exchange: values of all ranks, over nested containers. Base of states and Accelerators. Runs in ranks.
-
-Every method here is collective: every rank calls it, in the same order. A process that is alone gets its own value
-back.
-
-DistributedType: names how the processes of a run work together. Pure; the value that programs compare.
+`ProcessControl` knows the rank of this process, and runs actions in only some processes. `Exchange` adds values of all
+ranks, over nested containers. Both decide nothing: `world`, `device` and `collectives` are the host's.
+`DistributedType` is the value that programs compare.
 """
 
 from __future__ import annotations
@@ -39,7 +32,11 @@ _T = TypeVar("_T")
 
 
 class ProcessControl(ABC):
-    """Names that programs written for Accelerate find both on `PartialState` and on `Accelerator`."""
+    """Names that programs written for Accelerate find both on `PartialState` and on `Accelerator`.
+
+    Runs in ranks, in scripts, and alone in a kernel. A decorated function reads the rank when it is called, not when it
+    is decorated: a function that was decorated in the notebook's kernel behaves correctly in the ranks.
+    """
 
     _is_triggered = False
 
@@ -241,7 +238,11 @@ def _required(name: str, value: int | None) -> int:
 
 
 class Exchange(ProcessControl):
-    """`gather`, `reduce` and related methods."""
+    """`gather`, `reduce` and related methods.
+
+    Every method here is collective: every rank calls it, in the same order. A process that is alone gets its own value
+    back.
+    """
 
     def gather(self, tensor: Any) -> Any:
         """Gather every tensor in `tensor` on every rank: all ranks' joined along the first dimension. Collective.
