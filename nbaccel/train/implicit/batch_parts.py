@@ -1,15 +1,7 @@
-"""Handed: describes the batches that a rank was given, whole ones or parts. Values; runs in ranks.
+"""Values that describe the batches of an unmodified loop: what a rank was given, and how far a pass is. Run in ranks.
 
-Progress: measures one pass over a loader of an unmodified loop. Runs in ranks.
-
-The loop itself reports nothing: a launcher's thread reads the gauge a few times per second.
-
-Layouts: find the samples in the batches that a loader's own collate_fn makes. Runs in ranks.
-
-Such a function may pad to the longest sample, or mix samples, so that its result for a part is not a part of its
-result for the batch. Its batches are made whole and cut afterwards, along dimensions whose length is the number of
-samples. These are learnt from the batches before the first cut: lengths that are only equal by chance differ
-in another batch.
+`Handed`, `Split`, `Turn` and `Label` describe whole batches or parts. A `PassGauge` measures one pass over a loader. A
+`Layout` finds the samples in the batches that a loader's own collate_fn makes, so that whole batches can be cut.
 """
 
 from __future__ import annotations
@@ -107,6 +99,8 @@ UNKNOWN = Label(False, 0, 0)
 class PassGauge:
     """Progress of one pass, from its begin to its end.
 
+    The loop itself reports nothing: a launcher's thread reads the gauge a few times per second.
+
     steps: returns how many steps the task has reached.  batches: how many the pass has; None where that is unknown.
     epoch: how many passes trained at the same place before.  may_train: gradients were enabled when it began.
 
@@ -164,6 +158,11 @@ def is_own(collate_fn: Any) -> bool:
 
 class Layout:
     """Positions of the samples in one loader's batches.
+
+    A loader's own collate_fn may pad to the longest sample, or mix samples, so that its result for a part is not a part
+    of its result for the batch. Its batches are made whole and cut afterwards, along dimensions whose length is the
+    number of samples. These are learnt from the batches before the first cut: lengths that are only equal by chance
+    differ in another batch.
 
     is_known: batches can be cut, judging by those seen so far.
 
