@@ -1,17 +1,9 @@
 """Models as programs pass them to `prepare`: in DataParallel, quantised, on several devices, compiled. Runs in ranks.
 
-Decides what `prepare` may do with a model before a strategy takes it, and refuses what cannot be trained here. It
-reads attributes with which transformers, bitsandbytes and accelerate mark such models and imports none of them.
-
-Gradient checkpointing: activations computed again in the backward instead of kept. Runs in ranks.
-
-It saves memory at the cost of one more forward. torch's own non-reentrant checkpoint does the work, the only kind that
-works with DDP, accumulation and frozen inputs; this file finds the blocks to apply it to.
-
-Compiling of prepared models by ``torch.compile``. Runs in ranks; touches no device.
-
-A program chooses it with `TorchDynamoPlugin`. `Compiling` is the choice of one run: the program's, and for what it
-leaves open the launch's.
+This module decides what `prepare` may do with a model before a strategy takes it, and refuses what cannot be trained
+here. It reads attributes with which transformers, bitsandbytes and accelerate mark such models and imports none of
+them. It also applies gradient checkpointing to a model's blocks (`recompute_activations`) and compiles prepared models
+by ``torch.compile`` (`Compiling`).
 """
 
 from __future__ import annotations
@@ -162,6 +154,10 @@ _OWN = {
 def recompute_activations(model: Module, blocks: Iterable[Module] | None = None) -> None:
     """Recompute each of `blocks`, or without `blocks` the members of the outermost lists of `model`.
 
+    Activations are computed again in the backward instead of kept, which saves memory at the cost of one more forward.
+    torch's own non-reentrant checkpoint does the work, the only kind that works with DDP, accumulation and frozen
+    inputs; this function finds the blocks to apply it to.
+
     Raises:
         ValueError: no blocks were given, and none were found.
     """
@@ -244,7 +240,11 @@ class TorchDynamoPlugin(KwargsHandler):
 
 @dataclass(frozen=True, slots=True)
 class Compiling:
-    """Compiles the models of one run, by `settings` and by the options that only `plugin` has."""
+    """Compiles the models of one run, by `settings` and by the options that only `plugin` has.
+
+    A program chooses compiling with `TorchDynamoPlugin`. The choice of one run is the program's, and for what it leaves
+    open the launch's. No device is touched.
+    """
 
     settings: RunSettings
     plugin: TorchDynamoPlugin
