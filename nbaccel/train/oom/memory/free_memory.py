@@ -1,18 +1,9 @@
-"""Releasing: frees unused memory, and reports what is still held. Runs in ranks, scripts, the kernel.
+"""Free unused memory, and report what is still held. Runs in ranks, scripts, the kernel.
 
-Names of the notebook are the user's: they are reported with their sizes, never deleted.
-
-Devices: measures how many bytes this process holds on each, and empties caches. Runs anywhere.
-
-It makes no context: a device that the process has not used is not touched. Memory of other processes is not seen.
-
-Frames: clears the local variables of calls that ended by an exception, which keep tensors alive. Runs anywhere.
-
-An exception holds its traceback, the traceback holds the frames, and the frames hold what a failed step had made. In
-a notebook a failure is held long after it was shown: by `sys.last_value`, by IPython's last result, by its traceback
-printer, by a variable. Here the frames are emptied; the exceptions stay, and still print where they were raised. Not
-covered: what an exception carries itself (its arguments), and the bodies of classes and of ``exec`` with a separate
-dict.
+Names of the notebook are the user's: they are reported with their sizes, never deleted. A failed call's variables are
+released by emptying the frames of its exception (`forget_frames`); the exceptions stay, and still print where they were
+raised. No context is made on a device: one that the process has not used is not touched. Memory of other processes is
+not seen.
 """
 
 from __future__ import annotations
@@ -259,6 +250,11 @@ _CAN_BE_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASY
 
 def forget_frames(error: BaseException) -> None:
     """Empty the frames of `error` and of all exceptions that it came from, except those that are still running.
+
+    An exception holds its traceback, the traceback holds the frames, and the frames hold what a failed step had made.
+    In a notebook a failure is held long after it was shown: by `sys.last_value`, by IPython's last result, by its
+    traceback printer, by a variable. Not covered: what an exception carries itself (its arguments), and the bodies of
+    classes and of ``exec`` with a separate dict.
 
     Call it where the exception is caught, before trying again: the locals of the failed attempt are freed at once,
     without a garbage collection.

@@ -1,14 +1,9 @@
-"""Holdings: finds which names keep how many bytes of tensors alive. Runs anywhere; reads, and changes nothing.
-
-Memory counts once, under the first name that leads to it: models come first, then optimizers, tensors, and the
-rest in the order in which they were made. A tensor that an autograd graph has saved counts under the tensor with that
-graph. Not seen: tensors that only C++ holds (DDP's buckets), module globals, and what hooks of a graph have packed.
+"""Find which names keep how many bytes of tensors alive. Runs anywhere; only `forget_history` changes anything.
 
 It runs no code of the user's, and terminates: the garbage collector, not the object, tells what an object holds.
-
-Shell: the notebook's names, and the outputs that IPython keeps. Runs in the kernel and in ranks.
-
 IPython is never imported, only used if loaded: in a script the names are those of `__main__`, without history.
+
+Not seen: tensors that only C++ holds (DDP's buckets), module globals, and what hooks of a graph have packed.
 """
 
 from __future__ import annotations
@@ -48,6 +43,10 @@ class Holding(NamedTuple):
 
 def holdings(*groups: Mapping[str, Any], beside: Collection[Any] = ()) -> list[Holding]:
     """Return what keeps tensors alive among the names in `groups`, the largest first.
+
+    Memory counts once, under the first name that leads to it: models come first, then optimizers, tensors, and the rest
+    in the order in which they were made. A tensor that an autograd graph has saved counts under the tensor with that
+    graph.
 
     groups: names and their objects; an object in an earlier group counts there.
     beside: objects that are not followed, such as the namespace itself.

@@ -1,17 +1,8 @@
-"""Meters: measure how much memory a step takes at its peak, and how much it may take. Run in ranks, in trial steps.
+"""Measure how much memory a step takes at its peak, and how much it may take. Runs in ranks and scripts.
 
-Each device type has the measure that fits it best; without one, `Meter` itself returns None and the plan works
-by trial and error.
-
-Peak: the share of its memory that an attempt took. Runs in ranks and scripts; touches no device not in use.
-
-Known on CUDA by torch's caching allocator, and on the CPU where the program has entered a `MemLimit`.
-
-MemLimit: imitates a device of a few megabytes on the CPU. Runs in tests and, around trial steps on a CPU, in ranks.
-
-It counts the bytes of the tensors that exist and refuses the one that would not fit, in the operation that
-makes it: in forward, in backward, in the optimizer, in a collective. Not counted: what an operation allocates and
-frees internally, tensors on devices, and what other threads than the one that entered it make (of a loader).
+Each device type has the `Meter` that fits it best, for trial steps; without one, `Meter` itself returns None and the
+plan works by trial and error. `Peak` tells the share of its memory that an attempt took. `MemLimit` imitates a device
+of a few megabytes on the CPU, in tests and, around trial steps on a CPU, in ranks.
 """
 
 from __future__ import annotations
@@ -210,7 +201,11 @@ def _rooms(world: World) -> list[tuple[int, str]]:
 
 
 class Peak:
-    """The largest amount held since this object was made. It resets the allocator's own record of that."""
+    """The largest amount held since this object was made. It resets the allocator's own record of that.
+
+    Known on CUDA by torch's caching allocator, and on the CPU where the program has entered a `MemLimit`. No device is
+    touched that is not in use.
+    """
 
     def __init__(self) -> None:
         _meter().reset_peak()
@@ -240,6 +235,10 @@ _COUNTED = (torch.Tensor, torch.nn.Parameter)
 
 class MemLimit(TorchDispatchMode):
     """While entered, tensors on the CPU may hold `limit_bytes` together; one that would exceed it is out of memory.
+
+    It counts the bytes of the tensors that exist and refuses the one that would not fit, in the operation that makes
+    it: in forward, in backward, in the optimizer, in a collective. Not counted: what an operation allocates and frees
+    internally, tensors on devices, and what other threads than the one that entered it make (of a loader).
 
     Exact to the byte: storages are counted once, whatever views there are, from the operation that makes them until
     their last tensor is freed. Each process counts for itself, so ranks can have limits of their own. It may be

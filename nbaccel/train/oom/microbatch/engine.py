@@ -1,22 +1,9 @@
-"""StepEngine: runs one step in micro-batches, on every rank, whatever runs out of memory. Runs in ranks.
+"""Run one step in micro-batches, on every rank, whatever runs out of memory. Runs in ranks.
 
-The invariant: every rank issues the same collectives in every attempt of every step, whatever happens locally.
-  - Out of memory before gradients were sent concerns this rank alone: it continues in smaller micro-batches, and its
-    peers wait in the sums in which they would wait anyway.
-  - After gradients were sent, the rank finishes the sequence and reports it there; all ranks repeat the batch, and
-    no rank has stepped.
-  - A rank whose smallest micro-batch does not fit, or whose program raised, finishes the sequence too: all ranks
-    raise in the same step.
-The engine holds no optimizer, counts no windows, and knows no Accelerator.
-
-Verdict: the error that all ranks raise after they have exchanged reports of a step. Runs in ranks; messages only.
-
-Every rank reads the same sums, so all of them come to the same verdict; no rank has stepped by then.
-
-Silence: refuses collectives in a loss function, since one rank alone may repeat it. Runs in ranks, for one forward.
-
-It sees every collective that goes through torch's dispatcher, ours and the program's own, and refuses it before any
-rank waits. Watching costs some microseconds per operation, so it is done in the first forward only.
+The invariant: every rank issues the same collectives in every attempt of every step, whatever happens locally; see
+`StepEngine`. After the exchange of a step all ranks read the same sums, so that all of them come to the same verdict
+(`judge`). A loss function must not wait for peers, since one rank alone may repeat it (`silenced`). The engine holds no
+optimizer, counts no windows, and knows no Accelerator.
 """
 
 from __future__ import annotations
@@ -96,6 +83,15 @@ class _Window:
 
 class StepEngine:
     """Runs batches of `models` in micro-batches that fit, and exchanges gradients at the end of each window.
+
+    Every rank issues the same collectives in every attempt of every step, whatever happens locally.
+
+    - Out of memory before gradients were sent concerns this rank alone: it continues in smaller micro-batches, and its
+      peers wait in the sums in which they would wait anyway.
+    - After gradients were sent, the rank finishes the sequence and reports it there; all ranks repeat the batch, and no
+      rank has stepped.
+    - A rank whose smallest micro-batch does not fit, or whose program raised, finishes the sequence too: all ranks
+      raise in the same step.
 
     sizes: micro-batch sizes that fit on this rank; a planner may set where they start.
     """
@@ -377,6 +373,8 @@ def _mean(losses: Sequence[tuple[Tensor, float]], device: torch.device) -> tuple
 def judge(said: StepReport, world: World, step: int, least: int) -> None:
     """Raise the error that follows from the reports of all ranks, if any.
 
+    Every rank reads the same sums, so all of them come to the same verdict; no rank has stepped by then.
+
     least: samples of the smallest micro-batch.
     Raises:
             PeerFailed: a rank's program raised, or it could not read its batch.
@@ -410,7 +408,12 @@ def _who(count: float, ranks: float, world: World) -> str:
 
 
 def silenced(loss_fn: LossFunction) -> LossFunction:
-    """Return `loss_fn`, in which a collective raises `CannotSplit`."""
+    """Return `loss_fn`, in which a collective raises `CannotSplit`.
+
+    One rank alone may repeat the loss function, so its collectives are refused before any rank waits: all that go
+    through torch's dispatcher, ours and the program's own. Watching costs some microseconds per operation, so it is
+    done in the first forward only.
+    """
 
     def run(micro_batch: Any) -> Tensor:
         with _Silence():  # type: ignore[no-untyped-call]

@@ -1,19 +1,9 @@
-"""PeerConnections: finds and cuts the connections between this process and its peers. Runs in ranks.
+"""End an attempt on all ranks when one has failed, outside of their process group. Runs in ranks.
 
-A peer that waits in one of gloo's collectives wakes only when one of its connections breaks: abort, shutdown and
-destroy do nothing while a DDP module, or a variable of the program, still holds the group. So the connections are cut.
-Both ends decide which ones: a connection of this process is cut if a peer lists its other end as its own.
-No peer lists listeners, the store, a tracker's uploads or the notebook's channel.
-
-Watcher: a thread that wakes its own rank when another one has given up the attempt. Runs in ranks.
-
-The main thread may wait in a collective that will never be complete, in C++, where only the end of its connections
-(gloo) or of its communicator (NCCL) can end the wait. The watcher does not decide what the main thread does then.
-
-Board: messages between the ranks of one attempt outside of their process group, through a store. Runs in ranks.
-
-Everything here works while a peer computes, is stuck in a collective, or has left its group. An attempt that failed
-first sets the *flag*, which watchers poll. If there is also an *error*, the attempt is not repeated.
+The main thread of a peer may wait in a collective that will never be complete, in C++, where only the end of its
+connections (gloo) or of its communicator (NCCL) can end the wait. So ranks exchange messages through a store
+(`AttemptStore`), and a thread of each (`Watcher`) waits for the flag of an attempt that failed, and cuts the
+connections to peers (`PeerConnections`). The watcher does not decide what the main thread does then.
 """
 
 from __future__ import annotations
@@ -49,6 +39,11 @@ _DESCRIPTORS = "/dev/fd"  # of this process, on Linux and macOS
 
 class PeerConnections:
     """The present connections of this process; held until `close`, so that no descriptor number is used again.
+
+    A peer that waits in one of gloo's collectives wakes only when one of its connections breaks: abort, shutdown and
+    destroy do nothing while a DDP module, or a variable of the program, still holds the group. So the connections are
+    cut. Both ends decide which ones: a connection of this process is cut if a peer lists its other end as its own. No
+    peer lists listeners, the store, a tracker's uploads or the notebook's channel.
 
     not_port: the store's port: connections to this port are not cut.
     """
@@ -213,6 +208,9 @@ class Failed:
 
 class AttemptStore:
     """Messages of one attempt in the store.
+
+    Everything here works while a peer computes, is stuck in a collective, or has left its group. An attempt that failed
+    first sets the *flag*, which watchers poll. If there is also an *error*, the attempt is not repeated.
 
     store: empty, and used by this board alone.
     """

@@ -1,27 +1,8 @@
-"""find_executable_batch_size: decorates a function that trains. Runs in ranks, scripts and kernels.
+"""Run a function that trains again with smaller batch sizes until one fits. Runs in ranks, scripts and kernels.
 
-It is the loop over attempts. Other modules choose the next size, exchange messages between ranks, and clean up
-between two attempts.
-
-Sizes: choose the first batch size to try, and the next one after a failure. Pure; runs in ranks and scripts.
-
-The first attempt that fits is the training itself, so there is no trial after it: sizes only decrease, and every step
-of it costs a started training. The rule by default, against Accelerate's x 0.9 (up to 45 attempts from 4096 to 37):
-
-- Memory ran out in a forward, or outside of a step: half, at most. The error does not show how much more the rest of
-  the step would have needed. From `start` to the largest size that fits, m, these are at most log2(start / m) + 1
-  attempts, and the size that fits is more than m / 2.
-- It ran out in a backward or in the optimizer: the forward, which holds most of a step's memory, did fit. So m is near:
-  x 0.9 twice, x 0.75, then half (under activation checkpointing a backward can need many times the forward).
-- The allocator's numbers, which CUDA, ROCm and XPU put into the error, bound m from above: memory is a + b n with
-  a >= 0, so with `demand` times the memory needed at n, m is at most n / demand. A single request of seven times the
-  device costs one attempt and not three.
-- The search does not go below a size that did fit in an earlier call without trying that one.
-- When the same bytes were refused at the same line twice, and the line through the memory in use shows that one
-  sample would not fit either, there is no further attempt.
-
-Later calls start from the size that fitted. They start higher where the allocator's peak of that run shows that more
-fits; see `grown`.
+`find_executable_batch_size` is the loop over attempts; `Sizes` and `ByRule` choose the sizes, in pure arithmetic. Other
+modules exchange messages between ranks, and clean up between two attempts. The first attempt that fits is the training
+itself, so there is no trial after it: sizes only decrease, and every step of it costs a started training.
 """
 
 from __future__ import annotations
@@ -63,7 +44,7 @@ def find_executable_batch_size(
     starting_batch_size: the first size of the first call. Later calls begin with the size that fitted, or with a larger
     one if the allocator's numbers show that it fits.
     reduce_batch_size_fn: takes nothing and returns the next, smaller size; called on every rank after each failure.
-    By default the error itself decides, mostly for the half; `nbaccel.train.oom.retry.search` gives the rule.
+    By default the error itself decides, mostly for the half; `nbaccel.train.oom.retry.search.ByRule` is the rule.
 
     Collective: with several ranks all of them call it. When memory runs out on one of them, at any place, all give
     up the attempt, form the process group again, and continue with the same smaller size; it returns on all of them
@@ -211,7 +192,20 @@ _WORTH = 1.1
 
 
 class ByRule:
-    """The default way down, described above; for one search."""
+    """The default way down, for one search; against Accelerate's x 0.9 (up to 45 attempts from 4096 to 37).
+
+    - Memory ran out in a forward, or outside of a step: half, at most. The error does not show how much more the rest
+      of the step would have needed. From `start` to the largest size that fits, m, there are at most log2(start / m) +
+      1 of these attempts, and the size that fits is more than m / 2.
+    - It ran out in a backward or in the optimizer: the forward, which holds most of a step's memory, did fit. So m is
+      near: x 0.9 twice, x 0.75, then half (under activation checkpointing a backward can need many times the forward).
+    - The allocator's numbers, which CUDA, ROCm and XPU put into the error, bound m from above: memory is a + b n with a
+      of 0 or more, so with `demand` times the memory needed at n, m is at most n / demand. A single request of seven
+      times the device costs one attempt and not three.
+    - The search does not go below a size that did fit in an earlier call without trying that one.
+    - When the same bytes were refused at the same line twice, and the line through the memory in use shows that one
+      sample would not fit either, there is no further attempt.
+    """
 
     def __init__(self, known_to_fit: int = 0) -> None:
         self._known_to_fit = known_to_fit
@@ -266,6 +260,9 @@ class ByUser:
 
 class Sizes:
     """Sizes that one decorated function has learned, from call to call.
+
+    Later calls start from the size that fitted. They start higher where the allocator's peak of that run shows that
+    more fits; see `grown`.
 
     starting: where the first search begins.  reduce: the user's rule, None for the default one.
     """

@@ -1,20 +1,10 @@
-"""Survivors: objects that existed before a failed attempt, and the removal of its traces from them.
+"""Continue with objects that existed before a failed attempt or an aborted task. Runs in ranks and scripts.
 
-Runs in ranks and scripts. An Accelerator made outside of the function refers to what was prepared inside, and so to
-the failed attempt's model; an optimizer made outside may be left with half of its state; DDP modules made outside hold
-a process group that has ended. Weights are not restored: a model that must be new belongs into the function.
-
-Rejoining: gives a DDP module whose process group has ended a reducer in the new one. Runs in ranks, by every rank.
-
-It happens at the module's next forward, not at once: there the ranks come in the program's own order, however many
-such modules there are. Nothing is added to the forward of any other module.
-
-Renewal: continues a training in ranks whose process group was aborted in the task before. Runs in ranks, by all.
-
-Persistent ranks may be anywhere in their program when one of them fails: with one step more than the others, with a
-scheduler that has moved, with half of a sum in their weights. One rank is known to be in the state after its last
-complete step. So all ranks copy from it what training needs: weights, buffers and optimizers at the next forward of
-each DDP module, and small values at once. Other data of the program (an average of weights, a list) stay each rank's.
+An Accelerator made outside of the function refers to what was prepared inside, and so to the failed attempt's model; an
+optimizer made outside may be left with half of its state; DDP modules made outside hold a process group that has ended.
+`Survivors` removes these traces, `rejoin_at_next_forward` gives a module a reducer in the new group, and `renew`
+continues a training in persistent ranks whose group was aborted in the task before. The last two are collective.
+Weights are not restored after a failed attempt: a model that must be new belongs into the function.
 """
 
 from __future__ import annotations
@@ -200,6 +190,9 @@ def _half_made(optimizer: Optimizer) -> list[Any]:
 
 def rejoin_at_next_forward(module: DistributedDataParallel, source: int = 0) -> None:
     """Let `module` join the default group of that time at its next forward. Collective there.
+
+    It happens at the module's next forward, not at once: there the ranks come in the program's own order, however many
+    such modules there are. Nothing is added to the forward of any other module.
 
     The weights and buffers of rank `source` are used then, and its optimizers' state: a rank may have taken one step
     more than the others before the group was lost.
@@ -398,6 +391,12 @@ _ABORT_S = 30.0
 
 def renew(source: int, number: int) -> None:
     """Form the default group again, and continue what was prepared with the state of rank `source`. Collective.
+
+    Persistent ranks may be anywhere in their program when one of them fails: with one step more than the others, with a
+    scheduler that has moved, with half of a sum in their weights. One rank is known to be in the state after its last
+    complete step. So all ranks copy from it what training needs: weights, buffers and optimizers at the next forward of
+    each DDP module, and small values at once. Other data of the program (an average of weights, a list) stay each
+    rank's.
 
     number: a number that no renewal before had.
 
