@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from inspect import signature
@@ -32,10 +33,9 @@ from nbaccel.train.checkpoint.writer import Writer
 from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import AcceleratorState
-from nbaccel.train.distributed.process_control import Exchange
+from nbaccel.train.distributed.process_control import DistributedType
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.distributed.rng import warn_of_rng_types
-from nbaccel.train.faces.replicas import Replicas
 from nbaccel.train.faces.tracking import LogWith, Trackers, Tracking
 from nbaccel.train.implicit import step_back, step_under_way
 from nbaccel.train.oom.forward_backward import Recovering
@@ -70,7 +70,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling, Planning, Replicas):
+class Accelerator(Resuming, Tracking, Recovering, Preparing, Profiling, Planning):
     """Trains one model on every process of the run, with the loop written as for one.
 
     How it computes:
@@ -120,6 +120,18 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
     ...     optimizer.step()
     ...     optimizer.zero_grad()
     """
+
+    # Programs ask how a model is distributed before they take another way. Here every rank holds a whole model.
+    deepspeed_plugin: None = None
+    fp8_backend: None = None
+    parallelism_config: None = None
+    torch_device_mesh: None = None
+    is_fsdp2 = False
+    is_composable_parallelism_enabled = False
+    tensor_parallel_rank = 0
+    pipeline_parallel_rank = 0
+    context_parallel_rank = 0
+    data_parallel_shard_rank = 0
 
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -368,6 +380,44 @@ class Accelerator(Exchange, Resuming, Tracking, Recovering, Preparing, Profiling
     def _count_steps_from(self, step: int) -> None:
         self._accumulation.clock.restart(step)
         self._shelf.lineage.turns += 1
+
+    # -- answers to programs that ask how a model is distributed; they read and change the private lists too
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.process_index
+
+    @property
+    def multi_device(self) -> bool:
+        """True if there are several processes with a device each."""
+        return self.use_distributed and self.distributed_type != DistributedType.MULTI_CPU
+
+    @property
+    def should_save_model(self) -> bool:
+        """True if this process writes whole models: the first of each node."""
+        return self.is_local_main_process
+
+    def maybe_context_parallel(
+        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
+    ) -> AbstractContextManager[None]:
+        """Return a block in which nothing changes: sequences are not split over the ranks."""
+        return nullcontext()
+
+    @property
+    def _models(self) -> list[Any]:
+        return self._prepared.models
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return self._prepared.optimizers
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        return self._prepared.schedulers
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        return self._prepared.loaders
 
     # -- finding this process's world
 

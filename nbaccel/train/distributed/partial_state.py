@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nbaccel.errors import NoSuchDevice
 from nbaccel.settings import RunSettings
 from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.train.distributed.process_control import Exchange
+from nbaccel.train.distributed.process_control import ProcessControl
 from nbaccel.train.distributed.process_group import GroupOptions, process_group
 from nbaccel.world import World
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-class PartialState(Exchange):
+class PartialState(ProcessControl):
     """The place of this process in a run.
 
     cpu: stay on the CPU although there are devices; by default as the process group, or as the launcher was told.

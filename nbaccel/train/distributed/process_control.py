@@ -1,7 +1,7 @@
-"""Bases of states and Accelerators: a process's rank, and values of all ranks. Run in ranks, scripts, the kernel.
+"""ProcessControl: the base of states and Accelerators. Runs in ranks, in scripts, and alone in a kernel.
 
-`ProcessControl` knows the rank of this process, and runs actions in only some processes. `Exchange` adds values of all
-ranks, over nested containers. Both decide nothing: `world`, `device` and `collectives` are the host's.
+It knows the rank of this process, runs actions in only some processes, and exchanges values of all ranks, over nested
+containers. It decides nothing: `world`, `device` and `collectives` are the host's.
 `DistributedType` is the value that programs compare.
 """
 
@@ -23,7 +23,6 @@ from nbaccel.world import World
 
 __all__ = [
     "DistributedType",
-    "Exchange",
     "ProcessControl",
 ]
 
@@ -216,33 +215,7 @@ class ProcessControl(ABC):
         world = self.world
         yield share(inputs, world.rank, world.world_size, apply_padding) if world.is_distributed else inputs
 
-
-def _only_where(is_here: Callable[[], bool], function: Callable[_P, _T]) -> Callable[_P, _T | None]:
-    @wraps(function)
-    def only_here(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
-        return function(*args, **kwargs) if is_here() else None
-
-    return only_here
-
-
-def _decorator(is_here: Callable[[], bool], function: Callable[..., Any] | None) -> Any:
-    if function is None:
-        return lambda decorated: _only_where(is_here, decorated)
-    return _only_where(is_here, function)
-
-
-def _required(name: str, value: int | None) -> int:
-    if value is None:
-        raise ValueError(f"which process? Give the decorator its number: {name}=0")
-    return value
-
-
-class Exchange(ProcessControl):
-    """`gather`, `reduce` and related methods.
-
-    Every method here is collective: every rank calls it, in the same order. A process that is alone gets its own value
-    back.
-    """
+    # -- values of all ranks
 
     def gather(self, tensor: Any) -> Any:
         """Gather every tensor in `tensor` on every rank: all ranks' joined along the first dimension. Collective.
@@ -314,6 +287,26 @@ class Exchange(ProcessControl):
     def _counts_nothing(self) -> bool:
         """Return whether this rank's samples were gathered before, and are only there to match the others' calls."""
         return False
+
+
+def _only_where(is_here: Callable[[], bool], function: Callable[_P, _T]) -> Callable[_P, _T | None]:
+    @wraps(function)
+    def only_here(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        return function(*args, **kwargs) if is_here() else None
+
+    return only_here
+
+
+def _decorator(is_here: Callable[[], bool], function: Callable[..., Any] | None) -> Any:
+    if function is None:
+        return lambda decorated: _only_where(is_here, decorated)
+    return _only_where(is_here, function)
+
+
+def _required(name: str, value: int | None) -> int:
+    if value is None:
+        raise ValueError(f"which process? Give the decorator its number: {name}=0")
+    return value
 
 
 def _first_samples(joined: Any, samples: int) -> Any:
