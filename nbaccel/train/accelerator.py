@@ -45,13 +45,12 @@ from nbaccel.train.oom.planning.planner import Planning
 from nbaccel.train.oom.planning.size_cache import SizeCache
 from nbaccel.train.oom.split_batches import make_gate
 from nbaccel.train.parallel import extract_model_from_parallel
-from nbaccel.train.prepare.contexts import Accumulating, GradientState, Profiling
-from nbaccel.train.prepare.loss_watch import ON_NAN, LossWatch, make_watch
-from nbaccel.train.prepare.models import Compiling, TorchDynamoPlugin, keep_compiled
-from nbaccel.train.prepare.optimizer import RawSteps
-from nbaccel.train.prepare.prepared import Prepared
+from nbaccel.train.prepare.contexts import GradientState, Profiling
+from nbaccel.train.prepare.equipment import Equipment
+from nbaccel.train.prepare.loss_watch import ON_NAN
+from nbaccel.train.prepare.models import TorchDynamoPlugin, keep_compiled
 from nbaccel.train.prepare.preparer import Preparing
-from nbaccel.train.step.accumulation import Accumulation, GradientAccumulationPlugin
+from nbaccel.train.step.accumulation import GradientAccumulationPlugin
 from nbaccel.train.step.kwargs_handlers import (
     Handlers,
     KwargsHandler,
@@ -59,8 +58,7 @@ from nbaccel.train.step.kwargs_handlers import (
     refuse_plugins,
     refuse_plugins_of_the_environment,
 )
-from nbaccel.train.step.precision import Precision, make_precision, restore_forward
-from nbaccel.train.strategies import Strategy, choose_strategy
+from nbaccel.train.step.precision import restore_forward
 from nbaccel.world import World
 
 __all__ = ["Accelerator"]
@@ -200,7 +198,6 @@ class Accelerator(Resuming, Tracking, Recovering, Preparing, Profiling, Planning
         ).over(self._dynamo.settings())
         self.dataloader_config = DataLoaderConfiguration.chosen(dataloader_config, split_batches, even_batches)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.device_placement = device_placement
         project = project_config or ProjectConfiguration(project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(project_dir)
@@ -209,7 +206,6 @@ class Accelerator(Resuming, Tracking, Recovering, Preparing, Profiling, Planning
         self._on_save_error = on_save_error
         self._writer = Writer()
         self._staging = Staging()
-        self._prepared = Prepared()
         self._found = SizeCache()
         self._epochs = Epochs()
         self._remembered = Remembered()
@@ -221,6 +217,7 @@ class Accelerator(Resuming, Tracking, Recovering, Preparing, Profiling, Planning
         self.last_free: Freed | None = None
         _watch_forks(self)
         self.state = AcceleratorState(mixed_precision, cpu, **self._handlers.group.to_kwargs())
+        self._equipment = Equipment(self.state, device_placement)
         self._bind()
         self._look_at_project_dir()
 
@@ -240,25 +237,34 @@ class Accelerator(Resuming, Tracking, Recovering, Preparing, Profiling, Planning
 
     def _step_under_way(self) -> int:
         unprepared = step_under_way()
-        return self._accumulation.clock.step if unprepared is None else unprepared
+        return self._equipment.accumulation.clock.step if unprepared is None else unprepared
 
     @property
     def mixed_precision(self) -> str:
         self._bind()
-        return self._settings.mixed_precision or "no"
+        return self._equipment.settings.mixed_precision or "no"
+
+    @property
+    def device_placement(self) -> bool:
+        """True if prepared models and batches move to the device; may be changed, for what is prepared afterwards."""
+        return self._equipment.moves
+
+    @device_placement.setter
+    def device_placement(self, moves: bool) -> None:
+        self._equipment.moves = moves
 
     # -- accumulation, as it was chosen
 
     @property
     def gradient_accumulation_steps(self) -> int:
         self._bind()
-        return self._accumulation.steps
+        return self._equipment.accumulation.steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         self._bind()
         self._asked = replace(self._asked, gradient_accumulation_steps=steps)
-        self._accumulation.steps = steps
+        self._equipment.accumulation.steps = steps
 
     # -- values of all ranks
 
@@ -266,20 +272,20 @@ class Accelerator(Resuming, Tracking, Recovering, Preparing, Profiling, Planning
     def gradient_state(self) -> GradientState:
         """The state of the accumulation, for programs that read it."""
         self._bind()
-        return GradientState(self._accumulation)
+        return GradientState(self._equipment.accumulation)
 
     def _last_round(self) -> tuple[bool, int | None]:
-        loader: PreparedLoader | None = self._accumulation.window.source
+        loader: PreparedLoader | None = self._equipment.accumulation.window.source
         if loader is None:
             return False, None
         if loader.may_be_uneven:
             loader.refuse_to_gather()
-        window, samples = self._accumulation.window, loader.remainder
+        window, samples = self._equipment.accumulation.window, loader.remainder
         is_filled_up = window.is_last and samples > 0
         return loader.may_be_uneven, window.real(samples, self.num_processes) if is_filled_up else None
 
     def _counts_nothing(self) -> bool:
-        return self._accumulation.window.is_repeated
+        return self._equipment.accumulation.window.is_repeated
 
     # -- models, memory, the end
 
@@ -291,22 +297,22 @@ class Accelerator(Resuming, Tracking, Recovering, Preparing, Profiling, Planning
         ``_orig_mod.`` in its names.
         """
         self._equip()
-        inner = extract_model_from_parallel(self._strategy.unwrap(model), keep_torch_compile=False)
+        inner = extract_model_from_parallel(self._equipment.strategy.unwrap(model), keep_torch_compile=False)
         if not keep_fp32_wrapper:
             restore_forward(inner)
         return keep_compiled(model, inner) if keep_torch_compile else inner
 
     def _handed_in(self, model: Module) -> Module:
-        return self.unwrap_model(model, keep_torch_compile=not self._compiling.is_on)
+        return self.unwrap_model(model, keep_torch_compile=not self._equipment.compiling.is_on)
 
     def _training(self) -> TrainingState:
         self._equip()
         world = self.state.world
         return TrainingState(
-            self._prepared,
-            self._accumulation,
-            self._precision,
-            self._strategy,
+            self._equipment.prepared,
+            self._equipment.accumulation,
+            self._equipment.precision,
+            self._equipment.strategy,
             world,
             self.device,
             self._epochs,
@@ -349,36 +355,36 @@ class Accelerator(Resuming, Tracking, Recovering, Preparing, Profiling, Planning
 
     @property
     def _everything_prepared(self) -> list[Any]:
-        return self._prepared.everything
+        return self._equipment.prepared.everything
 
     def _forget_all_but(self, known: Sequence[Any]) -> None:
         """Forget what was prepared except `known`, and every open window."""
         self._release_engine()
-        self._prepared.keep(known)
-        self._accumulation.forget()
-        if self._is_equipped:
-            self._precision.forget()
+        self._equipment.prepared.keep(known)
+        self._equipment.accumulation.forget()
+        if self._equipment.is_complete:
+            self._equipment.precision.forget()
 
     @property
     def _scaling(self) -> dict[str, Any]:
         """The state of the gradient scaler; empty without one. Reading it waits for the device."""
-        return self._precision.state_dict() if self._is_equipped else {}
+        return self._equipment.precision.state_dict() if self._equipment.is_complete else {}
 
     def _scale_like(self, scaling: dict[str, Any]) -> None:
-        if scaling and self._is_equipped:
-            self._precision.load_state_dict(scaling)
+        if scaling and self._equipment.is_complete:
+            self._equipment.precision.load_state_dict(scaling)
 
     @property
     def _place(self) -> tuple[int, int]:
         """The last step boundary that was crossed; it moves where this Accelerator trains."""
-        return self._accumulation.clock.place
+        return self._equipment.accumulation.clock.place
 
     @property
     def _steps_done(self) -> int:
-        return self._accumulation.clock.done
+        return self._equipment.accumulation.clock.done
 
     def _count_steps_from(self, step: int) -> None:
-        self._accumulation.clock.restart(step)
+        self._equipment.accumulation.clock.restart(step)
         self._shelf.lineage.turns += 1
 
     # -- answers to programs that ask how a model is distributed; they read and change the private lists too
@@ -405,39 +411,39 @@ class Accelerator(Resuming, Tracking, Recovering, Preparing, Profiling, Planning
 
     @property
     def _models(self) -> list[Any]:
-        return self._prepared.models
+        return self._equipment.prepared.models
 
     @property
     def _optimizers(self) -> list[Any]:
-        return self._prepared.optimizers
+        return self._equipment.prepared.optimizers
 
     @property
     def _schedulers(self) -> list[Any]:
-        return self._prepared.schedulers
+        return self._equipment.prepared.schedulers
 
     @property
     def _dataloaders(self) -> list[Any]:
-        return self._prepared.loaders
+        return self._equipment.prepared.loaders
 
     # -- finding this process's world
 
     def _let_go(self, things: Sequence[Any]) -> None:
         """Forget those of `things` that are prepared; after the last one also drop what belongs to a training."""
-        if not (self._prepared and self._prepared.drop(things, self._strategy)):
+        if not (self._equipment.prepared and self._equipment.prepared.drop(things, self._equipment.strategy)):
             return
         self._release_engine()
-        if not self._prepared:
+        if not self._equipment.prepared:
             self._forget()
 
     def _forget(self) -> None:
         self._release_engine()
-        if self._is_equipped:
-            self._accumulating.models = ()  # of a block that was created and not entered
-            self._precision.forget()
+        if self._equipment.is_complete:
+            self._equipment.accumulating.models = ()  # of a block that was created and not entered
+            self._equipment.precision.forget()
         self._writer.join()
         self._staging.clear()
-        self._prepared.forget()
-        self._accumulation.forget()
+        self._equipment.prepared.forget()
+        self._equipment.accumulation.forget()
         self._is_ready = False
 
     @property
@@ -457,36 +463,29 @@ class Accelerator(Resuming, Tracking, Recovering, Preparing, Profiling, Planning
         self._is_ready = False
         self._engine = None
         self._shelf.begin(Lineage())
-        if bound_to is not None and bound_to.world_size == world.world_size and self._prepared:
-            self._precision.move_to(self.device)
-            if self.device_placement:
-                self._prepared.move_to(self.device)
+        if bound_to is not None and bound_to.world_size == world.world_size and self._equipment.prepared:
+            self._equipment.precision.move_to(self.device)
+            if self._equipment.moves:
+                self._equipment.prepared.move_to(self.device)
             self._autosave.timeline.begin(self._shelf.lineage)
             self._open_gate()
             return
-        self._prepared.forget()
-        self._settings = self._asked.over(RunSettings.from_env()).over(_UNCHOSEN)
-        self._compiling = Compiling(self._settings, self._dynamo)
-        self._accumulation = Accumulation(self._settings.gradient_accumulation_steps or 1, self._rules)
+        settings = self._asked.over(RunSettings.from_env()).over(_UNCHOSEN)
+        self._equipment.begin(settings, self._dynamo, self._rules)
         self._plan_saves()
-        self._is_equipped = False
 
     def _equip(self) -> None:
         """Make the parts that depend on the device, unless they exist."""
         self._bind()
-        if self._is_equipped:
+        if self._equipment.is_complete:
             return
-        self._precision: Precision = make_precision(self.mixed_precision, self.device, self._handlers)
-        self._strategy: Strategy = choose_strategy(self.state.world, self.device, handlers=self._handlers)
-        self._watch: LossWatch = make_watch(self._on_nan, self._accumulation.clock, self._precision, self._strategy)
-        self._raw_steps = RawSteps(self._accumulation, self._precision, self._strategy)
-        self._accumulating = Accumulating(self._accumulation, self._strategy)
+        self._equipment.complete(self._handlers, self._on_nan)
         self._open_gate()
-        self._is_equipped = True
 
     def _open_gate(self) -> None:
         """Set how batches reach the loops in this run, also for loaders that were prepared before it."""
-        self._accumulation.gate = make_gate(RunSettings.from_env().split, self._prepared, self._strategy)
+        equipment = self._equipment
+        equipment.accumulation.gate = make_gate(RunSettings.from_env().split, equipment.prepared, equipment.strategy)
 
     def _join_world(self) -> None:
         """Join the world as it is now, process group included. Collective where the group is formed."""
@@ -504,13 +503,13 @@ class Accelerator(Resuming, Tracking, Recovering, Preparing, Profiling, Planning
         self.state.look_again()
         world, bound_to = self.state.world, self._bound_to
         place = f"rank {world.rank} of {world.world_size}"
-        if self._prepared and bound_to is not None and bound_to.world_size != world.world_size:
+        if self._equipment.prepared and bound_to is not None and bound_to.world_size != world.world_size:
             raise NotPrepared(
                 f"accelerator.{call} in {place}: what this accelerator prepared is for {bound_to.world_size} "
                 f"process(es). Prepare it here, before the loop:\n    {_PREPARE_LINE}"
             )
         self._join_world()
-        if world.is_distributed and not self._prepared.is_one_training(models, self._strategy):
+        if world.is_distributed and not self._equipment.prepared.is_one_training(models, self._equipment.strategy):
             raise NotPrepared(
                 f"accelerator.{call} in {place}, but the model is not prepared: every rank would train a model "
                 f"of its own. Prepare it before the loop:\n    {_PREPARE_LINE}"

@@ -19,15 +19,14 @@ from weakref import WeakMethod
 
 from nbaccel.errors import CannotResume
 from nbaccel.events import SavesItself, emit
-from nbaccel.settings import RunSettings
 from nbaccel.train.checkpoint.autosave import Autosave, CheckpointPolicy, Deadline
 from nbaccel.train.checkpoint.content import HeldContent
 from nbaccel.train.checkpoint.directory import FoundCheckpoint
 from nbaccel.train.checkpoint.manager import Checkpointing
 from nbaccel.train.checkpoint.rng_files import State, read
 from nbaccel.train.checkpoint.training_state import Epochs, Remembered
-from nbaccel.train.prepare.prepared import Prepared
-from nbaccel.train.step.accumulation import Accumulation, Saver
+from nbaccel.train.prepare.equipment import Equipment
+from nbaccel.train.step.accumulation import Saver
 
 __all__ = [
     "Resuming",
@@ -41,11 +40,9 @@ _TWO_LINES = """    for epoch in accelerator.epochs(n):              # instead o
 class Resuming(Checkpointing):
     """`epochs`, `remember`, and the effects of `checkpoint_every` and `resume`."""
 
-    _accumulation: Accumulation
+    _equipment: Equipment
     _epochs: Epochs
     _remembered: Remembered
-    _prepared: Prepared
-    _settings: RunSettings
     _limit_s: float | None
     """The program's own time limit, in seconds."""
     _autosave: Autosave
@@ -71,7 +68,7 @@ class Resuming(Checkpointing):
         [0, 1, 2]
         """
         self._bind()
-        return self._epochs.run(count, self._accumulation)
+        return self._epochs.run(count, self._equipment.accumulation)
 
     def remember(self, **defaults: Any) -> Remembered:
         """Keep values of the program's own in checkpoints too; return them as attributes. Every rank calls it.
@@ -91,13 +88,13 @@ class Resuming(Checkpointing):
 
     def _plan_saves(self) -> None:
         """Save and resume as chosen for this process's world."""
-        policy = CheckpointPolicy.of(self._settings)
+        policy = CheckpointPolicy.of(self._equipment.settings)
         self._autosave = Autosave(policy, self.world, Weakly(self._save_by_itself), Weakly(self._random_states))
         self._autosave.timeline.begin(self._shelf.lineage)
         saver: Saver | None = self._autosave if policy.every is not None else None
         if self._limit_s is not None:
             saver = Deadline(self._limit_s, self.world, saver or Saver())
-        self._accumulation.clock.saver = saver
+        self._equipment.accumulation.clock.saver = saver
         self._pending, self._choice, self._resumed = policy.resume, None, None
         if policy.every is not None:
             emit(SavesItself())
@@ -110,7 +107,7 @@ class Resuming(Checkpointing):
 
     @property
     def _saves_itself(self) -> bool:
-        return CheckpointPolicy.of(self._settings).every is not None
+        return CheckpointPolicy.of(self._equipment.settings).every is not None
 
     def _random_states(self) -> State:
         return read(self.device)
@@ -141,7 +138,7 @@ class Resuming(Checkpointing):
             return None  # the first session of a program that is always started with --resume
 
     def _holdings(self) -> HeldContent:
-        prepared = self._prepared
+        prepared = self._equipment.prepared
         return HeldContent(
             len(prepared.models),
             len(prepared.optimizers),

@@ -18,15 +18,11 @@ from torch.optim import Optimizer
 
 from nbaccel.events import reports
 from nbaccel.train.distributed.process_control import ProcessControl
-from nbaccel.train.prepare.contexts import Accumulating, Local, NoSync
-from nbaccel.train.prepare.loss_watch import LossWatch
+from nbaccel.train.prepare.contexts import Local, NoSync
+from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.prepare.models import is_spread, recompute_activations
 from nbaccel.train.prepare.optimizer import PreparedOptimizer
-from nbaccel.train.prepare.prepared import Prepared
-from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.train.step.kwargs_handlers import AutocastKwargs
-from nbaccel.train.step.precision import Precision
-from nbaccel.train.strategies import Strategy
 
 __all__ = ["Stepping"]
 
@@ -34,12 +30,7 @@ __all__ = ["Stepping"]
 class Stepping(ProcessControl):
     """`accumulate`, `backward`, clipping and related methods."""
 
-    _accumulation: Accumulation
-    _accumulating: Accumulating
-    _precision: Precision
-    _prepared: Prepared
-    _strategy: Strategy
-    _watch: LossWatch
+    _equipment: Equipment
     _is_ready: bool
     """True if this process may train; otherwise `_make_ready` is called first."""
 
@@ -57,11 +48,11 @@ class Stepping(ProcessControl):
 
         Set it in programs that decide that for the current batch themselves.
         """
-        return self._accumulation.window.sync
+        return self._equipment.accumulation.window.sync
 
     @sync_gradients.setter
     def sync_gradients(self, sync: bool) -> None:
-        self._accumulation.window.sync = sync
+        self._equipment.accumulation.window.sync = sync
 
     @property
     def step(self) -> int:
@@ -70,7 +61,7 @@ class Stepping(ProcessControl):
         Accelerate continues to count after the window: its ``accelerator.step %
         accelerator.gradient_accumulation_steps`` is this number.
         """
-        return self._accumulation.window.position
+        return self._equipment.accumulation.window.position
 
     def accumulate(self, *models: Module) -> AbstractContextManager[None]:
         """Return a block for one batch of an accumulation window; gradients synchronise at the window's last batch.
@@ -83,8 +74,8 @@ class Stepping(ProcessControl):
         """
         if not self._is_ready:
             self._make_ready("accumulate", models)
-        context = self._accumulating
-        context.models = models or self._prepared.models
+        context = self._equipment.accumulating
+        context.models = models or self._equipment.prepared.models
         return context
 
     def no_sync(self, model: Module | None = None, *models: Module) -> AbstractContextManager[None]:
@@ -95,13 +86,13 @@ class Stepping(ProcessControl):
         named = models if model is None else (model, *models)
         if not self._is_ready:
             self._make_ready("no_sync", named)
-        return NoSync(self._accumulation, self._strategy, named or self._prepared.models)
+        return NoSync(self._equipment.accumulation, self._equipment.strategy, named or self._equipment.prepared.models)
 
     def hold_gradients(self, model: Module) -> AbstractContextManager[None]:
         """Return `no_sync` for trainings that exchange parameters instead: the steps inside count as steps."""
         if not self._is_ready:
             self._make_ready("hold_gradients", [model])
-        return Local(self._accumulation, self._strategy.no_sync(model))
+        return Local(self._equipment.accumulation, self._equipment.strategy.no_sync(model))
 
     def trigger_sync_in_backward(self, model: Module) -> AbstractContextManager[None]:
         """Let backward synchronise all gradients of `model` while entered, also of forwards made under `no_sync`.
@@ -119,7 +110,7 @@ class Stepping(ProcessControl):
         """
         if not self._is_ready:
             self._make_ready("trigger_sync_in_backward", [model])
-        return self._strategy.sync_in_backward(model)
+        return self._equipment.strategy.sync_in_backward(model)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Call ``loss.backward()``, scaled for fp16 and divided by the length of the accumulation window.
@@ -133,15 +124,15 @@ class Stepping(ProcessControl):
         """
         if not self._is_ready:
             self._make_ready("backward")
-        accumulation = self._accumulation
+        accumulation = self._equipment.accumulation
         window = accumulation.window
         divisor = accumulation.enter_backward()
-        reports.record_loss(self._watch.see(loss), accumulation.clock.step)
+        reports.record_loss(self._equipment.watch.see(loss), accumulation.clock.step)
         if divisor != 1:
             loss = loss / divisor
-        if self._precision.scales:
-            loss = self._precision.scale(loss)
-        self._strategy.backward(loss, **kwargs)
+        if self._equipment.precision.scales:
+            loss = self._equipment.precision.scale(loss)
+        self._equipment.strategy.backward(loss, **kwargs)
         if window.sync and not accumulation.is_held:
             accumulation.clock.train()
         elif window.comes_in_parts:
@@ -175,7 +166,7 @@ class Stepping(ProcessControl):
         self._equip()
         if autocast_handler is None and not enabled:
             autocast_handler = AutocastKwargs(enabled=False)
-        return self._precision.autocast(autocast_handler)
+        return self._equipment.precision.autocast(autocast_handler)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -184,12 +175,12 @@ class Stepping(ProcessControl):
         A program may set its own scaler, between two steps.
         """
         self._equip()
-        return getattr(self._precision, "scaler", None)
+        return getattr(self._equipment.precision, "scaler", None)
 
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         self._equip()
-        self._precision.take_scaler(scaler)
+        self._equipment.precision.take_scaler(scaler)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Unscale the gradients of `optimizer` (one, several, or None for all prepared ones).
@@ -199,10 +190,12 @@ class Stepping(ProcessControl):
         """
         self._equip()
         if optimizer is None:
-            optimizer = self._prepared.optimizers
+            optimizer = self._equipment.prepared.optimizers
         given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         self._refuse_unscaled()
-        self._precision.unscale([one.optimizer if isinstance(one, PreparedOptimizer) else one for one in given])
+        self._equipment.precision.unscale(
+            [one.optimizer if isinstance(one, PreparedOptimizer) else one for one in given]
+        )
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip the gradients of the whole window to `max_norm`; return their norm before, a 0-d tensor.
@@ -212,10 +205,10 @@ class Stepping(ProcessControl):
         parameters = self._clippable(parameters, "clip_grad_norm_")
         if self.sync_gradients:
             self._unscale_those_of(parameters)
-            return self._strategy.clip_grad_norm_(parameters, max_norm, norm_type)
+            return self._equipment.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-        return norm / self._precision.scale(torch.ones_like(norm))
+        return norm / self._equipment.precision.scale(torch.ones_like(norm))
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip each gradient of the whole window to +-`clip_value`; inside a window nothing happens."""
@@ -230,18 +223,20 @@ class Stepping(ProcessControl):
         return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
     def _refuse_unscaled(self) -> None:
-        if self._precision.expects_scaled:
-            for prepared in self._prepared.optimizers:
+        if self._equipment.precision.expects_scaled:
+            for prepared in self._equipment.prepared.optimizers:
                 prepared.refuse_unscaled()
 
     def _unscale_those_of(self, parameters: Sequence[Tensor]) -> None:
         self._refuse_unscaled()
-        self._precision.unscale([prepared.optimizer for prepared in self._prepared.optimizers], parameters)
+        self._equipment.precision.unscale(
+            [prepared.optimizer for prepared in self._equipment.prepared.optimizers], parameters
+        )
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """True if the last step of any prepared optimizer was left out: infinite fp16 gradients, or `on_nan`."""
-        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._equipment.prepared.optimizers)
 
     def gradient_checkpointing(self, model: Module, blocks: Iterable[Module] | None = None) -> Module:
         """Let `model` compute activations again in its backward instead of keeping them; return the same `model`.
@@ -254,7 +249,7 @@ class Stepping(ProcessControl):
             ValueError: no blocks were given, and none were found.
         """
         self._equip()
-        recompute_activations(self._strategy.unwrap(model), blocks)
+        recompute_activations(self._equipment.strategy.unwrap(model), blocks)
         return model
 
     def verify_device_map(self, model: Module) -> bool:

@@ -90,7 +90,7 @@ class Recovering(Stepping):
         step_back()
         if not self._is_ready:
             self._make_ready("forward_backward")
-        accumulation = self._accumulation
+        accumulation = self._equipment.accumulation
         window = accumulation.window
         divided_by = accumulation.enter_backward()
         divisor = accumulation.counted.divisor if accumulation.depth else accumulation.steps
@@ -114,7 +114,7 @@ class Recovering(Stepping):
         engine = self._step_engine()
         loss = engine.run(task)
         if not engine.is_unfit:
-            reports.record_loss(self._watch.see(loss), accumulation.clock.step)
+            reports.record_loss(self._equipment.watch.see(loss), accumulation.clock.step)
         if ends_step:
             accumulation.clock.train()
         return loss
@@ -127,9 +127,9 @@ class Recovering(Stepping):
         size = find_micro_batch_size(
             loss_fn,
             lambda: Samples.of(batch, split_fn, samples),
-            self._prepared.models,
-            [prepared.optimizer for prepared in self._prepared.optimizers],
-            self._strategy,
+            self._equipment.prepared.models,
+            [prepared.optimizer for prepared in self._equipment.prepared.optimizers],
+            self._equipment.strategy,
         )
         if size is not None:
             self._micro_batches.start_at(size)
@@ -137,15 +137,15 @@ class Recovering(Stepping):
     def _step_engine(self) -> StepEngine:
         """Return the engine of the models that are prepared now."""
         engine = self._engine
-        if engine is None or len(engine.models) != len(self._prepared.models):
+        if engine is None or len(engine.models) != len(self._equipment.prepared.models):
             if engine is not None:
                 engine.release()
             engine = self._engine = StepEngine(
-                self._prepared.models,
-                self._strategy,
-                self._precision,
+                self._equipment.prepared.models,
+                self._equipment.strategy,
+                self._equipment.precision,
                 self.collectives,
-                self._accumulation.clock,
+                self._equipment.accumulation.clock,
                 self._micro_batches,
             )
         return engine

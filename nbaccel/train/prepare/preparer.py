@@ -25,13 +25,11 @@ from nbaccel.train.data import DataLoaderConfiguration, LoaderFacts, PreparedLoa
 from nbaccel.train.data.dispatch import SliceFunction
 from nbaccel.train.data.unprepared import watch_loaders
 from nbaccel.train.distributed.process_control import ProcessControl
-from nbaccel.train.prepare.loss_watch import LossWatch
-from nbaccel.train.prepare.models import Compiling, admit, may_move
-from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler, RawSteps, follow_parameters
-from nbaccel.train.prepare.prepared import Prepared, remembered
-from nbaccel.train.step.accumulation import Accumulation
-from nbaccel.train.step.precision import Precision, restore_forward
-from nbaccel.train.strategies import Strategy
+from nbaccel.train.prepare.equipment import Equipment
+from nbaccel.train.prepare.models import admit, may_move
+from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler, follow_parameters
+from nbaccel.train.prepare.prepared import remembered
+from nbaccel.train.step.precision import restore_forward
 
 __all__ = [
     "Loading",
@@ -43,9 +41,7 @@ class Loading(ProcessControl):
     """`prepare_data_loader`, `skip_first_batches` and related methods."""
 
     dataloader_config: DataLoaderConfiguration
-    device_placement: bool
-    _accumulation: Accumulation
-    _prepared: Prepared
+    _equipment: Equipment
 
     @abstractmethod
     def _join_world(self) -> None:
@@ -114,7 +110,7 @@ class Loading(ProcessControl):
         [[0, 1], [2, 3]]
         """
         self._join_world()
-        moves = self.device_placement if device_placement is None else device_placement
+        moves = self._equipment.moves if device_placement is None else device_placement
         prepared = self._prepare_loader(data_loader, moves, slice_fn_for_dispatch)
         self._resume_if_complete()
         return prepared
@@ -151,7 +147,7 @@ class Loading(ProcessControl):
         """
         self._join_world()
         batches = len(loader) if isinstance(loader, PreparedLoader) else self._batches_once_prepared(loader)
-        return epochs * -(-batches // self._accumulation.steps)
+        return epochs * -(-batches // self._equipment.accumulation.steps)
 
     def total_scheduler_steps(self, loader: DataLoader[Any], epochs: int = 1) -> int:
         """Return how often a prepared scheduler moves in `epochs` passes over `loader`: the scheduler's total_steps.
@@ -185,7 +181,7 @@ class Loading(ProcessControl):
             return
         joined = [thing for thing in joinables if isinstance(thing, Joinable)]
         with ExitStack() as stack:
-            for loader in self._prepared.loaders:
+            for loader in self._equipment.prepared.loaders:
                 stack.enter_context(loader.joined(even_batches))
             stack.enter_context(Join(joined, enable=bool(joined), throw_on_early_termination=False))
             yield
@@ -194,21 +190,21 @@ class Loading(ProcessControl):
         self, loader: DataLoader[Any], move: bool, slice_function: SliceFunction | None = None
     ) -> PreparedLoader:
         if isinstance(loader, PreparedLoader):
-            if loader.accumulation is self._accumulation:
-                return remembered(loader, self._prepared.loaders)
+            if loader.accumulation is self._equipment.accumulation:
+                return remembered(loader, self._equipment.prepared.loaders)
             loader = loader.loader
         self._agree_on_names()
         prepared = prepare_loader(
             loader,
             self.world,
-            self._accumulation,
+            self._equipment.accumulation,
             self.dataloader_config,
             self._facts(loader),
             self.device,
             moves=move,
             slice_function=slice_function,
         )
-        return remembered(prepared, self._prepared.loaders)
+        return remembered(prepared, self._equipment.prepared.loaders)
 
     def _facts(self, loader: DataLoader[Any]) -> list[LoaderFacts]:
         mine = LoaderFacts.of(loader)
@@ -231,11 +227,6 @@ class Preparing(Loading):
     """`prepare`, and its variants for one object of a known kind."""
 
     step_scheduler_with_optimizer: bool
-    _compiling: Compiling
-    _precision: Precision
-    _strategy: Strategy
-    _raw_steps: RawSteps
-    _watch: LossWatch
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Return models, optimizers, loaders and schedulers prepared for this run, in the order given; collective.
@@ -246,7 +237,7 @@ class Preparing(Loading):
         if device_placement is not None and len(device_placement) != len(objects):
             raise ValueError(f"device_placement has {len(device_placement)} entries for {len(objects)} objects")
         self._join_world()
-        moves = device_placement or [self.device_placement] * len(objects)
+        moves = device_placement or [self._equipment.moves] * len(objects)
         prepared = [self._prepare_one(thing, move) for thing, move in zip(objects, moves, strict=True)]
         # Schedulers come last: they follow prepared optimizers, which may come after them in the call.
         prepared = [self._prepare_scheduler(thing) for thing in prepared]
@@ -276,7 +267,7 @@ class Preparing(Loading):
                 ValueError: the model is spread over several devices, and there are several processes.
         """
         self._join_world()
-        move = self.device_placement if device_placement is None else device_placement
+        move = self._equipment.moves if device_placement is None else device_placement
         prepared = self._prepare_model(model, move, evaluation_mode)
         self._bring_states()
         self._resume_if_complete()
@@ -301,49 +292,54 @@ class Preparing(Loading):
         return prepared
 
     def _prepare_model(self, model: Module, move: bool, evaluation_mode: bool = False) -> Module:
-        if any(model is known for known in self._prepared.models):
+        if any(model is known for known in self._equipment.prepared.models):
             return model
         model = admit(model, self.world, self.device)
         if move and may_move(model):
             model.to(self.device)
-        restore_forward(self._strategy.unwrap(model))  # of another precision, before
-        self._precision.wrap_forward(self._strategy.unwrap(model))
+        restore_forward(self._equipment.strategy.unwrap(model))  # of another precision, before
+        self._equipment.precision.wrap_forward(self._equipment.strategy.unwrap(model))
         if not evaluation_mode:
             self._agree_on_names()
             self.collectives.agree(f"prepare {type(model).__name__} of {len(list(model.parameters()))} parameters")
-            model = self._strategy.setup(model)
-        model = self._compiling.compiled(model)
-        self._prepared.models.append(model)
+            model = self._equipment.strategy.setup(model)
+        model = self._equipment.compiling.compiled(model)
+        self._equipment.prepared.models.append(model)
         if not evaluation_mode:
-            watch_loaders(self.world, self._accumulation)
+            watch_loaders(self.world, self._equipment.accumulation)
         return model
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         if isinstance(optimizer, PreparedOptimizer):
-            if optimizer.accumulation is self._accumulation:
-                return remembered(optimizer, self._prepared.optimizers)
+            if optimizer.accumulation is self._equipment.accumulation:
+                return remembered(optimizer, self._equipment.prepared.optimizers)
             optimizer = optimizer.optimizer  # prepared by another Accelerator, or for another world
         return remembered(
             PreparedOptimizer(
-                optimizer, self._accumulation, self._precision, self._strategy, self._watch, self._raw_steps
+                optimizer,
+                self._equipment.accumulation,
+                self._equipment.precision,
+                self._equipment.strategy,
+                self._equipment.watch,
+                self._equipment.raw_steps,
             ),
-            self._prepared.optimizers,
+            self._equipment.prepared.optimizers,
         )
 
     def _bring_states(self) -> None:
         """Move optimizer states to their parameters, since a model may be moved after its optimizer was prepared."""
-        for optimizer in self._prepared.optimizers:
+        for optimizer in self._equipment.prepared.optimizers:
             follow_parameters(optimizer.optimizer)
 
     def _prepare_scheduler(self, thing: Any) -> Any:
         if isinstance(thing, PreparedScheduler):
-            if thing.accumulation is self._accumulation:
-                return remembered(thing, self._prepared.schedulers)
+            if thing.accumulation is self._equipment.accumulation:
+                return remembered(thing, self._equipment.prepared.schedulers)
             thing = thing.scheduler
         if not isinstance(thing, LRScheduler):
             return thing
         moves = 1 if self.split_batches else self.num_processes
         if not self.step_scheduler_with_optimizer:
             moves = 0
-        scheduler = PreparedScheduler(thing, self._prepared.optimizers, self._accumulation, moves)
-        return remembered(scheduler, self._prepared.schedulers)
+        scheduler = PreparedScheduler(thing, self._equipment.prepared.optimizers, self._equipment.accumulation, moves)
+        return remembered(scheduler, self._equipment.prepared.schedulers)

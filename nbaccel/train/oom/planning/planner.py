@@ -41,8 +41,7 @@ from nbaccel.train.oom.microbatch.slicing import Samples
 from nbaccel.train.oom.planning.examples import Examples, examples_of
 from nbaccel.train.oom.planning.size_cache import FoundInFolder, Size, SizeCache
 from nbaccel.train.oom.planning.trial import TrialResult, TrialRun, TrialSetup
-from nbaccel.train.prepare.prepared import Prepared
-from nbaccel.train.step.accumulation import Accumulation
+from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.strategies import Strategy
 
 __all__ = [
@@ -374,10 +373,8 @@ def find_micro_batch_size(
 class Planning(ProcessControl):
     """The method `find_batch_size` of an `Accelerator`."""
 
-    _accumulation: Accumulation
+    _equipment: Equipment
     _found: SizeCache
-    _prepared: Prepared
-    _strategy: Strategy
     _is_ready: bool
 
     @abstractmethod
@@ -432,8 +429,8 @@ class Planning(ProcessControl):
             raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
         if not self._is_ready:
             self._make_ready("find_batch_size")
-        if not (self._prepared.models and self._prepared.optimizers):
-            kind = "optimizer" if self._prepared.models else "model"
+        if not (self._equipment.prepared.models and self._equipment.prepared.optimizers):
+            kind = "optimizer" if self._equipment.prepared.models else "model"
             raise NotPrepared(
                 f"find_batch_size: no {kind} is prepared, and its memory is part of what has to fit. Before it:\n"
                 "    model, optimizer = accelerator.prepare(model, optimizer)"
@@ -444,9 +441,9 @@ class Planning(ProcessControl):
         scene = TrialSetup(
             loss_fn,
             lambda: examples_of(example),
-            self._prepared.models,
-            [prepared.optimizer for prepared in self._prepared.optimizers],
-            self._strategy,
-            keeps_gradients=self._accumulation.steps > 1,
+            self._equipment.prepared.models,
+            [prepared.optimizer for prepared in self._equipment.prepared.optimizers],
+            self._equipment.strategy,
+            keeps_gradients=self._equipment.accumulation.steps > 1,
         )
         return find_batch_size(TrialRun(scene, meter), max_batch_size, self.collectives, found)
