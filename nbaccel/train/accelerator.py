@@ -19,6 +19,7 @@ from typing import Any, Self, Unpack
 
 import torch
 from torch.nn import Module
+from torch.profiler import profile
 
 from nbaccel.errors import NotPrepared
 from nbaccel.quantities import seconds_of
@@ -45,7 +46,7 @@ from nbaccel.train.oom.planning.planner import Planning
 from nbaccel.train.oom.planning.size_cache import SizeCache
 from nbaccel.train.oom.split_batches import make_gate
 from nbaccel.train.parallel import extract_model_from_parallel
-from nbaccel.train.prepare.contexts import GradientState, Profiling
+from nbaccel.train.prepare.contexts import GradientState, profiling
 from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.prepare.loss_watch import ON_NAN
 from nbaccel.train.prepare.models import TorchDynamoPlugin, keep_compiled
@@ -55,6 +56,7 @@ from nbaccel.train.step.kwargs_handlers import (
     Handlers,
     KwargsHandler,
     PluginsNotHere,
+    ProfileKwargs,
     refuse_plugins,
     refuse_plugins_of_the_environment,
 )
@@ -68,7 +70,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Resuming, Tracking, Recovering, Preparing, Profiling, Planning):
+class Accelerator(Resuming, Tracking, Recovering, Preparing, Planning):
     """Trains one model on every process of the run, with the loop written as for one.
 
     How it computes:
@@ -286,6 +288,23 @@ class Accelerator(Resuming, Tracking, Recovering, Preparing, Profiling, Planning
 
     def _counts_nothing(self) -> bool:
         return self._equipment.accumulation.window.is_repeated
+
+    # -- measuring, and searching for sizes
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[profile]:
+        """Profile the block; yields ``torch.profiler.profile``, whose ``step()`` ends a step of a schedule.
+
+        profile_handler: by default the `ProfileKwargs` of ``kwargs_handlers``. With its `output_trace_dir`, rank r
+        writes ``profile_{r}.json`` there and all ranks wait for each other at the end: collective then.
+
+        >>> from nbaccel import Accelerator
+        >>> with Accelerator().profile() as profiler:
+        ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)
+        >>> any(row.key == "aten::mm" for row in profiler.key_averages())
+        True
+        """
+        options = profile_handler or self._handlers.profile
+        return profiling(options, self.process_index, self.wait_for_everyone)
 
     # -- models, memory, the end
 

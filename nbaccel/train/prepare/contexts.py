@@ -17,7 +17,7 @@ It starts, stops and writes; torch measures.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -27,10 +27,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from nbaccel.train.distributed.process_control import ProcessControl
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.step.accumulation import Accumulation, Window
-from nbaccel.train.step.kwargs_handlers import Handlers, ProfileKwargs
+from nbaccel.train.step.kwargs_handlers import ProfileKwargs
 from nbaccel.train.strategies import Strategy
 
 __all__ = [
@@ -38,7 +37,7 @@ __all__ = [
     "GradientState",
     "Local",
     "NoSync",
-    "Profiling",
+    "profiling",
 ]
 
 
@@ -289,31 +288,18 @@ class GradientState:
         )
 
 
-class Profiling(ProcessControl):
-    """The method `profile` of an `Accelerator`."""
+@contextmanager
+def profiling(options: ProfileKwargs, process_index: int, wait: Callable[[], None]) -> Iterator[profile]:
+    """Profile a block, and write its trace where `options` name a folder.
 
-    _handlers: Handlers
-
-    @contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
-        """Profile the block; yields ``torch.profiler.profile``, whose ``step()`` ends a step of a schedule.
-
-        profile_handler: by default the `ProfileKwargs` of ``kwargs_handlers``. With its `output_trace_dir`, rank r
-        writes ``profile_{r}.json`` there and all ranks wait for each other at the end: collective then.
-
-        >>> from nbaccel import Accelerator
-        >>> with Accelerator().profile() as profiler:
-        ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)
-        >>> any(row.key == "aten::mm" for row in profiler.key_averages())
-        True
-        """
-        options = profile_handler or self._handlers.profile
-        with _make(options) as profiler:
-            yield profiler
-        if options.output_trace_dir is not None:
-            os.makedirs(options.output_trace_dir, exist_ok=True)
-            profiler.export_chrome_trace(os.path.join(options.output_trace_dir, f"profile_{self.process_index}.json"))
-            self.wait_for_everyone()
+    wait: waits for all ranks; called after the trace was written.
+    """
+    with _make(options) as profiler:
+        yield profiler
+    if options.output_trace_dir is not None:
+        os.makedirs(options.output_trace_dir, exist_ok=True)
+        profiler.export_chrome_trace(os.path.join(options.output_trace_dir, f"profile_{process_index}.json"))
+        wait()
 
 
 def _make(options: ProfileKwargs) -> profile:
