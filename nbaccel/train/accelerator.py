@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -18,6 +18,7 @@ from inspect import signature
 from typing import Any, Self, Unpack
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.profiler import profile
 
@@ -41,9 +42,9 @@ from nbaccel.train.faces.tracking import LogWith, Trackers, Tracking
 from nbaccel.train.implicit import step_back, step_under_way
 from nbaccel.train.oom.forward_backward import Recovering
 from nbaccel.train.oom.memory import Freed, free
+from nbaccel.train.oom.memory.meters import PeakGauge
 from nbaccel.train.oom.microbatch.sizes import MicroBatches
-from nbaccel.train.oom.planning.planner import Planning
-from nbaccel.train.oom.planning.size_cache import SizeCache
+from nbaccel.train.oom.planning.planner import BatchSizePlanner
 from nbaccel.train.oom.split_batches import make_gate
 from nbaccel.train.parallel import extract_model_from_parallel
 from nbaccel.train.prepare.contexts import GradientState, profiling
@@ -70,7 +71,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Resuming, Tracking, Recovering, Preparing, Planning):
+class Accelerator(Resuming, Tracking, Recovering, Preparing):
     """Trains one model on every process of the run, with the loop written as for one.
 
     How it computes:
@@ -208,7 +209,6 @@ class Accelerator(Resuming, Tracking, Recovering, Preparing, Planning):
         self._on_save_error = on_save_error
         self._writer = Writer()
         self._staging = Staging()
-        self._found = SizeCache()
         self._epochs = Epochs()
         self._remembered = Remembered()
         self._trackers = Trackers(log_with)
@@ -220,6 +220,7 @@ class Accelerator(Resuming, Tracking, Recovering, Preparing, Planning):
         _watch_forks(self)
         self.state = AcceleratorState(mixed_precision, cpu, **self._handlers.group.to_kwargs())
         self._equipment = Equipment(self.state, device_placement)
+        self._planner = BatchSizePlanner(self._equipment)
         self._bind()
         self._look_at_project_dir()
 
@@ -305,6 +306,56 @@ class Accelerator(Resuming, Tracking, Recovering, Preparing, Planning):
         """
         options = profile_handler or self._handlers.profile
         return profiling(options, self.process_index, self.wait_for_everyone)
+
+    def find_batch_size(
+        self,
+        loss_fn: Callable[[Any], Tensor],
+        example: Any,
+        *,
+        max_batch_size: int = 4096,
+        cache: str | os.PathLike[str] | None = None,
+        meter: PeakGauge | None = None,
+    ) -> int:
+        """Return the largest batch per rank whose training step fits in memory, on every rank. Collective.
+
+        Runs some four to eight trials of two whole steps each, forward, backward and optimizer; most searches never
+        run out of memory. Afterwards models, optimizers and random generators are bit by bit as before, and no loader
+        has moved. The size returned was run on every rank, whatever the prediction said; it is within about 3 % of
+        the largest possible one, and a multiple of eight where that costs nothing.
+
+        loss_fn: from a batch on this rank's device to its loss, ``lambda batch: F.cross_entropy(model(batch[0]),
+            batch[1])``, with prepared models. State that it keeps itself is not restored.
+        example: the loader that will train, of which some hundred samples are read to find the longest ones; or one
+            batch. A sample longer than those can still be too large: see `forward_backward`, which survives it.
+        max_batch_size: the largest useful size, such as a rank's share of a small dataset.
+        cache: a folder where sizes are kept from run to run. Without it they are kept as long as this Accelerator.
+            A size found before is tried once more instead of searched for.
+        meter: measures memory, instead of the device's own measure: torch's allocator on CUDA; on the CPU the
+            `nbaccel.testing.MemLimit` that is entered, else the bytes of tensors, against ``ulimit`` and 80 % of the
+            free memory, which does not see everything: leave some memory free there. Where nothing can be measured
+            (mps), sizes are tried until one does not fit, which takes more trials.
+
+        Raises:
+            torch.OutOfMemoryError: not even one sample fits; gives the memory one needs, and the limit. On every rank.
+            NotPrepared: no model or no optimizer is prepared; both are part of what has to fit.
+            PeerFailed: `loss_fn` failed on another rank.
+
+        >>> import torch
+        >>> from nbaccel import Accelerator
+        >>> from nbaccel.testing import MemLimit
+        >>> accelerator = Accelerator()
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1000), torch.nn.GELU(), torch.nn.Linear(1000, 1))
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        >>> with MemLimit(2_000_000) as memory:  # a small device
+        ...     memory.count(model)
+        ...     accelerator.find_batch_size(lambda x: model(x).mean(), torch.ones(8, 4))
+        157
+        """
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
+        if not self._is_ready:
+            self._make_ready("find_batch_size")
+        return self._planner.find(loss_fn, example, max_batch_size, cache, meter)
 
     # -- models, memory, the end
 

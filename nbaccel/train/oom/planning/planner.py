@@ -15,14 +15,13 @@ Parts: finds how much of one batch fits at a time, for the micro-batches of `for
 Each rank searches for itself and waits for no other: micro-batches may differ between ranks. Errors here are left to
 the step itself, which reports them to the peers.
 
-Planning: the user's `find_batch_size` on an `Accelerator`. Runs in ranks, on all of them.
+BatchSizePlanner: the part behind `Accelerator.find_batch_size`. Runs in ranks, on all of them.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -35,7 +34,6 @@ from torch.optim import Optimizer
 
 from nbaccel.errors import NotPrepared, PeerFailed
 from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.train.distributed.process_control import ProcessControl
 from nbaccel.train.oom.memory.meters import PeakGauge
 from nbaccel.train.oom.microbatch.slicing import Samples
 from nbaccel.train.oom.planning.examples import Examples, examples_of
@@ -45,7 +43,7 @@ from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.strategies import Strategy
 
 __all__ = [
-    "Planning",
+    "BatchSizePlanner",
     "SizeSearch",
     "Trial",
     "find_batch_size",
@@ -370,65 +368,26 @@ def find_micro_batch_size(
         return samples.count
 
 
-class Planning(ProcessControl):
-    """The method `find_batch_size` of an `Accelerator`."""
+class BatchSizePlanner:
+    """Searches for the batch size of what one Accelerator has prepared, and keeps the sizes that were found."""
 
-    _equipment: Equipment
-    _found: SizeCache
-    _is_ready: bool
+    def __init__(self, equipment: Equipment) -> None:
+        self._equipment = equipment
+        self._found = SizeCache()
 
-    @abstractmethod
-    def _make_ready(self, call: str, models: Sequence[Module] = ()) -> None:
-        """Find this process's world before its first step, or refuse to train in it."""
-
-    def find_batch_size(
+    def find(
         self,
         loss_fn: Callable[[Any], Tensor],
         example: Any,
-        *,
-        max_batch_size: int = 4096,
-        cache: str | os.PathLike[str] | None = None,
-        meter: PeakGauge | None = None,
+        max_batch_size: int,
+        cache: str | os.PathLike[str] | None,
+        meter: PeakGauge | None,
     ) -> int:
-        """Return the largest batch per rank whose training step fits in memory, on every rank. Collective.
-
-        Runs some four to eight trials of two whole steps each, forward, backward and optimizer; most searches never
-        run out of memory. Afterwards models, optimizers and random generators are bit by bit as before, and no loader
-        has moved. The size returned was run on every rank, whatever the prediction said; it is within about 3 % of
-        the largest possible one, and a multiple of eight where that costs nothing.
-
-        loss_fn: from a batch on this rank's device to its loss, ``lambda batch: F.cross_entropy(model(batch[0]),
-            batch[1])``, with prepared models. State that it keeps itself is not restored.
-        example: the loader that will train, of which some hundred samples are read to find the longest ones; or one
-            batch. A sample longer than those can still be too large: see `forward_backward`, which survives it.
-        max_batch_size: the largest useful size, such as a rank's share of a small dataset.
-        cache: a folder where sizes are kept from run to run. Without it they are kept as long as this Accelerator.
-            A size found before is tried once more instead of searched for.
-        meter: measures memory, instead of the device's own measure: torch's allocator on CUDA; on the CPU the
-            `nbaccel.testing.MemLimit` that is entered, else the bytes of tensors, against ``ulimit`` and 80 % of the
-            free memory, which does not see everything: leave some memory free there. Where nothing can be measured
-            (mps), sizes are tried until one does not fit, which takes more trials.
+        """Return the largest batch per rank whose step fits everywhere; see `Accelerator.find_batch_size`. Collective.
 
         Raises:
-            torch.OutOfMemoryError: not even one sample fits; gives the memory one needs, and the limit. On every rank.
-            NotPrepared: no model or no optimizer is prepared; both are part of what has to fit.
-            PeerFailed: `loss_fn` failed on another rank.
-
-        >>> import torch
-        >>> from nbaccel import Accelerator
-        >>> from nbaccel.testing import MemLimit
-        >>> accelerator = Accelerator()
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1000), torch.nn.GELU(), torch.nn.Linear(1000, 1))
-        >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        >>> with MemLimit(2_000_000) as memory:  # a small device
-        ...     memory.count(model)
-        ...     accelerator.find_batch_size(lambda x: model(x).mean(), torch.ones(8, 4))
-        157
+            NotPrepared: no model or no optimizer is prepared.
         """
-        if max_batch_size < 1:
-            raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
-        if not self._is_ready:
-            self._make_ready("find_batch_size")
         if not (self._equipment.prepared.models and self._equipment.prepared.optimizers):
             kind = "optimizer" if self._equipment.prepared.models else "model"
             raise NotPrepared(
@@ -437,7 +396,7 @@ class Planning(ProcessControl):
             )
         found = self._found
         if cache is not None:
-            found = FoundInFolder(cache, is_writer=self.is_main_process)
+            found = FoundInFolder(cache, is_writer=self._equipment.world.is_main_process)
         scene = TrialSetup(
             loss_fn,
             lambda: examples_of(example),
@@ -446,4 +405,4 @@ class Planning(ProcessControl):
             self._equipment.strategy,
             keeps_gradients=self._equipment.accumulation.steps > 1,
         )
-        return find_batch_size(TrialRun(scene, meter), max_batch_size, self.collectives, found)
+        return find_batch_size(TrialRun(scene, meter), max_batch_size, self._equipment.collectives, found)
