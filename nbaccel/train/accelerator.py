@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -23,8 +23,10 @@ from torch.nn import Module
 from torch.profiler import profile
 
 from nbaccel.errors import NotPrepared
+from nbaccel.events import Phase, emit
 from nbaccel.quantities import seconds_of
 from nbaccel.settings import RunSettings
+from nbaccel.tracking import BlankTracker, GeneralTracker
 from nbaccel.train.checkpoint.content import Staging
 from nbaccel.train.checkpoint.directory import CheckpointDirectory, ProjectConfiguration
 from nbaccel.train.checkpoint.manager import ON_SAVE_ERROR, Registered
@@ -38,7 +40,6 @@ from nbaccel.train.distributed.partial_state import AcceleratorState
 from nbaccel.train.distributed.process_control import DistributedType
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.distributed.rng import warn_of_rng_types
-from nbaccel.train.faces.tracking import LogWith, Trackers, Tracking
 from nbaccel.train.implicit import step_back, step_under_way
 from nbaccel.train.oom.forward_backward import Recovering
 from nbaccel.train.oom.memory import Freed, free
@@ -62,6 +63,7 @@ from nbaccel.train.step.kwargs_handlers import (
     refuse_plugins_of_the_environment,
 )
 from nbaccel.train.step.precision import restore_forward
+from nbaccel.train.tracker_hub import LogWith, Trackers, TrackingPlan
 from nbaccel.world import World
 
 __all__ = ["Accelerator"]
@@ -71,7 +73,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Resuming, Tracking, Recovering, Preparing):
+class Accelerator(Resuming, Recovering, Preparing):
     """Trains one model on every process of the run, with the loop written as for one.
 
     How it computes:
@@ -289,6 +291,108 @@ class Accelerator(Resuming, Tracking, Recovering, Preparing):
 
     def _counts_nothing(self) -> bool:
         return self._equipment.accumulation.window.is_repeated
+
+    # -- what a program reports
+
+    @property
+    def log_with(self) -> list[str | GeneralTracker]:
+        """The trackers that were chosen, as the program named them; set it before `init_trackers`."""
+        return list(self._trackers.chosen)
+
+    @log_with.setter
+    def log_with(self, log_with: LogWith) -> None:
+        self._trackers.choose(log_with)
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers of this process; empty before `init_trackers` and on ranks that do not track.
+
+        A program may set trackers that it has opened itself.
+        """
+        return self._trackers.opened(self.is_main_process)
+
+    @trackers.setter
+    def trackers(self, trackers: Sequence[GeneralTracker]) -> None:
+        self._trackers.adopt(trackers)
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Open the trackers of ``log_with``, on rank 0. Every rank may call it; no rank waits for another.
+
+        config: hyperparameters to keep with the run.
+        init_kwargs: options for each tracker's library, by the tracker's name: ``{"wandb": {"tags": ["first"]}}``.
+
+        A process that was forked or unpickled from this one opens them again at its first `log`.
+
+        Raises:
+                ModuleNotFoundError: a tracker's package is not installed; the message is the command that installs it.
+            ValueError: a tracker writes files, and there is no ``project_dir``.
+
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator(log_with="jsonl", project_dir="runs")
+        >>> accelerator.init_trackers("digits", config={"lr": 0.1})  # doctest: +SKIP
+        """
+        plan = TrackingPlan(project_name, dict(config or {}), dict(init_kwargs or {}), self.logging_dir)
+        self._trackers.open(plan, self.is_main_process)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        average: bool = False,
+    ) -> None:
+        """Report numbers: this rank's to the notebook, rank 0's to the trackers.
+
+        values: numbers, strings or tensors by name. None is no value, and trackers do not get it. Tensors are detached
+            and do not make the step wait: a tensor on a GPU is copied in its stream and read when the copy has
+            arrived, once, at the latest at the end.
+        step: the step of the row; by default the current optimizer step (wandb then counts by itself).
+        log_kwargs: more arguments for a tracker by its name, ``{"wandb": {"commit": False}}``.
+        average: report the mean of all ranks of every number and one-element tensor. Collective then: every rank
+            logs the same names.
+
+        Without `init_trackers` the values go to the notebook only. An object that is no mapping goes to the trackers
+        unchanged; without trackers it is not logged, with a warning.
+
+        >>> from nbaccel import Accelerator
+        >>> Accelerator().log({"loss": torch.tensor(0.5)}, step=3)
+        """
+        if type(values) is not dict and not isinstance(values, Mapping):  # the abstract class's check costs a call
+            self._trackers.log_as_it_is(values, step, log_kwargs or {}, self.trackers)
+            return
+        at = self._step_under_way() if step is None else step
+        self._trackers.log(values, at, step, log_kwargs or {}, self.state, average)
+
+    def phase(self, name: str) -> None:
+        """Begin a phase, which is shown separately, with new curves and a new time estimate. On any rank.
+
+        name: the name that is shown: a fold, a stage, a model of several.
+
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> for fold in range(2):
+        ...     accelerator.phase(f"fold {fold}")
+        """
+        emit(Phase(name))
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return the tracker called `name`, for its own methods; on other ranks a blank one, whose calls do nothing.
+
+        unwrap: return the object of its library instead: the `wandb.Run`, the `SummaryWriter`.
+
+        Raises:
+            ValueError: no such tracker was opened.
+
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator(log_with="wandb")
+        >>> accelerator.get_tracker("wandb").log_artifact("model.safetensors")  # doctest: +SKIP
+        """
+        return self._trackers.get(name, self.trackers, unwrap) if self.is_main_process else BlankTracker()
 
     # -- measuring, and searching for sizes
 
