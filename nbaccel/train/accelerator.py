@@ -10,30 +10,31 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from inspect import signature
+from pathlib import Path
 from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.profiler import profile
+from torch.utils.hooks import RemovableHandle
 
 from nbaccel.errors import NotPrepared
 from nbaccel.events import Phase, emit
 from nbaccel.quantities import seconds_of
 from nbaccel.settings import RunSettings
 from nbaccel.tracking import BlankTracker, GeneralTracker
-from nbaccel.train.checkpoint.content import Staging
 from nbaccel.train.checkpoint.directory import CheckpointDirectory, ProjectConfiguration
-from nbaccel.train.checkpoint.manager import ON_SAVE_ERROR, Registered
+from nbaccel.train.checkpoint.manager import ON_SAVE_ERROR, Checkpoints, LoadHook, SaveHook
 from nbaccel.train.checkpoint.manifest import Lineage
-from nbaccel.train.checkpoint.resume import Resuming
-from nbaccel.train.checkpoint.training_state import Epochs, Remembered, TrainingState
-from nbaccel.train.checkpoint.writer import Writer
+from nbaccel.train.checkpoint.model_weights import save_weights
+from nbaccel.train.checkpoint.resume import ResumePolicy, Weakly
+from nbaccel.train.checkpoint.training_state import Remembered, TrainingState
 from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import AcceleratorState
@@ -53,6 +54,7 @@ from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.prepare.loss_watch import ON_NAN
 from nbaccel.train.prepare.models import TorchDynamoPlugin, keep_compiled
 from nbaccel.train.prepare.preparer import Preparing
+from nbaccel.train.saving import write_object
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
 from nbaccel.train.step.kwargs_handlers import (
     Handlers,
@@ -73,7 +75,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Resuming, Recovering, Preparing):
+class Accelerator(Recovering, Preparing):
     """Trains one model on every process of the run, with the loop written as for one.
 
     How it computes:
@@ -185,7 +187,7 @@ class Accelerator(Resuming, Recovering, Preparing):
             raise ValueError(f"on_save_error must be 'raise' or 'warn', got {on_save_error!r}")
         if rng_types is not None:
             warn_of_rng_types(rng_types)
-        self._limit_s = None if time_limit is None else seconds_of(time_limit)
+        limit_s = None if time_limit is None else seconds_of(time_limit)
         self._handlers = Handlers.of(kwargs_handlers)
         self._on_nan = on_nan
         if dynamo_plugin is not None and dynamo_backend is not None:
@@ -206,13 +208,6 @@ class Accelerator(Resuming, Recovering, Preparing):
         project = project_config or ProjectConfiguration(project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(project_dir)
-        self._shelf = CheckpointDirectory(project)
-        self._registered = Registered()
-        self._on_save_error = on_save_error
-        self._writer = Writer()
-        self._staging = Staging()
-        self._epochs = Epochs()
-        self._remembered = Remembered()
         self._trackers = Trackers(log_with)
         self._micro_batches = MicroBatches()
         self._engine = None
@@ -223,8 +218,13 @@ class Accelerator(Resuming, Recovering, Preparing):
         self.state = AcceleratorState(mixed_precision, cpu, **self._handlers.group.to_kwargs())
         self._equipment = Equipment(self.state, device_placement)
         self._planner = BatchSizePlanner(self._equipment)
+        say = Weakly(self._say)
+        self._checkpoints = Checkpoints(
+            self._equipment, CheckpointDirectory(project), on_save_error, Weakly(self._unwrap), say
+        )
+        self._resuming = ResumePolicy(self._equipment, self._checkpoints, limit_s, say)
         self._bind()
-        self._look_at_project_dir()
+        self._checkpoints.look_at_project_dir()
 
     # -- who and where
 
@@ -291,6 +291,227 @@ class Accelerator(Resuming, Recovering, Preparing):
 
     def _counts_nothing(self) -> bool:
         return self._equipment.accumulation.window.is_repeated
+
+    # -- what a program writes, and continues from
+
+    def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole model's state dict, without prefixes of DDP and ``torch.compile``. Tensors are not copied.
+
+        unwrap: False returns that of the module as it is. Collective with sharded strategies.
+
+        >>> import torch
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
+        >>> list(accelerator.get_state_dict(model))
+        ['weight', 'bias']
+        """
+        return self._training().strategy.state_dict(model) if unwrap else model.state_dict()
+
+    def save_model(
+        self,
+        model: Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write `model` as Hugging Face libraries expect it: ``model.safetensors``, or shards and their index.
+
+        Rank 0 writes; the others do nothing. `nbaccel.utils.load_model` reads it, and so does
+        ``from_pretrained`` where there is a config.json beside it.
+        max_shard_size: of one file, in bytes or as "10GB"; a larger tensor has a file of its own.
+        safe_serialization: False writes ``pytorch_model.bin``, a pickle.
+
+        Raises:
+            NotADirectoryError: `save_directory` is a file.
+            CannotSave: no space, or no right to write there.
+
+        >>> import os, tempfile, torch
+        >>> from nbaccel import Accelerator
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Accelerator().save_model(torch.nn.Linear(2, 1), folder)
+        ...     os.listdir(folder)
+        ['model.safetensors']
+        """
+        state = self.get_state_dict(model)
+        if self._checkpoints.writes:
+            save_weights(state, Path(save_directory), max_shard_size, safe_serialization)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False, *, save_on_each_node: bool = False) -> None:
+        """Call ``torch.save(obj, f)`` on the main process only; a path is written under a temporary name and renamed.
+
+        save_on_each_node: on the first rank of each node.
+        safe_serialization: `obj` is a dict of tensors; write it as safetensors.
+        """
+        if self._checkpoints.writes or (save_on_each_node and self.is_local_main_process):
+            write_object(obj, f, safe_serialization)
+
+    # -- folders of the project
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        return self._checkpoints.directory.project
+
+    @project_configuration.setter
+    def project_configuration(self, project: ProjectConfiguration) -> None:
+        self._checkpoints.directory.project = project
+
+    @property
+    def project_dir(self) -> str | os.PathLike[str] | None:
+        return self._checkpoints.directory.project.project_dir
+
+    @property
+    def logging_dir(self) -> str | os.PathLike[str] | None:
+        """Folder of the trackers' files; the project's folder unless another one was chosen."""
+        return self._checkpoints.directory.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self._checkpoints.directory.project.iteration
+
+    # -- the whole training
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Write everything prepared and registered, and the random states, into a folder; return its name.
+
+        No collective: call it on all ranks, or on the main process only (the other ranks' random numbers are then
+        derived at load). Blocks rank 0 until the disk has it; a checkpoint of that name is replaced, and the older
+        one deleted only after that.
+
+        output_dir: the folder. Where it holds other things too, these stay, and the checkpoint is a subfolder
+        ``nbaccel_checkpoint``, which `load_state` finds. None, with ``automatic_checkpoint_naming=True`` in the
+        project's configuration, for ``<project_dir>/checkpoints/checkpoint_<n>``, of which `total_limit` are kept.
+        Numbers continue after the newest existing one; a printed line says so where another run has left it.
+        safe_serialization: for Accelerate's programs; a checkpoint is always safetensors and JSON. Only a state
+        that is more than data (of a registered object, for example) becomes a pickle, with a warning.
+        blocking: False copies the state, into memory of the host that is kept for the next time, and writes it in
+        the background; the next save, `load_state`, `end_training` and the end of the process wait for it. Not with
+        hooks of the program, which may look at the models.
+        save_model_func_kwargs: accepted with a warning; in Accelerate they are for DeepSpeed.
+
+        Raises:
+            ValueError: no folder, or the number that was set by hand exists; or hooks, and not `blocking`.
+            CannotSave: no space, or no right to write there. The older checkpoint does not change. With
+                ``on_save_error="warn"`` it is a warning, and the training continues. The error of a save in the
+                background is raised by the call that waits for it.
+
+        >>> import tempfile
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = accelerator.save_state(f"{folder}/last")
+        ...     accelerator.load_state(f"{folder}/last")
+        """
+        self._equip()
+        return self._checkpoints.save_state(output_dir, blocking, save_model_func_kwargs)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        trust: bool = False,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Continue from a checkpoint, in this or another number of ranks. Collective.
+
+        Everything that was prepared and registered when it was written must be so now, in the same order. Prepared
+        loaders continue at the batch after the last one that was trained on, so a program need not skip any itself
+        (`skip_first_batches` replaces that position). Folders that Accelerate wrote load too; they have no position.
+
+        input_dir: the folder; None for the newest complete one of those that are named automatically. Damaged ones
+        are skipped with a warning, and the numbering of `save_state` continues after the newest.
+        trust: load pickles too, which can run any code; ``load_kwargs={"weights_only": False}`` does the same, and the
+        other `load_kwargs` of Accelerate have no effect here.
+        load_model_func_kwargs: for each model's ``load_state_dict``, such as ``strict=False`` for a checkpoint with
+        more or fewer weights. A `map_location` is accepted: tensors are loaded to the devices of their objects.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            CheckpointCorrupt: it is damaged; the error names the file, and what was expected and found.
+            UntrustedPickle: one of its files is a pickle that could run code, and `trust` is not given.
+            ValueError: other models, optimizers or schedulers are prepared. RuntimeError: other objects registered.
+        """
+        self._join_world()
+        self._checkpoints.load_state(input_dir, load_kwargs or {}, trust, load_model_func_kwargs)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Add `objects` to what `save_state` and `load_state` handle, in this order. Every rank calls it.
+
+        Raises:
+            ValueError: one of them lacks `state_dict` or `load_state_dict`; nothing is registered then.
+
+        >>> from nbaccel import Accelerator
+        >>> average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 1))
+        >>> Accelerator().register_for_checkpointing(average)
+        """
+        self._checkpoints.registered.add(objects)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Call ``hook(models, weights, folder)`` in every `save_state`, before anything is written.
+
+        models: the program's own, as it passed them to `prepare`: without DDP, so ``isinstance`` and
+        ``save_pretrained`` work on them as in one process. weights: their state dicts; those that the hook removes
+        are not saved by nbaccel.
+        folder: on rank 0 the unfinished folder that becomes the checkpoint, for files of the hook's own; on other
+        ranks the checkpoint's final name, which may not exist yet.
+        Returns a handle whose `remove()` removes the hook.
+
+        >>> from nbaccel import Accelerator
+        >>> handle = Accelerator().register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
+        >>> handle.remove()
+        """
+        return self._checkpoints.registered.add_hook(self._checkpoints.registered.save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Call ``hook(models, folder)`` in every `load_state`, on every rank, before anything is loaded.
+
+        models: the program's own, as it passed them to `prepare`; those that the hook removes from the list are not
+        loaded by nbaccel.
+        Returns a handle whose `remove()` removes the hook.
+
+        >>> from nbaccel import Accelerator
+        >>> handle = Accelerator().register_load_state_pre_hook(lambda models, folder: models.clear())
+        >>> handle.remove()
+        """
+        return self._checkpoints.registered.add_hook(self._checkpoints.registered.load_hooks, hook)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield ``range(count)`` for epochs; after a resume begin at the epoch that was in progress. On every rank.
+
+        Its training loader continues where it was, so the loop is written as if nothing had happened. An epoch is done
+        when its training loader is exhausted and no loader is being iterated: a checkpoint that is written then
+        resumes at the next one. What follows the training in an epoch (an evaluation) is repeated if it was not over.
+
+        >>> from nbaccel import Accelerator
+        >>> list(Accelerator().epochs(3))
+        [0, 1, 2]
+        """
+        self._bind()
+        return self._checkpoints.epochs.run(count, self._equipment.accumulation)
+
+    def remember(self, **defaults: Any) -> Remembered:
+        """Keep values of the program's own in checkpoints too; return them as attributes. Every rank calls it.
+
+        A value that a loaded checkpoint has, or an earlier call gave, stays; the checkpoint is that of rank 0. Plain
+        data and tensors: anything else becomes a pickle, as with `register_for_checkpointing`.
+
+        >>> from nbaccel import Accelerator
+        >>> memory = Accelerator().remember(best=0.0, history=[])
+        >>> memory.best = max(memory.best, 0.9)
+        >>> memory.history.append(0.9)
+        """
+        self._checkpoints.remembered.keep(**defaults)
+        return self._checkpoints.remembered
 
     # -- what a program reports
 
@@ -476,23 +697,15 @@ class Accelerator(Resuming, Recovering, Preparing):
             restore_forward(inner)
         return keep_compiled(model, inner) if keep_torch_compile else inner
 
-    def _handed_in(self, model: Module) -> Module:
-        return self.unwrap_model(model, keep_torch_compile=not self._equipment.compiling.is_on)
+    def _unwrap(self, model: Module, keep_torch_compile: bool) -> Module:
+        return self.unwrap_model(model, keep_torch_compile=keep_torch_compile)
+
+    def _say(self, line: str) -> None:
+        self.print(line)
 
     def _training(self) -> TrainingState:
         self._equip()
-        world = self.state.world
-        return TrainingState(
-            self._equipment.prepared,
-            self._equipment.accumulation,
-            self._equipment.precision,
-            self._equipment.strategy,
-            world,
-            self.device,
-            self._epochs,
-            self._remembered,
-            self._shelf.lineage,
-        )
+        return self._checkpoints.training()
 
     def free_memory(self, *objects: Any, history: bool = False) -> list[None]:
         """Forget everything prepared and release what nothing needs any more; return one None per object.
@@ -559,7 +772,7 @@ class Accelerator(Resuming, Recovering, Preparing):
 
     def _count_steps_from(self, step: int) -> None:
         self._equipment.accumulation.clock.restart(step)
-        self._shelf.lineage.turns += 1
+        self._checkpoints.directory.lineage.turns += 1
 
     # -- answers to programs that ask how a model is distributed; they read and change the private lists too
 
@@ -614,8 +827,8 @@ class Accelerator(Resuming, Recovering, Preparing):
         if self._equipment.is_complete:
             self._equipment.accumulating.models = ()  # of a block that was created and not entered
             self._equipment.precision.forget()
-        self._writer.join()
-        self._staging.clear()
+        self._checkpoints.writer.join()
+        self._checkpoints.staging.clear()
         self._equipment.prepared.forget()
         self._equipment.accumulation.forget()
         self._is_ready = False
@@ -636,17 +849,27 @@ class Accelerator(Resuming, Recovering, Preparing):
             return
         self._is_ready = False
         self._engine = None
-        self._shelf.begin(Lineage())
+        self._checkpoints.directory.begin(Lineage())
         if bound_to is not None and bound_to.world_size == world.world_size and self._equipment.prepared:
             self._equipment.precision.move_to(self.device)
             if self._equipment.moves:
                 self._equipment.prepared.move_to(self.device)
-            self._autosave.timeline.begin(self._shelf.lineage)
+            self._resuming.begin()
             self._open_gate()
             return
         settings = self._asked.over(RunSettings.from_env()).over(_UNCHOSEN)
         self._equipment.begin(settings, self._dynamo, self._rules)
-        self._plan_saves()
+        self._resuming.plan(Weakly(self._save_by_itself))
+
+    def _agree_on_names(self) -> None:
+        self._checkpoints.agree_on_names()
+
+    def _resume_if_complete(self) -> None:
+        self._resuming.resume_if_complete()
+
+    def _save_by_itself(self, target: Path, blocking: bool) -> None:
+        self._equip()
+        self._resuming.save(target, blocking)
 
     def _equip(self) -> None:
         """Make the parts that depend on the device, unless they exist."""
@@ -688,7 +911,7 @@ class Accelerator(Resuming, Recovering, Preparing):
                 f"accelerator.{call} in {place}, but the model is not prepared: every rank would train a model "
                 f"of its own. Prepare it before the loop:\n    {_PREPARE_LINE}"
             )
-        self._refuse_half_a_resume()
+        self._resuming.refuse_half_a_resume()
         self._is_ready = True
 
     def __nbaccel_anew__(self) -> tuple[Any, ...]:

@@ -192,7 +192,7 @@ def test_a_disk_that_is_full_at_any_point_of_a_save_leaves_the_checkpoint_before
     with faults, faults.in_saves(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         training.accelerator.save_state(tmp_path / "last", blocking=blocking)
-        training.accelerator._writer.join()
+        training.accelerator._checkpoints.writer.join()
     assert "No space left on device" in str(said[0].message)
     assert faults.pending == []
     training.accelerator.load_state(tmp_path / "last")

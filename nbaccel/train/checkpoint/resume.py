@@ -1,7 +1,6 @@
-"""Resuming: the user's methods for a program that continues after its session ended. Runs in ranks.
+"""ResumePolicy: the part of an Accelerator by which a program continues after its session ended. Runs in ranks.
 
-With ``resume`` the state is restored automatically, once everything that the checkpoint holds is prepared; `epochs`
-and `remember` restore the position and the values of the program.
+With ``resume`` the state is restored automatically, once everything that the checkpoint holds is prepared.
 
 Weakly: a method reference that does not keep its object alive. Runs in ranks and scripts.
 
@@ -11,8 +10,7 @@ keep its models, and the worker processes of its loaders, until the next garbage
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakMethod
@@ -22,14 +20,13 @@ from nbaccel.events import SavesItself, emit
 from nbaccel.train.checkpoint.autosave import Autosave, CheckpointPolicy, Deadline
 from nbaccel.train.checkpoint.content import HeldContent
 from nbaccel.train.checkpoint.directory import FoundCheckpoint
-from nbaccel.train.checkpoint.manager import Checkpointing
+from nbaccel.train.checkpoint.manager import Checkpoints
 from nbaccel.train.checkpoint.rng_files import State, read
-from nbaccel.train.checkpoint.training_state import Epochs, Remembered
 from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.step.accumulation import Saver
 
 __all__ = [
-    "Resuming",
+    "ResumePolicy",
     "Weakly",
 ]
 
@@ -37,97 +34,73 @@ _TWO_LINES = """    for epoch in accelerator.epochs(n):              # instead o
     memory = accelerator.remember(best=..., history=[])   # for values that are kept from epoch to epoch"""
 
 
-class Resuming(Checkpointing):
-    """`epochs`, `remember`, and the effects of `checkpoint_every` and `resume`."""
+class ResumePolicy:
+    """The effects of `checkpoint_every`, `time_limit` and `resume`. A part of the Accelerator.
 
-    _equipment: Equipment
-    _epochs: Epochs
-    _remembered: Remembered
-    _limit_s: float | None
-    """The program's own time limit, in seconds."""
+    limit_s: the program's own time limit.  say: prints on the main process of each node.
+    """
+
     _autosave: Autosave
-    _pending: Path | None
-    """The path to resume from, until that is done."""
-    _choice: FoundCheckpoint | None
-    """The checkpoint at that path, on which all ranks agreed at the first `prepare`."""
-    _resumed: FoundCheckpoint | None
 
-    @abstractmethod
-    def _bind(self) -> None:
-        """Bind to the world of this process, if not done yet."""
-
-    def epochs(self, count: int) -> Iterator[int]:
-        """Yield ``range(count)`` for epochs; after a resume begin at the epoch that was in progress. On every rank.
-
-        Its training loader continues where it was, so the loop is written as if nothing had happened. An epoch is done
-        when its training loader is exhausted and no loader is being iterated: a checkpoint that is written then
-        resumes at the next one. What follows the training in an epoch (an evaluation) is repeated if it was not over.
-
-        >>> from nbaccel import Accelerator
-        >>> list(Accelerator().epochs(3))
-        [0, 1, 2]
-        """
-        self._bind()
-        return self._epochs.run(count, self._equipment.accumulation)
-
-    def remember(self, **defaults: Any) -> Remembered:
-        """Keep values of the program's own in checkpoints too; return them as attributes. Every rank calls it.
-
-        A value that a loaded checkpoint has, or an earlier call gave, stays; the checkpoint is that of rank 0. Plain
-        data and tensors: anything else becomes a pickle, as with `register_for_checkpointing`.
-
-        >>> from nbaccel import Accelerator
-        >>> memory = Accelerator().remember(best=0.0, history=[])
-        >>> memory.best = max(memory.best, 0.9)
-        >>> memory.history.append(0.9)
-        """
-        self._remembered.keep(**defaults)
-        return self._remembered
+    def __init__(
+        self, equipment: Equipment, checkpoints: Checkpoints, limit_s: float | None, say: Callable[[str], None]
+    ) -> None:
+        self._equipment = equipment
+        self._checkpoints = checkpoints
+        self._limit_s = limit_s
+        self._say = say
+        self._pending: Path | None = None  # the path to resume from, until that is done
+        self._choice: FoundCheckpoint | None = None  # at that path; ranks agreed on it at the first `prepare`
+        self._resumed: FoundCheckpoint | None = None
 
     # -- automatic saves
 
-    def _plan_saves(self) -> None:
-        """Save and resume as chosen for this process's world."""
+    def plan(self, save: Callable[[Path, bool], None]) -> None:
+        """Save and resume as chosen for this process's world.
+
+        save: writes the training into a folder, waiting for the disk or not; it must not keep this alive.
+        """
         policy = CheckpointPolicy.of(self._equipment.settings)
-        self._autosave = Autosave(policy, self.world, Weakly(self._save_by_itself), Weakly(self._random_states))
-        self._autosave.timeline.begin(self._shelf.lineage)
+        self._autosave = Autosave(policy, self._equipment.world, save, Weakly(self._random_states))
+        self.begin()
         saver: Saver | None = self._autosave if policy.every is not None else None
         if self._limit_s is not None:
-            saver = Deadline(self._limit_s, self.world, saver or Saver())
+            saver = Deadline(self._limit_s, self._equipment.world, saver or Saver())
         self._equipment.accumulation.clock.saver = saver
         self._pending, self._choice, self._resumed = policy.resume, None, None
         if policy.every is not None:
             emit(SavesItself())
 
-    def _save_by_itself(self, target: Path, blocking: bool) -> None:
-        blocking = blocking or bool(self._registered.save_hooks)  # hooks look at the present models
-        timeline = self._autosave.timeline
-        self._tell(timeline, target)
-        self._save(target, self._training().stamp("by itself"), blocking, timeline)
+    def begin(self) -> None:
+        """Save for the run that begins now, as planned."""
+        self._autosave.timeline.begin(self._checkpoints.directory.lineage)
 
-    @property
-    def _saves_itself(self) -> bool:
-        return CheckpointPolicy.of(self._equipment.settings).every is not None
+    def save(self, target: Path, blocking: bool) -> None:
+        """Write an automatic checkpoint into `target`."""
+        blocking = blocking or bool(self._checkpoints.registered.save_hooks)  # hooks look at the present models
+        timeline = self._autosave.timeline
+        self._checkpoints.tell(timeline, target)
+        self._checkpoints.save(target, self._checkpoints.training().stamp("by itself"), blocking, timeline)
 
     def _random_states(self) -> State:
-        return read(self.device)
+        return read(self._equipment.device)
 
-    def _resume_if_complete(self) -> None:
+    def resume_if_complete(self) -> None:
         """Continue, after a `prepare`, once everything that the checkpoint holds is prepared. Collective."""
         if self._pending is None:
             return
         place = self._pending
-        choice = self._choice = self._choice or self._from_main(lambda: self._find(place))
+        choice = self._choice = self._choice or self._checkpoints.from_main(lambda: self._find(place))
         if choice is None:
             self._pending = None
-            self.print(f"nothing to resume in {place} yet: the training starts at its beginning")
+            self._say(f"nothing to resume in {place} yet: the training starts at its beginning")
             return
         if HeldContent.in_checkpoint(choice.folder, choice.manifest) != self._holdings():
             return
         self._pending = self._choice = None
-        self._load(choice, trust=False, was_chosen=True)
+        self._checkpoints.load(choice, trust=False, was_chosen=True)
         self._resumed = choice
-        self._autosave.resumed(self._training().step)
+        self._autosave.resumed(self._checkpoints.training().step)
 
     def _find(self, place: Path) -> FoundCheckpoint | None:
         try:
@@ -143,11 +116,11 @@ class Resuming(Checkpointing):
             len(prepared.models),
             len(prepared.optimizers),
             len(prepared.schedulers),
-            len(self._registered.objects),
+            len(self._checkpoints.registered.objects),
             len(prepared.loaders),
         )
 
-    def _refuse_half_a_resume(self) -> None:
+    def refuse_half_a_resume(self) -> None:
         """Refuse an incomplete resume before the first step. No collective: all ranks know the checkpoint.
 
         Raises:
@@ -170,9 +143,10 @@ class Resuming(Checkpointing):
                 "through accelerator.prepare before the first step, or leave out the resume."
             )
         resumed, self._resumed = self._resumed, None
-        if resumed is not None and self._epochs.under_way > 0 and not self._epochs.is_used:
+        epochs = self._checkpoints.epochs
+        if resumed is not None and epochs.under_way > 0 and not epochs.is_used:
             raise CannotResume(
-                f"the training continues in epoch {self._epochs.under_way + 1}, and this loop over epochs begins at "
+                f"the training continues in epoch {epochs.under_way + 1}, and this loop over epochs begins at "
                 f"the first. Two lines make the program resumable:\n{_TWO_LINES}"
             )
 

@@ -188,7 +188,7 @@ def _nbaccel(blocking: bool, device: str, megabytes: int) -> Store:
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         accelerator.save_state(path, blocking=blocking)
         blocked = Sample(time.perf_counter() - wall_s, time.process_time() - cpu_s)
-        accelerator._writer.join()  # the next turn is somebody else's
+        accelerator._checkpoints.writer.join()  # the next turn is somebody else's
         return blocked
 
     return Store(bare, inner, save, lambda: accelerator.load_state(path), holder)

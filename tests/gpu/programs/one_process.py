@@ -175,7 +175,7 @@ def saves(device: str) -> dict[str, Any]:
             blocked.append(round(time.perf_counter() - began, 3))
             for _ in range(5):
                 step()
-        accelerator._writer.join()
+        accelerator._checkpoints.writer.join()
         accelerator.load_state(target)
     fact("blocked", blocked, "s")
     wrong = sum(not torch.equal(*pair) for pair in zip(state(), expected, strict=True))

@@ -53,7 +53,7 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         folder = Path(self.accelerator.save_state(blocking=blocking))
-        self.accelerator._writer.join()
+        self.accelerator._checkpoints.writer.join()
         return folder
 
     def state(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def _warned(training: Trained, folder: Path, blocking: bool) -> list[str]:
         warnings.simplefilter("always")
         training.epoch()
         training.accelerator.save_state(folder, blocking=blocking)
-        training.accelerator._writer.join()
+        training.accelerator._checkpoints.writer.join()
     return [str(warning.message) for warning in said]
 
 

@@ -106,7 +106,7 @@ def test_what_the_recycled_folder_held_beyond_that_is_not_in_the_new_checkpoint(
     handle = accelerator.register_save_state_pre_hook(hook)
     accelerator.save_state(drive / "last")
     handle.remove()
-    accelerator._registered.objects.clear()
+    accelerator._checkpoints.registered.objects.clear()
     for _ in range(2):
         accelerator.save_state(drive / "last")
     names = set(os.listdir(drive / "last"))

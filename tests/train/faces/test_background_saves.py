@@ -33,7 +33,7 @@ def save_and_wait(
 ) -> None:
     training.accelerator.save_state(folder, blocking=blocking)
     meanwhile()
-    training.accelerator._writer.join()
+    training.accelerator._checkpoints.writer.join()
 
 
 def test_a_save_in_the_background_holds_the_moment_of_the_call(tmp_path: Path) -> None:
@@ -52,11 +52,11 @@ def test_the_next_save_waits_for_the_one_before_and_uses_its_memory_again(tmp_pa
     accelerator = training.accelerator
     training.epoch()
     accelerator.save_state(tmp_path / "a", blocking=False)
-    sizes = {accelerator._staging.nbytes}
+    sizes = {accelerator._checkpoints.staging.nbytes}
     at_b = training.epoch() and training.weights()
     accelerator.save_state(tmp_path / "b", blocking=False)
     assert Manifest.read(tmp_path / "a").step == 4
-    sizes.add(accelerator._staging.nbytes)
+    sizes.add(accelerator._checkpoints.staging.nbytes)
     assert len(sizes) == 1
     accelerator.load_state(tmp_path / "b")
     assert training.weights() == at_b

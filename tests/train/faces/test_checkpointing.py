@@ -682,4 +682,4 @@ def test_an_accelerator_with_checkpoints_travels_by_pickle() -> None:
     accelerator.register_for_checkpointing(Tally(a=1))
     again = pickle.loads(pickle.dumps(accelerator))
     assert again.project_dir == "runs"
-    assert again._registered.objects[0].state == {"a": 1}
+    assert again._checkpoints.registered.objects[0].state == {"a": 1}

@@ -229,7 +229,7 @@ class Program:
         accelerator.load_state(os.path.join(folder, "last"))
         accelerator.save_model(self.model, os.path.join(folder, "model"))
         accelerator.save(accelerator.get_state_dict(self.model), os.path.join(folder, "weights.pt"))
-        accelerator._registered.save_hooks.clear()
+        accelerator._checkpoints.registered.save_hooks.clear()
         accelerator.save_state(os.path.join(folder, "next"), blocking=False)
 
     def read(self) -> None:
