@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +21,10 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.profiler import profile
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from nbaccel.errors import NotPrepared
@@ -35,7 +38,8 @@ from nbaccel.train.checkpoint.manifest import Lineage
 from nbaccel.train.checkpoint.model_weights import save_weights
 from nbaccel.train.checkpoint.resume import ResumePolicy, Weakly
 from nbaccel.train.checkpoint.training_state import Remembered, TrainingState
-from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader
+from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader, skip_first_batches
+from nbaccel.train.data.dispatch import SliceFunction
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import AcceleratorState
 from nbaccel.train.distributed.process_control import DistributedType
@@ -53,7 +57,8 @@ from nbaccel.train.prepare.contexts import GradientState, profiling
 from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.prepare.loss_watch import ON_NAN
 from nbaccel.train.prepare.models import TorchDynamoPlugin, keep_compiled
-from nbaccel.train.prepare.preparer import Preparing
+from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
+from nbaccel.train.prepare.preparer import Preparer
 from nbaccel.train.saving import write_object
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
 from nbaccel.train.step.kwargs_handlers import (
@@ -75,7 +80,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Recovering, Preparing):
+class Accelerator(Recovering):
     """Trains one model on every process of the run, with the loop written as for one.
 
     How it computes:
@@ -223,6 +228,7 @@ class Accelerator(Recovering, Preparing):
             self._equipment, CheckpointDirectory(project), on_save_error, Weakly(self._unwrap), say
         )
         self._resuming = ResumePolicy(self._equipment, self._checkpoints, limit_s, say)
+        self._preparer = Preparer(self._equipment, self._checkpoints.agree_on_names)
         self._bind()
         self._checkpoints.look_at_project_dir()
 
@@ -291,6 +297,189 @@ class Accelerator(Recovering, Preparing):
 
     def _counts_nothing(self) -> bool:
         return self._equipment.accumulation.window.is_repeated
+
+    # -- what a program prepares
+
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Return models, optimizers, loaders and schedulers prepared for this run, in the order given; collective.
+
+        Other objects are returned unchanged, and so is what is prepared already. One argument gives one object.
+        device_placement: for each object, whether to move it to the device.
+        """
+        if device_placement is not None and len(device_placement) != len(objects):
+            raise ValueError(f"device_placement has {len(device_placement)} entries for {len(objects)} objects")
+        self._join_world()
+        moves = device_placement or [self.device_placement] * len(objects)
+        prepared = self._preparer.prepare(objects, moves, self.dataloader_config, self._scheduler_moves)
+        self._resuming.resume_if_complete()
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(
+        self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Module:
+        """Return `model` on the device, in the run's precision and strategy. Collective where there are peers.
+
+        device_placement: whether to move it; by default the Accelerator's choice. Quantised models and those
+        on several devices are not moved.
+        evaluation_mode: for inference only: gradients will not synchronise, and no rank waits for another.
+
+        Raises:
+                ValueError: the model is spread over several devices, and there are several processes.
+        """
+        self._join_world()
+        move = self.device_placement if device_placement is None else device_placement
+        prepared = self._preparer.prepare_model(model, move, evaluation_mode)
+        self._resuming.resume_if_complete()
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
+        """Return `optimizer` as one that steps when gradients are synchronised. Every rank calls it.
+
+        device_placement: accepted as by Accelerate; an optimizer's state follows its parameters.
+        """
+        self._join_world()
+        prepared = self._preparer.prepare_optimizer(optimizer)
+        self._resuming.resume_if_complete()
+        return prepared
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
+        """Return `scheduler` as one that moves when its optimizer steps; prepare the optimizer first. On every rank."""
+        self._join_world()
+        prepared: PreparedScheduler = self._preparer.prepare_scheduler(scheduler, self._scheduler_moves)
+        self._resuming.resume_if_complete()
+        return prepared
+
+    @property
+    def _scheduler_moves(self) -> int:
+        """Return how often a prepared scheduler moves when its optimizer steps; 0 where it moves by its own calls."""
+        if not self.step_scheduler_with_optimizer:
+            return 0
+        return 1 if self.split_batches else self.num_processes
+
+    # -- data
+
+    @property
+    def split_batches(self) -> bool:
+        """True if a loader's batch is that of all ranks together, instead of each rank's."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """True if rank 0 reads for all ranks; None: for streams only."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """True if the last round is filled up, for loaders that are prepared from now on; may be changed."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self.dataloader_config = replace(self.dataloader_config, even_batches=even)
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        return self.dataloader_config.use_stateful_dataloader
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: SliceFunction | None = None,
+    ) -> PreparedLoader:
+        """Return `data_loader` as this rank sees it: its share of the batches, on its device. Collective.
+
+        In rounds of one batch per rank, rank r gets batches r, r + n, r + 2n, ...; the last round is filled up with the
+        first samples. See `DataLoaderConfiguration` for other ways.
+
+        device_placement: whether batches are moved to the device; by default the Accelerator's choice.
+        slice_fn_for_dispatch: where rank 0 reads for all, cuts a round's whole batch for one rank:
+        ``slice_fn(batch, data_slice, process_index=r, num_processes=n)``; called on rank 0.
+
+        Raises:
+            ValueError: an empty dataset, ranks with different datasets, or a batch size that cannot be split.
+
+        >>> from nbaccel import Accelerator
+        >>> loader = Accelerator().prepare_data_loader(DataLoader(range(4), batch_size=2))
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1], [2, 3]]
+        """
+        self._join_world()
+        move = self.device_placement if device_placement is None else device_placement
+        prepared = self._preparer.prepare_loader(data_loader, move, self.dataloader_config, slice_fn_for_dispatch)
+        self._resuming.resume_if_complete()
+        return prepared
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """Return `dataloader` without this rank's first `num_batches`; its length shrinks by as many. On every rank.
+
+        The order is that of the same epoch without it, and epochs are counted in `dataloader` itself. It replaces a
+        position that `load_state` has set.
+
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> loader = accelerator.prepare(DataLoader(range(6), batch_size=2))
+        >>> [batch.tolist() for batch in accelerator.skip_first_batches(loader, 2)]
+        [[4, 5]]
+        """
+        rest: DataLoader[Any] = skip_first_batches(dataloader, num_batches)
+        return rest
+
+    def total_steps(self, loader: DataLoader[Any], epochs: int = 1) -> int:
+        """Return the optimizer steps of `epochs` passes over `loader`, prepared or not: each pass ends with a step.
+
+        A prepared scheduler moves `num_processes` times per optimizer step (once with `split_batches`), so that it
+        is at its end when as many batches were seen as a single process would see. The number for such a scheduler
+        is `total_scheduler_steps`.
+
+        Raises:
+                TypeError: `loader` has no length.
+
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator(gradient_accumulation_steps=4)
+        >>> accelerator.total_steps(DataLoader(range(20), batch_size=2), epochs=3)  # 10 batches: 4 + 4 + 2
+        9
+        """
+        self._join_world()
+        return self._preparer.total_steps(loader, epochs, self.dataloader_config)
+
+    def total_scheduler_steps(self, loader: DataLoader[Any], epochs: int = 1) -> int:
+        """Return how often a prepared scheduler moves in `epochs` passes over `loader`: the scheduler's total_steps.
+
+        >>> from nbaccel import Accelerator
+        >>> Accelerator().total_scheduler_steps(DataLoader(range(20), batch_size=2), epochs=3)
+        30
+        """
+        return self.total_steps(loader, epochs) * (1 if self.split_batches else self.num_processes)
+
+    def join_uneven_inputs(
+        self, joinables: Iterable[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Let ranks with fewer batches take part in the others' last steps, with zero gradients. Collective.
+
+        joinables: the prepared models that are trained inside, and other `Joinable` objects.
+        even_batches: replaces that choice for prepared loaders inside; loaders over streams keep theirs.
+
+        Gradients are divided by the number of ranks also in the steps for which only some have data. Collectives other
+        than those of the models (`gather`, `check_trigger`, ...) must not be called inside: a rank that has joined
+        does not answer them. In one process nothing happens.
+
+        >>> import torch
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+        >>> with accelerator.join_uneven_inputs([model], even_batches=False):
+        ...     pass
+        """
+        return self._preparer.joined(joinables, even_batches)
 
     # -- what a program writes, and continues from
 
@@ -860,12 +1049,6 @@ class Accelerator(Recovering, Preparing):
         settings = self._asked.over(RunSettings.from_env()).over(_UNCHOSEN)
         self._equipment.begin(settings, self._dynamo, self._rules)
         self._resuming.plan(Weakly(self._save_by_itself))
-
-    def _agree_on_names(self) -> None:
-        self._checkpoints.agree_on_names()
-
-    def _resume_if_complete(self) -> None:
-        self._resuming.resume_if_complete()
 
     def _save_by_itself(self, target: Path, blocking: bool) -> None:
         self._equip()

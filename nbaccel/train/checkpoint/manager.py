@@ -354,7 +354,7 @@ class Checkpoints:
                 rng_files.restore(state, device)
         if reason:
             rng_files.derive(seed, training.step, rank)
-        reasons: list[str] = self._equipment.state.collectives.gather_objects([reason])
+        reasons: list[str] = self._equipment.collectives.gather_objects([reason])
         return reasons
 
     def _say_who_draws_anew(self, missing: Sequence[str]) -> None:
@@ -376,8 +376,8 @@ class Checkpoints:
                 answer = ask()
             except Exception as raised:
                 error = raised
-        if self._equipment.state.world.is_distributed:
-            answer, error = self._equipment.state.collectives.gather_objects([(answer, error)])[0]
+        if self._equipment.world.is_distributed:
+            answer, error = self._equipment.collectives.gather_objects([(answer, error)])[0]
         if error is not None:
             raise error
         return answer  # type: ignore[return-value]  # rank 0 has called it
