@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -42,26 +42,29 @@ from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader, skip_fir
 from nbaccel.train.data.dispatch import SliceFunction
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import AcceleratorState
-from nbaccel.train.distributed.process_control import DistributedType
+from nbaccel.train.distributed.process_control import DistributedType, ProcessControl
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.distributed.rng import warn_of_rng_types
 from nbaccel.train.implicit import step_back, step_under_way
-from nbaccel.train.oom.forward_backward import Recovering
+from nbaccel.train.oom.forward_backward import StepRecovery
 from nbaccel.train.oom.memory import Freed, free
 from nbaccel.train.oom.memory.meters import PeakGauge
-from nbaccel.train.oom.microbatch.sizes import MicroBatches
+from nbaccel.train.oom.microbatch.slicing import SplitFunction
+from nbaccel.train.oom.microbatch.task import LossFunction
 from nbaccel.train.oom.planning.planner import BatchSizePlanner
 from nbaccel.train.oom.split_batches import make_gate
 from nbaccel.train.parallel import extract_model_from_parallel
 from nbaccel.train.prepare.contexts import GradientState, profiling
 from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.prepare.loss_watch import ON_NAN
-from nbaccel.train.prepare.models import TorchDynamoPlugin, keep_compiled
+from nbaccel.train.prepare.models import TorchDynamoPlugin, is_spread, keep_compiled, recompute_activations
 from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.prepare.preparer import Preparer
+from nbaccel.train.prepare.stepper import Stepper
 from nbaccel.train.saving import write_object
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
 from nbaccel.train.step.kwargs_handlers import (
+    AutocastKwargs,
     Handlers,
     KwargsHandler,
     PluginsNotHere,
@@ -80,7 +83,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class Accelerator(Recovering):
+class Accelerator(ProcessControl):
     """Trains one model on every process of the run, with the loop written as for one.
 
     How it computes:
@@ -214,8 +217,6 @@ class Accelerator(Recovering):
         if project_dir is not None and project.project_dir is None:
             project.set_directories(project_dir)
         self._trackers = Trackers(log_with)
-        self._micro_batches = MicroBatches()
-        self._engine = None
         self._bound_to: World | None = None
         self._is_ready = False  # this process may train; see _make_ready
         self.last_free: Freed | None = None
@@ -223,6 +224,8 @@ class Accelerator(Recovering):
         self.state = AcceleratorState(mixed_precision, cpu, **self._handlers.group.to_kwargs())
         self._equipment = Equipment(self.state, device_placement)
         self._planner = BatchSizePlanner(self._equipment)
+        self._recovery = StepRecovery(self._equipment)
+        self._stepper = Stepper(self._equipment)
         say = Weakly(self._say)
         self._checkpoints = Checkpoints(
             self._equipment, CheckpointDirectory(project), on_save_error, Weakly(self._unwrap), say
@@ -297,6 +300,230 @@ class Accelerator(Recovering):
 
     def _counts_nothing(self) -> bool:
         return self._equipment.accumulation.window.is_repeated
+
+    # -- a step
+
+    @property
+    def sync_gradients(self) -> bool:
+        """True if the current batch ends a step: its backward synchronises, and optimizers step.
+
+        Set it in programs that decide that for the current batch themselves.
+        """
+        return self._equipment.accumulation.window.sync
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync: bool) -> None:
+        self._equipment.accumulation.window.sync = sync
+
+    @property
+    def step(self) -> int:
+        """Batches of the open window with the current one; 0 at the one that ends it, and where each batch is a step.
+
+        Accelerate continues to count after the window: its ``accelerator.step %
+        accelerator.gradient_accumulation_steps`` is this number.
+        """
+        return self._equipment.accumulation.window.position
+
+    def accumulate(self, *models: Module) -> AbstractContextManager[None]:
+        """Return a block for one batch of an accumulation window; gradients synchronise at the window's last batch.
+
+        That batch is the current one at the block's first backward, whether it was taken before the block or inside it.
+        The last batch of a prepared loader ends its window, unless the `GradientAccumulationPlugin` says otherwise.
+        Batches of several loaders that the same models train on in turn share one window; the last batch of any of
+        these loaders ends it. Models that have a block each on the same batch have windows of their own. Without
+        `models` the block is for all prepared ones.
+        """
+        if not self._is_ready:
+            self._make_ready("accumulate", models)
+        return self._stepper.accumulate(models)
+
+    def no_sync(self, model: Module | None = None, *models: Module) -> AbstractContextManager[None]:
+        """Let backward leave gradients unsynchronised while entered, for windows that the program counts itself.
+
+        model, models: the models concerned; None for all prepared ones.
+        """
+        named = models if model is None else (model, *models)
+        if not self._is_ready:
+            self._make_ready("no_sync", named)
+        return self._stepper.no_sync(named)
+
+    def hold_gradients(self, model: Module) -> AbstractContextManager[None]:
+        """Return `no_sync` for trainings that exchange parameters instead: the steps inside count as steps."""
+        if not self._is_ready:
+            self._make_ready("hold_gradients", [model])
+        return self._stepper.hold(model)
+
+    def trigger_sync_in_backward(self, model: Module) -> AbstractContextManager[None]:
+        """Let backward synchronise all gradients of `model` while entered, also of forwards made under `no_sync`.
+
+        For several forwards whose backwards come later: the last backward must synchronise. Collective.
+
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+        >>> with accelerator.no_sync(model):
+        ...     losses = [model(torch.ones(1, 1)).sum() for _ in range(2)]
+        ...     accelerator.backward(losses[0])
+        >>> with accelerator.trigger_sync_in_backward(model):
+        ...     accelerator.backward(losses[1])
+        """
+        if not self._is_ready:
+            self._make_ready("trigger_sync_in_backward", [model])
+        return self._equipment.strategy.sync_in_backward(model)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Call ``loss.backward()``, scaled for fp16 and divided by the length of the accumulation window.
+
+        A loop that calls ``loss.backward()`` itself trains too, without these two: its steps are counted where a
+        prepared optimizer takes them, and a warning says what is missed. Under fp16, and while batches come in parts,
+        it is refused.
+
+        kwargs go to ``loss.backward``. A loss that is NaN or infinite is reported, see `Accelerator`'s `on_nan`.
+        Collective at a window's end.
+        """
+        if not self._is_ready:
+            self._make_ready("backward")
+        loss = self._stepper.begin_backward(loss)
+        self._equipment.strategy.backward(loss, **kwargs)
+        self._stepper.end_backward()
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Refuse LOMO, which steps inside of its backward, before ranks could exchange gradients.
+
+        Raises:
+            NotImplementedError: always; names an alternative.
+        """
+        raise NotImplementedError(
+            "accelerator.lomo_backward: nbaccel does not train with LOMO, which steps inside of its backward. In one "
+            "process call optimizer.fused_backward(loss, learning_rate) yourself; else use accelerator.backward(loss) "
+            "with an optimizer of small state, such as torch.optim.Adafactor."
+        )
+
+    def autocast(
+        self, autocast_handler: AutocastKwargs | None = None, *, enabled: bool = True
+    ) -> AbstractContextManager[Any]:
+        """Return the context of the run's precision, for code outside of a prepared model's forward; it nests.
+
+        autocast_handler: options of this block; by default those of ``kwargs_handlers``.
+        enabled: False is short for ``AutocastKwargs(enabled=False)``.
+
+        >>> from nbaccel import Accelerator
+        >>> with Accelerator(mixed_precision="bf16").autocast():
+        ...     torch.nn.Linear(1, 1)(torch.ones(1, 1)).dtype
+        torch.bfloat16
+        """
+        self._equip()
+        if autocast_handler is None and not enabled:
+            autocast_handler = AutocastKwargs(enabled=False)
+        return self._equipment.precision.autocast(autocast_handler)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler, with ``mixed_precision="fp16"``; it is updated before the first loss after a step.
+
+        A program may set its own scaler, between two steps.
+        """
+        self._equip()
+        return getattr(self._equipment.precision, "scaler", None)
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._equip()
+        self._equipment.precision.take_scaler(scaler)
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Unscale the gradients of `optimizer` (one, several, or None for all prepared ones).
+
+        Only fp16 scales them. They are unscaled once per step, however often this is called; clipping does it too. Call
+        it where `sync_gradients` is true.
+        """
+        self._equip()
+        self._stepper.unscale(optimizer)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip the gradients of the whole window to `max_norm`; return their norm before, a 0-d tensor.
+
+        Inside a window, where gradients are not complete, nothing is clipped; the norm so far is returned.
+        """
+        if not self._is_ready:
+            self._make_ready("clip_grad_norm_")
+        return self._stepper.clip_norm(parameters, max_norm, norm_type, self.sync_gradients)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clip each gradient of the whole window to +-`clip_value`; inside a window nothing happens."""
+        if not self._is_ready:
+            self._make_ready("clip_grad_value_")
+        self._stepper.clip_values(parameters, clip_value, self.sync_gradients)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """True if the last step of any prepared optimizer was left out: infinite fp16 gradients, or `on_nan`."""
+        return any(optimizer.step_was_skipped for optimizer in self._equipment.prepared.optimizers)
+
+    def forward_backward(
+        self,
+        loss_fn: LossFunction,
+        batch: Any,
+        weight: str | Callable[[Any], float] = "samples",
+        *,
+        micro_batch_size: int | Literal["auto"] | None = None,
+        split_fn: SplitFunction | None = None,
+        samples: int | None = None,
+    ) -> Tensor:
+        """Run forward and backward of `batch`, in micro-batches that fit into memory; the effective batch is the same.
+
+        It replaces the forward and `backward`; clipping, accumulation, the optimizer and the scheduler
+        do not change. A rank that runs out of memory continues in smaller micro-batches; its peers wait in the
+        exchange of gradients, as they would in any case. Sizes grow back after 200 batches that fitted. Each rank
+        has its own.
+
+        loss_fn: ``loss_fn(micro_batch)`` runs the prepared model and returns the mean loss, one element. It is called
+        once per micro-batch, again for those that did not fit; it changes nothing but random generators and buffers
+        of the model, which are restored before a repetition. It may not wait for other ranks.
+        weight: the units of that mean: "samples"; "tokens", the entries of ``batch["labels"]`` that are not -100
+        (without the first of each sequence, where the model is a causal language model of transformers); or a function
+        of a batch that counts its units. With it gradients are exact for any sizes: those of one step on all samples
+        of all ranks at once, sum(w * grad) / sum(w).
+        micro_batch_size: no micro-batch is larger. "auto": the first batch is used for a few trial steps, each rank
+            for itself, which find the largest micro-batch that fits and are undone, as in `find_batch_size`.
+        split_fn, samples: ``split_fn(batch, start, stop)`` and the number of samples, for batches other than tensors
+        and arrays, all with the samples in the first dimension, in any nesting of tuples, lists, dicts, mappings and
+        dataclasses. Numbers, strings and 0-d tensors are copied into every micro-batch.
+
+        Returns the mean loss of this rank's batch, detached, as one forward of the whole batch would give it.
+        Parameters that no rank used keep ``grad`` None. BatchNorm normalises each micro-batch by itself and counts each
+        sample once; all ranks get rank 0's running statistics, as under DDP. The first call frees DDP's buckets and
+        makes its own; a forward with gradients outside of `forward_backward` goes back to DDP. Collective where the
+        batch ends a step.
+
+        Raises:
+            torch.OutOfMemoryError: the smallest micro-batch does not fit. On all ranks, if on one: where there are
+            several, in the call that ends the accumulation window; until then that rank's calls return NaN.
+            PeerFailed: `loss_fn` raised on another rank in this step. There: its own error, in that call.
+                CannotSplit: the batch, or the model (SyncBatchNorm, FSDP), cannot be split.
+
+        In none of these cases has a weight changed, and the next step works, begun on all ranks with the same batch.
+
+        >>> import torch
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> batch = {"x": torch.ones(4, 2), "y": torch.zeros(4, 1)}
+        >>> with accelerator.accumulate(model):
+        ...     loss = accelerator.forward_backward(
+        ...         lambda b: torch.nn.functional.mse_loss(model(b["x"]), b["y"]), batch
+        ...     )
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        """
+        step_back()
+        if not self._is_ready:
+            self._make_ready("forward_backward")
+        engine, task = self._recovery.begin(loss_fn, batch, weight, micro_batch_size, split_fn, samples)
+        loss = engine.run(task)
+        self._recovery.finish(engine, task, loss)
+        return loss
 
     # -- what a program prepares
 
@@ -873,6 +1100,24 @@ class Accelerator(Recovering):
 
     # -- models, memory, the end
 
+    def gradient_checkpointing(self, model: Module, blocks: Iterable[Module] | None = None) -> Module:
+        """Let `model` compute activations again in its backward instead of keeping them; return the same `model`.
+
+        A model that can do so itself (transformers) is told to. In others each of `blocks` is recomputed as a
+        whole: by default the members of their outermost ``ModuleList``s and
+        ``Sequential``s. Before or after `prepare`; works with DDP and accumulation, since nothing is reentrant.
+
+        Raises:
+            ValueError: no blocks were given, and none were found.
+        """
+        self._equip()
+        recompute_activations(self._equipment.strategy.unwrap(model), blocks)
+        return model
+
+    def verify_device_map(self, model: Module) -> bool:
+        """Return whether `model`, or a module in it, is on several devices, as with ``device_map="auto"``."""
+        return any(is_spread(module) for module in model.modules() if hasattr(module, "hf_device_map"))
+
     def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Module:
         """Return the user's own module, without DDP and ``nn.DataParallel``; `model` itself does not change.
 
@@ -935,7 +1180,7 @@ class Accelerator(Recovering):
 
     def _forget_all_but(self, known: Sequence[Any]) -> None:
         """Forget what was prepared except `known`, and every open window."""
-        self._release_engine()
+        self._recovery.release()
         self._equipment.prepared.keep(known)
         self._equipment.accumulation.forget()
         if self._equipment.is_complete:
@@ -1007,12 +1252,12 @@ class Accelerator(Recovering):
         """Forget those of `things` that are prepared; after the last one also drop what belongs to a training."""
         if not (self._equipment.prepared and self._equipment.prepared.drop(things, self._equipment.strategy)):
             return
-        self._release_engine()
+        self._recovery.release()
         if not self._equipment.prepared:
             self._forget()
 
     def _forget(self) -> None:
-        self._release_engine()
+        self._recovery.release()
         if self._equipment.is_complete:
             self._equipment.accumulating.models = ()  # of a block that was created and not entered
             self._equipment.precision.forget()
@@ -1037,7 +1282,7 @@ class Accelerator(Recovering):
         if bound_to == world:
             return
         self._is_ready = False
-        self._engine = None
+        self._recovery.leave()
         self._checkpoints.directory.begin(Lineage())
         if bound_to is not None and bound_to.world_size == world.world_size and self._equipment.prepared:
             self._equipment.precision.move_to(self.device)
@@ -1101,9 +1346,6 @@ class Accelerator(Recovering):
         """Return how the notebook makes an Accelerator like this, with nothing prepared; for pickled results."""
         args, kwargs = self._made_with
         return _made, (type(self), args, kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_engine": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

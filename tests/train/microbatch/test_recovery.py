@@ -237,7 +237,7 @@ def _soaked(steps: int, seed: int, with_faults: bool) -> tuple[list[bytes], torc
             training.step(batch_of(counts[rank], number, rank), shortage if with_faults else None, weight=labelled)
             weights.append(training.weights().numpy().tobytes())
             if number % 10 == 9:
-                training.accelerator._micro_batches.start_at(10**6 + number)  # forget what did not fit
+                training.accelerator._recovery.sizes.start_at(10**6 + number)  # forget what did not fit
     return weights, training.weights(), sum(isinstance(event, OutOfMemory) for event in seen)
 
 

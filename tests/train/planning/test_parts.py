@@ -42,7 +42,7 @@ def _settled(limits_bytes: list[int]) -> tuple[int, int, int]:
     with MemLimit(limits_bytes[accelerator.process_index]) as memory:
         memory.count(model)
         refusals(400, "auto")  # with the trials
-        settled = accelerator._micro_batches.ceiling or 0
+        settled = accelerator._recovery.sizes.ceiling or 0
         more = max(math.ceil(settled / 0.97), settled + 3)
         return settled, refusals(settled, "auto"), refusals(more, more)
 
