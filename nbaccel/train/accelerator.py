@@ -1,15 +1,15 @@
 """Accelerator: the user's object in a training loop. Runs in ranks, in scripts, and alone in a kernel.
 
-It owns the parts (state, accumulation, precision, strategy) and delegates to them in a few lines; no part holds
-the Accelerator. Nothing is global except torch's process group, so several Accelerators do not disturb each
-other. One that is made in a notebook kernel touches no device until it is used; in a forked or unpickled rank it
-finds that rank's world at its first use.
+A public method is its documentation and a few lines that call a part: `Preparer`, `Stepper`, `StepRecovery`,
+`BatchSizePlanner`, `Checkpoints`, `ResumePolicy`, `Trackers`. They share one `Equipment`, which a `Lifecycle` binds to
+the world of this process. No part holds the Accelerator. Nothing is global except torch's process group, so several
+Accelerators do not disturb each other. One that is made in a notebook kernel touches no device until it is used; in a
+forked or unpickled rank it finds that rank's world at its first use.
 """
 
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -27,36 +27,33 @@ from torch.profiler import profile
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from nbaccel.errors import NotPrepared
 from nbaccel.events import Phase, emit
 from nbaccel.quantities import seconds_of
 from nbaccel.settings import RunSettings
 from nbaccel.tracking import BlankTracker, GeneralTracker
+from nbaccel.train.checkpoint.autosave import chosen_saves
 from nbaccel.train.checkpoint.directory import CheckpointDirectory, ProjectConfiguration
 from nbaccel.train.checkpoint.manager import ON_SAVE_ERROR, Checkpoints, LoadHook, SaveHook
-from nbaccel.train.checkpoint.manifest import Lineage
 from nbaccel.train.checkpoint.model_weights import save_weights
 from nbaccel.train.checkpoint.resume import ResumePolicy, Weakly
-from nbaccel.train.checkpoint.training_state import Remembered, TrainingState
+from nbaccel.train.checkpoint.training_state import Remembered
 from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader, skip_first_batches
 from nbaccel.train.data.dispatch import SliceFunction
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import AcceleratorState
 from nbaccel.train.distributed.process_control import DistributedType, ProcessControl
-from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.distributed.rng import warn_of_rng_types
 from nbaccel.train.implicit import step_back, step_under_way
+from nbaccel.train.lifecycle import Choices, Lifecycle
 from nbaccel.train.oom.forward_backward import StepRecovery
 from nbaccel.train.oom.memory import Freed, free
 from nbaccel.train.oom.memory.meters import PeakGauge
 from nbaccel.train.oom.microbatch.slicing import SplitFunction
 from nbaccel.train.oom.microbatch.task import LossFunction
 from nbaccel.train.oom.planning.planner import BatchSizePlanner
-from nbaccel.train.oom.split_batches import make_gate
 from nbaccel.train.parallel import extract_model_from_parallel
 from nbaccel.train.prepare.contexts import GradientState, profiling
 from nbaccel.train.prepare.equipment import Equipment
-from nbaccel.train.prepare.loss_watch import ON_NAN
 from nbaccel.train.prepare.models import TorchDynamoPlugin, is_spread, keep_compiled, recompute_activations
 from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.prepare.preparer import Preparer
@@ -65,7 +62,6 @@ from nbaccel.train.saving import write_object
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
 from nbaccel.train.step.kwargs_handlers import (
     AutocastKwargs,
-    Handlers,
     KwargsHandler,
     PluginsNotHere,
     ProfileKwargs,
@@ -77,10 +73,6 @@ from nbaccel.train.tracker_hub import LogWith, Trackers, TrackingPlan
 from nbaccel.world import World
 
 __all__ = ["Accelerator"]
-
-_UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
-
-_PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
 class Accelerator(ProcessControl):
@@ -183,56 +175,33 @@ class Accelerator(ProcessControl):
         if not_here:
             refuse_plugins(not_here, signature(Accelerator.__init__).parameters)
         refuse_plugins_of_the_environment()
-        self._rules = gradient_accumulation_plugin or GradientAccumulationPlugin()
-        if gradient_accumulation_plugin is not None and gradient_accumulation_steps not in (None, 1):
-            raise ValueError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps} and a gradient_accumulation_plugin with "
-                f"num_steps={self._rules.num_steps}: give one of them"
-            )
-        if on_nan not in ON_NAN:
-            raise ValueError(f"on_nan must be one of {', '.join(map(repr, ON_NAN))}, got {on_nan!r}")
         if on_save_error not in ON_SAVE_ERROR:
             raise ValueError(f"on_save_error must be 'raise' or 'warn', got {on_save_error!r}")
         if rng_types is not None:
             warn_of_rng_types(rng_types)
         limit_s = None if time_limit is None else seconds_of(time_limit)
-        self._handlers = Handlers.of(kwargs_handlers)
-        self._on_nan = on_nan
-        if dynamo_plugin is not None and dynamo_backend is not None:
-            raise ValueError(f"dynamo_backend={dynamo_backend!r} and a dynamo_plugin: give one of them")
-        self._dynamo = dynamo_plugin or TorchDynamoPlugin(dynamo_backend)
-        steps = gradient_accumulation_steps if self._rules.num_steps is None else self._rules.num_steps
-        self._asked = RunSettings(
-            mixed_precision,
-            steps,
-            cpu=cpu,
-            checkpoint_every=None if checkpoint_every is None else str(checkpoint_every),
-            checkpoint_dir=None if checkpoint_dir is None else os.fspath(checkpoint_dir),
-            keep=keep,
-            resume=None if resume is None or resume is False else "" if resume is True else os.fspath(resume),
-        ).over(self._dynamo.settings())
+        saves = chosen_saves(checkpoint_every, checkpoint_dir, keep, resume)
+        asked = RunSettings(mixed_precision, gradient_accumulation_steps, cpu=cpu).over(saves)
+        choices = Choices.of(
+            asked, gradient_accumulation_plugin, kwargs_handlers, dynamo_backend, dynamo_plugin, on_nan
+        )
+        self._handlers = choices.handlers
         self.dataloader_config = DataLoaderConfiguration.chosen(dataloader_config, split_batches, even_batches)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        project = project_config or ProjectConfiguration(project_dir)
-        if project_dir is not None and project.project_dir is None:
-            project.set_directories(project_dir)
+        directory = CheckpointDirectory.chosen(project_config, project_dir)
         self._trackers = Trackers(log_with)
-        self._bound_to: World | None = None
-        self._is_ready = False  # this process may train; see _make_ready
         self.last_free: Freed | None = None
-        _watch_forks(self)
         self.state = AcceleratorState(mixed_precision, cpu, **self._handlers.group.to_kwargs())
-        self._equipment = Equipment(self.state, device_placement)
-        self._planner = BatchSizePlanner(self._equipment)
-        self._recovery = StepRecovery(self._equipment)
-        self._stepper = Stepper(self._equipment)
+        equipment = self._equipment = Equipment(self.state, device_placement)
         say = Weakly(self._say)
-        self._checkpoints = Checkpoints(
-            self._equipment, CheckpointDirectory(project), on_save_error, Weakly(self._unwrap), say
-        )
-        self._resuming = ResumePolicy(self._equipment, self._checkpoints, limit_s, say)
-        self._preparer = Preparer(self._equipment, self._checkpoints.agree_on_names)
-        self._bind()
+        self._checkpoints = Checkpoints(equipment, directory, on_save_error, Weakly(self._unwrap), say)
+        self._resuming = ResumePolicy(equipment, self._checkpoints, limit_s, say)
+        self._preparer = Preparer(equipment, self._checkpoints.agree_on_names)
+        self._planner = BatchSizePlanner(equipment)
+        self._stepper = Stepper(equipment)
+        self._recovery = StepRecovery(equipment)
+        self._lifecycle = Lifecycle(choices, equipment, self._checkpoints, self._resuming, self._recovery)
+        self._lifecycle.bind()
         self._checkpoints.look_at_project_dir()
 
     # -- who and where
@@ -255,7 +224,7 @@ class Accelerator(ProcessControl):
 
     @property
     def mixed_precision(self) -> str:
-        self._bind()
+        self._lifecycle.bind()
         return self._equipment.settings.mixed_precision or "no"
 
     @property
@@ -271,22 +240,18 @@ class Accelerator(ProcessControl):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        self._bind()
-        return self._equipment.accumulation.steps
+        return self._lifecycle.accumulation.steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self._bind()
-        self._asked = replace(self._asked, gradient_accumulation_steps=steps)
-        self._equipment.accumulation.steps = steps
+        self._lifecycle.choose_steps(steps)
 
     # -- values of all ranks
 
     @property
     def gradient_state(self) -> GradientState:
         """The state of the accumulation, for programs that read it."""
-        self._bind()
-        return GradientState(self._equipment.accumulation)
+        return GradientState(self._lifecycle.accumulation)
 
     def _last_round(self) -> tuple[bool, int | None]:
         loader: PreparedLoader | None = self._equipment.accumulation.window.source
@@ -333,8 +298,8 @@ class Accelerator(ProcessControl):
         these loaders ends it. Models that have a block each on the same batch have windows of their own. Without
         `models` the block is for all prepared ones.
         """
-        if not self._is_ready:
-            self._make_ready("accumulate", models)
+        if not self._lifecycle.is_ready:
+            self._lifecycle.make_ready("accumulate", models)
         return self._stepper.accumulate(models)
 
     def no_sync(self, model: Module | None = None, *models: Module) -> AbstractContextManager[None]:
@@ -343,14 +308,14 @@ class Accelerator(ProcessControl):
         model, models: the models concerned; None for all prepared ones.
         """
         named = models if model is None else (model, *models)
-        if not self._is_ready:
-            self._make_ready("no_sync", named)
+        if not self._lifecycle.is_ready:
+            self._lifecycle.make_ready("no_sync", named)
         return self._stepper.no_sync(named)
 
     def hold_gradients(self, model: Module) -> AbstractContextManager[None]:
         """Return `no_sync` for trainings that exchange parameters instead: the steps inside count as steps."""
-        if not self._is_ready:
-            self._make_ready("hold_gradients", [model])
+        if not self._lifecycle.is_ready:
+            self._lifecycle.make_ready("hold_gradients", [model])
         return self._stepper.hold(model)
 
     def trigger_sync_in_backward(self, model: Module) -> AbstractContextManager[None]:
@@ -367,8 +332,8 @@ class Accelerator(ProcessControl):
         >>> with accelerator.trigger_sync_in_backward(model):
         ...     accelerator.backward(losses[1])
         """
-        if not self._is_ready:
-            self._make_ready("trigger_sync_in_backward", [model])
+        if not self._lifecycle.is_ready:
+            self._lifecycle.make_ready("trigger_sync_in_backward", [model])
         return self._equipment.strategy.sync_in_backward(model)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -381,8 +346,8 @@ class Accelerator(ProcessControl):
         kwargs go to ``loss.backward``. A loss that is NaN or infinite is reported, see `Accelerator`'s `on_nan`.
         Collective at a window's end.
         """
-        if not self._is_ready:
-            self._make_ready("backward")
+        if not self._lifecycle.is_ready:
+            self._lifecycle.make_ready("backward")
         loss = self._stepper.begin_backward(loss)
         self._equipment.strategy.backward(loss, **kwargs)
         self._stepper.end_backward()
@@ -412,7 +377,7 @@ class Accelerator(ProcessControl):
         ...     torch.nn.Linear(1, 1)(torch.ones(1, 1)).dtype
         torch.bfloat16
         """
-        self._equip()
+        self._lifecycle.equip()
         if autocast_handler is None and not enabled:
             autocast_handler = AutocastKwargs(enabled=False)
         return self._equipment.precision.autocast(autocast_handler)
@@ -423,12 +388,12 @@ class Accelerator(ProcessControl):
 
         A program may set its own scaler, between two steps.
         """
-        self._equip()
+        self._lifecycle.equip()
         return getattr(self._equipment.precision, "scaler", None)
 
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        self._equip()
+        self._lifecycle.equip()
         self._equipment.precision.take_scaler(scaler)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
@@ -437,7 +402,7 @@ class Accelerator(ProcessControl):
         Only fp16 scales them. They are unscaled once per step, however often this is called; clipping does it too. Call
         it where `sync_gradients` is true.
         """
-        self._equip()
+        self._lifecycle.equip()
         self._stepper.unscale(optimizer)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
@@ -445,14 +410,14 @@ class Accelerator(ProcessControl):
 
         Inside a window, where gradients are not complete, nothing is clipped; the norm so far is returned.
         """
-        if not self._is_ready:
-            self._make_ready("clip_grad_norm_")
+        if not self._lifecycle.is_ready:
+            self._lifecycle.make_ready("clip_grad_norm_")
         return self._stepper.clip_norm(parameters, max_norm, norm_type, self.sync_gradients)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip each gradient of the whole window to +-`clip_value`; inside a window nothing happens."""
-        if not self._is_ready:
-            self._make_ready("clip_grad_value_")
+        if not self._lifecycle.is_ready:
+            self._lifecycle.make_ready("clip_grad_value_")
         self._stepper.clip_values(parameters, clip_value, self.sync_gradients)
 
     @property
@@ -518,8 +483,8 @@ class Accelerator(ProcessControl):
         ...     optimizer.zero_grad()
         """
         step_back()
-        if not self._is_ready:
-            self._make_ready("forward_backward")
+        if not self._lifecycle.is_ready:
+            self._lifecycle.make_ready("forward_backward")
         engine, task = self._recovery.begin(loss_fn, batch, weight, micro_batch_size, split_fn, samples)
         loss = engine.run(task)
         self._recovery.finish(engine, task, loss)
@@ -535,7 +500,7 @@ class Accelerator(ProcessControl):
         """
         if device_placement is not None and len(device_placement) != len(objects):
             raise ValueError(f"device_placement has {len(device_placement)} entries for {len(objects)} objects")
-        self._join_world()
+        self._lifecycle.join()
         moves = device_placement or [self.device_placement] * len(objects)
         prepared = self._preparer.prepare(objects, moves, self.dataloader_config, self._scheduler_moves)
         self._resuming.resume_if_complete()
@@ -553,7 +518,7 @@ class Accelerator(ProcessControl):
         Raises:
                 ValueError: the model is spread over several devices, and there are several processes.
         """
-        self._join_world()
+        self._lifecycle.join()
         move = self.device_placement if device_placement is None else device_placement
         prepared = self._preparer.prepare_model(model, move, evaluation_mode)
         self._resuming.resume_if_complete()
@@ -564,14 +529,14 @@ class Accelerator(ProcessControl):
 
         device_placement: accepted as by Accelerate; an optimizer's state follows its parameters.
         """
-        self._join_world()
+        self._lifecycle.join()
         prepared = self._preparer.prepare_optimizer(optimizer)
         self._resuming.resume_if_complete()
         return prepared
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         """Return `scheduler` as one that moves when its optimizer steps; prepare the optimizer first. On every rank."""
-        self._join_world()
+        self._lifecycle.join()
         prepared: PreparedScheduler = self._preparer.prepare_scheduler(scheduler, self._scheduler_moves)
         self._resuming.resume_if_complete()
         return prepared
@@ -639,7 +604,7 @@ class Accelerator(ProcessControl):
         >>> [batch.tolist() for batch in loader]
         [[0, 1], [2, 3]]
         """
-        self._join_world()
+        self._lifecycle.join()
         move = self.device_placement if device_placement is None else device_placement
         prepared = self._preparer.prepare_loader(data_loader, move, self.dataloader_config, slice_fn_for_dispatch)
         self._resuming.resume_if_complete()
@@ -675,7 +640,7 @@ class Accelerator(ProcessControl):
         >>> accelerator.total_steps(DataLoader(range(20), batch_size=2), epochs=3)  # 10 batches: 4 + 4 + 2
         9
         """
-        self._join_world()
+        self._lifecycle.join()
         return self._preparer.total_steps(loader, epochs, self.dataloader_config)
 
     def total_scheduler_steps(self, loader: DataLoader[Any], epochs: int = 1) -> int:
@@ -722,7 +687,7 @@ class Accelerator(ProcessControl):
         >>> list(accelerator.get_state_dict(model))
         ['weight', 'bias']
         """
-        return self._training().strategy.state_dict(model) if unwrap else model.state_dict()
+        return self._lifecycle.training().strategy.state_dict(model) if unwrap else model.state_dict()
 
     def save_model(
         self,
@@ -827,7 +792,7 @@ class Accelerator(ProcessControl):
         ...     _ = accelerator.save_state(f"{folder}/last")
         ...     accelerator.load_state(f"{folder}/last")
         """
-        self._equip()
+        self._lifecycle.equip()
         return self._checkpoints.save_state(output_dir, blocking, save_model_func_kwargs)
 
     def load_state(
@@ -857,7 +822,7 @@ class Accelerator(ProcessControl):
             UntrustedPickle: one of its files is a pickle that could run code, and `trust` is not given.
             ValueError: other models, optimizers or schedulers are prepared. RuntimeError: other objects registered.
         """
-        self._join_world()
+        self._lifecycle.join()
         self._checkpoints.load_state(input_dir, load_kwargs or {}, trust, load_model_func_kwargs)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -912,8 +877,7 @@ class Accelerator(ProcessControl):
         >>> list(Accelerator().epochs(3))
         [0, 1, 2]
         """
-        self._bind()
-        return self._checkpoints.epochs.run(count, self._equipment.accumulation)
+        return self._checkpoints.epochs.run(count, self._lifecycle.accumulation)
 
     def remember(self, **defaults: Any) -> Remembered:
         """Keep values of the program's own in checkpoints too; return them as attributes. Every rank calls it.
@@ -1094,8 +1058,8 @@ class Accelerator(ProcessControl):
         """
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
-        if not self._is_ready:
-            self._make_ready("find_batch_size")
+        if not self._lifecycle.is_ready:
+            self._lifecycle.make_ready("find_batch_size")
         return self._planner.find(loss_fn, example, max_batch_size, cache, meter)
 
     # -- models, memory, the end
@@ -1110,7 +1074,7 @@ class Accelerator(ProcessControl):
         Raises:
             ValueError: no blocks were given, and none were found.
         """
-        self._equip()
+        self._lifecycle.equip()
         recompute_activations(self._equipment.strategy.unwrap(model), blocks)
         return model
 
@@ -1125,7 +1089,7 @@ class Accelerator(ProcessControl):
         keep_torch_compile: return a compiled model compiled; False returns the bare module, whose state has no
         ``_orig_mod.`` in its names.
         """
-        self._equip()
+        self._lifecycle.equip()
         inner = extract_model_from_parallel(self._equipment.strategy.unwrap(model), keep_torch_compile=False)
         if not keep_fp32_wrapper:
             restore_forward(inner)
@@ -1137,10 +1101,6 @@ class Accelerator(ProcessControl):
     def _say(self, line: str) -> None:
         self.print(line)
 
-    def _training(self) -> TrainingState:
-        self._equip()
-        return self._checkpoints.training()
-
     def free_memory(self, *objects: Any, history: bool = False) -> list[None]:
         """Forget everything prepared and release what nothing needs any more; return one None per object.
 
@@ -1151,7 +1111,7 @@ class Accelerator(ProcessControl):
         >>> model = optimizer = None
         >>> model, optimizer = Accelerator().free_memory(model, optimizer)
         """
-        self._forget()
+        self._lifecycle.forget()
         self.last_free = free(objects, history)
         return [None] * len(objects)
 
@@ -1165,48 +1125,12 @@ class Accelerator(ProcessControl):
         A later use forms a new group.
         """
         self._trackers.finish()
-        self._forget()
+        self._lifecycle.forget()
         self.state.destroy_process_group()
 
     def destroy_process_group(self) -> None:
         """Leave the process group that we made; a later use forms a new one. Every rank calls it."""
         self.state.destroy_process_group()
-
-    # -- a program that starts again, after an attempt that ran out of memory
-
-    @property
-    def _everything_prepared(self) -> list[Any]:
-        return self._equipment.prepared.everything
-
-    def _forget_all_but(self, known: Sequence[Any]) -> None:
-        """Forget what was prepared except `known`, and every open window."""
-        self._recovery.release()
-        self._equipment.prepared.keep(known)
-        self._equipment.accumulation.forget()
-        if self._equipment.is_complete:
-            self._equipment.precision.forget()
-
-    @property
-    def _scaling(self) -> dict[str, Any]:
-        """The state of the gradient scaler; empty without one. Reading it waits for the device."""
-        return self._equipment.precision.state_dict() if self._equipment.is_complete else {}
-
-    def _scale_like(self, scaling: dict[str, Any]) -> None:
-        if scaling and self._equipment.is_complete:
-            self._equipment.precision.load_state_dict(scaling)
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        """The last step boundary that was crossed; it moves where this Accelerator trains."""
-        return self._equipment.accumulation.clock.place
-
-    @property
-    def _steps_done(self) -> int:
-        return self._equipment.accumulation.clock.done
-
-    def _count_steps_from(self, step: int) -> None:
-        self._equipment.accumulation.clock.restart(step)
-        self._checkpoints.directory.lineage.turns += 1
 
     # -- answers to programs that ask how a model is distributed; they read and change the private lists too
 
@@ -1246,125 +1170,11 @@ class Accelerator(ProcessControl):
     def _dataloaders(self) -> list[Any]:
         return self._equipment.prepared.loaders
 
-    # -- finding this process's world
-
-    def _let_go(self, things: Sequence[Any]) -> None:
-        """Forget those of `things` that are prepared; after the last one also drop what belongs to a training."""
-        if not (self._equipment.prepared and self._equipment.prepared.drop(things, self._equipment.strategy)):
-            return
-        self._recovery.release()
-        if not self._equipment.prepared:
-            self._forget()
-
-    def _forget(self) -> None:
-        self._recovery.release()
-        if self._equipment.is_complete:
-            self._equipment.accumulating.models = ()  # of a block that was created and not entered
-            self._equipment.precision.forget()
-        self._checkpoints.writer.join()
-        self._checkpoints.staging.clear()
-        self._equipment.prepared.forget()
-        self._equipment.accumulation.forget()
-        self._is_ready = False
-
-    @property
-    def _is_bound(self) -> bool:
-        """True if this belongs to this process's world; a rank binds the notebook's Accelerator at its first use."""
-        return self._bound_to == self.state.world
-
-    def _bind(self) -> None:
-        """Bind this Accelerator to the world of this process, if not done yet. Touches no device and no process group.
-
-        In another world of the same size, prepared objects stay prepared; otherwise they are forgotten.
-        """
-        world = self.state.world
-        bound_to, self._bound_to = self._bound_to, world
-        if bound_to == world:
-            return
-        self._is_ready = False
-        self._recovery.leave()
-        self._checkpoints.directory.begin(Lineage())
-        if bound_to is not None and bound_to.world_size == world.world_size and self._equipment.prepared:
-            self._equipment.precision.move_to(self.device)
-            if self._equipment.moves:
-                self._equipment.prepared.move_to(self.device)
-            self._resuming.begin()
-            self._open_gate()
-            return
-        settings = self._asked.over(RunSettings.from_env()).over(_UNCHOSEN)
-        self._equipment.begin(settings, self._dynamo, self._rules)
-        self._resuming.plan(Weakly(self._save_by_itself))
-
-    def _save_by_itself(self, target: Path, blocking: bool) -> None:
-        self._equip()
-        self._resuming.save(target, blocking)
-
-    def _equip(self) -> None:
-        """Make the parts that depend on the device, unless they exist."""
-        self._bind()
-        if self._equipment.is_complete:
-            return
-        self._equipment.complete(self._handlers, self._on_nan)
-        self._open_gate()
-
-    def _open_gate(self) -> None:
-        """Set how batches reach the loops in this run, also for loaders that were prepared before it."""
-        equipment = self._equipment
-        equipment.accumulation.gate = make_gate(RunSettings.from_env().split, equipment.prepared, equipment.strategy)
-
-    def _join_world(self) -> None:
-        """Join the world as it is now, process group included. Collective where the group is formed."""
-        step_back()
-        self.state.look_again()
-        self._equip()
-        self.state.form_group()
-
-    def _make_ready(self, call: str, models: Sequence[Module] = ()) -> None:
-        """Find this process's world and refuse N separate trainings; called once per process, before its first step.
-
-        Raises:
-            NotPrepared: several ranks, and a model of which each rank would train a copy of its own.
-        """
-        self.state.look_again()
-        world, bound_to = self.state.world, self._bound_to
-        place = f"rank {world.rank} of {world.world_size}"
-        if self._equipment.prepared and bound_to is not None and bound_to.world_size != world.world_size:
-            raise NotPrepared(
-                f"accelerator.{call} in {place}: what this accelerator prepared is for {bound_to.world_size} "
-                f"process(es). Prepare it here, before the loop:\n    {_PREPARE_LINE}"
-            )
-        self._join_world()
-        if world.is_distributed and not self._equipment.prepared.is_one_training(models, self._equipment.strategy):
-            raise NotPrepared(
-                f"accelerator.{call} in {place}, but the model is not prepared: every rank would train a model "
-                f"of its own. Prepare it before the loop:\n    {_PREPARE_LINE}"
-            )
-        self._resuming.refuse_half_a_resume()
-        self._is_ready = True
-
     def __nbaccel_anew__(self) -> tuple[Any, ...]:
         """Return how the notebook makes an Accelerator like this, with nothing prepared; for pickled results."""
         args, kwargs = self._made_with
         return _made, (type(self), args, kwargs)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._is_ready = False
-        _watch_forks(self)
-
 
 def _made(kind: type[Accelerator], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Accelerator:
     return kind(*args, **kwargs)
-
-
-def _watch_forks(accelerator: Accelerator) -> None:
-    """Make a forked child check again whether it may train; cheaper than reading the process id in every step."""
-    process_group.users[accelerator] = None
-    reference = weakref.ref(accelerator)
-
-    def ask_again() -> None:
-        forked = reference()
-        if forked is not None:
-            forked._is_ready = False
-
-    os.register_at_fork(after_in_child=ask_again)

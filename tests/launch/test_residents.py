@@ -478,7 +478,7 @@ def test_what_the_notebook_prepared_for_itself_does_not_keep_ranks_from_being_co
     us.cell("if accelerator.process_index: 1 / 0\naccelerator.gather(torch.ones(1))")
     us.cell("step()")
     assert us.error is None
-    assert own._everything_prepared
+    assert own._lifecycle.everything_prepared
 
 
 @pytest.mark.slow

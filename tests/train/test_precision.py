@@ -530,7 +530,7 @@ def _clip_and_drop(accelerator: Any, model: Any, optimizer: Any) -> None:
 
 def _clip_and_free(accelerator: Any, model: Any, optimizer: Any) -> None:
     _clip_and_drop(accelerator, model, optimizer)
-    accelerator._forget_all_but(accelerator._everything_prepared)
+    accelerator._lifecycle.forget_all_but(accelerator._lifecycle.everything_prepared)
 
 
 def _fail_in_step(accelerator: Any, model: Any, optimizer: Any) -> None:

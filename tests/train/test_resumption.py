@@ -95,7 +95,7 @@ def _seen(folder: str, save_after: int | None) -> tuple[list[int], int]:
                 warnings.simplefilter("ignore")
                 accelerator.save_state(folder)
             break
-    return seen, accelerator._training().step
+    return seen, accelerator._lifecycle.training().step
 
 
 @pytest.mark.parametrize(("save_after", "had"), [(3, 3), (4, 3), (5, 3), (6, 6), (1, 0)])

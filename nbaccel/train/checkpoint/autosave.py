@@ -7,6 +7,7 @@ at the same steps without waiting for each other, because each adds its own rand
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ __all__ = [
     "CheckpointPolicy",
     "Deadline",
     "Schedule",
+    "chosen_saves",
     "schedule",
 ]
 
@@ -187,6 +189,21 @@ class CheckpointPolicy:
         every = None if settings.checkpoint_every is None else parse_interval(settings.checkpoint_every)
         resume = None if settings.resume is None else Path(settings.resume or folder).expanduser()
         return cls(every, folder, keep, resume)
+
+
+def chosen_saves(
+    checkpoint_every: str | int | None,
+    checkpoint_dir: str | os.PathLike[str] | None,
+    keep: int | None,
+    resume: bool | str | os.PathLike[str] | None,
+) -> RunSettings:
+    """Return these arguments of `Accelerator` as settings."""
+    return RunSettings(
+        checkpoint_every=None if checkpoint_every is None else str(checkpoint_every),
+        checkpoint_dir=None if checkpoint_dir is None else os.fspath(checkpoint_dir),
+        keep=keep,
+        resume=None if resume is None or resume is False else "" if resume is True else os.fspath(resume),
+    )
 
 
 class Deadline(Saver):

@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Self
 
 from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.accelerate_format import is_foreign
@@ -79,6 +80,14 @@ class CheckpointDirectory:
         self._saves_of: tuple[int, int] | None = None
         self._has_told = self._has_weighed = False
         self.lineage = Lineage()
+
+    @classmethod
+    def chosen(cls, project: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None) -> Self:
+        """Return the checkpoints of `project`, in `project_dir` where that names no folder."""
+        project = project or ProjectConfiguration(project_dir)
+        if project_dir is not None and project.project_dir is None:
+            project.set_directories(project_dir)
+        return cls(project)
 
     def begin(self, lineage: Lineage) -> None:
         """Start saving for another run."""

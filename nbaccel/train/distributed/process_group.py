@@ -135,8 +135,8 @@ class ProcessGroup:
         self._retired: Any = None
         self._unended: Any = None
         self.users: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        """The Accelerators of this process in the order in which they were made; they release what they hold of a group
-        that has ended.
+        """The lifecycles of this process's Accelerators in the order in which they were made; they release what they
+        hold of a group that has ended.
         """
         self.recoveries: list[Any] = []
         """Calls in progress that would renew the group, outermost first; kept here for the inner ones."""

@@ -234,7 +234,7 @@ class GradientState:
             newest = next(reversed(list(process_group.users)), None)
             if newest is None:
                 raise RuntimeError("a GradientState belongs to an Accelerator, and none has been made in this process")
-            accumulation = newest.gradient_state._accumulation
+            accumulation = newest.accumulation
         self._accumulation = accumulation
 
     @property

@@ -43,7 +43,7 @@ def save_twice(folder: Path, faults: Faults | None = None) -> list[float]:
 def loaded(folder: Path) -> tuple[int, list[float]]:
     training = Trained.start(project_config=project(folder), cpu=True)
     training.accelerator.load_state()
-    return training.accelerator._training().step, training.weights()
+    return training.accelerator._lifecycle.training().step, training.weights()
 
 
 @pytest.mark.parametrize(("point", "passings"), [("sync", (0, 1, 4)), ("rename", (0, 1))])
@@ -97,7 +97,7 @@ def test_fault_12_a_damaged_file(two_checkpoints: Path, tmp_path: Path, damage: 
             training.accelerator.load_state()
         # Random numbers can be drawn anew; anything else that is damaged makes the older checkpoint the newest.
         is_random = name.startswith("generators")
-        assert training.accelerator._training().step == (4 if is_random else 2)
+        assert training.accelerator._lifecycle.training().step == (4 if is_random else 2)
         assert any(name in str(warning.message) for warning in said) or name == "generators_1.json", name
 
 
@@ -119,7 +119,7 @@ def save_on_a_disk_with_trouble(folder: Path, trouble: str) -> tuple[str, int]:
         training.accelerator.save_state(folder / "last")
     training.epoch()
     training.accelerator.load_state(folder / "last")
-    return str(said[0].message), training.accelerator._training().step
+    return str(said[0].message), training.accelerator._lifecycle.training().step
 
 
 @pytest.mark.parametrize(("trouble", "reason"), [("full", "No space left"), ("read-only", "Read-only file system")])
@@ -176,7 +176,7 @@ def save_one(folder: Path) -> int:
         if number == 5:
             break
     training.accelerator.save_state(folder)
-    return training.accelerator._training().step
+    return training.accelerator._lifecycle.training().step
 
 
 def go_on(folder: Path) -> int:
@@ -184,7 +184,7 @@ def go_on(folder: Path) -> int:
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         training.accelerator.load_state(folder)
-    step = training.accelerator._training().step
+    step = training.accelerator._lifecycle.training().step
     training.epoch()
     return step
 

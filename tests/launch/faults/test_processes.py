@@ -221,7 +221,7 @@ def test_fault_08_the_session_ends(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of another number of ranks
         accelerator.load_state(saved)
-    assert accelerator._training().step >= 4
+    assert accelerator._lifecycle.training().step >= 4
 
 
 def test_fault_09_the_launching_thread_ends() -> None:

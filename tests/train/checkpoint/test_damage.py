@@ -83,7 +83,7 @@ def test_a_rank_s_damaged_random_states_are_derived_and_said_and_nothing_else_is
     again = Trained.start(project_config=project(tmp_path / "copy"))
     with pytest.warns(UserWarning, match=r"rank\(s\) 0 of 1 begin new .*generators_0.json is"):
         again.accelerator.load_state()
-    assert again.accelerator._training().step == 4
+    assert again.accelerator._lifecycle.training().step == 4
 
 
 def test_when_both_are_damaged_no_weight_is_loaded(pristine: Path, tmp_path: Path) -> None:

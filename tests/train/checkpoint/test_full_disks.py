@@ -41,7 +41,7 @@ def _train_through(folder: Path, trouble: str, blocking: bool) -> tuple[list[str
     training.accelerator.wait_for_everyone()
     said = _warned(training, folder, blocking)
     training.epoch()
-    steps = training.accelerator._training().step
+    steps = training.accelerator._lifecycle.training().step
     training.accelerator.load_state(folder)
     return said, steps, training.weights() == saved
 

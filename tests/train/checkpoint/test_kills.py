@@ -84,7 +84,7 @@ class Program:
             if number == self.saves and accelerator.process_index == victim:
                 Points(point).watch(pytest.MonkeyPatch())
             training.epoch()
-            step = accelerator._training().step
+            step = accelerator._lifecycle.training().step
             if accelerator.is_main_process:
                 self.diary.write("begun", step, digest(training))
             accelerator.save_state(blocking=self.blocking)
@@ -100,7 +100,7 @@ class Program:
         """In one process afterwards: load, compare, and go on saving in the same folder."""
         again = Trained.start(project_config=project(self.folder))
         again.accelerator.load_state()  # a damaged one would be a warning, and so an error
-        step = again.accelerator._training().step
+        step = again.accelerator._lifecycle.training().step
         assert step >= self.diary.completed, f"{step} was loaded, and {self.diary.completed} was complete"
         assert digest(again) == self.diary.digests[step]
         again.accelerator.save_state()

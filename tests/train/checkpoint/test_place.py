@@ -39,7 +39,7 @@ def test_checkpoints_inside_a_checkpoint_survive_its_next_save(tmp_path: Path) -
     for name, step in (("checkpoints", 4), ("checkpoints/epoch_0", 0)):
         again = Trained.start()
         again.accelerator.load_state(tmp_path / name)
-        assert again.accelerator._training().step == step
+        assert again.accelerator._lifecycle.training().step == step
 
 
 @pytest.mark.filterwarnings("ignore:.*holds other things too")

@@ -124,7 +124,7 @@ def test_a_file_that_is_in_another_folder_too_is_not_emptied(drive: Path) -> Non
         training.accelerator.save_state(drive / "last")
     again = Trained.start()
     again.accelerator.load_state(drive / "copy")
-    assert again.accelerator._training().step == 0
+    assert again.accelerator._lifecycle.training().step == 0
 
 
 @pytest.mark.slow

@@ -236,7 +236,9 @@ def _fp16_made_outside() -> tuple[float, float, int]:
     @find_executable_batch_size(starting_batch_size=4)
     def train(batch_size: int) -> int:
         if batch_size == 4 and accelerator.process_index < last:
-            accelerator._scale_like(accelerator._scaling | {"scale": 2.0**10})  # as if steps had been skipped
+            accelerator._lifecycle.scale_like(
+                accelerator._lifecycle.scaling | {"scale": 2.0**10}
+            )  # as if steps had been skipped
         accelerator.backward(model(torch.full((batch_size, 1), 2.0**-7)).mean())
         optimizer.step()
         optimizer.zero_grad()

@@ -51,7 +51,7 @@ def test_training_continues_bit_for_bit(tmp_path: Path, precision: str) -> None:
     again = Trained.start(mixed_precision=precision, gradient_accumulation_steps=2)
     again.accelerator.load_state(tmp_path / "a" / "last")
     assert (again.epoch(), again.weights(), again.scheduler.get_last_lr()) == expected
-    assert again.accelerator._training().step == 4
+    assert again.accelerator._lifecycle.training().step == 4
 
 
 def _two_epochs(folder: str | None, resume: bool) -> tuple[list[float], list[float]]:
@@ -129,7 +129,7 @@ def _loaded_weights(folder: str) -> tuple[list[float], int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         training.accelerator.load_state(folder)
-    return training.weights(), training.accelerator._training().step
+    return training.weights(), training.accelerator._lifecycle.training().step
 
 
 def _saves_in_every_way(folder: str) -> list[int]:
@@ -151,7 +151,7 @@ def _saves_in_every_way(folder: str) -> list[int]:
         for name in ("checkpoints/epoch_0", "checkpoints/epoch_1", "checkpoints/last", "checkpoints/"):
             again = Trained.start()
             again.accelerator.load_state(name)
-            steps.append(again.accelerator._training().step)
+            steps.append(again.accelerator._lifecycle.training().step)
     plain = Tied()
     plain.load_state_dict(torch.load("model_final.pth"))
     assert [value for parameter in plain.parameters() for value in parameter.flatten().tolist()] == training.weights()
@@ -214,7 +214,7 @@ def test_a_rank_may_add_its_random_states_before_or_after_the_commit(tmp_path: P
 
 def _rank_one_runs_ahead(folder: str) -> list[str]:
     accelerator = Accelerator()
-    clock = accelerator._training().accumulation.clock
+    clock = accelerator._lifecycle.training().accumulation.clock
     if not accelerator.is_main_process:
         for clock.step in (1, 2, 3):
             accelerator.save_state(folder)

@@ -58,7 +58,7 @@ def test_a_disk_without_room_for_what_is_kept_is_said_at_the_first_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, limit: int | None, free: float, said: str
 ) -> None:
     training = Trained.start(project_config=numbered(tmp_path / "runs", total_limit=limit))
-    state = training.accelerator._training()
+    state = training.accelerator._lifecycle.training()
     content = state.content(state.weights(), [])
     monkeypatch.setattr("nbaccel.train.checkpoint.directory.free_bytes", lambda folder: int(free * content.nbytes))
     training.accelerator.save_state()

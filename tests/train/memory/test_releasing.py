@@ -74,7 +74,7 @@ def test_release_memory_lets_go_of_what_is_handed_in_and_the_rest_stays_prepared
     del model
     gc.collect()
     assert made() is None
-    assert accelerator._everything_prepared == [other]
+    assert accelerator._lifecycle.everything_prepared == [other]
 
 
 def test_bytes_of_the_host_come_back() -> None:

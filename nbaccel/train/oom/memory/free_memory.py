@@ -156,8 +156,8 @@ def release_memory(*objects: Any) -> list[None]:
 def _let_go(objects: Sequence[Any]) -> None:
     """Tell the Accelerators of this process to forget `objects`."""
     group = sys.modules.get("nbaccel.train.distributed.process_group")  # no Accelerator is made without it
-    for accelerator in list(group.process_group.users) if group is not None and objects else ():
-        accelerator._let_go(objects)
+    for lifecycle in list(group.process_group.users) if group is not None and objects else ():
+        lifecycle.let_go(objects)
 
 
 def _listed(alive: Sequence[tuple[str, int]]) -> str:

@@ -54,19 +54,19 @@ class Survivors:
         self._own_groups = max(0, len(c10d._world.pg_map) - 1)
         self._prepared = [weakref.ref(thing) for thing in _prepared()]
         self._fresh = [weakref.ref(optimizer) for optimizer in _optimizers(_living()) if not optimizer.state]
-        self._accelerators = _references()
+        self._lifecycles = _references()
         self._replicas: list[weakref.ref[DistributedDataParallel]] = []
         self._sharded: set[str] = set()
         self.begin()
 
     def begin(self) -> None:
         """Note that an attempt begins: steps from now on belong to it."""
-        self._places = weakref.WeakKeyDictionary({each: each._place for each in process_group.users})
+        self._places = weakref.WeakKeyDictionary({each: each.place for each in process_group.users})
 
     @property
     def step(self) -> int:
         """The training step that the attempt has reached, 0-based. Must be read before `clean_up`."""
-        places = {each: each._place for each in process_group.users if each._is_bound}
+        places = {each: each.place for each in process_group.users if each.is_bound}
         trained = [place[0] for each, place in places.items() if place != self._places.get(each)]
         return max(trained, default=step_under_way() or 0)
 
@@ -76,16 +76,16 @@ class Survivors:
 
         Must be read after `clean_up`, as must `scalings`, how each of them scales losses.
         """
-        return [0 if each is None or not each._is_bound else each._steps_done for each in self._in_order]
+        return [0 if each is None or not each.is_bound else each.steps_done for each in self._in_order]
 
     @property
     def scalings(self) -> list[dict[str, Any]]:
-        return [{} if each is None else each._scaling for each in self._in_order]
+        return [{} if each is None else each.scaling for each in self._in_order]
 
     @property
     def _in_order(self) -> list[Any]:
-        """The Accelerators, in the order in which they were made; None for one that is gone."""
-        return [reference() for reference in self._accelerators]
+        """The lifecycles of Accelerators, in the order in which they were made; None for one that is gone."""
+        return [reference() for reference in self._lifecycles]
 
     @property
     def obstacle(self) -> str:
@@ -115,11 +115,11 @@ class Survivors:
         state that lacks entries, which the next step would look up.
         """
         known = [thing for reference in self._prepared if (thing := reference()) is not None]
-        for accelerator in process_group.users:
-            accelerator._forget_all_but(known)
+        for lifecycle in process_group.users:
+            lifecycle.forget_all_but(known)
         del known
         release_unused()
-        self._accelerators = _references()
+        self._lifecycles = _references()
         living = _living()
         fresh = {id(optimizer) for reference in self._fresh if (optimizer := reference()) is not None}
         for optimizer in _optimizers(living):
@@ -142,20 +142,20 @@ class Survivors:
             if each is None:
                 continue
             if scaling is not None:
-                each._scale_like(scaling)
-            if step is not None and each._is_bound:  # else the notebook trained with it before this rank was forked
-                each._count_steps_from(step)
+                each.scale_like(scaling)
+            if step is not None and each.is_bound:  # else the notebook trained with it before this rank was forked
+                each.count_steps_from(step)
         for reference in self._replicas:
             if (module := reference()) is not None:
                 rejoin_at_next_forward(module, source)
 
 
 def _references() -> list[weakref.ref[Any]]:
-    return [weakref.ref(accelerator) for accelerator in process_group.users]
+    return [weakref.ref(lifecycle) for lifecycle in process_group.users]
 
 
 def _prepared() -> list[Any]:
-    return [thing for accelerator in process_group.users for thing in accelerator._everything_prepared]
+    return [thing for lifecycle in process_group.users for thing in lifecycle.everything_prepared]
 
 
 def _living() -> list[Any]:
@@ -425,7 +425,7 @@ def _take_over(steps: list[int], source: int) -> list[int]:
     talk = process_group.talk
     if talk is None:  # a group of the program's own, and no Accelerator
         return steps
-    trainings = [each._training() for each in process_group.users if each._everything_prepared and each._is_bound]
+    trainings = [each.training() for each in process_group.users if each.everything_prepared and each.is_bound]
     counts = talk.announce("the ranks go on together", str(len(trainings)))
     if set(counts) - {"0", "1"} or len(set(counts)) > 1:
         raise PeerFailed(

@@ -1,0 +1,291 @@
+"""Lifecycle: how an Accelerator comes into the world of a process, and ends a training. Runs in ranks and kernels.
+
+It binds the parts to a world at their first use, makes what depends on the device, joins the process group, and refuses
+to train N separate models. In a notebook kernel it touches no device until something is used; in a forked or unpickled
+rank it finds that rank's world at the first use there.
+
+The Accelerator owns it. Its parts do not hold it: they are bound by it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from torch.nn import Module
+
+from nbaccel.errors import NotPrepared
+from nbaccel.settings import RunSettings
+from nbaccel.train.checkpoint.manager import Checkpoints
+from nbaccel.train.checkpoint.manifest import Lineage
+from nbaccel.train.checkpoint.resume import ResumePolicy, Weakly
+from nbaccel.train.checkpoint.training_state import TrainingState
+from nbaccel.train.distributed.process_group import process_group
+from nbaccel.train.implicit import step_back
+from nbaccel.train.oom.forward_backward import StepRecovery
+from nbaccel.train.oom.split_batches import make_gate
+from nbaccel.train.prepare.equipment import Equipment
+from nbaccel.train.prepare.loss_watch import ON_NAN
+from nbaccel.train.prepare.models import TorchDynamoPlugin
+from nbaccel.train.step.accumulation import Accumulation, GradientAccumulationPlugin
+from nbaccel.train.step.kwargs_handlers import Handlers, KwargsHandler
+from nbaccel.world import World
+
+__all__ = [
+    "Choices",
+    "Lifecycle",
+]
+
+_UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
+
+_PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The program's choices that hold in every world of its Accelerator.
+
+    asked: those that a launch can make too; None where the program left them open.
+    """
+
+    asked: RunSettings
+    rules: GradientAccumulationPlugin
+    dynamo: TorchDynamoPlugin
+    handlers: Handlers
+    on_nan: str
+
+    @classmethod
+    def of(
+        cls,
+        asked: RunSettings,
+        plugin: GradientAccumulationPlugin | None,
+        handlers: Sequence[KwargsHandler] | None,
+        dynamo_backend: str | None,
+        dynamo_plugin: TorchDynamoPlugin | None,
+        on_nan: str,
+    ) -> Self:
+        """Return the choices that arguments of `Accelerator` describe.
+
+        Raises:
+            ValueError: a value is not valid, or two of them say the same.
+        """
+        steps = asked.gradient_accumulation_steps
+        rules = plugin or GradientAccumulationPlugin()
+        if plugin is not None and steps not in (None, 1):
+            raise ValueError(
+                f"gradient_accumulation_steps={steps} and a gradient_accumulation_plugin with "
+                f"num_steps={rules.num_steps}: give one of them"
+            )
+        if on_nan not in ON_NAN:
+            raise ValueError(f"on_nan must be one of {', '.join(map(repr, ON_NAN))}, got {on_nan!r}")
+        if dynamo_plugin is not None and dynamo_backend is not None:
+            raise ValueError(f"dynamo_backend={dynamo_backend!r} and a dynamo_plugin: give one of them")
+        dynamo = dynamo_plugin or TorchDynamoPlugin(dynamo_backend)
+        if rules.num_steps is not None:
+            asked = replace(asked, gradient_accumulation_steps=rules.num_steps)
+        return cls(asked.over(dynamo.settings()), rules, dynamo, Handlers.of(handlers), on_nan)
+
+
+class Lifecycle:
+    """Binds one Accelerator's parts to the world of this process, and lets go of what they hold.
+
+    equipment: what it trains with, made here.
+    is_ready: this process may train; otherwise `make_ready` is called first.
+    """
+
+    def __init__(
+        self,
+        choices: Choices,
+        equipment: Equipment,
+        checkpoints: Checkpoints,
+        resuming: ResumePolicy,
+        recovery: StepRecovery,
+    ) -> None:
+        self.equipment = equipment
+        self.is_ready = False
+        self._choices = choices
+        self._checkpoints = checkpoints
+        self._resuming = resuming
+        self._recovery = recovery
+        self._bound_to: World | None = None
+        _watch_forks(self)
+
+    # -- into a world
+
+    @property
+    def is_bound(self) -> bool:
+        """True if the parts belong to this process's world; a rank binds the notebook's at its first use."""
+        return self._bound_to == self.equipment.world
+
+    def bind(self) -> None:
+        """Bind the parts to the world of this process, if not done yet. Touches no device and no process group.
+
+        In another world of the same size, prepared objects stay prepared; otherwise they are forgotten.
+        """
+        equipment = self.equipment
+        world = equipment.world
+        bound_to, self._bound_to = self._bound_to, world
+        if bound_to == world:
+            return
+        self.is_ready = False
+        self._recovery.leave()
+        self._checkpoints.directory.begin(Lineage())
+        if bound_to is not None and bound_to.world_size == world.world_size and equipment.prepared:
+            equipment.precision.move_to(equipment.device)
+            if equipment.moves:
+                equipment.prepared.move_to(equipment.device)
+            self._resuming.begin()
+            self._open_gate()
+            return
+        settings = self._choices.asked.over(RunSettings.from_env()).over(_UNCHOSEN)
+        equipment.begin(settings, self._choices.dynamo, self._choices.rules)
+        self._resuming.plan(Weakly(self._save_by_itself))
+
+    def equip(self) -> None:
+        """Make the parts that depend on the device, unless they exist."""
+        self.bind()
+        if not self.equipment.is_complete:
+            self.equipment.complete(self._choices.handlers, self._choices.on_nan)
+            self._open_gate()
+
+    def join(self) -> None:
+        """Join the world as it is now, process group included. Collective where the group is formed."""
+        step_back()
+        self.equipment.state.look_again()
+        self.equip()
+        self.equipment.state.form_group()
+
+    def make_ready(self, call: str, models: Sequence[Module] = ()) -> None:
+        """Find this process's world and refuse N separate trainings; called once per process, before its first step.
+
+        Raises:
+            NotPrepared: several ranks, and a model of which each rank would train a copy of its own.
+        """
+        equipment = self.equipment
+        equipment.state.look_again()
+        world, bound_to = equipment.world, self._bound_to
+        place = f"rank {world.rank} of {world.world_size}"
+        if equipment.prepared and bound_to is not None and bound_to.world_size != world.world_size:
+            raise NotPrepared(
+                f"accelerator.{call} in {place}: what this accelerator prepared is for {bound_to.world_size} "
+                f"process(es). Prepare it here, before the loop:\n    {_PREPARE_LINE}"
+            )
+        self.join()
+        if world.is_distributed and not equipment.prepared.is_one_training(models, equipment.strategy):
+            raise NotPrepared(
+                f"accelerator.{call} in {place}, but the model is not prepared: every rank would train a model "
+                f"of its own. Prepare it before the loop:\n    {_PREPARE_LINE}"
+            )
+        self._resuming.refuse_half_a_resume()
+        self.is_ready = True
+
+    def _open_gate(self) -> None:
+        """Set how batches reach the loops in this run, also for loaders that were prepared before it."""
+        equipment = self.equipment
+        equipment.accumulation.gate = make_gate(RunSettings.from_env().split, equipment.prepared, equipment.strategy)
+
+    def _save_by_itself(self, target: Path, blocking: bool) -> None:
+        self.equip()
+        self._resuming.save(target, blocking)
+
+    # -- in a world
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """The accumulation of this process."""
+        self.bind()
+        return self.equipment.accumulation
+
+    def choose_steps(self, steps: int) -> None:
+        """Accumulate over `steps` batches, in this world and in others."""
+        self.accumulation.steps = steps
+        self._choices = replace(self._choices, asked=replace(self._choices.asked, gradient_accumulation_steps=steps))
+
+    def training(self) -> TrainingState:
+        """Return what is saved and restored together, as it is in this process."""
+        self.equip()
+        return self._checkpoints.training()
+
+    # -- out of a training
+
+    def let_go(self, things: Sequence[Any]) -> None:
+        """Forget those of `things` that are prepared; after the last one also drop what belongs to a training."""
+        prepared = self.equipment.prepared
+        if not (prepared and prepared.drop(things, self.equipment.strategy)):
+            return
+        self._recovery.release()
+        if not prepared:
+            self.forget()
+
+    def forget(self) -> None:
+        """Forget everything prepared, and wait for the save that is being written."""
+        equipment = self.equipment
+        self._recovery.release()
+        if equipment.is_complete:
+            equipment.accumulating.models = ()  # of a block that was created and not entered
+            equipment.precision.forget()
+        self._checkpoints.writer.join()
+        self._checkpoints.staging.clear()
+        equipment.prepared.forget()
+        equipment.accumulation.forget()
+        self.is_ready = False
+
+    # -- a program that starts again, after an attempt that ran out of memory
+
+    @property
+    def everything_prepared(self) -> list[Any]:
+        return self.equipment.prepared.everything
+
+    def forget_all_but(self, known: Sequence[Any]) -> None:
+        """Forget what was prepared except `known`, and every open window."""
+        self._recovery.release()
+        self.equipment.prepared.keep(known)
+        self.equipment.accumulation.forget()
+        if self.equipment.is_complete:
+            self.equipment.precision.forget()
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """The state of the gradient scaler; empty without one. Reading it waits for the device."""
+        return self.equipment.precision.state_dict() if self.equipment.is_complete else {}
+
+    def scale_like(self, scaling: dict[str, Any]) -> None:
+        """Continue with the state `scaling` of another rank's gradient scaler."""
+        if scaling and self.equipment.is_complete:
+            self.equipment.precision.load_state_dict(scaling)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The last step boundary that was crossed; it moves where this Accelerator trains."""
+        return self.equipment.accumulation.clock.place
+
+    @property
+    def steps_done(self) -> int:
+        return self.equipment.accumulation.clock.done
+
+    def count_steps_from(self, step: int) -> None:
+        """Continue at optimizer step `step`; saves after this belong to another attempt."""
+        self.equipment.accumulation.clock.restart(step)
+        self._checkpoints.directory.lineage.turns += 1
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.is_ready = False
+        _watch_forks(self)
+
+
+def _watch_forks(lifecycle: Lifecycle) -> None:
+    """Make a forked child check again whether it may train; cheaper than reading the process id in every step."""
+    process_group.users[lifecycle] = None
+    reference = weakref.ref(lifecycle)
+
+    def ask_again() -> None:
+        forked = reference()
+        if forked is not None:
+            forked.is_ready = False
+
+    os.register_at_fork(after_in_child=ask_again)
