@@ -40,11 +40,13 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         StepCorrupted as StepCorrupted,
         UntrustedPickle as UntrustedPickle,
     )
+    from nbaccel.launch.accelerate_launchers import (
+        debug_launcher as debug_launcher,
+        notebook_launcher as notebook_launcher,
+    )
     from nbaccel.launch.api import (
         Run as Run,
-        debug_launcher as debug_launcher,
         launch as launch,
-        notebook_launcher as notebook_launcher,
     )
     from nbaccel.notebook.magics import panel as panel
     from nbaccel.settings import RunSettings as RunSettings
@@ -127,11 +129,11 @@ _HOME = {
     "UntrustedPickle": "nbaccel.errors",
     "World": "nbaccel.world",
     "batches_by_length": "nbaccel.train.data",
-    "debug_launcher": "nbaccel.launch.api",
+    "debug_launcher": "nbaccel.launch.accelerate_launchers",
     "find_executable_batch_size": "nbaccel.train.oom.retry",
     "free_memory": "nbaccel.train.oom.memory",
     "launch": "nbaccel.launch",
-    "notebook_launcher": "nbaccel.launch.api",
+    "notebook_launcher": "nbaccel.launch.accelerate_launchers",
     "panel": "nbaccel.notebook.magics",
     "set_seed": "nbaccel.train.distributed.rng",
     "skip_first_batches": "nbaccel.train.data",

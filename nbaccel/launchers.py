@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel.launch.api import debug_launcher, notebook_launcher
+from nbaccel.launch.accelerate_launchers import debug_launcher, notebook_launcher
 from nbaccel.missing_names import missing_from
 
 __all__ = ["debug_launcher", "notebook_launcher"]

@@ -1,31 +1,28 @@
 """Functions that run a function in ranks. Run in the kernel, in a notebook or a script.
 
-`launch` returns a `Run`; `notebook_launcher` and `debug_launcher` have Accelerate's signatures. As in Accelerate,
-`notebook_launcher` calls a function that needs one process in the notebook's own process: its arguments and globals are
-the notebook's own objects. `launch` starts a process for it, which can be watched, restarted and ended.
+`launch` returns a `Run`. Where one process is enough, it starts that, which can be watched, restarted and ended;
+`launch_as_accelerate` then calls the function in the notebook's own process. `accelerate_launchers` has the functions
+with Accelerate's signatures.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from operator import index
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from nbaccel.display.history import History
 from nbaccel.display.run_view import RunView
 from nbaccel.display.summary import RunFacts
 from nbaccel.errors import ResultsMissing, RunStopped
 from nbaccel.hardware import Survey
+from nbaccel.launch.accelerate_launchers import without_our_frames
 from nbaccel.launch.diagnosis import PostMortem, failed_alike
 from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.inline import ends_its_group, post_mortem_here, run_inline
-from nbaccel.launch.ipc.reports import begin_with_users_frames, show_users_frames
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.kernel_models import Cards, SetAside, kernel_freed
 from nbaccel.launch.launcher import Launcher, LaunchResult, default_launcher, refuse_nested_launch
@@ -39,32 +36,14 @@ from nbaccel.settings import STOP, RunSettings
 
 __all__ = [
     "Run",
-    "debug_launcher",
     "launch",
-    "notebook_launcher",
+    "launch_as_accelerate",
 ]
 
 _LONGEST_ARGUMENT = 30
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
-def _without_our_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Make errors of `function` begin with the user's own lines, and show only these lines in a notebook."""
-
-    @functools.wraps(function)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        try:
-            return function(*args, **kwargs)
-        except BaseException as error:
-            show_users_frames(error)
-            begin_with_users_frames(error)
-            raise
-
-    return called
-
-
-@_without_our_frames
+@without_our_frames
 def launch(
     function: Callable[..., Any],
     num_processes: int | None = None,
@@ -311,88 +290,10 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
             ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Ignored:
-    """Arguments of Accelerate's launcher that have no effect here, with their defaults and the reason."""
-
-    defaults: Mapping[str, Any] = field(
-        default_factory=lambda: {
-            "use_port": "29500",
-            "master_addr": "127.0.0.1",
-            "rdzv_backend": "static",
-            "rdzv_endpoint": "",
-            "rdzv_conf": None,
-            "rdzv_id": "none",
-            "max_restarts": 0,
-            "monitor_interval": 0.1,
-            "log_line_prefix_template": None,
-        }
-    )
-
-    def explain(self, given: Mapping[str, Any]) -> None:
-        changed = sorted(name for name, value in given.items() if value != self.defaults[name])
-        if changed:
-            warnings.warn(
-                f"{', '.join(changed)}: accepted and not used. The ranks of one machine meet in a private file, are "
-                "watched without polling and do not restart by themselves.",
-                stacklevel=4,
-            )
-
-
-@_without_our_frames
-def notebook_launcher(
-    function: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    num_processes: int | None = None,
-    mixed_precision: str = "no",
-    use_port: str = "29500",
-    master_addr: str = "127.0.0.1",
-    node_rank: int = 0,
-    num_nodes: int = 1,
-    rdzv_backend: str = "static",
-    rdzv_endpoint: str = "",
-    rdzv_conf: dict[str, Any] | None = None,
-    rdzv_id: str = "none",
-    max_restarts: int = 0,
-    monitor_interval: float = 0.1,
-    log_line_prefix_template: str | None = None,
-    oom: str = STOP,
+def launch_as_accelerate(
+    function: Callable[..., Any], args: tuple[Any, ...], num_processes: int | None, precision: str, oom: str
 ) -> Any:
-    """Run ``function(*args)`` in `num_processes` processes, with Accelerate's signature; returns what rank 0 returned.
-
-    It works from a notebook and from a script, also when CUDA was used before, and raises the user's own error.
-    mixed_precision: "no", "fp16" or "bf16": the default of `Accelerator()` in the function.
-    num_processes: None for one per GPU, or one.
-    oom: "stop", or "shrink" to start again with smaller batches when a rank dies of memory; see `launch`.
-
-    One process is this one, as in Accelerate: the function is called here. What it changes is changed afterwards, and
-    what it returns is the object itself. The settings hold while it runs. An interrupt ends it before its next step,
-    the second one at once. What only a process of its own can have it does not get: a restart when memory runs out,
-    a watch for hangs, and a notebook whose device memory and CUDA are as before; ``launch(function, num_processes=1)``
-    has these, and so has ``oom="shrink"``.
-
-    The arguments on ports and rendezvous are accepted; they mean nothing here, and one line says so.
-
-    >>> notebook_launcher(train, args=(3,), num_processes=2)  # doctest: +SKIP
-    """
-    if num_nodes != 1 or node_rank != 0:
-        raise ValueError(
-            f"num_nodes={num_nodes}, node_rank={node_rank}: a notebook starts ranks on its own machine only. "
-            "Write the function to a script and start that on every machine with torchrun."
-        )
-    given = {
-        "use_port": use_port,
-        "master_addr": master_addr,
-        "rdzv_backend": rdzv_backend,
-        "rdzv_endpoint": rdzv_endpoint,
-        "rdzv_conf": rdzv_conf,
-        "rdzv_id": rdzv_id,
-        "max_restarts": max_restarts,
-        "monitor_interval": monitor_interval,
-        "log_line_prefix_template": log_line_prefix_template,
-    }
-    _Ignored().explain(given)
-    precision = str(mixed_precision).lower()
+    """Run the function as `notebook_launcher` does, in this process if one is enough, and return its result."""
     if num_processes in (None, 1) and oom == STOP:
         _check_call(function, args, {})
         refuse_nested_launch()
@@ -415,8 +316,3 @@ def _call_in_place(
     )
     spec = LaunchSpec(FunctionTask(function, args), devices.started_by(start), start, RunSettings(precision))
     return _launch_inline(spec, survey, news=news).value
-
-
-def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
-    """Run ``function(*args)`` in `num_processes` CPU ranks, whatever devices there are; return the value of rank 0."""
-    return launch(function, num_processes, args, cpu=True).value

@@ -25,7 +25,8 @@ from nbaccel.errors import LaunchRefused, NestedLaunch
 from nbaccel.events import StepEntered, StepsEnded, emit
 from nbaccel.hardware import Gpu, Survey
 from nbaccel.launch import api, inline
-from nbaccel.launch.api import launch, notebook_launcher
+from nbaccel.launch.accelerate_launchers import notebook_launcher
+from nbaccel.launch.api import launch
 from nbaccel.launch.gpu_trouble import TorchBuild
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.processes import shutdown

@@ -19,7 +19,8 @@ import pytest
 from nbaccel.errors import LaunchRefused, NestedLaunch, NoInput, RankDied, RanksFailed, ResultsMissing
 from nbaccel.hardware import Driver, Gpu, Survey
 from nbaccel.launch import api
-from nbaccel.launch.api import debug_launcher, launch, notebook_launcher
+from nbaccel.launch.accelerate_launchers import debug_launcher, notebook_launcher
+from nbaccel.launch.api import launch
 from nbaccel.launch.gpu_trouble import TorchBuild
 from nbaccel.launch.ipc.reaper import session_members
 from nbaccel.launch.launcher import Launcher

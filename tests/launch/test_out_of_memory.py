@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from nbaccel.errors import CannotCut, RankDied, StepCorrupted
-from nbaccel.launch.api import Run, launch, notebook_launcher
+from nbaccel.launch.accelerate_launchers import notebook_launcher
+from nbaccel.launch.api import Run, launch
 from nbaccel.testing import Faults, MemLimit
 
 LIMIT_BYTES = 40_000
