@@ -300,19 +300,19 @@ def launch_as_accelerate(
         survey = Survey.take()
         chosen = devices_of(RunOptions(num_processes), survey)
         if chosen.num_processes == 1:
-            return _call_in_place(function, args, precision, chosen, survey)
+            spec, news = _in_place(function, args, precision, chosen)
+            return _launch_inline(spec, survey, news=news).value
     return launch(function, num_processes, args, mixed_precision=precision, oom=oom).value
 
 
-def _call_in_place(
-    function: Callable[..., Any], args: tuple[Any, ...], precision: str, devices: Devices, survey: Survey
-) -> Any:
-    """Call the function as Accelerate does if one process is enough, and return its result."""
+def _in_place(
+    function: Callable[..., Any], args: tuple[Any, ...], precision: str, devices: Devices
+) -> tuple[LaunchSpec, str]:
+    """Return the call of the function as Accelerate makes it if one process is enough, and the line that says so."""
     start = Start("inline", "one process of notebook_launcher is this one, as in Accelerate")
     name = getattr(function, "__name__", "")
     news = (
         "in this process, as in Accelerate: no restart for memory, no watch for hangs, no clean kernel; "
         f"launch({name if name.isidentifier() else 'function'}, num_processes=1) has them"
     )
-    spec = LaunchSpec(FunctionTask(function, args), devices.started_by(start), start, RunSettings(precision))
-    return _launch_inline(spec, survey, news=news).value
+    return LaunchSpec(FunctionTask(function, args), devices.started_by(start), start, RunSettings(precision)), news
