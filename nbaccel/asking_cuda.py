@@ -11,7 +11,8 @@ import functools
 import json
 import os
 import sys
-from dataclasses import dataclass
+
+from nbaccel.values import frozen
 
 __all__ = ["CudaAnswer", "Device", "ask_cuda", "ask_torch"]
 
@@ -43,7 +44,7 @@ Device = tuple[str, str, int, tuple[int, int]]
 """Name, UUID without a prefix (empty if unknown), bytes, compute capability."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CudaAnswer:
     """The result of asking.
 

@@ -9,12 +9,12 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any
 
 from nbaccel.failures import Recovery, asked_bytes, in_bytes, is_of_host, recovery_of
 from nbaccel.room import Room, fullness, host_room, unused_heap
+from nbaccel.values import frozen
 
 __all__ = ["WHAT_HELPS", "Demand", "in_words"]
 
@@ -37,7 +37,7 @@ _MOST_VALUES = 1000
 """Number of values of one frame or object that are read."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Demand:
     """The requested and the available memory.
 

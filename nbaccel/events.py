@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
+
+from nbaccel.values import frozen
 
 __all__ = [
     "Checkpoint",
@@ -49,12 +51,12 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Event:
     """Something that happened in one rank."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Metric(Event):
     """Numbers that the user logged.
 
@@ -66,7 +68,7 @@ class Metric(Event):
     step: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Loss(Event):
     """The loss of one backward, before it is divided or scaled. Several of one step belong to one point of a curve.
 
@@ -78,7 +80,7 @@ class Loss(Event):
     step: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Progress(Event):
     """Progress of a loop over a loader. The newest event counts; the last one of a loop says where it ended.
 
@@ -107,7 +109,7 @@ class Progress(Event):
     waiting: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Memory(Event):
     """Memory that this rank holds, in bytes; sampled a few times per second by a thread of the rank.
 
@@ -127,7 +129,7 @@ class Memory(Event):
     device_limit_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Checkpoint(Event):
     """A checkpoint is complete.
 
@@ -139,7 +141,7 @@ class Checkpoint(Event):
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Phase(Event):
     """Beginning of a new phase: other curves, another estimate of the remaining time.
 
@@ -149,7 +151,7 @@ class Phase(Event):
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OutOfMemory(Event):
     """Shortage of memory in this rank, which goes on with the same step in smaller pieces; no work is lost.
 
@@ -171,7 +173,7 @@ class OutOfMemory(Event):
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LoopEntered(Event):
     """Entry into a loop over a loader, or its continuation, with what can be cut if memory runs out in it.
 
@@ -190,7 +192,7 @@ class LoopEntered(Event):
     sharing_ranks: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Opened(Event):
     """Something outside of the run that is written to from now on, and stays if the run is started again.
 
@@ -200,7 +202,7 @@ class Opened(Event):
     what: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RecordsLost(Event):
     """Events of this rank that were overwritten before the kernel read them; reported by the kernel itself.
 
@@ -210,7 +212,7 @@ class RecordsLost(Event):
     count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Restarted(Event):
     """Restart of all ranks of the run; reported by the kernel itself.
 
@@ -220,7 +222,7 @@ class Restarted(Event):
     line: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Gauge(Event):
     """A value that is read from time to time rather than reported at each change.
 
@@ -231,7 +233,7 @@ class Gauge(Event):
     read: Callable[[], Event | None]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepEntered(Event):
     """The rank is at a step boundary and about to enter a step; every collective of earlier steps is over.
 
@@ -245,24 +247,24 @@ class StepEntered(Event):
     substep: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepsEnded(Event):
     """The rank left its loop: no step is in flight until the next `StepEntered`."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SaveDue(Event):
     """Rank 0 announces that all ranks save before optimizer step `step`, which none of them has reached yet."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SavesItself(Event):
     """This rank saves its training by itself, and at a stop: a session that ends has to leave it time for that."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SavingAtStop(Event):
     """The run is being stopped, and this rank writes its last checkpoint, or has finished it.
 
@@ -272,7 +274,7 @@ class SavingAtStop(Event):
     is_over: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SaveAsked(Event):
     """Another rank asks whether rank 0 has announced a save before optimizer step `step`.
 
@@ -283,7 +285,7 @@ class SaveAsked(Event):
     answer: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TimeLimit(Event):
     """Time limit that the program in this rank sets for its run; emitted when it is set, and again when it is over.
 
@@ -296,7 +298,7 @@ class TimeLimit(Event):
     take: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CollectiveEntered(Event):
     """The rank enters a collective of the project. Every rank enters the same ones, so counting them compares ranks.
 
@@ -306,7 +308,7 @@ class CollectiveEntered(Event):
     call: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GroupRenewed(Event):
     """All ranks form their process group again, after one of them had left its collectives: counting starts again.
 
@@ -316,7 +318,7 @@ class GroupRenewed(Event):
     times: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Waiting(Event):
     """The rank waits in the collective that it entered last; emitted again while that lasts.
 

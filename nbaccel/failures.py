@@ -8,7 +8,8 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from nbaccel.values import frozen
 
 __all__ = [
     "NEARLY_FULL",
@@ -46,7 +47,7 @@ class Recovery(enum.Enum):
     NO = "nothing; it would fail again"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Symptom:
     kind: Failure
     recovery: Recovery

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import StrEnum
 from importlib import import_module
 from itertools import takewhile
@@ -23,6 +23,7 @@ from typing import Any
 
 from nbaccel.asking_cuda import CudaAnswer, Device, ask_cuda
 from nbaccel.gpu_driver import cuda_environ, has_nvidia_driver
+from nbaccel.values import frozen
 from nbaccel.world import is_notebook_kernel
 
 __all__ = [
@@ -57,7 +58,7 @@ class ComputeMode(StrEnum):
     PROHIBITED = "no process"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Gpu:
     """One device as CUDA will show it to a new process.
 
@@ -84,7 +85,7 @@ class Gpu:
         return max(0, self.total_bytes - self.used_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Driver:
     """Reports of NVIDIA's driver, besides the GPUs that CUDA shows.
 
@@ -126,7 +127,7 @@ class Platform(StrEnum):
         return cls.JUPYTER if is_kernel else cls.SCRIPT
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MemoryInfo:
     """Host memory: that of the machine, or the limit of the container if that is less."""
 
@@ -134,7 +135,7 @@ class MemoryInfo:
     available_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Survey:
     """The resources of this machine for a run, at one moment.
 
@@ -336,7 +337,7 @@ def _numbers(visible: str | None, count: int) -> Sequence[int]:
     return numbers if len(numbers) >= count else []
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Board:
     """A physical GPU. is_cut: it is in MIG mode.  slices: its MIG devices, if there are some."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
+
+from nbaccel.values import frozen
 
 __all__ = [
     "Period",
@@ -31,14 +32,14 @@ _STEPS = re.compile(r"(\d+)\s*(?:steps?)?", re.IGNORECASE)
 _PART = re.compile(r"(\d+(?:\.\d+)?)\s*(sec|s|min|m|h)(?![a-z])\s*", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Steps:
     """An interval of `count` optimizer steps."""
 
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Period:
     """An interval in seconds."""
 

@@ -12,19 +12,19 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nbaccel.failures import Recovery, can_retry, is_of_host, recovery_of
 from nbaccel.hardware import usable_memory
+from nbaccel.values import frozen
 
 __all__ = ["Room", "device_room", "fullness", "host_room", "is_shortage", "unused_heap"]
 
 _STATUS_BYTES = 8192
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Room:
     """The limit of one kind of memory, and the part of it that a process holds.
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
+
+from nbaccel.values import frozen
 
 __all__ = [
     "BATCH_CHOICES",
@@ -43,7 +45,7 @@ _FP8 = "fp8"
 _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RunSettings:
     """Choices that hold for every rank of a run.
 

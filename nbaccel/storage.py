@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from nbaccel.hardware import Platform
+from nbaccel.values import frozen
 
 __all__ = ["Fate", "Storage"]
 
@@ -41,7 +41,7 @@ def _mounts() -> Iterable[Mount]:
     return rows
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Fate:
     """The fate of files at the end of a session.
 
@@ -55,7 +55,7 @@ class Fate:
         return f"{'outlives' if self.outlives else 'does NOT outlive'} the session: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Storage:
     """The file system of one folder, which may not exist yet.
 

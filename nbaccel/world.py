@@ -9,7 +9,8 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from nbaccel.values import frozen
 
 __all__ = ["LAUNCH_ID", "World", "is_notebook_kernel"]
 
@@ -20,7 +21,7 @@ _TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class World:
     """One process's position in a run.
 

@@ -11,7 +11,6 @@ import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -23,6 +22,7 @@ from nbaccel.tracking import GeneralTracker, LoggerType, find_tracker, tracker_n
 from nbaccel.train.callers import warn_user
 from nbaccel.train.distributed.process_control import ProcessControl
 from nbaccel.train.readings import Reading, is_plain
+from nbaccel.values import frozen
 
 __all__ = ["LogWith", "Trackers", "TrackingPlan"]
 
@@ -32,7 +32,7 @@ _ROWS_IN_FLIGHT = 64
 """Rows that may wait for their device; then the oldest is waited for. A row is some bytes of pinned memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TrackingPlan:
     """Arguments of `init_trackers`."""
 
@@ -42,7 +42,7 @@ class TrackingPlan:
     logging_dir: str | os.PathLike[str] | None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Row:
     """One call of `log`. given_step: the step that the program gave, if it did."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ from nbaccel.settings import CHECKPOINT_DIR, RunSettings
 from nbaccel.train.checkpoint.directory import Timeline
 from nbaccel.train.checkpoint.rng_files import State
 from nbaccel.train.step.accumulation import Saver
+from nbaccel.values import frozen
 from nbaccel.world import World
 
 __all__ = [
@@ -159,7 +159,7 @@ class _Following:
 _KEPT = 3
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CheckpointPolicy:
     """The user's choices; by default nothing is saved automatically.
 

@@ -12,7 +12,7 @@ import json
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from nbaccel.train.checkpoint.serialization import (
     write_tensors,
 )
 from nbaccel.train.distributed.nested import children
+from nbaccel.values import frozen
 
 __all__ = [
     "Content",
@@ -55,7 +56,7 @@ _PROGRESS = "training"
 _REMEMBERED = "remembered"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Content:
     """State dicts by kind, in the order of `prepare` and of `register_for_checkpointing`.
 
@@ -124,7 +125,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
         yield from _tensors(child)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HeldContent:
     """Numbers of objects of each kind in a checkpoint, or prepared and registered in a program."""
 
@@ -145,7 +146,7 @@ class HeldContent:
         return cls(models, count["optimizer"], count["scheduler"], count["custom"], loaders)
 
     def __str__(self) -> str:
-        counts = {kind: getattr(self, kind) for kind in self.__slots__}
+        counts = asdict(self)
         return ", ".join(f"{count} {kind.removesuffix('s') if count == 1 else kind}" for kind, count in counts.items())
 
 
@@ -158,7 +159,7 @@ def numbered(name: str, index: int) -> str:
     return f"{name}_{index}" if index else name
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ObjectState:
     """The state of one object, ready to be written.
 

@@ -30,6 +30,7 @@ from nbaccel.train.checkpoint.atomic_folder import (
 )
 from nbaccel.train.checkpoint.manifest import MANIFEST, Lineage, Manifest, aside
 from nbaccel.train.checkpoint.rng_files import drop_outdated
+from nbaccel.values import frozen
 
 __all__ = [
     "CheckpointDirectory",
@@ -53,7 +54,7 @@ _LOOK_BACK = 100
 """Number of newest checkpoints that a rank searches for that of its own save: it may be that far behind rank 0."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FoundCheckpoint:
     """A checkpoint to load.
 

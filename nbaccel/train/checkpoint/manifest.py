@@ -28,6 +28,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from nbaccel.errors import CheckpointCorrupt
+from nbaccel.values import frozen
 
 __all__ = [
     "MANIFEST",
@@ -53,7 +54,7 @@ _READABLE = (1, 2)
 """Layouts that can be read. 1: without the names of runs."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FileRecord:
     """Size and checksum of one file as it was written.  size: bytes.  crc32: eight hexadecimal digits."""
 
@@ -98,7 +99,7 @@ def _versions() -> dict[str, str]:
     return {"nbaccel": own, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Manifest:
     """Position of the training, and the files that hold it.
 

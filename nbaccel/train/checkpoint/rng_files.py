@@ -18,7 +18,6 @@ import shutil
 import sys
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 
 from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.manifest import Manifest, aside, read_sealed, sync, write_sealed
+from nbaccel.values import frozen
 
 __all__ = [
     "Stamp",
@@ -83,7 +83,7 @@ def derive(seed: int, step: int, rank: int) -> None:
         sys.modules["numpy"].random.seed(mixed)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stamp:
     """The name of one save, equal on all ranks that take part, without communication.
 

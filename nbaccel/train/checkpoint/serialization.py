@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.manifest import FileRecord, SideThread
+from nbaccel.values import frozen
 
 __all__ = [
     "CannotPack",
@@ -52,7 +53,7 @@ class CannotPack(TypeError):
     """The state holds a value that is neither data nor a plain container; the message names it and its place."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Packed:
     """A state that is ready to be written.
 
@@ -65,7 +66,7 @@ class Packed:
     aliases: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Kind:
     """Functions that split values of one exact type into children, and rebuild them."""
 

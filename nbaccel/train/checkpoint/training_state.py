@@ -11,7 +11,6 @@ files are the checkpoint's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from nbaccel.train.prepare.prepared import Prepared
 from nbaccel.train.step.accumulation import Accumulation, StepClock
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.strategies import Strategy
+from nbaccel.values import frozen
 from nbaccel.world import World
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TrainingState:
     """Prepared objects, the parts that count, scale and distribute the training, and the position of the program."""
 

@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from nbaccel.events import Checkpoint, emit
@@ -22,6 +22,7 @@ from nbaccel.train.checkpoint.content import ObjectState
 from nbaccel.train.checkpoint.manifest import FileRecord, Manifest
 from nbaccel.train.checkpoint.rng_files import Stamp, State
 from nbaccel.train.checkpoint.serialization import shareable_bytes
+from nbaccel.values import frozen
 
 __all__ = [
     "Save",
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Save:
     """The content and the place of one checkpoint.
 

@@ -21,6 +21,7 @@ from nbaccel.train.data.order import SharedOrder, data_seed
 from nbaccel.train.data.sources import IndexSource, Source, StreamSource, length_of, rebuilt
 from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.step.accumulation import Accumulation
+from nbaccel.values import frozen
 from nbaccel.world import World
 
 __all__ = [
@@ -93,7 +94,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self.iteration = iteration
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LoaderFacts:
     """Facts of one rank about its loader; -1 for a missing length.
 

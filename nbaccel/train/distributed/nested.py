@@ -15,11 +15,12 @@ import dataclasses
 import sys
 from collections import UserList
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
+
+from nbaccel.values import frozen
 
 __all__ = [
     "children",
@@ -156,7 +157,7 @@ def share(inputs: Any, rank: int, world_size: int, apply_padding: bool) -> Any:
     return _Part.of(_length(inputs), rank, world_size, apply_padding).of_inputs(inputs)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Part:
     """Samples `start` to `stop`, and the last one of all `repeats` times more."""
 

@@ -21,7 +21,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -45,6 +44,7 @@ from nbaccel.errors import PeerFailed
 from nbaccel.events import CollectiveEntered, GroupRenewed, Waiting, emit
 from nbaccel.settings import RunSettings
 from nbaccel.train.distributed.collectives import GroupCollectives
+from nbaccel.values import frozen
 from nbaccel.world import World
 
 __all__ = [
@@ -65,7 +65,7 @@ _END_S = 5.0
 _END_POLL_S = 0.002
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GroupOptions:
     """Choices of a program for its process group.
 
@@ -80,7 +80,7 @@ class GroupOptions:
     init_method: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rendezvous:
     """Keys in the store by which a group was formed, where its ranks can meet although the group is broken.
 
@@ -273,7 +273,7 @@ class ProcessGroup:
         _init(backend, store, world.rank, world.world_size, options.timeout, device)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Lost:
     """Properties of a group that will be formed again; backend None: torch's choice for each kind of device."""
 

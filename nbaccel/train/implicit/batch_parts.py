@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from nbaccel.errors import CannotSplit
 from nbaccel.events import Progress
 from nbaccel.train.distributed.nested import map_children
 from nbaccel.train.oom.microbatch.slicing import Samples, is_array, is_shared, named_children
+from nbaccel.values import frozen
 
 __all__ = [
     "ALONE",
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Split:
     """Decision on a loader's batches.
 
@@ -64,7 +64,7 @@ class Turn(NamedTuple):
 ALONE = Turn()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Handed:
     """Batches that a rank was given since the last backward, or of that backward while nothing new has come.
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nbaccel.train.distributed.collectives import Collectives
+from nbaccel.values import frozen
 
 __all__ = [
     "TERMS",
@@ -333,7 +334,7 @@ class Say:
 _NAMES = [field.name for field in fields(Say)]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Header:
     """Numbers of all ranks, by rank.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from math import prod
@@ -19,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nbaccel.values import frozen
+
 __all__ = ["LossTerms", "Scalar", "Term", "lengths_below", "obstacle_below", "read", "shapes_below"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Term:
     """One reduction over samples in the graph of a loss.
 
@@ -43,7 +44,7 @@ class Term:
     elements: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Scalar:
     """A node above the terms, or one of them, whose value is a linear combination of `terms` (their indices)."""
 
@@ -51,7 +52,7 @@ class Scalar:
     terms: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LossTerms:
     """The terms of a loss, or the obstacle because of which it is no sum of terms; `scalars` has the root first.
 
@@ -134,7 +135,7 @@ _Link = tuple[Any, Any]
 """A node of which a value is a linear function, and its divisor on the way: a number, a 0-d tensor, `_Factor`."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Factor:
     """A multiplication, as a divisor."""
 

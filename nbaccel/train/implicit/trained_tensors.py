@@ -26,6 +26,7 @@ from nbaccel.errors import NotPrepared
 from nbaccel.train.callers import users_frames, variables_of
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.implicit.gradient_weights import as_floats
+from nbaccel.values import frozen
 
 __all__ = [
     "Item",
@@ -117,7 +118,7 @@ class Item:
         self.version = tensor._version
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Model:
     """Tensors that were registered together.  name: the class, or "tensors".  parameters: numbers that are trained."""
 

@@ -22,6 +22,7 @@ from nbaccel.settings import RunSettings
 from nbaccel.train.callers import warn_user
 from nbaccel.train.step.kwargs_handlers import KwargsHandler
 from nbaccel.train.strategies.single import without_compile
+from nbaccel.values import frozen
 from nbaccel.world import World
 
 __all__ = [
@@ -238,7 +239,7 @@ class TorchDynamoPlugin(KwargsHandler):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Compiling:
     """Compiles the models of one run, by `settings` and by the options that only `plugin` has.
 

@@ -18,6 +18,7 @@ from enum import Enum, EnumMeta, StrEnum
 from typing import Any, Literal, TypedDict
 
 from nbaccel.train.environment import parse_choice_from_env, parse_flag_from_env
+from nbaccel.values import frozen
 
 __all__ = [
     "AutocastKwargs",
@@ -181,7 +182,7 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Handlers:
     """One handler of each kind: those that were given, and defaults for the others."""
 

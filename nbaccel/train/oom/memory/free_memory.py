@@ -16,12 +16,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType, TracebackType
 from typing import Any
 
 from nbaccel.train.checkpoint.atomic_folder import in_units
 from nbaccel.train.oom.memory.holdings import Holding, Names, holds_tensors, named_holdings
+from nbaccel.values import frozen
 
 __all__ = [
     "HOST",
@@ -43,7 +43,7 @@ _LEAST_SECONDS_EACH = 0.002
 """Times for searching all outputs, and one; an output stays if no tensor was found in it by then."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Freed:
     """Memory of this process before and after a release.
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from nbaccel.errors import StepCorrupted
 from nbaccel.events import OutOfMemory, emit
 from nbaccel.room import is_shortage
 from nbaccel.train.oom.memory import release_unused
+from nbaccel.values import frozen
 
 __all__ = [
     "guarded_step",
@@ -52,7 +52,7 @@ def guarded_step(optimizer: Optimizer, take: Callable[[], _T], place: str, step:
             raise
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Failed:
     message: str
 
@@ -70,8 +70,7 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Versions:
+class _Versions(NamedTuple):
     """Numbers of in-place changes of each parameter, and of each entry of its state; None where it had no state."""
 
     parameters: list[tuple[Tensor, int, dict[str, Any] | None]]

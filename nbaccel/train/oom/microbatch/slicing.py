@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from nbaccel.errors import CannotCut, CannotSplit
 from nbaccel.train.distributed.nested import children, is_container, map_children
+from nbaccel.values import frozen
 
 __all__ = [
     "BatchCut",
@@ -199,7 +200,7 @@ def _holds_array(value: Any) -> bool:
     return any(is_array(leaf) for _, leaf in _leaves(value, ""))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class BatchPart:
     """Samples `start` to `stop` of a batch of `rows`.
 
@@ -238,7 +239,7 @@ class BatchPart:
         return sum(min(max(samples - start, 0), self.stop - self.start) for start in starts)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class BatchCut:
     """The way in which the batches of one loader are cut.
 

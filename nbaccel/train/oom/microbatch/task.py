@@ -18,6 +18,7 @@ from nbaccel.room import is_shortage
 from nbaccel.train.oom.microbatch.loss_weights import Weight, Weights, make_weights
 from nbaccel.train.oom.microbatch.sizes import Shapes
 from nbaccel.train.oom.microbatch.slicing import Samples, SplitFunction, sample_shapes
+from nbaccel.values import frozen
 
 __all__ = [
     "LossFunction",
@@ -86,7 +87,7 @@ class Work:
         return micro_batch, partial(self.weights.of, start, stop, micro_batch)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Shortage:
     """A part that ran out of memory.
 

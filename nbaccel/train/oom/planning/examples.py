@@ -8,7 +8,6 @@ If a batch is given, its samples are repeated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -19,6 +18,7 @@ from nbaccel.errors import CannotSplit
 from nbaccel.train.data.placement import to_device
 from nbaccel.train.distributed.nested import children, is_container
 from nbaccel.train.oom.microbatch.slicing import Samples, sample_shapes
+from nbaccel.values import frozen
 
 __all__ = [
     "LOOKED_AT",
@@ -48,7 +48,7 @@ class Examples:
         return [str(shape) for shape in sample_shapes(self.take(1))]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Repeated(Examples):
     """The samples of one batch, repeated; values that are not per sample do not change.
 
@@ -62,7 +62,7 @@ class Repeated(Examples):
         return self.samples.pick([number % self.samples.count for number in range(size)])
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Collated(Examples):
     """The samples of a dataset, repeated, and the function that collates them.
 

@@ -24,7 +24,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from nbaccel.train.oom.planning.size_cache import FoundInFolder, Size, SizeCache
 from nbaccel.train.oom.planning.trial import TrialResult, TrialRun, TrialSetup
 from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.strategies import Strategy
+from nbaccel.values import frozen
 
 __all__ = [
     "BatchSizePlanner",
@@ -56,7 +57,7 @@ _TEXT_CHARACTERS = 160
 """Limit for the text of an error or a device in a `_Report`, which has to fit into half a kilobyte."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Report:
     """Report of one rank to the others.
 
@@ -222,7 +223,7 @@ MULTIPLE = 8
 MOST_TRIALS = 12
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Trial:
     """Result of one trial.
 
@@ -335,7 +336,7 @@ def _rounded(size: float, at_least: float) -> int:
     return rounded if rounded >= at_least else int(size)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Parts(Examples):
     """The first samples of a batch, as micro-batches of it."""
 

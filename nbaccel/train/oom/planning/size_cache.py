@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from nbaccel.train.callers import warn_user
+from nbaccel.values import frozen
 
 __all__ = [
     "FoundInFolder",
@@ -30,7 +31,7 @@ __all__ = [
 _FILE = "batch_sizes.json"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Size:
     """Result of a search.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from nbaccel.train.oom.microbatch.task import mean_loss
 from nbaccel.train.oom.planning.examples import Examples
 from nbaccel.train.oom.planning.size_cache import signature
 from nbaccel.train.strategies import Strategy
+from nbaccel.values import frozen
 
 __all__ = [
     "TrialResult",
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TrialResult:
     """Result of two steps, on one rank.
 
@@ -55,7 +55,7 @@ class TrialResult:
     complaint: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TrialSetup:
     """The training to try, as it is.
 

@@ -9,7 +9,6 @@ import enum
 import re
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from nbaccel.demand import Demand
@@ -17,6 +16,7 @@ from nbaccel.failures import asked_bytes, can_retry, in_bytes
 from nbaccel.room import is_shortage
 from nbaccel.train.oom.memory import forget_frames
 from nbaccel.train.oom.memory.meters import Peak
+from nbaccel.values import frozen
 
 __all__ = [
     "Attempt",
@@ -33,7 +33,7 @@ class ShortagePlace(enum.Enum):
     ELSEWHERE = "forward"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AttemptShortage:
     """Facts from an error about the memory that was missing.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -32,6 +32,7 @@ from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
 from nbaccel.train.oom.retry.disconnect import AttemptStore, Failed, Watcher
+from nbaccel.values import frozen
 
 __all__ = [
     "AttemptReport",
@@ -52,7 +53,7 @@ _SETTLE_S = 10.0
 """Time that the device of a rank that failed may still work; a peer may be late for a sum that it has begun."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AttemptReport:
     """Report of one rank between two attempts; combined from all ranks, the agreement.
 

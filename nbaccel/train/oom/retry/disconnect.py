@@ -16,7 +16,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -24,6 +24,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from nbaccel.aborting import abort_device_groups, await_aborts, uses_device
 from nbaccel.events import Waiting, emit
+from nbaccel.values import frozen
 
 __all__ = [
     "AttemptStore",
@@ -195,7 +196,7 @@ _GLANCE_S = 0.01
 _LOOK_UP_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Failed:
     """An error of the program that ends the call on all ranks.
 

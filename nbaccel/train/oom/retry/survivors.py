@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -35,6 +34,7 @@ from nbaccel.train.oom.memory import release_unused
 from nbaccel.train.oom.retry.disconnect import backends
 from nbaccel.train.prepare.optimizer import PreparedOptimizer
 from nbaccel.train.strategies.single import is_sharded
+from nbaccel.values import frozen
 
 __all__ = [
     "Survivors",
@@ -297,7 +297,7 @@ def _share_state(optimizer: Optimizer, source: int) -> None:
     optimizer.load_state_dict(state)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Outline:
     """A placeholder for a tensor that is sent separately: the memory to receive it in."""
 
