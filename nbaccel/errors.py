@@ -25,8 +25,6 @@
     └── UntrustedPickle          a checkpoint holds a pickle, which could run code; trust=True loads it
 
 A message says what happened, where (rank, cell, step), the numbers with units, and the next move.
-
-Notices: warnings about mistakes that a program would make. A notebook's own filters do not hide them.
 """
 
 from __future__ import annotations
