@@ -1,10 +1,9 @@
-"""`nbaccel launch SCRIPT …`: runs a script on every device of one or several machines, as a notebook's cell would run.
+"""Run `nbaccel launch SCRIPT …`: a script on every device of one or several machines. Runs in a terminal.
 
-Runs in a terminal. It reads the flags of cells, under the same names, those of `accelerate launch`, and the choices of
-nbaccel.toml and of Accelerate's configuration file; `launch.elastic` does the rest. Features of notebooks alone
-(bringing variables back, drawing, restarting in smaller batches) have no flag here.
-
-Answers: messages of a command that could not do what was asked. Runs in a terminal.
+The script runs as a notebook's cell would run. The command reads the flags of cells, under the same names, those of
+`accelerate launch`, and the choices of nbaccel.toml and of Accelerate's configuration file; `launch.cluster.elastic`
+does the rest. Features of notebooks alone (bringing variables back, drawing, restarting in smaller batches) have no
+flag here.
 """
 
 from __future__ import annotations
