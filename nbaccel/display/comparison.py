@@ -1,11 +1,8 @@
-"""RunComparison: several runs in one view, such as the folds or the sweep of one cell. Pure; runs in the kernel.
+"""Several runs in one view and in one figure, such as the folds or the sweep of a cell. Pure; runs in the kernel.
 
-The run that goes on is shown as a panel. Each run that is over is one row: how it ended, its last numbers, its curve.
-
-The figure of several runs: their curves in one plot, and a line for each beside it. Pure; runs in the kernel.
-
-It is left in the notebook after the folds or the sweep of one cell. It compares runs; the figure of one run shows its
-ranks, memory and speed.
+In a `RunComparison` the run that goes on is shown as a panel, and each run that is over is one row: how it ended, its
+last numbers, its curve. `draw_runs` makes the figure that is left in the notebook after the cell: the curves in one
+plot, and a line for each beside it. It compares runs; the figure of one run shows its ranks, memory and speed.
 """
 
 from __future__ import annotations

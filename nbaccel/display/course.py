@@ -1,9 +1,8 @@
-"""Course: the progress of one rank in one phase, and the time that is left. Pure; the caller passes the time.
+"""Progress of one rank in one phase, its speed, and the time that is left. Pure; runs in the kernel.
 
-A rank reports every loop over a prepared loader separately. This module combines the reports: the training, whose
-position stays while an evaluation runs inside of it, the evaluation, and the times of both.
-
-Pace: the present speed of a training, and the time it will take. Pure; the caller passes the time.
+A rank reports every loop over a prepared loader separately. `Course` combines the reports: the training, whose position
+stays while an evaluation runs inside of it, the evaluation, and the times of both. `Pace` is the present speed. The
+caller passes the time.
 """
 
 from __future__ import annotations

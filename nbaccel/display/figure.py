@@ -1,9 +1,7 @@
-"""The figure of a run, drawn by matplotlib: one that stays in the notebook, one for a paper. Runs in the kernel.
+"""Figure of a run, drawn by matplotlib: one that stays in the notebook, one for a paper. Runs in the kernel.
 
 It uses `matplotlib.figure` without pyplot: no window, no back-end of the notebook, nothing to close. matplotlib is
-imported when the first figure is made.
-
-Picture: a PNG with a description in words, as notebooks show it. Pure.
+imported when the first figure is made. Notebooks show a figure as a `Picture`, a PNG with a description in words.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""History: the course of a run so far, as plain data in bounded memory. Pure; runs in the kernel.
+"""Course of a run so far, as plain data in bounded memory. Pure; runs in the kernel.
 
-It is fed with the reports of the ranks; panels, figures and people read it. It holds the curves by rank, the progress,
-speed and memory of each rank, and what happened during the run. It draws nothing and knows no process.
-
-Rows: the values that a program logged, in the order of logging, in bounded memory. Pure.
-
-Usage: the memory of one rank, as one bar shows it. Pure.
+A `History` is fed with the reports of the ranks; panels, figures and people read it. It holds the curves by rank, the
+progress, speed and memory (`Usage`) of each rank, the values that the program logged (`Rows`), and what happened during
+the run. It draws nothing and knows no process.
 """
 
 from __future__ import annotations

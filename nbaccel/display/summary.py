@@ -1,8 +1,7 @@
-"""Text: one run at one moment in words, as a block with every number and as one line. Pure; runs in the kernel.
+"""One run at one moment in words, as a block with every number and as one line. Pure; runs in the kernel.
 
-It serves screen readers, terminals, logs, and the saved file.
-
-Facts and State: what is known of a run besides its history: its settings, and how it goes. Pure data.
+The text serves screen readers, terminals, logs, and the saved file. Besides the history of the run it needs its
+settings (`RunFacts`) and how it goes (`RunState`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Plot: curves as one inline SVG without script, text or fixed width. Pure.
+"""Curves as one inline SVG without script, text or fixed width, and the colours of ranks. Pure; runs in the kernel.
 
 Lines are drawn from bucket means, in the colour and dashes of their rank. The band behind them goes from the smallest
 to the largest value, so that a spike is visible for any number of steps. Numbers stand beside the plot as HTML: the SVG
-is stretched to the available width, and text in it would be stretched too.
-
-Theme: the colours and dashes of ranks, and the style sheet of the panel. Pure data.
-
-Colours are Okabe and Ito's, which colour-blind people tell apart (https://jfly.uni-koeln.de/color); dashes repeat the
-difference for those who see none. Each set is ordered by contrast on its background.
+is stretched to the available width, and text in it would be stretched too. Colours are Okabe and Ito's, which
+colour-blind people tell apart (https://jfly.uni-koeln.de/color); dashes repeat the difference for those who see none.
+Each set is ordered by contrast on its background.
 """
 
 from __future__ import annotations
