@@ -1,14 +1,9 @@
-"""Inline start: one rank, in the kernel's own process. For machines that cannot fork, and data too large to copy.
+"""Run one rank in the kernel's own process, where forks are impossible or data too large to copy. Runs in the kernel.
 
 The thread that makes the reports of the rank also reads them and draws the panel, between two reports: another thread
 could show nothing without disturbing the user's own output. A loop that reports nothing is not followed. Everything
-that was set for the run is restored after it, also after an error or an interrupt.
-
-InlineStop: lets the user's interrupts stop a run in the kernel's own process. Runs there, in the main thread.
-
-As for ranks (`ending.Stopping`): the first interrupt lets the program finish its step and stop before the next one; a
-program outside of any step is interrupted after a second, and a step that takes too long is interrupted too. The second
-interrupt acts at once.
+that was set for the run is restored after it, also after an error or an interrupt. `InlineStop` lets the user's
+interrupts stop the run, in the main thread.
 """
 
 from __future__ import annotations
@@ -182,6 +177,10 @@ def _heard(listeners: Sequence[Listener], steps: Sink) -> Iterator[None]:
 
 class InlineStop:
     """A sink of step events that raises `RunStopped` when an interrupt stops the run, and the handler of SIGINT.
+
+    As for ranks (`StopAtStep`): the first interrupt lets the program finish its step and stop before the next one; a
+    program outside of any step is interrupted after a second, and a step that takes too long is interrupted too. The
+    second interrupt acts at once.
 
     notice: shows one line of the project to the user; called by another thread.
     has_acted: an interrupt was raised in the user's code.

@@ -1,13 +1,8 @@
-"""SetAside: moves models of the notebook to the host while ranks use its GPUs. Runs in the kernel.
+"""Device memory that the notebook's own process holds, and its release while ranks use the GPUs. Runs in the kernel.
 
-Parameters, buffers, gradients and the states of optimizers change their memory and stay the same objects; afterwards
-they are back on the GPU. Everything else is left where it is: single tensors, models that are quantised or spread over
-devices, and models whose memory is used elsewhere too.
-
-Holdings: the device memory that the launching process itself holds, by the notebook's own names. Runs in the kernel.
-
-Ranks on the same device have to do without that memory, and a restart gives none of it back. If this process has never
-used CUDA, it holds nothing, and nothing is asked.
+`kernel_freed` moves models of the notebook to the host (`SetAside`). `held_here` measures what the process holds, by
+the notebook's own names: ranks on the same device have to do without that memory, and a restart gives none of it back.
+If this process has never used CUDA, it holds nothing, and nothing is asked.
 """
 
 from __future__ import annotations
@@ -147,6 +142,10 @@ def _move(moves: Sequence[tuple[_Memory, Any]]) -> None:
 
 class SetAside:
     """The models of `namespace` that can move to the host, and their optimizers; a block in which they are there.
+
+    Parameters, buffers, gradients and the states of optimizers change their memory and stay the same objects;
+    afterwards they are back on the GPU. Everything else is left where it is: single tensors, models that are quantised
+    or spread over devices, and models whose memory is used elsewhere too.
 
     names: bytes on GPUs by name.  left: names of models on GPUs that cannot be moved, and why.  unread: names of models
     and optimizers that could not be read.  trouble: the text to show after the block; empty if everything is as before.

@@ -1,13 +1,9 @@
-"""PersistentWorkers: ranks that stay from one task to the next. Runs in the kernel; `Launcher.start` makes them.
+"""Ranks that stay from one task to the next, and their position in the sequence of collectives. Runs in the kernel.
 
-Between two tasks they keep their memory and wait for an order of the kernel, which costs no time; they die with the
-kernel as all ranks do. They are compared after every task. If they are out of step, or one of them is gone, they run no
-further cell, but the names of living ranks can still be read.
-
-Standing: the position of each persistent rank in the sequence of collectives. Pure; runs in the kernel.
-
-Collectives have no names: the next one that a rank enters meets the next one of its peers. So after one rank has failed
-or was stopped between two collectives, the ranks must not enter another one, or they hang or mix up bytes.
+`Launcher.start` makes `PersistentWorkers`. Between two tasks they keep their memory and wait for an order of the
+kernel, which costs no time; they die with the kernel as all ranks do. Their positions (`CollectivePosition`) are
+compared after every task. If they are out of step, or one of them is gone, they run no further cell, but the names of
+living ranks can still be read.
 """
 
 from __future__ import annotations
@@ -309,6 +305,9 @@ class CollectivePosition:
 
 def out_of_step(standings: Mapping[int, CollectivePosition]) -> str:
     """Return the position of each rank, if they differ; else an empty text.
+
+    Collectives have no names: the next one that a rank enters meets the next one of its peers. So after one rank has
+    failed or was stopped between two collectives, the ranks must not enter another one, or they hang or mix up bytes.
 
     >>> out_of_step({0: CollectivePosition(4), 1: CollectivePosition(4)})
     ''

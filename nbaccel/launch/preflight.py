@@ -1,9 +1,8 @@
-"""Preflight: chooses the devices of a run, and the start method of its ranks, in the kernel before anything starts.
+"""Choose the devices of a run and the start method of its ranks, before anything starts. Runs in the kernel.
 
-Pure functions of a survey and a request: they read no environment, touch no device and start nothing. An impossible
-request is refused here, in one sentence that says what is possible.
-
-State of the launching process: can it fork, and would its forks work. Runs in the kernel; touches no device.
+Pure functions of a survey, a request and the `ProcessState`, which tells whether this process can fork and its forks
+would work: they read no environment, touch no device and start nothing. An impossible request is refused here, in one
+sentence that says what is possible.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Channel: frames between the kernel and one of its processes over an inherited socketpair. Both sides run it.
+"""Channel between the kernel and one of its processes, and the output pipes of a rank. Both sides use it.
 
-A frame is JSON with descriptors beside it; large objects are sent as the descriptor of a memfd. There is no address, so
-no other process can connect, and this module unpickles nothing that arrives.
-
-MarkedPipe: one output pipe of a rank, read as bytes with marks where rich messages belong. Runs in the kernel.
+A `Channel` passes frames over an inherited socketpair. A frame is JSON with descriptors beside it; large objects are
+sent as the descriptor of a memfd. There is no address, so no other process can connect, and this module unpickles
+nothing that arrives. A `MarkedPipe`, in the kernel, reads one output pipe as bytes, with marks where rich messages
+belong.
 """
 
 from __future__ import annotations

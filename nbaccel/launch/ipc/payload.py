@@ -1,16 +1,10 @@
-"""Payload: Python objects for another process, in one memfd. Runs in the kernel and in ranks.
+"""Python objects for another process, in one memfd. Runs in the kernel and in ranks.
 
 All names are sent in one pickle, so shared objects stay shared. Memory of tensors and arrays lies after the pickle,
 page aligned, one block per storage: the receiver maps it copy-on-write instead of reading it, so n ranks hold one copy
 and none sees another's writes. A view brings its whole storage along, as ``torch.save`` does. Tensors of a device
-arrive on the receiver's device (see `devices`), and without their gradients if they are sent to ranks, as
-``torch.save`` drops them too. It opens no connection: the sender passes the descriptor on.
-
-Salvage: rebuilds the values of a parcel when one of them cannot be rebuilt here. Runs in the kernel and in ranks.
-
-Used by `parcel` alone, after its pickle has failed as a whole: an error in the ``__setstate__`` of one value must not
-lose the model that came with it. The pickle is read again, slowly, in Python; an object that fails is replaced, and
-every name that leads to a replaced object is left out with the reason.
+arrive on the receiver's device (see `tensor_devices`), and without their gradients if they are sent to ranks, as
+``torch.save`` drops them too. No connection is opened: the sender passes the descriptor on.
 """
 
 from __future__ import annotations
@@ -325,7 +319,12 @@ _CLOSED = (type, types.ModuleType, types.FrameType, types.CodeType, str, bytes)
 
 
 def salvaged(contents: Contents) -> tuple[dict[str, Any], dict[str, Exception]]:
-    """Return the values of `contents` by name that can be rebuilt, and the error of each of the others."""
+    """Return the values of `contents` by name that can be rebuilt, and the error of each of the others.
+
+    Used after the pickle of a parcel has failed as a whole: an error in the ``__setstate__`` of one value must not lose
+    the model that came with it. The pickle is read again, slowly, in Python; an object that fails is replaced, and
+    every name that leads to a replaced object is left out with the reason.
+    """
     reader = _Salvager(contents)
     values: dict[str, Any] = reader.load()
     refused: dict[str, Exception] = {}

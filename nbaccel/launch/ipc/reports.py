@@ -1,13 +1,9 @@
-"""Reports of failures: an exception leaves a rank as data and is raised again in the kernel, once.
+"""Reports of failures: an exception leaves a rank as data and is raised again in the kernel, once. Used by both.
 
 The rank side (`describe`) keeps the user's frames and drops those of the project. The kernel side
 (`RankFailure.exception`) raises the user's own class if it is available, otherwise a class of the same name, with one
-traceback that names the rank and the cell's line.
-
-Snapshot: the state of one rank when its run ended badly, as plain text. Written in ranks, read in the kernel.
-
-It is sent in the rank's report as JSON, so it can be read when no process of the run is left, and keeps no tensor
-alive. `launch.worker.stack_snapshot` takes it, and the notebook compares those of the ranks.
+traceback that names the rank and the cell's line. A `StackSnapshot` is the state of one rank when its run ended badly,
+as plain text: `launch.worker.stack_snapshot` takes it in the rank, and the notebook compares those of the ranks.
 """
 
 from __future__ import annotations
@@ -371,7 +367,11 @@ class CollectiveCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StackSnapshot:
-    """One rank's stack, outermost frame first, and its last collectives, oldest first."""
+    """One rank's stack, outermost frame first, and its last collectives, oldest first.
+
+    It is sent in the rank's report as JSON, so it can be read when no process of the run is left, and keeps no tensor
+    alive.
+    """
 
     scenes: Sequence[FrameSnapshot] = ()
     calls: Sequence[CollectiveCall] = ()

@@ -1,13 +1,8 @@
 """Values that pass from the kernel to a run. Built in the kernel, read in ranks.
 
 A `LaunchSpec` says what to run and on which devices; a `Task` is the work of one rank; a `WorkerBoot` holds the facts
-that one rank needs before any user code runs.
-
-Home: the namespace that persistent ranks keep from one task to the next. One in the kernel, and one in each rank.
-
-Names are stored in the rank; the kernel sends a name that a rank lacks with the first cell that reads it. Classes and
-functions of the notebook that a rank has received are known by the same name on both sides. So only that name is sent,
-and an object that comes back is of the notebook's own class.
+that one rank needs before any user code runs. A `SharedNamespace` is the namespace that persistent ranks keep from one
+task to the next: one in the kernel, and one in each rank.
 """
 
 from __future__ import annotations
@@ -434,6 +429,10 @@ _DEFINED = (type, types.FunctionType)
 
 class SharedNamespace:
     """The names of one side, and the classes and functions that both sides know.
+
+    Names are stored in the rank; the kernel sends a name that a rank lacks with the first cell that reads it. Classes
+    and functions of the notebook that a rank has received are known by the same name on both sides. So only that name
+    is sent, and an object that comes back is of the notebook's own class.
 
     namespace: the notebook's in the kernel, the rank's own in a rank.
     there: in the kernel, the names that all working ranks have.

@@ -1,12 +1,9 @@
-"""Telemetry: passes the reports of a run's ranks from their rings to the listeners. Runs in the kernel.
+"""Pass the reports of a run's ranks from their rings to the listeners. Runs in the kernel; ranks write the records.
 
-The group calls `tick` whenever it is awake and asks `due_in` how long it may sleep. Nothing here makes a rank wait, and
-no listener can end a run.
-
-Records: events as they are stored in a ring. Both sides run it; a rank turns events into records, the kernel back.
-
-A loss is a number in a slot. Every other event is its class's name and its fields as JSON, so that a new event needs no
-line here. Nothing is unpickled.
+The group calls `Telemetry.tick` whenever it is awake and asks `due_in` how long it may sleep. Nothing here makes a rank
+wait, and no listener can end a run. A rank turns events into records of a ring, and the kernel turns them back. A loss
+is a number in a slot. Every other event is its class's name and its fields as JSON, so that a new event needs no line
+here. Nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""Recognises objects that cannot be sent to another process, and says why. Runs in the kernel and in ranks.
+"""Recognise objects that cannot be sent to another process, and say why. Runs in the kernel and in ranks.
 
-Used by `parcel` and `pickling`; it packs nothing. Objects that are bound to one process (a file position, a lock's
+Used by `payload` and `pickling`; it packs nothing. Objects that are bound to one process (a file position, a lock's
 owner, a thread) are recognised before pickling, because cloudpickle would copy some of them: an open file became its
-text.
-
-Absent: replaces, in the notebook, a part of an object that could not leave its rank. Known to both sides.
-
-An object that a cell made may hold a lock, a thread, a file. The object is sent anyway, and code that uses that part
-gets an error that says why it is missing.
+text. In an object that a cell made, such a part is replaced by an `Absent`.
 """
 
 from __future__ import annotations
@@ -131,6 +126,9 @@ def _words_of(error: Exception) -> str:
 
 class Absent:
     """Replaces `what` ("a lock") in the value of `name`.
+
+    An object that a cell made may hold a lock, a thread, a file. The object is sent to the notebook anyway, and code
+    that uses that part gets an error that says why it is missing. Known to both sides.
 
     >>> Absent("out:trainer", "a lock")
     <a lock, which stayed in its rank>

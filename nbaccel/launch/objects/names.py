@@ -1,13 +1,8 @@
-"""Names: finds the global names that the code of a cell reads and binds. Runs in the kernel and in ranks; runs no code.
+"""Find the names that the code of a cell reads and binds, and the GPU that it means. Runs in the kernel and in ranks.
 
-It reads the bytecode if all possible accesses count, and the text if their order matters.
-
-Card numbers: finds the GPU that a program means when it names one by number. Runs in the kernel; runs no code.
-
-"cuda:0" means the GPU of each rank if a rank sees only its own, and the first of all GPUs if it sees all of them; a GPU
-chosen by the rank's number needs all of them visible. The program is read in its bytecode and in the values that it
-reads, but not executed: numbers that it computes, or that a library holds, are not found. Values that cannot be read
-are ignored: their classes may answer in any way, and a thread may change them meanwhile.
+It runs no code. It reads the bytecode if all possible accesses count, and the text if their order matters. Values that
+the code reads are looked at too; those that cannot be read are ignored: their classes may answer in any way, and a
+thread may change them meanwhile.
 """
 
 from __future__ import annotations
@@ -304,6 +299,10 @@ _Token = tuple[str, Any]
 
 def says_first_card(parts: Sequence[types.CodeType], namespace: Mapping[str, Any], others: Collection[str] = ()) -> str:
     """Return the words by which the code, or what it reads of the notebook, names the first GPU that it sees.
+
+    "cuda:0" means the GPU of each rank if a rank sees only its own, and the first of all GPUs if it sees all of them; a
+    GPU chosen by the rank's number needs all of them visible. The program is read in its bytecode and in the values
+    that it reads, but not executed: numbers that it computes, or that a library holds, are not found.
 
     Return an empty text if it names none, or if it, or a library in it, chooses GPUs by the rank's number: then every
     rank has to see all of them.

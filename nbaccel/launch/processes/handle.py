@@ -1,6 +1,6 @@
-"""WorkerHandle: the kernel's record of one rank of a running group. Runs in the kernel.
+"""Record of one rank of a running group, and the handle on the rank's process. Used in the kernel.
 
-RankProcess: the kernel's handle on one process that it started, directly or through the zygote.
+A `WorkerProcess` is a process that the kernel started, directly or through the zygote.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """Start methods of ranks: a fork of the kernel, or a fork of the zygote. Runs in the kernel; one class for each.
 
 Both give every rank the same `WorkerBoot` and the same runtime (`worker/main.py`); they differ in the process that is
-copied.
-
-The main thread of a forked child, as CPython knows it, for signals. Used before a fork, and in the child.
-
-In a child, the thread that forked it is the main thread. CPython records its identity (``PyOS_AfterFork_Child``). But
-from Python 3.13 on a signal wakes a thread state (``_PyEval_SignalReceived``), by a pointer in the runtime that is
-written once, when the interpreter begins. If another thread forked the child, this is the state of a thread that does
-not exist there. A loop in Python then receives no interrupt until it waits for something.
+copied. `MainThread` repairs CPython's record of the main thread in a child that another thread has forked.
 """
 
 from __future__ import annotations
@@ -245,7 +238,14 @@ The pointer is word 83 in Python 3.13.
 
 @dataclass(frozen=True, slots=True)
 class MainThread:
-    """The main thread's place.  address: of two words, identity and pointer.  state: the value of the pointer."""
+    """The main thread's place.  address: of two words, identity and pointer.  state: the value of the pointer.
+
+    In a child, the thread that forked it is the main thread. CPython records its identity (``PyOS_AfterFork_Child``).
+    But from Python 3.13 on a signal wakes a thread state (``_PyEval_SignalReceived``), by a pointer in the runtime that
+    is written once, when the interpreter begins. If another thread forked the child, this is the state of a thread that
+    does not exist there. A loop in Python then receives no interrupt until it waits for something. Used before a fork,
+    and in the child.
+    """
 
     address: int
     state: int

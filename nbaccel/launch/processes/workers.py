@@ -1,12 +1,8 @@
-"""WorkerGroup: the processes of the ranks, and all that connects them to the kernel. Runs in the kernel.
+"""Processes of the ranks, and all that connects them to the kernel. Runs in the kernel.
 
-It owns everything that exists before the first rank and after the last: the control page, the folder in which ranks
-meet, the rings, and for each rank a channel and two pipes for its output. It starts the ranks and reaps them. Between
-these, they do runs, which `group.py` watches.
-
-Open files: finds the files that living ranks are writing. Runs in the kernel, when a run fails.
-
-Files that were written and closed before are not found, nor those that a library writes in its own process.
+A `WorkerGroup` owns everything that exists before the first rank and after the last: the control page, the folder in
+which ranks meet, the rings, and for each rank a channel and two pipes for its output. It starts the ranks and reaps
+them. Between these, they do runs, which `supervisor.py` watches. `files_being_written` is asked when a run fails.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ class WorkerGroup:
     """The worker processes of one start. Its creator closes it; no process of it is left then.
 
     method: the way they are started.  kernel_pidfd: the descriptor by which they notice the end of the kernel.
-    guard: sends a line to the reaper, see `guardian._Watch.learn`.
+    guard: sends a line to the reaper, see `reaper._Watch.learn`.
     """
 
     def __init__(
@@ -195,6 +191,8 @@ _UNFINISHED = ".tmp-"
 
 def files_being_written(pids: Iterable[int], own_folder: str) -> list[str]:
     """Return the paths of regular files that processes hold open for writing, and this process does not.
+
+    Files that were written and closed before are not found, nor those that a library writes in its own process.
 
     A forked rank holds the files that the kernel had open: the history of IPython is not one of the rank's files.
 

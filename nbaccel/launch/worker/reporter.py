@@ -1,13 +1,8 @@
-"""Reporter: the outlet of a rank's events. Runs in ranks; it decides where an event goes, and waits for nothing.
+"""Outlet of a rank's events, and the measure of its memory. Runs in ranks; waits for nothing, makes no CUDA context.
 
-Steps go to the gate and waits to the watch, at once. Events for the kernel go into the rank's ring: at once if they
-hold only plain numbers, and by a thread, a few times per second, if tensors or gauges have to be read and the memory
-sampled.
-
-Reads the host and device memory of a rank. Runs in ranks; creates no CUDA context, waits for nothing.
-
-Host bytes come from the kernel's own counts, device bytes from torch's caching allocator. Not covered: devices other
-than CUDA's (and those that ROCm presents as CUDA's), and memory that libraries take outside of the allocator.
+`Reporter` decides where an event goes. Steps go to the gate and waits to the watch, at once. Events for the kernel go
+into the rank's ring: at once if they hold only plain numbers, and by a thread, a few times per second, if tensors or
+gauges have to be read and the memory sampled (`MemoryMeter`).
 """
 
 from __future__ import annotations
@@ -308,6 +303,9 @@ _STATM = "/proc/self/statm"
 
 class MemoryMeter:
     """Reads this process's memory; some 20 us without a device, as much again for each.
+
+    Host bytes come from the kernel's own counts, device bytes from torch's caching allocator. Not covered: devices
+    other than CUDA's (and those that ROCm presents as CUDA's), and memory that libraries take outside of the allocator.
 
     >>> MemoryMeter().read().host_bytes > 0
     True

@@ -1,15 +1,7 @@
-"""Makes a rank forget that the notebook's libraries ran in one process. Runs in ranks; imports none of them.
+"""Make libraries in a rank forget that the notebook ran in one process with all GPUs. Runs in ranks; imports none.
 
-Accelerate keeps one state per process: in a rank it is as in a new process. A transformers `TrainingArguments` or
-`Trainer`, and an accelerate `Accelerator`, that came from the notebook get the rank, the world and the device at their
-first use; objects that cannot be set up again are refused with the line to move. Not covered: numbers that the user's
-program derived from them in the notebook.
-
-Makes libraries that count GPUs by local rank use the only GPU that this rank sees. Runs in ranks; imports none.
-
-Accelerate passes the local rank as the device to `DistributedDataParallel` and `torch.distributed.barrier`, and others
-call `torch.cuda.set_device` with it. In a rank that sees only its own GPU, this number means that GPU. Not covered: the
-number in a `torch.device` or in `.to`, which torch reads in compiled code.
+Accelerate and transformers find the rank and the world again (`forget_one_process`), and libraries that count GPUs by
+local rank use the only GPU that this rank sees (`let_the_local_rank_be_the_only_card`).
 """
 
 from __future__ import annotations
@@ -44,6 +36,11 @@ _PLUGINS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_M
 
 def forget_one_process(world: World) -> None:
     """Make accelerate and transformers determine the rank and the world again. Called once per process.
+
+    Accelerate keeps one state per process: in a rank it is as in a new process. A transformers `TrainingArguments` or
+    `Trainer`, and an accelerate `Accelerator`, that came from the notebook get the rank, the world and the device at
+    their first use; objects that cannot be set up again are refused with the line to move. Not covered: numbers that
+    the user's program derived from them in the notebook.
 
     If this rank is the only one, nothing changes: the notebook's values are right here, too.
     """
@@ -301,7 +298,12 @@ def _asks_for_the_world(kind: type, library: type, method: str) -> bool:
 
 
 def let_the_local_rank_be_the_only_card(world: World) -> None:
-    """Patch these functions, in a rank that sees one GPU of several. Called once per process."""
+    """Patch these functions, in a rank that sees one GPU of several. Called once per process.
+
+    Accelerate passes the local rank as the device to `DistributedDataParallel` and `torch.distributed.barrier`, and
+    others call `torch.cuda.set_device` with it. In a rank that sees only its own GPU, this number means that GPU. Not
+    covered: the number in a `torch.device` or in `.to`, which torch reads in compiled code.
+    """
     if world.local_rank == 0:
         return  # that is its number anyway
     own = partial(_own, world.local_rank)
