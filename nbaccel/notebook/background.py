@@ -1,13 +1,8 @@
-"""Background: a cell's run that goes on while other cells run, `--bg`. Runs in the kernel.
+"""Run of a cell that goes on while other cells run, `--bg`. Runs in the kernel.
 
 The ranks are started before the cell returns, so they see the notebook as of the cell; a thread then watches them, and
-shows their output in the cell they belong to. Values enter the notebook in the main thread, when the user waits for
-them: no variable changes during another cell. The thread ends with the kernel, and so do the ranks.
-
-CellScreen: the output of one cell, also after its end and while others run. Runs in the kernel, in any thread.
-
-Kernels send output to the cell that runs now, and each ipykernel has other rules for threads. Here every message names
-its cell itself.
+shows their output in the cell they belong to (`CellScreen`). Values enter the notebook in the main thread, when the
+user waits for them: no variable changes during another cell. The thread ends with the kernel, and so do the ranks.
 """
 
 from __future__ import annotations
@@ -328,7 +323,11 @@ class Background:
 
 
 class CellScreen(ConsoleScreen):
-    """The screen of the cell that runs when this is made."""
+    """The screen of the cell that runs when this is made.
+
+    It shows output also after the end of the cell and while others run, from any thread. Kernels send output to the
+    cell that runs now, and each ipykernel has other rules for threads. Here every message names its cell itself.
+    """
 
     def __init__(self, kernel: Any) -> None:
         super().__init__()

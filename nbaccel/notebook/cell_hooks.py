@@ -1,6 +1,7 @@
-"""Comments: allows comments above `%%accelerate`. Runs in the kernel, on every cell before IPython reads it.
+"""Hooks before and after every cell of the notebook. Run in the kernel; never touch CUDA.
 
-CudaWatch: finds the cell after which forks fail. Runs in the kernel after every cell; never touches CUDA.
+Before IPython reads a cell, comments above `%%accelerate` are moved below it. `CudaWatch` finds the cell after which
+forks fail.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""The form of `%accelerate config`: the notebook's choices as widgets. Runs in the kernel, between cells.
+"""Form of `%accelerate config`: the notebook's choices as widgets. Runs in the kernel, between cells.
 
 A change takes effect at once, for the next cell; the button writes the file. `choices` decides what can be chosen,
-`configuration` what is wrong; the form shows the same line for the next cell as the cell will print.
-
-The fields of the form: a widget for each setting that is often chosen. Runs in the kernel.
-
-A field translates between its widget and the text after KEY= in `%accelerate config`, which decides whether that text
-is right. It uses core ipywidgets only, 7.7.1 or 8: native inputs with labels, usable by keyboard and screen reader.
+`configuration` what is wrong; the form shows the same line for the next cell as the cell will print. A `Field`
+translates between its widget and the text after KEY= in `%accelerate config`, which decides whether that text is right.
+It uses core ipywidgets only, 7.7.1 or 8: native inputs with labels, usable by keyboard and screen reader.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""PersistentSession: the persistent ranks of one notebook. Runs in the kernel.
+"""Persistent ranks of one notebook, and the flags that concern them. Runs in the kernel.
 
-`%accelerate start` starts them, or `--keep` in a cell; `%accelerate stop` ends them. Until then, cells run in these
-ranks; the choices for their start (number, devices, seed) cannot be changed.
-
-Lodging: the persistent ranks that run one cell. Runs in the kernel; the ranks themselves are `PersistentWorkers`.
-
-Start flags: the choices for the start of ranks, which the cells that run in them cannot change. Pure.
+`%accelerate start` starts the ranks, or `--keep` in a cell; `%accelerate stop` ends them. Until then, cells run in
+these ranks (`Lodging`), which are `PersistentWorkers`; the choices for their start (number, devices, seed) cannot be
+changed by a cell.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Why: the answer of `%accelerate why`, the state of the ranks of a run that ended badly. Runs in the kernel.
+"""Answer of `%accelerate why`: the state of the ranks of a run that ended badly. Runs in the kernel.
 
 It is made of the snapshots that the ranks left in their reports: it needs no process of the run, and no tensor is kept.
-A rank that died, or that did not react to the interrupt, has left none, and the text says so.
-
-Differences: the names that ranks of one run had in common, and the differences between them. Pure; in the kernel.
-
-Ranks run one program. So a difference between them at the moment of a failure is suspect, most of all on the line that
-failed: first come names there that differ or are not finite, last plain numbers, which may rightly differ.
+A rank that died, or that did not react to the interrupt, has left none, and the text says so. The answer begins with
+the names that differ between the ranks (`differences`, pure).
 """
 
 from __future__ import annotations
@@ -149,6 +145,9 @@ class Difference:
 
 def differences(snapshots: Mapping[int, StackSnapshot], first: int | None) -> list[Difference]:
     """Return the suspect names, most suspect first: those that differ, are not finite or are on failing lines.
+
+    Ranks run one program. So a difference between them at the moment of a failure is suspect, most of all on the line
+    that failed: first come names there that differ or are not finite, last plain numbers, which may rightly differ.
 
     first: the rank that failed first; None if none did.
     """
