@@ -1,12 +1,9 @@
-"""Flags: the table of the flags of `%%accelerate`, used for parsing, help, completion and the configuration.
+"""Table of the flags of `%%accelerate`, used for parsing, help, completion and the configuration. Runs in the kernel.
 
-Runs in the kernel, and in the command line. A flag is one row here, one field of `Options`, and if its text has to be
-checked, a reader in `values`; nothing else has to change.
-
-Values: reads the text after a flag, and says what is wrong with it. Runs in the kernel; starts nothing.
-
-A reader takes the text and returns the value, or raises `argparse.ArgumentTypeError` with half a sentence on what was
-expected and what was given; argparse puts the flag before it. `flags` assigns the readers to the flags.
+It runs in the command line too, and starts nothing. A flag is one row here, one field of `RunOptions`, and if its text
+has to be checked, a reader; nothing else has to change. A reader takes the text and returns the value, or raises
+`argparse.ArgumentTypeError` with half a sentence on what was expected and what was given; argparse puts the flag before
+it.
 """
 
 from __future__ import annotations

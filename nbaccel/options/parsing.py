@@ -1,12 +1,8 @@
-"""Parsing: turns the text of a magic's line into options, and options into text. Runs in the kernel; starts nothing.
+"""Turn the text of a magic's line into options, and options into text. Runs in the kernel; starts nothing.
 
 A cell's line has flags; `%accelerate config` and nbaccel.toml have KEY=VALUE, the keys being the long flags without
-their dashes. The flags are in `flags`, the readers of their values in `values`, and the sentences on wrong lines in
-`mistakes`.
-
-Mistakes on the line of a magic, each answered in one sentence with the right form. Runs in the kernel.
-
-`flags` and `values` decide what is right; this file only words what is wrong.
+their dashes. The flags and the readers of their values are in `flags`, which decides what is right; here a mistake is
+answered in one sentence with the right form.
 """
 
 from __future__ import annotations
