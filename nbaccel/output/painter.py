@@ -1,15 +1,8 @@
-"""Painter: writes text in few calls, and draws the progress bars on the screen's last line. Runs in the kernel; pure.
+"""Write text to the screen in few calls, and draw the progress bars on its last line. Runs in the kernel; pure.
 
 Text is collected and written at most every 50 ms, bars at most four times a second. A bar is on the stream to which it
 was printed; new text on this stream is written over it, and the bar again below. A front end can overwrite only within
-one stream, so text of the other stream first wipes the bar.
-
-LiveBars: the progress bars that ranks draw at this moment. Runs in the kernel; pure.
-
-A bar that is over is a line of text like any other, and not handled here. A running bar is shown where the front end
-can replace it: as a row of the run's panel, which every notebook updates in place and saves in one state only, however
-often it changed; or all bars in the last line of text, the only way in terminals and with `--plain`. Rows never move
-the cursor upwards: notebooks do not follow that.
+one stream, so text of the other stream first wipes the bar. `LiveBars` holds the bars that ranks draw at this moment.
 """
 
 from __future__ import annotations
@@ -166,6 +159,11 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 class LiveBars:
     """The rows that are being rewritten, by rank and stream.
+
+    A bar that is over is a line of text like any other, and not handled here. A running bar is shown where the front
+    end can replace it: as a row of the run's panel, which every notebook updates in place and saves in one state only,
+    however often it changed; or all bars in the last line of text, the only way in terminals and with `--plain`. Rows
+    never move the cursor upwards: notebooks do not follow that.
 
     >>> bars = LiveBars()
     >>> bars.note(0, "stderr", ["50%|#####     |"])
