@@ -1,6 +1,7 @@
-"""Warnings that point at the user's line, however that called this package. Runs in ranks.
+"""Find the user's line that called this package, for warnings and for names. Runs in ranks.
 
-User's code around a call: finds the place of the call, and the name of a variable there. Runs in ranks.
+`warn_user` points a warning at that line, however it called this package. Other functions find the place of the call,
+and the name of a variable there.
 """
 
 from __future__ import annotations

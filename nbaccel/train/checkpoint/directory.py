@@ -1,10 +1,9 @@
-"""CheckpointDirectory: a folder of checkpoints; chooses names, what to load, and what to delete. Runs in ranks.
+"""Folder of checkpoints: choose names, what to load, and what to delete. Runs in ranks.
 
-Only rank 0 calls it to load or to delete; every rank calls it for the next name. Rank 0's name is the one that is
-used: the others add their random states to the checkpoint with the stamp of their save, whatever its name, and expect
-the name that follows from the first number, on which all agreed.
-
-ProjectConfiguration: the folders of a program's checkpoints and logs. Built by the user; pure, opens no file.
+Only rank 0 calls a `CheckpointDirectory` to load or to delete; every rank calls it for the next name. Rank 0's name is
+the one that is used: the others add their random states to the checkpoint with the stamp of their save, whatever its
+name, and expect the name that follows from the first number, on which all agreed. The user builds a
+`ProjectConfiguration`, which is pure and opens no file.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""TrainingState: the parts of one Accelerator that are saved and restored together. Runs in ranks; opens no file.
+"""Parts of one Accelerator that are saved and restored together. Runs in ranks; opens no file.
 
-It collects their state as a `Content` and loads it again, and knows the moment of a save.
-
-Resuming: the epoch with which a program continues, and values it keeps between its steps. Runs in ranks.
-
-Both are saved with every checkpoint and restored with it. The position inside the epoch is the loaders' part, and the
-files are the checkpoint's.
+`TrainingState` collects their state as a `Content` and loads it again, and knows the moment of a save. The epoch with
+which a program continues (`Epochs`), and values it keeps between its steps (`Remembered`), are saved with every
+checkpoint and restored with it. The position inside the epoch is the loaders' part, and the files are the checkpoint's.
 """
 
 from __future__ import annotations

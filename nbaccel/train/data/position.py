@@ -1,13 +1,7 @@
-"""LoaderPosition: the progress of an epoch of one loader, and what is needed to continue there. Runs in ranks.
+"""Position of one loader in its epoch, what is needed to continue there, and its progress. Runs in ranks.
 
-Positions count the batches of the user's loader that all ranks together have had, so they are valid for another
-number of ranks. Nothing here iterates a loader.
-
-LoopGauge: measures the progress of one iteration over a prepared loader, for observers. Runs in ranks.
-
-The loop itself reports nothing: a launcher's thread reads the gauge a few times per second, so that reporting costs
-the loop nothing. The loop trains if backwards come, otherwise it evaluates. How long it waits for data is estimated
-from how often the loader was found busy.
+Positions count the batches of the user's loader that all ranks together have had, so they are valid for another number
+of ranks. Nothing here iterates a loader. `LoopGauge` measures the progress of one iteration for observers.
 """
 
 from __future__ import annotations
@@ -228,6 +222,10 @@ class Fetching:
 
 class LoopGauge:
     """Progress of one iteration, from its first batch to its end.
+
+    The loop itself reports nothing: a launcher's thread reads the gauge a few times per second, so that reporting costs
+    the loop nothing. The loop trains if backwards come, otherwise it evaluates. How long it waits for data is estimated
+    from how often the loader was found busy.
 
     taken: returns how many batches of the epoch this rank has had, including those that it left out.
     batches: how many the epoch has for this rank; None where that is unknown.

@@ -1,8 +1,7 @@
-"""Prepare: makes this rank's loader of the user's. Runs in ranks; chooses the source, and refuses what cannot work.
+"""Make this rank's loader of the user's: choose its source, and refuse what cannot work. Runs in ranks.
 
-The choices are those of a `DataLoaderConfiguration`; each rank sends a `LoaderFacts` with what the ranks must agree on.
-
-DataLoaderConfiguration: the choices about prepared loaders, under Accelerate's names. Built anywhere.
+The choices are those of a `DataLoaderConfiguration`, under Accelerate's names; a program may build it anywhere. Each
+rank sends a `LoaderFacts` with what the ranks must agree on.
 """
 
 from __future__ import annotations

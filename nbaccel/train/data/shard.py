@@ -1,12 +1,7 @@
-"""Shards: deal an iterable of batches to ranks. Run in ranks; pure, without communication.
+"""Deal an iterable of batches to ranks, and refuse to train with different numbers of them. Runs in ranks.
 
-A `BatchShard` deals batches of indices before anything is read; a `StreamShard` deals collated batches. In `dispatch`
-rank 0 reads and sends the shares.
-
-Uneven ranks: allows iterating a loop with different numbers of batches per rank, and refuses to train in it.
-
-Runs in ranks. Merely iterating such a loader is harmless: data are counted, tokenised, evaluated. In a training loop
-the rank with the most batches would wait for the others for ever, so the first backward is refused.
+Dealing is pure, without communication. A `BatchShard` deals batches of indices before anything is read; a `StreamShard`
+deals collated batches. In `dispatch` rank 0 reads and sends the shares.
 """
 
 from __future__ import annotations
@@ -329,6 +324,9 @@ def counted(lengths: list[int]) -> str:
 
 def refuse_uneven(lengths: list[int]) -> None:
     """Refuse the backward of a loop in which the ranks get `lengths` batches.
+
+    Merely iterating such a loader is harmless: data are counted, tokenised, evaluated. In a training loop the rank with
+    the most batches would wait for the others for ever, so the first backward is refused.
 
     Raises:
         ValueError: always.

@@ -1,11 +1,8 @@
-"""Nested containers: functions over one batch or one output of any tuples, dicts and dataclasses. Runs in ranks.
+"""Functions over one batch or one output of any tuples, dicts and dataclasses. Run in ranks.
 
-`map_children` rebuilds one level of a container; the caller recurses, since it knows what a leaf is.
-It opens no file, knows no device and no process group.
-
-Sharing: splits inputs into one part per rank, for inference and evaluation. Pure; runs in ranks.
-
-Every input is cut correctly or refused: a rank never gets the whole, which would be the same work N times.
+`map_children` rebuilds one level of a container; the caller recurses, since it knows what a leaf is. `share` splits
+inputs into one part per rank, for inference and evaluation. Nothing here opens a file or knows a device or a process
+group.
 """
 
 from __future__ import annotations
@@ -147,6 +144,8 @@ _SLICED = (list, tuple, range, UserList)
 
 def share(inputs: Any, rank: int, world_size: int, apply_padding: bool) -> Any:
     """Return the part of `inputs` for `rank`; see `ProcessControl.split_between_processes`.
+
+    Every input is cut correctly or refused: a rank never gets the whole, which would be the same work N times.
 
     >>> share(range(5), rank=0, world_size=2, apply_padding=False)
     range(0, 3)

@@ -1,15 +1,8 @@
-"""ProcessGroup: forms and ends torch's default process group, and keeps its store. Runs in ranks.
+"""Form and end torch's default process group, keep its store, and test its devices. Runs in ranks.
 
-A group that the program made itself is used, and not ended here. A group whose connections were cut, because
-a rank ran out of memory, is formed again among the same ranks.
-
-Warm-up: the first exchanges of a new process group over its devices, with known results. Runs in ranks.
-
-NCCL connects the devices at the first collective of each kind, and allocates its buffers then, outside of torch's
-allocator. So the warm-up runs before any measurement of memory. Where direct access between devices does not
-work, behind an IOMMU or in some containers, the first exchange hangs, or its sums are wrong: the warm-up detects and
-names that, before an epoch is lost. The program's thread waits with a limit and polls; the exchange runs in another
-thread, since it may hang where NCCL connects, before there is anything to poll.
+A group that the program made itself is used, and not ended here. A group whose connections were cut, because a rank ran
+out of memory, is formed again among the same ranks. `warm_up` makes the first exchanges of a new group over its
+devices, with known results.
 """
 
 from __future__ import annotations
@@ -417,6 +410,12 @@ _CURE = (
 
 def warm_up(rank: int, world_size: int, device: torch.device) -> None:
     """Exchange over `device` values that all ranks know in advance. Collective.
+
+    NCCL connects the devices at the first collective of each kind, and allocates its buffers then, outside of torch's
+    allocator. So the warm-up runs before any measurement of memory. Where direct access between devices does not work,
+    behind an IOMMU or in some containers, the first exchange hangs, or its sums are wrong: the warm-up detects and
+    names that, before an epoch is lost. The program's thread waits with a limit and polls; the exchange runs in another
+    thread, since it may hang where NCCL connects, before there is anything to poll.
 
     Raises:
         TimeoutError: the exchange was not over after `LIMIT_S`; the groups are aborted.

@@ -1,13 +1,9 @@
-"""Transport: sends one tensor to or from all ranks of the default process group, and waits for them. Runs in ranks.
+"""Send one tensor to or from all ranks of the default process group, and wait for them. Runs in ranks.
 
 torch's own wait gives no sign and, for gloo, ignores interrupts. This one polls twice a second: Python handles its
 signals, and a `Waiting` event lets receivers check whether the peers will ever come. It knows tensors only;
-`Collectives` knows what they mean, and checks that all ranks agree.
-
-Hosts: communication from host to host in a process group of two backends. Runs in ranks.
-
-The form ``"cpu:gloo,cuda:nccl"`` sends tensors of the host by gloo. That does not wait for the device, which is busy
-with its queued work, and a rank that waits can be interrupted.
+`Collectives` knows what they mean, and checks that all ranks agree. `host_transport` sends from host to host in a group
+of two backends.
 """
 
 from __future__ import annotations
@@ -219,7 +215,11 @@ def _like(sent: Tensor, original: Tensor) -> Tensor:
 
 
 def host_transport(transport: Transport) -> Transport:
-    """Return a transport from host to host for the ranks of `transport`; itself where the group has no other."""
+    """Return a transport from host to host for the ranks of `transport`; itself where the group has no other.
+
+    The form ``"cpu:gloo,cuda:nccl"`` sends tensors of the host by gloo. That does not wait for the device, which is
+    busy with its queued work, and a rank that waits can be interrupted.
+    """
     if transport.device.type == "cpu" or _backends().get("cpu") != "gloo":
         return transport
     return Transport(transport.world_size, torch.device("cpu"))

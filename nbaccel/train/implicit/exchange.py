@@ -1,12 +1,9 @@
-"""GradientExchange: sums the gradients of all ranks, bucket by bucket, during the backward. Runs in ranks.
+"""Sum the gradients of all ranks, bucket by bucket, during the backward of an unmodified loop. Runs in ranks.
 
-Each set of leaves that is trained together has its own flat tensors, allocated once; ``leaf.grad`` is afterwards a
-view into them. A bucket is sent once its last gradient is complete, and buckets are sent in the same
-order in every rank. A rank without a gradient for a leaf adds zeros.
-
-Agreement: the ranks' agreement on one backward of an unmodified loop. Runs in ranks.
-
-It holds the ranks whose gradients count, the weight of each term of the loss, and the losses of the whole batch.
+Each set of leaves that is trained together has its own flat tensors, allocated once; ``leaf.grad`` is afterwards a view
+into them. A bucket is sent once its last gradient is complete, and buckets are sent in the same order in every rank. A
+rank without a gradient for a leaf adds zeros. An `Agreement` holds what the ranks agreed on for one backward: those
+whose gradients count, the weight of each term of the loss, and the losses of the whole batch.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Weights: factors of each rank's gradient of each term, with which the sum is that of the whole batch. Pure.
+"""Weights of each rank's gradients, with which their sum is the gradient of the whole batch. Runs in ranks.
 
 A term of the loss is a sum over samples times a coefficient: 1 / n for a mean of n elements. A rank has computed it for
-its samples, with the coefficient that it has there. The gradient of the whole batch is the sum over ranks of
-each rank's gradient times (coefficient of the whole batch / coefficient here).
-
-Header: numbers that each rank sends before gradients are exchanged, and their comparison. Runs in ranks.
-
-A few numbers of each rank in one small collective. They detect ranks whose programs have taken different ways
-before anything is summed.
+its samples, with the coefficient that it has there. The gradient of the whole batch is the sum over ranks of each
+rank's gradient times (coefficient of the whole batch / coefficient here). These factors are pure arithmetic; a `Header`
+holds the numbers for them, which ranks exchange before gradients.
 """
 
 from __future__ import annotations
@@ -337,6 +333,9 @@ _NAMES = [field.name for field in fields(Say)]
 @frozen
 class Header:
     """Numbers of all ranks, by rank.
+
+    They are a few numbers of each rank in one small collective. They detect ranks whose programs have taken different
+    ways before anything is summed.
 
     counts, constants: of each term, as `Term` has them; for a sum of n numbers a count of -1 - n.
     values: of losses, before the backward.

@@ -1,10 +1,7 @@
-"""Graph of a backward: finds, before it runs, which leaves it will reach. Runs in ranks.
+"""Find, before a backward runs, which leaves its graph reaches and which products a scaler made. Runs in ranks.
 
-Scalars: finds the user's variables that hold a part of a loss, such as the loss before scaling. Runs in ranks.
-
-Scaling: finds the products in a graph that torch's GradScaler made. Runs in ranks.
-
-Its factor changes while a loop trains, and is not part of the divisor of a loss.
+`users_scalars` also finds the user's variables that hold a part of a loss, such as the loss before scaling. The factor
+of torch's GradScaler changes while a loop trains, and is not part of the divisor of a loss.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Train an unmodified loop on all ranks: its gradients are averaged, and its batches split. Runs in ranks.
 
-`setup_rank` makes an ``ImplicitTraining`` in a world larger than one. It decides by what a program does: a
-backward that adds gradients to parameters trains, and its batches are split from then on; a pass without one stays
-whole. As soon as the program prepares by itself, the loop is left unmodified.
-
-Notices: print once, before the first step, how an unmodified loop is changed. Runs in ranks; rank 0 prints.
+`setup_rank` makes an ``ImplicitTraining`` in a world larger than one. It decides by what a program does: a backward
+that adds gradients to parameters trains, and its batches are split from then on; a pass without one stays whole. As
+soon as the program prepares by itself, the loop is left unmodified. `Notices` print once, before the first step and by
+rank 0, how the loop is changed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Streams: the random numbers of one rank, some common to all ranks and some its own. Runs in ranks.
+"""Random numbers of one rank, some common to all ranks and some its own, and its own device. Runs in ranks.
 
 torch's generator has two streams. The common one gives the order of samples, as in one process. While a part is used,
 the rank's own is active: dropout differs between ranks, and however much they draw, the order stays the same in all.
-
-Device of a program that names "cuda" without a number: its rank's own. Runs in ranks.
+`use_own_device` is for programs that name "cuda" without a number.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Withholding: delays actions until the last part of a batch, in a loop that prepares nothing. Runs in ranks.
+"""Delay actions until the last part of a batch, in a loop that prepares nothing. Runs in ranks.
 
 After a run that ran out of memory a batch comes in several parts, and the loop's body runs once for each. Until the
-last one trained tensors have no gradient, so that clipping, unscaling and the optimizer's step have no effect; the
-sum of all parts appears with the last. Schedulers and scalers move once for each batch. A loop that would train
-otherwise than with whole batches is refused.
-
-Steps: decide where one training step of an unmodified loop ends and the next begins. Runs in ranks.
-
-In a loop that prepares nothing, the optimizers' steps and the batches that it takes show it.
+last one trained tensors have no gradient, so that clipping, unscaling and the optimizer's step have no effect; the sum
+of all parts appears with the last. Schedulers and scalers move once for each batch. A loop that would train otherwise
+than with whole batches is refused. `StepCounter` decides where one training step ends and the next begins.
 """
 
 from __future__ import annotations
@@ -205,6 +201,8 @@ def _seen(zero_grad: Callable[..., Any], withholding: Withholding) -> Callable[.
 
 class StepCounter:
     """Counts the steps of one task.
+
+    In a loop that prepares nothing, the optimizers' steps and the batches that it takes show where a step ends.
 
     batches: how many batches were handed out so far.
     """

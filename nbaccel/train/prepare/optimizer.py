@@ -1,13 +1,8 @@
 """Optimizers and schedulers that step only when gradients are synchronised. Run in ranks.
 
 Both are thin: the wrapped object answers everything that they do not override. They decide nothing: the accumulation
-window says whether this batch ends a step, the strategy and the precision how the step is taken.
-
-Raw: steps of a prepared optimizer whose gradients come from the program's own ``loss.backward()``. Runs in ranks.
-
-Such a loop trains correctly: the model synchronises its gradients by itself. Its steps are counted here, where an
-optimizer takes them, because there was no backward of ours to count; the user is told once what that leaves out. What
-would train something else than the program says is refused, before a weight changes.
+window says whether this batch ends a step, the strategy and the precision how the step is taken. `RawSteps` counts the
+steps whose gradients come from the program's own ``loss.backward()``.
 """
 
 from __future__ import annotations
@@ -349,7 +344,13 @@ def _a_gradient(optimizer: Optimizer) -> Tensor | None:
 
 
 class RawSteps:
-    """Counts the raw steps of one Accelerator's optimizers, and warns once of what is missed."""
+    """Counts the raw steps of one Accelerator's optimizers, and warns once of what is missed.
+
+    A loop that calls ``loss.backward()`` itself trains correctly: the model synchronises its gradients by itself. Its
+    steps are counted here, where an optimizer takes them, because there was no backward of ours to count; the user is
+    told once what that leaves out. What would train something else than the program says is refused, before a weight
+    changes.
+    """
 
     def __init__(self, accumulation: Accumulation, precision: Precision, strategy: Strategy) -> None:
         self._accumulation = accumulation

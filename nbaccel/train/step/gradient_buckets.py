@@ -1,16 +1,10 @@
-"""Buckets: gradients that are exchanged with peers, in a sequence that is the same in every attempt. Runs in ranks.
+"""Gradients that are exchanged with peers, in a sequence that is the same in every attempt. Run in ranks.
 
-Flat tensors, allocated once; ``parameter.grad`` is a view into them, at an aligned address. Every attempt of every
-rank sums bucket 0, 1, ... B-1 in this order, whatever happened locally: a rank that failed sends what it has. The
-last bucket also carries the rank's `StepReport`, which parameters took part, and rank 0's running statistics, so
-nothing else is exchanged. Finishing the sequence allocates nothing on the device. The engine decides which rank
+Flat tensors, allocated once; ``parameter.grad`` is a view into them, at an aligned address. Every attempt of every rank
+sums bucket 0, 1, ... B-1 in this order, whatever happened locally: a rank that failed sends what it has. The last
+bucket also carries the rank's `StepReport`, which parameters took part, and rank 0's running statistics, so nothing
+else is exchanged (`Words`). Finishing the sequence allocates nothing on the device. The engine decides which rank
 repeats.
-
-Words: the few numbers that ranks sum beside their gradients, between the host and the device. Runs in ranks.
-
-The host writes them before a sum and reads them after it. On the CPU they are accessed in place. On CUDA they are
-copied through pinned memory, in the stream of the computation: writing waits for nothing, and one event says that
-they can be read. Memory for that is allocated once, since a rank without free memory has to write its words too.
 """
 
 from __future__ import annotations
@@ -284,6 +278,11 @@ def _running_statistics(models: Sequence[Module]) -> Iterator[Tensor]:
 
 class Words:
     """A report of `count` numbers, followed by one mark per parameter, in `place`: the end of the summed tensor.
+
+    They are the few numbers that ranks sum beside their gradients. The host writes them before a sum and reads them
+    after it. On the CPU they are accessed in place. On CUDA they are copied through pinned memory, in the stream of the
+    computation: writing waits for nothing, and one event says that they can be read. Memory for that is allocated once,
+    since a rank without free memory has to write its words too.
 
     This class is for a place that the host can write and read.
     """

@@ -1,11 +1,9 @@
-"""Handlers: options for torch's DDP, GradScaler, autocast, process group and profiler. Built anywhere.
+"""Options for torch's DDP, GradScaler, autocast, process group and profiler, as Accelerate names them. Built anywhere.
 
-The names and fields are those of `accelerate.utils`, so that programs keep their ``kwargs_handlers=[...]``. They
-are values: nothing here calls torch; the parts that they configure read their fields.
-
-Plugins of Accelerate that have no counterpart here: their arguments, and what works instead.
-
-Enumerations: choices of Accelerate that programs name, with the values that stand in their configurations.
+The names and fields are those of `accelerate.utils`, so that programs keep their ``kwargs_handlers=[...]``. They are
+values: nothing here calls torch; the parts that they configure read their fields. Plugins of Accelerate that have no
+counterpart here are refused with what works instead. Enumerations that programs name have the values that stand in
+Accelerate's configurations.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Two errors of DDP about parameters, explained with the parameters' names and the remedy. Runs in ranks.
+"""Compression of DDP's gradients, and explanations of two errors of DDP about parameters. Runs in ranks.
 
-torch gives indices, since its reducer knows no names. Both errors occur on every rank that has the fault; this
-module only makes the errors and raises nothing itself.
-
-Compression of DDP's gradients by torch's communication hooks, named as in `DDPCommunicationHookType`. In ranks.
-
-They change numerics: half-precision hooks round the averaged gradient, PowerSGD (arXiv:1905.13727) sends a low-rank
-approximation with error feedback and keeps per-rank state, which checkpoints do not hold.
+torch gives indices in its errors, since its reducer knows no names; here they become the parameters' names and the
+remedy. Both errors occur on every rank that has the fault; this module only makes the errors and raises nothing itself.
 """
 
 from __future__ import annotations
@@ -103,6 +98,10 @@ def compress_gradients(
     module: DistributedDataParallel, options: DistributedDataParallelKwargs, device: torch.device
 ) -> None:
     """Register the hook that `options` name; without one, gradients are sent uncompressed.
+
+    The hooks are torch's communication hooks, named as in `DDPCommunicationHookType`. They change numerics:
+    half-precision hooks round the averaged gradient, PowerSGD (arXiv:1905.13727) sends a low-rank approximation with
+    error feedback and keeps per-rank state, which checkpoints do not hold.
 
     Raises:
         ValueError: the process group's backend cannot run this hook.

@@ -1,8 +1,7 @@
-"""Strategy: the interface of a way to distribute a model, and its default, a single device. Runs in ranks.
+"""Interface of a way to distribute a model, and its default, a single device. Runs in ranks.
 
-Lending: decides whose gradients `forward_backward` may take over, and explains a refusal. Runs in ranks.
-
-A rank may repeat a forward alone only if nothing in it waits for peers. This module inspects modules; it runs none.
+`lendable` decides whose gradients `forward_backward` may take over, and explains a refusal: a rank may repeat a forward
+alone only if nothing in it waits for peers. These functions inspect modules; they run none.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Slicing: takes samples out of a collated batch, whatever containers it has. Runs in ranks.
+"""Take samples out of a collated batch, whatever containers it has, and split it into parts. Runs in ranks.
 
 A batch that can only be cut by guessing is refused: a batch that is cut wrongly would train without any notice.
-Nothing here knows memory, gradients or other ranks.
-
-Cut: splits one collated batch into parts, each with its share of the samples. Runs in ranks; no communication.
-
-It decides which samples are in which part. The gate (`nbaccel.train.oom.split_batches`) decides when parts are handed
-out, and what waits for the last of them.
+`BatchCut` decides which samples are in which part. The gate (`nbaccel.train.oom.split_batches`) decides when parts are
+handed out, and what waits for the last of them. Nothing here knows memory, gradients or other ranks.
 """
 
 from __future__ import annotations

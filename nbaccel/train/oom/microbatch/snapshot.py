@@ -1,12 +1,7 @@
-"""TrainingSnapshot: saves the state of a training while trials change it, and restores it bit by bit. Runs in ranks.
+"""Save the state of a training, or of one forward, and restore it bit by bit. Runs in ranks.
 
-It keeps parameters, buffers, gradients, optimizer state (also that there was none) and the random generators of
-Python, NumPy and torch. It does not know other state of a program: lists it appends to, generators of its own.
-
-Snapshots: random generators and buffers as they were before a forward that may have to run again. Runs in ranks.
-
-A repeated forward must draw the same dropout and count each sample once in BatchNorm's statistics. The
-memory for the copies of buffers is allocated once, before memory is short.
+A `TrainingSnapshot` is for trials that change the training, a `ForwardSnapshot` for a forward that may have to run
+again.
 """
 
 from __future__ import annotations
@@ -36,6 +31,9 @@ _Restore = Callable[[], Any]
 
 class TrainingSnapshot:
     """State of `models` and `optimizers`; `restore` as often as needed, and once more at the end of the block.
+
+    It keeps parameters, buffers, gradients, optimizer state (also that there was none) and the random generators of
+    Python, NumPy and torch. It does not know other state of a program: lists it appends to, generators of its own.
 
     The values are stored where trials do not need the memory: those of a device in host memory, those of the CPU in a
     temporary file. Tensors keep their identity, so views into them (flat gradient buckets) stay valid.
@@ -166,6 +164,9 @@ def _memory(tensor: Tensor) -> memoryview:
 
 class ForwardSnapshot:
     """State that a forward changes beside gradients: Python's, NumPy's and torch's generators, and `buffers`.
+
+    A repeated forward must draw the same dropout and count each sample once in BatchNorm's statistics. The memory for
+    the copies of buffers is allocated once, before memory is short.
 
     device: its generator is saved beside the CPU's.
     """
