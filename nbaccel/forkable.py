@@ -1,10 +1,9 @@
-"""Finds out why forks of this process would fail: the state that CUDA and autograd leave in it.
+"""Find out why forks of this process would fail: CUDA or autograd has left state in it. Runs in the kernel.
 
-Runs in the kernel; touches no device.
-
-`torch.cuda.is_initialized()` knows only torch's own contexts. Pinned memory, cupy, numba or triton may have called the
-driver before; so may a backward on the CPU, which counts the existing devices and starts a thread of autograd for each.
-None of this works in a fork: there CUDA cannot be initialised again, and the first backward is refused.
+It touches no device. `torch.cuda.is_initialized()` knows only torch's own contexts. Pinned memory, cupy, numba or
+triton may have called the driver before; so may a backward on the CPU, which counts the existing devices and starts a
+thread of autograd for each. None of this works in a fork: there CUDA cannot be initialised again, and the first
+backward is refused.
 """
 
 from __future__ import annotations

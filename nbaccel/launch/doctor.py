@@ -1,6 +1,4 @@
-"""The doctor: a plain-text report of what nbaccel finds on this machine and in this process.
-
-Runs in kernels and scripts.
+"""Report in plain text what nbaccel finds on this machine and in this process. Runs in kernels and scripts.
 
 It reads and changes nothing: it does not import torch, and it never touches CUDA. If there are GPUs and torch is not
 loaded yet, one process is started to ask for which GPUs torch was built. The report holds no command lines and no

@@ -1,9 +1,7 @@
-"""LeftInRanks: finds what the ranks of a cell trained, made or changed, and the notebook does not have.
+"""Find what the ranks of a cell trained, made or changed, and the notebook does not have. Runs in the kernel.
 
-Runs in the kernel.
-
-It judges by the results, not by the cell's text: a rank reports numbers for the parameters that its cell mentions,
-which are compared with those of the notebook; and the containers and objects that its cell has changed.
+`LeftInRanks` judges by the results, not by the cell's text: a rank reports numbers for the parameters that its cell
+mentions, which are compared with those of the notebook; and the containers and objects that its cell has changed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Configuration: the choices of a notebook for all its cells. Runs in the kernel, and in `nbaccel config`.
+"""Choices of a notebook for all its cells, and those of a folder, nbaccel.toml. Runs in the kernel and in `nbaccel`.
 
-They begin with those of nbaccel.toml, if the folder has one; the form and `%accelerate config` change them, and `save`
-writes them back. A cell's own flags override them, which is `RunOptions.over`.
-
-nbaccel.toml: the choices of a folder, for its notebooks and for the command line.
-
-Runs in the kernel and in `nbaccel`. It reads and writes a flat table, one line KEY = VALUE each, and knows no key: the
-code that knows the flags checks the meaning of a key and its value. Comments of a file that is written again are lost.
+A `Configuration` begins with the choices of nbaccel.toml, if the folder has one; the form and `%accelerate config`
+change them, and `save` writes them back. A cell's own flags override them, which is `RunOptions.over`.
 """
 
 from __future__ import annotations
@@ -45,6 +40,9 @@ _HEADING = """\
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
     """The file of one folder; by default of the working directory, as for a notebook.
+
+    It holds a flat table, one line KEY = VALUE each, and knows no key: the code that knows the flags checks the meaning
+    of a key and its value. Comments of a file that is written again are lost.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:

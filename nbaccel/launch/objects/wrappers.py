@@ -1,12 +1,9 @@
-"""Wrappers: removes what training puts around a user's objects before they are sent. Both sides run it.
+"""Take off what training puts around a user's objects before they are sent. Runs in ranks and in the kernel.
 
 Objects of `nbaccel.train` return the wrapped object by `__nbaccel_unwrap__`: the packages `launch` and `train` do not
-know each other.
-
-Converts objects that Accelerate, transformers and Lightning made in a rank for a notebook, which is one process.
-
-These objects are known by the modules of their classes, so none of the libraries is imported here before an object of
-it arrives. Runs in ranks and in the kernel.
+know each other. Objects that Accelerate, transformers and Lightning made in a rank are converted for a notebook, which
+is one process. They are known by the modules of their classes, so none of the libraries is imported here before an
+object of it arrives.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Hangs: finds ranks that make no progress, explains the hang and, if the user set a limit, ends it.
-
-Runs in the kernel.
+"""Find ranks that make no progress, explain the hang and, if the user set a limit, end it. Runs in the kernel.
 
 A rank makes progress when it enters a step or a collective of the project, as the control page shows. If that has not
 happened for a while, the ranks are asked for their stacks. The rank to blame is the one that has entered fewer

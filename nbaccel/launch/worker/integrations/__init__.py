@@ -1,13 +1,10 @@
-"""Foreign trainers: makes the `Trainer` of Hugging Face and of Lightning report to the panel, and stop when asked.
-
-In ranks.
+"""Make the `Trainer` of Hugging Face and of Lightning report to the panel, and stop when asked. Runs in ranks.
 
 Nothing is imported here that the program does not import: a trainer's class is patched when its module is loaded, or if
 the kernel had loaded it. Its training method then first adds a callback of the project to the trainer, through the
 trainer's own list of callbacks. If a version of a library does not fit, the program runs as it would without the
-callback.
-
-A run in the kernel's own process makes them report while it lasts, and leaves classes and trainers as they were.
+callback. A run in the kernel's own process makes them report while it lasts, and leaves classes and trainers as they
+were.
 """
 
 from __future__ import annotations

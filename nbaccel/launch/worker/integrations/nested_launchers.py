@@ -1,6 +1,4 @@
-"""Refuses other libraries' launchers in a rank: each rank would start its own ranks.
-
-Runs in ranks, and in their children.
+"""Refuse other libraries' launchers in a rank: each rank would start its own ranks. Runs in ranks and their children.
 
 A launcher is recognised by its actions. One that is built on torch elastic (Accelerate's `notebook_launcher`,
 torchrun's `main`) runs an elastic agent in the rank. One that starts processes itself (`torch.multiprocessing.spawn`,
