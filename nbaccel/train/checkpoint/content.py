@@ -1,8 +1,9 @@
 """States in one checkpoint, between the prepared objects and the files. Runs in ranks; rank 0 writes, all ranks read.
 
-`Content` is only data: state dicts, and `progress`, the position of the training. `Prepared` and `Checkpointing` decide
-to which objects the states belong, and whether their numbers fit. Each state is one part of the folder, safetensors and
-JSON (`ObjectState`). `Staging` is host memory that holds the states while they are written in the background.
+`Content` is only data: state dicts, and `progress`, the position of the training. `TrainingState` and `ResumePolicy`
+decide to which objects the states belong, and whether their numbers fit. Each state is one part of the folder,
+safetensors and JSON (`ObjectState`). `Staging` is host memory that holds the states while they are written in the
+background.
 """
 
 from __future__ import annotations
