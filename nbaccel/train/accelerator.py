@@ -48,6 +48,7 @@ from nbaccel.train.lifecycle import Choices, Lifecycle
 from nbaccel.train.oom.forward_backward import StepRecovery
 from nbaccel.train.oom.memory import Freed, free
 from nbaccel.train.oom.memory.meters import PeakGauge
+from nbaccel.train.oom.microbatch.optimizer_guard import guarded_step
 from nbaccel.train.oom.microbatch.slicing import SplitFunction
 from nbaccel.train.oom.microbatch.task import LossFunction
 from nbaccel.train.oom.planning.planner import BatchSizePlanner
@@ -196,7 +197,7 @@ class Accelerator(ProcessControl):
         say = Weakly(self._say)
         self._checkpoints = Checkpoints(equipment, directory, on_save_error, Weakly(self._unwrap), say)
         self._resuming = ResumePolicy(equipment, self._checkpoints, limit_s, say)
-        self._preparer = Preparer(equipment, self._checkpoints.agree_on_names)
+        self._preparer = Preparer(equipment, self._checkpoints.agree_on_names, guarded_step)
         self._planner = BatchSizePlanner(equipment)
         self._stepper = Stepper(equipment)
         self._recovery = StepRecovery(equipment)

@@ -318,7 +318,7 @@ class Checkpoints:
         models = self._run_load_hooks(training, choice.folder)
         content = _read(choice, trust)
         self._refuse_other_objects(choice, content)
-        reorders = training.prepared.reorders(content)
+        reorders = training.reorders(content)
         training.take(content, models, options)
         for thing, state in zip(self.registered.objects, content.customs, strict=True):
             thing.load_state_dict(state)

@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.manifest import Lineage, Manifest
+from nbaccel.train.checkpoint.model_weights import with_tied
 from nbaccel.train.checkpoint.rng_files import Stamp, State, read
 from nbaccel.train.prepare.prepared import Prepared
 from nbaccel.train.step.accumulation import Accumulation, StepClock
@@ -123,7 +124,7 @@ class TrainingState:
         Raises:
             ValueError: other objects were prepared when it was written.
         """
-        self.prepared.load(content, models, self.strategy, options)
+        self._load(content, models, options)
         progress = content.progress
         if progress.get("precision"):
             self.precision.load_state_dict(progress["precision"])
@@ -132,6 +133,43 @@ class TrainingState:
         clock.trained = False
         self.epochs.load(progress.get("epoch", 0), clock)
         self.remembered.load_state_dict(content.remembered)
+
+    def reorders(self, content: Content) -> bool:
+        """Return whether a loader saved in the middle of an epoch now gets its order in another way.
+
+        One process has plain PyTorch's order, several have one that follows from a shared seed.
+        """
+        return any(
+            state["batches"] and (state["seed"] is None) != (loader.state_dict()["seed"] is None)
+            for loader, state in zip(self.prepared.loaders, content.progress.get("loaders", ()), strict=False)
+        )
+
+    def _load(self, content: Content, models: Sequence[Module], options: Mapping[str, Any]) -> None:
+        """Load the states of prepared objects; the arguments are those of `take`.
+
+        Raises:
+            ValueError: the number of objects differs.
+        """
+        prepared, strategy = self.prepared, self.strategy
+        for kind, things, states in (
+            ("model", models, content.models),
+            ("optimizer", prepared.optimizers, content.optimizers),
+            ("scheduler", prepared.schedulers, content.schedulers),
+        ):
+            if len(states) != len(things):
+                raise ValueError(
+                    f"the checkpoint holds {len(states)} {kind}(s), and {len(things)} are prepared: "
+                    "prepare the same ones, in the same order, before load_state"
+                )
+        for model, state in zip(models, content.models, strict=True):
+            strategy.load_state_dict(model, with_tied(strategy.unwrap(model), state), **options)
+        for optimizer, state in zip(prepared.optimizers, content.optimizers, strict=True):
+            optimizer.load_state_dict(state)
+        for scheduler, state in zip(prepared.schedulers, content.schedulers, strict=True):
+            scheduler.load_state_dict(state)
+        # An evaluation that prepares fewer loaders than the training did may load its checkpoint.
+        for loader, state in zip(prepared.loaders, content.progress.get("loaders", ()), strict=False):
+            loader.load_state_dict(state)
 
 
 def in_words(step: int, loaders: Sequence[PreparedLoader]) -> str:

@@ -22,7 +22,6 @@ from nbaccel.errors import NotPrepared
 from nbaccel.train.callers import warn_user
 from nbaccel.train.distributed.nested import map_children
 from nbaccel.train.distributed.partial_state import current_world
-from nbaccel.train.oom.microbatch.optimizer_guard import guarded_step
 from nbaccel.train.prepare.loss_watch import LossWatch
 from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.train.step.precision import Precision, Taken
@@ -31,6 +30,7 @@ from nbaccel.train.strategies.single import Strategy
 __all__ = [
     "SKIPS_IN_A_ROW",
     "Freshness",
+    "Guard",
     "PreparedOptimizer",
     "PreparedScheduler",
     "RawSteps",
@@ -43,10 +43,14 @@ SKIPS_IN_A_ROW = 50
 """Skipped steps in a row after which the user is warned. A sound fp16 training skips a handful at its start."""
 
 
+Guard = Callable[[Optimizer, Callable[[], tuple[Any, Taken]], str, int], tuple[Any, Taken]]
+"""``guard(optimizer, take, place, step)`` calls `take`, again if memory ran out; place names this rank in messages."""
+
+
 class PreparedOptimizer(Optimizer):
     """An optimizer whose `step` and `zero_grad` do nothing inside an accumulation window.
 
-    optimizer: the user's own.
+    optimizer: the user's own.  guard: takes its steps where a lack of memory is survived.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class PreparedOptimizer(Optimizer):
         strategy: Strategy,
         watch: LossWatch,
         raw_steps: RawSteps,
+        guard: Guard,
     ) -> None:
         # No super().__init__(): parameters, state and hooks are the wrapped optimizer's.
         self.optimizer = optimizer
@@ -65,6 +70,7 @@ class PreparedOptimizer(Optimizer):
         self._strategy = strategy
         self._watch = watch
         self._raw_steps = raw_steps
+        self._guard = guard
         self._freshness = Freshness()
         self._backwards = accumulation.backwards  # our backwards that had run at its last step
         self._was_skipped = False
@@ -136,7 +142,7 @@ class PreparedOptimizer(Optimizer):
         take = partial(self._strategy.step, self.optimizer, self._precision, None)
         world = self._strategy.world
         place = f"rank {world.rank} of {world.world_size}"
-        return guarded_step(self.optimizer, take, place, self.accumulation.clock.step)
+        return self._guard(self.optimizer, take, place, self.accumulation.clock.step)
 
     def _note(self, taken: bool) -> None:
         """Record whether the last step was `taken` or skipped. Called by methods that the program calls."""

@@ -1,20 +1,17 @@
 """Objects that one Accelerator prepared: models, optimizers, schedulers, loaders. Runs in ranks.
 
-`Prepared` stores them in the order of `prepare`, moves them, and reads and loads their state; it does not prepare
-them.
+`Prepared` stores them in the order of `prepare`, moves them, and reads their state; it does not prepare them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
 
-from nbaccel.train.checkpoint.content import Content
-from nbaccel.train.checkpoint.model_weights import with_tied
 from nbaccel.train.data import PreparedLoader
 from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.step.accumulation import Window
@@ -110,43 +107,6 @@ class Prepared:
         if since is None:
             return [loader.state_dict(count) for loader, count in zip(self.loaders, unseen, strict=True)]
         return [loader.state_in_epoch(since, count) for loader, count in zip(self.loaders, unseen, strict=True)]
-
-    def reorders(self, content: Content) -> bool:
-        """Return whether a loader saved in the middle of an epoch now gets its order in another way.
-
-        One process has plain PyTorch's order, several have one that follows from a shared seed.
-        """
-        return any(
-            state["batches"] and (state["seed"] is None) != (loader.state_dict()["seed"] is None)
-            for loader, state in zip(self.loaders, content.progress.get("loaders", ()), strict=False)
-        )
-
-    def load(self, content: Content, models: Sequence[Module], strategy: Strategy, options: Mapping[str, Any]) -> None:
-        """Load what `model_states`, `loader_states` and the other objects' ``state_dict`` returned.
-
-        models: those that the content's model states belong to.  options: for their ``load_state_dict``.
-        Raises:
-            ValueError: the number of objects differs.
-        """
-        for kind, prepared, states in (
-            ("model", models, content.models),
-            ("optimizer", self.optimizers, content.optimizers),
-            ("scheduler", self.schedulers, content.schedulers),
-        ):
-            if len(states) != len(prepared):
-                raise ValueError(
-                    f"the checkpoint holds {len(states)} {kind}(s), and {len(prepared)} are prepared: "
-                    "prepare the same ones, in the same order, before load_state"
-                )
-        for model, state in zip(models, content.models, strict=True):
-            strategy.load_state_dict(model, with_tied(strategy.unwrap(model), state), **options)
-        for optimizer, state in zip(self.optimizers, content.optimizers, strict=True):
-            optimizer.load_state_dict(state)
-        for scheduler, state in zip(self.schedulers, content.schedulers, strict=True):
-            scheduler.load_state_dict(state)
-        # An evaluation that prepares fewer loaders than the training did may load its checkpoint.
-        for loader, state in zip(self.loaders, content.progress.get("loaders", ()), strict=False):
-            loader.load_state_dict(state)
 
 
 def _inner(prepared: Any, strategy: Strategy) -> Any:

@@ -20,7 +20,7 @@ from nbaccel.train.data.dispatch import SliceFunction
 from nbaccel.train.data.unprepared import watch_loaders
 from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.prepare.models import admit, may_move
-from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler, follow_parameters
+from nbaccel.train.prepare.optimizer import Guard, PreparedOptimizer, PreparedScheduler, follow_parameters
 from nbaccel.train.prepare.prepared import remembered
 from nbaccel.train.step.precision import restore_forward
 
@@ -33,11 +33,13 @@ class Preparer:
     """Prepares objects of each kind, and remembers them. A part of the Accelerator.
 
     agree_on_names: names this run's checkpoints equally on all ranks; collective, and called where ranks meet anyway.
+    guard: takes the steps of prepared optimizers where a lack of memory is survived.
     """
 
-    def __init__(self, equipment: Equipment, agree_on_names: Callable[[], None]) -> None:
+    def __init__(self, equipment: Equipment, agree_on_names: Callable[[], None], guard: Guard) -> None:
         self._equipment = equipment
         self._agree_on_names = agree_on_names
+        self._guard = guard
 
     def prepare(
         self, objects: Sequence[Any], moves: Sequence[bool], config: DataLoaderConfiguration, scheduler_moves: int
@@ -123,6 +125,7 @@ class Preparer:
                 equipment.strategy,
                 equipment.watch,
                 equipment.raw_steps,
+                self._guard,
             ),
             equipment.prepared.optimizers,
         )
