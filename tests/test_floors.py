@@ -43,7 +43,7 @@ READS_ENVIRONMENT = {
     "launch/worker/integrations/one_process.py": "variables by which transformers and accelerate speak to each other",
     "launch/worker/integrations/one_output.py": "the variables by which wandb's user chooses a mode and a group",
     "train/distributed/process_group.py": "the variable by which torch's watchdog leaves errors to the program",
-    "train/environment.py": "functions by which programs read theirs",
+    "train/step/environment.py": "functions by which programs read theirs",
     "cli/accelerate_config.py": "where Accelerate keeps its configuration file",
     "trackers/clearml.py": "the variables by which ClearML's user names a project and a task",
     "train/logs.py": "the level that programs written for Accelerate choose",

@@ -43,7 +43,6 @@ from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import AcceleratorState
 from nbaccel.train.distributed.process_control import DistributedType, ProcessControl
 from nbaccel.train.distributed.rng import warn_of_rng_types
-from nbaccel.train.implicit import step_back, step_under_way
 from nbaccel.train.lifecycle import Choices, Lifecycle
 from nbaccel.train.oom.forward_backward import StepRecovery
 from nbaccel.train.oom.memory import Freed, free
@@ -61,6 +60,7 @@ from nbaccel.train.prepare.preparer import Preparer
 from nbaccel.train.prepare.stepper import Stepper
 from nbaccel.train.saving import write_object
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
+from nbaccel.train.step.implicit_hooks import step_back, step_under_way
 from nbaccel.train.step.kwargs_handlers import (
     AutocastKwargs,
     KwargsHandler,

@@ -25,13 +25,13 @@ from nbaccel.train.checkpoint.manifest import Lineage
 from nbaccel.train.checkpoint.resume import ResumePolicy, Weakly
 from nbaccel.train.checkpoint.training_state import TrainingState
 from nbaccel.train.distributed.process_group import process_group
-from nbaccel.train.implicit import step_back
 from nbaccel.train.oom.forward_backward import StepRecovery
 from nbaccel.train.oom.split_batches import make_gate
 from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.prepare.loss_watch import ON_NAN
 from nbaccel.train.prepare.models import TorchDynamoPlugin
 from nbaccel.train.step.accumulation import Accumulation, GradientAccumulationPlugin
+from nbaccel.train.step.implicit_hooks import step_back
 from nbaccel.train.step.kwargs_handlers import Handlers, KwargsHandler
 from nbaccel.world import World
 

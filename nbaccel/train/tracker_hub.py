@@ -19,9 +19,9 @@ from torch import Tensor
 
 from nbaccel.events import Opened, emit, reports
 from nbaccel.tracking import GeneralTracker, LoggerType, find_tracker, tracker_names, without_none
-from nbaccel.train.callers import warn_user
+from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.process_control import ProcessControl
-from nbaccel.train.readings import Reading, is_plain
+from nbaccel.train.step.readings import Reading, is_plain
 from nbaccel.values import frozen
 
 __all__ = ["LogWith", "Trackers", "TrackingPlan"]

@@ -45,7 +45,6 @@ from nbaccel.train.checkpoint.model_weights import load_model
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.distributed.process_control import DistributedType
 from nbaccel.train.distributed.rng import RNGType, set_seed, synchronize_rng_state, synchronize_rng_states
-from nbaccel.train.environment import clear_environment, patch_environment
 from nbaccel.train.functions import (
     broadcast,
     broadcast_object_list,
@@ -62,6 +61,7 @@ from nbaccel.train.precision_type import PrecisionType
 from nbaccel.train.prepare.models import TorchDynamoPlugin, is_compiled_module
 from nbaccel.train.saving import load, save
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
+from nbaccel.train.step.environment import clear_environment, patch_environment
 from nbaccel.train.step.kwargs_handlers import (
     AutocastKwargs,
     DDPCommunicationHookType,
@@ -147,7 +147,7 @@ __getattr__ = missing_from(
     __name__,
     "nbaccel.utils.constants",
     "nbaccel.train.helpers",
-    "nbaccel.train.environment",
+    "nbaccel.train.step.environment",
     "nbaccel.train.available",
     "nbaccel.train.step.kwargs_handlers",
     "nbaccel.train.distributed.partial_state",

@@ -16,9 +16,9 @@ import torch
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
 from nbaccel.train.prepare.optimizer import SKIPS_IN_A_ROW
-from nbaccel.train.readings import Reading
 from nbaccel.train.step import precision
 from nbaccel.train.step.kwargs_handlers import AutocastKwargs, GradScalerKwargs
+from nbaccel.train.step.readings import Reading
 from peers import TOOLKITS, toolkit
 
 Pair = namedtuple("Pair", "left right")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nbaccel.train.readings import Reading
+from nbaccel.train.step.readings import Reading
 
 
 class Event:

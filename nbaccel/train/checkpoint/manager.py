@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 from nbaccel.aborting import refuse_if_aborted
 from nbaccel.errors import CannotSave
-from nbaccel.train.callers import users_line, warn_user
 from nbaccel.train.checkpoint import rng_files
 from nbaccel.train.checkpoint.accelerate_format import read_foreign, restore_foreign_generators
 from nbaccel.train.checkpoint.atomic_folder import SUBFOLDER, may_write_below, sayable
@@ -34,6 +33,7 @@ from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.checkpoint.rng_files import Stamp
 from nbaccel.train.checkpoint.training_state import Epochs, Remembered, TrainingState, in_words
 from nbaccel.train.checkpoint.writer import Save, Writer
+from nbaccel.train.distributed.callers import users_line, warn_user
 from nbaccel.train.prepare.equipment import Equipment
 
 __all__ = [

@@ -26,8 +26,8 @@ from nbaccel.train.data.position import EpochProgress, Fetching, LoaderPosition,
 from nbaccel.train.data.shard import counted, refuse_uneven, until_backward
 from nbaccel.train.data.sources import Source
 from nbaccel.train.distributed.partial_state import current_world
-from nbaccel.train.implicit import step_back
 from nbaccel.train.step.accumulation import Accumulation
+from nbaccel.train.step.implicit_hooks import step_back
 from nbaccel.world import World
 
 __all__ = ["PreparedLoader"]

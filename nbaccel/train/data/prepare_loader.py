@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from nbaccel.train.callers import warn_user
 from nbaccel.train.data.dispatch import DispatchSource, SliceFunction
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.order import SharedOrder, data_seed
 from nbaccel.train.data.sources import IndexSource, Source, StreamSource, length_of, rebuilt
+from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.values import frozen

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from nbaccel.train.callers import warn_user
+from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.world import World
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nbaccel.train.callers import warn_user
+from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.partial_state import PartialState, current_world
 
 __all__ = [

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbaccel.train.callers import users_frames
+from nbaccel.train.distributed.callers import users_frames
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.implicit.gradient_weights import Header, differ, digest
 from nbaccel.train.implicit.terms import Term

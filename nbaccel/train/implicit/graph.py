@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbaccel.train.callers import users_frames, variables_of
+from nbaccel.train.distributed.callers import users_frames, variables_of
 from nbaccel.train.implicit.terms import LossTerms
 
 __all__ = [

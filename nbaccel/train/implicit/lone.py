@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from torch.utils.data.dataloader import _DatasetKind
 
 from nbaccel.events import Gauge, LoopEntered, Loss, emit
-from nbaccel.train.callers import place_of_call
-from nbaccel.train.implicit import count_steps_by, forget, when_beginning_anew, when_stepping_back
+from nbaccel.train.distributed.callers import place_of_call
 from nbaccel.train.implicit.batch_parts import PassGauge
 from nbaccel.train.implicit.graph import forget_scaled, is_scaled, leave_scalers, watch_scalers
 from nbaccel.train.implicit.hooks import Hooks
 from nbaccel.train.implicit.loaders import ask, length_of
 from nbaccel.train.implicit.withholding import StepCounter
+from nbaccel.train.step.implicit_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
 
 __all__ = ["LoneTraining"]
 

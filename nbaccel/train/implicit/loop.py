@@ -24,7 +24,6 @@ from nbaccel.settings import SPLIT, RunSettings
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.distributed.process_group import process_group
-from nbaccel.train.implicit import count_steps_by, forget, when_beginning_anew, when_stepping_back
 from nbaccel.train.implicit.averaging import Averaging
 from nbaccel.train.implicit.batch_parts import Split
 from nbaccel.train.implicit.graph import leave_scalers, watch_scalers
@@ -32,6 +31,7 @@ from nbaccel.train.implicit.hooks import Hooks
 from nbaccel.train.implicit.passes import Passes
 from nbaccel.train.implicit.trained_tensors import Model
 from nbaccel.train.implicit.withholding import StepCounter, Withholding
+from nbaccel.train.step.implicit_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
 from nbaccel.world import World
 
 __all__ = [

@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _DatasetKind
 from nbaccel.errors import CannotSplit, NotPrepared
 from nbaccel.events import Gauge, LoopEntered, emit
 from nbaccel.settings import EACH, SPLIT
-from nbaccel.train.callers import place_of_call, users_name
+from nbaccel.train.distributed.callers import place_of_call, users_name
 from nbaccel.train.implicit.batch_parts import ALONE, UNKNOWN, Handed, Label, Layout, PassGauge, Split, Turn, is_own
 from nbaccel.train.implicit.loaders import (
     ask,

@@ -23,7 +23,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from nbaccel.errors import NotPrepared
-from nbaccel.train.callers import users_frames, variables_of
+from nbaccel.train.distributed.callers import users_frames, variables_of
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.implicit.gradient_weights import as_floats
 from nbaccel.values import frozen

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from nbaccel.settings import RunSettings
-from nbaccel.train.callers import warn_user
+from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.step.kwargs_handlers import KwargsHandler
 from nbaccel.train.strategies.single import without_compile
 from nbaccel.values import frozen

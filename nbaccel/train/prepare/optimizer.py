@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nbaccel.errors import NotPrepared
-from nbaccel.train.callers import warn_user
+from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.nested import map_children
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.prepare.loss_watch import LossWatch

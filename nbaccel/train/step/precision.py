@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from nbaccel.settings import wrong_precision
 from nbaccel.train.distributed.nested import map_children
-from nbaccel.train.readings import Reading
 from nbaccel.train.step.kwargs_handlers import AutocastKwargs, Handlers
+from nbaccel.train.step.readings import Reading
 
 __all__ = [
     "Bf16",

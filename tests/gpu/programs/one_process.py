@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from gpu.facts import fact, tell_cases
 from nbaccel import Accelerator
-from nbaccel.train.readings import Reading
+from nbaccel.train.step.readings import Reading
 
 _BATCHES, _ROWS = 64, 8
 _COLUMNS = {"cuda": 65536, "cpu": 16}

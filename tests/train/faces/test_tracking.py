@@ -18,7 +18,7 @@ from nbaccel import Accelerator
 from nbaccel.events import Event, Metric, emit, outlet
 from nbaccel.testing import run_ranks
 from nbaccel.tracking import GeneralTracker, on_main_process
-from nbaccel.train.readings import Reading
+from nbaccel.train.step.readings import Reading
 
 
 class Kept(GeneralTracker):

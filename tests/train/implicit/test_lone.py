@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbaccel import Accelerator
 from nbaccel.errors import RunStopped
 from nbaccel.events import Event, Gauge, LoopEntered, Loss, Progress, StepEntered, StepsEnded, outlet
-from nbaccel.train.implicit import step_under_way
 from nbaccel.train.implicit.lone import LoneTraining
+from nbaccel.train.step.implicit_hooks import step_under_way
 
 
 class Seen(list[Event]):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from nbaccel.train.oom.microbatch.slicing import Samples
-from nbaccel.train.readings import Reading
+from nbaccel.train.step.readings import Reading
 
 __all__ = [
     "IGNORED_LABEL",

@@ -18,7 +18,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from nbaccel.train.callers import warn_user
+from nbaccel.train.distributed.callers import warn_user
 from nbaccel.values import frozen
 
 __all__ = [

@@ -16,11 +16,11 @@ from nbaccel.demand import WHAT_HELPS
 from nbaccel.errors import NoBatchSizeFits
 from nbaccel.events import OutOfMemory, emit
 from nbaccel.train.distributed.partial_state import PartialState, current_world
-from nbaccel.train.implicit import begin_anew
 from nbaccel.train.oom.memory import release_unused
 from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
 from nbaccel.train.oom.retry.coordinate import AttemptReport, DistributedRetry, LocalRetry
 from nbaccel.train.oom.retry.survivors import Survivors
+from nbaccel.train.step.implicit_hooks import begin_anew
 
 __all__ = [
     "ByRule",

@@ -29,10 +29,10 @@ from nbaccel.errors import PeerFailed
 from nbaccel.train.distributed.collectives import pack, unpack
 from nbaccel.train.distributed.nested import map_children
 from nbaccel.train.distributed.process_group import process_group
-from nbaccel.train.implicit import step_under_way
 from nbaccel.train.oom.memory import release_unused
 from nbaccel.train.oom.retry.disconnect import backends
 from nbaccel.train.prepare.optimizer import PreparedOptimizer
+from nbaccel.train.step.implicit_hooks import step_under_way
 from nbaccel.train.strategies.single import is_sharded
 from nbaccel.values import frozen
 
