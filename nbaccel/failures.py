@@ -52,7 +52,7 @@ class _Symptom:
     kind: Failure
     recovery: Recovery
     type_names: frozenset[str]
-    message: re.Pattern[str]
+    message: str
     source: str
     is_of_host: bool = False
 
@@ -60,7 +60,7 @@ class _Symptom:
 def _symptom(
     kind: Failure, recovery: Recovery, type_names: str, message: str, source: str, is_of_host: bool = False
 ) -> _Symptom:
-    return _Symptom(kind, recovery, frozenset(type_names.split()), re.compile(message, re.DOTALL), source, is_of_host)
+    return _Symptom(kind, recovery, frozenset(type_names.split()), message, source, is_of_host)
 
 
 _TORCH = "RuntimeError AcceleratorError OutOfMemoryError DistBackendError InductorError BackendCompilerFailed"
@@ -258,7 +258,8 @@ def _symptom_of(error: BaseException) -> _Symptom | None:
 
 def _find(type_names: frozenset[str], message: str) -> _Symptom | None:
     for symptom in _TABLE:
-        if symptom.type_names & type_names and symptom.message.search(message):
+        # `re` compiles each pattern here, once: compiling all would be a twentieth of nbaccel's import.
+        if symptom.type_names & type_names and re.search(symptom.message, message, re.DOTALL):
             return symptom
     return None
 

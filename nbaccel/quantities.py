@@ -28,8 +28,8 @@ __all__ = [
 ]
 
 _UNITS_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
-_STEPS = re.compile(r"(\d+)\s*(?:steps?)?", re.IGNORECASE)
-_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(sec|s|min|m|h)(?![a-z])\s*", re.IGNORECASE)
+_STEPS = r"(\d+)\s*(?:steps?)?"
+_PART = r"(\d+(?:\.\d+)?)\s*(sec|s|min|m|h)(?![a-z])\s*"
 
 
 @frozen
@@ -55,7 +55,7 @@ def parse_interval(text: str | int) -> Steps | Period:
     >>> parse_interval("500steps"), parse_interval("1h30min")
     (Steps(count=500), Period(seconds=5400.0))
     """
-    steps = _STEPS.fullmatch(str(text).strip())
+    steps = re.fullmatch(_STEPS, str(text).strip(), re.IGNORECASE)
     if steps and int(steps[1]) > 0:
         return Steps(int(steps[1]))
     try:
@@ -73,9 +73,9 @@ def parse_seconds(text: str) -> float:
     >>> parse_seconds("11h30m")
     41400.0
     """
-    parts = _PART.findall(text)
+    parts = re.findall(_PART, text, re.IGNORECASE)
     seconds = float(sum(float(number) * _UNITS_S[unit.lower()] for number, unit in parts))
-    if not seconds or _PART.sub("", text).strip():
+    if not seconds or re.sub(_PART, "", text, flags=re.IGNORECASE).strip():
         raise ValueError(f"a time is hours, minutes or seconds, as in 11h30m, 10min, 90s; got {text!r}")
     return seconds
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.failures import Recovery, can_retry, is_of_host, recovery_of
-from nbaccel.hardware import usable_memory
 from nbaccel.values import frozen
 
 __all__ = ["Room", "device_room", "fullness", "host_room", "is_shortage", "unused_heap"]
@@ -124,6 +123,8 @@ def _host_rooms(root: Path) -> Iterator[Room]:
             if limit_bytes != resource.RLIM_INFINITY:
                 peak_bytes = held[name] + freed_bytes
                 yield Room(held[name], limit_bytes, peak_bytes if peak_bytes <= limit_bytes else 0)
+    from nbaccel.hardware import usable_memory  # without memory for this, `host_room` says that there is none
+
     memory = usable_memory(root)
     if memory.total_bytes:
         yield Room(memory.total_bytes - memory.available_bytes, memory.total_bytes)

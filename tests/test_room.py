@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from environments import REPOSITORY
-from nbaccel import room
+from nbaccel import hardware, room
 from nbaccel.events import Event, OutOfMemory, outlet
 from nbaccel.hardware import MemoryInfo
 from nbaccel.room import Room, fullness, host_room, is_shortage
@@ -39,7 +39,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """RLIMIT_DATA is 1,000 kB."""
     limits = {resource.RLIMIT_DATA: 1000 * 1024, resource.RLIMIT_AS: resource.RLIM_INFINITY}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], resource.RLIM_INFINITY))
-    monkeypatch.setattr(room, "usable_memory", lambda root: MemoryInfo(100, 50))
+    monkeypatch.setattr(hardware, "usable_memory", lambda root: MemoryInfo(100, 50))
 
 
 @pytest.mark.usefixtures("limited")

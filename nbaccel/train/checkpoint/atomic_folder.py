@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nbaccel.errors import CannotSave, CheckpointCorrupt
-from nbaccel.storage import Storage
 from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest, aside, sync
 
 __all__ = [
@@ -45,7 +44,7 @@ __all__ = [
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM)
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_OS_ERROR = r"\(os error (\d+)\)"
 """Pattern of an operating system's error at the end of a text of safetensors, which writes from Rust."""
 
 _RESERVE_BYTES = 1 << 20
@@ -145,7 +144,7 @@ def _bytes(size: int) -> str:
 def _code(error: Exception) -> int:
     if isinstance(error, OSError):
         return error.errno or 0
-    said = _OS_ERROR.search(str(error))
+    said = re.search(_OS_ERROR, str(error))
     return int(said[1]) if said else 0
 
 
@@ -263,13 +262,15 @@ class Recycling(Disposal):
 
 def disposal_in(folder: Path) -> Disposal:
     """Return the disposal for folders inside `folder`."""
+    from nbaccel.storage import Storage  # which loads what is known of the hardware
+
     return Recycling() if Storage.of(folder).is_drive else Disposal()
 
 
 def sweep(folder: Path) -> None:
     """Delete from a newly written folder the files that remain of the recycled one: they are empty by now."""
     for path in folder.iterdir():
-        is_own = OURS.fullmatch(path.name) and path.name != MANIFEST  # which is written last
+        is_own = re.fullmatch(OURS, path.name) and path.name != MANIFEST  # which is written last
         if is_own and path.is_file() and not path.stat().st_size:
             path.unlink()
 
@@ -278,7 +279,7 @@ def _empty(path: Path) -> None:
     """Keep the file without its content, if it is one of a checkpoint's own and linked in no other folder."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
-    elif path.is_symlink() or not OURS.fullmatch(path.name) or path.stat().st_nlink > 1:
+    elif path.is_symlink() or not re.fullmatch(OURS, path.name) or path.stat().st_nlink > 1:
         path.unlink()
     else:
         os.truncate(path, 0)
@@ -286,14 +287,14 @@ def _empty(path: Path) -> None:
 
 SUBFOLDER = "nbaccel_checkpoint"
 
-OURS = re.compile(
+OURS = (
     r"(model|optimizer|scheduler|custom)(_\d+)?(\.frozen)?\.(json|safetensors|pkl)|(training|remembered|manifest|generators_\d+)\.json"
     rf"|\.{SUBFOLDER}\..*"
 )
-"""Names of files in a checkpoint's folder, without the files of hooks."""
+"""Pattern of names of files in a checkpoint's folder, without the files of hooks."""
 
-_NOBODYS = re.compile(r"\.ipynb_checkpoints|\.DS_Store|__pycache__")
-"""Names that Jupyter and operating systems create in any folder that was opened."""
+_NOBODYS = r"\.ipynb_checkpoints|\.DS_Store|__pycache__"
+"""Pattern of names that Jupyter and operating systems create in any folder that was opened."""
 
 
 def place_for(folder: str | os.PathLike[str]) -> Path:
@@ -320,7 +321,7 @@ def _holds_other_things(folder: Path) -> bool:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    strange = {name for name in names if not (OURS.fullmatch(name) or _NOBODYS.fullmatch(name))}
+    strange = {name for name in names if not (re.fullmatch(OURS, name) or re.fullmatch(_NOBODYS, name))}
     return bool(strange) and not strange <= _listed(folder)
 
 

@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nbaccel.errors import CheckpointCorrupt, UntrustedPickle
-from nbaccel.hardware import usable_memory
 from nbaccel.train.checkpoint.manifest import FileRecord, Manifest
 from nbaccel.train.checkpoint.serialization import (
     CannotPack,
@@ -371,6 +370,8 @@ class _Pinned:
 
     def _takes(self, size_bytes: int) -> bool:
         if self._left_bytes is None:
+            from nbaccel.hardware import usable_memory  # pinning alone needs it
+
             self._left_bytes = int(_SHARE_OF_HOST * usable_memory().available_bytes)
         taken_bytes = 1 << max(0, size_bytes - 1).bit_length()  # torch pins powers of two
         if taken_bytes > self._left_bytes:

@@ -39,11 +39,11 @@ __all__ = [
     "Timeline",
 ]
 
-_NAME = re.compile(r"checkpoint_(\d+)")
+_NAME = r"checkpoint_(\d+)"
 
-_STEP = re.compile(r"checkpoint_(\d+)(?:_\d+)?")
+_STEP = r"checkpoint_(\d+)(?:_\d+)?"
 
-_TAKEN = re.compile(r"(?:checkpoint_(\d+)|\.checkpoint_(\d+)\.(?:tmp|old)-(\d+))")
+_TAKEN = r"(?:checkpoint_(\d+)|\.checkpoint_(\d+)\.(?:tmp|old)-(\d+))"
 """Names that have a number, and the process: a leftover of a killed process gets its name back at the next save."""
 
 _FEWEST = 3
@@ -141,7 +141,7 @@ class CheckpointDirectory:
         if not self.project.automatic_checkpoint_naming or self.project.project_dir is None:
             return None
         place = self._numbered("save_state", "output_dir")
-        names = map(_TAKEN.fullmatch, os.listdir(place) if place.is_dir() else ())
+        names = (re.fullmatch(_TAKEN, name) for name in (os.listdir(place) if place.is_dir() else ()))
         taken = [int(said[1] or said[2]) for said in names if said and not (said[3] and is_alive(said[3]))]
         return 1 + max(taken, default=-1)
 
@@ -152,7 +152,7 @@ class CheckpointDirectory:
 
     def count_on(self, folder: Path) -> None:
         """Continue the numbering after `folder`, the numbered checkpoint that was made last."""
-        said = _NAME.fullmatch(folder.name)
+        said = re.fullmatch(_NAME, folder.name)
         assert said is not None, folder
         self.project.iteration = Counted(int(said[1]) + 1)
 
@@ -262,7 +262,7 @@ class CheckpointDirectory:
     def _all(self) -> list[tuple[int, Path]]:
         """Return the numbered checkpoints, the oldest first."""
         place = self._numbered("load_state", "input_dir")
-        found = [(_NAME.fullmatch(path.name), path) for path in place.glob("checkpoint_*")]
+        found = [(re.fullmatch(_NAME, path.name), path) for path in place.glob("checkpoint_*")]
         return sorted((int(said[1]), path) for said, path in found if said)
 
 
@@ -300,7 +300,7 @@ class Timeline(CheckpointDirectory):
         return self.folder
 
     def _all(self) -> list[tuple[int, Path]]:
-        found = [(_STEP.fullmatch(path.name), path) for path in self.folder.glob("checkpoint_*")]
+        found = [(re.fullmatch(_STEP, path.name), path) for path in self.folder.glob("checkpoint_*")]
         steps = [(int(said[1]), path) for said, path in found if said]
         return sorted(steps, key=lambda item: (_saved_at(item[1]), item[0]))
 

@@ -40,7 +40,7 @@ __all__ = [
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     unit: 2 ** (10 * power) for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), start=1)
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*")
+_SIZE = r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*"
 _NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}
 
 
@@ -52,7 +52,7 @@ def parse_size(size: int | str) -> int:
     """
     if isinstance(size, int):
         return size
-    said = _SIZE.fullmatch(size.upper())
+    said = re.fullmatch(_SIZE, size.upper())
     if said is None or said[2] not in _UNITS:
         raise ValueError(f"max_shard_size must be bytes, or text such as '10GB' or '500MiB', got {size!r}")
     return int(float(said[1]) * _UNITS[said[2]])

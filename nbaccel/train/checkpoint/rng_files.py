@@ -44,7 +44,7 @@ __all__ = [
 State = dict[str, Any]
 """The generators of one process, in JSON."""
 
-_WAITING = re.compile(r"\.rank(?P<rank>\d+)\.step(?P<step>\d+)$")
+_WAITING = r"\.rank(?P<rank>\d+)\.step(?P<step>\d+)$"
 
 
 def read(device: torch.device) -> State:
@@ -147,7 +147,7 @@ def adopt(target: Path, stamp: Stamp) -> None:
     """
     elsewhere = target.parent.glob(f".*.rank*.step{stamp.step}") if stamp.save else ()
     for waiting in {*aside(target, "rank*.step*"), *elsewhere}:
-        said = _WAITING.search(waiting.name)
+        said = re.search(_WAITING, waiting.name)
         if said is None:
             continue
         rank, step = int(said["rank"]), int(said["step"])
@@ -160,7 +160,7 @@ def adopt(target: Path, stamp: Stamp) -> None:
 def drop_outdated(place: Path, step: int) -> None:
     """Delete files of saves before `step` whose checkpoint is gone, since their ranks came too late. Runs in rank 0."""
     for waiting in place.glob(".*.rank*.step*"):
-        said = _WAITING.search(waiting.name)
+        said = re.search(_WAITING, waiting.name)
         if said is not None and int(said["step"]) < step and not (place / waiting.name[1 : said.start()]).exists():
             waiting.unlink(missing_ok=True)
 

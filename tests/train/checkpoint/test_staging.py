@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nbaccel import hardware
 from nbaccel.hardware import MemoryInfo
-from nbaccel.train.checkpoint import content as under_test
 from nbaccel.train.checkpoint.content import Content, Staging
 
 
@@ -59,7 +59,7 @@ class Host(TorchDispatchMode):
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     host = Host(4800)
-    monkeypatch.setattr(under_test, "usable_memory", lambda: host.memory)
+    monkeypatch.setattr(hardware, "usable_memory", lambda: host.memory)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: host)
     with host:
         yield host
