@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -46,11 +47,9 @@ from nbaccel.train.distributed.rng import warn_of_rng_types
 from nbaccel.train.lifecycle import Choices, Lifecycle
 from nbaccel.train.oom.forward_backward import StepRecovery
 from nbaccel.train.oom.memory import Freed, free
-from nbaccel.train.oom.memory.meters import PeakGauge
 from nbaccel.train.oom.microbatch.optimizer_guard import guarded_step
 from nbaccel.train.oom.microbatch.slicing import SplitFunction
 from nbaccel.train.oom.microbatch.task import LossFunction
-from nbaccel.train.oom.planning.planner import BatchSizePlanner
 from nbaccel.train.parallel import extract_model_from_parallel
 from nbaccel.train.prepare.contexts import GradientState, profiling
 from nbaccel.train.prepare.equipment import Equipment
@@ -72,6 +71,10 @@ from nbaccel.train.step.kwargs_handlers import (
 from nbaccel.train.step.precision import restore_forward
 from nbaccel.train.tracker_hub import LogWith, Trackers, TrackingPlan
 from nbaccel.world import World
+
+if TYPE_CHECKING:
+    from nbaccel.train.oom.memory.meters import PeakGauge
+    from nbaccel.train.oom.planning.planner import BatchSizePlanner
 
 __all__ = ["Accelerator"]
 
@@ -198,7 +201,6 @@ class Accelerator(ProcessControl):
         self._checkpoints = Checkpoints(equipment, directory, on_save_error, Weakly(self._unwrap), say)
         self._resuming = ResumePolicy(equipment, self._checkpoints, limit_s, say)
         self._preparer = Preparer(equipment, self._checkpoints.agree_on_names, guarded_step)
-        self._planner = BatchSizePlanner(equipment)
         self._stepper = Stepper(equipment)
         self._recovery = StepRecovery(equipment)
         self._lifecycle = Lifecycle(choices, equipment, self._checkpoints, self._resuming, self._recovery)
@@ -1062,6 +1064,12 @@ class Accelerator(ProcessControl):
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("find_batch_size")
         return self._planner.find(loss_fn, example, max_batch_size, cache, meter)
+
+    @cached_property
+    def _planner(self) -> BatchSizePlanner:
+        from nbaccel.train.oom.planning.planner import BatchSizePlanner  # few programs search; each would load it
+
+        return BatchSizePlanner(self._equipment)
 
     # -- models, memory, the end
 

@@ -15,7 +15,6 @@ from nbaccel.train.oom.microbatch.engine import StepEngine
 from nbaccel.train.oom.microbatch.sizes import MicroBatches
 from nbaccel.train.oom.microbatch.slicing import Samples, SplitFunction
 from nbaccel.train.oom.microbatch.task import LossFunction, MicroBatchTask
-from nbaccel.train.oom.planning.planner import find_micro_batch_size
 from nbaccel.train.prepare.equipment import Equipment
 
 __all__ = [
@@ -79,6 +78,8 @@ class StepRecovery:
         self, loss_fn: LossFunction, batch: Any, split_fn: SplitFunction | None, samples: int | None
     ) -> None:
         """Find the starting size of this rank's micro-batches. Collective at the engine's first step only."""
+        from nbaccel.train.oom.planning.planner import find_micro_batch_size
+
         self._step_engine().prepare()
         size = find_micro_batch_size(
             loss_fn,
