@@ -224,7 +224,7 @@ def can_retry(error: BaseException, used_fraction: float | None = None) -> bool:
 
 
 _UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_ASKED = re.compile(rf"(?i:tried to allocate|unable to allocate) ([\d.]+) ?({'|'.join(_UNITS)})\b")
+_ASKED = rf"(?i:tried to allocate|unable to allocate) ([\d.]+) ?({'|'.join(_UNITS)})\b"
 
 
 def in_bytes(number: str, unit: str) -> int:
@@ -242,7 +242,7 @@ def asked_bytes(text: str) -> int:
     >>> asked_bytes("CUDA out of memory. Tried to allocate 2.00 GiB."), asked_bytes("you tried to allocate 64 bytes.")
     (2147483648, 64)
     """
-    found = _ASKED.search(text)
+    found = re.search(_ASKED, text)
     return 0 if found is None else in_bytes(found[1], found[2])
 
 

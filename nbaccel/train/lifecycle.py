@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +33,7 @@ from nbaccel.train.prepare.models import TorchDynamoPlugin
 from nbaccel.train.step.accumulation import Accumulation, GradientAccumulationPlugin
 from nbaccel.train.step.implicit_hooks import step_back
 from nbaccel.train.step.kwargs_handlers import Handlers, KwargsHandler
+from nbaccel.values import frozen
 from nbaccel.world import World
 
 __all__ = [
@@ -45,7 +46,7 @@ _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Choices:
     """The program's choices that hold in every world of its Accelerator.
 

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, fields, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nbaccel.events import Progress
 from nbaccel.train.step.accumulation import Accumulation
+from nbaccel.values import frozen
 
 __all__ = [
     "DatasetStates",
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LoaderPosition:
     """The position where an iteration begins, or that it has reached.
 
@@ -65,7 +66,7 @@ class LoaderPosition:
         return not (self.looks if self.is_look else self.loops)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__ if name != "goes_on"}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "goes_on"}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], batch_size: int | None) -> LoaderPosition:

@@ -142,7 +142,7 @@ def prepare_loader(
     return kind.over(loader, source, world, accumulation, device if moves else None)
 
 
-@dataclass(frozen=True)
+@frozen
 class _Choice:
     loader: DataLoader[Any]
     world: World
