@@ -7,35 +7,14 @@ launch nothing; so this module is small, and `launch.api` is loaded by the first
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
+from nbaccel.notices import without_our_frames
 from nbaccel.settings import STOP
 
-__all__ = ["debug_launcher", "notebook_launcher", "without_our_frames"]
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def without_our_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Make errors of `function` begin with the user's own lines, and show only these lines in a notebook."""
-
-    @functools.wraps(function)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        try:
-            return function(*args, **kwargs)
-        except BaseException as error:
-            from nbaccel.launch.ipc.reports import begin_with_users_frames, show_users_frames
-
-            show_users_frames(error)
-            begin_with_users_frames(error)
-            raise
-
-    return called
-
+__all__ = ["debug_launcher", "notebook_launcher"]
 
 _IGNORED: Mapping[str, Any] = {
     "use_port": "29500",

@@ -19,7 +19,6 @@ from nbaccel.display.run_view import RunView
 from nbaccel.display.summary import RunFacts
 from nbaccel.errors import ResultsMissing, RunStopped
 from nbaccel.hardware import Survey
-from nbaccel.launch.accelerate_launchers import without_our_frames
 from nbaccel.launch.diagnosis import PostMortem, failed_alike
 from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.inline import ends_its_group, post_mortem_here, run_inline
@@ -30,6 +29,7 @@ from nbaccel.launch.plan import LaunchPlan, devices_of
 from nbaccel.launch.preflight import ProcessState
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.run import Run
+from nbaccel.notices import without_our_frames
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.screens import shell_here
 from nbaccel.settings import STOP, RunSettings

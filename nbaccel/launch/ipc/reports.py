@@ -9,12 +9,10 @@ as plain text: `launch.worker.stack_snapshot` takes it in the rank, and the note
 from __future__ import annotations
 
 import builtins
-import contextlib
 import difflib
 import json
 import linecache
 import os
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,7 +23,7 @@ from nbaccel.demand import Demand
 from nbaccel.errors import RanksFailed
 from nbaccel.failures import Failure as Kind, classify
 from nbaccel.launch.ipc.loader_workers import WorkerEnd, dead_worker
-from nbaccel.notices import PACKAGE_DIR
+from nbaccel.notices import are_ours, show_as
 
 __all__ = [
     "LIMIT_BYTES",
@@ -38,14 +36,10 @@ __all__ = [
     "RankReport",
     "StackSnapshot",
     "ValueSummary",
-    "begin_with_users_frames",
     "describe",
-    "show_as",
-    "show_users_frames",
     "signal_name",
 ]
 
-_ASYNCIO = os.path.join(os.path.dirname(contextlib.__file__), "asyncio")
 _CONTEXT_LINES = 2
 _ALIKE = 0.75
 """Similarity of two names, as `difflib` counts, from which one may be a misspelling of the other."""
@@ -163,23 +157,9 @@ def _users_places(trace: TracebackType | None) -> list[Place]:
     frames = traceback.extract_tb(trace)
     return [
         (frame.filename, frame.lineno or 0, frame.name, frame.line or "")
-        for frame, is_ours in zip(frames, _ours([frame.filename for frame in frames]), strict=True)
+        for frame, is_ours in zip(frames, are_ours([frame.filename for frame in frames]), strict=True)
         if not is_ours
     ]
-
-
-def _ours(filenames: list[str]) -> list[bool]:
-    """Return which frames of a traceback are the project's, or Python's own next to these that only pass a call on."""
-    ours = [os.path.abspath(filename).startswith(PACKAGE_DIR) for filename in filenames]
-    for at in [*range(len(ours)), *reversed(range(len(ours)))]:
-        if _only_carries_on(filenames[at]):
-            ours[at] = ours[at] or any(ours[max(0, at - 1) : at + 2])
-    return ours
-
-
-def _only_carries_on(filename: str) -> bool:
-    """Return whether the file is a cell's `await` loop, a generator as a context, or a dataclass's ``__init__``."""
-    return filename in ("<string>", contextlib.__file__) or os.path.dirname(filename) == _ASYNCIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,46 +235,6 @@ class _RankTraceback(Exception):
 
     def __init__(self, text: str) -> None:
         super().__init__("\n" + text)
-
-
-def show_as(error: BaseException, lines: list[str]) -> None:
-    """Let IPython show `lines` for `error` instead of a traceback of the kernel's own frames."""
-    # IPython asks for this method before it formats a traceback itself.
-    error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
-
-
-def show_users_frames(error: BaseException) -> None:
-    """Let IPython show `error`, which was raised in the kernel, with the user's frames only."""
-    if not hasattr(error, "_render_traceback_"):
-        # No closure: an error that leads to itself would keep its frames, and what they hold, from being freed.
-        error._render_traceback_ = _current_error_without_our_frames  # type: ignore[attr-defined]
-
-
-def begin_with_users_frames(error: BaseException) -> None:
-    """Remove the project's frames before the user's code in which `error` was raised; without such code all stay."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    ours = _ours([frame.f_code.co_filename for frame, _ in frames])
-    trace = error.__traceback__
-    for _ in range(ours.index(False) if False in ours else 0):
-        assert trace is not None
-        trace = trace.tb_next
-    error.__traceback__ = trace
-
-
-def _current_error_without_our_frames() -> list[str]:
-    from IPython import get_ipython
-
-    error = sys.exception() or sys.last_value  # that of the cell, or of `%tb`
-    assert error is not None
-    kept = None
-    frames = list(traceback.walk_tb(error.__traceback__))
-    ours = _ours([frame.f_code.co_filename for frame, _ in frames])
-    for (frame, number), is_ours in zip(reversed(frames), reversed(ours), strict=True):
-        if not is_ours:
-            kept = TracebackType(kept, frame, frame.f_lasti, number)
-    shell: Any = get_ipython()
-    lines: list[str] = shell.InteractiveTB.structured_traceback(type(error), error, kept)
-    return lines
 
 
 def _render_place(place: Place, cell_name: Naming | None) -> list[str]:
