@@ -296,16 +296,16 @@ def importers_of_the_workers_code(layout: Layout) -> Iterator[str]:
     """What runs inside of ranks is imported there, and by what starts them."""
     for name, targets in layout.imports.items():
         source = layout.sources[name]
-        if source.name.startswith(("launch/rank/", "launch/worker/")) or source.stem in STARTS_WORKERS:
+        if source.name.startswith("launch/worker/") or source.stem in STARTS_WORKERS:
             continue
-        if any(target.startswith(("launch/rank/", "launch/worker/")) for target in targets):
+        if any(target.startswith("launch/worker/") for target in targets):
             yield name
 
 
 def kernel_files_that_import_train(layout: Layout) -> Iterator[str]:
     """The kernel's code imports nothing of train but what frees memory, and what a string names."""
     for name, targets in layout.imports.items():
-        if name.startswith(("launch/", "notebook/", "options/", "output/", "display/", "view/")):
+        if name.startswith(("launch/", "notebook/", "options/", "output/", "display/")):
             for target in sorted(targets):
                 may = target.startswith(("train/memory/", "train/oom/memory/")) or target == "train/setup.py"
                 if target.startswith("train/") and not may:

@@ -13,11 +13,11 @@ import torch
 from IPython.core.formatters import DisplayFormatter
 
 import nbaccel
+from display.runs import a_run
 from nbaccel.display.summary import RunFacts, RunState
 from nbaccel.events import Loss, Metric, emit
 from nbaccel.launch.api import launch
 from nbaccel.launch.run import Run, light_value
-from view.runs import a_run
 
 
 def last_run() -> Run:

@@ -16,12 +16,12 @@ from IPython.core.formatters import DisplayFormatter
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
+from display.runs import a_run
 from nbaccel.display.figure import ANY_GROUND, PAPER, draw, picture
 from nbaccel.display.history import History
 from nbaccel.display.summary import RunFacts
 from nbaccel.display.svg import ON_ANY
 from nbaccel.events import Loss, Memory, Metric, OutOfMemory, Phase, Progress
-from view.runs import a_run
 
 GIGA = 1_000_000_000
 FAILED = (

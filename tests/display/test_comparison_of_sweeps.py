@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from display.runs import a_run
 from nbaccel.display.comparison import RunComparison, draw_runs
 from nbaccel.display.figure import picture
 from nbaccel.display.history import History
 from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState
-from view.runs import a_run
 
 DONE = RunState("done", "done in 0:10, 100 steps")
 

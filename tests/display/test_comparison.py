@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 
+from display.runs import a_run
 from nbaccel.display.comparison import RunComparison
 from nbaccel.display.history import History
 from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState
-from view.runs import a_run
 
 DONE = RunState("done", "done in 0:10, 100 steps")
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import math
 
+from display.runs import a_run
 from nbaccel.display.history import History
 from nbaccel.display.summary import RunFacts, RunState, line, text
 from nbaccel.events import Loss, Metric, OutOfMemory, Phase, Progress, RecordsLost
-from view.runs import a_run
 
 FACTS = RunFacts("Cell In[5]", "2 x Tesla T4, fp16", ("GPU 0", "GPU 1"))
 
