@@ -1,10 +1,10 @@
 """Accelerator: the user's object in a training loop. Runs in ranks, in scripts, and alone in a kernel.
 
-A public method is its documentation and a few lines that call a part: `Preparer`, `Stepper`, `StepRecovery`,
-`BatchSizePlanner`, `Checkpoints`, `ResumePolicy`, `Trackers`. They share one `Equipment`, which a `Lifecycle` binds to
-the world of this process. No part holds the Accelerator. Nothing is global except torch's process group, so several
-Accelerators do not disturb each other. One that is made in a notebook kernel touches no device until it is used; in a
-forked or unpickled rank it finds that rank's world at its first use.
+A public method is its documentation and a few lines, most of which call a part: `Preparer`, `GradientControl`,
+`StepRecovery`, `BatchSizePlanner`, `Checkpoints`, `ResumePolicy`, `Trackers`. They share one `Equipment`, which a
+`Lifecycle` binds to the world of this process. No part holds the Accelerator. Nothing is global except torch's process
+group, so several Accelerators do not disturb each other. One that is made in a notebook kernel touches no device until
+it is used; in a forked or unpickled rank it finds that rank's world at its first use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.profiler import profile
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from nbaccel.events import Phase, emit
+from nbaccel.events import Phase, emit, reports
 from nbaccel.quantities import seconds_of
 from nbaccel.settings import RunSettings
 from nbaccel.tracking import BlankTracker, GeneralTracker
@@ -53,10 +53,10 @@ from nbaccel.train.oom.microbatch.task import LossFunction
 from nbaccel.train.parallel import extract_model_from_parallel
 from nbaccel.train.prepare.contexts import GradientState, profiling
 from nbaccel.train.prepare.equipment import Equipment
+from nbaccel.train.prepare.gradient_control import GradientControl
 from nbaccel.train.prepare.models import TorchDynamoPlugin, is_spread, keep_compiled, recompute_activations
 from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.prepare.preparer import Preparer
-from nbaccel.train.prepare.stepper import Stepper
 from nbaccel.train.saving import write_object
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
 from nbaccel.train.step.implicit_hooks import step_back, step_under_way
@@ -201,7 +201,7 @@ class Accelerator(ProcessControl):
         self._checkpoints = Checkpoints(equipment, directory, on_save_error, Weakly(self._unwrap), say)
         self._resuming = ResumePolicy(equipment, self._checkpoints, limit_s, say)
         self._preparer = Preparer(equipment, self._checkpoints.agree_on_names, guarded_step)
-        self._stepper = Stepper(equipment)
+        self._gradients = GradientControl(equipment)
         self._recovery = StepRecovery(equipment)
         self._lifecycle = Lifecycle(choices, equipment, self._checkpoints, self._resuming, self._recovery)
         self._lifecycle.bind()
@@ -303,7 +303,9 @@ class Accelerator(ProcessControl):
         """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("accumulate", models)
-        return self._stepper.accumulate(models)
+        context = self._equipment.accumulating  # without a part between: every call counts where a step is short
+        context.models = models or self._equipment.prepared.models
+        return context
 
     def no_sync(self, model: Module | None = None, *models: Module) -> AbstractContextManager[None]:
         """Let backward leave gradients unsynchronised while entered, for windows that the program counts itself.
@@ -313,13 +315,13 @@ class Accelerator(ProcessControl):
         named = models if model is None else (model, *models)
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("no_sync", named)
-        return self._stepper.no_sync(named)
+        return self._gradients.no_sync(named)
 
     def hold_gradients(self, model: Module) -> AbstractContextManager[None]:
         """Return `no_sync` for trainings that exchange parameters instead: the steps inside count as steps."""
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("hold_gradients", [model])
-        return self._stepper.hold(model)
+        return self._gradients.hold(model)
 
     def trigger_sync_in_backward(self, model: Module) -> AbstractContextManager[None]:
         """Let backward synchronise all gradients of `model` while entered, also of forwards made under `no_sync`.
@@ -351,9 +353,21 @@ class Accelerator(ProcessControl):
         """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("backward")
-        loss = self._stepper.begin_backward(loss)
-        self._equipment.strategy.backward(loss, **kwargs)
-        self._stepper.end_backward()
+        # Not in a part, whose calls would cost in every step and would be lines of every traceback.
+        equipment = self._equipment
+        accumulation = equipment.accumulation
+        window = accumulation.window
+        divisor = accumulation.enter_backward()
+        reports.record_loss(equipment.watch.see(loss), accumulation.clock.step)
+        if divisor != 1:
+            loss = loss / divisor
+        if equipment.precision.scales:
+            loss = equipment.precision.scale(loss)
+        equipment.strategy.backward(loss, **kwargs)
+        if window.sync and not accumulation.is_held:
+            accumulation.clock.train()
+        elif window.comes_in_parts:
+            window.after_backward()
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Refuse LOMO, which steps inside of its backward, before ranks could exchange gradients.
@@ -406,7 +420,7 @@ class Accelerator(ProcessControl):
         it where `sync_gradients` is true.
         """
         self._lifecycle.equip()
-        self._stepper.unscale(optimizer)
+        self._gradients.unscale(optimizer)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip the gradients of the whole window to `max_norm`; return their norm before, a 0-d tensor.
@@ -415,13 +429,13 @@ class Accelerator(ProcessControl):
         """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("clip_grad_norm_")
-        return self._stepper.clip_norm(parameters, max_norm, norm_type, self.sync_gradients)
+        return self._gradients.clip_norm(parameters, max_norm, norm_type, self.sync_gradients)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip each gradient of the whole window to +-`clip_value`; inside a window nothing happens."""
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("clip_grad_value_")
-        self._stepper.clip_values(parameters, clip_value, self.sync_gradients)
+        self._gradients.clip_values(parameters, clip_value, self.sync_gradients)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -490,7 +504,11 @@ class Accelerator(ProcessControl):
             self._lifecycle.make_ready("forward_backward")
         engine, task = self._recovery.begin(loss_fn, batch, weight, micro_batch_size, split_fn, samples)
         loss = engine.run(task)
-        self._recovery.finish(engine, task, loss)
+        clock = self._equipment.accumulation.clock
+        if not engine.is_unfit:
+            reports.record_loss(self._equipment.watch.see(loss), clock.step)
+        if task.ends_step:
+            clock.train()
         return loss
 
     # -- what a program prepares

@@ -136,16 +136,24 @@ class Trackers:
     ) -> None:
         """Report a row to the notebook, and to the trackers that `process` has. Collective with `average`.
 
+        Trackers get it, and all rows before it, as soon as their numbers have arrived: at once where they are plain.
         given_step: the step that the program gave, if it did.  average: the values are means of all ranks.
         """
         kept = dict(values) if is_plain(values) else _detached(values)
         if average and process.num_processes > 1:
             kept = _averaged(kept, process)
         reports.record_metric(kept, step)
-        if self.are_used:
-            if self.is_foreign:
-                self.open_here(process.is_main_process)
-            self._pass_on(kept, step, given_step, log_kwargs)
+        if not self.are_used:
+            return
+        if self.is_foreign:
+            self.open_here(process.is_main_process)
+        rows = self._rows
+        if not rows and is_plain(kept):
+            _hand_over(kept, step, given_step, log_kwargs, self._opened)
+        elif self._opened:
+            rows.append(_Row(Reading(kept), step, given_step, log_kwargs))
+            while rows and (rows[0].reading.has_arrived or len(rows) > _ROWS_IN_FLIGHT):
+                rows.popleft().hand_over(self._opened)
 
     def log_as_it_is(
         self,
@@ -182,21 +190,6 @@ class Trackers:
                 closing.callback(tracker.finish)
             for row in rows if is_mine else ():
                 row.hand_over(opened)
-
-    def _pass_on(
-        self, values: Mapping[str, Any], step: int, given_step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        """Pass a row on, and all before it, as soon as their numbers have arrived: at once where they are plain.
-
-        given_step: the step that the program gave, if it did.
-        """
-        rows = self._rows
-        if not rows and is_plain(values):
-            _hand_over(values, step, given_step, log_kwargs, self._opened)
-        elif self._opened:
-            rows.append(_Row(Reading(values), step, given_step, log_kwargs))
-            while rows and (rows[0].reading.has_arrived or len(rows) > _ROWS_IN_FLIGHT):
-                rows.popleft().hand_over(self._opened)
 
     def _forget(self) -> None:
         atexit.unregister(self.finish)

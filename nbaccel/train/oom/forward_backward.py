@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from torch import Tensor
-
-from nbaccel.events import reports
 from nbaccel.train.oom.microbatch.engine import StepEngine
 from nbaccel.train.oom.microbatch.sizes import MicroBatches
 from nbaccel.train.oom.microbatch.slicing import Samples, SplitFunction
@@ -42,7 +39,7 @@ class StepRecovery:
         split_fn: SplitFunction | None,
         samples: int | None,
     ) -> tuple[StepEngine, MicroBatchTask]:
-        """Return the engine and the task to run; see `Accelerator.forward_backward`. Then call `finish`."""
+        """Return the engine and the task to run; see `Accelerator.forward_backward`, which runs it."""
         accumulation = self._equipment.accumulation
         window = accumulation.window
         divided_by = accumulation.enter_backward()
@@ -65,14 +62,6 @@ class StepRecovery:
             exchanges=not accumulation.is_local,
         )
         return self._step_engine(), task
-
-    def finish(self, engine: StepEngine, task: MicroBatchTask, loss: Tensor) -> None:
-        """Report the loss of a task that was run, and count the step that it ends."""
-        clock = self._equipment.accumulation.clock
-        if not engine.is_unfit:
-            reports.record_loss(self._equipment.watch.see(loss), clock.step)
-        if task.ends_step:
-            clock.train()
 
     def _plan_micro_batches(
         self, loss_fn: LossFunction, batch: Any, split_fn: SplitFunction | None, samples: int | None

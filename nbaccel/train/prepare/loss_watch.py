@@ -73,7 +73,7 @@ class LossWatch:
         self._warn_once(
             f"the loss is {value} in step {self._where()}: {fate}. Training goes on; Accelerator(on_nan='skip') leaves "
             f"such steps out, on_nan='stop' raises. {_ADVICE}",
-            depth=5,
+            depth=4,
         )
 
     def _warn_once(self, message: str, depth: int) -> None:

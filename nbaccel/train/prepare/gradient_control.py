@@ -1,7 +1,6 @@
-"""Stepper: the part of an Accelerator that surrounds a step: accumulation, the loss, and gradients. Runs in ranks.
+"""GradientControl: the part of an Accelerator that holds back, unscales and clips gradients. Runs in ranks.
 
-The accumulation decides when gradients synchronise, the precision scales, the strategy runs backwards and steps, the
-watch checks losses. Nothing is decided here.
+The accumulation decides when gradients synchronise, the precision scales, the strategy clips. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -15,27 +14,20 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from nbaccel.events import reports
 from nbaccel.train.prepare.contexts import Local, NoSync
 from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.prepare.optimizer import PreparedOptimizer
 
-__all__ = ["Stepper"]
+__all__ = ["GradientControl"]
 
 
-class Stepper:
-    """Combines the equipment of one Accelerator into the calls of a training step."""
+class GradientControl:
+    """Holds back, unscales and clips the gradients of what one Accelerator has prepared."""
 
     def __init__(self, equipment: Equipment) -> None:
         self._equipment = equipment
 
     # -- blocks
-
-    def accumulate(self, models: Sequence[Module]) -> AbstractContextManager[None]:
-        """Return the block for one batch of `models`; without them of all prepared ones."""
-        context = self._equipment.accumulating
-        context.models = models or self._equipment.prepared.models
-        return context
 
     def no_sync(self, models: Sequence[Module]) -> AbstractContextManager[Any]:
         """Return a block in which gradients of `models` stay unsynchronised; without them of all prepared ones."""
@@ -45,27 +37,6 @@ class Stepper:
     def hold(self, model: Module) -> AbstractContextManager[Any]:
         """Return a block in which gradients of `model` stay in their rank, and steps count as steps."""
         return Local(self._equipment.accumulation, self._equipment.strategy.no_sync(model))
-
-    # -- the backward, which the Accelerator itself calls: it has few frames of ours
-
-    def begin_backward(self, loss: Tensor) -> Tensor:
-        """Report `loss`; return it divided by the length of the window, and scaled for fp16."""
-        equipment = self._equipment
-        accumulation = equipment.accumulation
-        divisor = accumulation.enter_backward()
-        reports.record_loss(equipment.watch.see(loss), accumulation.clock.step)
-        if divisor != 1:
-            loss = loss / divisor
-        return equipment.precision.scale(loss) if equipment.precision.scales else loss
-
-    def end_backward(self) -> None:
-        """Count the step, or the part of a batch, that the backward has ended."""
-        accumulation = self._equipment.accumulation
-        window = accumulation.window
-        if window.sync and not accumulation.is_held:
-            accumulation.clock.train()
-        elif window.comes_in_parts:
-            window.after_backward()
 
     # -- gradients
 
