@@ -1,6 +1,6 @@
 """Views that follow a run: a panel in the notebook, or lines of text; and the choice between them. Run in the kernel.
 
-`Audience` chooses the view: a `LivePanel` in a notebook, `PeriodicText` in a terminal, for unattended runs and where
+`Views` chooses the view: a `LivePanel` in a notebook, `PeriodicText` in a terminal, for unattended runs and where
 nothing else can be shown, and the output of ranks alone in a script. The panel becomes the picture of its run at the
 end. All runs of a cell share one display: updates replace it, and the notebook saves one state.
 """
@@ -25,9 +25,9 @@ from nbaccel.output.screens import JupyterScreen
 from nbaccel.world import is_notebook_kernel
 
 __all__ = [
-    "Audience",
     "LivePanel",
     "PeriodicText",
+    "Views",
     "can_answer",
     "runs_unattended",
 ]
@@ -187,7 +187,7 @@ class PeriodicText(RunView):
 _UNATTENDED = ("nbconvert", "papermill", "jupyter-execute")
 
 
-class Audience:
+class Views:
     """Chooses the view of this process's runs. It remembers the place that shows the runs of the latest cell."""
 
     def __init__(self) -> None:

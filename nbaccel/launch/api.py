@@ -137,7 +137,7 @@ def _show(launcher: Launcher, spec: LaunchSpec, survey: Survey, aside: SetAside 
     devices = spec.devices
     title = _call_in_words(spec.task.function, spec.task.args, spec.task.kwargs)
     facts = RunFacts(title, str(devices), devices.names())
-    shown = launcher.audience.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
+    shown = launcher.views.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
     freed_on = (lambda device: 0) if aside is None else aside.bytes_on
     entered = devices.gpus if not (devices.is_here and _uses_cuda()) else ()  # GPUs that a new process will use
     for line in [*_without_gpus(devices), *before_a_run(entered, freed_on)]:

@@ -89,7 +89,7 @@ def _travelled(report: RankReport, task: Task) -> BaseException | None:
     """Return the user's exception object, if it could be pickled and can be unpickled here."""
     try:
         values, _ = unpack_what_can_be_rebuilt(
-            report.parcel_fd, namespace=task.namespace, anchored=task.anchored, placed=task.placed
+            report.payload_fd, namespace=task.namespace, anchored=task.anchored, placed=task.placed
         )
         error = values.get("error")
         str(error)  # its text is needed to show it, and must not raise a second error then

@@ -4,7 +4,7 @@ Runs in the kernel; nothing of a run is left when `Launcher.run` returns.
 
 The notebook's cells and the functions of `functions.py` use it alike. `Launcher.start` starts persistent ranks.
 
-Keeper: the kernel's resources that outlive a single run: the reaper, the zygote, the folder of logs.
+LauncherResources: the kernel's resources that outlive a single run: the reaper, the zygote, the folder of logs.
 
 Runs in the kernel. There is one per process that launches. It is closed when the process ends; if the process is
 killed, the reaper does what closing would have done.
@@ -30,7 +30,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from nbaccel.display.live_panel import Audience
+from nbaccel.display.live_panel import Views
 from nbaccel.errors import CannotFork, LaunchRefused, NestedLaunch
 from nbaccel.events import Restarted
 from nbaccel.forkable import why_forks_fail
@@ -78,23 +78,23 @@ class Launcher:
     """
 
     def __init__(self) -> None:
-        self.audience = Audience()
+        self.views = Views()
         self.last_run: Run | None = None
         self.post_mortem: PostMortem | None = None
         self.ended_group: Any = None
         self._one_at_a_time = threading.RLock()  # a function that runs in this process may start ranks
         self._occupied = ""
-        self._residents: list[PersistentWorkers] = []
+        self._persistent: list[PersistentWorkers] = []
 
     @functools.cached_property
-    def keeper(self) -> LauncherResources:
+    def resources(self) -> LauncherResources:
         """Return the shared resources, made for the first run that starts a process: some machines can start none."""
         return LauncherResources()
 
     @property
     def helpers(self) -> dict[int, str]:
         """Return the purpose of each helper process, see `LauncherResources.helpers`."""
-        return self.keeper.helpers() if "keeper" in self.__dict__ else {}
+        return self.resources.helpers() if "resources" in self.__dict__ else {}
 
     def run(self, spec: LaunchSpec, watching: RunObservers, occupied: str = "") -> LaunchResult:
         """Start the ranks, show their output, and return when no process of the run is left.
@@ -139,21 +139,21 @@ class Launcher:
         _load_once(spec)
         restarting = OomRestartPolicy(lambda: held_here(spec.task.namespace))
         restarts: list[str] = []
-        log_path = self.keeper.new_log()
+        log_path = self.resources.new_log()
         with open_log(log_path) as log:
 
-            def attempt(spec: LaunchSpec, witness: RunRecorder) -> RunResult:
-                with closing(self._crew(spec, watching)) as crew:
-                    return watching.watch(crew, spec, log, witness)
+            def attempt(spec: LaunchSpec, recorder: RunRecorder) -> RunResult:
+                with closing(self._worker_group(spec, watching)) as worker_group:
+                    return watching.watch(worker_group, spec, log, recorder)
 
             while True:
-                host, witness = OomKillWatch(), RunRecorder()
+                host, recorder = OomKillWatch(), RunRecorder()
                 try:
-                    ended = attempt(spec, witness)
+                    ended = attempt(spec, recorder)
                 except BadFork as found:
                     spec = replace(spec, start=_instead_of_fork(spec.start, str(found)))
-                    ended = attempt(spec, witness)
-                match restarting.after(LaunchAttempt(spec, ended, witness, host)):
+                    ended = attempt(spec, recorder)
+                match restarting.after(LaunchAttempt(spec, ended, recorder, host)):
                     case Restart(spec, line):
                         ended.close()
                         wait_for_memory(spec.devices.gpus, ended, lambda: Survey.take().gpus)
@@ -164,7 +164,7 @@ class Launcher:
                     case GiveUp(report):
                         break
         error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name, report)
-        return LaunchResult(spec.task, ended, spec.start, error, log_path, witness.checkpoint, restarts)
+        return LaunchResult(spec.task, ended, spec.start, error, log_path, recorder.checkpoint, restarts)
 
     def start(self, spec: LaunchSpec, screen: Screen) -> PersistentWorkers:
         """Start persistent ranks, and run their setup and the task of `spec`, which has a home.
@@ -177,50 +177,54 @@ class Launcher:
         with self.turn():
             _load_once(spec)
             try:
-                residents = self._settle(spec, RunObservers(screen))
+                persistent = self._settle(spec, RunObservers(screen))
             except BadFork as found:
-                residents = self._settle(
+                persistent = self._settle(
                     replace(spec, start=_instead_of_fork(spec.start, str(found))), RunObservers(screen)
                 )
-        self._residents = [each for each in self._residents if each.is_open] + [residents]
-        return residents
+        self._persistent = [each for each in self._persistent if each.is_open] + [persistent]
+        return persistent
 
     def _settle(self, spec: LaunchSpec, watching: RunObservers) -> PersistentWorkers:
         home = spec.task.home
         assert home is not None
-        host, crew = OomKillWatch(), self._crew(spec, watching)
+        host, worker_group = OomKillWatch(), self._worker_group(spec, watching)
         try:
-            with open_log(self.keeper.new_log()) as log, closing(watching.watch(crew, spec, log)) as ended:
+            with open_log(self.resources.new_log()) as log, closing(watching.watch(worker_group, spec, log)) as ended:
                 error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name)
                 if ended.is_interrupted:
                     raise KeyboardInterrupt
                 if error is not None:
                     raise error
-                return PersistentWorkers(spec, crew, home, ended, turn=self.turn, new_log=self.keeper.new_log)
+                return PersistentWorkers(
+                    spec, worker_group, home, ended, turn=self.turn, new_log=self.resources.new_log
+                )
         except BaseException:
-            crew.close()
+            worker_group.close()
             raise
 
-    def _crew(self, spec: LaunchSpec, watching: RunObservers) -> WorkerGroup:
+    def _worker_group(self, spec: LaunchSpec, watching: RunObservers) -> WorkerGroup:
         """Return a `WorkerGroup` that is ready to start: all that its ranks need exists, and no rank has begun."""
         method = self._method(spec.start)
         method.get_ready()  # the user may interrupt this like any other wait
         method.pack(spec, watching.beside)  # and this
-        return WorkerGroup(spec.world_size, method, kernel_pidfd=self.keeper.kernel_pidfd, guard=self.keeper.guard)
+        return WorkerGroup(
+            spec.world_size, method, kernel_pidfd=self.resources.kernel_pidfd, guard=self.resources.guard
+        )
 
     def _method(self, start: Start) -> StartMethod:
         if start.method == "zygote":
-            return ZygoteStart(self.keeper.zygote())
+            return ZygoteStart(self.resources.zygote())
         if (why := why_forks_fail()) is not None:
             # It changed after the start was chosen: by modules loaded for it, or in the notebook before a restart.
             raise BadFork(why)
-        return ForkStart([*self.keeper.fds(), *(fd for residents in self._residents for fd in residents.fds)])
+        return ForkStart([*self.resources.fds(), *(fd for persistent in self._persistent for fd in persistent.fds)])
 
     def close(self) -> None:
-        for residents in self._residents:
-            residents.abandon()
-        if "keeper" in self.__dict__:
-            self.keeper.close()
+        for persistent in self._persistent:
+            persistent.abandon()
+        if "resources" in self.__dict__:
+            self.resources.close()
 
 
 def _instead_of_fork(start: Start, why: str) -> Start:
@@ -274,7 +278,7 @@ def _load_once(spec: LaunchSpec) -> None:
         loader.submit(load).result()
 
 
-_GUARDIAN_S = 1.0
+_REAPER_S = 1.0
 
 
 class LauncherResources:
@@ -284,7 +288,7 @@ class LauncherResources:
         self.pid = os.getpid()
         self.kernel_pidfd = os.pidfd_open(self.pid)
         self._guarded: set[str] = set()
-        self._guardian: subprocess.Popen[bytes] | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._zygote: Zygote | None = None
         self._folder: str | None = None
@@ -292,15 +296,15 @@ class LauncherResources:
         atexit.register(self.close)
 
     def guard(self, line: str) -> None:
-        """Send a line to the reaper, starting it if needed; see `guardian._Watch.learn` for the possible lines."""
+        """Send a line to the reaper, starting it if needed; see `reaper._Watch.learn` for the possible lines."""
         if line.startswith("-"):
             self._guarded.discard(line[1:] if line.startswith("-/") else f"+{line[1:]}")
         else:
             if line.startswith("="):
                 self._guarded = {said for said in self._guarded if not said.startswith("=")}
             self._guarded.add(line)
-        if self._guardian is None or self._guardian.poll() is not None:
-            self._start_guardian()
+        if self._reaper is None or self._reaper.poll() is not None:
+            self._start_reaper()
             line = "\n".join(self._guarded)  # repeat to the new one what the dead one was told
         assert self._line is not None
         with contextlib.suppress(BrokenPipeError):
@@ -326,8 +330,8 @@ class LauncherResources:
     def helpers(self) -> dict[int, str]:
         """Return the purpose of each process that was started, by process id."""
         named = {}
-        if self._guardian is not None:
-            named[self._guardian.pid] = "reaper, which ends ranks if the kernel dies"
+        if self._reaper is not None:
+            named[self._reaper.pid] = "reaper, which ends ranks if the kernel dies"
         if self._zygote is not None:
             named[self._zygote.pid] = "zygote, a clean process to start ranks from"
         return named
@@ -349,15 +353,15 @@ class LauncherResources:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-        if self._guardian is not None and self._line is not None:
+        if self._reaper is not None and self._line is not None:
             # A child that the user forked holds a copy of the socket: closing this one alone would not end it.
             with contextlib.suppress(OSError):
                 self._line.shutdown(socket.SHUT_RDWR)
             self._line.close()
             # It stays while there are ranks (a launch in a daemon thread), and ends them once this process is gone.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._guardian.wait(_GUARDIAN_S)
-            self._guardian = self._line = None
+                self._reaper.wait(_REAPER_S)
+            self._reaper = self._line = None
         os.close(self.kernel_pidfd)
         self.kernel_pidfd = -1  # the number may be reused by now
 
@@ -367,12 +371,12 @@ class LauncherResources:
             zygote.close()
             self.guard(f"-{zygote.pid}")
 
-    def _start_guardian(self) -> None:
+    def _start_reaper(self) -> None:
         if self._line is not None:
             self._line.close()
         mine, theirs = socket.socketpair()
         with theirs:
-            self._guardian = subprocess.Popen(
+            self._reaper = subprocess.Popen(
                 [sys.executable, "-S", "-E", reaper.__file__, str(self.kernel_pidfd), str(theirs.fileno())],
                 pass_fds=[self.kernel_pidfd, theirs.fileno()],
                 stdin=subprocess.DEVNULL,

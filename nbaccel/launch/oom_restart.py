@@ -3,7 +3,7 @@
 Runs in the kernel, between one attempt and the next. It decides and words; `Launcher` acts. The effective batch does
 not change: the ranks of the next attempt cut every batch of a training loop into more parts (`RunSettings.split`).
 
-Witness: records the progress of a run, for the case that it runs out of memory.
+RunRecorder: records the progress of a run, for the case that it runs out of memory.
 
 Runs in the kernel; one for each attempt.
 
@@ -72,7 +72,7 @@ class LaunchAttempt:
 
     spec: LaunchSpec
     ended: RunResult
-    witness: RunRecorder
+    recorder: RunRecorder
     host: OomKillWatch
 
 
@@ -82,7 +82,7 @@ def _new_checkpoint(attempt: LaunchAttempt) -> str:
     Without one, the next attempt begins where this one did.
     """
     saves_itself = attempt.spec.settings.checkpoint_every is not None
-    return attempt.witness.checkpoint if saves_itself and attempt.witness.announces_epochs else ""
+    return attempt.recorder.checkpoint if saves_itself and attempt.recorder.announces_epochs else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class OomRestartPolicy:
         death = _Death.of(attempt)
         if death is None:
             return GiveUp()
-        loop = attempt.witness.loop(death.rank)
+        loop = attempt.recorder.loop(death.rank)
         held = [holding for holding in self._holdings() if holding.nbytes]
         checkpoint = _new_checkpoint(attempt)
         happened = f"rank {death.rank} {death.how}{_at(loop)}{death.why and f' ({death.why})'}"
@@ -230,8 +230,8 @@ class OomRestartPolicy:
             return f"nothing of ours can be cut, since {loop.obstacle}"
         if loop.parts < (attempt.spec.settings.split or 1):
             return "batches of this loop came whole all the same"
-        if attempt.witness.smallest:
-            return f"forward_backward has cut the batches down to {_samples(attempt.witness.smallest)} already"
+        if attempt.recorder.smallest:
+            return f"forward_backward has cut the batches down to {_samples(attempt.recorder.smallest)} already"
         large = [holding for holding in held if holding.share > _KERNEL_IS_TO_BLAME]
         if large:
             return f"smaller batches do not help where the notebook itself holds {large[0].share:.0%} of the device"
@@ -273,7 +273,7 @@ class OomRestartPolicy:
             said.append(f"the loop's body runs {rounds} times per batch, each loss weighed as a mean over its samples")
         if loop.batch_norms:
             said.append(f"BatchNorm layers see the samples of one part at a time: {_some(loop.batch_norms)}")
-        self._left_behind |= dict.fromkeys([*attempt.witness.opened, *attempt.ended.open_files])
+        self._left_behind |= dict.fromkeys([*attempt.recorder.opened, *attempt.ended.open_files])
         if self._left_behind:
             whose = "the first attempt" if self._restarts == 1 else "earlier attempts"
             said.append(f"files and trackers {whose} opened: {', '.join(self._left_behind)}")

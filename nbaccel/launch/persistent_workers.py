@@ -44,7 +44,7 @@ class PersistentWorkers:
     def __init__(
         self,
         spec: LaunchSpec,
-        crew: WorkerGroup,
+        worker_group: WorkerGroup,
         home: SharedNamespace,
         ended: RunResult,
         *,
@@ -55,7 +55,7 @@ class PersistentWorkers:
         self.home = home
         self.since = time.time()
         self.is_open = True
-        self._crew = crew
+        self._worker_group = worker_group
         self._turn = turn
         self._new_log = new_log
         self._names: dict[int, frozenset[str]] = {}
@@ -76,14 +76,14 @@ class PersistentWorkers:
         watching: RunObservers,
         *,
         title: str,
-        outsiders: Collection[int] = (),
+        excluded_ranks: Collection[int] = (),
         timeout_s: float | None = None,
         hang_timeout_s: float | None = None,
         occupied: str = "",
     ) -> LaunchResult:
         """Run a task in the ranks; return when all have reported, and wait again.
 
-        title: the task in words.  outsiders: ranks that take no part.  The limits are those of `LaunchSpec`.
+        title: the task in words.  excluded_ranks: ranks that take no part.  The limits are those of `LaunchSpec`.
         occupied: see `Launcher.turn`.
         A rank that has to be killed, since it does not react, is gone; the others stay.
 
@@ -93,37 +93,37 @@ class PersistentWorkers:
             TimeoutError: `timeout_s` was over before all was packed; they have not been asked either.
         """
         alive = self.alive
-        insiders = [rank for rank in alive if rank not in outsiders]
+        insiders = [rank for rank in alive if rank not in excluded_ranks]
         absent = [rank for rank in range(self.spec.world_size) if rank not in insiders]
         spec = replace(self.spec, task=task, timeout_s=timeout_s, hang_timeout_s=hang_timeout_s)
         renewal: tuple[int, int] | None = None
-        host, witness, log_path = OomKillWatch(), RunRecorder(), self._new_log()
+        host, recorder, log_path = OomKillWatch(), RunRecorder(), self._new_log()
         with self._turn(occupied), self._at_work():
             self.home.there = frozenset.intersection(*(self._names[rank] for rank in insiders))
             with endable(timeout_s, watching.beside):
-                parcel = task.pack()
+                payload = task.pack()
             try:
-                if self._source is not None and not absent:  # only after packing: without a parcel they are not asked
+                if self._source is not None and not absent:  # only after packing: without a payload they are not asked
                     self._renewals += 1
                     renewal, self._source = (self._source, self._renewals), None
                 with open_log(log_path) as log:
                     ended = watching.watch(
-                        self._crew,
+                        self._worker_group,
                         spec,
                         log,
-                        witness,
-                        begin=lambda fds: self._crew.give(task.reference, parcel, absent, renewal),
-                        outsiders=absent,
+                        recorder,
+                        begin=lambda fds: self._worker_group.give(task.reference, payload, absent, renewal),
+                        excluded_ranks=absent,
                     )
             except BaseException:  # the group has reaped them all
                 self._end()
                 raise
             finally:
-                os.close(parcel.fd)
+                os.close(payload.fd)
             self._compare(ended, absent, title)
-        over = OomRestartPolicy(lambda: held_here(task.namespace)).after(LaunchAttempt(spec, ended, witness, host))
+        over = OomRestartPolicy(lambda: held_here(task.namespace)).after(LaunchAttempt(spec, ended, recorder, host))
         error = verdict(ended, task, True, host, cell_name, getattr(over, "report", ""))
-        return LaunchResult(task, ended, spec.start, error, log_path, witness.checkpoint)
+        return LaunchResult(task, ended, spec.start, error, log_path, recorder.checkpoint)
 
     def close(self, watching: RunObservers) -> None:
         """End the ranks as at the end of a run; no process of theirs is left."""
@@ -131,9 +131,9 @@ class PersistentWorkers:
             if not self.is_open:
                 return
             try:
-                self._crew.dismiss()
+                self._worker_group.dismiss()
                 with open_log(self._new_log()) as log:
-                    watching.watch(self._crew, self.spec, log, begin=lambda fds: None).close()
+                    watching.watch(self._worker_group, self.spec, log, begin=lambda fds: None).close()
             finally:
                 self._end()
 
@@ -144,7 +144,7 @@ class PersistentWorkers:
 
     def _end(self) -> None:
         self.is_open = False
-        self._crew.close()
+        self._worker_group.close()
 
     # --- what is known of them ---------------------------------------------------------------------------------
 
@@ -159,12 +159,12 @@ class PersistentWorkers:
         if not self.is_open:
             return {}
         self._look_for_deaths()
-        return {member.rank: member.process.pid for member in self._crew.members if not member.has_ended}
+        return {member.rank: member.process.pid for member in self._worker_group.members if not member.has_ended}
 
     @property
     def fds(self) -> list[int]:
         """Return the descriptors that no other rank may hold."""
-        return self._crew.fds() if self.is_open else []
+        return self._worker_group.fds() if self.is_open else []
 
     def names(self, rank: int) -> frozenset[str]:
         """Return the names that `rank` has; none if it is gone."""
@@ -179,21 +179,21 @@ class PersistentWorkers:
         gone = "; ".join(f"rank {rank} of {of} {how}" for rank, how in sorted(self._gone.items()))
         return gone or self._out_of_step
 
-    def _compare(self, ended: RunResult, outsiders: Collection[int], title: str) -> None:
+    def _compare(self, ended: RunResult, excluded_ranks: Collection[int], title: str) -> None:
         """Record the state of each rank after a task, and compare them."""
-        for member in self._crew.members:
+        for member in self._worker_group.members:
             report = ended.reports[member.rank]
             if member.has_ended:
-                self._bury(member, f"in {title}")
-            elif member.rank in outsiders:
+                self._reap(member, f"in {title}")
+            elif member.rank in excluded_ranks:
                 self._standings[member.rank] = CollectivePosition(self._standings[member.rank].issued)
             elif report is not None:
                 self._names[member.rank] = report.names
-                self._standings[member.rank] = self._standing(member.rank, report.sequence, ended, bool(outsiders))
+                self._standings[member.rank] = self._position(member.rank, report.sequence, ended, bool(excluded_ranks))
         if self._is_cut(ended):
             self._mend(ended, title)
             return
-        self._crew.page.is_cut = False
+        self._worker_group.page.is_cut = False
         if (places := out_of_step(self._standings)) and not self._out_of_step:  # a later pull is not the cause
             self._out_of_step = (
                 f"the ranks are out of step since {title}, and the next collective could hang ({places})"
@@ -202,14 +202,18 @@ class PersistentWorkers:
     def _is_cut(self, ended: RunResult) -> bool:
         """Return whether exchanges over a device were aborted in this task, or before it and are not restored yet."""
         cuts = [report.cut for report in ended.reports if report is not None and report.cut is not None]
-        return self._source is not None or any(cut.is_cut for cut in cuts) or (self._crew.page.is_cut and bool(cuts))
+        return (
+            self._source is not None
+            or any(cut.is_cut for cut in cuts)
+            or (self._worker_group.page.is_cut and bool(cuts))
+        )
 
     def _mend(self, ended: RunResult, title: str) -> None:
         """Decide how ranks with aborted exchanges can go on; all of them have to abort theirs."""
         cuts = {rank: report.cut for rank, report in enumerate(ended.reports) if report is not None and report.cut}
         if self._source is not None and len(cuts) < self.spec.world_size:
             return  # some took no part in this task, and their state is unchanged
-        self._crew.page.is_cut = True
+        self._worker_group.page.is_cut = True
         sound = [rank for rank, cut in cuts.items() if cut.is_sound]
         reasons = [f"{cut.obstacle} in rank {rank}" for rank, cut in cuts.items() if cut.obstacle]
         if len(cuts) < self.spec.world_size:
@@ -233,14 +237,14 @@ class PersistentWorkers:
         spoilt = f"; until then pull from rank {self._source}" if self._spoilt else ""
         return f"the next cell connects them anew, and trains on from what rank {self._source} has{spoilt}"
 
-    def _standing(self, rank: int, issued: int | None, ended: RunResult, is_partial: bool) -> CollectivePosition:
+    def _position(self, rank: int, issued: int | None, ended: RunResult, is_partial: bool) -> CollectivePosition:
         """Return the standing of a rank.
 
         Steps count only after a failure: in a good run a rank may have its own loop.
         """
-        position = self._crew.page.read(rank)
+        position = self._worker_group.page.read(rank)
         is_inside = position.in_step and ended.first_failed is not None and not is_partial
-        return CollectivePosition(issued, self._crew.page.collectives(rank), position.step if is_inside else -1)
+        return CollectivePosition(issued, self._worker_group.page.collectives(rank), position.step if is_inside else -1)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -255,16 +259,16 @@ class PersistentWorkers:
         if self._is_at_work:
             return
         poll = select.poll()
-        living = {member.process.pidfd: member for member in self._crew.members if not member.has_ended}
+        living = {member.process.pidfd: member for member in self._worker_group.members if not member.has_ended}
         for pidfd in living:
             poll.register(pidfd, select.POLLIN)
         for pidfd, _ in poll.poll(0):
             member = living[pidfd]
             member.has_ended = True
-            self._crew.bury([member])
-            self._bury(member, "while it had nothing to do")
+            self._worker_group.reap([member])
+            self._reap(member, "while it had nothing to do")
 
-    def _bury(self, member: WorkerHandle, when: str) -> None:
+    def _reap(self, member: WorkerHandle, when: str) -> None:
         self._gone.setdefault(member.rank, f"{_end_of(member)} {when}")
         self._names.pop(member.rank, None)
         self._standings.pop(member.rank, None)
@@ -316,4 +320,4 @@ def out_of_step(standings: Mapping[int, CollectivePosition]) -> str:
     """
     if len(set(standings.values())) < 2:
         return ""
-    return "; ".join(f"rank {rank}: {standing}" for rank, standing in sorted(standings.items()))
+    return "; ".join(f"rank {rank}: {position}" for rank, position in sorted(standings.items()))

@@ -48,7 +48,7 @@ class BackgroundRun(Pollable):
         self._has_begun = threading.Event()
         self._is_over = threading.Event()
         self._trouble: BaseException | None = None
-        self._presses = 0  # before the ranks could be asked to end
+        self._interrupts = 0  # before the ranks could be asked to end
         self._press = self._count_press
         self._end_packing: Callable[[], None] = lambda: None
         self._shown_at: list[Screen] = []
@@ -123,7 +123,7 @@ class BackgroundRun(Pollable):
         self._end_packing()
 
     def _count_press(self) -> None:
-        self._presses += 1
+        self._interrupts += 1
 
     def show_at(self, screen: Screen) -> None:
         """Show the panel on `screen`, too."""
@@ -166,9 +166,9 @@ class BackgroundRun(Pollable):
 
     def tick(self, now: float, press: Callable[[], None]) -> None:
         self._press = press
-        for _ in range(self._presses):
+        for _ in range(self._interrupts):
             press()
-        self._presses = 0
+        self._interrupts = 0
         self._has_begun.set()
         self._show_where_asked()
 

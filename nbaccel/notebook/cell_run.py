@@ -122,7 +122,7 @@ class CellRun:
     @property
     def has_left_something(self) -> bool:
         """Return whether names or changes wait for `conclude`; leftovers of loops do not count."""
-        report = self.outcome.ended.reports[self.task.speaker]
+        report = self.outcome.ended.reports[self.task.result_rank]
         return bool(self.task.out) or (report is not None and bool(report.facts.get("leaves")))
 
     def show_end(self) -> None:
@@ -167,8 +167,8 @@ class CellRun:
 
     def _conclude(self, namespace: dict[str, Any], say: Callable[[str], None]) -> Any:
         outcome, ended, error = self.outcome, self.outcome.ended, self.error
-        speaker = self.task.speaker
-        report = ended.reports[speaker]
+        result_rank = self.task.result_rank
+        report = ended.reports[result_rank]
         if ended.is_timed_out and error is None:
             say(self._at_the_limit(outcome))
         if outcome.start.method != self.plan.start.method:
@@ -176,13 +176,13 @@ class CellRun:
         returned = _returned(outcome)
         result = returned.values.pop(RESULT, None)
         if self._kept is not None:
-            self._kept.values[speaker] = light_value(result)
+            self._kept.values[result_rank] = light_value(result)
         if self.task.random is not None and not are_here(self.task.random):
             returned.values.pop(RANDOM, None)  # cells that ran meanwhile have drawn or seeded
         facts = {} if report is None else report.facts
-        missing = dict.fromkeys(self.task.out, f"rank {speaker} had ended") if report is None else report.missing
+        missing = dict.fromkeys(self.task.out, f"rank {result_rank} had ended") if report is None else report.missing
         missing.pop(RESULT, None)  # its display is there
-        left = LeftInRanks(ended.reports, speaker, namespace)
+        left = LeftInRanks(ended.reports, result_rank, namespace)
         whence = "" if error is None else f" from the {self.end} run"
         if self.task.leaves_all:
             self._leave_all(returned, facts, missing, left, namespace, say, whence)
@@ -302,7 +302,7 @@ def _returned(outcome: LaunchResult) -> Returned:
         return outcome.returned()
     except Exception as error:  # a user's class may raise anything when it is rebuilt
         raise ResultsMissing(
-            f"rank {outcome.task.speaker} sent its results, but they cannot be rebuilt in the notebook "
+            f"rank {outcome.task.result_rank} sent its results, but they cannot be rebuilt in the notebook "
             f"({type(error).__name__}: {error}): import what they need in a cell before this one.",
             dict.fromkeys(outcome.task.out, str(error)) if isinstance(outcome.task, CellTask) else {},
         ) from error

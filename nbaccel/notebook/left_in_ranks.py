@@ -24,12 +24,12 @@ class LeftInRanks:
     reports: of the ranks; None for one that gave none.  speaker: the rank whose values go back.
     """
 
-    def __init__(self, reports: Sequence[Any], speaker: int, namespace: dict[str, Any]) -> None:
+    def __init__(self, reports: Sequence[Any], result_rank: int, namespace: dict[str, Any]) -> None:
         self._namespace = namespace
         self._facts = [report.facts for report in reports if report is not None and report.status == "ok"]
         self._ranks = len(reports)
-        self._own: Mapping[str, Any] = {} if reports[speaker] is None else reports[speaker].facts
-        self._speaker = speaker
+        self._own: Mapping[str, Any] = {} if reports[result_rank] is None else reports[result_rank].facts
+        self._result_rank = result_rank
         self._sums: Mapping[str, int] = self._own.get("checksums", {})
         self._holders: Collection[str] = self._own.get("holders", ())
         self._changed = [name for name in dict.fromkeys(self._own.get("changed", ())) if name in namespace]
@@ -56,7 +56,7 @@ class LeftInRanks:
         came: names that have been brought back.
         """
         if apart := self.apart:
-            whose = f", and what came back is rank {self._speaker}'s" if set(apart) & set(came) else ""
+            whose = f", and what came back is rank {self._result_rank}'s" if set(apart) & set(came) else ""
             return (
                 f"{', '.join(apart)} {'differ' if len(apart) > 1 else 'differs'} between the ranks{whose}: nothing "
                 f"kept {_them(apart)} in step. {self._remedy(apart, 'does')}; --independent, if that is meant"

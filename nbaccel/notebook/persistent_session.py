@@ -1,8 +1,8 @@
 """Persistent ranks of one notebook, and the flags that concern them. Runs in the kernel.
 
 `%accelerate start` starts the ranks, or `--keep` in a cell; `%accelerate stop` ends them. Until then, cells run in
-these ranks (`Lodging`), which are `PersistentWorkers`; the choices for their start (number, devices, seed) cannot be
-changed by a cell.
+these ranks (`PersistentRun`), which are `PersistentWorkers`; the choices for their start (number, devices, seed) cannot
+be changed by a cell.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nbaccel.output.router import ConsoleScreen
 
 __all__ = [
     "OF_THE_START",
-    "Lodging",
+    "PersistentRun",
     "PersistentSession",
     "clock",
     "number_of_ranks",
@@ -66,7 +66,7 @@ class PersistentSession:
         self._cell_of = cell_of
         self._setup = setup
         self._say = say
-        self._residents: PersistentWorkers | None = None
+        self._persistent: PersistentWorkers | None = None
         self._plan: LaunchPlan | None = None
         self._options = RunOptions()
         self._pid = os.getpid()
@@ -77,23 +77,23 @@ class PersistentSession:
 
         A rank that was forked meanwhile holds a copy of this object, and has none.
         """
-        return self._residents is not None and self._residents.is_open and os.getpid() == self._pid
+        return self._persistent is not None and self._persistent.is_open and os.getpid() == self._pid
 
     @property
-    def residents(self) -> PersistentWorkers:
+    def persistent(self) -> PersistentWorkers:
         """Return the ranks.
 
         Raises:
             UsageError: there are none.
         """
-        if self._residents is None or not self.is_on:
+        if self._persistent is None or not self.is_on:
             raise UsageError("no ranks stay: %accelerate start makes some, and so does --keep in a cell.")
-        return self._residents
+        return self._persistent
 
     @property
     def names(self) -> frozenset[str]:
         """Return the names that rank 0 has; none without persistent ranks."""
-        return self.residents.names(0) if self.is_on else frozenset()
+        return self.persistent.names(0) if self.is_on else frozenset()
 
     # --- begin and end -----------------------------------------------------------------------------------------
 
@@ -106,9 +106,9 @@ class PersistentSession:
         refuse_nested_launch()
         if self.is_on:
             if options == self._options:  # the cell was run again
-                return self._say(f"there are {Lodging(self.residents, '')} already")
+                return self._say(f"there are {PersistentRun(self.persistent, '')} already")
             raise LaunchRefused(
-                f"there are {Lodging(self.residents, '')} already, with other flags; %accelerate stop ends them."
+                f"there are {PersistentRun(self.persistent, '')} already, with other flags; %accelerate stop ends them."
             )
         refuse_flags_of_a_cell(options)
         task = InitTask(SharedNamespace(self._notebook))
@@ -123,11 +123,13 @@ class PersistentSession:
         for line in before_a_run(plan.devices.gpus):
             self._say(line)
         spec = replace(plan.spec(task, self._setup), stays=True)
-        self._residents = self._launcher().start(spec, ConsoleScreen())
-        self._plan, self._options = replace(plan, start=self._residents.spec.start), options
-        if plan.start.method != self._residents.spec.start.method:
-            self._say(f"started by {self._residents.spec.start.method} after all: {self._residents.spec.start.reason}")
-        self._say(f"{Lodging(self._residents, '')}; their memory is held until %accelerate stop")
+        self._persistent = self._launcher().start(spec, ConsoleScreen())
+        self._plan, self._options = replace(plan, start=self._persistent.spec.start), options
+        if plan.start.method != self._persistent.spec.start.method:
+            self._say(
+                f"started by {self._persistent.spec.start.method} after all: {self._persistent.spec.start.reason}"
+            )
+        self._say(f"{PersistentRun(self._persistent, '')}; their memory is held until %accelerate stop")
 
     def restart(self) -> None:
         """End the ranks, and start others with the same flags.
@@ -136,9 +138,9 @@ class PersistentSession:
             UsageError: there were none.
         """
         refuse_nested_launch()
-        if self._residents is None:
+        if self._persistent is None:
             raise UsageError("no ranks stay, and none did: %accelerate start makes some.")
-        self._residents.close(RunObservers(ConsoleScreen()))
+        self._persistent.close(RunObservers(ConsoleScreen()))
         self.start(self._options)
 
     def stop(self) -> None:
@@ -147,18 +149,20 @@ class PersistentSession:
         Raises:
             UsageError: there are none.
         """
-        size = self.residents.spec.world_size
-        self.residents.close(RunObservers(ConsoleScreen()))
+        size = self.persistent.spec.world_size
+        self.persistent.close(RunObservers(ConsoleScreen()))
         self._say(f"{number_of_ranks(size)} ended; nothing is held any more")
 
     def close(self) -> None:
         """End the ranks at once and without a message, if there are any."""
-        if self._residents is not None and self.is_on:
-            self._residents.abandon()
+        if self._persistent is not None and self.is_on:
+            self._persistent.abandon()
 
     # --- cells -------------------------------------------------------------------------------------------------
 
-    def lodge(self, asked: RunOptions, options: RunOptions, source: CellSource) -> tuple[Lodging, LaunchPlan, CellTask]:
+    def place(
+        self, asked: RunOptions, options: RunOptions, source: CellSource
+    ) -> tuple[PersistentRun, LaunchPlan, CellTask]:
         """Return the persistent ranks for a cell, its plan and its task.
 
         asked: the options of the cell's own line.  options: the same, completed by the notebook's configuration.
@@ -166,24 +170,24 @@ class PersistentSession:
         Raises:
             LaunchRefused: it cannot run there.
         """
-        residents, plan = self.residents, self._plan
+        persistent, plan = self.persistent, self._plan
         assert plan is not None
         refuse_another_start(asked, plan)
-        lodging = Lodging(residents, source.name, self._outsiders(asked))
-        if options.pdb in lodging.outsiders:
+        persistent_run = PersistentRun(persistent, source.name, self._excluded_ranks(asked))
+        if options.pdb in persistent_run.excluded_ranks:
             raise LaunchRefused(f"--pdb {options.pdb}: that rank takes no part in this cell, --only {asked.only} does.")
-        if trouble := residents.trouble:
+        if trouble := persistent.trouble:
             raise LaunchRefused(f"{trouble}; {self._ways_out()}.")
         task = CellTask(
             source,
             self._notebook,
             options.names_back,
             options.inputs or (),
-            home=residents.home,
-            speaker=min(lodging.ranks),
+            home=persistent.home,
+            result_rank=min(persistent_run.ranks),
             debugged=options.pdb,
         )
-        for name in residents.home.outdated(sorted(task.names_read())):
+        for name in persistent.home.outdated(sorted(task.names_read())):
             self._say(
                 f"{name} was defined anew since the ranks got it, and they have the old one: %accelerate push {name}"
             )
@@ -197,23 +201,23 @@ class PersistentSession:
         if draws_as_here(of_the_cell, task):
             task.draw_as_here()
             settings = replace(settings, seed=None)
-        return lodging, replace(plan, options=of_the_cell, settings=settings, stays=True), task
+        return persistent_run, replace(plan, options=of_the_cell, settings=settings, stays=True), task
 
     def after(self, error: BaseException | None) -> None:
         """Print the state of the ranks, if a cell has affected them."""
         if not self.is_on:
             self._say("none of the ranks that stayed is left: %accelerate restart starts others with the same flags")
-        elif not self.residents.alive:
-            self.residents.abandon()
+        elif not self.persistent.alive:
+            self.persistent.abandon()
             self.after(error)
-        elif trouble := self.residents.trouble:
+        elif trouble := self.persistent.trouble:
             self._say(f"{trouble}; {self._ways_out()}")
         elif error is not None:
-            news = f"; {self.residents.news}" if self.residents.news else ""
+            news = f"; {self.persistent.news}" if self.persistent.news else ""
             self._say(f"the ranks live on, with what they have{news}")
 
-    def _outsiders(self, asked: RunOptions) -> list[int]:
-        size = self.residents.spec.world_size
+    def _excluded_ranks(self, asked: RunOptions) -> list[int]:
+        size = self.persistent.spec.world_size
         ranks = set(range(size)) if asked.only is None else set(expanded(asked.only))
         if max(ranks) >= size:
             raise LaunchRefused(
@@ -225,7 +229,7 @@ class PersistentSession:
     def _ways_out(self) -> str:
         return (
             "so no further cell runs in them: %accelerate pull NAMES still brings variables of "
-            f"{ranks_in_words(self.residents.alive)} back, %accelerate restart begins anew"
+            f"{ranks_in_words(self.persistent.alive)} back, %accelerate restart begins anew"
         )
 
     # --- names -------------------------------------------------------------------------------------------------
@@ -236,13 +240,13 @@ class PersistentSession:
         Raises:
             CannotSend: one of them cannot be sent, and none was sent.
         """
-        residents = self.residents
-        if trouble := residents.trouble:
+        persistent = self.persistent
+        if trouble := persistent.trouble:
             raise LaunchRefused(f"{trouble}; {self._ways_out()}.")
-        push = Push(residents.home, names)
+        push = Push(persistent.home, names)
         self._do(push, "%accelerate push").close()
         push.has_arrived()
-        self._say(f"sent to {number_of_ranks(residents.spec.world_size)}: {', '.join(names)}")
+        self._say(f"sent to {number_of_ranks(persistent.spec.world_size)}: {', '.join(names)}")
 
     def pull(self, names: Sequence[str], rank: int = 0) -> None:
         """Bring one rank's values into the notebook, by the rules of `--out`.
@@ -251,12 +255,12 @@ class PersistentSession:
             LaunchRefused: the rank is gone.
             ResultsMissing: the rank does not have the name, or cannot send it; values that came are in the notebook.
         """
-        residents, size = self.residents, self.residents.spec.world_size
-        if rank not in residents.alive:
-            what = residents.trouble if rank < size else f"{number_of_ranks(size)} {'stays' if size == 1 else 'stay'}"
+        persistent, size = self.persistent, self.persistent.spec.world_size
+        if rank not in persistent.alive:
+            what = persistent.trouble if rank < size else f"{number_of_ranks(size)} {'stays' if size == 1 else 'stay'}"
             raise LaunchRefused(f"rank {rank} has nothing to bring back: {what}.")
         others = [other for other in range(size) if other != rank]
-        outcome = self._do(Pull(residents.home, names, rank), "%accelerate pull", others)
+        outcome = self._do(Pull(persistent.home, names, rank), "%accelerate pull", others)
         report = outcome.ended.reports[rank]
         try:
             arrivals = install(outcome.values(), self._notebook, report.facts.get("sizes", {}) if report else {})
@@ -268,9 +272,9 @@ class PersistentSession:
             reasons = ", ".join(f"{name} ({reason})" for name, reason in report.missing.items())
             raise ResultsMissing(f"not brought back from rank {rank}: {reasons}.", report.missing)
 
-    def _do(self, task: Task, title: str, outsiders: Collection[int] = ()) -> LaunchResult:
+    def _do(self, task: Task, title: str, excluded_ranks: Collection[int] = ()) -> LaunchResult:
         """Run a task that is no cell; it succeeds or raises."""
-        outcome = self.residents.run(task, RunObservers(ConsoleScreen()), title=title, outsiders=outsiders)
+        outcome = self.persistent.run(task, RunObservers(ConsoleScreen()), title=title, excluded_ranks=excluded_ranks)
         error = KeyboardInterrupt() if outcome.ended.is_interrupted else outcome.error
         if error is not None:
             outcome.close()
@@ -284,18 +288,18 @@ class PersistentSession:
         """Return the persistent ranks, their start, devices and memory, in words; empty if there are none."""
         if not self.is_on:
             return ""
-        residents, plan = self.residents, self._plan
+        persistent, plan = self.persistent, self._plan
         assert plan is not None
         holds = ", ".join(f"rank {rank} {held}" for rank, held in self.held().items())
-        who = f"in ranks that stay since {clock(residents.since)}: {plan.devices}"
+        who = f"in ranks that stay since {clock(persistent.since)}: {plan.devices}"
         status = f"{who}, and until %accelerate stop they hold: {holds}"
-        return f"{status}; {residents.trouble}; {self._ways_out()}" if residents.trouble else status
+        return f"{status}; {persistent.trouble}; {self._ways_out()}" if persistent.trouble else status
 
     def held(self) -> dict[int, str]:
         """Return the memory of each living rank, in words; memory that is shared with the notebook does not count."""
         gpus = self._survey().gpus
         held = {}
-        for rank, pid in self.residents.pids.items():
+        for rank, pid in self.persistent.pids.items():
             on_gpus = [
                 f"{amount(count)} on cuda:{gpu.index}"
                 for gpu in gpus
@@ -317,27 +321,27 @@ def _private_bytes(pid: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Lodging:
+class PersistentRun:
     """The persistent ranks of one cell: all of them, or some. It runs a spec as a `Launcher` would.
 
-    title: the cell in words.  outsiders: ranks that take no part.
+    title: the cell in words.  excluded_ranks: ranks that take no part.
     """
 
-    residents: PersistentWorkers
+    persistent: PersistentWorkers
     title: str
-    outsiders: Collection[int] = ()
+    excluded_ranks: Collection[int] = ()
 
     @property
     def ranks(self) -> list[int]:
-        return [rank for rank in range(self.residents.spec.world_size) if rank not in self.outsiders]
+        return [rank for rank in range(self.persistent.spec.world_size) if rank not in self.excluded_ranks]
 
     def run(self, spec: LaunchSpec, watching: RunObservers, occupied: str = "") -> LaunchResult:
         """Run the spec, see `PersistentWorkers.run`."""
-        return self.residents.run(
+        return self.persistent.run(
             spec.task,
             watching,
             title=self.title,
-            outsiders=self.outsiders,
+            excluded_ranks=self.excluded_ranks,
             timeout_s=spec.timeout_s,
             hang_timeout_s=spec.hang_timeout_s,
             occupied=occupied,
@@ -345,9 +349,9 @@ class Lodging:
 
     def __str__(self) -> str:
         """Return the line that is printed before the run."""
-        size = self.residents.spec.world_size
-        who = f"{ranks_in_words(self.ranks)} of {size}" if self.outsiders else number_of_ranks(size)
-        return f"{who} that {'stays' if len(self.ranks) == 1 else 'stay'} since {clock(self.residents.since)}"
+        size = self.persistent.spec.world_size
+        who = f"{ranks_in_words(self.ranks)} of {size}" if self.excluded_ranks else number_of_ranks(size)
+        return f"{who} that {'stays' if len(self.ranks) == 1 else 'stay'} since {clock(self.persistent.since)}"
 
 
 def clock(at: float) -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbaccel.display.live_panel import Audience, can_answer, runs_unattended
+from nbaccel.display.live_panel import Views, can_answer, runs_unattended
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.errors import LaunchRefused, RunStopped
 from nbaccel.hardware import Survey
@@ -106,7 +106,7 @@ class Session:
         self.last_plan: LaunchPlan | None = None  # the plan of ranks that were started for a cell
         self.rank_memory = RankMemory()
         self.background = Background(self.say, self._conclude)
-        self._audience = Audience()
+        self._views = Views()
         self._former_button = FormerButton(getattr(shell, "kernel", None))
         self._launcher = launcher
         self._setup = setup
@@ -195,7 +195,7 @@ class Session:
     ) -> tuple[Host, LaunchPlan, CellTask]:
         """Return the host of a cell, its plan and its task: persistent ranks, or else new ranks."""
         if self.stay.is_on:
-            return self.stay.lodge(asked, options, source)
+            return self.stay.place(asked, options, source)
         if asked.only is not None:
             raise LaunchRefused(
                 f"--only {asked.only} names ranks that stay, and none do: %accelerate start, or leave it out."
@@ -247,7 +247,7 @@ class Session:
 
     def start_zygote(self) -> None:
         """Start a clean process for the first cell that needs one; return while it is still loading torch."""
-        self.launcher.keeper.zygote()
+        self.launcher.resources.zygote()
 
     def close(self) -> None:
         """End everything that runs for this notebook."""
@@ -265,7 +265,7 @@ class Session:
     def _show(
         self, plan: LaunchPlan, source: CellSource, spec: LaunchSpec, frames: PanelSink, screen: Screen | None = None
     ) -> RunView:
-        return self._audience.show(
+        return self._views.show(
             self.shell,
             spec.world_size,
             plan.facts(source.name),

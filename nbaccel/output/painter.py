@@ -65,7 +65,7 @@ class Painter:
         self._screen = screen
         self._pending: list[tuple[str, str]] = []
         self._out: list[tuple[str, list[str]]] = []
-        self._standing: ScreenBar | None = None
+        self._position: ScreenBar | None = None
         self._wanted: ScreenBar | None = None
         self._painted_at = self._drawn_at = float("-inf")
 
@@ -82,7 +82,7 @@ class Painter:
         if self._pending and (at_once or now >= self._text_due):
             self._write_text(now)
             self._draw(now)
-        elif self._wanted != self._standing and (at_once or now >= self._bar_due):
+        elif self._wanted != self._position and (at_once or now >= self._bar_due):
             self._draw(now)
         self._flush()
 
@@ -98,7 +98,7 @@ class Painter:
         """Return the time at which `paint` will have something to do."""
         if self._pending:
             return self._text_due
-        return self._bar_due if self._wanted != self._standing else None
+        return self._bar_due if self._wanted != self._position else None
 
     @property
     def _text_due(self) -> float:
@@ -112,27 +112,27 @@ class Painter:
         pending, self._pending = self._pending, []
         for stream, group in groupby(pending, key=itemgetter(0)):
             text = "".join(part for _, part in group)
-            if self._standing is not None and self._standing.stream == stream:
-                text = _over(self._standing, text)
-                self._standing = None
+            if self._position is not None and self._position.stream == stream:
+                text = _over(self._position, text)
+                self._position = None
             self._wipe()
             self._put(stream, text)
         self._painted_at = now
 
     def _draw(self, now: float) -> None:
         bar = self._wanted
-        if bar is None or (self._standing is not None and self._standing.stream != bar.stream):
+        if bar is None or (self._position is not None and self._position.stream != bar.stream):
             self._wipe()
         if bar is not None:
-            width = self._standing.width if self._standing is not None else 0
+            width = self._position.width if self._position is not None else 0
             self._put(bar.stream, "\r" + bar.text.ljust(width))
-            self._standing = bar
+            self._position = bar
             self._drawn_at = now
 
     def _wipe(self) -> None:
-        if self._standing is not None:
-            self._put(self._standing.stream, "\r" + " " * self._standing.width + "\r")
-            self._standing = None
+        if self._position is not None:
+            self._put(self._position.stream, "\r" + " " * self._position.width + "\r")
+            self._position = None
 
     def _put(self, stream: str, text: str) -> None:
         if self._out and self._out[-1][0] == stream:

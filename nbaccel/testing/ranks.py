@@ -66,7 +66,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     finally:
         release.give()
         for rank in ranks:
-            rank.bury()
+            rank.reap()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -124,7 +124,7 @@ class _Rank:
             raise RanksFailed(f"rank {self.number} of {world_size} failed:\n{result}", self.number, world_size)
         return result
 
-    def bury(self) -> None:
+    def reap(self) -> None:
         os.close(self.pipe)
         if self.status is None:
             os.kill(self.pid, signal.SIGKILL)

@@ -126,11 +126,11 @@ def libraries() -> None:
 
 @pytest.fixture(scope="module")
 def launcher(libraries: None) -> Iterator[Launcher]:
-    """One for all tests here: its guardian starts before the first of them."""
+    """One for all tests here: its reaper starts before the first of them."""
     launcher = Launcher()
-    launcher.keeper.guard("+0")  # nobody has the number 0
-    launcher.keeper.guard("-0")
-    launcher.keeper.new_log()
+    launcher.resources.guard("+0")  # nobody has the number 0
+    launcher.resources.guard("-0")
+    launcher.resources.new_log()
     yield launcher
     launcher.close()
 

@@ -55,9 +55,9 @@ def prepared() -> Iterator[None]:
         if importlib.util.find_spec(module.partition(".")[0]) is not None:
             importlib.import_module(module)
     launcher = default_launcher()
-    launcher.keeper.guard("+0")  # starts the guardian; nobody has the number 0
-    launcher.keeper.guard("-0")
-    launcher.keeper.new_log()
+    launcher.resources.guard("+0")  # starts the reaper; nobody has the number 0
+    launcher.resources.guard("-0")
+    launcher.resources.new_log()
     yield
     launcher.close()
     default_launcher.__globals__["_launcher_of"].cache_clear()

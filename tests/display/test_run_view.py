@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nbaccel.display import live_panel, run_view as place
-from nbaccel.display.live_panel import Audience, LivePanel, PeriodicText, runs_unattended
+from nbaccel.display.live_panel import LivePanel, PeriodicText, Views, runs_unattended
 from nbaccel.display.run_view import DisplaySlot, RunView
 from nbaccel.display.summary import RunFacts
 from nbaccel.events import Loss, Progress, Restarted
@@ -221,13 +221,13 @@ def test_a_picture_that_cannot_be_drawn_is_said_and_the_panel_stays(monkeypatch:
 
 
 def test_a_script_sees_what_its_ranks_print_and_a_terminal_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    audience = Audience()
-    script = audience.show(None, 1, FACTS, Platform.SCRIPT)
+    views = Views()
+    script = views.show(None, 1, FACTS, Platform.SCRIPT)
     assert type(script) is RunView
     script.write("stdout", "hi\n")
     script.end("done", 100.0)
     assert capsys.readouterr().out == "hi\n"
-    assert isinstance(audience.show(_Shell(), 1, FACTS, Platform.SCRIPT), PeriodicText)
+    assert isinstance(views.show(_Shell(), 1, FACTS, Platform.SCRIPT), PeriodicText)
 
 
 class _Shell:

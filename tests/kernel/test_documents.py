@@ -65,7 +65,7 @@ LIBRARIES = {
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKernel]:
     kernel = RealKernel(NEWEST, tmp_path_factory.mktemp("pages"), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     try:
-        kernel.do(f"{SETUP}\nimport nbaccel; nbaccel.launch(int, 1)")  # the guardian runs from here on
+        kernel.do(f"{SETUP}\nimport nbaccel; nbaccel.launch(int, 1)")  # the reaper runs from here on
         yield kernel
     finally:
         kernel.close()

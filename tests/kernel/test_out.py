@@ -135,10 +135,10 @@ def test_a_name_that_nobody_knows_is_refused_before_the_run(kernel: RealKernel, 
 RECORDS_PARCELS = """
 import os
 from nbaccel.launch.ipc import reports as member
-parcel_bytes = []
+payload_bytes = []
 original = member.RankReport.from_frame.__func__
 def recording(cls, message, fds):
-    parcel_bytes.extend(os.fstat(fd).st_size for fd in fds)
+    payload_bytes.extend(os.fstat(fd).st_size for fd in fds)
     return original(cls, message, fds)
 member.RankReport.from_frame = classmethod(recording)
 """
@@ -157,6 +157,6 @@ def test_a_model_as_last_expression_is_shown_and_not_sent(
             cell.displays,
             cell.result,
         )
-        assert sum(kernel.value("parcel_bytes")) < 100_000
+        assert sum(kernel.value("payload_bytes")) < 100_000
     finally:
         kernel.do("member.RankReport.from_frame = classmethod(original)")

@@ -1,7 +1,7 @@
 """A run leaves nothing in the notebook but what it brings back, however it ends.
 
 Everything that can be read of a kernel is read before and after (`notebook_state.py`), and the differences are named.
-The first run of a kind may import libraries and start the guardian; the second is looked at.
+The first run of a kind may import libraries and start the reaper; the second is looked at.
 """
 
 from __future__ import annotations

@@ -156,13 +156,13 @@ def test_what_the_notebook_owns_outlives_every_end_of_a_run(owner: RealKernel) -
     for ending, body in ENDINGS.items():
         owner.run(accelerate(body, "fork", flags=FLAGS.get(ending, "")), timeout_s=90)
         suffered[ending] = owner.value("_suffered()")
-    for presses in (1, 2):
+    for interrupts in (1, 2):
         running = owner.begin(accelerate("import time\nprint('here', flush=True)\ntime.sleep(60)", "fork"))
         running.until_text("here")
-        for _ in range(presses):
+        for _ in range(interrupts):
             os.kill(owner.pid, signal.SIGINT)  # a front end signals the whole group, also children of the notebook
         running.end(timeout_s=60)
-        suffered[f"{presses} interrupts"] = owner.value("_suffered()")
+        suffered[f"{interrupts} interrupts"] = owner.value("_suffered()")
     owner.do("%accelerate start -n 2 --start fork")
     owner.do("%%accelerate\npass")
     suffered["ranks that stay"] = owner.value("_suffered()")

@@ -1,4 +1,4 @@
-"""One launcher for all tests of this folder: its guardian and its zygote live as long as the test process."""
+"""One launcher for all tests of this folder: its reaper and its zygote live as long as the test process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def launcher() -> Iterator[Launcher]:
     import torch._dynamo  # noqa: F401  # sets a variable of the environment, which the guard of every test would report
 
     launcher = default_launcher()
-    launcher.keeper.guard("+0")  # starts the guardian; nobody has the number 0
-    launcher.keeper.guard("-0")
+    launcher.resources.guard("+0")  # starts the reaper; nobody has the number 0
+    launcher.resources.guard("-0")
     launch(int, 1, start_method="zygote")  # its start takes seconds, which no test shall be charged for
-    launcher.keeper.new_log()
+    launcher.resources.new_log()
     yield launcher
     launcher.close()
     default_launcher.__globals__["_launcher_of"].cache_clear()

@@ -429,12 +429,12 @@ def test_what_was_set_aside_is_sent_as_if_it_was_on_the_card_still(monkeypatch: 
     monkeypatch.setattr(pickling, "device_here", here)
 
     def travel() -> Any:
-        parcel = pack({"model": model, "other": torch.ones(3)})
+        payload = pack({"model": model, "other": torch.ones(3)})
         try:
             asked.clear()
-            return unpack(parcel.fd)["model"]
+            return unpack(payload.fd)["model"]
         finally:
-            os.close(parcel.fd)
+            os.close(payload.fd)
 
     with SetAside({"model": model}, cards):
         there = travel()

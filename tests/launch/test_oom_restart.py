@@ -57,11 +57,11 @@ def attempt(
     **ended: Any,
 ) -> LaunchAttempt:
     """Rank 1 of two failed, after `events`."""
-    witness = RunRecorder()
+    recorder = RunRecorder()
     for event in events:
-        witness.feed(1, 0.0, event)
+        recorder.feed(1, 0.0, event)
     how = RunResult([None, report], [-signal.SIGTERM, exit_code], [True, False], 1, False, False, 12.0)
-    return LaunchAttempt(spec, replace(how, **ended), witness, OomKillWatch())
+    return LaunchAttempt(spec, replace(how, **ended), recorder, OomKillWatch())
 
 
 def restarted(decision: Restart | GiveUp) -> Restart:

@@ -49,7 +49,7 @@ class Ranks:
             setup=setup,
             stays=True,
         )
-        self.residents: PersistentWorkers = launcher.start(spec, ConsoleScreen())
+        self.persistent: PersistentWorkers = launcher.start(spec, ConsoleScreen())
         self.error: BaseException | None = None
         self.outcome: LaunchResult | None = None
 
@@ -62,9 +62,9 @@ class Ranks:
         **limits: float,
     ) -> dict[str, Any]:
         """What a cell sends back; its error is kept."""
-        speaker = min({*range(WORLD_SIZE)} - {*without})
+        result_rank = min({*range(WORLD_SIZE)} - {*without})
         source = CellSource(code, "Cell In[1]")
-        task = CellTask(source, self.notebook, out, home=self.home, speaker=speaker)
+        task = CellTask(source, self.notebook, out, home=self.home, result_rank=result_rank)
         return self._run(task, RunObservers(ConsoleScreen(), beside=beside), without, **limits)
 
     def push(self, *names: str) -> None:
@@ -77,7 +77,7 @@ class Ranks:
         return self._run(Pull(self.home, names, rank), RunObservers(ConsoleScreen()), without)
 
     def _run(self, task: Any, watching: RunObservers, without: Sequence[int] = (), **limits: float) -> dict[str, Any]:
-        outcome = self.residents.run(task, watching, title="Cell In[1]", outsiders=without, **limits)
+        outcome = self.persistent.run(task, watching, title="Cell In[1]", excluded_ranks=without, **limits)
         try:
             self.outcome, self.error = outcome, outcome.error
             return outcome.values()
@@ -96,8 +96,8 @@ def ranks(launcher: Launcher, start_method: str) -> Iterator[Make]:
 
     yield make
     for each in made:
-        pids = list(each.residents.pids.values())
-        each.residents.close(RunObservers(ConsoleScreen()))
+        pids = list(each.persistent.pids.values())
+        each.persistent.close(RunObservers(ConsoleScreen()))
         assert session_members(pids) == set()
 
 
@@ -153,7 +153,7 @@ def test_an_error_leaves_names_and_ranks_and_the_next_cell_works(ranks: Make) ->
     us = ranks(SETUP, y=3)
     us.cell("y += 1; 1 / 0")
     assert isinstance(us.error, ZeroDivisionError)
-    assert us.residents.trouble == ""
+    assert us.persistent.trouble == ""
     assert us.cell("accelerator.wait_for_everyone(); y += 1", out=("y",)) == {"y": 5}
 
 
@@ -180,7 +180,7 @@ def test_ranks_out_of_step_say_so_with_their_numbers_and_names_can_still_be_had(
     us = ranks(SETUP)
     us.cell("y = 3\nif accelerator.process_index: 1 / 0\naccelerator.wait_for_everyone()")
     assert isinstance(us.error, ZeroDivisionError)
-    assert us.residents.trouble == (
+    assert us.persistent.trouble == (
         "the ranks are out of step since Cell In[1], and the next collective could hang "
         "(rank 0: 2 collectives; rank 1: 1 collective)"
     )
@@ -194,11 +194,11 @@ def test_the_collectives_of_ddp_are_counted_too_and_rank_0_is_kept(ranks: Make) 
     us.cell("import torch\nmodel = accelerator.prepare(torch.nn.Linear(2, 2)); kept = 1")
     us.cell("if accelerator.process_index: 1 / 0\naccelerator.backward(model(torch.ones(1, 2)).sum())")
     assert isinstance(us.error, ZeroDivisionError)
-    assert us.residents.trouble == (
+    assert us.persistent.trouble == (
         "rank 1 of 2 had to leave, because rank 0 waited for it where nothing else would have ended its waiting, "
         "in Cell In[1]"
     )
-    assert us.residents.alive == [0]
+    assert us.persistent.alive == [0]
     assert us.pull("kept") == {"kept": 1}
 
 
@@ -216,7 +216,7 @@ def test_a_collective_that_lacks_ranks_is_an_error_before_it_begins_and_the_rank
     us.cell("import torch\nmodel = accelerator.prepare(torch.nn.Linear(2, 2))")
     us.cell("accelerator.backward(model(torch.ones(1, 2)).sum())", without=[0])
     assert "(backward), which all ranks must enter, and rank 0 takes no part" in str(us.error)
-    assert us.residents.trouble == ""
+    assert us.persistent.trouble == ""
     us.cell("accelerator.wait_for_everyone()")
     assert us.error is None
 
@@ -229,7 +229,7 @@ def test_a_prepared_model_comes_back_as_the_user_wrote_it_and_goes_on_in_the_ran
         assert us.error is None
         assert "forward" not in vars(came["model"])
         assert type(came["prepared"]).__name__ == "Linear"
-    assert us.residents.trouble == ""
+    assert us.persistent.trouble == ""
 
 
 def test_random_numbers_go_on_from_cell_to_cell(ranks: Make) -> None:
@@ -243,7 +243,7 @@ def test_sys_exit_ends_the_cell_and_not_the_ranks(ranks: Make) -> None:
     us = ranks()
     us.cell("import sys; sys.exit(3)")
     assert "called sys.exit(3) or exit(), which ends the cell and not the ranks" in str(us.error)
-    assert us.residents.alive == [0, 1]
+    assert us.persistent.alive == [0, 1]
 
 
 @pytest.mark.parametrize("when", ["busy", "idle"])
@@ -254,14 +254,14 @@ def test_a_dead_rank_is_named_and_the_names_of_the_other_can_still_be_had(ranks:
         us.cell("import os, signal\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)")
         assert isinstance(us.error, RankDied)
         assert "Its variables are gone, those of ranks that live are not." in str(us.error)
-        assert us.residents.trouble == "rank 1 of 2 was killed by SIGKILL in Cell In[1]"
+        assert us.persistent.trouble == "rank 1 of 2 was killed by SIGKILL in Cell In[1]"
     else:
-        pidfd = os.pidfd_open(us.residents.pids[1])
+        pidfd = os.pidfd_open(us.persistent.pids[1])
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         assert select.select([pidfd], [], [], 30)[0]
         os.close(pidfd)
-        assert us.residents.trouble == "rank 1 of 2 was killed by SIGKILL while it had nothing to do"
-    assert us.residents.alive == [0]
+        assert us.persistent.trouble == "rank 1 of 2 was killed by SIGKILL while it had nothing to do"
+    assert us.persistent.alive == [0]
     assert us.pull("y") == {"y": 4}
 
 
@@ -297,14 +297,14 @@ def test_a_rank_that_does_not_listen_is_ended_and_the_other_stays(ranks: Make, m
         "threading.Event().wait()\n",
         beside=[_PressAtOnce(1)],
     )
-    assert us.residents.trouble == "rank 1 of 2 did not listen and had to be ended in Cell In[1]"
+    assert us.persistent.trouble == "rank 1 of 2 did not listen and had to be ended in Cell In[1]"
     assert us.pull("y") == {"y": 5}
 
 
 def test_two_presses_end_the_ranks(ranks: Make) -> None:
     us = ranks()
     us.cell("import threading\nthreading.Event().wait()", beside=[_PressAtOnce(2)])
-    assert us.residents.alive == []
+    assert us.persistent.alive == []
 
 
 def test_training_that_is_stopped_goes_on_in_the_next_cell(ranks: Make) -> None:
@@ -324,7 +324,7 @@ def test_training_that_is_stopped_goes_on_in_the_next_cell(ranks: Make) -> None:
     us.cell("while True: epoch()", timeout_s=0.2)
     assert us.outcome is not None
     assert us.outcome.ended.is_timed_out
-    assert us.residents.trouble == ""
+    assert us.persistent.trouble == ""
     done = [us.pull("steps", rank=rank)["steps"] for rank in range(WORLD_SIZE)]
     assert done[0] == done[1]
     us.cell("epoch()")
@@ -369,7 +369,7 @@ def test_other_ranks_hold_nothing_of_those_that_stay(ranks: Make) -> None:
     from nbaccel.launch.api import launch
 
     us = ranks()
-    held = {os.readlink(f"/proc/self/fd/{fd}") for fd in us.residents.fds}
+    held = {os.readlink(f"/proc/self/fd/{fd}") for fd in us.persistent.fds}
 
     def others() -> list[str]:
         links = []
@@ -444,9 +444,9 @@ def test_rank_0_is_woken_from_its_device_when_another_fails_and_the_next_cell_tr
     code = "\n    ".join(WAITS[wait].splitlines())
     us.cell(f"if accelerator.process_index: 1 / 0\nelse:\n    {code}")
     assert isinstance(us.error, ZeroDivisionError)
-    assert us.residents.alive == [0, 1]
-    assert us.residents.trouble == ""
-    assert us.residents.news == (
+    assert us.persistent.alive == [0, 1]
+    assert us.persistent.trouble == ""
+    assert us.persistent.news == (
         "the next cell connects them anew, and trains on from what rank 1 has; until then pull from rank 1"
     )
     us.cell(HEARS, out=("hears",), without=[0])
@@ -466,7 +466,7 @@ def test_rank_0_is_woken_from_its_device_when_another_fails_and_the_next_cell_tr
     assert told[0]["losses"] == told[1]["losses"]
     us.cell("rates = scheduler.get_last_lr()")
     assert [us.pull("rates", rank=rank)["rates"] for rank in range(WORLD_SIZE)] == [[0.1 * 0.5**4]] * 2
-    assert us.residents.news == ""
+    assert us.persistent.news == ""
 
 
 @pytest.mark.slow
@@ -490,7 +490,7 @@ def test_ranks_none_of_which_can_be_followed_are_not_connected_anew(ranks: Make)
         "if accelerator.process_index: group.later(group.wait_for_abort); 1 / 0\n"
         "accelerator.gather(torch.ones(1))"
     )
-    assert us.residents.trouble.endswith(
+    assert us.persistent.trouble.endswith(
         "and they cannot be begun anew: of no rank is it known that it is as its last whole step left it"
     )
 
@@ -500,15 +500,15 @@ def test_ranks_that_were_not_asked_are_connected_anew_by_the_next_cell(ranks: Ma
     us = ranks(DEVICE)
     us.cell(NET)
     us.cell("if accelerator.process_index: 1 / 0\naccelerator.gather(torch.ones(1))")
-    news = us.residents.news
+    news = us.persistent.news
     assert news
     us.notebook["lock"] = threading.Lock()
     with pytest.raises(CannotSend, match="lock"):
         us.push("lock")
-    assert us.residents.news == news
+    assert us.persistent.news == news
     us.cell("step()")
     assert us.error is None
-    assert us.residents.news == ""
+    assert us.persistent.news == ""
 
 
 TORN = """
@@ -527,7 +527,7 @@ def test_a_rank_that_failed_within_an_optimizers_step_is_not_the_one_to_follow(r
     us.cell("step()\nbefore = weights()", out=("before",))
     us.cell("if accelerator.process_index: torn.step()\nelse:\n    accelerator.gather(torch.ones(1))")
     assert type(us.error).__name__ == "OutOfMemoryError"
-    assert us.residents.trouble.endswith("of no rank is it known that it is as its last whole step left it")
+    assert us.persistent.trouble.endswith("of no rank is it known that it is as its last whole step left it")
 
 
 @pytest.mark.parametrize("hears", [False, True])
@@ -555,10 +555,10 @@ def test_ranks_that_cannot_be_connected_anew_say_why(ranks: Make) -> None:
     us.cell("import torch, torch.distributed as dist\nown = dist.new_group([0, 1])")
     us.cell("if accelerator.process_index: 1 / 0\naccelerator.gather(torch.ones(1))")
     assert isinstance(us.error, ZeroDivisionError)
-    assert us.residents.trouble == (
+    assert us.persistent.trouble == (
         "the exchanges between the ranks were ended in Cell In[1], since one of them did not come while others waited "
         "for it in their devices, and they cannot be begun anew: 1 process group(s) of the program's own (new_group, a "
         "device mesh) are lost in rank 0; 1 process group(s) of the program's own (new_group, a device mesh) are lost "
         "in rank 1"
     )
-    assert us.residents.alive == [0, 1]
+    assert us.persistent.alive == [0, 1]

@@ -146,10 +146,10 @@ def launcher() -> Iterator[Launcher]:
 
     os.environ.update(environ)
     launcher = Launcher()
-    launcher.keeper.guard("+0")  # nobody has the number 0
-    launcher.keeper.guard("-0")
-    launcher.keeper.new_log()
-    launcher.keeper.zygote()
+    launcher.resources.guard("+0")  # nobody has the number 0
+    launcher.resources.guard("-0")
+    launcher.resources.new_log()
+    launcher.resources.zygote()
     yield launcher
     launcher.close()
 

@@ -97,14 +97,14 @@ def test_with_ranks_each_wrong_use_is_one_sentence(staying: Any) -> None:
 
 
 def test_the_same_start_again_is_no_error(staying: Any) -> None:
-    pids = staying.session.stay.residents.pids
+    pids = staying.session.stay.persistent.pids
     ran = staying.run(START)
     assert re.sub(r"[\d:]{8}", "NOW", ran.stdout) == "there are 2 ranks that stay since NOW already\n"
-    assert staying.session.stay.residents.pids == pids
+    assert staying.session.stay.persistent.pids == pids
 
 
 def test_flags_that_repeat_the_start_are_no_error(staying: Any) -> None:
-    seed = staying.session.stay.residents.spec.settings.seed
+    seed = staying.session.stay.persistent.spec.settings.seed
     assert staying.run(f"%%accelerate -n 2 --cpu -p no -a 1 --start fork --seed {seed} --keep\n7").value == 7
     assert staying.run("%%accelerate -n auto -p auto\n8").value == 8
 
@@ -168,12 +168,12 @@ def test_status_and_memory_say_who_stays_since_when_and_what_is_held(staying: An
 
 def test_the_panel_says_that_memory_is_held(staying: Any) -> None:
     source = CellSource("1\n", "Cell In[9]")
-    _, plan, _ = staying.session.stay.lodge(RunOptions(), RunOptions(), source)
+    _, plan, _ = staying.session.stay.place(RunOptions(), RunOptions(), source)
     assert plan.facts("Cell In[9]").setting.endswith(", memory is held until %accelerate stop")
 
 
 def test_memory_that_ranks_hold_on_a_device_is_said(staying: Any) -> None:
-    pids = staying.session.stay.residents.pids
+    pids = staying.session.stay.persistent.pids
     gpu = Gpu(0, "GPU-a", "Tesla T4", 16 * 10**9, processes=((pids[1], 2 * 10**9), (1, 10**9)))
     staying.session.survey = lambda: Survey(gpus=(gpu,))
     held = staying.session.stay.held()
@@ -183,7 +183,7 @@ def test_memory_that_ranks_hold_on_a_device_is_said(staying: Any) -> None:
 
 def test_a_dead_rank_is_said_by_every_command_and_what_the_other_has_can_be_had(staying: Any) -> None:
     staying.run("%%accelerate\nkept = 4")
-    pidfd = os.pidfd_open(staying.session.stay.residents.pids[1])
+    pidfd = os.pidfd_open(staying.session.stay.persistent.pids[1])
     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     assert select.select([pidfd], [], [], 30)[0]
     os.close(pidfd)
@@ -215,7 +215,7 @@ def test_ranks_of_another_launch_have_no_ranks_that_stay(staying: Any, monkeypat
 
 
 def test_unloading_the_extension_ends_the_ranks(staying: Any) -> None:
-    pids = list(staying.session.stay.residents.pids.values())
+    pids = list(staying.session.stay.persistent.pids.values())
     staying.session.close()
     assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
     assert staying.run("%%accelerate -n 1 --cpu\n5").value == 5
@@ -247,8 +247,8 @@ def test_what_the_next_cell_does_before_all_else_is_said_after_one_that_was_cut_
     lines: list[str] = []
     stay: Any = PersistentSession({}, *[lambda: None] * 3, None, lines.append)  # type: ignore[arg-type]
     news = "the next cell connects them anew, and trains on from what rank 1 has"
-    stay._residents = SimpleNamespace(is_open=True, alive=[0, 1], trouble="", news=news)
+    stay._persistent = SimpleNamespace(is_open=True, alive=[0, 1], trouble="", news=news)
     stay.after(ValueError())
-    stay._residents.news = ""
+    stay._persistent.news = ""
     stay.after(ValueError())
     assert lines == [f"the ranks live on, with what they have; {news}", "the ranks live on, with what they have"]

@@ -72,16 +72,16 @@ def test_where_no_front_end_shows_it_within_seconds_the_panel_goes_on_without() 
 
 
 def test_where_a_page_has_a_subshell_some_widget_is_open_from_the_first_run_on() -> None:
-    presses: list[int] = []
+    interrupts: list[int] = []
     former = FormerButton(kernel_with("subshell"))
     steered = steered_by(former=former)
     first = button_of(steered)
-    steered.tick(0.0, lambda: presses.append(1))
+    steered.tick(0.0, lambda: interrupts.append(1))
     steered.close()
     first.click()  # by a page that is far behind
     assert first.comm is not None
     assert first.layout.display == "none"
-    assert presses == []
+    assert interrupts == []
     steered = steered_by(former=former)
     second = button_of(steered)
     assert first.comm is None
@@ -131,10 +131,10 @@ def test_nothing_is_polled_while_there_is_no_button() -> None:
 
 
 def test_every_click_presses_and_the_label_says_what_the_next_one_does() -> None:
-    presses: list[int] = []
+    interrupts: list[int] = []
     steered = steered_by()
     shown(steered)
-    steered.tick(0.0, lambda: presses.append(1))
+    steered.tick(0.0, lambda: interrupts.append(1))
     button = steered._button
     assert button is not None
     labels = []
@@ -143,7 +143,7 @@ def test_every_click_presses_and_the_label_says_what_the_next_one_does() -> None
         button._button.click()
         steered.pressed(times)
     labels.append((button._button.description, button._button.disabled))
-    assert len(presses) == 2
+    assert len(interrupts) == 2
     assert labels == [("Stop after this step", False), ("Stop now", False), ("Stopping", True)]
     steered.close()
 

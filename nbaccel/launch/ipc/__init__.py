@@ -1,3 +1,3 @@
-"""Communication between the kernel and its ranks: frames, a shared page, parcels, the kernel's state. Both run it."""
+"""Communication between the kernel and its ranks: frames, a shared page, payloads, the kernel's state. Both run it."""
 
 from __future__ import annotations

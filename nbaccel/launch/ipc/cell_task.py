@@ -27,7 +27,7 @@ from nbaccel.hardware import usable_memory
 from nbaccel.launch.ipc.kernel_state import random_states, set_random_states
 from nbaccel.launch.ipc.nbytes import size_of, sizes_of
 from nbaccel.launch.ipc.payload import Payload, pack_what_can_travel, unpack_what_can_be_rebuilt
-from nbaccel.launch.ipc.spec import Results, SharedNamespace, Task, anchors_of
+from nbaccel.launch.ipc.spec import Results, SharedNamespace, Task, by_reference_of
 from nbaccel.launch.objects.arrays import TensorChange
 from nbaccel.launch.objects.inventory import Baseline, ObjectPlace, belongs_to_ipython, found_at
 from nbaccel.launch.objects.kind import Change
@@ -150,7 +150,7 @@ class CellTask(Task):
         extra: tuple[str, ...] = (),
         *,
         home: SharedNamespace | None = None,
-        speaker: int = 0,
+        result_rank: int = 0,
         debugged: int | None = None,
         is_copy: bool = True,
     ) -> None:
@@ -161,8 +161,8 @@ class CellTask(Task):
         self.out = out or ()
         self.extra = extra
         self.home = home
-        self.speaker = speaker
-        self._anchors = anchors_of(namespace) if home is None else home.anchors
+        self.result_rank = result_rank
+        self._by_reference = by_reference_of(namespace) if home is None else home.by_reference
         self._parts = source.compile()
         self._started_with = {name: id(value) for name, value in namespace.items()}
         self._is_copy = is_copy
@@ -179,7 +179,7 @@ class CellTask(Task):
     def begin(self, rank: int) -> None:
         if self.random is not None:
             set_random_states(self.random)
-        if rank == self.speaker and self.leaves_all:
+        if rank == self.result_rank and self.leaves_all:
             self._kept_apart = kept_apart()
             mentioned = self.names_mentioned() & self._started_with.keys() & self.namespace.keys()
             models_first = sorted(mentioned, key=lambda name: (_turn(plain(self.namespace[name])), name))
@@ -210,11 +210,11 @@ class CellTask(Task):
         with suppress(Exception):  # facts about names matter less than the names themselves
             sums, found["holders"] = self._trained()
             found["checksums"] = sums
-            if rank == self.speaker and self.home is not None:
+            if rank == self.result_rank and self.home is not None:
                 found["stays"] = self._data_not_asked_for()
-            elif rank == self.speaker and not self.leaves_all:
+            elif rank == self.result_rank and not self.leaves_all:
                 found |= self._left_here(sums)
-        if rank != self.speaker:
+        if rank != self.result_rank:
             return Results(facts=found)
         here = self.results_here() if self._baseline is None else self._all_that_is_left(self._baseline)
         # Otherwise the notebook's random numbers continue as if the cell had not run.
@@ -334,8 +334,8 @@ class CellTask(Task):
         names = sorted(names_assigned(self._parts))
         return self.source.name, {name: self.namespace[name] for name in names if name in self.namespace}
 
-    def anchors(self) -> dict[int, str]:
-        return self._anchors
+    def by_reference(self) -> dict[int, str]:
+        return self._by_reference
 
     # --- in the kernel -----------------------------------------------------------------------------------------
 
@@ -377,22 +377,24 @@ class CellTask(Task):
 
     def pack(self) -> Payload:
         out = None if self.leaves_all else self.out
-        head: dict[str, Any] = {"source": self.source, "out": out, "speaker": self.speaker, "unsent": {}}
+        head: dict[str, Any] = {"source": self.source, "out": out, "result_rank": self.result_rank, "unsent": {}}
         head |= {"debugged": self.debugged, "random": self.random, "knows_ranks": self.knows_ranks}
         return self._packed(head)
 
     def _packed(self, head: dict[str, Any]) -> Payload:
         values = {f"in:{name}": self.namespace[name] for name in self.names_to_send() if name not in head["unsent"]}
-        anchors = None if self.home is None else self.home.anchors
-        parcel, refused = pack_what_can_travel({"head": head} | values, anchors=anchors, namespace=self.namespace)
+        by_reference = None if self.home is None else self.home.by_reference
+        payload, refused = pack_what_can_travel(
+            {"head": head} | values, by_reference=by_reference, namespace=self.namespace
+        )
         if self.home is not None:  # the ranks may not need these names: the cell may be about to make them
             came = {name.removeprefix("in:"): value for name, value in values.items() if name not in refused}
             self.home.learn(came)
-            return parcel
+            return payload
         names = {name.removeprefix("in:"): reason for name, reason in refused.items()}
         if not names:
-            return parcel
-        os.close(parcel.fd)
+            return payload
+        os.close(payload.fd)
         if not head["unsent"] and names.keys() <= self.binds_here() - {*self.out, *self.extra}:
             return self._packed(head | {"unsent": names})  # most likely left by an earlier run of the same loop
         listed = "\n".join(f"  {name}: {reason}" for name, reason in names.items())
@@ -422,7 +424,7 @@ class CellTask(Task):
             namespace,
             head["out"],
             home=home,
-            speaker=head["speaker"],
+            result_rank=head["result_rank"],
             debugged=head["debugged"],
             is_copy=False,
         )

@@ -131,10 +131,10 @@ class ControlPage:
         page.begin()
         return page
 
-    def begin(self, outsiders: Sequence[int] = ()) -> None:
+    def begin(self, excluded_ranks: Sequence[int] = ()) -> None:
         """Reset the page for a new run; kernel side, while no rank works.
 
-        outsiders: ranks that take no part in it. A rank that waits for them waits in vain, as for ranks that have
+        excluded_ranks: ranks that take no part in it. A rank that waits for them waits in vain, as for ranks that have
         finished.
         """
         # One flag is set once and for good; idle ranks read the other, too.
@@ -143,7 +143,7 @@ class ControlPage:
         self.saves_itself, self.is_cut = saves_itself, is_cut
         for rank in range(self.world_size):
             self.write(rank, RankPosition(-1, -1, 0.0, 0.0, parked=False, in_step=False))
-        for rank in outsiders:
+        for rank in excluded_ranks:
             self.finish(rank)
 
     def close(self) -> None:
@@ -402,12 +402,12 @@ class PeerWatch:
         self._page = page
         self._rank = rank
         self._entered = 0
-        self._outsiders: Sequence[int] = ()
+        self._excluded_ranks: Sequence[int] = ()
 
-    def begin(self, outsiders: Sequence[int]) -> None:
-        """Begin another run.  outsiders: ranks that take no part in it."""
+    def begin(self, excluded_ranks: Sequence[int]) -> None:
+        """Begin another run.  excluded_ranks: ranks that take no part in it."""
         self._entered = 0
-        self._outsiders = outsiders
+        self._excluded_ranks = excluded_ranks
 
     def refuse_backward(self, event: Event) -> None:
         """Refuse a backward of a prepared model: without all ranks, gradients and then replicas would differ."""
@@ -415,16 +415,16 @@ class PeerWatch:
 
     def _refuse(self, call: str) -> None:
         """Raise before the call is made, so that the ranks stay in step."""
-        are = "rank {} takes" if len(self._outsiders) == 1 else "ranks {} take"
+        are = "rank {} takes" if len(self._excluded_ranks) == 1 else "ranks {} take"
         raise CollectiveMismatch(
             f"rank {self._rank} of {self._page.world_size} was about to enter a collective ({call}), which all ranks "
-            f"must enter, and {are.format(', '.join(map(str, self._outsiders)))} no part in this cell. Nothing was "
-            "exchanged. Run the cell without --only, or leave the call out of it."
+            f"must enter, and {are.format(', '.join(map(str, self._excluded_ranks)))} no part in this cell. "
+            "Nothing was exchanged. Run the cell without --only, or leave the call out of it."
         )
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, CollectiveEntered):
-            if self._outsiders:
+            if self._excluded_ranks:
                 self._refuse(event.call)
             self._entered += 1
             self._page.count_collectives(self._rank, self._entered)

@@ -28,8 +28,8 @@ class _HomeTask(Task):
         self.home = home
         self.namespace: dict[str, Any] = home.namespace
 
-    def anchors(self) -> dict[int, str]:
-        return self.home.anchors
+    def by_reference(self) -> dict[int, str]:
+        return self.home.by_reference
 
     def anchored(self, name: str) -> Any:
         return self.home.find(name)
@@ -83,7 +83,7 @@ class Push(_HomeTask):
 
     def pack(self) -> Payload:
         values = {name: self.namespace[name] for name in self.names}
-        return pack(values, anchors=self.home.anchors, namespace=self.namespace)
+        return pack(values, by_reference=self.home.by_reference, namespace=self.namespace)
 
     def has_arrived(self) -> None:
         """Record, in the kernel, that the ranks have the values; not called if one of them could not be rebuilt."""
@@ -104,26 +104,26 @@ class Pull(_HomeTask):
 
     reference = "nbaccel.launch.ipc.namespace_tasks:Pull"
 
-    def __init__(self, home: SharedNamespace, names: Sequence[str], speaker: int = 0) -> None:
+    def __init__(self, home: SharedNamespace, names: Sequence[str], result_rank: int = 0) -> None:
         super().__init__(home)
         self.names = names
-        self.speaker = speaker
+        self.result_rank = result_rank
 
     def run(self) -> None:
         """Do nothing: the values exist already."""
 
     def results(self, rank: int) -> Results:
-        if rank != self.speaker:
+        if rank != self.result_rank:
             return Results()
         values = {name: plain(self.namespace[name]) for name in self.names if name in self.namespace}
         missing = {name: f"rank {rank} has no such name" for name in self.names if name not in self.namespace}
         return Results(values, missing, facts={"sizes": sizes_of(values)})
 
     def pack(self) -> Payload:
-        return pack({"names": self.names, "speaker": self.speaker})
+        return pack({"names": self.names, "result_rank": self.result_rank})
 
     @classmethod
     def unpack(cls, fd: int, home: SharedNamespace | None = None) -> Self:
         assert home is not None
         values = unpack(fd)
-        return cls(home, values["names"], values["speaker"])
+        return cls(home, values["names"], values["result_rank"])

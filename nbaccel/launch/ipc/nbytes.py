@@ -99,7 +99,7 @@ def sizes_on_devices(values: Mapping[str, Any]) -> dict[str, Counter[str]]:
     sizes: dict[str, Counter[str]] = {}
     for name, value in values.items():
         scale.on_devices.clear()
-        scale.weigh(value)
+        scale.measure(value)
         for device, nbytes in scale.on_devices.items():
             sizes.setdefault(device, Counter())[name] += nbytes
     return sizes
@@ -109,7 +109,7 @@ def _weighed(value: Any, seconds: float) -> float:
     """Return the bytes of `value` by the largest sample for which the time is enough."""
     began, least = time.monotonic(), 0.0
     for sample, share in _PASSES:
-        weight = _Scale(began + share * seconds, sample).weigh(value)
+        weight = _Scale(began + share * seconds, sample).measure(value)
         least = max(least, weight.met_bytes)
         if weight.is_whole:
             break
@@ -142,7 +142,7 @@ class _Scale:
         self._memory: set[tuple[str, int]] = set()
         self._ways: dict[int, _Way] = {}  # by the id of the type: a metaclass may have a hash of its own
 
-    def weigh(self, value: Any) -> _Weight:
+    def measure(self, value: Any) -> _Weight:
         """Return the bytes of `value` and its parts; `share` is the number of elements a sampled one stands for."""
         memory = own = met = 0.0
         todo = [(value, 1.0)]
@@ -162,14 +162,14 @@ class _Scale:
             met += share
             own += share * anatomy.nbytes
             if anatomy.memory is not None:
-                memory += self._weigh_memory(*anatomy.memory)
+                memory += self._measure_memory(*anatomy.memory)
             if parts:
                 share *= anatomy.holds / len(parts)
                 todo.extend((part, share) for part in parts)
         rest = sum(share for _, share in todo)
         return _Weight(memory + own, memory + own * (1 + rest / max(1.0, met)), is_whole=not todo)
 
-    def _weigh_memory(self, device: str, address: int, nbytes: int) -> int:
+    def _measure_memory(self, device: str, address: int, nbytes: int) -> int:
         if (device, address) in self._memory:
             return 0
         self._memory.add((device, address))

@@ -43,7 +43,7 @@ _PAGE = mmap.PAGESIZE
 _CACHE_LINE = 64
 
 _EVERYWHERE = sys.stdlib_module_names | {"__main__", "nbaccel", "torch", "numpy", "IPython"}
-"""Modules that every rank has before its first parcel, or that patch nothing."""
+"""Modules that every rank has before its first payload, or that patch nothing."""
 
 _FOOTER = struct.Struct("<8sQ")
 _MAGIC = b"nbparcel"
@@ -51,7 +51,7 @@ _MAGIC = b"nbparcel"
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A packed parcel. The code that packed it closes `fd`; mappings of it outlive that.
+    """A packed payload. The code that packed it closes `fd`; mappings of it outlive that.
 
     fd: the memfd.  nbytes: its length.
     lacks: names whose values were sent without some of their parts, and descriptions of these parts.
@@ -65,11 +65,11 @@ class Payload:
 def pack(
     values: dict[str, Any],
     *,
-    anchors: Mapping[int, str] | None = None,
+    by_reference: Mapping[int, str] | None = None,
     namespace: dict[str, Any] | None = None,
     as_written: bool = False,
 ) -> Payload:
-    """Pack all of `values` into one parcel.
+    """Pack all of `values` into one payload.
 
     anchors: name by ``id(object)``, for classes and functions that the other side has already; only the name is sent.
     namespace: the globals of notebook functions; in the receiver they become the namespace given to `unpack`.
@@ -78,12 +78,12 @@ def pack(
     Raises:
         CannotSend: a value cannot be sent; `names` has every such name with the reason.
 
-    >>> parcel = pack({"x": 1, "y": [2, 3]})
-    >>> unpack(parcel.fd)
+    >>> payload = pack({"x": 1, "y": [2, 3]})
+    >>> unpack(payload.fd)
     {'x': 1, 'y': [2, 3]}
-    >>> os.close(parcel.fd)
+    >>> os.close(payload.fd)
     """
-    make = _packers(anchors or {}, namespace, as_written)
+    make = _packers(by_reference or {}, namespace, as_written)
     try:
         return _write(values, make)
     except Exception as error:
@@ -99,13 +99,13 @@ def pack(
 def pack_what_can_travel(
     values: dict[str, Any],
     *,
-    anchors: Mapping[int, str] | None = None,
+    by_reference: Mapping[int, str] | None = None,
     namespace: dict[str, Any] | None = None,
     as_written: bool = False,
     places: Places | None = None,
     may_lack: Collection[str] = (),
 ) -> tuple[Payload, dict[str, str]]:
-    """Return the parcel of every value that can be sent, and the names of the others, each with the reason.
+    """Return the payload of every value that can be sent, and the names of the others, each with the reason.
 
     If only entries of a `Change` cannot be sent, the rest of it is; such an entry is named "name:key".
 
@@ -116,7 +116,7 @@ def pack_what_can_travel(
     rest = values
     refused: dict[str, str] = {}
     lacking: set[str] = set()
-    make = _packers(anchors or {}, namespace, as_written, places, lacking)
+    make = _packers(by_reference or {}, namespace, as_written, places, lacking)
     while True:
         try:
             return _write(rest, make), refused
@@ -145,13 +145,13 @@ def unpack(
     placed: Callable[[Any], Any] | None = None,
     is_lasting: bool = False,
 ) -> dict[str, Any]:
-    """Return the values of the parcel behind `fd`, which stays open; the caller closes it.
+    """Return the values of the payload behind `fd`, which stays open; the caller closes it.
 
     namespace: becomes ``__globals__`` of the functions that were packed with one. Globals that they refer to are added
     to it; existing names keep their values.
     anchored: finds an object of this process by the name it was anchored under.
     placed: finds one by the token of the sender's `Places.token`.
-    is_lasting: the values stay for long, and must not keep a larger rest of the parcel alive.
+    is_lasting: the values stay for long, and must not keep a larger rest of the payload alive.
     """
     values: dict[str, Any] = Unpacker(_contents(fd, namespace, anchored, placed, is_lasting)).load()
     return values
@@ -165,7 +165,7 @@ def unpack_what_can_be_rebuilt(
     placed: Callable[[Any], Any] | None = None,
     is_lasting: bool = False,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of the parcel behind `fd` that can be rebuilt, and the names of the others, with the reason.
+    """Return the values of the payload behind `fd` that can be rebuilt, and the names of the others, with the reason.
 
     The arguments are those of `unpack`.
     """
@@ -177,17 +177,17 @@ def unpack_what_can_be_rebuilt(
 
 
 def packages_in(fd: int) -> list[str]:
-    """Return the packages of the parcel behind `fd` that a user installed, in the order of their import."""
+    """Return the packages of the payload behind `fd` that a user installed, in the order of their import."""
     _, (_, _, packages) = _opened(fd)
     return packages
 
 
 def _opened(fd: int) -> tuple[mmap.mmap, tuple[list[tuple[int, int]], list[int], list[str]]]:
-    """Open the parcel behind `fd`; return it with its table: places, buffers and packages."""
+    """Open the payload behind `fd`; return it with its table: places, buffers and packages."""
     mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
     magic, table = _FOOTER.unpack_from(mapping, len(mapping) - _FOOTER.size)
     if magic != _MAGIC:
-        raise ValueError("this file descriptor does not hold a parcel")
+        raise ValueError("this file descriptor does not hold a payload")
     return mapping, pickle.loads(memoryview(mapping)[table:])
 
 
@@ -211,15 +211,15 @@ _MakePacker = Callable[[Any], Packer]
 
 
 def _packers(
-    anchors: Mapping[int, str],
+    by_reference: Mapping[int, str],
     namespace: dict[str, Any] | None,
     as_written: bool,
     places: Places | None = None,
     may_lack: Collection[str] = (),
 ) -> _MakePacker:
     if places is not None:
-        return lambda file: PlacingPacker(file, anchors, namespace, places, may_lack)
-    return lambda file: Packer(file, anchors, namespace, as_written, may_lack)
+        return lambda file: PlacingPacker(file, by_reference, namespace, places, may_lack)
+    return lambda file: Packer(file, by_reference, namespace, as_written, may_lack)
 
 
 def _culprits(values: dict[str, Any], make: _MakePacker, namespace: dict[str, Any] | None) -> dict[str, str]:
@@ -240,7 +240,7 @@ def _culprits(values: dict[str, Any], make: _MakePacker, namespace: dict[str, An
 
 def _write(values: dict[str, Any], make: _MakePacker) -> Payload:
     """Write the pickle first, then the blocks, then the table that finds them, then the place of the table."""
-    fd = os.memfd_create("nbaccel-parcel", os.MFD_CLOEXEC)
+    fd = os.memfd_create("nbaccel-payload", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file:
             packer = make(_Stoppable(file))
@@ -321,8 +321,8 @@ _CLOSED = (type, types.ModuleType, types.FrameType, types.CodeType, str, bytes)
 def salvaged(contents: Contents) -> tuple[dict[str, Any], dict[str, Exception]]:
     """Return the values of `contents` by name that can be rebuilt, and the error of each of the others.
 
-    Used after the pickle of a parcel has failed as a whole: an error in the ``__setstate__`` of one value must not lose
-    the model that came with it. The pickle is read again, slowly, in Python; an object that fails is replaced, and
+    Used after the pickle of a payload has failed as a whole: an error in the ``__setstate__`` of one value must not
+    lose the model that came with it. The pickle is read again, slowly, in Python; an object that fails is replaced, and
     every name that leads to a replaced object is left out with the reason.
     """
     reader = _Salvager(contents)

@@ -1,6 +1,6 @@
-"""Pickling: turns the objects of a parcel into one pickle and blocks of memory, and back into objects.
+"""Pickling: turns the objects of a payload into one pickle and blocks of memory, and back into objects.
 
-Runs in the kernel and in ranks; used by `parcel` alone, which arranges pickle and blocks in a file. The packer is
+Runs in the kernel and in ranks; used by `payload` alone, which arranges pickle and blocks in a file. The packer is
 cloudpickle with special treatment of tensors, arrays, functions of the notebook and objects that the other side has
 already.
 """
@@ -53,10 +53,10 @@ than 40,000) and crash the process.
 """
 
 _COPIED_BELOW = 64 * 1024
-"""Bytes below which blocks are copied: a mapped view keeps the memory of the whole parcel alive."""
+"""Bytes below which blocks are copied: a mapped view keeps the memory of the whole payload alive."""
 
 _COPIED_IF_LASTING = 16 * 1024 * 1024
-"""The same for values that outlive most of the parcel, as in a notebook."""
+"""The same for values that outlive most of the payload, as in a notebook."""
 
 
 @contextmanager
@@ -89,7 +89,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
     def __init__(
         self,
         file: Any,
-        anchors: Mapping[int, str],
+        by_reference: Mapping[int, str],
         namespace: dict[str, Any] | None,
         as_written: bool = False,
         may_lack: Collection[str] = (),
@@ -104,7 +104,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         self.blocks: list[Callable[[], memoryview]] = []
         self.buffers: list[int] = []
         self._index: dict[tuple[str, int, int], int] = {}
-        self._anchors = anchors
+        self._by_reference = by_reference
         self._as_written = as_written
         self._namespace = namespace
         self._namespace_there = _NamespaceThere()
@@ -149,8 +149,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if special is None else special(obj)
 
     def _reduced(self, obj: Any) -> Any:
-        if id(obj) in self._anchors:
-            return _there, ("anchor", self._anchors[id(obj)])
+        if id(obj) in self._by_reference:
+            return _there, ("anchor", self._by_reference[id(obj)])
         self._note_package(obj)
         if obj is self._namespace_there:
             return _there, ("globals",)
@@ -285,12 +285,12 @@ class PlacingPacker(Packer):
     def __init__(
         self,
         file: Any,
-        anchors: Mapping[int, str],
+        by_reference: Mapping[int, str],
         namespace: dict[str, Any] | None,
         places: Places,
         may_lack: Collection[str] = (),
     ) -> None:
-        super().__init__(file, anchors, namespace, as_written=True, may_lack=may_lack)
+        super().__init__(file, by_reference, namespace, as_written=True, may_lack=may_lack)
         self._places = places
         self._of_memory: dict[tuple[str, int], Any] | None = None
 
@@ -573,9 +573,9 @@ def _globals_of_module(name: str) -> dict[str, Any]:
 
 
 def _there(what: str, *args: Any) -> Any:
-    """Stand in a parcel for a call of `Contents` on the other side; ``_there("array", …)`` for its method `array`."""
+    """Stand in a payload for a call of `Contents` on the other side; ``_there("array", …)`` for its method `array`."""
     raise pickle.UnpicklingError(
-        "this pickle is the inside of a parcel; open it with nbaccel.launch.ipc.payload.unpack"
+        "this pickle is the inside of a payload; open it with nbaccel.launch.ipc.payload.unpack"
     )
 
 
@@ -589,10 +589,10 @@ def _set_function_state(function: types.FunctionType, wrapped: tuple[Callable[[A
 
 
 class Contents:
-    """The contents of one parcel, and the methods that the pickle in it calls by `_there`.
+    """The contents of one payload, and the methods that the pickle in it calls by `_there`.
 
-    mapping: the parcel, beginning with the pickle.  places: offset and length of each block.  buffers: as in `Packer`.
-    is_lasting: blocks that are less than half of the parcel are copied out, so that none keeps a larger rest alive.
+    mapping: the payload, beginning with the pickle.  places: offset and length of each block.  buffers: as in `Packer`.
+    is_lasting: blocks that are less than half of the payload are copied out, so that none keeps a larger rest alive.
     Nothing here refers to the unpickler: with a cycle the memory would stay until the collector runs.
     """
 
@@ -625,7 +625,9 @@ class Contents:
 
     def anchor(self, name: str) -> Any:
         if self._anchored is None:
-            raise ValueError(f"the parcel refers to {name!r} of this process; give unpack a way to find it: anchored=…")
+            raise ValueError(
+                f"the payload refers to {name!r} of this process; give unpack a way to find it: anchored=…"
+            )
         return self._anchored(name)
 
     def globals(self) -> dict[str, Any]:
@@ -634,7 +636,7 @@ class Contents:
     def placed(self, token: Any) -> Any:
         """Return the notebook's object for the token that `Places.token` returned in the rank."""
         if self._placed is None:
-            raise ValueError("the parcel refers to objects of a notebook; give unpack a way to find them: placed=…")
+            raise ValueError("the payload refers to objects of a notebook; give unpack a way to find them: placed=…")
         return self._placed(token)
 
     def view(self, known: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool) -> Any:

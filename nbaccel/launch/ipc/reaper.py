@@ -5,7 +5,7 @@ that for minutes inside C. The reaper is the second safeguard: it waits on the k
 session that it was told about, with all descendants. It runs in its own session, which Jupyter's kill of the kernel's
 process group does not reach.
 
-It runs as a script (`python -S -E guardian.py PIDFD SOCKET`); ranks and the kernel import `kill_session` too.
+It runs as a script (`python -S -E reaper.py PIDFD SOCKET`); ranks and the kernel import `kill_session` too.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class _Watch:
         elif line.startswith("-"):
             self.leaders.discard(int(line[1:]))
 
-    def bury(self) -> None:
+    def reap(self) -> None:
         if self.leaders:
             self._wait_for_last_checkpoints()
             kill_session(*self.leaders, wait_s=5.0)
@@ -201,11 +201,11 @@ def main(kernel_pidfd: int, connection: socket.socket) -> None:
             if not data:
                 poll.unregister(connection)
                 if not watch.leaders:
-                    watch.bury()
+                    watch.reap()
                     return
                 continue
         if kernel_pidfd in ready:
-            watch.bury()
+            watch.reap()
             return
 
 

@@ -361,13 +361,13 @@ class RankReport:
     """The report of a rank when its work was over.
 
     status: "ok", "stopped" (by the project's stop or an interrupt), "failed" (an exception) or "exited" (SystemExit).
-    parcel_fd: memfd of its values; the reader of the report closes it.  snapshot: the state of its stack.
+    payload_fd: memfd of its values; the reader of the report closes it.  snapshot: the state of its stack.
     names: the names of a persistent rank.  sequence: number of collectives that torch has issued in the default process
     group; None without one.  cut: the state of its groups on a device, if it has some.
     """
 
     status: str
-    parcel_fd: int
+    payload_fd: int
     missing: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     links: list[ErrorLink] = field(default_factory=list)
@@ -428,6 +428,6 @@ class RankReport:
         return self.kind is Kind.PEER_LOST
 
     def close(self) -> None:
-        if self.parcel_fd >= 0:
-            os.close(self.parcel_fd)
-            self.parcel_fd = -1
+        if self.payload_fd >= 0:
+            os.close(self.payload_fd)
+            self.payload_fd = -1

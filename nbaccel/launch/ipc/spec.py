@@ -38,7 +38,7 @@ __all__ = [
     "Task",
     "TaskWatch",
     "WorkerBoot",
-    "anchors_of",
+    "by_reference_of",
     "load_named",
 ]
 
@@ -79,7 +79,7 @@ class Task(ABC):
     home: SharedNamespace | None = None
     """The namespace of the task in persistent ranks; None in ranks that end with it."""
 
-    speaker: int = 0
+    result_rank: int = 0
     """The rank whose values go back."""
 
     debugged: int | None = None
@@ -107,7 +107,7 @@ class Task(ABC):
 
     @abstractmethod
     def pack(self) -> Payload:
-        """Return the task as a parcel for a process that is not a copy of this one, in the kernel.
+        """Return the task as a payload for a process that is not a copy of this one, in the kernel.
 
         Raises:
             CannotSend: names the values that cannot be sent.
@@ -116,7 +116,7 @@ class Task(ABC):
     @classmethod
     @abstractmethod
     def unpack(cls, fd: int, home: SharedNamespace | None = None) -> Self:
-        """Rebuild the task from its parcel, in a rank.
+        """Rebuild the task from its payload, in a rank.
 
         home: of a persistent rank; None in a rank that has just begun.
         """
@@ -129,7 +129,7 @@ class Task(ABC):
         """Return a file, and the names that its top level has bound, in a rank whose work is over."""
         return "", {}
 
-    def anchors(self) -> dict[int, str]:
+    def by_reference(self) -> dict[int, str]:
         """Return classes and functions that the kernel has too, by id; they are sent back by name."""
         return {}
 
@@ -212,7 +212,7 @@ class FunctionTask(Task):
         values = unpack(fd)
         return cls(**values)
 
-    def anchors(self) -> dict[int, str]:
+    def by_reference(self) -> dict[int, str]:
         """Return the classes of `__main__`: otherwise a class of the script would come back as a copy of itself."""
         import __main__
 
@@ -438,7 +438,7 @@ class SharedNamespace:
     there: in the kernel, the names that all working ranks have.
 
     >>> home = SharedNamespace({})
-    >>> home.learn({"x": 1, "twice": anchors_of})
+    >>> home.learn({"x": 1, "twice": by_reference_of})
     >>> home.find("name:twice")
     Traceback (most recent call last):
     ...
@@ -452,14 +452,14 @@ class SharedNamespace:
 
     def learn(self, values: Mapping[str, Any]) -> None:
         """Record that the peer now holds `values` under the same names."""
-        self._known |= {name: _behind(name, values) for name in anchors_of(values).values()}
+        self._known |= {name: _behind(name, values) for name in by_reference_of(values).values()}
 
     def forget(self) -> None:
         """Record that the peer holds nothing."""
         self._known.clear()
 
     @property
-    def anchors(self) -> dict[int, str]:
+    def by_reference(self) -> dict[int, str]:
         """Return the names of the objects that both sides know, by the id of the object."""
         return {id(value): name for name, value in self._known.items()}
 
@@ -481,21 +481,21 @@ class SharedNamespace:
         return changed
 
 
-def anchors_of(namespace: Mapping[str, Any]) -> dict[int, str]:
+def by_reference_of(namespace: Mapping[str, Any]) -> dict[int, str]:
     """Return names by id: classes and functions of the notebook, and the classes of its objects that no name leads to.
 
     Without this a class of the notebook would come back as a copy, and `type(model) is Net` would be False. A proxy
     counts as an object of its own class: asking it for its ``__class__`` runs code, which may fail or take long.
     """
-    anchors: dict[int, str] = {}
+    by_reference: dict[int, str] = {}
     for name, value in list(namespace.items()):
         kind = type(value)
         if kind.__module__ == "__main__":
-            anchors.setdefault(id(kind), f"type:{name}")
+            by_reference.setdefault(id(kind), f"type:{name}")
     for name, value in list(namespace.items()):
         if issubclass(type(value), _DEFINED) and value.__module__ == "__main__":
-            anchors[id(value)] = f"name:{name}"
-    return anchors
+            by_reference[id(value)] = f"name:{name}"
+    return by_reference
 
 
 def _behind(anchor: str, namespace: Mapping[str, Any]) -> Any:

@@ -33,12 +33,12 @@ class Interrupts:
 
     count: the number of presses that have been read.
 
-    >>> presses = Interrupts()
-    >>> presses.press(); presses.press()
-    >>> presses.read()
-    >>> presses.count
+    >>> interrupts = Interrupts()
+    >>> interrupts.press(); interrupts.press()
+    >>> interrupts.read()
+    >>> interrupts.count
     2
-    >>> presses.close(); presses.press()
+    >>> interrupts.close(); interrupts.press()
     """
 
     def __init__(self) -> None:
@@ -91,13 +91,13 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    presses: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: presses.append(number))
+    interrupts: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)  # None: it came from C
-    if presses:
+    if interrupts:
         raise KeyboardInterrupt
 
 

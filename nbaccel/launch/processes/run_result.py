@@ -57,13 +57,13 @@ class LaunchResult:
 
         Values that cannot be rebuilt here are missing, and are added to the rank's report as missing.
         """
-        report = self.ended.reports[self.task.speaker if rank is None else rank]
-        if report is None or report.parcel_fd < 0:
+        report = self.ended.reports[self.task.result_rank if rank is None else rank]
+        if report is None or report.payload_fd < 0:
             return Returned()
         task = self.task
         try:
             values, refused = unpack_what_can_be_rebuilt(
-                report.parcel_fd,
+                report.payload_fd,
                 namespace=task.namespace,
                 anchored=task.anchored,
                 placed=task.placed,

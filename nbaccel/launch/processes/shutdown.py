@@ -49,7 +49,7 @@ _PATIENCE_S = 5.0
 _FIRST_STEP_S = 30.0  # no step has been timed yet, and the first one compiles and allocates
 _AFTER_RESULTS_S = 1.0  # the results are here: a rank that does not react only delays the end
 _TERM_TO_KILL_S = 0.5
-_FAREWELL_S = 12.0  # the rank allows itself 10
+_EXIT_S = 12.0  # the rank allows itself 10
 _PEERS_S = 0.7
 _HUNG_S = 2.0
 _CUT_S = 0.5  # ranks that react to an interrupt return sooner, and no wait has to be ended
@@ -84,15 +84,15 @@ class ShutdownPolicy:
         if not any(member.is_working for member in self.members):
             for member in self.members:
                 member.release(now)
-        self._bury_the_slow(now)
+        self._reap_the_slow(now)
 
     def due_in(self, now: float) -> float | None:
         """Return the seconds until `advance` may have something to do; None while only events matter."""
         return TICK_S * 5 if any(member.released_at for member in self.members) else None
 
-    def _bury_the_slow(self, now: float) -> None:
+    def _reap_the_slow(self, now: float) -> None:
         for member in self.members:
-            if member.released_at is not None and not member.has_ended and now > member.released_at + _FAREWELL_S:
+            if member.released_at is not None and not member.has_ended and now > member.released_at + _EXIT_S:
                 member.kill()
 
 
@@ -150,7 +150,7 @@ class Abort(ShutdownPolicy):
             patience_s = _RESULTS_S if self._page.has_finished(member.rank) else self._patience_s
             if member.is_working and now > self.began + patience_s:
                 member.kill()
-        self._bury_the_slow(now)
+        self._reap_the_slow(now)
 
     def due_in(self, now: float) -> float | None:
         return TICK_S

@@ -70,11 +70,11 @@ class StartMethod(Protocol):
 class ForkStart:
     """Starts ranks as copies of the kernel: they see the whole notebook, and nothing is copied until it is written.
 
-    keeper_fds: descriptors that the kernel holds from run to run, and no rank may hold.
+    resource_fds: descriptors that the kernel holds from run to run, and no rank may hold.
     """
 
-    def __init__(self, keeper_fds: Collection[int]) -> None:
-        self._keeper_fds = keeper_fds
+    def __init__(self, resource_fds: Collection[int]) -> None:
+        self._resource_fds = resource_fds
 
     def get_ready(self) -> None:
         """Return at once: a fork needs only the kernel."""
@@ -101,7 +101,7 @@ class ForkStart:
         _flush_open_files()
         ports, python_rng = kernel_ports(), random.getstate()
         torch_flags = TorchFlags.of_this_thread()
-        close_fds = [*self._keeper_fds, *kernel_fds]
+        close_fds = [*self._resource_fds, *kernel_fds]
         with _quiet_tokenizers(), _kept_thread_locals():
             thread = threading.Thread(target=fork_all, name="nbaccel-fork")
             thread.start()
@@ -150,27 +150,27 @@ class ZygoteStart:
 
     def __init__(self, zygote: Zygote) -> None:
         self._zygote = zygote
-        self._parcel: Payload | None = None
+        self._payload: Payload | None = None
 
     def get_ready(self) -> None:
         self._zygote.get_ready()
 
     def pack(self, spec: LaunchSpec, beside: Sequence[Pollable]) -> None:
         with endable(spec.timeout_s, beside):
-            self._parcel = spec.task.pack()
+            self._payload = spec.task.pack()
 
     def start(self, boots: Sequence[WorkerBoot], task: Task, kernel_fds: Collection[int]) -> list[WorkerProcess]:
-        assert self._parcel is not None, "`pack` comes first"
+        assert self._payload is not None, "`pack` comes first"
         try:
             with _quiet_tokenizers():
-                return self._zygote.fork(boots, task.reference, self._parcel)
+                return self._zygote.fork(boots, task.reference, self._payload)
         finally:
             self.close()
 
     def close(self) -> None:
-        parcel, self._parcel = self._parcel, None
-        if parcel is not None:
-            os.close(parcel.fd)
+        payload, self._payload = self._payload, None
+        if payload is not None:
+            os.close(payload.fd)
 
 
 def _share_resource_tracker() -> None:

@@ -103,7 +103,7 @@ class Supervisor:
 
     def __init__(
         self,
-        crew: WorkerGroup,
+        worker_group: WorkerGroup,
         spec: LaunchSpec,
         router: OutputRouter,
         *,
@@ -111,17 +111,17 @@ class Supervisor:
         listeners: Sequence[Listener] = (),
         beside: Sequence[Pollable] = (),
     ) -> None:
-        self._crew = crew
-        self._page = crew.page
-        self._members = crew.members
+        self._worker_group = worker_group
+        self._page = worker_group.page
+        self._members = worker_group.members
         self._spec = spec
         self._router = router
         self._notice = notice
         self._beside = beside
         self._selector = selectors.DefaultSelector()
-        self._presses = Interrupts()
-        self._telemetry = Telemetry(crew.rings, listeners, notice)
-        self._causes = FirstFailure(crew.members, spec.task.debugged)
+        self._interrupts = Interrupts()
+        self._telemetry = Telemetry(worker_group.rings, listeners, notice)
+        self._causes = FirstFailure(worker_group.members, spec.task.debugged)
         self._open_files: list[str] = []
         self._why_fork_fails: str | None = None
         self._is_stop_wanted = False  # a rank asked for it
@@ -146,20 +146,20 @@ class Supervisor:
         """
         began = time.monotonic()
         with contextlib.ExitStack() as owned:
-            owned.callback(self._presses.close)
+            owned.callback(self._interrupts.close)
             owned.callback(self._selector.close)
-            self._selector.register(self._presses, selectors.EVENT_READ, self._presses.read)
-            owned.enter_context(self._presses.of_the_keyboard())
+            self._selector.register(self._interrupts, selectors.EVENT_READ, self._interrupts.read)
+            owned.enter_context(self._interrupts.of_the_keyboard())
             owned.enter_context(stopped_before_termination(lambda: self._page.saves_itself))
             owned.callback(self._see_out, self._members)
-            fds = [self._selector.fileno(), *self._presses.fds]
+            fds = [self._selector.fileno(), *self._interrupts.fds]
             if begin is None:
-                self._crew.start(self._spec, fds)
+                self._worker_group.start(self._spec, fds)
             else:
                 begin(fds)
             self._watch()
             self._hangs = HangWatch(
-                self._page, self._members, self._crew.store_path, self._spec.hang_timeout_s, self._notice, began
+                self._page, self._members, self._worker_group.store_path, self._spec.hang_timeout_s, self._notice, began
             )
             self._limits = TimeLimits(self._page, began, self._spec.timeout_s, self._spec.program_limit)
             self._loop(began)
@@ -173,7 +173,7 @@ class Supervisor:
                 continue
             self._selector.register(member.process.pidfd, selectors.EVENT_READ, partial(self._on_end, member))
             self._selector.register(member.channel, selectors.EVENT_READ, partial(self._on_message, member))
-        for pipe in self._crew.pipes:
+        for pipe in self._worker_group.pipes:
             if pipe.is_open:
                 self._selector.register(pipe.fd, selectors.EVENT_READ, partial(self._on_output, pipe))
 
@@ -182,18 +182,18 @@ class Supervisor:
     def _loop(self, began: float) -> None:
         page = self._page
         ending: ShutdownPolicy = KeepRunning(self._members, began)
-        presses = 0
+        interrupts = 0
         has_noticed = False
         while not all(member.is_through for member in self._members):
             self._wait(ending)
             now = time.monotonic()
             if self._has_quit and not isinstance(ending, Abort | Kill):
                 ending = self._breaking_off(now)
-            elif self._presses.count > presses:
-                presses = self._presses.count
+            elif self._interrupts.count > interrupts:
+                interrupts = self._interrupts.count
                 for each in self._beside:
-                    each.pressed(presses)
-                if isinstance(ending, StopAtStep) or presses > 1:
+                    each.pressed(interrupts)
+                if isinstance(ending, StopAtStep) or interrupts > 1:
                     # A Killing is kept: a new one at every press would delay its SIGKILL.
                     ending = ending if isinstance(ending, Kill) else Kill(self._members, now)
                 else:
@@ -201,10 +201,10 @@ class Supervisor:
             elif isinstance(ending, KeepRunning):
                 if page.saves_itself and not self._has_grace:
                     self._has_grace = True
-                    self._crew.guard(f"={SAVE_GRACE_S:g}")
+                    self._worker_group.guard(f"={SAVE_GRACE_S:g}")
                 if page.stop_wanted and not self._is_stop_wanted:  # a rank was told to end
                     self._is_stop_wanted = True
-                    self._presses.press()
+                    self._interrupts.press()
                 if (limit_at := self._limits.ends_at) is not None and now > limit_at:
                     self._is_timed_out = True
                     self._is_own_limit = self._limits.is_programs
@@ -213,7 +213,7 @@ class Supervisor:
                     ending = Kill(self._members, now)
                 elif self._causes.are_known(now):
                     pids = [member.process.pid for member in self._members]
-                    self._open_files = files_being_written(pids, self._crew.folder)
+                    self._open_files = files_being_written(pids, self._worker_group.folder)
                     ending = self._breaking_off(time.monotonic())
                 elif (hang := self._hangs.tick(now)) is not None:
                     self._hang = hang
@@ -227,7 +227,7 @@ class Supervisor:
             self._router.tick()
             self._telemetry.tick(now)
             for each in self._beside:
-                each.tick(now, self._presses.press)
+                each.tick(now, self._interrupts.press)
 
     def _breaking_off(self, now: float) -> ShutdownPolicy:
         """Return the policy for a rank that left in the middle of a run: the others cannot go on."""
@@ -268,7 +268,7 @@ class Supervisor:
             return
         self._selector.unregister(pipe.fd)
         pipe.close()
-        if not any(other.is_open for other in self._crew.pipes if other.rank == pipe.rank):
+        if not any(other.is_open for other in self._worker_group.pipes if other.rank == pipe.rank):
             self._router.rank_done(pipe.rank)
 
     def _show(self, member: WorkerHandle, message_id: int) -> None:
@@ -288,12 +288,12 @@ class Supervisor:
 
     def _prompt(self, member: WorkerHandle, prompt: str) -> None:
         """Pass a question of the rank's debugger to the user, unless the run is about to end."""
-        self._presses.read()
-        is_open = self._is_running and self._presses.count == 0
+        self._interrupts.read()
+        is_open = self._is_running and self._interrupts.count == 0
         if is_open:
             self._prompting.announce(member)
         self._router.settle(member.rank)
-        seconds = self._prompting.answer(member, prompt, is_open=is_open, press=self._presses.press)
+        seconds = self._prompting.answer(member, prompt, is_open=is_open, press=self._interrupts.press)
         self._limits.excuse(seconds)
         self._hangs.excuse(seconds)
 
@@ -334,9 +334,9 @@ class Supervisor:
         if self._is_over:
             return
         self._is_over = True
-        self._crew.bury(members)
+        self._worker_group.reap(members)
         if self._has_grace:
-            self._crew.guard("=0")
+            self._worker_group.guard("=0")
         self._drain({member.rank for member in members})
         self._telemetry.read(time.monotonic(), is_last=True)
         for member in self._members:
@@ -351,7 +351,7 @@ class Supervisor:
         gone: ranks whose pipes are not needed any more. The others have written all output of this run by now.
         """
         deadline = time.monotonic() + _DRAIN_S
-        for pipe in self._crew.pipes:
+        for pipe in self._worker_group.pipes:
             while pipe.is_open and time.monotonic() < deadline + _DRAIN_S:
                 before = time.monotonic()
                 self._on_output(pipe)
@@ -364,15 +364,15 @@ class Supervisor:
 
     def _ended(self, seconds: float) -> RunResult:
         self._see_out([member for member in self._members if member.has_ended or not member.stays])
-        self._presses.read()
+        self._interrupts.read()
         # After a hang, later failures come from the interrupt.
         first = self._causes.first if self._hang is None else self._hang.rank
         return RunResult(
             reports=[member.report for member in self._members],
-            exit_codes=self._crew.exit_codes,
+            exit_codes=self._worker_group.exit_codes,
             killed_by_us=[member.was_killed for member in self._members],
             first_failed=first,
-            is_interrupted=self._presses.count > 0 or self._has_quit,
+            is_interrupted=self._interrupts.count > 0 or self._has_quit,
             is_timed_out=self._is_timed_out,
             seconds=seconds,
             steps=self._page.steps_before_stop,
@@ -457,27 +457,27 @@ class RunObservers:
 
     def watch(
         self,
-        crew: WorkerGroup,
+        worker_group: WorkerGroup,
         spec: LaunchSpec,
         log: BinaryIO,
-        witness: Listener | None = None,
+        recorder: Listener | None = None,
         begin: Callable[[Collection[int]], None] | None = None,
-        outsiders: Collection[int] = (),
+        excluded_ranks: Collection[int] = (),
     ) -> RunResult:
         """Watch one run of a `WorkerGroup`, from its beginning to its end.
 
-        log: gets all output.  witness: gets each report before the listeners.  begin: see `Supervisor.run`.
-        outsiders: ranks that take no part.
+        log: gets all output.  recorder: gets each report before the listeners.  begin: see `Supervisor.run`.
+        excluded_ranks: ranks that take no part.
         """
         shown: Collection[int] | None = self.shown_ranks
-        if outsiders:
-            insiders = [rank for rank in range(spec.world_size) if rank not in outsiders]
+        if excluded_ranks:
+            insiders = [rank for rank in range(spec.world_size) if rank not in excluded_ranks]
             shown = [rank for rank in insiders if shown is None or rank in shown]
-        heard = [*([] if witness is None else [witness]), *self.listeners]
+        heard = [*([] if recorder is None else [recorder]), *self.listeners]
         kept_bytes = KEPT_BYTES if is_notebook_kernel() else None
         router = OutputRouter(spec.world_size, self.screen, shown_ranks=shown, log=log, kept_bytes=kept_bytes)
         with closing(router):
-            group = Supervisor(crew, spec, router, notice=self.say, listeners=heard, beside=self.beside)
+            group = Supervisor(worker_group, spec, router, notice=self.say, listeners=heard, beside=self.beside)
             return group.run(begin)
 
 

@@ -109,25 +109,25 @@ class WorkerGroup:
             self.pipes += [MarkedPipe(out, rank, "stdout", nonce), MarkedPipe(err, rank, "stderr", nonce)]
 
     def give(
-        self, task: str, parcel: Payload, outsiders: Collection[int], renewal: tuple[int, int] | None = None
+        self, task: str, payload: Payload, excluded_ranks: Collection[int], renewal: tuple[int, int] | None = None
     ) -> None:
         """Give another task to persistent ranks that are idle.
 
-        task: the reference of its class.  parcel: the data from which it is unpacked.  outsiders: ranks that do not get
-        it.
+        task: the reference of its class.  payload: the data from which it is unpacked.
+        excluded_ranks: ranks that do not get it.
         renewal: ranks form their process groups anew before the task; the rank whose state counts, and a unique number.
         """
         gone = [member.rank for member in self.members if member.has_ended]
-        absent = sorted({*outsiders, *gone})
+        absent = sorted({*excluded_ranks, *gone})
         self.page.begin(absent)
         self.page.is_cut = self.page.is_cut and renewal is None
         for member in self.members:
             member.begin(takes_part=member.rank not in absent)
-        order = {"op": "task", "task": task, "outsiders": absent, "renewal": renewal}
+        order = {"op": "task", "task": task, "excluded_ranks": absent, "renewal": renewal}
         for member in self.members:
             if member.is_working:
                 with contextlib.suppress(OSError):  # it has died meanwhile, which its pidfd reports
-                    member.channel.send(order, [parcel.fd])
+                    member.channel.send(order, [payload.fd])
 
     def dismiss(self) -> None:
         """Make the ranks end with the next run instead of staying."""
@@ -139,7 +139,7 @@ class WorkerGroup:
         channels = [member.channel.fileno() for member in self.members if member.channel.is_open]
         return channels + [pipe.fd for pipe in self.pipes if pipe.is_open]
 
-    def bury(self, members: Sequence[WorkerHandle] | None = None) -> None:
+    def reap(self, members: Sequence[WorkerHandle] | None = None) -> None:
         """End every process that is left of `members`, by default all, and every process that they have started.
 
         Their output can still be read. A second call changes nothing.
@@ -163,7 +163,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End every process of the ranks, whatever happened before, and release everything else."""
-        self.bury()
+        self.reap()
         for pipe in self.pipes:
             if pipe.is_open:
                 pipe.close()

@@ -2,7 +2,7 @@
 
 It serves kernels whose own state would break a fork, above all a CUDA context. It is exec'd, so it has none of the
 kernel's sockets, threads or contexts; it forks in milliseconds, because torch is loaded already. At every launch a rank
-gets the state that a fork would have inherited (`inherit.py`) and the names its task reads (`parcel.py`).
+gets the state that a fork would have inherited (`inherit.py`) and the names its task reads (`payload.py`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Zygote:
         """Return whether the zygote lives, has answered every request, and has the torch that is installed now."""
         return not self._is_broken and self._process.poll() is None and self.fingerprint == torch_fingerprint()
 
-    def fork(self, boots: Sequence[WorkerBoot], reference: str, parcel: Payload) -> list[WorkerProcess]:
+    def fork(self, boots: Sequence[WorkerBoot], reference: str, payload: Payload) -> list[WorkerProcess]:
         """Fork one rank per boot from the zygote.
 
         Raises:
@@ -107,7 +107,7 @@ class Zygote:
             for boot in boots:
                 self._channel.send(
                     {"op": "fork", "boot": _boot_as_json(boot), "task": reference, "surroundings": surroundings},
-                    [*(getattr(boot, name) for name in WorkerBoot.FDS), parcel.fd, state.fd],
+                    [*(getattr(boot, name) for name in WorkerBoot.FDS), payload.fd, state.fd],
                 )
             return self._forked(len(boots))
         except BaseException:

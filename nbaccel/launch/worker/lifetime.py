@@ -269,7 +269,7 @@ def _obstacle() -> str:
     return f"{own} process group(s) of the program's own (new_group, a device mesh) are lost" if own > 0 else ""
 
 
-_FAREWELL_S = 10.0
+_EXIT_S = 10.0
 
 
 class Farewell:
@@ -299,7 +299,7 @@ class Farewell:
         return self._code
 
     def _cut(self) -> None:
-        time.sleep(_FAREWELL_S)
+        time.sleep(_EXIT_S)
         os._exit(self._code)
 
     def _end(self) -> None:

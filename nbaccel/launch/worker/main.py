@@ -49,9 +49,9 @@ from nbaccel.launch.worker.process_setup import (
     SpareDescriptors,
     keep_ended_groups,
     meet_in_file,
+    raise_oom_score,
     restore_signals,
     tell_on_signal,
-    volunteer,
     why_this_fork_fails,
 )
 from nbaccel.launch.worker.reporter import Reporter
@@ -88,7 +88,7 @@ def run_rank(
         os.setsid()
         watch = DeathWatch(boot.kernel_pidfd, boot.channel_fd)
         watch.start()
-        volunteer()
+        raise_oom_score()
         rank = _Rank(boot, close_fds, is_fork, watch)  # kept by name: freed, its open socket would warn
         LostThreads(boot.world.rank, lost_threads, rank.interrupt.raise_in_main).start()
         code = rank.live(make_task)
@@ -113,13 +113,13 @@ class _Rank:
         os.environ.update(boot.environ)
         leave_device_errors_to_the_program()  # whichever code forms a group
         _limit_threads(boot.threads)
-        self._voice = RankStreams(boot, self.channel)
+        self._streams = RankStreams(boot, self.channel)
         for fd in close_fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
-        adopt_notebook(self.rank, self._voice.publish, self._voice.old_streams)
+        adopt_notebook(self.rank, self._streams.publish, self._streams.old_streams)
         self._kept = put_aside(self.rank)
-        self._farewell = Farewell()
+        self._exit_worker = Farewell()
         restore_signals()
         self.interrupt = Interrupt()
         self._children = ChildHandler()
@@ -155,7 +155,7 @@ class _Rank:
         self.is_fork = is_fork
         self._watch = watch
         self._task_watch: TaskWatch | None = None
-        self._outsiders: Sequence[int] = ()
+        self._excluded_ranks: Sequence[int] = ()
 
     def live(self, make_task: Callable[[], Task]) -> int:
         """Run the task and report, again while the kernel has more tasks; then end the rank; return the exit code."""
@@ -166,7 +166,7 @@ class _Rank:
             status, home = self._work(make_task, self.boot.setup)
             while (order := self._await_order()) is not None:
                 status, _ = self._work(partial(_guest, *order, home))
-        return self._farewell(status)
+        return self._exit_worker(status)
 
     def _work(self, make_task: Callable[[], Task], setup: str | None = None) -> tuple[str, SharedNamespace | None]:
         """Return how the task ended, and its home."""
@@ -178,7 +178,7 @@ class _Rank:
             task = make_task()
             if setup is not None:
                 self._task_watch = load_named(setup)(task.namespace)
-            with debugging(task.debugged, self.rank, self._voice.ask, self._voice.tell) as debugger:
+            with debugging(task.debugged, self.rank, self._streams.ask, self._streams.tell) as debugger:
                 try:
                     self._run(task)
                 except bdb.BdbQuit:
@@ -207,13 +207,13 @@ class _Rank:
         return status, None if task is None else task.home
 
     def _run(self, task: Task) -> None:
-        watch = None if self._outsiders else self._task_watch
+        watch = None if self._excluded_ranks else self._task_watch
         try:
             with self._children, self.interrupt:
                 self._begin_with_groups(task)
                 if watch is not None:
                     watch.begin(task.namespace)
-                self._one_training.begin(self._outsiders, watch)
+                self._one_training.begin(self._excluded_ranks, watch)
                 self._one_bar.begin(task.knows_ranks)
                 self._lone_metrics.begin(task.knows_ranks, watch)
                 task.begin(self.rank)
@@ -250,13 +250,13 @@ class _Rank:
         cut = None if task is None else self._cut.look(has_failed=status in ("failed", "exited"))
         results = Results() if task is None else self._results_of(task)
         namespace = None if task is None else task.namespace
-        anchors = {} if task is None else task.anchors()
+        by_reference = {} if task is None else task.by_reference()
         values = {f"out:{name}": value for name, value in results.values.items()}
         changes = {f"change:{number}": change for number, change in enumerate(results.changes)}
         home = None if task is None else task.home
-        parcel, refused = pack_what_can_travel(
+        payload, refused = pack_what_can_travel(
             values | changes | ({} if error is None else {"error": error}),
-            anchors=anchors,
+            by_reference=by_reference,
             namespace=namespace,
             as_written=True,
             places=results.places,
@@ -268,7 +268,7 @@ class _Rank:
             for name, reason in refused.items()
             if name.startswith("out:") and name.removeprefix("out:") not in results.optional
         }
-        lacks = {name.removeprefix("out:"): list(parts) for name, parts in parcel.lacks.items()}
+        lacks = {name.removeprefix("out:"): list(parts) for name, parts in payload.lacks.items()}
         sys.stdout.flush()
         sys.stderr.flush()
         message: dict[str, Any] = {
@@ -289,8 +289,8 @@ class _Rank:
             "sequence": _sequence_number(),
             "cut": cut,
         }
-        self.channel.send(message, [parcel.fd])
-        os.close(parcel.fd)
+        self.channel.send(message, [payload.fd])
+        os.close(payload.fd)
 
     def _results_of(self, task: Task) -> Results:
         if not self._cut.is_spoilt:
@@ -323,19 +323,19 @@ class _Rank:
         self.reporter.wake()
         self.interrupt.forget()
         self._gate.begin()
-        self._outsiders = message["outsiders"]
+        self._excluded_ranks = message["excluded_ranks"]
         self._renewal = message["renewal"]
-        self._peers.begin(message["outsiders"])
-        self.reporter.route(Loss, self._peers.refuse_backward if message["outsiders"] else None)
+        self._peers.begin(message["excluded_ranks"])
+        self.reporter.route(Loss, self._peers.refuse_backward if message["excluded_ranks"] else None)
         return message, fds[0]
 
 
-def _guest(message: dict[str, Any], parcel_fd: int, home: SharedNamespace | None) -> Task:
+def _guest(message: dict[str, Any], payload_fd: int, home: SharedNamespace | None) -> Task:
     """Return a task that was sent to a persistent rank."""
     try:
-        task: Task = load_named(message["task"]).unpack(parcel_fd, home)
+        task: Task = load_named(message["task"]).unpack(payload_fd, home)
     finally:
-        os.close(parcel_fd)
+        os.close(payload_fd)
     return task
 
 

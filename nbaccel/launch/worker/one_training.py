@@ -72,7 +72,7 @@ class OneTraining:
         self._refused: NotPrepared | None = None
         self._by_hand = UpdatesByHand(self)
         self._is_watching = False
-        self._keeper: TaskWatch | None = None
+        self._equal_watch: TaskWatch | None = None
 
     def watch(self) -> None:
         """Judge every optimizer before its step, from now on. Called once per process."""
@@ -85,10 +85,12 @@ class OneTraining:
             }
         )
 
-    def begin(self, outsiders: Sequence[int] = (), keeper: TaskWatch | None = None) -> None:
-        """Begin a task.  outsiders: ranks without a part in it.  keeper: the watch that keeps it equal, if any."""
-        self._keeper = keeper
-        self._peers = [rank for rank in range(self._world.world_size) if rank not in (self._world.rank, *outsiders)]
+    def begin(self, excluded_ranks: Sequence[int] = (), equal_watch: TaskWatch | None = None) -> None:
+        """Begin a task.  excluded_ranks: ranks without a part in it.  equal_watch: keeps it equal, if any."""
+        self._equal_watch = equal_watch
+        self._peers = [
+            rank for rank in range(self._world.world_size) if rank not in (self._world.rank, *excluded_ranks)
+        ]
         self._judged.clear()
         self._laid.clear()
         self._begun_with = self._collectives()
@@ -219,11 +221,11 @@ class OneTraining:
         return not self._is_implicit and self._collectives() != self._begun_with
 
     def keeps(self, leaf: Any) -> bool:
-        return self._keeper is not None and self._keeper.keeps([leaf])
+        return self._equal_watch is not None and self._equal_watch.keeps([leaf])
 
     @property
     def _is_implicit(self) -> bool:
-        return self._keeper is not None and self._keeper.is_at_work
+        return self._equal_watch is not None and self._equal_watch.is_at_work
 
     def settled(self) -> set[int]:
         optimizers = [optimizer for known in (*self._settled.values(), *self._waits.values()) if (optimizer := known())]
@@ -295,7 +297,7 @@ class OneTraining:
             else "Prepare what is trained, in this cell and before the loop:\n"
             "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
         )
-        why = "" if self._keeper is None else self._keeper.explain()
+        why = "" if self._equal_watch is None else self._equal_watch.explain()
         self._refused = NotPrepared(
             f"{found} Each rank would train a model of its own, and one of {self._world.world_size} would come back. "
             f"{remedy}"

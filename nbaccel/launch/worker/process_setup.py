@@ -2,7 +2,7 @@
 
 The parts are independent of each other; the worker's runtime uses them. Signals act in the user's code, and not in the
 runtime around it (`restore_signals`, `Interrupt`, `ChildHandler`). Ranks of one machine meet in a file
-(`meet_in_file`), are killed before the kernel when memory runs out (`volunteer`), can always report
+(`meet_in_file`), are killed before the kernel when memory runs out (`raise_oom_score`), can always report
 (`SpareDescriptors`, `tell_on_signal`), and do not hang in the end of a group (`keep_ended_groups`).
 `why_this_fork_fails` finds out whether the kernel's CUDA or autograd has broken the fork.
 """
@@ -40,9 +40,9 @@ __all__ = [
     "SpareDescriptors",
     "keep_ended_groups",
     "meet_in_file",
+    "raise_oom_score",
     "restore_signals",
     "tell_on_signal",
-    "volunteer",
     "why_this_fork_fails",
 ]
 
@@ -156,7 +156,7 @@ A loader's worker process is killed first: its end is an error in its rank, whic
 """
 
 
-def volunteer(score_file: str = "/proc/self/oom_score_adj") -> None:
+def raise_oom_score(score_file: str = "/proc/self/oom_score_adj") -> None:
     """Let this process be killed before the kernel, and the processes it forks before this one.
 
     When the machine runs out of memory, the system kills the process with the highest score first. Without this it may

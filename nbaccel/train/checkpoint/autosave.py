@@ -42,7 +42,7 @@ class Autosave(Saver):
     """
 
     def __init__(self, policy: CheckpointPolicy, world: World, save: Save, keep: Callable[[], State]) -> None:
-        self.timeline = Timeline(policy.folder, policy.keep)
+        self.autosave_directory = Timeline(policy.folder, policy.keep)
         self._schedule: Schedule | None = None if policy.every is None else schedule(policy.every, world)
         self._save = save
         self._keep = keep
@@ -51,7 +51,7 @@ class Autosave(Saver):
     def enter(self, step: int, may_save: bool) -> None:
         if may_save and self._schedule is not None and self._schedule.is_due(step):
             self._saved_step = step
-            self._save(self.timeline.folder_for(step), False)
+            self._save(self.autosave_directory.folder_for(step), False)
 
     def keep(self) -> State:
         return self._keep()
@@ -64,10 +64,10 @@ class Autosave(Saver):
             self._saved_step = step
             emit(SavingAtStop())
             try:
-                self._save(self.timeline.folder_for(step), True)
+                self._save(self.autosave_directory.folder_for(step), True)
             finally:
                 emit(SavingAtStop(is_over=True))
-        return self.timeline.folder
+        return self.autosave_directory.folder
 
     def resumed(self, step: int) -> None:
         """Note that the training continues from a checkpoint of `step`."""

@@ -150,20 +150,20 @@ class Checkpoints:
                 "save_state(blocking=False) writes while the training goes on, when a hook of "
                 "register_save_state_pre_hook could see other weights than those that are saved: leave blocking=True"
             )
-        training, shelf = self.training(), self.directory
+        training, directory = self.training(), self.directory
         moment = training.stamp()
         is_numbered = output_dir is None
         if is_numbered:
-            moment = replace(moment, save=shelf.label((moment.step, moment.position), users_line()))
-        target = shelf.next_folder(output_dir, str(moment), self.writes)
+            moment = replace(moment, save=directory.label((moment.step, moment.position), users_line()))
+        target = directory.next_folder(output_dir, str(moment), self.writes)
         if target.name == SUBFOLDER and self.writes:
             warn_user(
                 f"{target.parent} holds other things too, so the checkpoint is {target}; load_state finds it there",
             )
         if is_numbered:
-            shelf.count_on(target)  # also where the save fails: no other save takes that number
-            self.tell(shelf, target)
-        self.save(target, moment, blocking, shelf if is_numbered else None)
+            directory.count_on(target)  # also where the save fails: no other save takes that number
+            self.tell(directory, target)
+        self.save(target, moment, blocking, directory if is_numbered else None)
         return os.fspath(target)
 
     def load_state(
@@ -192,9 +192,9 @@ class Checkpoints:
                 "another folder before the training.",
             )
 
-    def tell(self, shelf: CheckpointDirectory, target: Path) -> None:
+    def tell(self, directory: CheckpointDirectory, target: Path) -> None:
         """Print once what other runs have left where `target` is about to be made."""
-        if self._equipment.state.is_main_process and (news := shelf.news(target)):
+        if self._equipment.state.is_main_process and (news := directory.news(target)):
             self._say(news)
 
     def agree_on_names(self) -> None:
@@ -210,27 +210,27 @@ class Checkpoints:
         lineage.agree(run)
         self.directory.go_on_at(free)
 
-    def save(self, target: Path, stamp: Stamp, blocking: bool, shelf: CheckpointDirectory | None) -> None:
-        """Save this rank's share of a checkpoint.  shelf: cleans up, in rank 0, once the checkpoint is complete."""
+    def save(self, target: Path, stamp: Stamp, blocking: bool, directory: CheckpointDirectory | None) -> None:
+        """Save this rank's share of a checkpoint.  directory: cleans up, in rank 0, once the checkpoint is complete."""
         refuse_if_aborted(f"the checkpoint {target}")
         training = self.training()
         if self.writes:
-            self._write(target, training, stamp, blocking, shelf)
+            self._write(target, training, stamp, blocking, directory)
             return
         if self.registered.save_hooks:
             self._run_save_hooks(training, training.weights(), target)
         try:
             with sayable(target):
-                committed = {} if shelf is None else {"committed": shelf.committed}
+                committed = {} if directory is None else {"committed": directory.committed}
                 rng_files.add(target, self._equipment.state.process_index, stamp, training.generators(), **committed)
         except CannotSave as error:
             self._go_on_without(error)
 
     def _write(
-        self, target: Path, training: TrainingState, stamp: Stamp, blocking: bool, shelf: CheckpointDirectory | None
+        self, target: Path, training: TrainingState, stamp: Stamp, blocking: bool, directory: CheckpointDirectory | None
     ) -> None:
-        """Write the whole folder, now or in the background; then `shelf` cleans up. Runs in rank 0."""
-        then = None if shelf is None else shelf.tidy
+        """Write the whole folder, now or in the background; then `directory` cleans up. Runs in rank 0."""
+        then = None if directory is None else directory.tidy
         if unseen := training.accumulation.window.unfinished:
             warn_user(
                 f"save_state inside an accumulation window: the gradients of its {unseen} batch(es) are not saved, "
@@ -241,7 +241,7 @@ class Checkpoints:
         state = training.generators()
         weights = training.weights()
         content = training.content(weights, self.registered.objects)
-        if shelf is not None and (news := shelf.shortage(target, content.nbytes)):
+        if directory is not None and (news := directory.shortage(target, content.nbytes)):
             self._say(news)
         parts = _whole(content.ready(staging), target)
         save = Save(

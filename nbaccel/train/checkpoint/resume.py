@@ -73,14 +73,14 @@ class ResumePolicy:
 
     def begin(self) -> None:
         """Save for the run that begins now, as planned."""
-        self._autosave.timeline.begin(self._checkpoints.directory.lineage)
+        self._autosave.autosave_directory.begin(self._checkpoints.directory.lineage)
 
     def save(self, target: Path, blocking: bool) -> None:
         """Write an automatic checkpoint into `target`."""
         blocking = blocking or bool(self._checkpoints.registered.save_hooks)  # hooks look at the present models
-        timeline = self._autosave.timeline
-        self._checkpoints.tell(timeline, target)
-        self._checkpoints.save(target, self._checkpoints.training().stamp("by itself"), blocking, timeline)
+        autosave_directory = self._autosave.autosave_directory
+        self._checkpoints.tell(autosave_directory, target)
+        self._checkpoints.save(target, self._checkpoints.training().stamp("by itself"), blocking, autosave_directory)
 
     def _random_states(self) -> State:
         return read(self._equipment.device)
@@ -104,9 +104,9 @@ class ResumePolicy:
 
     def _find(self, place: Path) -> FoundCheckpoint | None:
         try:
-            return self._autosave.timeline.choose_from(place)
+            return self._autosave.autosave_directory.choose_from(place)
         except FileNotFoundError:
-            if place != self._autosave.timeline.folder:
+            if place != self._autosave.autosave_directory.folder:
                 raise
             return None  # the first session of a program that is always started with --resume
 

@@ -119,27 +119,27 @@ class DispatchSource(Source):
             self._order.draw = position.draw
         tell_epoch(position.epoch, self.loader.dataset, self.loader.sampler if self._order is None else self._order)
         sent = 0
-        for parts, parcels, is_last in self._packed(position):
+        for parts, payloads, is_last in self._packed(position):
             self._remainder = self.shard.remainder
-            self._wire.send(_BATCH, parcels, is_last, self._remainder)
+            self._wire.send(_BATCH, payloads, is_last, self._remainder)
             sent += 1
             if parts[0] is not NOTHING:
                 yield parts[0], is_last
         if not sent:
             self._wire.send(_END, self._to_everyone(NOTHING))
 
-    def _packed(self, position: LoaderPosition) -> Iterator[tuple[list[Any], list[_Parcel], bool]]:
+    def _packed(self, position: LoaderPosition) -> Iterator[tuple[list[Any], list[_Payload], bool]]:
         """Yield each round's parts, and what is sent of them; report a failure to read to the waiting ranks."""
         try:
             for members, first, is_last in self._rounds(position):
                 parts = [self.shard.part(members, first, is_last, rank) for rank in range(self._world.world_size)]
-                yield parts, [_Parcel.pack(part) for part in parts[1:]], is_last
+                yield parts, [_Payload.pack(part) for part in parts[1:]], is_last
         except Exception as error:
             self._wire.send(_FAILURE, self._to_everyone(f"{type(error).__name__}: {error}"))
             raise
 
-    def _to_everyone(self, value: Any) -> list[_Parcel]:
-        return [_Parcel.pack(value)] * (self._world.world_size - 1)
+    def _to_everyone(self, value: Any) -> list[_Payload]:
+        return [_Payload.pack(value)] * (self._world.world_size - 1)
 
     def _rounds(self, position: LoaderPosition) -> Iterator[tuple[list[Any], list[Any], bool]]:
         """Yield the rounds from `position` on; the epoch's random draws are repeated."""
@@ -221,14 +221,14 @@ class _Wire:
         self._keeps_on_host = keeps_on_host
         self._rounds = 0
 
-    def send(self, kind: int, packed: list[_Parcel], is_last: bool = False, remainder: int = -1) -> None:
-        """Send each other rank its parcel. Runs on rank 0."""
-        head = max(len(parcel.structure) for parcel in packed)
+    def send(self, kind: int, packed: list[_Payload], is_last: bool = False, remainder: int = -1) -> None:
+        """Send each other rank its payload. Runs on rank 0."""
+        head = max(len(payload.structure) for payload in packed)
         head += -head % _ALIGNMENT
-        size = head + max(parcel.tensor_bytes for parcel in packed)
+        size = head + max(payload.tensor_bytes for payload in packed)
         _, device = self._header([kind, is_last, remainder, head, size])
         own = torch.empty(size, dtype=torch.uint8, device=device)
-        dist.scatter(own, [torch.empty_like(own), *(parcel.as_bytes(head, size).to(device) for parcel in packed)], 0)
+        dist.scatter(own, [torch.empty_like(own), *(payload.as_bytes(head, size).to(device) for payload in packed)], 0)
 
     def receive(self) -> tuple[int, Any, bool, int]:
         """Return kind, part, whether it is the last one, and remainder. Runs on the other ranks."""
@@ -248,7 +248,7 @@ class _Wire:
         return of_rank_0, transport.device
 
 
-class _Parcel(pickle.Pickler):
+class _Payload(pickle.Pickler):
     """A pickle without its tensors; it stores their offsets in the bytes that follow it."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
@@ -258,13 +258,13 @@ class _Parcel(pickle.Pickler):
         self._tensors: list[tuple[int, torch.Tensor]] = []
 
     @classmethod
-    def pack(cls, value: Any) -> _Parcel:
-        """Return a parcel of `value`, which may be NOTHING."""
+    def pack(cls, value: Any) -> _Payload:
+        """Return a payload of `value`, which may be NOTHING."""
         buffer = io.BytesIO()
-        parcel = cls(buffer)
-        parcel.dump(value)
-        parcel.structure = buffer.getvalue()
-        return parcel
+        payload = cls(buffer)
+        payload.dump(value)
+        payload.structure = buffer.getvalue()
+        return payload
 
     def persistent_id(self, thing: Any) -> Any:
         if thing is NOTHING:
@@ -286,7 +286,7 @@ class _Parcel(pickle.Pickler):
         return packed
 
 
-class _Unparcel(pickle.Unpickler):
+class _Opener(pickle.Unpickler):
     def __init__(self, structure: bytes, tensors: torch.Tensor) -> None:
         super().__init__(io.BytesIO(structure))
         self._tensors = tensors
@@ -299,4 +299,4 @@ class _Unparcel(pickle.Unpickler):
 
 
 def _unpack(arrived: torch.Tensor, head: int) -> Any:
-    return _Unparcel(arrived[:head].cpu().numpy().tobytes(), arrived[head:]).load()
+    return _Opener(arrived[:head].cpu().numpy().tobytes(), arrived[head:]).load()

@@ -313,7 +313,7 @@ class Averaging:
         weights = factors(header, givers, pure, self._references)
         if weights is None:
             why = "its terms differ between ranks, as by a branch on samples; or one is divided by its batch twice; or"
-            raise NotPrepared(self._cannot_weigh(f"{why} a single sample shows too little"))
+            raise NotPrepared(self._cannot_measure(f"{why} a single sample shows too little"))
         together = self._union(header, known, buffers)
         buffers = [number for number in together if self.models.items[number].is_buffer]  # those of any rank's forward
         mine = [number for number in (*known, *buffers) if number in set(together)]
@@ -405,7 +405,7 @@ class Averaging:
                     "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
                 )
         if any(says[rank].obstacle for rank in here) and any(says[rank].part for rank in here):
-            raise NotPrepared(self._cannot_weigh(obstacle or "another rank says so"))
+            raise NotPrepared(self._cannot_measure(obstacle or "another rank says so"))
         givers = [rank for rank in here if says[rank].gives]
         return givers or [here[0] if here else world.rank]
 
@@ -425,7 +425,7 @@ class Averaging:
         if all(header.says[rank].noise for rank in here) and not header.all_equal("noise", here):
             self._passes.share_noise(self._collective().gather_objects)
 
-    def _cannot_weigh(self, why: str) -> str:
+    def _cannot_measure(self, why: str) -> str:
         return (
             f"rank {self._world.rank} of {self._world.world_size}, step {self._steps.count}: this loss is no sum over "
             f"samples ({why}), and its batch was split over the ranks. %%accelerate --batches each gives each rank "

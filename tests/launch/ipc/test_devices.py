@@ -83,11 +83,11 @@ def lies_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.device], None]:
 
 
 def travel(values: dict[str, Any]) -> dict[str, Any]:
-    parcel = pack(values)
+    payload = pack(values)
     try:
-        return unpack(parcel.fd)
+        return unpack(payload.fd)
     finally:
-        os.close(parcel.fd)
+        os.close(payload.fd)
 
 
 def trained() -> dict[str, Any]:
@@ -143,10 +143,10 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_no_tensor_brings_the_name_of_its_device_along(lies_on: Callable[..., None], name: str) -> None:
     lies_on(CPU)
-    parcel = pack({"x": TENSORS[name]})
-    there = unpack(parcel.fd)["x"]
-    saved_by_torch = b"_load_from_bytes" in os.pread(parcel.fd, parcel.nbytes, 0)
-    os.close(parcel.fd)
+    payload = pack({"x": TENSORS[name]})
+    there = unpack(payload.fd)["x"]
+    saved_by_torch = b"_load_from_bytes" in os.pread(payload.fd, payload.nbytes, 0)
+    os.close(payload.fd)
     assert type(there) is type(TENSORS[name])
     assert torch.equal(there.to_dense(), TENSORS[name].to_dense())
     assert not saved_by_torch
@@ -172,9 +172,9 @@ def test_values_that_are_written_into_a_tensor_take_no_room_on_the_device(
     lies_on: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lies_on(META)
-    parcel, _ = pack_what_can_travel({"x": Values(torch.ones(20_000))}, places=Inventory((), {}))
-    there = unpack(parcel.fd)["x"]
-    os.close(parcel.fd)
+    payload, _ = pack_what_can_travel({"x": Values(torch.ones(20_000))}, places=Inventory((), {}))
+    there = unpack(payload.fd)["x"]
+    os.close(payload.fd)
     assert there.device == CPU
     assert there.sum() == 20_000
 

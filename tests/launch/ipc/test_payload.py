@@ -1,4 +1,4 @@
-"""Parcels: what travels arrives whole, shared where it was shared, and private to the receiver."""
+"""Payloads: what travels arrives whole, shared where it was shared, and private to the receiver."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from nbaccel.launch.ipc.payload import Payload, pack, pack_what_can_travel, size
 
 def travel(values: dict[str, Any], **there: Any) -> dict[str, Any]:
     """`values` as they come out on the other side; `there` as `pack` and `unpack` take them."""
-    here = {name: there.pop(name) for name in ("anchors",) if name in there}
-    parcel = pack(values, namespace=there.pop("packed_namespace", None), **here)
+    here = {name: there.pop(name) for name in ("by_reference",) if name in there}
+    payload = pack(values, namespace=there.pop("packed_namespace", None), **here)
     try:
-        return unpack(parcel.fd, **there)
+        return unpack(payload.fd, **there)
     finally:
-        os.close(parcel.fd)
+        os.close(payload.fd)
 
 
 def in_child(answer: Callable[[], Any]) -> Any:
@@ -85,12 +85,12 @@ _OfNoModule.__module__ = None  # type: ignore[assignment]
 
 def test_as_written_leaves_objects_alone_that_are_pickled_in_their_own_way() -> None:
     dressed = Accelerator("bf16", cpu=True).prepare(_Remade())
-    parcel, refused = pack_what_can_travel({"models": [dressed], "odd": [_OfNoModule()]}, as_written=True)
+    payload, refused = pack_what_can_travel({"models": [dressed], "odd": [_OfNoModule()]}, as_written=True)
     assert refused == {}
-    (model,) = unpack(parcel.fd)["models"]
+    (model,) = unpack(payload.fd)["models"]
     assert type(model) is _Remade
     assert "forward" not in vars(model)
-    os.close(parcel.fd)
+    os.close(payload.fd)
 
 
 def test_names_of_one_object_are_one_object_again() -> None:
@@ -218,10 +218,10 @@ def test_an_array_arrives_as_it_was(array: np.ndarray) -> None:
 def test_a_memory_map_travels_as_the_name_of_its_file(tmp_path: Path) -> None:
     here = np.memmap(tmp_path / "tokens.bin", dtype="u2", mode="w+", shape=(100_000,))
     here[5] = 7
-    parcel = pack({"tokens": here})
-    there = unpack(parcel.fd)["tokens"]
-    os.close(parcel.fd)
-    assert parcel.nbytes < 10_000
+    payload = pack({"tokens": here})
+    there = unpack(payload.fd)["tokens"]
+    os.close(payload.fd)
+    assert payload.nbytes < 10_000
     assert size_of(here) == 0
     here[6] = 8
     assert list(there[5:7]) == [7, 8]
@@ -257,11 +257,11 @@ def test_big_bytes_and_out_of_band_buffers_arrive() -> None:
 # Another process ----------------------------------------------------------------------------------------------------
 
 
-def test_ranks_read_the_same_parcel_and_do_not_see_each_others_writes() -> None:
-    parcel = pack({"a": np.ones(1_000_000), "t": torch.ones(1_000_000), "f": lambda x: x + 1})
+def test_ranks_read_the_same_payload_and_do_not_see_each_others_writes() -> None:
+    payload = pack({"a": np.ones(1_000_000), "t": torch.ones(1_000_000), "f": lambda x: x + 1})
 
     def rank() -> Any:
-        there = unpack(parcel.fd)
+        there = unpack(payload.fd)
         seen = float(there["a"].sum()), there["t"][-1].item(), there["f"](1)
         there["a"][:] = 5
         there["t"].zero_()
@@ -269,13 +269,13 @@ def test_ranks_read_the_same_parcel_and_do_not_see_each_others_writes() -> None:
 
     assert in_child(rank) == [1_000_000, 1, 2, 5]
     assert in_child(rank) == [1_000_000, 1, 2, 5]
-    os.close(parcel.fd)
+    os.close(payload.fd)
 
 
 def test_a_value_outlives_the_file_descriptor_and_its_siblings() -> None:
-    parcel = pack({"a": np.ones(1_000_000), "b": np.zeros(1_000_000)})
-    a = unpack(parcel.fd)["a"]
-    os.close(parcel.fd)
+    payload = pack({"a": np.ones(1_000_000), "b": np.zeros(1_000_000)})
+    a = unpack(payload.fd)["a"]
+    os.close(payload.fd)
     a[0] = 2
     assert a.sum() == 1_000_001
 
@@ -284,7 +284,7 @@ def test_a_small_value_does_not_keep_the_memory_of_the_big_ones() -> None:
     def rank() -> Any:
         there = travel({"small": np.ones(10), "big": np.ones(1_000_000), "bias": torch.ones(3)})
         del there["big"]
-        return [there["small"].sum(), "nbaccel-parcel" in Path("/proc/self/maps").read_text()]
+        return [there["small"].sum(), "nbaccel-payload" in Path("/proc/self/maps").read_text()]
 
     assert in_child(rank) == [10, False]
 
@@ -295,8 +295,8 @@ def test_packing_a_big_array_takes_no_second_copy() -> None:
         array = np.ones(25_000_000)  # 200 MB
         Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
         before = peak_kib()
-        parcel = pack({"a": array, "view": array[10:]})
-        return [parcel.nbytes, peak_kib() - before]
+        payload = pack({"a": array, "view": array[10:]})
+        return [payload.nbytes, peak_kib() - before]
 
     nbytes, grown_kib = in_child(rank)
     assert 200e6 < nbytes < 201e6
@@ -317,10 +317,10 @@ def test_a_process_without_torch_packs_without_importing_it() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_something_else_than_a_parcel_is_refused() -> None:
+def test_something_else_than_a_payload_is_refused() -> None:
     fd = os.memfd_create("other")
     os.write(fd, b"x" * mmap.PAGESIZE)
-    with pytest.raises(ValueError, match="this file descriptor does not hold a parcel"):
+    with pytest.raises(ValueError, match="this file descriptor does not hold a payload"):
         unpack(fd)
     os.close(fd)
 
@@ -423,8 +423,8 @@ def test_schedulers_loaders_and_generators_of_a_training_travel() -> None:
 
 def test_an_anchored_class_comes_back_as_the_same_class() -> None:
     here = notebook("class Net: pass\nnet = Net()\ndef f(): pass")
-    anchors = {id(here["Net"]): "Net", id(here["f"]): "f"}
-    there = travel({"net": here["net"], "f": here["f"]}, anchors=anchors, anchored=here.__getitem__)
+    by_reference = {id(here["Net"]): "Net", id(here["f"]): "f"}
+    there = travel({"net": here["net"], "f": here["f"]}, by_reference=by_reference, anchored=here.__getitem__)
     assert type(there["net"]) is here["Net"]
     assert there["f"] is here["f"]
 
@@ -432,7 +432,7 @@ def test_an_anchored_class_comes_back_as_the_same_class() -> None:
 def test_an_anchor_without_a_way_to_find_it_is_an_error() -> None:
     here = notebook("class Net: pass")
     with pytest.raises(ValueError, match="refers to 'Net' of this process"):
-        travel({"Net": here["Net"]}, anchors={id(here["Net"]): "Net"})
+        travel({"Net": here["Net"]}, by_reference={id(here["Net"]): "Net"})
 
 
 def test_standard_streams_become_those_of_the_other_process() -> None:
@@ -467,9 +467,9 @@ def test_files_and_sockets_are_refused_and_the_rest_travels(tmp_path: Path) -> N
     shared = np.ones(3)
     with (tmp_path / "log").open("w+") as text, (tmp_path / "raw").open("wb") as raw, socket.socket() as connection:
         values = {"text": text, "a": shared, "raw": raw, "connection": connection, "b": shared}
-        parcel, refused = pack_what_can_travel(values)
-    there = unpack(parcel.fd)
-    os.close(parcel.fd)
+        payload, refused = pack_what_can_travel(values)
+    there = unpack(payload.fd)
+    os.close(payload.fd)
     assert refused == {
         "text": "an open file cannot be sent to another process",
         "raw": "an open file cannot be sent to another process",
@@ -513,18 +513,18 @@ def test_too_deep_a_structure_is_refused() -> None:
     assert caught.value.names == {"nested": "it is nested too deeply to be sent to another process"}
 
 
-def test_a_refused_parcel_leaves_no_file_descriptor() -> None:
+def test_a_refused_payload_leaves_no_file_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(CannotSend):
         pack({"lock": threading.Lock(), "big": np.ones(100_000)})
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_nothing_is_a_parcel_too() -> None:
+def test_nothing_is_a_payload_too() -> None:
     assert travel({}) == {}
-    parcel, refused = pack_what_can_travel({"lock": threading.Lock()})
-    os.close(parcel.fd)
-    assert isinstance(parcel, Payload)
+    payload, refused = pack_what_can_travel({"lock": threading.Lock()})
+    os.close(payload.fd)
+    assert isinstance(payload, Payload)
     assert list(refused) == ["lock"]
 
 
@@ -580,12 +580,12 @@ def test_packages_are_imported_over_there_in_the_order_of_here(tmp_path: Path, m
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "import torch, patches_it, patched_one\n"
         "from nbaccel.launch.ipc.payload import pack\n"
-        "parcel = pack({'a': patched_one, 'b': patches_it.Fast()})\n"
-        "os.lseek(parcel.fd, 0, 0)\n"
-        "sys.stdout.buffer.write(os.read(parcel.fd, parcel.nbytes))\n"
+        "payload = pack({'a': patched_one, 'b': patches_it.Fast()})\n"
+        "os.lseek(payload.fd, 0, 0)\n"
+        "sys.stdout.buffer.write(os.read(payload.fd, payload.nbytes))\n"
     )
     packed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
-    fd = os.memfd_create("parcel")
+    fd = os.memfd_create("payload")
     os.write(fd, packed)
     monkeypatch.syspath_prepend(tmp_path)
     try:

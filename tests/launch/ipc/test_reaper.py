@@ -122,10 +122,10 @@ def test_a_rank_whose_kernel_has_died_gives_nccls_memory_back_itself(tmp_path: P
     (tmp_path / "nccl-mine").touch()
     program = f"""
 import os
-from nbaccel.launch.ipc import reaper as guardian
-guardian._SHM = {str(tmp_path)!r}
+from nbaccel.launch.ipc import reaper
+reaper._SHM = {str(tmp_path)!r}
 held = open({str(tmp_path / "nccl-mine")!r})
-guardian.kill_session(os.getpid(), spare=os.getpid())
+reaper.kill_session(os.getpid(), spare=os.getpid())
 """
     subprocess.run([sys.executable, "-c", program], check=True, start_new_session=True, timeout=20)
     assert os.listdir(tmp_path) == []
@@ -153,11 +153,11 @@ def test_the_guardian_buries_sessions_and_folders_when_its_kernel_is_killed() ->
     program = f"""
 import os, subprocess, time
 from nbaccel.launch.launcher import LauncherResources
-keeper = LauncherResources()
+resources = LauncherResources()
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-keeper.guard(f"+{{child.pid}}")
-keeper.guard({folder!r})
-print(child.pid, keeper._guardian.pid, flush=True)
+resources.guard(f"+{{child.pid}}")
+resources.guard({folder!r})
+print(child.pid, resources._reaper.pid, flush=True)
 time.sleep(60)
 """
     kernel = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -174,27 +174,27 @@ time.sleep(60)
 
 
 def test_the_guardian_leaves_with_a_keeper_that_closes() -> None:
-    keeper = LauncherResources()
-    keeper.guard("+0")
-    keeper.guard("-0")
-    process = keeper._guardian
+    resources = LauncherResources()
+    resources.guard("+0")
+    resources.guard("-0")
+    process = resources._reaper
     assert process is not None
-    keeper.close()
-    keeper.close()  # closes nobody else's descriptor
+    resources.close()
+    resources.close()  # closes nobody else's descriptor
     assert process.returncode == 0
 
 
 def test_a_child_of_the_user_does_not_keep_the_guardian() -> None:
-    keeper = LauncherResources()
-    keeper.guard("+0")
-    keeper.guard("-0")
-    process = keeper._guardian
+    resources = LauncherResources()
+    resources.guard("+0")
+    resources.guard("-0")
+    process = resources._reaper
     assert process is not None
     child = os.fork()
     if child == 0:
         time.sleep(60)
         os._exit(0)
-    closing = threading.Thread(target=keeper.close, daemon=True)
+    closing = threading.Thread(target=resources.close, daemon=True)
     closing.start()
     closing.join(5)
     is_closed = not closing.is_alive()
@@ -208,10 +208,10 @@ def test_a_keeper_closes_while_ranks_run_and_they_end_with_the_process() -> None
     program = """
 import subprocess
 from nbaccel.launch.launcher import LauncherResources
-keeper = LauncherResources()
+resources = LauncherResources()
 child = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.DEVNULL)
-keeper.guard(f"+{child.pid}")
-print(child.pid, keeper._guardian.pid, flush=True)
+resources.guard(f"+{child.pid}")
+print(child.pid, resources._reaper.pid, flush=True)
 """
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=20)
     assert done.returncode == 0
@@ -222,22 +222,22 @@ print(child.pid, keeper._guardian.pid, flush=True)
 
 
 def test_a_guardian_that_died_is_replaced() -> None:
-    keeper = LauncherResources()
-    keeper.guard("+0")
-    first = keeper._guardian
+    resources = LauncherResources()
+    resources.guard("+0")
+    first = resources._reaper
     assert first is not None
     first.kill()
     first.wait()
     child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    keeper.guard(f"+{child.pid}")
-    assert keeper._guardian is not first
-    assert keeper._guarded == {"+0", f"+{child.pid}"}
+    resources.guard(f"+{child.pid}")
+    assert resources._reaper is not first
+    assert resources._guarded == {"+0", f"+{child.pid}"}
     child.kill()
     child.wait()
-    keeper.guard(f"-{child.pid}")
-    keeper.guard("-0")
-    assert keeper._guarded == set()
-    keeper.close()
+    resources.guard(f"-{child.pid}")
+    resources.guard("-0")
+    assert resources._guarded == set()
+    resources.close()
 
 
 def test_the_guardian_needs_only_the_standard_library() -> None:

@@ -33,11 +33,11 @@ def library() -> Iterator[types.ModuleType]:
 
 
 def travelled(value: Any) -> Any:
-    parcel = pack({"x": value})
+    payload = pack({"x": value})
     try:
-        return unpack(parcel.fd)["x"]
+        return unpack(payload.fd)["x"]
     finally:
-        os.close(parcel.fd)
+        os.close(payload.fd)
 
 
 def test_a_function_of_an_installed_module_shares_what_is_there(library: types.ModuleType) -> None:

@@ -36,15 +36,15 @@ def one_thread() -> Iterator[None]:
 
 
 def left_by(cell: str, namespace: dict[str, Any], inventory: Inventory) -> tuple[Any, dict[str, str], list[str]]:
-    """In the rank: the parcel of what `cell` leaves, what cannot travel, and the names that are gone."""
+    """In the rank: the payload of what `cell` leaves, what cannot travel, and the names that are gone."""
     before = dict(namespace)
     exec(cell, namespace)
     new = {name: value for name, value in namespace.items() if before.get(name, before) is not value}
     new.pop("__builtins__", None)
     changes = {f"change:{number}": change for number, change in enumerate(inventory.changes())}
     values = {f"name:{name}": value for name, value in new.items()} | changes
-    parcel, refused = pack_what_can_travel(values, namespace=namespace, places=inventory)
-    return parcel, refused, [name for name in before if name not in namespace]
+    payload, refused = pack_what_can_travel(values, namespace=namespace, places=inventory)
+    return payload, refused, [name for name in before if name not in namespace]
 
 
 def placed_in(namespace: dict[str, Any]) -> Callable[[Any], Any]:
@@ -76,8 +76,8 @@ def run_elsewhere(cell: str, namespace: dict[str, Any], start: str) -> dict[str,
             if sent is not None:
                 there = {"__name__": "__main__"}
                 there |= unpack(sent.fd, namespace=there)
-            parcel, refused, gone = left_by(cell, there, Inventory(names, there, is_copy=sent is None))
-            rank.send({"refused": refused, "gone": gone}, [parcel.fd])
+            payload, refused, gone = left_by(cell, there, Inventory(names, there, is_copy=sent is None))
+            rank.send({"refused": refused, "gone": gone}, [payload.fd])
         except BaseException as error:
             rank.send({"error": repr(error)})
         finally:

@@ -20,11 +20,11 @@ from nbaccel.launch.ipc.payload import pack, pack_what_can_travel, unpack, unpac
 
 
 def arrives(values: dict[str, Any], **there: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    parcel = pack(values, namespace=there.pop("packed_namespace", None))
+    payload = pack(values, namespace=there.pop("packed_namespace", None))
     try:
-        return unpack_what_can_be_rebuilt(parcel.fd, **there)
+        return unpack_what_can_be_rebuilt(payload.fd, **there)
     finally:
-        os.close(parcel.fd)
+        os.close(payload.fd)
 
 
 class Sad(Exception):
@@ -80,10 +80,10 @@ def forgotten_module() -> Any:
 def test_what_cannot_be_rebuilt_is_named_and_the_rest_arrives(make: Any, reason: str) -> None:
     model = torch.nn.Linear(2, 2)
     values = {"first": [model, 1], "sad": make(), "model": model, "array": np.arange(3), "text": "x"}
-    parcel = pack(values)
+    payload = pack(values)
     sys.modules.pop("gone_elsewhere", None)
-    there, refused = unpack_what_can_be_rebuilt(parcel.fd)
-    os.close(parcel.fd)
+    there, refused = unpack_what_can_be_rebuilt(payload.fd)
+    os.close(payload.fd)
     assert there.keys() == values.keys() - refused.keys()
     assert refused.keys() == {"sad"}
     assert re.fullmatch(f"it cannot be rebuilt here: {reason}", refused["sad"]), refused["sad"]
@@ -119,10 +119,10 @@ def test_functions_of_the_notebook_are_rebuilt_beside_what_cannot_be() -> None:
 
 
 def test_unpack_alone_still_raises_what_the_class_does() -> None:
-    parcel = pack({"sad": Sad(1, 2)})
+    payload = pack({"sad": Sad(1, 2)})
     with pytest.raises(TypeError):
-        unpack(parcel.fd)
-    os.close(parcel.fd)
+        unpack(payload.fd)
+    os.close(payload.fd)
 
 
 class Moody:
@@ -139,10 +139,10 @@ class Moody:
 
 def test_an_object_that_answers_now_so_and_now_so_is_refused_at_last() -> None:
     Moody.asked = 0
-    parcel, refused = pack_what_can_travel({"moody": [Moody()], "x": 1})
+    payload, refused = pack_what_can_travel({"moody": [Moody()], "x": 1})
     assert "moody" in refused
-    assert unpack(parcel.fd).get("x", 1) == 1
-    os.close(parcel.fd)
+    assert unpack(payload.fd).get("x", 1) == 1
+    os.close(payload.fd)
 
 
 class Wordless(Exception):
@@ -181,15 +181,15 @@ class DeceivingProxy:
 
 
 def test_proxies_are_not_asked_for_the_class_they_stand_for() -> None:
-    parcel, refused = pack_what_can_travel({"proxy": [DeceivingProxy()]}, as_written=True)
+    payload, refused = pack_what_can_travel({"proxy": [DeceivingProxy()]}, as_written=True)
     assert refused.keys() <= {"proxy"}
-    os.close(parcel.fd)
+    os.close(payload.fd)
 
 
 def test_a_name_for_a_weak_proxy_is_refused() -> None:
     behind = Stateful()
-    parcel, refused = pack_what_can_travel({"proxy": weakref.proxy(behind), "x": 1})
-    os.close(parcel.fd)
+    payload, refused = pack_what_can_travel({"proxy": weakref.proxy(behind), "x": 1})
+    os.close(payload.fd)
     assert refused == {"proxy": "a weak reference cannot be sent to another process; send the object itself"}
 
 
@@ -202,7 +202,7 @@ def test_a_long_chain_does_not_end_the_process_whatever_recursion_limit_is_set(l
         "class Node:\n    def __init__(self, next): self.next = next\n"
         "sys.setrecursionlimit(10**7); made = None\n"
         f"for _ in range(200_000): made = {link}\n"
-        "parcel, refused = pack_what_can_travel({'made': made, 'x': 1})\n"
+        "payload, refused = pack_what_can_travel({'made': made, 'x': 1})\n"
         "print(refused, sys.getrecursionlimit(), flush=True); os._exit(0)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)

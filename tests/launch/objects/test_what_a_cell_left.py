@@ -25,11 +25,11 @@ class Holder:
 
 def came(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
     """What arrives of `values`, why others do not, and what the former lack."""
-    parcel, refused = pack_what_can_travel(values, places=Inventory((), {}), may_lack=values.keys())
+    payload, refused = pack_what_can_travel(values, places=Inventory((), {}), may_lack=values.keys())
     try:
-        return unpack(parcel.fd), refused, dict(parcel.lacks)
+        return unpack(payload.fd), refused, dict(payload.lacks)
     finally:
-        os.close(parcel.fd)
+        os.close(payload.fd)
 
 
 def test_a_part_that_cannot_travel_is_absent_and_says_so() -> None:

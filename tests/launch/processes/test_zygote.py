@@ -99,35 +99,35 @@ def test_an_open_file_is_refused_before_the_start(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def keeper() -> Iterator[LauncherResources]:
+def resources() -> Iterator[LauncherResources]:
     """One that may lose its zygote."""
-    keeper = LauncherResources()
-    yield keeper
-    keeper.close()
+    resources = LauncherResources()
+    yield resources
+    resources.close()
 
 
-def test_a_zygote_that_died_is_replaced(keeper: LauncherResources) -> None:
-    first = keeper.zygote()
+def test_a_zygote_that_died_is_replaced(resources: LauncherResources) -> None:
+    first = resources.zygote()
     os.kill(first.pid, signal.SIGKILL)
     while session_members([first.pid]):
         time.sleep(0.01)
-    assert keeper.zygote() is not first
+    assert resources.zygote() is not first
 
 
 def test_entries_of_the_path_that_python_skips_keep_no_zygote_from_starting(
-    keeper: LauncherResources, monkeypatch: pytest.MonkeyPatch
+    resources: LauncherResources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
-    assert keeper.zygote().pid
+    assert resources.zygote().pid
 
 
 def test_another_torch_installation_restarts_the_zygote(
-    keeper: LauncherResources, monkeypatch: pytest.MonkeyPatch
+    resources: LauncherResources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = keeper.zygote()
-    assert keeper.zygote() is first
+    first = resources.zygote()
+    assert resources.zygote() is first
     monkeypatch.setattr(zygote_module, "torch_fingerprint", lambda: ("elsewhere", 1.0))
-    assert keeper.zygote() is not first
+    assert resources.zygote() is not first
 
 
 def test_a_run_survives_the_death_of_its_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_a_zygote_that_answered_too_late_is_replaced(monkeypatch: pytest.MonkeyP
     launcher = Launcher()
     monkeypatch.setattr(functions_module, "default_launcher", lambda: launcher)
     launch(os.getpid, 2, start_method="zygote")
-    pid = launcher.keeper.zygote().pid
+    pid = launcher.resources.zygote().pid
     with monkeypatch.context() as impatient:
         impatient.setattr(zygote_module, "_START_TIMEOUT_S", 0.2)
         os.kill(pid, signal.SIGSTOP)

@@ -45,13 +45,13 @@ def test_c27_ranks_go_before_the_kernel_and_loader_workers_before_ranks(start_me
 
 
 def test_a_score_that_is_higher_already_stays(tmp_path: Path) -> None:
-    from nbaccel.launch.worker.process_setup import volunteer
+    from nbaccel.launch.worker.process_setup import raise_oom_score
 
     file = tmp_path / "oom_score_adj"
     file.write_text("950\n")
     pid = os.fork()
     if not pid:  # what it registers for forks shall not stay with the tests
-        volunteer(str(file))
+        raise_oom_score(str(file))
         os._exit(0)
     os.waitpid(pid, 0)
     assert file.read_text() == "950\n"

@@ -135,18 +135,18 @@ def cells() -> Iterator[Callable[..., Any]]:
     launcher: Launcher = default_launcher()
     home = SharedNamespace({"__name__": "__main__"})
     spec = LaunchSpec(InitTask(home), Devices(2), Start("fork", "a test"), setup=SETUP, stays=True)
-    residents = launcher.start(spec, ConsoleScreen())
+    persistent = launcher.start(spec, ConsoleScreen())
 
     def run(code: str, without: Sequence[int] = ()) -> Any:
         task = CellTask(CellSource(code, "Cell In[1]"), home.namespace, ("told",), home=home)
-        outcome = residents.run(task, RunObservers(ConsoleScreen()), title="Cell In[1]", outsiders=without)
+        outcome = persistent.run(task, RunObservers(ConsoleScreen()), title="Cell In[1]", excluded_ranks=without)
         try:
             return outcome.values().get("told")
         finally:
             outcome.close()
 
     yield run
-    residents.close(RunObservers(ConsoleScreen()))
+    persistent.close(RunObservers(ConsoleScreen()))
 
 
 def test_ranks_that_stay_are_watched_in_every_task_of_all(cells: Callable[..., Any]) -> None:

@@ -15,7 +15,7 @@ from nbaccel.events import Event, Waiting, outlet
 from nbaccel.launch.worker.main import _sequence_number
 from nbaccel.testing import run_ranks
 from nbaccel.train import PartialState
-from nbaccel.train.data.dispatch import _BATCH, _Parcel, _Wire
+from nbaccel.train.data.dispatch import _BATCH, _Payload, _Wire
 from nbaccel.train.data.draws import Comparison, Meetings
 from nbaccel.train.distributed.collectives import CHECKED_CALLS, GroupCollectives
 from nbaccel.train.distributed.process_group import GroupOptions, _fitting, _init, process_group
@@ -107,7 +107,7 @@ def _deals() -> Any:
     world = _world(dist.get_rank())
     wire = _Wire(_CUDA, world, keeps_on_host=False)
     if world.is_main_process:
-        wire.send(_BATCH, [_Parcel.pack({"x": torch.arange(3), "name": "a"})], True, 2)
+        wire.send(_BATCH, [_Payload.pack({"x": torch.arange(3), "name": "a"})], True, 2)
         return _asked_of_the_device()
     kind, part, is_last, remainder = wire.receive()
     return (kind, part["x"].tolist(), str(part["x"].device), part["name"], is_last, remainder), _asked_of_the_device()

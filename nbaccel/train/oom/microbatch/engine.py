@@ -2,8 +2,8 @@
 
 The invariant: every rank issues the same collectives in every attempt of every step, whatever happens locally; see
 `StepEngine`. After the exchange of a step all ranks read the same sums, so that all of them come to the same verdict
-(`judge`). A loss function must not wait for peers, since one rank alone may repeat it (`silenced`). The engine holds no
-optimizer, counts no windows, and knows no Accelerator.
+(`judge`). A loss function must not wait for peers, since one rank alone may repeat it (`forbid_collectives`). The
+engine holds no optimizer, counts no windows, and knows no Accelerator.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from nbaccel.world import World
 
 __all__ = [
     "StepEngine",
+    "forbid_collectives",
     "judge",
     "place_of",
     "samples_of",
-    "silenced",
 ]
 
 
@@ -244,7 +244,7 @@ class StepEngine:
             return torch.zeros((), device=self._strategy.device), 0.0
         sends_early = overlaps and stop == work.count and self.sizes.is_proven(stop - start, work.shapes)
         part = MicroBatch(
-            task.loss_fn if self._has_listened else silenced(task.loss_fn),
+            task.loss_fn if self._has_listened else forbid_collectives(task.loss_fn),
             micro_batch,
             weight,
             self._unit * task.divisor,
@@ -406,7 +406,7 @@ def _who(count: float, ranks: float, world: World) -> str:
     return f"rank {int(ranks)} of {world.world_size}" if count == 1 else f"{int(count)} of {world.world_size} ranks"
 
 
-def silenced(loss_fn: LossFunction) -> LossFunction:
+def forbid_collectives(loss_fn: LossFunction) -> LossFunction:
     """Return `loss_fn`, in which a collective raises `CannotSplit`.
 
     One rank alone may repeat the loss function, so its collectives are refused before any rank waits: all that go

@@ -46,7 +46,7 @@ _DEVICE_PATIENCE_S = 10.0
 _PATIENCE_S = 1800.0
 """Time that a peer may compute before its next collective: torch's own time limit for gloo."""
 
-_FAREWELL_S = 10.0
+_EXIT_S = 10.0
 """Time that rank 0 waits for peers that know already that all are done; one that was killed does not answer."""
 
 _SETTLE_S = 10.0
@@ -221,7 +221,7 @@ class DistributedRetry(LocalRetry):
             self._watcher.stop()
         self._board.post("gone", True)
         if self._rank == 0:
-            self._board.wait("gone", f"the end of {self._call}", lambda waited_s: waited_s > _FAREWELL_S)
+            self._board.wait("gone", f"the end of {self._call}", lambda waited_s: waited_s > _EXIT_S)
 
     def _is_settled(self, shortage: AttemptShortage) -> bool:
         """Return whether this rank's tensors are as after its last complete step, now that its device is idle.

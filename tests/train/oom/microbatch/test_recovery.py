@@ -196,13 +196,13 @@ def _user_error(when: str) -> tuple[str, str, float, float]:
             value.register_hook(lambda gradient: {}["user bug"])
         return value
 
-    def weigh(batch: Any) -> float:
+    def measure(batch: Any) -> float:
         return {}["user bug"] if rank == 1 and when == "weight" else labelled(batch)
 
     training.net.shortage = None
     start = time.monotonic()
     with pytest.raises((KeyError, PeerFailed)) as caught:
-        training.accelerator.forward_backward(loss, batch_of(9, 1, rank), weigh)
+        training.accelerator.forward_backward(loss, batch_of(9, 1, rank), measure)
     seconds = time.monotonic() - start
     assert torch.equal(before, training.weights())
     training.step(batch_of(9, 2, rank))

@@ -231,7 +231,7 @@ class _Keeper:
 def test_25_no_tensor_of_the_failed_attempt_is_alive_when_the_next_size_is_asked_for(is_kept: bool) -> None:
     made: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
-    keeper = _Keeper()
+    resources = _Keeper()
 
     def reduce() -> int:
         alive.append(sum(tensor() is not None for tensor in made))
@@ -252,7 +252,7 @@ def test_25_no_tensor_of_the_failed_attempt_is_alive_when_the_next_size_is_asked
             forward(batch)
         except torch.OutOfMemoryError as error:
             if is_kept:
-                keeper.errors.append(error)
+                resources.errors.append(error)
                 _ = [trace.f_locals for trace in _frames(error)]  # as IPython does when it shows one
             raise
         return 0
