@@ -1,4 +1,4 @@
-"""The name that programs import from ``accelerate.local_sgd``. It defines nothing."""
+"""The name that programs import from ``accelerate.local_sgd``. It defines nothing. Used anywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of ``accelerate.memory_utils``, for programs that import from there. It defines nothing."""
+"""Names of ``accelerate.memory_utils``, for programs that import from there. It defines nothing. Used anywhere."""
 
 from __future__ import annotations
 

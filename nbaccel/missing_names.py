@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from opcode import opmap
@@ -132,14 +132,18 @@ _ABSENT: dict[str, str] = {
 _ABSENT_PACKAGES = ("commands", "test_utils")
 
 
-def missing_from(module: str, *elsewhere: str) -> Callable[[str], Any]:
+def missing_from(module: str, *elsewhere: str, inside: Sequence[str] = ()) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of `module`, which stands for one of Accelerate's.
 
     elsewhere: modules in which a name is looked up first, since Accelerate shows most names in several places.
+    inside: submodules whose names the package shows, too. They look up others in the package: only their own count.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         if not name.startswith("__"):
+            for submodule in inside:
+                if name in (other := import_module(f"{module}.{submodule}")).__all__:
+                    return getattr(other, name)
             for other in map(import_module, elsewhere):
                 if (found := _shown(other, name)) is not _NOWHERE:
                     return found

@@ -1,4 +1,4 @@
-"""Names of ``accelerate.scheduler``, for programs that import from there. It defines nothing."""
+"""Names of ``accelerate.scheduler``, for programs that import from there. It defines nothing. Used anywhere."""
 
 from __future__ import annotations
 

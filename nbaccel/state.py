@@ -1,4 +1,4 @@
-"""Names that programs import from ``accelerate.state``. It defines nothing."""
+"""Names that programs import from ``accelerate.state``. It defines nothing. Used anywhere."""
 
 from __future__ import annotations
 

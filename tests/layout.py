@@ -59,6 +59,9 @@ MAY_BE_SHORT = {
 STARTS_WORKERS = ("start", "zygote", "inline", "elastic", "ranks")
 """Stems of the files that run the code of workers, or hand it to a process that does."""
 
+SHOWS_HELP = "notebook/shell_hooks.py"
+"""The file that imports the Accelerator's class when somebody asks for its help."""
+
 OUT_OF_MEMORY = re.compile(
     r"train/(oom|executable|memory|microbatch|planning)/.*"
     r"|train/(gate|bypass|memlimit)\.py|train/data/cut\.py|train/faces/(recovering|planning|replicas)\.py"
@@ -109,8 +112,14 @@ class Source:
         return Path(self.name).stem
 
     def arrows(self) -> Iterator[tuple[int, str]]:
-        """Line and module for every module of ours that this file imports or names."""
+        """Line and module for every module of ours that this file imports or names.
+
+        Where a name that is not there is looked up (`missing_from`) is no import: nothing of the module needs it.
+        """
+        lookups = {id(each) for node in ast.walk(self.tree) if _looks_up(node) for each in ast.walk(node)}
         for node in ast.walk(self.tree):
+            if id(node) in lookups:
+                continue
             if isinstance(node, ast.Import):
                 yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "nbaccel")
             elif isinstance(node, ast.ImportFrom):
@@ -130,6 +139,10 @@ class Source:
     def classes(self) -> Iterator[ast.ClassDef]:
         """The classes that the module itself defines."""
         return (node for node in self.tree.body if isinstance(node, ast.ClassDef))
+
+
+def _looks_up(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "missing_from"
 
 
 class Layout:
@@ -169,7 +182,9 @@ class Layout:
         The package's own files are its ground and its public top: a file of the ground imports no folder, also not by
         way of other files of the package's own.
         """
-        folder = self.sources[name].folder
+        folder = self.sources[name].folder or (
+            "cli" if name == "__main__.py" else ""
+        )  # the command `python -m nbaccel`
         if folder:
             return folder if depth is None else "/".join(folder.split("/")[:depth])
         return "(public)" if name in self._public else "(ground)"
@@ -303,9 +318,9 @@ def importers_of_the_workers_code(layout: Layout) -> Iterator[str]:
 
 
 def kernel_files_that_import_train(layout: Layout) -> Iterator[str]:
-    """The kernel's code imports nothing of train but what frees memory, and what a string names."""
+    """The kernel's code imports nothing of train but what frees memory, what a string names, and what help is about."""
     for name, targets in layout.imports.items():
-        if name.startswith(("launch/", "notebook/", "options/", "output/", "display/")):
+        if name.startswith(("launch/", "notebook/", "options/", "output/", "display/")) and name != SHOWS_HELP:
             for target in sorted(targets):
                 may = target.startswith(("train/memory/", "train/oom/memory/")) or target == "train/setup.py"
                 if target.startswith("train/") and not may:
@@ -345,8 +360,8 @@ def average_of_files(layout: Layout) -> Iterator[str]:
 
 
 def crowded_folders(layout: Layout) -> Iterator[str]:
-    """A folder has 20 files at most, without `__init__`."""
-    counts = Counter(source.folder for source in layout.files)
+    """A folder has 20 files at most, without `__init__`, and without Accelerate's modules, which only name."""
+    counts = Counter(source.folder for source in layout.files if source.name not in ACCELERATES_MODULES)
     yield from (f"{folder or '(root)'}" for folder, count in sorted(counts.items()) if count > MOST_FILES)
 
 

@@ -57,7 +57,7 @@ PRINTS = {
     "launch/ipc/cell_task.py": "`%%time` inside a cell answers in the rank's output",
     "launch/ipc/patches.py": "a line of the rank before its cell",
     "notebook/magics.py": "the table of the flags, without a session",
-    "notebook/basic_config.py": "answers as Accelerate's does",
+    "utils/other.py": "answers as Accelerate's does",
     "train/distributed/process_control.py": "`accelerator.print` is print",
 }
 

@@ -1,4 +1,4 @@
-"""The file that `accelerate config` writes. Runs in `nbaccel launch`; starts nothing.
+"""The file that `accelerate config` writes. Runs in the process of `nbaccel launch`.
 
 Its keys are the names of the flags of `accelerate launch`, some of them in tables. So the file is read as flags with
 their values, and only `accelerate_flags` and the parser decide what these mean. YAML is read by PyYAML if that is

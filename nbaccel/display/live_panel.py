@@ -20,8 +20,7 @@ from nbaccel.display.run_view import TICK_SLACK_S, DisplaySlot, PanelSink, RunVi
 from nbaccel.display.summary import RUNNING, RunFacts, RunState, line
 from nbaccel.hardware import Platform
 from nbaccel.output.painter import Screen
-from nbaccel.output.router import ConsoleScreen
-from nbaccel.output.screens import JupyterScreen
+from nbaccel.output.screens import ConsoleScreen, JupyterScreen
 from nbaccel.world import is_notebook_kernel
 
 __all__ = [

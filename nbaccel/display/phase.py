@@ -1,4 +1,4 @@
-"""PhaseRecord: one part of a run with curves of its own, such as a fold, or the whole run. Pure."""
+"""PhaseRecord: one part of a run with curves of its own, such as a fold, or the whole run. Pure, runs in the kernel."""
 
 from __future__ import annotations
 

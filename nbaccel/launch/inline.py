@@ -31,7 +31,7 @@ from nbaccel.launch.processes.shutdown import FINISHING, NOTICE_AFTER_S, TICK_S,
 from nbaccel.launch.worker.integrations import foreign_trainers_report
 from nbaccel.launch.worker.reporter import Reporter
 from nbaccel.launch.worker.stack_snapshot import scenes
-from nbaccel.output.router import ConsoleScreen
+from nbaccel.output.screens import ConsoleScreen
 
 __all__ = [
     "InlineStop",

@@ -20,7 +20,7 @@ from nbaccel.launch.ipc.kernel_state import TorchFlags
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.notebook.cell_run import CellRun, Host, briefly
 from nbaccel.output.painter import Screen
-from nbaccel.output.router import ConsoleScreen
+from nbaccel.output.screens import ConsoleScreen
 from nbaccel.quantities import duration
 
 __all__ = [

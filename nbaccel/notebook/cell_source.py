@@ -17,7 +17,7 @@ from IPython.core.error import UsageError
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.launch.ipc.cell_task import CellSource
-from nbaccel.notebook.cell_hooks import MAGIC, is_code
+from nbaccel.notebook.shell_hooks import MAGIC, is_code
 
 __all__ = [
     "read_cell",

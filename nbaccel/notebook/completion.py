@@ -16,8 +16,7 @@ from typing import Any
 
 import IPython
 
-from nbaccel.notebook.accelerator_help import ACCELERATOR, public_members
-from nbaccel.notebook.cell_hooks import is_code
+from nbaccel.notebook.shell_hooks import ACCELERATOR, is_code, public_members
 from nbaccel.options.flags import EXAMPLES
 from nbaccel.options.parsing import COMMANDS, SAVE, keys
 

@@ -23,9 +23,8 @@ from IPython.core.magic_arguments import magic_arguments
 
 from nbaccel.errors import NbaccelError
 from nbaccel.gpu_driver import cuda_environ, has_gpu_driver
-from nbaccel.notebook.accelerator_help import AcceleratorHelp
-from nbaccel.notebook.cell_hooks import CudaWatch, comments_below_magic
 from nbaccel.notebook.completion import Completer
+from nbaccel.notebook.shell_hooks import AcceleratorHelp, CudaWatch, comments_below_magic
 from nbaccel.options.flags import flags
 from nbaccel.options.parsing import asks_for_help, joined, parse
 

@@ -30,7 +30,7 @@ from nbaccel.launch.processes.run_result import LaunchResult
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.notebook.results import install
 from nbaccel.options.run_options import AUTO, RunOptions, expanded
-from nbaccel.output.router import ConsoleScreen
+from nbaccel.output.screens import ConsoleScreen
 
 __all__ = [
     "OF_THE_START",

@@ -31,7 +31,6 @@ from nbaccel.launch.plan import LaunchPlan, draws_as_here
 from nbaccel.launch.preflight import ProcessState
 from nbaccel.launch.run import Run
 from nbaccel.notebook.background import Background, CellScreen
-from nbaccel.notebook.cell_hooks import CudaWatch
 from nbaccel.notebook.cell_run import (
     CellRun,
     DisplayData,
@@ -43,6 +42,7 @@ from nbaccel.notebook.cell_run import (
 from nbaccel.notebook.cell_source import read_cell
 from nbaccel.notebook.memory_report import RankMemory
 from nbaccel.notebook.persistent_session import PersistentSession, of_the_start
+from nbaccel.notebook.shell_hooks import CudaWatch
 from nbaccel.notebook.shortages import refuse_what_cannot_fit, shortages
 from nbaccel.notebook.stop_control import FormerButton, StopControl, steered
 from nbaccel.notebook.validation import (
@@ -54,8 +54,7 @@ from nbaccel.notebook.validation import (
 from nbaccel.options.configuration import Configuration
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.painter import Screen
-from nbaccel.output.router import ConsoleScreen
-from nbaccel.output.screens import JupyterScreen
+from nbaccel.output.screens import ConsoleScreen, JupyterScreen
 from nbaccel.world import is_notebook_kernel
 
 __all__ = ["LastRun", "Session"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 import time
 import uuid
 from collections import defaultdict, deque
@@ -25,7 +24,6 @@ from nbaccel.output.painter import BATCH_S, LiveBars, Painter, Screen
 
 __all__ = [
     "KEPT_BYTES",
-    "ConsoleScreen",
     "Displays",
     "Excerpt",
     "OutputRouter",
@@ -48,30 +46,6 @@ _STAMP = re.compile(rb"(?:\[rank\d+\]:)?(\[?[DIWEF])\d{4} \d\d:\d\d:\d\d\.\d+ (?
 
 _COLUMNS = 120
 """Columns for text without a terminal: they fit side by side in a notebook."""
-
-
-class ConsoleScreen:
-    """A terminal, or the given text streams; shows rich messages by their plain text.
-
-    The current `sys.stdout` and `sys.stderr` are looked up at each write, so redirections are honoured.
-    """
-
-    def __init__(self, stdout: Any = None, stderr: Any = None) -> None:
-        self._given = {"stdout": stdout, "stderr": stderr}
-
-    def write(self, stream: str, text: str) -> None:
-        file = self._given[stream] or getattr(sys, stream)
-        file.write(text)
-        file.flush()
-
-    has_room_for_bars = False
-
-    def show_bars(self, rows: Sequence[str]) -> None:
-        """Do nothing: bars are on the last line of text."""
-
-    def publish(self, message: dict[str, Any]) -> None:
-        if text := message["data"].get("text/plain"):
-            self.write("stdout", f"{text}\n")
 
 
 class OutputRouter:

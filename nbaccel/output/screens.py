@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-from nbaccel.output.router import ConsoleScreen
-
 __all__ = [
+    "ConsoleScreen",
     "JupyterScreen",
     "shell_here",
 ]
+
+
+class ConsoleScreen:
+    """A terminal, or the given text streams; shows rich messages by their plain text.
+
+    The current `sys.stdout` and `sys.stderr` are looked up at each write, so redirections are honoured.
+    """
+
+    def __init__(self, stdout: Any = None, stderr: Any = None) -> None:
+        self._given = {"stdout": stdout, "stderr": stderr}
+
+    def write(self, stream: str, text: str) -> None:
+        file = self._given[stream] or getattr(sys, stream)
+        file.write(text)
+        file.flush()
+
+    has_room_for_bars = False
+
+    def show_bars(self, rows: Sequence[str]) -> None:
+        """Do nothing: bars are on the last line of text."""
+
+    def publish(self, message: dict[str, Any]) -> None:
+        if text := message["data"].get("text/plain"):
+            self.write("stdout", f"{text}\n")
 
 
 class JupyterScreen(ConsoleScreen):

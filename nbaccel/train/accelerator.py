@@ -35,7 +35,7 @@ from nbaccel.tracking import BlankTracker, GeneralTracker
 from nbaccel.train.checkpoint.autosave import chosen_saves
 from nbaccel.train.checkpoint.directory import CheckpointDirectory, ProjectConfiguration
 from nbaccel.train.checkpoint.manager import ON_SAVE_ERROR, Checkpoints, LoadHook, SaveHook
-from nbaccel.train.checkpoint.model_weights import save_weights
+from nbaccel.train.checkpoint.model_weights import save_weights, write_object
 from nbaccel.train.checkpoint.resume import ResumePolicy, Weakly
 from nbaccel.train.checkpoint.training_state import Remembered
 from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader, skip_first_batches
@@ -50,14 +50,18 @@ from nbaccel.train.oom.memory import Freed, free
 from nbaccel.train.oom.microbatch.optimizer_guard import guarded_step
 from nbaccel.train.oom.microbatch.slicing import SplitFunction
 from nbaccel.train.oom.microbatch.task import LossFunction
-from nbaccel.train.parallel import extract_model_from_parallel
 from nbaccel.train.prepare.contexts import GradientState, profiling
 from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.prepare.gradient_control import GradientControl
-from nbaccel.train.prepare.models import TorchDynamoPlugin, is_spread, keep_compiled, recompute_activations
+from nbaccel.train.prepare.models import (
+    TorchDynamoPlugin,
+    extract_model_from_parallel,
+    is_spread,
+    keep_compiled,
+    recompute_activations,
+)
 from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.prepare.preparer import Preparer
-from nbaccel.train.saving import write_object
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
 from nbaccel.train.step.implicit_hooks import step_back, step_under_way
 from nbaccel.train.step.kwargs_handlers import (

@@ -1,4 +1,4 @@
-"""Names that programs import from ``accelerate.utils``. This module defines nothing.
+"""Names that programs import from ``accelerate.utils``; its modules define them. Used anywhere.
 
 `notebooks/03_accelerate_compatibility.ipynb` lists which of Accelerate's names are here, and what differs on purpose.
 """
@@ -7,9 +7,26 @@ from __future__ import annotations
 
 from nbaccel.errors import CollectiveMismatch as DistributedOperationException
 from nbaccel.missing_names import missing_from
-from nbaccel.notebook.basic_config import write_basic_config
 from nbaccel.tracking import LoggerType
-from nbaccel.train.available import (
+from nbaccel.train.checkpoint.directory import ProjectConfiguration
+from nbaccel.train.checkpoint.model_weights import load_model
+from nbaccel.train.data import DataLoaderConfiguration
+from nbaccel.train.distributed.process_control import DistributedType
+from nbaccel.train.distributed.rng import RNGType, set_seed, synchronize_rng_state, synchronize_rng_states
+from nbaccel.train.prepare.models import TorchDynamoPlugin
+from nbaccel.train.step.accumulation import GradientAccumulationPlugin
+from nbaccel.train.step.environment import clear_environment, patch_environment
+from nbaccel.train.step.kwargs_handlers import (
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
+from nbaccel.utils.dataclasses import PrecisionType
+from nbaccel.utils.imports import (
     is_bf16_available,
     is_bnb_available,
     is_cuda_available,
@@ -29,50 +46,34 @@ from nbaccel.train.available import (
     is_wandb_available,
     is_xpu_available,
 )
-from nbaccel.train.batches import (
+from nbaccel.utils.memory import find_executable_batch_size, release_memory
+from nbaccel.utils.operations import (
+    broadcast,
+    broadcast_object_list,
     concatenate,
     convert_outputs_to_fp32,
     convert_to_fp32,
     find_batch_size,
+    gather,
+    gather_object,
     is_torch_tensor,
     listify,
+    pad_across_processes,
     recursively_apply,
+    reduce,
     send_to_device,
     slice_tensors,
 )
-from nbaccel.train.checkpoint.directory import ProjectConfiguration
-from nbaccel.train.checkpoint.model_weights import load_model
-from nbaccel.train.data import DataLoaderConfiguration
-from nbaccel.train.distributed.process_control import DistributedType
-from nbaccel.train.distributed.rng import RNGType, set_seed, synchronize_rng_state, synchronize_rng_states
-from nbaccel.train.functions import (
-    broadcast,
-    broadcast_object_list,
-    gather,
-    gather_object,
-    pad_across_processes,
-    reduce,
+from nbaccel.utils.other import (
+    extract_model_from_parallel,
+    is_compiled_module,
+    load,
+    save,
     wait_for_everyone,
+    write_basic_config,
 )
-from nbaccel.train.oom.memory import release_memory
-from nbaccel.train.oom.retry import find_executable_batch_size
-from nbaccel.train.parallel import extract_model_from_parallel
-from nbaccel.train.precision_type import PrecisionType
-from nbaccel.train.prepare.models import TorchDynamoPlugin, is_compiled_module
-from nbaccel.train.saving import load, save
-from nbaccel.train.step.accumulation import GradientAccumulationPlugin
-from nbaccel.train.step.environment import clear_environment, patch_environment
-from nbaccel.train.step.kwargs_handlers import (
-    AutocastKwargs,
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    ProfileKwargs,
-)
-from nbaccel.train.versions import compare_versions, is_torch_version
 from nbaccel.utils.tqdm import tqdm
+from nbaccel.utils.versions import compare_versions, is_torch_version
 
 __all__ = [
     "AutocastKwargs",
@@ -145,11 +146,9 @@ __all__ = [
 
 __getattr__ = missing_from(
     __name__,
-    "nbaccel.utils.constants",
-    "nbaccel.train.helpers",
     "nbaccel.train.step.environment",
-    "nbaccel.train.available",
     "nbaccel.train.step.kwargs_handlers",
     "nbaccel.train.distributed.partial_state",
     "nbaccel.train.prepare.contexts",
+    inside=("constants", "imports", "memory", "operations", "other"),
 )

@@ -1,6 +1,7 @@
 """Names of files and choices that programs import from ``accelerate.utils.constants``, with Accelerate's values.
 
-Accelerate's own folders and options have these names; `Accelerator.load_state` reads Accelerate's checkpoints.
+Used anywhere. Accelerate's own folders and options have these names; `Accelerator.load_state` reads Accelerate's
+checkpoints.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Names that programs import from ``accelerate.utils.dataclasses``. This module defines nothing."""
+"""Choices and options as values: ``accelerate.utils.dataclasses``. Used anywhere."""
 
 from __future__ import annotations
+
+from enum import StrEnum
 
 from nbaccel.missing_names import missing_from
 from nbaccel.tracking import LoggerType
@@ -8,7 +10,6 @@ from nbaccel.train.checkpoint.directory import ProjectConfiguration
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.distributed.process_control import DistributedType
 from nbaccel.train.distributed.rng import RNGType
-from nbaccel.train.precision_type import PrecisionType
 from nbaccel.train.prepare.models import TorchDynamoPlugin
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
 from nbaccel.train.step.kwargs_handlers import (
@@ -38,5 +39,22 @@ __all__ = [
     "RNGType",
     "TorchDynamoPlugin",
 ]
+
+
+class PrecisionType(StrEnum):
+    """Values that ``Accelerator(mixed_precision=…)`` takes; plain strings work as well.
+
+    >>> PrecisionType.BF16 in PrecisionType.list()
+    True
+    """
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+    @classmethod
+    def list(cls) -> list[str]:
+        return [kind.value for kind in cls]
+
 
 __getattr__ = missing_from(__name__, "nbaccel.utils")

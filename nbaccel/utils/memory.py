@@ -1,14 +1,41 @@
-"""Names that programs import from ``accelerate.utils.memory``. This module defines nothing."""
+"""Memory that ran out, and is released: ``accelerate.utils.memory``. Runs in ranks and scripts."""
 
 from __future__ import annotations
 
+import gc
+
+import torch
+
+from nbaccel.failures import can_retry
 from nbaccel.missing_names import missing_from
 from nbaccel.train.oom.memory import release_memory
 from nbaccel.train.oom.retry import find_executable_batch_size
 
 __all__ = [
+    "clear_device_cache",
     "find_executable_batch_size",
     "release_memory",
+    "should_reduce_batch_size",
 ]
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Return whether `exception` says that memory ran out, so that a smaller batch may help."""
+    return can_retry(exception)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Return the device's unused memory, which other processes can then take.
+
+    garbage_collection: run Python's garbage collection first.
+    """
+    if garbage_collection:
+        gc.collect()
+    for device in (torch.cuda, torch.xpu):
+        if device.is_available():
+            device.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+
 
 __getattr__ = missing_from(__name__, "nbaccel.utils")

@@ -1,19 +1,236 @@
-"""Names that programs import from ``accelerate.utils.other``. This module defines nothing."""
+"""Files, names, ports, wrappers: ``accelerate.utils.other``, and other small functions. Run anywhere."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import reduce
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
 from nbaccel.missing_names import missing_from
-from nbaccel.train.functions import wait_for_everyone
-from nbaccel.train.parallel import extract_model_from_parallel
-from nbaccel.train.prepare.models import is_compiled_module
-from nbaccel.train.saving import load, save
+from nbaccel.options.configuration import FILE_NAME, ConfigFile
+from nbaccel.settings import RunSettings
+from nbaccel.train.checkpoint.model_weights import write_object
+from nbaccel.train.distributed.partial_state import AcceleratorState, PartialState, current_world
+from nbaccel.train.prepare.models import extract_model_from_parallel, is_compiled_module
+from nbaccel.train.step.kwargs_handlers import AutocastKwargs, Handlers
+from nbaccel.train.step.precision import make_precision
 
 __all__ = [
+    "GatheredParameters",
+    "clean_state_dict_for_safetensors",
+    "convert_bytes",
     "extract_model_from_parallel",
+    "get_free_port",
+    "get_grad_scaler",
+    "get_mixed_precision_context_manager",
+    "get_module_children_bottom_up",
+    "get_pretty_name",
     "is_compiled_module",
+    "is_peft_model",
+    "is_port_in_use",
     "load",
+    "merge_dicts",
+    "recursive_getattr",
     "save",
+    "str_to_bool",
     "wait_for_everyone",
+    "write_basic_config",
 ]
+
+
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Call ``torch.save(obj, f)`` on the main process only; a path is written under a temporary name and renamed.
+
+    save_on_each_node: on the first rank of each node.
+    safe_serialization: `obj` is a dict of tensors; write it as safetensors.
+
+    Raises:
+        CannotSave: no space, or no right to write there.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save({"epoch": 3}, f"{folder}/state.pt")
+    ...     load(f"{folder}/state.pt")
+    {'epoch': 3}
+    """
+    world = current_world()
+    if world.is_main_process or (save_on_each_node and world.is_local_main_process):
+        write_object(obj, f, safe_serialization)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Call ``torch.load`` for tensors and plain data. A file that holds other objects is refused, as torch does.
+
+    kwargs: for `torch.load`; ``weights_only=False`` runs code from the file, so use that only with files of your own.
+    """
+    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+
+
+def wait_for_everyone() -> None:
+    """Wait until every rank calls this. Collective."""
+    PartialState().wait_for_everyone()
+
+
+def is_peft_model(model: Module) -> bool:
+    """Return whether `model`, inside of the wrappers that training put around it, is a model of peft."""
+    if importlib.util.find_spec("peft") is None:
+        return False
+    from peft import PeftModel
+
+    return isinstance(extract_model_from_parallel(model, keep_torch_compile=False), PeftModel)
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Return 1 for "y", "yes", "t", "true", "on", "1", and 0 for their opposites; a bool with `to_bool`.
+
+    Raises:
+        ValueError: another text.
+
+    >>> str_to_bool("Yes"), str_to_bool("off", to_bool=True)
+    (1, False)
+    """
+    word = value.lower()
+    if word not in ("y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0"):
+        raise ValueError(f"invalid truth value {word}")
+    is_true = word in ("y", "yes", "t", "true", "on", "1")
+    return is_true if to_bool else int(is_true)
+
+
+def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+    """Fill `destination` with the contents of `source`, and return it; dicts in both are merged.
+
+    >>> merge_dicts({"a": {"x": 1}}, {"a": {"y": 2}})
+    {'a': {'y': 2, 'x': 1}}
+    """
+    for key, value in source.items():
+        if isinstance(value, dict):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return `state_dict` with each storage under its first name alone, and contiguous tensors."""
+    seen: set[tuple[Any, ...]] = set()
+    kept: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            place = (value.device, storage.data_ptr(), storage.nbytes())
+            if place in seen and storage.nbytes():
+                continue
+            seen.add(place)
+            value = value.contiguous()
+        kept[name] = value
+    return kept
+
+
+def convert_bytes(size: float) -> str:
+    """Return `size`, in bytes, as a text in the largest unit of which there is at least one.
+
+    >>> convert_bytes(3 * 2**20)
+    '3.0 MB'
+    """
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Return whether a process listens on `port` of this machine; by default on 29500, torchrun's."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def get_free_port() -> int:
+    """Return a port of this machine that no process listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def get_pretty_name(obj: Any) -> str:
+    """Return the name of a class or function; for another object, the name of its class."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(named, "__qualname__", None) or named.__name__)
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Return ``obj.a.b`` for "a.b"."""
+    return reduce(getattr, attr.split("."), obj)
+
+
+def get_module_children_bottom_up(model: Module, return_fqns: bool = False) -> list[Any]:
+    """Return `model` and all modules in it, each after those inside of it.
+
+    return_fqns: return pairs of name and module.
+
+    >>> names = get_module_children_bottom_up(torch.nn.Sequential(torch.nn.ReLU()), return_fqns=True)
+    >>> [name for name, _ in names]
+    ['0', '']
+    """
+    named = sorted(model.named_modules(), key=lambda pair: -len(pair[0].split(".")) if pair[0] else 1)
+    return named if return_fqns else [module for _, module in named]
+
+
+def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """Return a gradient scaler of torch for this process's device."""
+    return torch.amp.GradScaler(AcceleratorState().device.type, **kwargs)
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """Return the autocast context of this process's precision; without `native_amp` that of full precision."""
+    state = AcceleratorState()
+    name = state.mixed_precision if native_amp else "no"
+    return make_precision(name, state.device, Handlers.of([autocast_kwargs or AutocastKwargs()])).autocast()
+
+
+@contextlib.contextmanager
+def GatheredParameters(  # noqa: N802 - DeepSpeed's name
+    params: Any, modifier_rank: int | None = None, fwd_module: Module | None = None, enabled: bool = True
+) -> Iterator[None]:
+    """Do nothing: parameters are whole on every rank here."""
+    yield
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
+) -> Path | Literal[False]:
+    """Write a configuration file, unless there is one; return its path, or False if it exists already.
+
+    mixed_precision: "no", "fp16" or "bf16". The number of devices is not written: every run counts those that it sees.
+    save_location: by default `nbaccel.toml` in the working directory, which is what notebooks in it read.
+
+    Raises:
+        ValueError: another precision, or a file that cannot be written.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     write_basic_config("fp16", Path(folder, "nbaccel.toml")).read_text().splitlines()[-1]
+    'mixed-precision = "fp16"'
+    """
+    precision = RunSettings(mixed_precision=mixed_precision.lower()).mixed_precision or "no"
+    file = ConfigFile(Path(FILE_NAME if save_location is None else save_location))
+    if file.path.exists():
+        print(f"still there: {file.path}; delete it, or change it by %accelerate config")
+        return False
+    file.write({"mixed-precision": precision})
+    return file.path
+
 
 __getattr__ = missing_from(__name__, "nbaccel.utils")

@@ -1,4 +1,4 @@
-"""Names that programs import from ``accelerate.utils.random``. This module defines nothing."""
+"""Names that programs import from ``accelerate.utils.random``. It defines nothing. Used anywhere."""
 
 from __future__ import annotations
 

@@ -1,10 +1,30 @@
-"""Names that programs import from ``accelerate.utils.tqdm``. This module defines nothing."""
+"""A progress bar for several ranks, shown once: ``accelerate.utils.tqdm``. Runs in ranks and scripts."""
 
 from __future__ import annotations
 
-from nbaccel.missing_names import missing_from
-from nbaccel.train.bars import tqdm
+from typing import Any
 
-__all__ = ["tqdm"]
+from nbaccel.missing_names import missing_from
+from nbaccel.train.distributed.partial_state import current_world
+
+__all__ = [
+    "tqdm",
+]
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **options: Any) -> Any:
+    """Return a progress bar of `tqdm.auto`, shown on the first rank of each machine.
+
+    main_process_only: False shows a bar on every rank.
+
+    >>> list(tqdm(range(2), disable=True))
+    [0, 1]
+    """
+    from tqdm.auto import tqdm as bar
+
+    if main_process_only and not current_world().is_local_main_process:
+        options["disable"] = True
+    return bar(*args, **options)
+
 
 __getattr__ = missing_from(__name__, "nbaccel.utils")

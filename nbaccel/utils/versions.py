@@ -1,10 +1,56 @@
-"""Names that programs import from ``accelerate.utils.versions``. This module defines nothing."""
+"""Versions of installed packages, compared: ``accelerate.utils.versions``. Runs anywhere."""
 
 from __future__ import annotations
 
-from nbaccel.missing_names import missing_from
-from nbaccel.train.versions import compare_versions, is_torch_version
+import importlib.metadata
+import operator
 
-__all__ = ["compare_versions", "is_torch_version"]
+import torch
+from torch.torch_version import TorchVersion
+
+from nbaccel.missing_names import missing_from
+
+__all__ = [
+    "compare_versions",
+    "is_torch_version",
+]
+
+_RELATIONS = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+
+
+def compare_versions(library_or_version: str, operation: str, requirement_version: str) -> bool:
+    """Return whether the installed version of a package stands in that relation to `requirement_version`.
+
+    library_or_version: a package, or a version itself.  operation: one of ``<``, ``<=``, ``==``, ``!=``, ``>=``, ``>``.
+
+    Raises:
+            ValueError: an unknown relation.
+            importlib.metadata.PackageNotFoundError: no such package is installed.
+
+    >>> compare_versions("torch", ">=", "2.0"), compare_versions("1.10.0", "<", "1.9")
+    (True, False)
+    """
+    if operation not in _RELATIONS:
+        raise ValueError(f"operation must be one of {', '.join(_RELATIONS)}, got {operation!r}")
+    text = str(library_or_version)
+    version = text if text[:1].isdigit() else importlib.metadata.version(text)
+    return bool(_RELATIONS[operation](TorchVersion(version), requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Return whether torch's version stands in that relation to ``version``; local parts such as ``+cpu`` are ignored.
+
+    >>> is_torch_version(">=", "2.0")
+    True
+    """
+    return compare_versions(torch.__version__.partition("+")[0], operation, version)
+
 
 __getattr__ = missing_from(__name__, "nbaccel.utils")

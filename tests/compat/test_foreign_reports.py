@@ -24,7 +24,7 @@ import json, os, signal, sys, torch
 from nbaccel.events import Listener, Loss, Metric, Progress
 from nbaccel.launch.launcher import default_launcher
 from nbaccel.launch.ipc.spec import Start
-from nbaccel.output.router import ConsoleScreen
+from nbaccel.output.screens import ConsoleScreen
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec
 from nbaccel.launch.processes.supervisor import RunObservers
 

@@ -19,7 +19,7 @@ from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.worker.integrations.one_process import let_the_local_rank_be_the_only_card
-from nbaccel.output.router import ConsoleScreen
+from nbaccel.output.screens import ConsoleScreen
 from nbaccel.world import World
 
 NONE = "invalid device ordinal"

@@ -15,7 +15,7 @@ from nbaccel.errors import NoInput
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher, LaunchResult
 from nbaccel.launch.processes.supervisor import RunObservers
-from nbaccel.output.router import ConsoleScreen
+from nbaccel.output.screens import ConsoleScreen
 
 Answer = str | Callable[[], str]
 

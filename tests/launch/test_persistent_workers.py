@@ -26,7 +26,7 @@ from nbaccel.launch.persistent_workers import PersistentWorkers
 from nbaccel.launch.processes import shutdown
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.supervisor import RunObservers
-from nbaccel.output.router import ConsoleScreen
+from nbaccel.output.screens import ConsoleScreen
 from nbaccel.settings import RunSettings
 
 WORLD_SIZE = 2

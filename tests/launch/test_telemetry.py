@@ -35,7 +35,7 @@ from nbaccel.launch.ipc.telemetry import Rings, Telemetry, write_event, write_lo
 from nbaccel.launch.launcher import Launcher, LaunchResult
 from nbaccel.launch.preflight import threads_per_rank
 from nbaccel.launch.processes.supervisor import RunObservers
-from nbaccel.output.router import ConsoleScreen
+from nbaccel.output.screens import ConsoleScreen
 
 
 class _Heard(Listener):
@@ -276,7 +276,7 @@ import os, sys
 from nbaccel.events import Loss, Metric, RecordsLost, emit
 from nbaccel.launch.launcher import default_launcher
 from nbaccel.launch.ipc.spec import Start
-from nbaccel.output.router import ConsoleScreen
+from nbaccel.output.screens import ConsoleScreen
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec
 from nbaccel.launch.processes.supervisor import RunObservers
 

@@ -18,7 +18,7 @@ from nbaccel.launch.processes import shutdown
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.worker.lifetime import SPOILT
-from nbaccel.output.router import ConsoleScreen
+from nbaccel.output.screens import ConsoleScreen
 from nbaccel.settings import RunSettings
 
 SOON_S = 20.0

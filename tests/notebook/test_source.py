@@ -11,8 +11,8 @@ from IPython.core.error import UsageError
 from environments import reads_assigned_commands
 from nbaccel.errors import LaunchRefused
 from nbaccel.launch.ipc.cell_task import CellSource
-from nbaccel.notebook.cell_hooks import comments_below_magic
 from nbaccel.notebook.cell_source import read_cell
+from nbaccel.notebook.shell_hooks import comments_below_magic
 
 
 def read(shell: Any, cell: str, body: str | None = None) -> CellSource:

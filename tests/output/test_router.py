@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nbaccel.output.router import KEPT_BYTES, ConsoleScreen, OutputRouter
+from nbaccel.output.router import KEPT_BYTES, OutputRouter
+from nbaccel.output.screens import ConsoleScreen
 
 
 class Clock:

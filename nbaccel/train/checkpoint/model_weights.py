@@ -34,6 +34,7 @@ __all__ = [
     "save_weights",
     "with_tied",
     "without_prefix",
+    "write_object",
     "write_then_rename",
 ]
 
@@ -217,3 +218,21 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+
+
+def write_object(obj: Any, f: Any, safe_serialization: bool = False) -> None:
+    """Write `obj` from this process to `f`, a path or an open file."""
+
+    def write(file: Any) -> None:
+        if safe_serialization:
+            packed = pack(dict(obj))
+            save_file(packed.tensors, file, metadata={"format": "pt", **packed.aliases})
+        else:
+            torch.save(obj, file)
+        refuse_if_aborted(f"the file {f}")  # only now: a copy from a device waits for what is queued there
+
+    if isinstance(f, (str, os.PathLike)):
+        with sayable(Path(f)):
+            write_then_rename(Path(f), write)
+    else:
+        write(f)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from nbaccel.train.data.position import DatasetStates
-from nbaccel.train.distributed.nested import concatenate, count_rows, leaves, map_children, slice_rows
+from nbaccel.train.distributed.nested import count_rows, join_batches, leaves, map_children, slice_rows
 from nbaccel.world import World
 
 __all__ = [
@@ -258,7 +258,7 @@ class StreamShard(Shard):
         return count_rows(batch)
 
     def _join(self, batches: Sequence[Any]) -> Any:
-        return concatenate(batches)
+        return join_batches(batches)
 
     def _cut(self, batch: Any, start: int, stop: int) -> Any:
         return slice_rows(batch, start, stop)

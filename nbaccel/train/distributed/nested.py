@@ -21,9 +21,9 @@ from nbaccel.values import frozen
 
 __all__ = [
     "children",
-    "concatenate",
     "count_rows",
     "is_container",
+    "join_batches",
     "leaves",
     "map_children",
     "share",
@@ -117,10 +117,10 @@ def slice_rows(value: Any, start: int, stop: int) -> Any:
     return map_children(lambda child: slice_rows(child, start, stop), value)
 
 
-def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+def join_batches(data: Sequence[Any], dim: int = 0) -> Any:
     """Join collated batches of one structure along the samples, or their tensors along another dimension.
 
-    >>> concatenate([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}])["x"].shape
+    >>> join_batches([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}])["x"].shape
     torch.Size([3, 2])
     """
     first = data[0]
@@ -130,7 +130,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         return type(first)(sample for value in data for sample in value)
     parts = iter([[child for _, child in children(value)] for value in data])
     columns = iter(list(zip(*parts, strict=True)))
-    return map_children(lambda _: concatenate(next(columns), dim), first)
+    return map_children(lambda _: join_batches(next(columns), dim), first)
 
 
 def _lists_samples(value: Any) -> bool:
@@ -179,7 +179,7 @@ class _Part:
             return torch.cat([part, inputs[-1:]]) if self.repeats else part
         if _is_array(inputs):
             part = inputs[self.start : self.stop]
-            return sys.modules["numpy"].concatenate([part, inputs[-1:]]) if self.repeats else part
+            return sys.modules["numpy"].join_batches([part, inputs[-1:]]) if self.repeats else part
         if hasattr(inputs, "iloc"):  # pandas: by position, whatever the index
             return inputs.iloc[self._numbers(len(inputs))]
         if _is_table(inputs):

@@ -10,7 +10,7 @@ from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher, LaunchResult
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.supervisor import RunObservers
-from nbaccel.output.router import ConsoleScreen
+from nbaccel.output.screens import ConsoleScreen
 
 
 def wait_for_ever() -> None:

@@ -19,7 +19,7 @@ from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.processes.start import MainThread
 from nbaccel.launch.processes.supervisor import RunObservers
-from nbaccel.output.router import ConsoleScreen
+from nbaccel.output.screens import ConsoleScreen
 from nbaccel.testing import run_ranks
 
 

@@ -18,7 +18,7 @@ from safetensors import torch as safetensors
 from nbaccel.launch.api import launch
 from nbaccel.launch.worker.integrations.one_file import write_one_file
 from nbaccel.testing import run_ranks
-from nbaccel.train.saving import write_object
+from nbaccel.train.checkpoint.model_weights import write_object
 from nbaccel.world import World
 
 ONE_FILE = "nbaccel.launch.worker.integrations.one_file"

@@ -19,7 +19,7 @@ from nbaccel.launch.ipc.namespace_tasks import InitTask
 from nbaccel.launch.ipc.spec import Devices, LaunchSpec, SharedNamespace, Start, TaskWatch
 from nbaccel.launch.launcher import Launcher, default_launcher
 from nbaccel.launch.processes.supervisor import RunObservers
-from nbaccel.output.router import ConsoleScreen
+from nbaccel.output.screens import ConsoleScreen
 
 pytestmark = pytest.mark.timeout(120)
 

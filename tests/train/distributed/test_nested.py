@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.train.distributed.nested import concatenate, count_rows, map_children, slice_rows
+from nbaccel.train.distributed.nested import count_rows, join_batches, map_children, slice_rows
 
 Pair = namedtuple("Pair", "left right")
 
@@ -78,7 +78,7 @@ def test_rows_are_counted_cut_and_joined_in_any_nesting() -> None:
     assert count_rows(batch) == 3
     first, rest = slice_rows(batch, 0, 1), slice_rows(batch, 1, 3)
     assert rest["more"][1] == ["b", "c"]
-    joined = concatenate([first, rest])
+    joined = join_batches([first, rest])
     assert torch.equal(joined["x"], batch["x"])
     assert torch.equal(joined["more"][0], batch["more"][0])
     assert joined["more"][1] == ["a", "b", "c"]

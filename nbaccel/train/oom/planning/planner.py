@@ -47,8 +47,8 @@ __all__ = [
     "BatchSizePlanner",
     "SizeSearch",
     "Trial",
-    "find_batch_size",
     "find_micro_batch_size",
+    "search_batch_size",
 ]
 
 _CALL = "find_batch_size"
@@ -80,7 +80,7 @@ class _Report:
         return cls(**asdict(outcome) | {"complaint": _short(outcome.complaint)})
 
 
-def find_batch_size(rehearsal: TrialRun, cap: int, collectives: Collectives, found: SizeCache) -> int:
+def search_batch_size(rehearsal: TrialRun, cap: int, collectives: Collectives, found: SizeCache) -> int:
     """Return the largest size, at most `cap`, whose steps have run on every rank. Collective.
 
     collectives: of the ranks that must agree. found: results of earlier searches; this one is added.
@@ -364,7 +364,7 @@ def find_micro_batch_size(
     alone = Collectives()
     try:
         scene = TrialSetup(loss_fn, lambda: _Parts(samples), models, optimizers, strategy, keeps_gradients=True)
-        return find_batch_size(TrialRun(scene), samples.count, alone, SizeCache())
+        return search_batch_size(TrialRun(scene), samples.count, alone, SizeCache())
     except Exception:  # likewise; and if memory ran out, the step continues in smaller parts
         return samples.count
 
@@ -406,4 +406,4 @@ class BatchSizePlanner:
             self._equipment.strategy,
             keeps_gradients=self._equipment.accumulation.steps > 1,
         )
-        return find_batch_size(TrialRun(scene, meter), max_batch_size, self._equipment.collectives, found)
+        return search_batch_size(TrialRun(scene, meter), max_batch_size, self._equipment.collectives, found)

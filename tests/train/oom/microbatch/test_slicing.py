@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from nbaccel.errors import CannotSplit
-from nbaccel.train.distributed.nested import concatenate, leaves
+from nbaccel.train.distributed.nested import join_batches, leaves
 from nbaccel.train.oom.microbatch.slicing import Samples, sample_shapes
 
 Pair = namedtuple("Pair", "x y")
@@ -93,7 +93,7 @@ def test_parts_put_together_are_the_batch(count: int, cuts: list[int]) -> None:
     samples = Samples.of(batch)
     bounds = sorted({0, count, *(cut for cut in cuts if cut < count)})
     parts = [samples.take(start, stop) for start, stop in pairwise(bounds)]
-    assert all(map(torch.equal, leaves(concatenate(parts)), leaves(batch)))
+    assert all(map(torch.equal, leaves(join_batches(parts)), leaves(batch)))
 
 
 REFUSED = {
