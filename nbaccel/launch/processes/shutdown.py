@@ -345,13 +345,15 @@ def endable(seconds: float | None, beside: Sequence[Pollable] = ()) -> Iterator[
     alarm = _Alarm(seconds)
     for each in beside:
         each.begins(alarm.press)
+    told = ""
     try:
         alarm.start()
         yield
     except KeyboardInterrupt as interrupt:
+        told = str(interrupt)
         if not alarm.has_rung:
             raise
-        where = f": {interrupt}" if str(interrupt) else ""
+        where = f": {told}" if told else ""
         raise TimeoutError(f"the time limit of {seconds:g} s was over before a rank had its work{where}") from None
     finally:
         while not alarm.is_off:
@@ -360,7 +362,7 @@ def endable(seconds: float | None, beside: Sequence[Pollable] = ()) -> Iterator[
             except KeyboardInterrupt:  # between two of these lines; the alarm's next interrupt is 0.2 s away
                 alarm.note_interrupt()
         if alarm.is_interrupted:  # it was the user's, who must not have to interrupt twice
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(told)
 
 
 class _Alarm:

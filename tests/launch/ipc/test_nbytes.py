@@ -181,7 +181,7 @@ ENDLESS: dict[str, Callable[[], Any]] = {
 def test_weighing_ends(what: str) -> None:
     value = ENDLESS[what]()
     began = time.monotonic()
-    assert 0 <= size_of(value) < 100 * MEGABYTE
+    assert 0 <= size_of(value) < 300 * MEGABYTE  # an estimate, where time was short
     sizes_on_devices({"value": value})
     assert time.monotonic() - began < 8
 
