@@ -73,7 +73,7 @@ _TABLE = (
     _symptom(Failure.INTERRUPTED, Recovery.NO, "KeyboardInterrupt RunStopped", "", "our stop, or SIGINT"),
     _symptom(Failure.PEER_LOST, Recovery.NO, "PeerFailed", "",
              "our own, where a rank waits for what another one prepares"),
-    # Errors that no other batch and no other process changes: the advice is in `launch.advice`.
+    # Errors that no other batch and no other process changes: the advice is in `launch.diagnosis`.
     _symptom(Failure.USER, Recovery.NO, _TORCH,
              r"(creating|attaching to) shared memory segment /dev/shm/nccl-|failed to extend /dev/shm/nccl-",
              "NCCL shmutils.cc: /dev/shm is full"),

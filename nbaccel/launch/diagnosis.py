@@ -1,14 +1,8 @@
-"""Verdict: makes the one error that a failed run raises in the kernel. Runs in the kernel.
+"""The one error of a failed run, the next step for it, and its record for `%accelerate why`. Runs in the kernel.
 
-The first rank that fails by the kernel's clock is the cause; a lost connection is a consequence.
-
-Advice: the next step for errors whose own text does not name it in the terms of a notebook.
-
-Pure; runs in the kernel.
-
-PostMortem: the record of a run that ended badly, kept until the next run. Runs in the kernel.
-
-It is text alone: it needs no process of the run, and keeps no tensor.
+`FirstFailure` of the supervisor picks the rank; here its error is worded. The first rank that fails by the kernel's
+clock is the cause, a lost connection is a consequence. Advice is added to errors whose own text does not name the next
+step in the terms of a notebook. A `PostMortem` is text alone: it needs no process of the run, and keeps no tensor.
 """
 
 from __future__ import annotations

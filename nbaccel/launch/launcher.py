@@ -1,13 +1,9 @@
-"""Launching: turns a task into a finished run.
+"""Launcher: turns a task into a finished run. Runs in the kernel; nothing of a run is left when `Launcher.run` returns.
 
-Runs in the kernel; nothing of a run is left when `Launcher.run` returns.
-
-The notebook's cells and the functions of `functions.py` use it alike. `Launcher.start` starts persistent ranks.
-
-LauncherResources: the kernel's resources that outlive a single run: the reaper, the zygote, the folder of logs.
-
-Runs in the kernel. There is one per process that launches. It is closed when the process ends; if the process is
-killed, the reaper does what closing would have done.
+The notebook's cells and the functions of `launch.api` use it alike. `Launcher.start` starts persistent ranks. Where a
+fork turns out to fail, it changes the start method. `LauncherResources` are what outlives a single run: the reaper, the
+zygote, the folder of logs; one per process that launches. They are closed when the process ends; if it is killed, the
+reaper does what closing would have done.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ from nbaccel.launch.oom_restart import (
     wait_for_memory,
 )
 from nbaccel.launch.persistent_workers import PersistentWorkers
-from nbaccel.launch.processes.run_result import LaunchResult
+from nbaccel.launch.processes.launch_result import LaunchResult
 from nbaccel.launch.processes.start import ForkStart, StartMethod, ZygoteStart
 from nbaccel.launch.processes.supervisor import BadFork, RunObservers, RunResult, open_log
 from nbaccel.launch.processes.workers import WorkerGroup

@@ -1,18 +1,10 @@
-"""OomRestartPolicy: decides whether a run whose rank died of memory starts again, smaller, and says why if not.
+"""Restart after memory ran out: whether a run starts again, smaller, and why if not. Runs in the kernel.
 
-Runs in the kernel, between one attempt and the next. It decides and words; `Launcher` acts. The effective batch does
-not change: the ranks of the next attempt cut every batch of a training loop into more parts (`RunSettings.split`).
-
-RunRecorder: records the progress of a run, for the case that it runs out of memory.
-
-Runs in the kernel; one for each attempt.
-
-It receives the ranks' events, which outlive the ranks. `restarting` decides what follows from them.
-
-Host memory: finds out whether the system's out-of-memory killer ended a rank. Runs in the kernel.
-
-A killed process reports nothing, so this compares the control group's own count before and after. `rank.oomscore` makes
-sure that a rank is killed and not the notebook.
+`OomRestartPolicy` decides and words, between one attempt and the next; `Launcher` acts. The effective batch does not
+change: the ranks of the next attempt cut every batch of a training loop into more parts (`RunSettings.split`).
+`RunRecorder` keeps what the policy reads, one for each attempt: it receives the ranks' events, which outlive the ranks.
+`OomKillWatch` finds out whether the system's out-of-memory killer ended a rank, which reports nothing then: it compares
+the control group's own count before and after. `raise_oom_score` has it choose a rank before the notebook.
 """
 
 from __future__ import annotations

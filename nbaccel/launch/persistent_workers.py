@@ -22,7 +22,7 @@ from nbaccel.launch.ipc.user_code import cell_name
 from nbaccel.launch.kernel_models import held_here
 from nbaccel.launch.oom_restart import LaunchAttempt, OomKillWatch, OomRestartPolicy, RunRecorder
 from nbaccel.launch.processes.handle import WorkerHandle
-from nbaccel.launch.processes.run_result import LaunchResult
+from nbaccel.launch.processes.launch_result import LaunchResult
 from nbaccel.launch.processes.shutdown import endable
 from nbaccel.launch.processes.supervisor import RunObservers, RunResult, open_log
 from nbaccel.launch.processes.workers import WorkerGroup

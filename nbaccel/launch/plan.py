@@ -1,8 +1,8 @@
 """LaunchPlan: the settings of a run, decided before it starts, and the line about them. Runs in the kernel.
 
-`LaunchPlan.of` decides what every launch has to: devices, start method, CPU threads. For a cell `LaunchPlan.of_cell`
-decides also what its flags left open: precision, seed. They touch no device and change nothing. `nbaccel launch`, whose
-ranks torch elastic starts, asks the functions of this file.
+`LaunchPlan.of` gathers what every launch has to know: devices, start method and CPU threads, which `preflight` decides.
+For a cell `LaunchPlan.of_cell` decides also what its flags left open: precision, seed. Nothing is touched or changed.
+`nbaccel launch`, whose ranks torch elastic starts, asks the functions of this file.
 """
 
 from __future__ import annotations

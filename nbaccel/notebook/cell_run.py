@@ -25,7 +25,7 @@ from nbaccel.launch.ipc.kernel_state import are_here, set_random_states
 from nbaccel.launch.ipc.spec import LaunchSpec
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.processes.interaction import Pollable
-from nbaccel.launch.processes.run_result import LaunchResult, Returned
+from nbaccel.launch.processes.launch_result import LaunchResult, Returned
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.run import Run, light_value
 from nbaccel.notebook.left_by_cell import LeftByCell

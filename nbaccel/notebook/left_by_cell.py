@@ -19,7 +19,7 @@ from nbaccel.launch.objects.inventory import ObjectPlace, found_at, writes_of
 from nbaccel.launch.objects.kinds import attributes_of
 from nbaccel.launch.plan import amount
 from nbaccel.launch.processes.interaction import uninterrupted
-from nbaccel.launch.processes.run_result import Returned
+from nbaccel.launch.processes.launch_result import Returned
 from nbaccel.quantities import listed
 
 __all__ = ["LeftByCell"]

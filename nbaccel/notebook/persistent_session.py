@@ -26,7 +26,7 @@ from nbaccel.launch.launcher import Launcher, refuse_nested_launch
 from nbaccel.launch.persistent_workers import PersistentWorkers
 from nbaccel.launch.plan import LaunchPlan, amount, draws_as_here
 from nbaccel.launch.preflight import ProcessState
-from nbaccel.launch.processes.run_result import LaunchResult
+from nbaccel.launch.processes.launch_result import LaunchResult
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.notebook.results import install
 from nbaccel.options.run_options import AUTO, RunOptions, expanded

@@ -1,8 +1,8 @@
 """Requests of a person or of the system to a run: interrupts, SIGTERM, answers to a debugger. Runs in the kernel.
 
-`Interrupts` only counts presses, and wakes the loop that waits for them; the group decides what they mean: the first
-press asks the ranks to finish their step, the second ends them. A press comes from the keyboard, a button, another
-thread or a `Pollable`, a task that the kernel's thread checks while it watches a run.
+`Interrupts` only counts presses, and wakes the loop that waits for them; `Supervisor._loop` decides what they mean: the
+first press asks the ranks to finish their step, the second ends them. A press comes from the keyboard, a button,
+another thread or a `Pollable`, a task that the kernel's thread checks while it watches a run.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class Supervisor:
                 for each in self._beside:
                     each.pressed(interrupts)
                 if isinstance(ending, StopAtStep) or interrupts > 1:
-                    # A Killing is kept: a new one at every press would delay its SIGKILL.
+                    # A `Kill` is kept: a new one at every press would delay its SIGKILL.
                     ending = ending if isinstance(ending, Kill) else Kill(self._members, now)
                 else:
                     ending = StopAtStep(self._members, now, page)

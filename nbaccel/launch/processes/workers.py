@@ -227,9 +227,3 @@ def _written_by(pid: int) -> list[str]:
         if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
             paths.append(path)
     return paths
-
-
-def _is_to_stay(path: str) -> bool:
-    """Return whether `path` names a file that will exist later."""
-    is_file = path.startswith("/") and not path.startswith(_NOT_FILES)
-    return is_file and not path.endswith(_DELETED) and _UNFINISHED not in path

@@ -42,7 +42,6 @@ from nbaccel.launch.worker.integrations.one_output import LoneMetrics, OneBar, r
 from nbaccel.launch.worker.integrations.one_process import forget_one_process, let_the_local_rank_be_the_only_card
 from nbaccel.launch.worker.jupyter import adopt_notebook, flush_figures
 from nbaccel.launch.worker.lifetime import SPOILT, CutWatch, DeathWatch, Farewell, SaveGrace
-from nbaccel.launch.worker.one_training import OneTraining
 from nbaccel.launch.worker.process_setup import (
     ChildHandler,
     Interrupt,
@@ -55,6 +54,7 @@ from nbaccel.launch.worker.process_setup import (
     why_this_fork_fails,
 )
 from nbaccel.launch.worker.reporter import Reporter
+from nbaccel.launch.worker.separate_trainings import OneTraining
 from nbaccel.launch.worker.stack_snapshot import CallLog, is_data, left_behind, scenes
 from nbaccel.launch.worker.streams import RankStreams
 from nbaccel.settings import RunSettings
