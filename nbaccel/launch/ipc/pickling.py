@@ -2,14 +2,11 @@
 
 Runs in the kernel and in ranks; used by `payload` alone, which arranges pickle and blocks in a file. The packer is
 cloudpickle with special treatment of tensors, arrays, functions of the notebook and objects that the other side has
-already.
+already; that of prepared objects and of libraries is in `reductions`.
 """
 
 from __future__ import annotations
 
-import copy
-import copyreg
-import enum
 import functools
 import importlib
 import mmap
@@ -33,7 +30,8 @@ from nbaccel.launch.ipc.unpicklable import (
     what_it_is,
 )
 from nbaccel.launch.objects.arrays import Values, has_plain_memory
-from nbaccel.launch.objects.wrappers import is_lightnings_trainer, is_made_anew, is_put_there, plain, reduce_accelerate
+from nbaccel.launch.objects.reductions import reduce_of_a_library, reduce_to_what_was_written, with_slots
+from nbaccel.launch.objects.wrappers import is_lightnings_trainer, itself
 
 __all__ = [
     "Contents",
@@ -124,10 +122,10 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
                 raise Refused(*self._absent[id(obj.value)])
             if type(obj.value) in weakref.ProxyTypes:  # inside of objects its referent is sent
                 raise Refused("a weak reference cannot be sent to another process; send the object itself", obj.value)
-            return _itself, (obj.value,)
+            return itself, (obj.value,)
         if self._as_written and obj is not self._whole and is_lightnings_trainer(obj):
             self._absent[id(obj)] = "a Trainer that knows its rank", obj
-            return _itself, (None,)  # as before the object was given to a trainer
+            return itself, (None,)  # as before the object was given to a trainer
         if self.at not in self._may_lack or obj is self._whole:
             return self._reduced(obj)
         try:
@@ -157,12 +155,12 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         if type(obj) is _ModuleThere:
             return _globals_of_module, (obj.name,)
         if self._as_written:
-            if reduced := _reduce_to_what_was_written(obj):
+            if reduced := reduce_to_what_was_written(obj):
                 return reduced
             refuse_what_knows_the_ranks(obj)
-        if reduced := _reduce_standard(obj) or self._reduce_array(obj) or self._reduce_tensor(obj):
+        if reduced := reduce_of_a_library(obj) or reduce_writer(obj):
             return reduced
-        if reduced := self._reduce_of_a_device(obj):
+        if reduced := self._reduce_array(obj) or self._reduce_tensor(obj) or self._reduce_of_a_device(obj):
             return reduced
         refuse_what_lives_here(obj)
         module = _module_of(obj)
@@ -176,7 +174,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             if module is not None:
                 state[1]["__globals__"].clear()
             return make, args, (set_state, state), items, pairs, _set_function_state
-        return _with_slots(obj, reduced) if issubclass(type(obj), type) else reduced
+        return with_slots(obj, reduced) if issubclass(type(obj), type) else reduced
 
     def forget(self) -> None:
         """Release the packed objects. A pickler is part of a cycle: all would stay until the collector runs.
@@ -216,11 +214,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
 
     def _reduce_array(self, obj: Any) -> Any:
         np = sys.modules.get("numpy")
-        if np is None:
-            return None
-        if type(obj) is np.memmap and isinstance(obj.base, mmap.mmap) and obj.filename is not None:
-            return _map_file, (obj.filename, obj.dtype, obj.mode, obj.offset, obj.shape, obj.flags.f_contiguous)
-        if type(obj) is not np.ndarray or obj.dtype.hasobject or obj.size == 0:
+        if np is None or type(obj) is not np.ndarray or obj.dtype.hasobject or obj.size == 0:
             return None
         root = obj
         while isinstance(root.base, np.ndarray):
@@ -301,7 +295,7 @@ class PlacingPacker(Packer):
     def _reduced(self, obj: Any) -> Any:
         if type(obj) is Values:
             reduced = super()._reduce_tensor(obj.tensor)
-            return (_itself, (obj.tensor,)) if reduced is None else (_there, ("values", *reduced[1][1:]))
+            return (itself, (obj.tensor,)) if reduced is None else (_there, ("values", *reduced[1][1:]))
         reduced = super()._reduced(obj)
         if reduced is not NotImplemented and self._is_of_namespace(obj):
             # It reads the notebook's globals there, or values that are sent under their own names.
@@ -367,14 +361,6 @@ def _array_bytes(array: Any) -> memoryview:
     return memoryview(flat.view("uint8")).cast("B")
 
 
-def _map_file(filename: Any, dtype: Any, mode: str, offset: int, shape: tuple[int, ...], is_fortran: bool) -> Any:
-    """Open a memory map again: it is the file, so only its name is sent; "w+" would empty the file again."""
-    import numpy as np
-
-    order: Any = "F" if is_fortran else "C"
-    return np.memmap(filename, dtype, "r+" if mode == "w+" else mode, offset, shape, order)  # type: ignore[call-overload]
-
-
 def _storage_bytes(storage: Any) -> memoryview:
     import torch
 
@@ -389,26 +375,6 @@ def _typed_storage(storage: Any, dtype: Any) -> Any:
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # as torch.load makes them
 
 
-def _reduce_to_what_was_written(obj: Any) -> Any:
-    """Reduce a prepared or parallel object to the wrapped one, and a model without what `prepare` has added."""
-    inner = plain(obj)
-    if inner is not obj:
-        return _itself, (inner,)
-    if is_made_anew(obj):
-        return obj.__nbaccel_anew__()
-    if reduced := reduce_accelerate(obj):
-        return reduced
-    torch = sys.modules.get("torch")
-    if torch is None or not issubclass(type(obj), torch.nn.Module):
-        return None
-    if not (put_there := [name for name, value in vars(obj).items() if is_put_there(name, value)]):
-        return None
-    match obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL):
-        case (make, args, dict(state), *rest):
-            return make, args, {name: value for name, value in state.items() if name not in put_there}, *rest
-    return None  # the user's own __reduce__ or __getstate__ takes precedence
-
-
 class _Named:
     """Stands for `value` in the pickle; it arrives as the value itself."""
 
@@ -417,130 +383,6 @@ class _Named:
     def __init__(self, name: str, value: Any) -> None:
         self.name = name
         self.value = value
-
-
-def _itself(obj: Any) -> Any:
-    return obj
-
-
-def _with_slots(kind: type, reduced: Any) -> Any:
-    """Reduce a class of the notebook with its own slots: cloudpickle would give its objects a dictionary."""
-    match reduced:
-        case (make, (meta, name, bases, dict(body), *of_skeleton), (dict(state), extra), *how) if (
-            "__slots__" in state and not issubclass(meta, enum.EnumMeta)
-        ):
-            own = {key: value for key, value in state.items() if type(value) is not types.MemberDescriptorType}
-            body |= {"__slots__": own.pop("__slots__")}
-            return make, (meta, name, bases, body, *of_skeleton), (own, extra), *how
-    return reduced
-
-
-def _reduce_standard(obj: Any) -> Any:
-    """Reduce objects of the standard library that cloudpickle would refuse, or copy although they should be found."""
-    if type(obj) is functools.cached_property:  # holds a lock before Python 3.12
-        return _cached_property, (obj.func, obj.attrname)
-    if type(obj) is types.CodeType:
-        return _code_of_file, (obj.co_filename, *cloudpickle.Pickler.dispatch_table[types.CodeType](obj))
-    for name in ("stdin", "stdout", "stderr"):
-        if obj is getattr(sys, name):
-            return getattr, (sys, name)
-    if issubclass(type(obj), types.ModuleType) and type(obj) is not types.ModuleType:
-        return _reduce_odd_module(obj)
-    if reduced := _reduce_keras(obj):
-        return reduced
-    return _reduce_shell(obj) or reduce_writer(obj) or _reduce_loader(obj) or _reduce_scheduler(obj)
-
-
-def _reduce_keras(obj: Any) -> Any:
-    """Reduce objects of a Keras model: a loss, metrics, an optimizer, and the containers that hold them.
-
-    By themselves the former pickle as an archive of their configuration: some raise, and an optimizer loses its
-    moments. The containers ask for attributes before they have them.
-    """
-    kind = type(obj)
-    names = [base.__name__ for base in kind.__mro__ if str(base.__module__).startswith("keras.")]
-    if not names:
-        return None
-    if "KerasSaveable" in names and "Layer" not in names:
-        return copyreg.__newobj__, (kind,), vars(obj)  # type: ignore[attr-defined]
-    if names[0] in ("TrackedList", "TrackedDict", "TrackedSet"):
-        plain_kind = next(base for base in kind.__mro__ if base.__module__ == "builtins")
-        return kind, (plain_kind(obj),), vars(obj)
-    return None
-
-
-def _reduce_odd_module(module: types.ModuleType) -> Any:
-    """Reduce a module with its own class (`torch.backends.cudnn`) by identity: its name may not lead to it."""
-    name = next((name for name, known in list(sys.modules.items()) if known is module), None)
-    return None if name is None else (importlib.import_module, (name,))
-
-
-def _reduce_shell(obj: Any) -> Any:
-    """Reduce the notebook's IPython shell: in the receiver it is the rank's.
-
-    Objects bound to it (`get_ipython`) follow.
-    """
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    if ipython is None or shell is None or obj is not shell:
-        return None
-    return ipython.get_ipython, ()
-
-
-def _reduce_loader(obj: Any) -> Any:
-    """Reduce a loader without the iterator that it keeps for persistent workers: these belong to this process."""
-    loaders = sys.modules.get("torch.utils.data.dataloader")
-    if loaders is None or not issubclass(type(obj), loaders.DataLoader) or vars(obj).get("_iterator") is None:
-        return None
-    alone = copy.copy(obj)
-    alone._iterator = None
-    return _itself, (alone,)
-
-
-def _reduce_scheduler(obj: Any) -> Any:
-    """Reduce a scheduler with its optimizer's method that counts steps: torch warns if a pickle has dropped it."""
-    schedulers = sys.modules.get("torch.optim.lr_scheduler")
-    if schedulers is None or not issubclass(type(obj), schedulers.LRScheduler) or hasattr(type(obj), "__setstate__"):
-        return None
-    if not hasattr(getattr(vars(obj).get("optimizer"), "step", None), _COUNTED):
-        return None
-    match obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL):
-        case (make, args, dict(state), None, None):
-            return make, args, state, None, None, _set_scheduler_state
-    return None
-
-
-def _set_scheduler_state(scheduler: Any, state: dict[str, Any]) -> None:
-    """Complete a scheduler, and make its optimizer record that it has stepped, as the scheduler's constructor does."""
-    vars(scheduler).update(state)
-    optimizer = scheduler.optimizer
-    if hasattr(optimizer.step, _COUNTED):
-        return
-    steps, known = optimizer.step.__func__, weakref.ref(optimizer)
-
-    @functools.wraps(steps)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        owner: Any = known()
-        owner._opt_called = True
-        return steps(owner, *args, **kwargs)
-
-    setattr(step, _COUNTED, True)
-    optimizer.step = step
-
-
-_COUNTED = "_wrapped_by_lr_sched"
-"""Torch's mark on the `step` of an optimizer that a scheduler watches (torch/optim/lr_scheduler.py)."""
-
-
-def _cached_property(function: Any, name: str) -> Any:
-    made = functools.cached_property(function)
-    made.__set_name__(type(made), name)
-    return made
-
-
-def _code_of_file(filename: str, make: Callable[..., types.CodeType], args: tuple[Any, ...]) -> types.CodeType:
-    """Make code that keeps the name of its cell, which tracebacks show: cloudpickle 3.1.3 leaves it out."""
-    return make(*args).replace(co_filename=filename)
 
 
 class _NamespaceThere:

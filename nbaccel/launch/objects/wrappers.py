@@ -26,6 +26,7 @@ __all__ = [
     "is_of_one_rank",
     "is_put_there",
     "is_wrapper",
+    "itself",
     "kept_apart",
     "plain",
     "reduce_accelerate",
@@ -184,7 +185,7 @@ def reduce_accelerate(obj: Any) -> Any:
     if kind.__name__ == "PartialState":
         return kind, ()
     loader = vars(obj).get("base_dataloader")
-    return None if loader is None else (_itself, (_whole(loader),))
+    return None if loader is None else (itself, (_whole(loader),))
 
 
 def _reduce_arguments(arguments: Any) -> Any:
@@ -253,5 +254,6 @@ def _accelerator(args: tuple[Any, ...], settings: dict[str, Any]) -> Any:
     return object.__new__(Accelerator)
 
 
-def _itself(obj: Any) -> Any:
+def itself(obj: Any) -> Any:
+    """Return `obj`: a reduction to another object is a call of this function with it."""
     return obj
