@@ -49,7 +49,6 @@ ACCELERATES_MODULES = {
 """Files that exist because programs import Accelerate's module names; all of utils, too."""
 
 MAY_BE_SHORT = {
-    "display/run_figure.py": "its base class is of an optional package, imported with the first figure",
     "notices.py": "everything may use it, the package's folder too",
     "__main__.py": "`python -m nbaccel`",
     "train/setup.py": "named by a string, in another process",

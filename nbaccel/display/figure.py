@@ -6,7 +6,6 @@ imported when the first figure is made. Notebooks show a figure as a `Picture`, 
 
 from __future__ import annotations
 
-import io
 import math
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
@@ -36,9 +35,7 @@ __all__ = [
     "head_lines",
     "logarithmic",
     "picture",
-    "png_of",
     "sheet",
-    "size_px",
     "trace",
 ]
 
@@ -80,11 +77,10 @@ _SIDE_IN = 2.35
 """Width of the column of memory and speed: that of their titles."""
 _MOST_IN_A_ROW = 3
 _HEAD_PT, _MOST_HEAD_LINES = 9.5, 3
-_DPI, _CSS_DPI = 160, 96
+_DPI = 160
 _MOST_BYTES = 60_000
 _COARSER_DPI = (120, 96, 72)
 """Resolutions for a picture of many curves, tried in turn until its file is small enough."""
-_COLOURS = 160
 _POINTS = 240
 _MOST_POINTS = 960
 """Number of points of all curves of one figure together, so that its file stays small."""
@@ -226,6 +222,8 @@ def picture(figure: Figure, text: str) -> Picture:
 
     text: the content of the figure in words.
     """
+    from nbaccel.display.run_figure import png_of, size_px
+
     width, height = size_px(figure)
     for dpi in _COARSER_DPI:
         png = png_of(figure)
@@ -236,62 +234,6 @@ def picture(figure: Figure, text: str) -> Picture:
         png = png_of(figure)
     _dissolve(figure)
     return Picture(png, width, height, text)
-
-
-def size_px(figure: Figure) -> tuple[int, int]:
-    """Return the width and height of `figure` in CSS pixels."""
-    width, height = (round(inches * _CSS_DPI) for inches in figure.get_size_inches())
-    return width, height
-
-
-def png_of(figure: Figure) -> bytes:
-    """Return a PNG of few colours, a quarter of the size that matplotlib writes, as transparent as the figure."""
-    import numpy
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    before = figure.canvas
-    canvas: Any = FigureCanvasAgg(figure)
-    try:
-        canvas.draw()
-        pixels = numpy.array(canvas.buffer_rgba())
-    finally:
-        figure.set_canvas(before)
-    file = io.BytesIO()
-    _few_colours(pixels).save(file, "PNG", optimize=True, dpi=(figure.dpi, figure.dpi))
-    return file.getvalue()
-
-
-def _few_colours(pixels: Any) -> Any:
-    """Return an image with a palette, made of pixels with red, green, blue and opacity.
-
-    Pillow's own ways to find a palette ignore opacity, or turn the edges of letters into stripes. A figure has few
-    colours: those that differ by less than a sixteenth are merged, and the rarest are replaced by the nearest of the
-    others.
-    """
-    import numpy
-    from PIL import Image
-
-    height, width = pixels.shape[:2]
-    channels = pixels.reshape(-1, 4).astype(numpy.uint16)
-    keys = channels[:, 0] >> 4
-    for channel in (1, 2, 3):
-        keys = keys << 4 | channels[:, channel] >> 4
-    counts = numpy.bincount(keys, minlength=1 << 16)
-    used = numpy.flatnonzero(counts)
-    sums = [numpy.bincount(keys, channels[:, channel], minlength=1 << 16)[used] for channel in range(4)]
-    means = numpy.stack(sums, axis=1) / counts[used, None]
-    palette = means[numpy.argsort(-counts[used], kind="stable")[:_COLOURS]]
-    seen = numpy.concatenate([means[:, :3] * means[:, 3:] / 255, means[:, 3:]], axis=1)
-    places = numpy.concatenate([palette[:, :3] * palette[:, 3:] / 255, palette[:, 3:]], axis=1)
-    nearest = ((seen[:, None] - places[None]) ** 2).sum(axis=2).argmin(axis=1)
-    table = numpy.zeros(1 << 16, dtype=numpy.uint8)
-    table[used] = nearest
-    image = Image.frombytes("P", (width, height), table[keys].tobytes())
-    palette = palette.round().astype(numpy.uint8)
-    image.putpalette(palette[:, :3].tobytes())
-    if (palette[:, 3] < 255).any():
-        image.info["transparency"] = palette[:, 3].tobytes()
-    return image
 
 
 def _dissolve(figure: Figure) -> None:
