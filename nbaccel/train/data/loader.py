@@ -130,16 +130,7 @@ class PreparedLoader(DataLoader[Any]):
         if is_compared:
             self._comparison.show(position)
         window = accumulation.open(self if self._origin is None else self._origin, length)
-        before = position.batches // stride
-        gauge = LoopGauge(
-            accumulation,
-            lambda: before + progress.taken // stride,
-            None if length is None else before + length,
-            position.epoch,
-            self.rank_batch_size,
-            may_train,
-            self._fetching,
-        )
+        gauge = self._gauge(position, length, may_train)
         emit(Gauge(gauge.read))
         is_whole = False
         entered = ExitStack()
@@ -173,16 +164,38 @@ class PreparedLoader(DataLoader[Any]):
             entered.close()
             emit(gauge.close())
             if progress.begun is position:
-                has_met = meetings.look() and meetings.are_counted
-                has_trained = clock.done > progress.steps
-                if has_trained or (position.goes_on and is_whole):  # resumed at its end it has nothing left to train
-                    clock.end_pass()
-                    progress.ended = (self.state_dict(), clock.passes)
-                is_epoch = has_trained or (has_met if meetings.are_counted else is_whole)
-                progress.end(counts=is_epoch and progress.resume is None)
-                if is_resumed and not (has_trained or has_met or is_whole):
-                    progress.resume = position  # a look: the training that continues there is still to come
+                self._end(position, meetings, is_whole, is_resumed)
             accumulation.close(window, is_whole)
+
+    def _gauge(self, position: LoaderPosition, length: int | None, may_train: bool) -> LoopGauge:
+        """Return the gauge of an iteration that starts at `position` and has `length` batches for this rank."""
+        progress, stride = self._progress, self._source.stride
+        before = position.batches // stride
+        return LoopGauge(
+            self.accumulation,
+            lambda: before + progress.taken // stride,
+            None if length is None else before + length,
+            position.epoch,
+            self.rank_batch_size,
+            may_train,
+            self._fetching,
+        )
+
+    def _end(self, position: LoaderPosition, meetings: Meetings, is_whole: bool, is_resumed: bool) -> None:
+        """Record the end of the iteration that started at `position`, and count it if it was an epoch.
+
+        is_whole: no batch is left.  is_resumed: `position` was set by `load_state_dict`, or left by a look.
+        """
+        progress, clock = self._progress, self.accumulation.clock
+        has_met = meetings.look() and meetings.are_counted
+        has_trained = clock.done > progress.steps
+        if has_trained or (position.goes_on and is_whole):  # resumed at its end it has nothing left to train
+            clock.end_pass()
+            progress.ended = (self.state_dict(), clock.passes)
+        is_epoch = has_trained or (has_met if meetings.are_counted else is_whole)
+        progress.end(counts=is_epoch and progress.resume is None)
+        if is_resumed and not (has_trained or has_met or is_whole):
+            progress.resume = position  # a look: the training that continues there is still to come
 
     def _next_position(self, is_look: bool) -> LoaderPosition:
         """Return the position where an iteration that starts now begins."""
