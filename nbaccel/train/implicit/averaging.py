@@ -38,7 +38,8 @@ from nbaccel.train.implicit.graph import (
     users_scalars,
 )
 from nbaccel.train.implicit.passes import Passes
-from nbaccel.train.implicit.terms import LossTerms, Term, lengths_below, obstacle_below, read, shapes_below
+from nbaccel.train.implicit.sample_independence import lengths_below, obstacle_below, shapes_below
+from nbaccel.train.implicit.terms import LossTerms, Term, read
 from nbaccel.train.implicit.trained_tensors import Models, sums_of
 from nbaccel.train.implicit.withholding import StepCounter, Withholding
 from nbaccel.world import World

@@ -8,19 +8,35 @@ graph of another form has an obstacle, in words. Nothing here knows ranks, and n
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from functools import cache
-from itertools import product
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from nbaccel.train.implicit.node_kinds import (
+    COUNTED,
+    DISTANCES,
+    ELEMENTWISE,
+    GATHERED,
+    LEAF,
+    LOSSES_OF_ROWS,
+    PICKS,
+    PRODUCTS,
+    REDUCING,
+    REDUCTIONS,
+    SAME,
+    SUMS,
+    VIEWS,
+    WITH_REDUCTION,
+    kind_of,
+    names,
+    shape_at,
+    signed,
+)
 from nbaccel.values import frozen
 
-__all__ = ["LossTerms", "Scalar", "Term", "lengths_below", "obstacle_below", "read", "shapes_below"]
+__all__ = ["LossTerms", "Scalar", "Term", "read"]
 
 
 @frozen
@@ -142,21 +158,6 @@ class _Factor:
     by: Any
 
 
-def _names(words: str) -> frozenset[str]:
-    return frozenset(words.split())
-
-
-_LEAF = "torch::autograd::AccumulateGrad"
-_MEANS, _SUMS, _PRODUCTS = _names("Mean"), _names("Sum Nansum"), _names("Dot Vdot Mm Bmm")  # products of one element
-_COUNTED = _names("NllLoss NllLoss2D")
-_LOSSES_OF_ROWS = _names("MultiMarginLoss MultilabelMarginLoss")  # their means count rows, not elements
-_DISTANCES = _names("MseLoss SmoothL1Loss HuberLoss")
-_WITH_REDUCTION = _COUNTED | _LOSSES_OF_ROWS | _DISTANCES
-_WITH_REDUCTION |= _names("BinaryCrossEntropy BinaryCrossEntropyWithLogits KlDiv SoftMarginLoss")
-_REDUCTIONS = _MEANS | _SUMS | _PRODUCTS | _WITH_REDUCTION
-_VIEWS = _names("View UnsafeView ReshapeAlias Squeeze Unsqueeze Permute Transpose T Expand")
-_SAME = _VIEWS | _names("Clone Alias ToCopy AsStrided torch::autograd::CopyBackwards")
-_GATHERED = _names("Stack Cat GatherBackward")  # the last is DataParallel's
 _WORDS = {
     kind: words.replace("_", " ")
     for words, kinds in {
@@ -177,30 +178,11 @@ _WORDS = {
 }
 
 
-@cache
-def _kind_of(name: str) -> str:
-    stem, _, number = name.partition("Backward")
-    return stem if number.isdigit() else name
-
-
-def _kind(node: Any) -> str:
-    """Return the operation of a node without its overload, "Mean"; for a Python function its name, "MineBackward"."""
-    return _kind_of(node.name())
-
-
-def _shape(edge: tuple[Any, int]) -> tuple[int, ...]:
-    node, output = edge
-    try:
-        return tuple(node._input_metadata[output].shape)
-    except (AttributeError, IndexError, RuntimeError):  # a nested tensor has none
-        return ()
-
-
 def _links(node: Any) -> list[_Link] | str:
     """Return the values of which this one is a linear function; none for a reduction over samples; or the obstacle."""
-    kind, edges = _kind(node), node.next_functions
+    kind, edges = kind_of(node), node.next_functions
     graphs = [edge for edge in edges if edge[0] is not None]
-    if not graphs or (len(graphs) == 1 and _kind(graphs[0][0]) == _LEAF and kind not in _REDUCTIONS):
+    if not graphs or (len(graphs) == 1 and kind_of(graphs[0][0]) == LEAF and kind not in REDUCTIONS):
         return "a loss with no mean or sum"
     if kind in ("Add", "Sub", "Rsub"):
         return _added(node, kind)
@@ -212,16 +194,16 @@ def _links(node: Any) -> list[_Link] | str:
             return [(graphs[0][0], node._saved_other)]
     if kind == "Neg":
         return [(graphs[0][0], -1.0)]
-    if kind in _SAME and prod(_shape(edges[0])) == 1:
+    if kind in SAME and prod(shape_at(edges[0])) == 1:
         return [(edges[0][0], None)]
     if kind in ("Mean", "Sum", "Select"):
         values = _values(edges[0])
         if values is not None:
             if kind == "Select":
                 index = node._saved_index
-                return [(values[_signed(index) if len(values) > 1 else 0], None)]
+                return [(values[signed(index) if len(values) > 1 else 0], None)]
             return [(value, float(len(values)) if kind == "Mean" else None) for value in values]
-    if kind in _REDUCTIONS and (kind not in _WITH_REDUCTION or node._saved_reduction):
+    if kind in REDUCTIONS and (kind not in WITH_REDUCTION or node._saved_reduction):
         return []
     return _why(node, kind)
 
@@ -246,10 +228,10 @@ def _values(edge: tuple[Any, int]) -> list[Any] | None:
         node, output = waiting.pop()
         if node is None:
             return None
-        edges, kind = node.next_functions, _kind(node)
-        if _shape((node, output)) == ():
+        edges, kind = node.next_functions, kind_of(node)
+        if shape_at((node, output)) == ():
             found.append(node)
-        elif kind in _GATHERED or (kind in _VIEWS and prod(_shape(edges[0])) == 1):
+        elif kind in GATHERED or (kind in VIEWS and prod(shape_at(edges[0])) == 1):
             waiting.extend(reversed(edges))
         else:
             return None
@@ -264,48 +246,48 @@ def _why(node: Any, kind: str) -> str:
         return "a compiled loss, which cannot be looked into"
     under = _reduction_under(node)
     if kind not in _WORDS or not under:
-        is_known = kind in _WORDS or kind in _WITH_REDUCTION | _SAME | _PICKS | {"Select", "Addmm"}
+        is_known = kind in _WORDS or kind in WITH_REDUCTION | SAME | PICKS | {"Select", "Addmm"}
         return "a loss with no mean or sum" if is_known else f"an operation that is not known ({node.name()})"
     return f"the {_WORDS[kind]} of {under}"
 
 
 def _reduction_under(node: Any) -> str:
     """Return what a number was made of, in words; "" where it is a single element of a tensor all the way down."""
-    if prod(_shape(node.next_functions[0])) > 1:
+    if prod(shape_at(node.next_functions[0])) > 1:
         return "samples"
     seen, waiting = {None, node}, [node]
     while waiting:
         for child, output in waiting.pop().next_functions:
-            if child not in seen and prod(_shape((child, output))) == 1:
+            if child not in seen and prod(shape_at((child, output))) == 1:
                 seen.add(child)
-                if _kind(child) in _REDUCTIONS:
-                    return "a sum" if _kind(child) in _SUMS | _PRODUCTS else "a mean"
+                if kind_of(child) in REDUCTIONS:
+                    return "a sum" if kind_of(child) in SUMS | PRODUCTS else "a mean"
                 waiting.append(child)
     return ""
 
 
 def _count(node: Any) -> Tensor | float | None:
     """Return the divisor of a reduction."""
-    kind = _kind(node)
-    if kind in _SUMS | _PRODUCTS or (kind in _WITH_REDUCTION and node._saved_reduction == 2):
+    kind = kind_of(node)
+    if kind in SUMS | PRODUCTS or (kind in WITH_REDUCTION and node._saved_reduction == 2):
         return None
-    if kind in _COUNTED:
+    if kind in COUNTED:
         return _number(node._saved_total_weight)
     under = next(edge for edge in node.next_functions if edge[0] is not None)
-    shape = _shape(under)
-    if kind in _LOSSES_OF_ROWS:
+    shape = shape_at(under)
+    if kind in LOSSES_OF_ROWS:
         return float(shape[0]) if len(shape) > 1 else 1.0
-    while kind == "Mean" and _kind(under[0]) == "Mean":  # a mean of means divides by both
+    while kind == "Mean" and kind_of(under[0]) == "Mean":  # a mean of means divides by both
         under = under[0].next_functions[0]
-        shape = _shape(under)
+        shape = shape_at(under)
     return float(prod(shape))
 
 
 def _elements(node: Any) -> int:
     """Return how many numbers a sum adds."""
-    if _kind(node) not in _SUMS and not (_kind(node) in _WITH_REDUCTION and node._saved_reduction == 2):
+    if kind_of(node) not in SUMS and not (kind_of(node) in WITH_REDUCTION and node._saved_reduction == 2):
         return 0
-    return prod(_shape(next(edge for edge in node.next_functions if edge[0] is not None)))
+    return prod(shape_at(next(edge for edge in node.next_functions if edge[0] is not None)))
 
 
 # --- Numbers: floats on the CPU, elsewhere tensors, which are not waited for ---
@@ -332,15 +314,9 @@ def _parallel(one: Tensor | float, other: Tensor | float) -> Tensor | float:
 
 # --- Terms without a batch ---
 
-_ELEMENTWISE = _DISTANCES | _names(
-    "Add Sub Rsub Mul Div Neg Pow Abs Sqrt Rsqrt Exp Expm1 Log Log1p Log2 Reciprocal Sigmoid LogSigmoid Tanh Softplus "
-    "Relu Clamp ClampMin ClampMax Sgn Sign Erf Sin Cos Maximum Minimum"
-)
-_SHAPING = (_SAME | _names("Slice Triu Tril Diagonal Cat Stack")) - {"Expand", "AsStrided"}
-_REDUCING = _MEANS | _SUMS
-_REDUCING |= _names("Norm LinalgVectorNorm Amax Amin Max Min Logsumexp Softmax LogSoftmax Std Var Prod Trace")
-_OF_PARAMETERS = _ELEMENTWISE | _SHAPING | _REDUCING
-_MATRIX = _names("Mm Bmm Mv Dot Vdot LinalgDet LinalgSlogdet LinalgSvd")
+_SHAPING = (SAME | names("Slice Triu Tril Diagonal Cat Stack")) - {"Expand", "AsStrided"}
+_OF_PARAMETERS = ELEMENTWISE | _SHAPING | REDUCING
+_MATRIX = names("Mm Bmm Mv Dot Vdot LinalgDet LinalgSlogdet LinalgSvd")
 _MOST_NODES_OF_PARAMETERS = 2000
 
 
@@ -350,8 +326,8 @@ def _is_of_parameters(top: Any) -> bool:
     has_products = has_other_leaves = False
     while waiting:
         node = waiting.pop()
-        kind, edges = _kind(node), node.next_functions
-        if kind == _LEAF:
+        kind, edges = kind_of(node), node.next_functions
+        if kind == LEAF:
             has_other_leaves |= not isinstance(node.variable, nn.Parameter)
             continue
         if kind in _MATRIX:
@@ -359,7 +335,7 @@ def _is_of_parameters(top: Any) -> bool:
         elif kind not in _OF_PARAMETERS:
             return False
         children = [edge for edge in edges if edge[0] is not None]
-        if len(children) < len(edges) and (kind not in _ELEMENTWISE or not _keeps_shape(node, children)):
+        if len(children) < len(edges) and (kind not in ELEMENTWISE or not _keeps_shape(node, children)):
             return False
         fresh = {child for child, _ in children} - seen
         seen |= fresh
@@ -371,273 +347,4 @@ def _is_of_parameters(top: Any) -> bool:
 
 def _keeps_shape(node: Any, children: Iterable[tuple[Any, int]]) -> bool:
     """Return whether operands without a graph broadcast nothing; losses reduce operands of one shape."""
-    return _kind(node) in _DISTANCES or any(_shape(edge) == _shape((node, 0)) for edge in children)
-
-
-# --- Below the terms ---
-
-_STATISTICS = (_REDUCING - {"Trace"}) | _names(
-    "SafeSoftmax VarMean StdMean Sort Topk Kthvalue Median Nanmedian Mode Cumsum Cumprod Cummax Cummin Logcumsumexp "
-    "Flip Roll"
-)
-_DISTANCE_MATRICES = _names("Cdist EuclideanDist")
-_PAIRWISE = _names("Mm Bmm Addmm Baddbmm Addbmm Mv Linear") | _DISTANCE_MATRICES
-_COLLECTED = _names("IndexAdd IndexReduce ScatterAdd ScatterReduce")
-_PICKS = _names("Embedding EmbeddingBag Index IndexSelect Gather")
-
-
-def obstacle_below(reading: LossTerms, rows: int) -> str:
-    """Return why samples are not independent of each other below the terms; empty if there is no sign of it.
-
-    The signs are shapes that contain the number of samples, `rows`, so a large batch shows more than a small one. Call
-    it once per loop: it may walk the whole graph. BatchNorm, and the contents of a compiled part, show no sign.
-    """
-    terms = [term.node for term in reading.terms if not term.is_of_parameters]
-    if rows < 2 or not terms:
-        return ""
-    if _are_one_by_one(terms, rows):
-        return f"a loss for each sample ({len(terms)} of them)"
-    everywhere = _from_below(term.node for term in reading.terms)
-    uses = Counter(child for node in everywhere for child, _ in node.next_functions)
-    if any(uses[term.node] for term in reading.terms):
-        return "a part of the loss that is used in another part of it"
-    carries: set[Any] = {None}  # nodes whose values depend on the batch
-    masked: set[Any] = set()  # those of them that hold some samples, picked by a mask
-    plain = _plain_chains(terms, uses)
-    if any(_kind(node) == "UnsafeSplit" for node in everywhere):  # recurrent cells, which slice packed sequences
-        plain.update(node for node in everywhere if _kind(node) == "Slice")
-    for node in _from_below(terms):
-        kind, edges = _kind(node), node.next_functions
-        if _has_batch(node, kind, edges, carries, rows):
-            carries.add(node)
-            if _is_masked(node, kind, edges, rows) or any(child in masked for child, _ in edges):
-                masked.add(node)
-            if node in plain:
-                continue
-            if sign := _sign(node, kind, edges, carries, rows) or _sign_of_masked(
-                node, kind, edges, carries, masked, rows
-            ):
-                return sign
-    return ""
-
-
-def shapes_below(top: Any) -> int:
-    """Return a number that depends on the shapes of all values of a term."""
-    return hash(tuple(_shape((node, 0)) for node in _from_below([top])))
-
-
-def lengths_below(tops: Iterable[Any], sizes: Collection[int]) -> list[int]:
-    """Return the lengths of values in statistics of a graph, such as a softmax over a padded sequence.
-
-    sizes: numbers of samples that ranks have. Multiples of these are left out, since they may be of the batch: the
-    others are the same in all ranks, unless they depend on the samples.
-    """
-    found: set[int] = set()
-    for node in _from_below(tops):
-        kind, edges = _kind(node), [edge for edge in node.next_functions if edge[0] is not None]
-        if kind in _STATISTICS | _WITH_REDUCTION and edges and (under := _shape(edges[0])):
-            dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
-            along = range(len(under)) if dims is None or dims == () else (dims,) if isinstance(dims, int) else dims
-            is_time_first = len(under) > 1 and under[1] in sizes  # otherwise a mask may have picked the first ones
-            found.update(under[at] for dim in along if (at := _signed(dim) % len(under)) or is_time_first)
-        elif "Attention" in kind and len(under := _shape((node, 0))) == 4:
-            found.add(under[2])
-    return sorted(size for size in found if all(size % each for each in sizes))
-
-
-def _from_below(tops: Iterable[Any]) -> list[Any]:
-    """Return all nodes of the graph, each after those below it."""
-    order, seen = [], set()
-    waiting = [(node, False) for node in tops]
-    while waiting:
-        node, is_done = waiting.pop()
-        if is_done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            waiting.append((node, True))
-            waiting.extend((child, False) for child, _ in node.next_functions if child is not None)
-    return order
-
-
-def _are_one_by_one(terms: list[Any], rows: int) -> bool:
-    """Return whether there are as many equal terms as samples, as in a loop over them, none over all samples."""
-    alike: dict[str, list[Any]] = {}
-    for node in terms:
-        alike.setdefault(node.name(), []).append(node)
-    return any(
-        len(nodes) % rows == 0 and (rows > 8 or not all(_begins_with(rows, node) for node in nodes))
-        for nodes in alike.values()
-    )
-
-
-def _begins_with(rows: int, term: Any) -> bool:
-    shape = next(_shape(edge) for edge in term.next_functions if edge[0] is not None)
-    return bool(shape) and shape[0] % rows == 0
-
-
-def _plain_chains(terms: list[Any], uses: Counter[Any]) -> set[Any]:
-    """Return the terms, and under them means of means and sums of sums: together each is one reduction."""
-    plain = set(terms)
-    for node in terms:
-        kind = _kind(node)
-        while kind in _MEANS | _SUMS and _kind(child := node.next_functions[0][0]) == kind and uses[child] == 1:
-            plain.add(node := child)
-    return plain
-
-
-def _has_batch(node: Any, kind: str, edges: Any, carries: set[Any], rows: int) -> bool:
-    """Return whether a value depends on the batch: from below, by an operand without a graph, or by picking."""
-    if kind == _LEAF:
-        return not isinstance(node.variable, nn.Parameter) and rows in node.variable.shape
-    children = [edge for edge in edges if edge[0] is not None]
-    if kind in _PICKS or any(child in carries for child, _ in children):
-        return True
-    if kind in ("Expand", "Repeat"):
-        return rows in _shape((node, 0))
-    if len(children) == len(edges):
-        return False
-    if kind in ("Mv", "Dot", "Vdot"):  # a weight times a vector, as in a spectral norm, does not depend on the batch
-        return edges[0][0] is None and kind == "Mv"
-    if kind in _PAIRWISE:
-        return any(child is None for child, _ in _operands(kind, edges))
-    return all(_shape(edge) != _shape((node, 0)) for edge in children)  # a mask of a weight keeps its shape
-
-
-def _sign(node: Any, kind: str, edges: Any, carries: set[Any], rows: int) -> str:
-    """Return what speaks against independent samples at a node that depends on the batch."""
-    shape = _shape((node, 0))
-    if kind in _PAIRWISE:
-        return _sign_of_product(kind, _operands(kind, edges), shape, carries, rows)
-    if kind in _STATISTICS or kind in _WITH_REDUCTION | {"Dot", "Vdot"}:
-        return _sign_of_statistic(node, kind, edges, shape, carries, rows)
-    if kind in ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "Unbind"):
-        return _sign_of_recurrence(node, kind, edges, shape, rows)
-    if kind in _COLLECTED:
-        is_along = _signed(node._saved_dim) == 0 and any(
-            rows in _shape(edge)[:1] for edge in edges if edge[0] in carries
-        )
-        return "a sum over groups of samples" if is_along and shape[:1] != (rows,) else ""
-    if kind in ("Index", "Slice", "Split", "SplitWithSizes"):
-        return _sign_of_pick(node, kind, _shape(edges[0]), shape, rows)
-    if kind in _ELEMENTWISE or kind in ("Expand", "Repeat", "Where"):
-        return _sign_of_broadcast(kind, edges, shape, carries, rows)
-    if "Attention" in kind and len(shape) == 4:
-        batch, _, along, _ = shape
-        is_mixed = (along == rows and batch != rows) or (along % rows == 0 and batch % rows != 0)
-        return "an attention along the batch" if is_mixed else ""
-    return _compared(rows, rows) if kind == "Pdist" else ""
-
-
-def _compared(one: int, other: int) -> str:
-    return f"samples are compared with each other (a matrix of {one} x {other})"
-
-
-def _operands(kind: str, edges: Any) -> Any:
-    return edges[:2] if kind in _DISTANCE_MATRICES | {"Linear"} else edges[-2:]
-
-
-def _sign_of_product(kind: str, operands: Any, shape: tuple[int, ...], carries: set[Any], rows: int) -> str:
-    """Detect samples times samples, or a sum over them. `x @ W` has one side without the batch, even if W is frozen."""
-    is_frozen = any(child is None for child, _ in operands)
-    if any(child not in carries for child, _ in operands if child is not None):
-        return ""
-    if len(shape) > 2 and prod(shape[:-2]) % rows == 0:  # matrices of each sample
-        return ""
-    if len(shape) > 1 and shape[-2] % rows == shape[-1] % rows == 0 and (shape[-2] == shape[-1] or not is_frozen):
-        return _compared(*shape[-2:])
-    if kind == "Mm" and operands[0][0] is None:
-        return "a sum along the batch" if _shape(operands[1])[:1] == (rows,) else ""
-    if kind in _DISTANCE_MATRICES or is_frozen:
-        return ""
-    return "a sum along the batch" if _shape(operands[0])[-1] % rows == 0 else ""
-
-
-def _sign_of_statistic(node: Any, kind: str, edges: Any, shape: tuple[int, ...], carries: set[Any], rows: int) -> str:
-    """Detect a value that is made of all samples and used further."""
-    under = next(_shape(edge) for edge in edges if edge[0] in carries and edge[0] is not None)
-    if not under or prod(under) % rows:
-        return ""
-    word = {"Mean": "a mean", "Sum": "a sum"}.get(kind, f"a statistic ({kind.lower()})")
-    if prod(shape) == 1:
-        return f"{word} of the whole batch that is used further" if prod(under) > 1 else ""
-    dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", ()))
-    for dim in (dims,) if isinstance(dims, int) else dims or ():
-        at = _signed(dim) % len(under)
-        is_time = under[0] != rows and len(under) > 2 and under[1] == rows  # in front of the batch
-        if (at == 0 and under[0] % rows == 0 and not is_time) or (under[at] == rows and under[0] % rows):
-            return f"{word} along the batch"
-    return ""
-
-
-def _signed(index: int) -> int:
-    """Return `index` as a signed number, since autograd shows negative numbers as unsigned ones."""
-    return index - 2**64 if index >= 2**63 else index
-
-
-def _sign_of_recurrence(node: Any, kind: str, edges: Any, shape: tuple[int, ...], rows: int) -> str:
-    """Detect a batch in the place of time: a recurrent layer goes along time and would mix the samples."""
-    if kind == "Unbind":  # into the steps of a layer that is made of small operations
-        shape = _shape(edges[0]) if node._saved_dim == 0 else ()
-    if len(shape) != 3:
-        return ""
-    is_batch_first = kind in ("CudnnRnn", "MiopenRnn") and node._saved_batch_first
-    batch, time = shape[:2] if is_batch_first else shape[1::-1]
-    return "a recurrent layer along the batch" if time % rows == 0 and batch % rows else ""
-
-
-def _sign_of_pick(node: Any, kind: str, under: tuple[int, ...], shape: tuple[int, ...], rows: int) -> str:
-    """Detect samples picked by their place in the batch: pairs, a half. Not a mask, or one element of each sample."""
-    if not under or under[0] != rows:
-        return ""
-    if kind != "Index":
-        is_part = _signed(node._saved_dim) % len(under) == 0 and shape[0] < rows
-    else:
-        indices = [index for index in node._saved_indices if index is not None]
-        is_part = len(indices) == 1 and indices[0].dtype != torch.bool
-    return "samples that are picked by their place in the batch" if is_part else ""
-
-
-def _is_masked(node: Any, kind: str, edges: Any, rows: int) -> bool:
-    """Return whether a mask picks samples: their number then has no meaning any more."""
-    if kind != "Index" or _shape(edges[0])[:1] != (rows,):
-        return False
-    first = node._saved_indices[0] if node._saved_indices else None
-    return first is not None and first.dtype == torch.bool
-
-
-def _sign_of_masked(node: Any, kind: str, edges: Any, carries: set[Any], masked: set[Any], rows: int) -> str:
-    """Detect samples picked by a mask that are combined or summed: a mean of each class, pairs of two classes."""
-    if not any(child in masked for child, _ in edges):
-        return ""
-    shape, unders = _shape((node, 0)), [_shape(edge) for edge in edges if edge[0] is not None and edge[0] in carries]
-    if kind in ("Mm", "Cdist", "EuclideanDist"):
-        both = all(child in carries for child, _ in _operands(kind, edges))
-        return _compared(*shape[-2:]) if both and len(shape) == 2 else ""
-    if kind in _STATISTICS:
-        dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", ()))
-        is_along = any(_signed(dim) % len(unders[0]) == 0 for dim in ((dims,) if isinstance(dims, int) else dims or ()))
-        return "a statistic along samples that a mask has picked" if is_along and len(unders[0]) > 1 else ""
-    if kind in _ELEMENTWISE and len(unders) == 2:
-        one, two = ((1,) * (len(shape) - len(under)) + under for under in unders)
-        meet = [at for at in range(len(shape)) if {one[at], two[at]} != {shape[at]}]
-        if any(one[at] > 1 for at in meet) and any(two[at] > 1 for at in meet):
-            others = [length for at, length in enumerate(shape) if at not in meet]
-            return "" if any(length % rows == 0 for length in others) else _compared(*(shape[at] for at in meet[:2]))
-    return ""
-
-
-def _sign_of_broadcast(kind: str, edges: Any, shape: tuple[int, ...], carries: set[Any], rows: int) -> str:
-    """Detect (rows, 1) with (1, rows): all samples meet, also where a target lacks a dimension by mistake."""
-    unders = [_shape(edge) for edge in edges if edge[0] is not None and edge[0] in carries]
-    if kind == "Repeat":
-        return _compared(unders[0][0], rows) if unders[0] and shape[0] == unders[0][0] * rows else ""
-    padded = [(1,) * (len(shape) - len(under)) + under for under in unders]
-    is_unseen = kind == "Expand" or any(child is None for child, _ in edges)
-    for one in padded:
-        for i, j in product(range(len(shape)), repeat=2):
-            if one[i] % rows or one[j] != 1 or shape[j] % rows or prod(shape[: min(i, j)]) % rows == 0:
-                continue  # the last: these are dimensions of each sample
-            if (is_unseen and one[i] == shape[j]) or any(two[i] == 1 and two[j] > 1 for two in padded):
-                return _compared(one[i], shape[j])
-    return ""
+    return kind_of(node) in DISTANCES or any(shape_at(edge) == shape_at((node, 0)) for edge in children)

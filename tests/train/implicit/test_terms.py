@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nbaccel.train.implicit.terms import LossTerms, obstacle_below, read
+from nbaccel.train.implicit.sample_independence import obstacle_below
+from nbaccel.train.implicit.terms import LossTerms, read
 
 ROWS, PARTS = 8, (slice(0, 1), slice(1, 4), slice(4, 8))
 
