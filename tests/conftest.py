@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -47,6 +48,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         of_this_pass = [item for item in items if (item.get_closest_marker("timed") is None) is (when == "later")]
         config.hook.pytest_deselected(items=list(set(items) - set(of_this_pass)))
         items[:] = of_this_pass
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there now out of collections of garbage, here and in forked ranks.
+
+    Thousands of tests with their modules are half a million objects. A test that collects garbage would look at all of
+    them each time, and a forked rank that does would copy the pages on which they lie.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
