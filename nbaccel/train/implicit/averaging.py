@@ -17,12 +17,10 @@ from torch import Tensor
 
 from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.train.implicit.batch_parts import Handed
 from nbaccel.train.implicit.exchange import Agreement, GradientExchange, Round, shape_of
 from nbaccel.train.implicit.gradient_weights import (
     VALUES,
     Header,
-    References,
     Say,
     as_floats,
     digest,
@@ -37,9 +35,9 @@ from nbaccel.train.implicit.graph import (
     runs_backwards_inside,
     users_scalars,
 )
+from nbaccel.train.implicit.loss_history import LossHistory
 from nbaccel.train.implicit.passes import Passes
-from nbaccel.train.implicit.sample_independence import lengths_below, obstacle_below, shapes_below
-from nbaccel.train.implicit.terms import LossTerms, Term, read
+from nbaccel.train.implicit.terms import Term, read
 from nbaccel.train.implicit.trained_tensors import Models, sums_of
 from nbaccel.train.implicit.withholding import StepCounter, Withholding
 from nbaccel.world import World
@@ -47,14 +45,6 @@ from nbaccel.world import World
 __all__ = ["Averaging"]
 
 _CALL = "loss.backward()"
-_SINGLE = (-1, -2, 0, 1)
-"""Counts of a term that is of one number, or of an unknown number: these are no fixed points."""
-
-_FEWEST_ROWS = 2
-_LENGTHS = 64
-"""Number of first backwards that are all searched for lengths, by a walk through the graph; later ones now and then.
-Parts of many samples most often contain one that is as long as any."""
-
 _LOOKS = 16
 """Number of backwards after which buffers are compared with those of other ranks."""
 
@@ -131,16 +121,10 @@ class Averaging:
         self.meetings = 0
         if self._exchange is not None:
             self._exchange.forget()
-        self._references = References()
-        # By the shape of a loss, as seen in a whole batch: its samples, and of each term its count, whether it is of
-        # parameters, and a digest of the shapes below it.
-        self._of_whole: dict[float, tuple[int, list[float], list[bool], list[int]]] = {}
-        self._fixed: set[tuple[float, int]] = set()  # terms that have the same shapes in parts as with a whole batch
-        self._varying: set[tuple[float, int]] = set()  # terms that were seen to have more, or fewer, numbers than that
+        self._losses = LossHistory()
         self._noted_buffers: set[int] = set()
         self._has_extras = False
         self._failed = ""  # the error of a backward that has left the ranks in the middle of their sums
-        self._obstacles: dict[tuple[float, bool], str] = {}  # of losses that were examined, by their shape
 
     # -- in place of torch's functions
 
@@ -252,21 +236,58 @@ class Averaging:
         self._steps.enter()  # may raise RunStopped
         readings = [read(root, is_scaled) for root in roots]
         handed = self._passes.handed
-        obstacle = self._obstacle(readings, handed.rows, is_graph_kept)
+        obstacle = self._losses.obstacle(readings, handed, is_graph_kept)
         if not obstacle and any(leaf._backward_hooks for leaf in leaves):
             obstacle = "a hook that may change the gradient of a parameter"
         terms = [term for reading in readings for term in reading.terms]
         named = [] if len(roots) != 1 or not handed.is_part else users_scalars(readings[0], VALUES - 1)
         shown = [root for root in roots[:1] if root.numel() == 1] + [value for value, _ in named]
-        gives, header, say, rates = True, None, Say(), self._steps.take_rates()
+        header, known, buffers = self._exchange_headers(leaves, new, extras, terms, shown, bool(obstacle))
+        self._steps.agree(int(max(each.at for each in header.says)))
+        givers = self._agree(header, obstacle)
+        self._share_noise(header)
+        if all(header.says[rank].lengths for rank in givers) and not header.all_equal("lengths", givers):
+            self._on_lengths()
+        pure = self._losses.without_batch(header.says[self._world.rank].shape, terms, header.counts, givers, handed)
+        weights = factors(header, givers, pure, self._losses.references)
+        if weights is None:
+            why = "its terms differ between ranks, as by a branch on samples; or one is divided by its batch twice; or"
+            raise NotPrepared(self._cannot_measure(f"{why} a single sample shows too little"))
+        together = self._union(header, known, buffers)
+        buffers = [number for number in together if self.models.items[number].is_buffer]  # those of any rank's forward
+        mine = [number for number in (*known, *buffers) if number in set(together)]
+        tensors = [self._tensor(number) for number in together]
+        round_ = self._exchanges().begin(tuple(together), tensors, mine)
+        for number in buffers:
+            round_.bring(number, self._tensor(number), header.share_of_samples(self._world.rank, givers))
+        return Agreement(round_, together, header, givers, weights, terms, pure, self._world.rank, obstacle, named)
+
+    def _exchange_headers(
+        self,
+        leaves: Sequence[Tensor],
+        new: list[Tensor],
+        extras: bool,
+        terms: Sequence[Term],
+        shown: Sequence[Tensor],
+        has_obstacle: bool,
+    ) -> tuple[Header, list[int], list[int]]:
+        """Return the numbers of all ranks, and which leaves and buffers this rank has values for. Collective.
+
+        New leaves of any rank are registered in all ranks, which then exchange their numbers again.
+
+        shown: losses whose values the ranks exchange.
+
+        Raises:
+            NotPrepared: an earlier backward of this rank has failed, or another rank's program is over.
+        """
+        gives, header, rates, handed = True, None, self._steps.take_rates(), self._passes.handed
         is_uneven = handed.is_part and len(handed.sizes) > 1
-        lengths = 0
-        if handed.sizes and (self.meetings < _LENGTHS or self.meetings & (self.meetings - 1) == 0):
-            lengths = digest(repr(lengths_below((term.node for term in terms), handed.sizes)))
+        lengths = self._losses.lengths(terms, handed, self.meetings)
+        is_check_due = self._is_check_due()
         pairs: list[tuple[float, float]] = []
         while True:
             known = [number for leaf in leaves if (number := self.models.number(leaf)) is not None]
-            if header is None and self._is_check_due():
+            if header is None and is_check_due:
                 self.models.look_at_values()
             buffers = self.models.changed_buffers(known)
             if header is None:
@@ -283,7 +304,7 @@ class Averaging:
                 own=self._passes.gives_own,
                 rows=handed.rows,
                 whole=handed.whole,
-                obstacle=bool(obstacle),
+                obstacle=has_obstacle,
                 gives=gives,
                 at=self._steps.count,
                 steps=self._steps.taken,
@@ -292,11 +313,11 @@ class Averaging:
                 noise=self._passes.noise if is_uneven else 0,  # otherwise they have drawn equally often
                 lengths=lengths,
                 rates=rates,
-                check=self._check(known),
+                check=sum(sums_of([self._tensor(number) for number in known])) if is_check_due else 0.0,
             )
             header = self._tell(say, pairs, values)
             if not header.any("new"):
-                break
+                return header, known, buffers
             if header.any("done"):
                 raise NotPrepared(
                     f"rank {self._world.rank} of {self._world.world_size} begins to train a model when another rank's "
@@ -305,69 +326,6 @@ class Averaging:
             gives = self.models.register(new, self._collective()) and gives
             self._on_registered()
             new = []
-        self._steps.agree(int(max(each.at for each in header.says)))
-        givers = self._agree(header, obstacle)
-        self._share_noise(header)
-        if all(header.says[rank].lengths for rank in givers) and not header.all_equal("lengths", givers):
-            self._on_lengths()
-        pure = self._without_batch(say.shape, terms, header.counts, givers, handed)
-        weights = factors(header, givers, pure, self._references)
-        if weights is None:
-            why = "its terms differ between ranks, as by a branch on samples; or one is divided by its batch twice; or"
-            raise NotPrepared(self._cannot_measure(f"{why} a single sample shows too little"))
-        together = self._union(header, known, buffers)
-        buffers = [number for number in together if self.models.items[number].is_buffer]  # those of any rank's forward
-        mine = [number for number in (*known, *buffers) if number in set(together)]
-        tensors = [self._tensor(number) for number in together]
-        round_ = self._exchanges().begin(tuple(together), tensors, mine)
-        for number in buffers:
-            round_.bring(number, self._tensor(number), self._share_of_samples(header, givers))
-        return Agreement(round_, together, header, givers, weights, terms, pure, self._world.rank, obstacle, named)
-
-    def _without_batch(
-        self, shape: float, terms: Sequence[Term], counts: list[list[float]], givers: Sequence[int], handed: Handed
-    ) -> list[bool]:
-        """Return for each term whether it is the same in all ranks.
-
-        It is the same if it is of parameters alone, or made of tensors of the same shapes as with a whole batch, such
-        as a sum over fixed points.
-        """
-        here = [term.is_of_parameters for term in terms]
-        if not handed.is_part:
-            if shape not in self._of_whole:
-                below = [shapes_below(term.node) if term.elements else 0 for term in terms]
-                self._of_whole[shape] = handed.rows, counts[givers[0]], here, below
-            return here
-        rows, whole, pure, shapes = self._of_whole.get(shape, (0, [], here, []))
-        if not rows or rows in handed.sizes or any(len(counts[rank]) != len(whole) for rank in givers):
-            return pure
-        for at, term in enumerate(terms):
-            is_same = all(counts[rank][at] == whole[at] for rank in givers) and whole[at] not in _SINGLE
-            if (shape, at) not in self._varying | self._fixed:
-                is_fixed = is_same and (not term.elements or shapes_below(term.node) == shapes[at])
-                (self._fixed if is_fixed else self._varying).add((shape, at))
-            elif not is_same:
-                self._varying.add((shape, at))
-        return [pure[at] or (shape, at) not in self._varying for at in range(len(whole))]
-
-    def _obstacle(self, readings: Sequence[LossTerms], rows: int, is_graph_kept: bool) -> str:
-        """Return why this loss must be computed of whole batches; "" where parts are possible."""
-        if is_graph_kept:
-            return "gradients of gradients of what is trained"
-        for reading in readings:
-            if reading.obstacle:
-                return reading.obstacle
-            shape, is_part = shape_of(reading.terms), self._passes.handed.is_part
-            if rows < _FEWEST_ROWS:
-                continue  # one sample shows nothing
-            if is_part and self._obstacles.get((shape, False)) == "":
-                continue  # the whole batch has shown none; a part may equal another length by chance
-            key = shape, is_part
-            if key not in self._obstacles or self._obstacles[key]:
-                self._obstacles[key] = obstacle_below(reading, rows)
-            if self._obstacles[key]:
-                return self._obstacles[key]
-        return ""
 
     def _tell(self, say: Say, pairs: Sequence[tuple[float, float]], values: Sequence[float]) -> Header:
         if self._failed:
@@ -409,13 +367,6 @@ class Averaging:
             raise NotPrepared(self._cannot_measure(obstacle or "another rank says so"))
         givers = [rank for rank in here if says[rank].gives]
         return givers or [here[0] if here else world.rank]
-
-    def _share_of_samples(self, header: Header, givers: Sequence[int]) -> float:
-        """Return this rank's share of the batch's samples: the weight of values that a forward stores of them."""
-        rows = {rank: header.says[rank].rows for rank in givers}
-        if not all(rows.values()) or not any(header.says[rank].part for rank in givers):
-            rows = dict.fromkeys(givers, 1.0)
-        return rows.get(self._world.rank, 0.0) / sum(rows.values())
 
     def _share_noise(self, header: Header) -> None:
         """Give all ranks the same states of Python's and NumPy's generators, by which programs decide.
@@ -604,10 +555,6 @@ class Averaging:
         marks[[number for number, _ in self.models.alive()]] = 1
         found: list[int] = self._collective().tell(_CALL, marks).amin(0).nonzero().flatten().tolist()
         return found
-
-    def _check(self, numbers: Sequence[int]) -> float:
-        """Return a checksum of weights that a backward is about to reach, now and then; otherwise 0."""
-        return sum(sums_of([self._tensor(number) for number in numbers])) if self._is_check_due() else 0.0
 
     def _is_check_due(self) -> bool:
         """Return whether weights are checked: at steps 1, 2, 4, ... and every 64th."""

@@ -353,6 +353,13 @@ class Header:
     def any(self, name: str) -> bool:
         return any(getattr(say, name) for say in self.says)
 
+    def share_of_samples(self, rank: int, givers: Sequence[int]) -> float:
+        """Return the share of `rank` in the batch's samples: the weight of values that a forward stores of them."""
+        rows = {giver: self.says[giver].rows for giver in givers}
+        if not all(rows.values()) or not any(self.says[giver].part for giver in givers):
+            rows = dict.fromkeys(givers, 1.0)
+        return rows.get(rank, 0.0) / sum(rows.values())
+
 
 def exchange(
     collectives: Collectives, call: str, say: Say, terms: Sequence[tuple[float, float]], values: Sequence[float]
