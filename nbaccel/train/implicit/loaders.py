@@ -15,7 +15,10 @@ from nbaccel.train.oom.microbatch.slicing import Samples, sample_shapes
 
 __all__ = [
     "ask",
+    "batch_size_of",
+    "batches_of",
     "length_of",
+    "makes_of_indices",
     "nameless",
     "samples_of_batch",
     "samples_of_index",
@@ -144,7 +147,7 @@ def shares_out(iterator: Any) -> bool:
     top = iterator._index_sampler
     parts = [top, *(getattr(top, name, None) for name in ("sampler", "batch_sampler"))]
     parts += [getattr(parts[1], "sampler", None), getattr(parts[2], "sampler", None)]
-    if iterator._dataset_kind != _DatasetKind.Map:
+    if not makes_of_indices(iterator):
         parts.append(iterator._dataset)
     is_pipe = getattr(iterator, "_shared_seed", None) is not None  # which torch has divided among ranks
     return is_pipe or any(getattr(part, name, None) not in (None, 1) for part in parts for name in _SHARES)
@@ -159,6 +162,22 @@ def nameless(kind: type) -> str:
     """
     article = "an" if kind.__name__[0] in "AEIOUaeiou" else "a"
     return f"a DataLoader over {article} {kind.__name__}"
+
+
+def makes_of_indices(iterator: Any) -> bool:
+    """Return whether batches are made of the indices of samples, and not taken from an iterable data set."""
+    return bool(iterator._dataset_kind == _DatasetKind.Map)
+
+
+def batch_size_of(iterator: Any, loader: Any) -> int | None:
+    """Return the samples of a batch; None where that is unknown.  loader: None in the middle of a pass."""
+    size = getattr(loader, "batch_size", None) or getattr(iterator._index_sampler, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def batches_of(iterator: Any, loader: Any) -> int | None:
+    """Return how many batches a pass has; None where that is unknown.  loader: None in the middle of the pass."""
+    return length_of(iterator._index_sampler if makes_of_indices(iterator) or loader is None else loader)
 
 
 def length_of(sized: Any) -> int | None:

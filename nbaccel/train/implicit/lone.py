@@ -9,8 +9,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,14 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data.dataloader import _DatasetKind
 
-from nbaccel.events import Gauge, LoopEntered, Loss, emit
-from nbaccel.train.distributed.callers import place_of_call
-from nbaccel.train.implicit.batch_parts import PassGauge
+from nbaccel.events import LoopEntered, Loss, emit
 from nbaccel.train.implicit.graph import forget_scaled, is_scaled, leave_scalers, watch_scalers
 from nbaccel.train.implicit.hooks import Hooks
-from nbaccel.train.implicit.loaders import ask, length_of
+from nbaccel.train.implicit.loader_pass import LoaderPass, PassGauges, key_of
+from nbaccel.train.implicit.loaders import ask, batch_size_of, batches_of
 from nbaccel.train.implicit.withholding import StepCounter
 from nbaccel.train.step.implicit_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
 
@@ -45,21 +41,6 @@ _LEFT_WHOLE = (
 )
 
 
-class _Pass:
-    """One iteration over a loader.  key: passes with an equal key do the same."""
-
-    def __init__(self, task: object, key: Any, batch_size: int | None, gauge: PassGauge, may_train: bool) -> None:
-        self.task = task
-        self.key = key
-        self.batch_size = batch_size
-        self.gauge = gauge
-        self.may_train = may_train
-
-    def __reduce__(self) -> tuple[type[object], tuple[()]]:
-        """Return a plain object, since a pickled iterator needs no pass."""
-        return object, ()
-
-
 class LoneTraining:
     """Watches one rank's tasks, one after the other; a launcher calls it around each."""
 
@@ -76,9 +57,8 @@ class LoneTraining:
         self._task = object()
         self._thread = threading.get_ident()
         self._batches = self._backwards = 0
-        self._epochs: Counter[Any] = Counter()  # passes that have trained, by key
-        self._gauges: dict[Any, PassGauge] = {}  # of the last pass, by key
-        self._now: _Pass | None = None  # the pass that the last batch came from
+        self._gauges = PassGauges(lambda: self._steps.done)
+        self._now: LoaderPass | None = None  # the pass that the last batch came from
         self._drawn: Any = None  # the iterator whose batch is being made
 
     # -- the task
@@ -123,7 +103,7 @@ class LoneTraining:
     def _begin_anew(self) -> None:
         """Begin another attempt of the program."""
         if self._is_armed:
-            self._close_gauges()
+            self._gauges.end()
             self._begin()
             self._steps.begin_anew()
 
@@ -137,13 +117,8 @@ class LoneTraining:
         leave_scalers()
         self._now = None
         count_steps_by(None)
-        self._close_gauges()
+        self._gauges.end()
         forget(self._leave)
-
-    def _close_gauges(self) -> None:
-        for gauge in self._gauges.values():
-            if not gauge.is_over:
-                emit(gauge.close())
 
     # -- backwards and steps
 
@@ -185,9 +160,8 @@ class LoneTraining:
     def _note_backward(self, loss: Tensor | None) -> None:
         self._backwards += 1
         this = self._now
-        if this is not None and this.may_train and not this.gauge.has_trained:
-            this.gauge.has_trained = True
-            self._epochs[this.key] += 1
+        if this is not None and this.gauge.may_train and not this.gauge.has_trained:
+            self._gauges.note_trained(this)
         if loss is not None:
             emit(Loss(loss, self._steps.count))
         forget_scaled()
@@ -209,30 +183,18 @@ class LoneTraining:
     def before(self) -> None:
         """Do nothing: torch alone draws here."""
 
-    def begin_pass(self, iterator: Any, loader: Any = None) -> _Pass:
-        sampler, kind = iterator._index_sampler, type(iterator._dataset)
-        is_map = iterator._dataset_kind == _DatasetKind.Map
-        size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-        may_train = torch.is_grad_enabled()
-        key = (kind, size, length_of(iterator._dataset), place_of_call(), may_train)
-        batches = length_of(sampler if is_map or loader is None else loader)
-        gauge = PassGauge(lambda: self._steps.done, batches, self._epochs[key], may_train)
-        alive = weakref.ref(iterator)
-        gauge.is_left = lambda: alive() is None
-        this = _Pass(self._task, key, size if isinstance(size, int) else None, gauge, may_train)
-        iterator.__dict__[_PASS] = this
-        before = self._gauges.get(key)
-        if before is not None and not before.is_over:
-            emit(before.close())
-        self._gauges[key] = gauge
-        emit(Gauge(gauge.read))
+    def begin_pass(self, iterator: Any, loader: Any = None) -> LoaderPass:
+        size, may_train = batch_size_of(iterator, loader), torch.is_grad_enabled()
+        key = key_of(iterator, size, may_train)
+        gauge = self._gauges.begin(key, iterator, batches_of(iterator, loader), may_train)
+        this = iterator.__dict__[_PASS] = LoaderPass(self._task, key, size, gauge)
         return this
 
     def draw(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
         return real(iterator)
 
     def hand_out(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
-        this: _Pass | None = iterator.__dict__.get(_PASS)
+        this: LoaderPass | None = iterator.__dict__.get(_PASS)
         if this is None or this.task is not self._task:
             this = self.begin_pass(iterator)
         if self._now is not this:
@@ -242,8 +204,7 @@ class LoneTraining:
         try:
             batch = real(iterator)
         except StopIteration:
-            if not this.gauge.is_over:
-                emit(this.gauge.close())
+            this.gauge.end()
             raise
         finally:
             self._drawn = None

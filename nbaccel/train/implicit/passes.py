@@ -15,20 +15,31 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data.dataloader import _DatasetKind
 
 from nbaccel.errors import CannotSplit, NotPrepared
-from nbaccel.events import Gauge, LoopEntered, emit
+from nbaccel.events import LoopEntered, emit
 from nbaccel.settings import EACH, SPLIT
-from nbaccel.train.distributed.callers import place_of_call, users_name
-from nbaccel.train.implicit.batch_parts import ALONE, UNKNOWN, Handed, Label, Layout, PassGauge, Split, Turn, is_own
+from nbaccel.train.distributed.callers import users_name
+from nbaccel.train.implicit.batch_parts import ALONE, UNKNOWN, Handed, Label, Layout, Split, Turn, is_own
+from nbaccel.train.implicit.cutting import Cutter
+from nbaccel.train.implicit.loader_pass import (
+    REMEMBERED,
+    PassGauges,
+    SharedPass,
+    Taken,
+    has_parts,
+    key_of,
+    still_needed,
+)
 from nbaccel.train.implicit.loaders import (
     ask,
+    batch_size_of,
+    batches_of,
     length_of,
+    makes_of_indices,
     nameless,
     samples_of_batch,
     samples_of_index,
@@ -40,9 +51,6 @@ from nbaccel.train.implicit.rank_streams import Streams, mixed
 __all__ = ["Passes"]
 
 _PASS = "_nbaccel_pass"
-_REMEMBERED = 64
-"""Limit of the batches of one pass without a backward that are kept; an evaluation takes thousands."""
-
 _SEES_ALL = "its collate_fn makes whole batches in every rank, since it may pad or mix samples"
 _SEES_PART = "its collate_fn is given a part of each batch; what it pads, if it does, is as long as that part wants it"
 
@@ -52,72 +60,9 @@ _LOOKS = 8
 _EXACT = 2**52 - 1
 """Integers up to this one are exact in a float, in which ranks send them."""
 
-_UNEVEN = 2
-"""Number of batches of each loop that are cut unevenly where they could be cut evenly: a divisor of the loss that
-depends on the samples then differs between the ranks. Later ones are even: a program may take batches of two
-loaders together, and their parts must be equally long where one of them begins again. No part of one sample results
-from it, which batch norm could not use, and where a batch comes in several parts none that is longer than the later
-ones, for which memory may not suffice."""
-
 _LOOKED_AT = (
     "a batch of it was taken and not trained on; since whole ones do not fit, it was a part, another one in each rank"
 )
-
-
-@dataclass(slots=True, eq=False)
-class _Pass:
-    """One iteration over a loader, as far as it has come. It holds neither of them.
-
-    key: passes with an equal key do the same.  is_map: batches are made of indices.  is_collated: of several samples.
-    layout: of batches that a function of the program's own makes.  loop: what was reported of it, and when.
-    lead: batches that were taken before the first backward, once known.  ahead: of them, how many the program takes
-    before it needs them.  labels: of batches that were drawn, and are not handed out yet.  indices, rest: further parts
-    of the last batch, to be fetched or cut from it.  first: the batches with which to begin again.
-    record: the batches of its backwards.
-    """
-
-    task: object
-    key: tuple[Any, ...]
-    name: str
-    batch_size: int | None
-    iterator_of: weakref.ref[Any]
-    gauge: PassGauge
-    may_split: bool
-    is_map: bool
-    is_collated: bool
-    layout: Layout | None = None
-    loop: tuple[object, LoopEntered] | None = None
-    is_split: bool = False
-    began_split: bool = False
-    was_training: bool = True
-    has_trained: bool = False
-    is_over: bool = False
-    taken: int = 0
-    parts: int = 0
-    lead: int = 0
-    ahead: int | None = None
-    labels: deque[Label] = field(default_factory=deque)
-    indices: deque[tuple[Any, Label]] = field(default_factory=deque)
-    rest: deque[tuple[Any, Label]] = field(default_factory=deque)
-    first: list[Any] = field(default_factory=list)
-    record: list[Handed] = field(default_factory=list)
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """Return an empty placeholder, since a pickled iterator needs no pass."""
-        return _nothing, ()
-
-    @property
-    def loader(self) -> tuple[Any, ...]:
-        return self.key[:3]
-
-    @property
-    def cuts_indices(self) -> bool:
-        """True if a rank fetches only its samples; otherwise a batch is cut after it was made."""
-        return self.is_map and not (self.layout is not None and self.layout.is_known)
-
-
-_Taken = dict[_Pass, deque[Label]]
-"""Batches that were handed out, by pass, in the order of each pass's last one."""
 
 
 class Passes:
@@ -177,21 +122,20 @@ class Passes:
         self._mode = mode
         self._turns = math.ceil(parts / self._world_size) if mode == SPLIT else 1
         self._is_short = parts > 1 and mode == SPLIT  # of memory
-        self._in_turn: _Pass | None = None  # the pass of the current part, if others of its batch follow
+        self._in_turn: SharedPass | None = None  # the pass of the current part, if others of its batch follow
         self._looks = 0  # at whether the loop draws from NumPy or Python's random
         self._noise_before: int | None = None
         self._passed_over = ""  # a loader of which no part trained
         self._looked_at = ""  # a loader of which a part was taken, and no more
-        self._reported: _Pass | None = None  # the pass that the rank is in
+        self._reported: SharedPass | None = None  # the pass that the rank is in
         self._news = object()  # replaced as soon as what was reported may be out of date
         self._task = object()
         self._thread = threading.get_ident()
         self._trained: dict[tuple[Any, ...], tuple[int, int | None]] = {}  # by key: lead and ahead
         self._whole: set[tuple[Any, ...]] = set()  # keys of passes that are not to be split
         self._told: set[tuple[Any, ...]] = set()
-        self._gauges: dict[tuple[Any, ...], PassGauge] = {}  # of the last pass, by key
-        self._epochs: Counter[tuple[Any, ...]] = Counter()  # passes that have trained, by key
-        self._cuts: Counter[tuple[Any, ...]] = Counter()  # batches that were cut, by key
+        self._gauges = PassGauges(self._steps)
+        self._cutter = Cutter(self._rank, self._world_size, self._turns)
         self._handed_parts: Counter[tuple[Any, ...]] = Counter()  # parts that were handed out, by key
         self._of_use: set[tuple[Any, ...]] = set()  # keys of passes of which a part has trained
         self._layouts: dict[tuple[Any, ...], Layout] = {}  # by loader
@@ -205,8 +149,7 @@ class Passes:
     def step_back(self) -> None:
         """Leave batches as torch makes them from now on, since the program prepares by itself."""
         self._is_on = False
-        for gauge in self._gauges.values():
-            self._leave_gauge(gauge)
+        self._gauges.end()
         self._forget_handed()
         self._streams.end()
 
@@ -215,7 +158,7 @@ class Passes:
         self.step_back()
 
     def _forget_handed(self) -> None:
-        self._taken: _Taken = {}
+        self._taken: Taken = {}
         self._is_used = False  # a backward has come of what was taken
         self._is_pending = False  # a part is handed out, and its backward has not come
         self._replay: Iterator[Handed] | None = None
@@ -240,7 +183,7 @@ class Passes:
     @property
     def gives_own(self) -> bool:
         """True if ranks now have batches of their own."""
-        return self._mode == EACH and _has_parts(self._taken)
+        return self._mode == EACH and has_parts(self._taken)
 
     def note_backward(self, keep_whole: str = "") -> None:
         """Note a backward of the batches in `handed`.
@@ -266,17 +209,17 @@ class Passes:
                     self._of_use.add(this.key)
                 this.record.append(this.record[-1] if this.record[-1:] == [handed] else handed)
             # Otherwise it is an evaluation that was left early, or a single batch that was inspected.
-        self._is_used, self._is_pending = True, _has_parts(_still_needed(self._taken))
+        self._is_used, self._is_pending = True, has_parts(still_needed(self._taken))
         if self._replay is not None:
             self.batches += 1
             self._handed = next(self._replay)
 
-    def _note_trained(self, this: _Pass, keep_whole: str) -> None:
+    def _note_trained(self, this: SharedPass, keep_whole: str) -> None:
         if keep_whole and this.key not in self._whole:
             self._keep_whole(this, keep_whole)
         if not this.has_trained:
-            this.has_trained = this.gauge.has_trained = True
-            self._epochs[this.key] += 1
+            this.has_trained = True
+            self._gauges.note_trained(this)
             this.lead = min(this.taken, this.lead or this.taken)
             this.is_split = this.key not in self._whole
         elif this.ahead is None and this.taken > this.lead:
@@ -287,13 +230,13 @@ class Passes:
         """Report again, with the next batch, what can be cut."""
         self._reported, self._news = None, object()
 
-    def _keep_whole(self, this: _Pass, why: str) -> None:
+    def _keep_whole(self, this: SharedPass, why: str) -> None:
         self._whole.add(this.key)
         self.report_anew()
         this.is_split = False
         self._tell(this, False, why)
 
-    def _tell(self, this: _Pass, is_split: bool, why: str = "") -> None:
+    def _tell(self, this: SharedPass, is_split: bool, why: str = "") -> None:
         remark = ""
         if is_split and this.layout is not None:
             remark = _SEES_PART if this.cuts_indices else _SEES_ALL
@@ -302,7 +245,7 @@ class Passes:
             self._told.add(said)
             iterator = this.iterator_of()
             batches = None
-            if iterator is not None and iterator._dataset_kind == _DatasetKind.Map:
+            if iterator is not None and makes_of_indices(iterator):
                 batches = length_of(iterator._index_sampler)
             self._on_split(Split(this.name, batches, this.batch_size, is_split, why, remark))
 
@@ -330,27 +273,27 @@ class Passes:
         """Prepare for a draw that all ranks make alike."""
         self._streams.common()
 
-    def begin_pass(self, iterator: Any, loader: Any = None) -> _Pass:
+    def begin_pass(self, iterator: Any, loader: Any = None) -> SharedPass:
         """Begin a pass; its properties follow from earlier ones.  loader: None in the middle of the pass."""
-        sampler, old = iterator._index_sampler, iterator.__dict__.get(_PASS)
-        is_map = iterator._dataset_kind == _DatasetKind.Map
+        old = iterator.__dict__.get(_PASS)
         if old is not None:
             old.is_over = True
-        size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-        size = size if isinstance(size, int) else None
-        kind = type(iterator._dataset)
+        size, is_map, kind = batch_size_of(iterator, loader), makes_of_indices(iterator), type(iterator._dataset)
         modes = torch.is_grad_enabled(), self._is_training()
-        key = (f"{kind.__module__}.{kind.__qualname__}", size, length_of(iterator._dataset), place_of_call(), *modes)
+        key = key_of(iterator, size, *modes)
         lead, ahead = self._trained.get(key, (0, None))
         is_shared_out = shares_out(iterator)
         self.is_shared_out = self.is_shared_out or is_shared_out
-        this = _Pass(
+        batches = batches_of(iterator, loader)
+        if batches is not None and self._mode == EACH:
+            batches = math.ceil(batches / self._world_size)
+        this = SharedPass(
             self._task,
             key,
-            (users_name(loader) if loader is not None else "") or nameless(kind),
             size,
+            gauge=self._gauges.begin(key, iterator, batches, modes[0]),
+            name=(users_name(loader) if loader is not None else "") or nameless(kind),
             iterator_of=lambda: None,  # type: ignore[arg-type]  # set below
-            gauge=PassGauge(self._steps, self._batches_of(iterator, loader), self._epochs[key], modes[0]),
             may_split=not is_shared_out and (loader is not None or not iterator._num_workers),
             is_map=is_map,
             is_collated=bool(iterator._auto_collation),
@@ -362,25 +305,11 @@ class Passes:
         is_known = lead > 0 or (self._is_short and all(modes))
         this.is_split = this.began_split = this.may_split and is_known and key not in self._whole
         this.iterator_of = weakref.ref(iterator, lambda _: self._left(this))
-        this.gauge.is_left = lambda: this.iterator_of() is None
         if this.is_split and this.cuts_indices and iterator._num_workers:
             iterator._base_seed = mixed(iterator._base_seed, self._rank)  # of the noise that workers draw
         iterator.__dict__[_PASS] = this
         self._settle()
-        self._leave_gauge(self._gauges.get(key))
-        self._gauges[key] = this.gauge
-        emit(Gauge(this.gauge.read))
         return this
-
-    def _leave_gauge(self, gauge: PassGauge | None) -> None:
-        """Report the pass of `gauge` as over or left."""
-        if gauge is not None and not gauge.is_over:
-            emit(gauge.close())
-
-    def _batches_of(self, iterator: Any, loader: Any) -> int | None:
-        is_map = iterator._dataset_kind == _DatasetKind.Map
-        batches = length_of(iterator._index_sampler if is_map or loader is None else loader)
-        return batches if batches is None or self._mode == SPLIT else math.ceil(batches / self._world_size)
 
     def draw(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
         """Return the index of the next batch, cut to this rank's part."""
@@ -402,7 +331,7 @@ class Passes:
             if is_split and this.cuts_indices and count >= self._world_size:
                 self.drawn = mixed(self.drawn, *whole_numbers(index)) & _EXACT
                 (index, label), *others = [
-                    (index[start:stop], label) for start, stop, label in self._parts(this, count)
+                    (index[start:stop], label) for start, stop, label in self._cutter.parts(this.key, count)
                 ]
                 this.indices.extend(others)
         this.labels.append(label)
@@ -458,32 +387,11 @@ class Passes:
 
     # -- parts of it
 
-    def _pass_of(self, iterator: Any) -> _Pass:
-        this: _Pass | None = iterator.__dict__.get(_PASS)
+    def _pass_of(self, iterator: Any) -> SharedPass:
+        this: SharedPass | None = iterator.__dict__.get(_PASS)
         return this if this is not None and this.task == self._task else self.begin_pass(iterator)
 
-    def _parts(self, this: _Pass, count: int) -> list[tuple[int, int, Label]]:
-        """Return this rank's parts of a batch of `count` samples, each with its begin and end."""
-        size = self._world_size
-        turns = max(1, min(self._turns, count // size))
-        self._cuts[this.key] += 1
-        is_early = self._cuts[this.key] <= _UNEVEN
-        is_uneven = is_early and turns == 1 and not count % size and count >= 3 * size
-        borders = [0, *(rank * count // size + is_uneven for rank in range(1, size)), count]
-        if is_early and turns > 1 and count >= 4 * size * turns:
-            edges = _uneven_turns(borders, turns)
-        else:
-            edges = [_evenly(begin, end, turns) for begin, end in itertools.pairwise(borders)]
-        mine = edges[self._rank]
-        turns = len(mine) - 1
-        parts = []
-        for at, (start, stop) in enumerate(itertools.pairwise(mine)):
-            sizes = [each[at + 1] - each[at] for each in edges]
-            turn = Turn(sum(sizes) / count, not at, at == turns - 1)
-            parts.append((start, stop, Label(True, stop - start, count, turn, frozenset(sizes))))
-        return parts
-
-    def _next_own(self, this: _Pass, take: Callable[[], Any], is_split: bool) -> tuple[Any, bool]:
+    def _next_own(self, this: SharedPass, take: Callable[[], Any], is_split: bool) -> tuple[Any, bool]:
         """Return this rank's one of the next batches, and True; before they train, the next one and False.
 
         Where the pass ends within them, the ranks that lack one begin again with its first ones.
@@ -496,7 +404,7 @@ class Passes:
         mine = self._rank if is_split else 0
         return (group[mine] if mine < len(group) else this.first[(mine - len(group)) % len(this.first)]), is_split
 
-    def _sliced(self, this: _Pass, batch: Any, known: int) -> tuple[Any, Label]:
+    def _sliced(self, this: SharedPass, batch: Any, known: int) -> tuple[Any, Label]:
         """Return this rank's part of a batch that is here as a whole."""
         if 0 < known < self._world_size:
             return batch, Label(False, known, known)
@@ -512,16 +420,18 @@ class Passes:
         count = samples.count
         if count < self._world_size:
             return batch, Label(False, count, count)
-        first, *others = [(samples.take(start, stop), label) for start, stop, label in self._parts(this, count)]
+        first, *others = [
+            (samples.take(start, stop), label) for start, stop, label in self._cutter.parts(this.key, count)
+        ]
         this.rest.extend(others)
         return first
 
-    def _note_taken(self, this: _Pass, label: Label) -> None:
+    def _note_taken(self, this: SharedPass, label: Label) -> None:
         if label.is_apart or torch.is_grad_enabled():
             this.was_training = this.has_trained or self._is_training()
             if self._is_used:
-                self._taken, self._is_used = _still_needed(self._taken), False
-            labels = self._taken.pop(this, deque(maxlen=_REMEMBERED))
+                self._taken, self._is_used = still_needed(self._taken), False
+            labels = self._taken.pop(this, deque(maxlen=REMEMBERED))
             labels.append(label)
             self._taken[this] = labels
             self._replay = self._handed = None
@@ -545,14 +455,14 @@ class Passes:
             self._tell(this, True, self._of_its_own(this))
         self._settle()
 
-    def _report(self, this: _Pass) -> None:
+    def _report(self, this: SharedPass) -> None:
         """Report what can be cut in the present loop, if memory runs out in it."""
         self._reported = this
         if this.loop is None or this.loop[0] is not self._news:
             this.loop = self._news, self._loop_of(this)
         emit(this.loop[1])
 
-    def _loop_of(self, this: _Pass) -> LoopEntered:
+    def _loop_of(self, this: SharedPass) -> LoopEntered:
         parts = self._world_size * self._turns if this.is_split else 1
         obstacle = ""
         if not (torch.is_grad_enabled() and self._is_training()):
@@ -566,7 +476,7 @@ class Passes:
         norms = () if obstacle else self._batch_norms()
         return LoopEntered(this.batch_size, parts, obstacle=obstacle, batch_norms=norms, sharing_ranks=self._world_size)
 
-    def _of_its_own(self, this: _Pass) -> str:
+    def _of_its_own(self, this: SharedPass) -> str:
         if self._mode == SPLIT:
             return ""
         return (
@@ -579,15 +489,15 @@ class Passes:
         if self._is_pending:
             self._streams.own()
 
-    def _end_pass(self, this: _Pass, iterator: Any) -> None:
+    def _end_pass(self, this: SharedPass, iterator: Any) -> None:
         was_over, this.is_over = this.is_over, True
-        self._leave_gauge(this.gauge)
+        this.gauge.end()
         self._note_passed_over(this)
         self.refuse_passed_over()
         this.labels.clear()
         this.indices.clear()
         if self._is_used:
-            self._taken, self._is_used, self._handed = _still_needed(self._taken), False, None
+            self._taken, self._is_used, self._handed = still_needed(self._taken), False, None
         if was_over or self._mode == EACH:
             self._settle()
             return
@@ -608,14 +518,14 @@ class Passes:
             self._replay = itertools.cycle(this.record)
             self._handed = next(self._replay)
 
-    def _is_cycled(self, this: _Pass, iterator: Any) -> bool:
+    def _is_cycled(self, this: SharedPass, iterator: Any) -> bool:
         """Return whether an ``itertools.cycle`` stores a pass's batches: it then repeats them without the loader."""
         if this.key not in self._are_cycled:
             holders = gc.get_referrers(iterator)
             self._are_cycled[this.key] = any(type(holder) is itertools.cycle for holder in holders)
         return self._are_cycled[this.key]
 
-    def _note_passed_over(self, this: _Pass) -> None:
+    def _note_passed_over(self, this: SharedPass) -> None:
         """Note whether two parts were handed out and none trained, although whole batches did: the loop skips parts."""
         has_trained = this.has_trained or this.key in self._trained
         if self._mode == SPLIT and has_trained and this.key not in self._of_use and self._handed_parts[this.key] > 1:
@@ -636,7 +546,7 @@ class Passes:
                 "start the cell with --batches each."
             ) from None
 
-    def _left(self, this: _Pass) -> None:
+    def _left(self, this: SharedPass) -> None:
         """Handle the end of a pass whose iterator was deleted."""
         if self._is_on and not this.is_over:
             self._note_passed_over(this)
@@ -648,33 +558,3 @@ class Passes:
         is_idle = self._is_on and not self._is_pending and self._drawn is None
         if is_idle and this.parts and threading.get_ident() == self._thread:
             self._streams.common()
-
-
-def _evenly(begin: int, end: int, parts: int) -> list[int]:
-    """Return the borders of `parts` parts of a range, as equal as possible."""
-    return [begin + (end - begin) * at // parts for at in range(parts + 1)]
-
-
-def _uneven_turns(borders: Sequence[int], turns: int) -> list[list[int]]:
-    """Return for each rank the borders of its parts: the first is longer in rank 0, none longer than an even one.
-
-    borders: of the ranks' samples.
-    """
-    ranks = list(itertools.pairwise(borders))
-    longest = max(math.ceil((end - begin) / turns) for begin, end in ranks)
-    firsts = [begin + longest - bool(rank) for rank, (begin, _) in enumerate(ranks)]
-    rest = max(math.ceil((end - first) / longest) for first, (_, end) in zip(firsts, ranks, strict=True))
-    return [[begin, *_evenly(first, end, rest)] for first, (begin, end) in zip(firsts, ranks, strict=True)]
-
-
-def _nothing() -> None:
-    return None
-
-
-def _still_needed(taken: _Taken) -> _Taken:
-    """Return those batches, of batches that had a backward, that the program has taken ahead of it."""
-    return {this: deque(list(labels)[-this.ahead :], _REMEMBERED) for this, labels in taken.items() if this.ahead}
-
-
-def _has_parts(taken: _Taken) -> bool:
-    return any(label.is_apart for labels in taken.values() for label in labels)
