@@ -58,6 +58,14 @@ MAY_BE_SHORT = {
 STARTS_WORKERS = ("start", "zygote", "inline", "elastic", "ranks")
 """Stems of the files that run the code of workers, or hand it to a process that does."""
 
+OF_THE_PROCESS = {
+    "launch/ipc/tensor_devices.py": "where a tensor's memory lies, asked by pickle, which passes nothing along",
+    "launch/worker/process_setup.py": "groups that must outlive whoever ended them, until the process ends",
+    "train/implicit/graph.py": "what patched methods of torch ask: torch is patched once in a process",
+    "train/step/implicit_hooks.py": "what prepares and what trains unprepared meet here, and neither knows the other",
+}
+"""Files whose state is the process's, for the reason given."""
+
 SHOWS_HELP = "notebook/shell_hooks.py"
 """The file that imports the Accelerator's class when somebody asks for its help."""
 
@@ -438,7 +446,8 @@ def state_of_modules(layout: Layout) -> Iterator[str]:
                     found |= set(node.names)
                 elif name := _changed(node):
                     found |= {name} & held
-        yield from (f"{source.name}: {name}" for name in sorted(found))
+        if source.name not in OF_THE_PROCESS:
+            yield from (f"{source.name}: {name}" for name in sorted(found))
 
 
 def docstrings_that_begin_like_a_question(layout: Layout) -> Iterator[str]:
