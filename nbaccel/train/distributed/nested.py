@@ -179,7 +179,7 @@ class _Part:
             return torch.cat([part, inputs[-1:]]) if self.repeats else part
         if _is_array(inputs):
             part = inputs[self.start : self.stop]
-            return sys.modules["numpy"].join_batches([part, inputs[-1:]]) if self.repeats else part
+            return sys.modules["numpy"].concatenate([part, inputs[-1:]]) if self.repeats else part
         if hasattr(inputs, "iloc"):  # pandas: by position, whatever the index
             return inputs.iloc[self._numbers(len(inputs))]
         if _is_table(inputs):
