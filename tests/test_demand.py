@@ -121,3 +121,4 @@ def test_noise_of_the_allocator_gives_nobody_up() -> None:
     assert not smaller.is_hopeless(512, larger, 1024)
     stuck = Demand(100, 920, 1000, parameters_bytes=50)
     assert stuck.is_hopeless(512, larger, 1024)
+    assert not stuck.is_hopeless(513, larger, 1024), "so near, noise would draw the line"

@@ -20,6 +20,11 @@ def test_ranks_read_what_the_kernel_chose(settings: RunSettings) -> None:
     assert RunSettings.from_env(settings.environ()) == settings
 
 
+def test_a_choice_of_no_or_nought_is_a_choice() -> None:
+    chosen = RunSettings(cpu=False, seed=0).over(RunSettings("fp16", cpu=True, seed=7))
+    assert (chosen.cpu, chosen.seed, chosen.mixed_precision) == (False, 0, "fp16")
+
+
 @pytest.mark.parametrize("wrong", [{"batches": "whole"}, {"mixed_precision": "fp8"}])
 def test_a_wrong_choice_is_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=f"must be one of .*, got '{next(iter(wrong.values()))}'"):

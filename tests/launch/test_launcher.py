@@ -221,6 +221,27 @@ def test_debug_launcher_runs_on_the_cpu() -> None:
     assert debug_launcher(lambda: os.environ["ACCELERATE_USE_CPU"]) == "true"
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_folder_in_which_ranks_meet_goes_with_them(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    met = launch(lambda: 1 / 0 if fails else os.environ.get("MASTER_PORT"), 2, start_method="fork", check=False)
+    assert (met.error is not None) == fails
+    assert not list(tmp_path.glob("nbaccel-run-*"))
+
+
+def test_what_a_rank_has_written_last_is_shown_when_it_is_gone(capfd: pytest.CaptureFixture[str]) -> None:
+    """The bytes lie in its pipe when nobody listens to the rank any more."""
+
+    def dies() -> None:
+        os.write(1, b"begins\n" + b"x" * 60_000 + b"\nlast words\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    launch(dies, 1, start_method="fork", check=False)
+    assert "last words" in capfd.readouterr().out
+
+
 def test_a_launch_on_the_cpu_does_not_ask_the_gpu_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr("nbaccel.hardware._ask_nvml", lambda *question: (tuple(asked.append(question) or ()), Driver()))
