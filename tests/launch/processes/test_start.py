@@ -97,9 +97,9 @@ def _computes(seconds: float) -> None:
 
 def _hears() -> bool:
     """Whether an interrupt comes in a loop that waits for nothing."""
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
-        _computes(10)  # in a function of its own: Python 3.13 does not count each jump of a loop as within a `try`
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        _computes(30)  # in a function of its own: Python 3.13 does not count each jump of a loop as within a `try`
     except KeyboardInterrupt:
         return True
     return False
