@@ -94,7 +94,7 @@ class Choices:
 class Lifecycle:
     """Binds one Accelerator's parts to the world of this process, and lets go of what they hold.
 
-    equipment: what it trains with, made here.
+    equipment: what it trains with, which its parts share.
     is_ready: this process may train; otherwise `make_ready` is called first.
     """
 
