@@ -51,7 +51,7 @@ class RunSettings:
 
     mixed_precision: "no", "fp16" or "bf16"; never "auto", which the kernel resolves before the launch.
     gradient_accumulation_steps: batches per optimizer step.
-    seed: shared seed of the data order; rank r's generators start at seed + r. None: they are not seeded.
+    seed: shared seed of the data order; rank r's generators start at seed + r, see `seeds_alike`. None: not seeded.
     cpu: stay on the CPU although the machine has devices.
     debug: check every collective, not only the first ones.
     independent: each rank trains its own model on purpose.
@@ -61,7 +61,7 @@ class RunSettings:
     checkpoint_every: interval at which the training saves itself, "10min" or "500steps".  checkpoint_dir: its folder.
     keep: number of those checkpoints that are kept.
     resume: the checkpoint to continue from: "" for the newest in `checkpoint_dir`, or a checkpoint or a folder of some.
-    seeds_alike: all ranks' generators start at `seed`, for a program that does not know ranks.
+    seeds_alike: all ranks' generators start at `seed` itself, for a program that does not know ranks.
     dynamo_backend and the four below: options for compiling prepared models, as in `TorchDynamoPlugin`.
 
     >>> both = RunSettings(mixed_precision="fp16").over(RunSettings(mixed_precision="no", seed=7))

@@ -32,6 +32,8 @@ __all__ = [
 ]
 
 _FRAME_S = 0.5
+"""The shortest time between two frames."""
+
 _SHARE_OF_CORE = 0.03
 _BYTES_PER_S = 30_000
 """Limits of a frame's cost, for the kernel and for a distant front end; the next frame waits accordingly."""

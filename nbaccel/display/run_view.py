@@ -37,7 +37,7 @@ _SHORT_S = 2.0
 _LONGEST_WHY = 160
 
 TICK_SLACK_S = 0.1
-"""Tolerance for ticks, some half a second apart: what is due at the next one must not wait for the one after."""
+"""Ticks come about half a second apart: what falls due within this time after a tick is done by it, not by the next."""
 
 
 class RunView(Listener):

@@ -136,7 +136,7 @@ class LaunchPlan:
             timeout_s=None if self.options.limit is None else self.options.limit.seconds,
             hang_timeout_s=self.options.hang_timeout,
             wants_results=wants_results,
-            oom=STOP if self.options.pdb is not None else self.options.oom or SHRINK,  # it was looked at
+            oom=STOP if self.options.pdb is not None else self.options.oom or SHRINK,  # no restart under a debugger
             stays=self.stays,
             own_devices=self.own_devices,
         )
@@ -319,7 +319,7 @@ def _bytes_on_device(values: Mapping[str, Any]) -> int:
 
 
 def _tensors(values: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the tensors in containers, modules and optimizers, found within 0.3 s; by true types, as in `weight`."""
+    """Yield the tensors in containers, modules and optimizers, found within 0.3 s. By true types, see `nbytes`."""
     torch = sys.modules["torch"]
     todo, seen = [dict(values)], {}
     until = time.monotonic() + _MOST_SECONDS

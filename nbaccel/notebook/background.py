@@ -36,7 +36,7 @@ class BackgroundRun(Pollable):
     """One run, from `start` to its end. Its methods are for the main thread.
 
     cell: the cell of the run.  began_at: by local time, "14:02:11".
-    was_interrupted: before it had begun.  times: number of requests to end it, by anyone.
+    was_interrupted: an interrupt came before its ranks had begun.  times: number of requests to end it, by anyone.
     """
 
     def __init__(self, run: CellRun) -> None:

@@ -34,7 +34,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
     Raises:
         RanksFailed: a rank failed; carries the traceback of the first one. The others are killed.
-            TimeoutError: not every rank was done after `timeout_s`; names those that were not.
+        TimeoutError: not every rank was done after `timeout_s`; names those that were not.
 
     >>> def total():
     ...     from nbaccel.train import PartialState

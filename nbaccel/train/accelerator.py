@@ -484,9 +484,9 @@ class Accelerator(ProcessControl):
 
         Raises:
             torch.OutOfMemoryError: the smallest micro-batch does not fit. On all ranks, if on one: where there are
-            several, in the call that ends the accumulation window; until then that rank's calls return NaN.
+                several, in the call that ends the accumulation window; until then that rank's calls return NaN.
             PeerFailed: `loss_fn` raised on another rank in this step. There: its own error, in that call.
-                CannotSplit: the batch, or the model (SyncBatchNorm, FSDP), cannot be split.
+            CannotSplit: the batch, or the model (SyncBatchNorm, FSDP), cannot be split.
 
         In none of these cases has a weight changed, and the next step works, begun on all ranks with the same batch.
 
@@ -541,7 +541,7 @@ class Accelerator(ProcessControl):
         evaluation_mode: for inference only: gradients will not synchronise, and no rank waits for another.
 
         Raises:
-                ValueError: the model is spread over several devices, and there are several processes.
+            ValueError: the model is spread over several devices, and there are several processes.
         """
         self._lifecycle.join()
         move = self.device_placement if device_placement is None else device_placement
@@ -658,7 +658,7 @@ class Accelerator(ProcessControl):
         is `total_scheduler_steps`.
 
         Raises:
-                TypeError: `loader` has no length.
+            TypeError: `loader` has no length.
 
         >>> from nbaccel import Accelerator
         >>> accelerator = Accelerator(gradient_accumulation_steps=4)
@@ -955,7 +955,7 @@ class Accelerator(ProcessControl):
         A process that was forked or unpickled from this one opens them again at its first `log`.
 
         Raises:
-                ModuleNotFoundError: a tracker's package is not installed; the message is the command that installs it.
+            ModuleNotFoundError: a tracker's package is not installed; the message is the command that installs it.
             ValueError: a tracker writes files, and there is no ``project_dir``.
 
         >>> from nbaccel import Accelerator

@@ -56,7 +56,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Return batches of one structure as one batch, their tensors joined along `dim`. A single one is returned itself.
 
     Raises:
-            TypeError: a batch contains something that is no tensor.
+        TypeError: a batch contains something that is no tensor.
 
     >>> concatenate([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}])["x"].shape
     torch.Size([3, 2])
@@ -131,7 +131,7 @@ def find_batch_size(data: Any) -> int:
     """Return how many samples a batch holds: the first dimension of the first tensor in it.
 
     Raises:
-            ValueError: no tensor in it has a dimension.
+        ValueError: no tensor in it has a dimension.
 
     >>> find_batch_size({"ids": ["a", "b"], "x": torch.ones(2, 3)})
     2

@@ -31,8 +31,8 @@ def compare_versions(library_or_version: str, operation: str, requirement_versio
     library_or_version: a package, or a version itself.  operation: one of ``<``, ``<=``, ``==``, ``!=``, ``>=``, ``>``.
 
     Raises:
-            ValueError: an unknown relation.
-            importlib.metadata.PackageNotFoundError: no such package is installed.
+        ValueError: an unknown relation.
+        importlib.metadata.PackageNotFoundError: no such package is installed.
 
     >>> compare_versions("torch", ">=", "2.0"), compare_versions("1.10.0", "<", "1.9")
     (True, False)

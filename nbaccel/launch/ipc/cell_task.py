@@ -135,7 +135,7 @@ class CellTask(Task):
     extra: names that the cell reads only dynamically and that are to be sent too (`--in`).
     home: of persistent ranks.  speaker: the rank whose names go back.
     debugged: see `Task`.
-    is_copy: `namespace` is the notebook's, or a fork's copy of it, and was not made of names that were sent.
+    is_copy: `namespace` is the notebook's own or a fork's copy of it. False: it was made of names that were sent.
     leaves_all: everything that the same cell would leave in the notebook goes back.
     random: the notebook's random states, if the cell continues with them, see `draw_as_here`.
     """

@@ -1,4 +1,4 @@
-"""Weight: estimates the bytes that would be sent with a value, without pickling it. Runs in the kernel and in ranks.
+"""Estimate the bytes that would be sent with a value, without pickling it. Runs in the kernel and in ranks.
 
 It is an estimate for decisions and warnings, not exact: storages count whole and once, as they are sent; long
 containers are sampled; code counts nothing.

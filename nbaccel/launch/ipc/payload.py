@@ -71,7 +71,7 @@ def pack(
 ) -> Payload:
     """Pack all of `values` into one payload.
 
-    anchors: name by ``id(object)``, for classes and functions that the other side has already; only the name is sent.
+    by_reference: name by ``id(object)``, for classes and functions that the other side has; only the name is sent.
     namespace: the globals of notebook functions; in the receiver they become the namespace given to `unpack`.
     as_written: send objects as the user wrote them: of prepared objects, also inside of others, the wrapped ones.
 

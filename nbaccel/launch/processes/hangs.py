@@ -31,7 +31,10 @@ _ALONE_S = 10.0  # time that ranks wait for one that has finished, without compu
 _IDLE = 0.1  # fraction of a processor
 _ANSWER_S = 0.6  # a rank needs a millisecond; a machine that swaps may need this
 _PLACE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_WAITS = (f"{os.sep}nbaccel{os.sep}train{os.sep}talk{os.sep}", f"{os.sep}torch{os.sep}distributed{os.sep}")
+_WAITS = (
+    os.path.join(os.sep, "nbaccel", "train", "distributed", ""),  # not imported: launch does not know train
+    os.path.join(os.sep, "torch", "distributed", ""),
+)
 _COLLECTIVES = (
     _WAITS[0],
     *(os.path.join("torch", *path) for path in (("distributed", "distributed_c10d.py"), ("distributed", "utils.py"))),
@@ -72,7 +75,7 @@ class _Stack:
 
     @property
     def is_in_collective(self) -> bool:
-        """Return whether a collective alone holds the rank up: as `waits`, from the innermost place alone."""
+        """Return whether the innermost function is a collective: nothing else holds the rank up. See `waits`."""
         file, _, function = self.places[0] if self.places else ("", 0, "")
         return any(part in file for part in _COLLECTIVES) or function in _WAITS_IN
 

@@ -37,7 +37,7 @@ def read_foreign(folder: Path, trust: bool) -> Content:
     """Return the content of a folder that Accelerate wrote.
 
     Raises:
-            UntrustedPickle: a file contains more than data, and `trust` was not given.
+        UntrustedPickle: a file contains more than data, and `trust` was not given.
         CheckpointCorrupt: a file cannot be read.
     """
 

@@ -57,7 +57,7 @@ def replacing(target: Path, needed_bytes: int) -> Iterator[Path]:
 
     needed_bytes: about how much the block is going to write.
     Raises:
-            CannotSave: no space, or no right to write here; raised before the first byte where that can be known.
+        CannotSave: no space, or no right to write here; raised before the first byte where that can be known.
     """
     unfinished = _own_name(target, "tmp")
     with sayable(target, needed_bytes):
@@ -108,7 +108,7 @@ def sayable(target: Path, needed_bytes: int = 0) -> Iterator[None]:
     """Turn errors of full disks and forbidden folders into one error that a person can act on.
 
     Raises:
-            CannotSave: names `target`, and the bytes.
+        CannotSave: names `target`, and the bytes.
     """
     try:
         yield

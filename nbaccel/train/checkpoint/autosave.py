@@ -217,7 +217,7 @@ class Deadline(Saver):
     seconds: from now.  saver: saves the training, also when the run is stopped; the base does nothing.
 
     Raises:
-            ValueError: several processes, and no launcher that could stop them.
+        ValueError: several processes, and no launcher that could stop them.
     """
 
     def __init__(self, seconds: float, world: World, saver: Saver) -> None:

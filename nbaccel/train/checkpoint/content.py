@@ -222,7 +222,7 @@ def read_part(folder: Path, name: str, manifest: Manifest, trust: bool) -> Any:
 
     Raises:
         CheckpointCorrupt: a file of the part is missing or cannot be read.
-            UntrustedPickle: the part is a pickle that could run code, without `trust`.
+        UntrustedPickle: the part is a pickle that could run code, without `trust`.
     """
     if f"{name}.json" not in manifest.files:
         return load_pickle(folder / f"{name}.pkl", trust)

@@ -1,10 +1,12 @@
 """File that makes a folder a checkpoint, the records that detect damage, and the run's name. Runs in ranks.
 
 The `Manifest` is written last, by rank 0, and read by all. It lists every file with its size and CRC32, and the
-position of the training, in plain JSON. A folder without a complete manifest was never finished. The random states of
-ranks are not listed: a rank adds its own at any time, and they are sealed themselves. A *sealed* JSON file contains the
-CRC32 of its own content. CRC32 (6.8 GiB/s here, SHA-256 1.9) detects damage, not malice: against malice, pickles are
-never loaded. `Lineage` records which run has written a checkpoint, and which runs it continues.
+position of the training, in plain JSON. A folder without a complete manifest was never finished. `Manifest.seal` makes
+a checkpoint durable: it flushes every file, then the manifest, then the folder to the disk; after that `atomic_folder`
+gives the folder its name. The random states of ranks are not in the list, since a rank may add its own later; their
+files are sealed. A *sealed* JSON file contains the CRC32 of its own content. CRC32 (6.8 GiB/s here, SHA-256 1.9)
+detects damage, not malice: against malice, pickles are never loaded. `Lineage` records which run has written a
+checkpoint, and which runs it continues.
 """
 
 from __future__ import annotations
@@ -172,7 +174,7 @@ class Manifest:
         """Compare every listed file with its record, the smallest first.
 
         Raises:
-                CheckpointCorrupt: names the first file that differs.
+            CheckpointCorrupt: names the first file that differs.
         """
         for name, record in sorted(self.files.items(), key=lambda item: item[1].size):
             record.verify(folder / name)
@@ -252,7 +254,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-            CheckpointCorrupt: the file is damaged.
+        CheckpointCorrupt: the file is damaged.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -123,7 +123,7 @@ def pack(state: Any, to_host: ToHost = on_host) -> Packed:
     occurs twice is stored once, so tied weights cost nothing.
 
     Raises:
-            CannotPack: `state` holds an object of another kind.
+        CannotPack: `state` holds an object of another kind.
 
     >>> packed = pack({"weight": torch.ones(2), "steps": (1, 2)})
     >>> packed.structure

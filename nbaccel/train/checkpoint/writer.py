@@ -34,7 +34,7 @@ __all__ = [
 class Save:
     """The content and the place of one checkpoint.
 
-    target: its folder.  parts: made one after the other while they are written, where they are not staged.
+    target: its folder.  parts: copied to the host before (staged), or made one by one while they are written.
     nbytes: of all tensors.  generators: random states of this rank, whose number is `rank`.
     manifest: the position of the training; the names of the parts are added to it.
     earlier: the checkpoint before, which may hold the frozen weights already.
@@ -54,7 +54,7 @@ class Save:
 
         into_folder: adds files of its own to the unfinished folder.
         Raises:
-                CannotSave: no space, or no right to write there. The older checkpoint does not change.
+            CannotSave: no space, or no right to write there. The older checkpoint does not change.
         """
         began = time.monotonic()
         names: list[str] = []
@@ -119,7 +119,7 @@ class Writer:
         """Wait until nothing is being written.
 
         Raises:
-                The error of the work, once.
+            The error of the work, once.
         """
         if self._thread is not None:
             self._thread.join()

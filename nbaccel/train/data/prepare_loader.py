@@ -344,7 +344,7 @@ class DataLoaderConfiguration:
         """Return `configuration`, or one made of the two choices that an Accelerator also takes by themselves.
 
         Raises:
-                ValueError: both were given.
+            ValueError: both were given.
         """
         if configuration is None:
             return cls(split_batches=split_batches, even_batches=even_batches)

@@ -112,7 +112,10 @@ class Shard(Iterable[Any]):
         return look_ahead(self)  # a rank that gets nothing in the last round must know in the one before
 
     def rounds(self) -> Iterator[tuple[list[Any], list[Any], bool]]:
-        """Yield each round's batches, those that fill up, and whether it is the last round, which may be incomplete."""
+        """Yield for each round its batches, the batches that complete it, and whether it is the last one.
+
+        A round is one batch for every rank. The last one may lack some.
+        """
         self.remainder = -1
         batches = self._begin()
         # The fill is the epoch's first round, also when the epoch is resumed after it.

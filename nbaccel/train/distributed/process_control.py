@@ -149,7 +149,7 @@ class ProcessControl(ABC):
         """Return a block that rank 0 runs first, and the others afterwards; for caches and downloads. Collective.
 
         Raises:
-                PeerFailed: on the other ranks, which do not enter the block, if it failed on rank 0.
+            PeerFailed: on the other ranks, which do not enter the block, if it failed on rank 0.
 
         >>> from nbaccel import PartialState
         >>> with PartialState().main_process_first():

@@ -70,7 +70,7 @@ def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.
     rng_types: "torch" (the CPU's), "cuda" (this rank's device's), "generator" (the one that is given).
 
     Raises:
-            ValueError: an unknown name, or "generator" without a generator.
+        ValueError: an unknown name, or "generator" without a generator.
     """
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)

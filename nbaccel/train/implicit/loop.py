@@ -57,7 +57,7 @@ class ImplicitTraining:
     world: this rank's.  settings: `batches`, "split" or "each", and `split`, the parts of a batch, are used.
 
     Raises:
-            NotPrepared: from within a backward, in all ranks: they do not train one model any more.
+        NotPrepared: from within a backward, in all ranks: they do not train one model any more.
     """
 
     def __init__(self, world: World, settings: RunSettings) -> None:

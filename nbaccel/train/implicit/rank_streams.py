@@ -1,7 +1,8 @@
 """Random numbers of one rank, some common to all ranks and some its own, and its own device. Runs in ranks.
 
-torch's generator has two streams. The common one gives the order of samples, as in one process. While a part is used,
-the rank's own is active: dropout differs between ranks, and however much they draw, the order stays the same in all.
+torch's generator has two streams. The common one gives the order of samples, as in one process. While the program
+works on this rank's part of a batch, the rank's own stream is active: dropout differs between ranks, and the order of
+samples stays the same in all, however much they draw.
 `use_own_device` is for programs that name "cuda" without a number.
 """
 
@@ -45,8 +46,8 @@ class Streams:
     def begin(self, order_seed: int | None = None) -> None:
         """Begin a task: the active stream is the common one.
 
-        order_seed: for ranks that are seeded differently, the seed of the order of samples; the active stream is the
-        rank's own then.
+        order_seed: given where ranks are seeded differently: the seed of the order of samples. Then the rank's own
+        stream is the active one.
         """
         self.common()
         self._seed = self._base = self._count = 0

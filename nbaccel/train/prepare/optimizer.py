@@ -370,10 +370,10 @@ class RawSteps:
         """Prepare a raw step that `optimizer` is about to take.
 
         Raises:
-                CannotCut: batches come in parts, and each part would weigh like a whole batch.
-                RuntimeError: fp16, and the loss was not scaled.
-                NotPrepared: every rank would train a model of its own.
-                RunStopped: the run ends before this step.
+            CannotCut: batches come in parts, and each part would weigh like a whole batch.
+            RuntimeError: fp16, and the loss was not scaled.
+            NotPrepared: every rank would train a model of its own.
+            RunStopped: the run ends before this step.
         """
         window = self._accumulation.window
         if window.comes_in_parts:

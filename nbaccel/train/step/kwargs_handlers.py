@@ -195,7 +195,7 @@ class Handlers:
         """Return the handlers of ``kwargs_handlers=[...]``, in any order.
 
         Raises:
-                TypeError: an object is no handler of ours.
+            TypeError: an object is no handler of ours.
             ValueError: two handlers of one class.
         """
         places: dict[Any, str] = {known.default_factory: known.name for known in fields(cls)}
@@ -275,7 +275,7 @@ def refuse_plugins_of_the_environment() -> None:
     """Check what `accelerate launch` has chosen for this program, which would otherwise silently train by DDP.
 
     Raises:
-            NotImplementedError: a plugin that has no counterpart here, or a device.
+        NotImplementedError: a plugin that has no counterpart here, or a device.
     """
     for variable, name in _BY_VARIABLE.items():
         if parse_flag_from_env(variable):

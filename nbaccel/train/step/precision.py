@@ -394,7 +394,7 @@ def make_precision(name: str, device: torch.device, handlers: Handlers | None = 
     """Return the precision called `name`.
 
     Raises:
-            ValueError: there is no such precision; the message names the choices.
+        ValueError: there is no such precision; the message names the choices.
     """
     if name not in _KINDS:
         raise ValueError(wrong_precision(name))

@@ -24,7 +24,7 @@ def choose_strategy(
     """Return the strategy called `name`; without a name, the simplest that makes the ranks of `world` one training.
 
     Raises:
-            ValueError: there is no such strategy; the message names the choices.
+        ValueError: there is no such strategy; the message names the choices.
     """
     chosen = name or ("replicated" if world.is_distributed else "single")
     if chosen not in _REGISTRY:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import importlib.util
+import inspect
 import os
 import re
 import signal
@@ -27,6 +28,7 @@ from nbaccel.launch.ipc.user_code import ASK
 from nbaccel.launch.processes import hangs
 from nbaccel.launch.processes.handle import WorkerHandle
 from nbaccel.launch.processes.hangs import HangWatch
+from nbaccel.train.distributed import transport
 
 
 def turns_for_ever_on_rank_1() -> None:
@@ -304,6 +306,15 @@ def test_a_rank_that_works_longer_than_the_others_comes_to_its_end(
 ) -> None:
     monkeypatch.setattr(hangs, "_ALONE_S", 1.0)
     assert launch(works_longer_than_the_other, 2, (in_what_way,), cpu=True).values == ["worked to its end"] * 2
+
+
+def test_a_collective_of_ours_is_known_by_the_file_in_which_its_rank_waits() -> None:
+    waiting = hangs._Stack([(transport.__file__, 143, "_wait_on_host"), ("/tmp/train.py", 9, "<module>")])
+    assert waiting.waits
+    assert waiting.is_in_collective
+    training = hangs._Stack([(inspect.getfile(Accelerator), 1, "backward"), ("/tmp/train.py", 9, "<module>")])
+    assert not training.waits
+    assert not training.is_in_collective
 
 
 @dataclass

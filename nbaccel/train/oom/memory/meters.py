@@ -286,7 +286,7 @@ class MemLimit(TorchDispatchMode):
         """Count what was made before the block: tensors, modules with their gradients, optimizers, containers.
 
         Raises:
-                torch.OutOfMemoryError: the objects do not fit.
+            torch.OutOfMemoryError: the objects do not fit.
         """
         self._admit(_tensors(objects))
 

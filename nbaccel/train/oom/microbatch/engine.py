@@ -376,8 +376,8 @@ def judge(said: StepReport, world: World, step: int, least: int) -> None:
 
     least: samples of the smallest micro-batch.
     Raises:
-            PeerFailed: a rank's program raised, or it could not read its batch.
-            torch.OutOfMemoryError: the smallest micro-batch does not fit on a rank; the same message on all ranks.
+        PeerFailed: a rank's program raised, or it could not read its batch.
+        torch.OutOfMemoryError: the smallest micro-batch does not fit on a rank; the same message on all ranks.
     """
     if said.failed:
         raise PeerFailed(

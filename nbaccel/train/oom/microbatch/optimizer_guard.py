@@ -33,7 +33,7 @@ def guarded_step(optimizer: Optimizer, take: Callable[[], _T], place: str, step:
     place: which rank this is, for messages.  step: the number of the step.
 
     Raises:
-            torch.OutOfMemoryError: the step did not fit the second time either. Nothing was updated.
+        torch.OutOfMemoryError: the step did not fit the second time either. Nothing was updated.
         StepCorrupted: some parameters, or their state, were updated and others not.
     """
     before = _Versions.of(optimizer)
@@ -89,7 +89,7 @@ class _Versions(NamedTuple):
         """Drop new entries of the optimizer's state.
 
         Raises:
-                StepCorrupted: a parameter, or a state that existed before, has changed.
+            StepCorrupted: a parameter, or a state that existed before, has changed.
         """
         changed = sum(self._has_changed(optimizer, *known) for known in self.parameters)
         if changed:

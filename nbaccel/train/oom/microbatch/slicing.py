@@ -257,7 +257,7 @@ class BatchCut:
         """Return the parts of `batch`, as equal as possible, in its order.
 
         Raises:
-                CannotCut: it is not clear which values belong to which sample.
+            CannotCut: it is not clear which values belong to which sample.
 
         >>> [part.batch for part in BatchCut(2, batch_size=4).of(["a", "b", "c"])]
         [['a', 'b'], ['c']]

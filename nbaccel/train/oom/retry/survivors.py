@@ -241,7 +241,7 @@ def _agreed_optimizers(module: DistributedDataParallel) -> list[Optimizer]:
     """Return the optimizers whose states are sent, the same on all ranks. Collective.
 
     Raises:
-            PeerFailed: they differ between ranks; raised on all ranks.
+        PeerFailed: they differ between ranks; raised on all ranks.
     """
     optimizers = _optimizers_of(module)
     everyones = _announced(optimizers)
