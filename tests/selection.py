@@ -26,7 +26,7 @@ from environments import NEWEST
 
 __all__ = ["MOST_SLOW", "cover", "in_order", "scope", "select", "spread"]
 
-MOST_SLOW = 4
+MOST_SLOW = 2
 """Cases of a slow test that `make test` runs; a case takes one to ten seconds."""
 
 _LEFT_OUT = ("full", "gpu", "soak")

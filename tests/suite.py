@@ -51,6 +51,9 @@ class _Failed:
 
 def main(arguments: Sequence[str]) -> int:
     """Run pytest with ``arguments``, in two passes; the exit code, or that of the second try."""
+    # Hundreds of processes import the package and some the tests: they are compiled once, whatever the shell prefers.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     sys.path[0] = os.getcwd()  # as `python -m pytest` has it: other processes import the tests' functions by name
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and their children
     failed = _Failed()

@@ -17,6 +17,7 @@ MODULES = [
 ]
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_run(name: str) -> None:
     result = doctest.testmod(import_module(name))

@@ -66,6 +66,7 @@ def test_installing_under_a_platforms_pins_changes_none_of_them(platform: str) -
     assert {name: planned.get(name) for name in pins} == pins
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_installing_into_the_colab_environment_plans_nbaccel_and_nothing_else() -> None:

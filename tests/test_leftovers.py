@@ -80,6 +80,7 @@ def test_looking_takes_about_a_millisecond() -> None:
     assert (time.perf_counter() - start) / 20 < 0.06  # generous: other tests may be running on this machine
 
 
+@pytest.mark.full
 def test_open_descriptors_are_found_by_their_kind_and_cycles_may_close_theirs() -> None:
     before = Descriptors.now()
     assert before.left() == []

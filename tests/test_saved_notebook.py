@@ -100,6 +100,7 @@ def _nbconverts() -> list[object]:
     return ["", pytest.param(other, marks=pytest.mark.skipif(not other, reason=why), id="other")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("folder", _nbconverts())
 def test_nbconvert_shows_the_picture_and_the_numbers(of_500_steps: Path, folder: str) -> None:
     page = as_html(of_500_steps, folder)

@@ -42,8 +42,7 @@ _MOST_NUMBERS = 4
 class RunRow:
     """One run that is over.
 
-    number: 1 for the first run of the board.  name: name of the curve, empty if there is none.  curve: the mean over
-    ranks.
+    number: 1 for the first run compared.  name: name of the curve, empty if there is none.  curve: the mean over ranks.
     latest: the mean of the latest values of the ranks.  text, html: the row as text and as HTML.
     """
 
@@ -64,9 +63,9 @@ class RunComparison:
     ends: number of runs by the word for how they ended.  rows: the first fifty and the latest fifty of these runs.
 
     >>> from nbaccel.display.history import History
-    >>> board = RunComparison()
-    >>> board.finish(Panel(History(1)), 2.0, RunState("done", "done in 2.0 s"))
-    >>> board.bundle()["text/plain"]
+    >>> comparison = RunComparison()
+    >>> comparison.finish(Panel(History(1)), 2.0, RunState("done", "done in 2.0 s"))
+    >>> comparison.bundle()["text/plain"]
     '1. run: done in 2.0 s'
     """
 
@@ -154,22 +153,22 @@ _LONGEST_TITLE = 34
 _UNNAMED = "#8b909880"
 
 
-def draw_runs(board: RunComparison) -> Figure:
-    """Return a new figure of all runs of `board` that are over; at most 16 are named, the first and the latest.
+def draw_runs(comparison: RunComparison) -> Figure:
+    """Return a new figure of all runs of `comparison` that are over; at most 16 are named, the first and the latest.
 
     >>> [axes.get_title(loc="left") for axes in draw_runs(RunComparison()).axes]
     ['no numbers were logged', '']
     """
-    named = _first_and_latest(board.rows)
-    name = next((name for name, _ in Counter(row.name for row in board.rows if row.name).most_common(1)), "")
+    named = _first_and_latest(comparison.rows)
+    name = next((name for name, _ in Counter(row.name for row in comparison.rows if row.name).most_common(1)), "")
     height_in = max(_LEAST_IN, 0.7 + _LINE_IN * (len(named) + 1))
     with sheet((_WIDTH_IN, height_in), ANY_GROUND) as figure:
         grid = figure.add_gridspec(1, 2, width_ratios=[1.0, 1.0])
-        compared = [row for row in board.rows if row.name == name and row.curve]
+        compared = [row for row in comparison.rows if row.name == name and row.curve]
         _curves(figure.add_subplot(grid[0, 0]), compared, {row.number for row in named}, name)
-        _lines(figure.add_subplot(grid[0, 1]), board, named)
-        ends = ", ".join(f"{count} {word}" for word, count in board.ends.items())
-        head(figure, head_lines(f"{plural(board.runs, 'run')}: {ends}", _WIDTH_IN))
+        _lines(figure.add_subplot(grid[0, 1]), comparison, named)
+        ends = ", ".join(f"{count} {word}" for word, count in comparison.ends.items())
+        head(figure, head_lines(f"{plural(comparison.runs, 'run')}: {ends}", _WIDTH_IN))
     return figure
 
 
@@ -197,11 +196,11 @@ def _curves(axes: Axes, rows: Sequence[RunRow], named: Collection[int], name: st
         logarithmic(axes)
 
 
-def _lines(axes: Axes, board: RunComparison, rows: Sequence[RunRow]) -> None:
+def _lines(axes: Axes, comparison: RunComparison, rows: Sequence[RunRow]) -> None:
     """Write one line for each run, after a piece of its curve: the table is the legend."""
     axes.set_axis_off()
     axes.set_xlim(0, 1)
-    places = max(len(rows) + (len(rows) < board.runs), 8)
+    places = max(len(rows) + (len(rows) < comparison.runs), 8)
     axes.set_ylim(places, 0)
     write = functools.partial(axes.text, va="center", parse_math=False)  # a title may hold a "$"
     at = 0.5

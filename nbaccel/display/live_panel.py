@@ -98,7 +98,7 @@ class LivePanel(RunView):
         """Return the run as it is now, below the finished runs of its place."""
         bars = (*self._bars, *[""] * (self._bars_room - len(self._bars)))
         state = replace(RUNNING, bars=bars, hint=self._frames.hint)
-        return self._place.board.bundle(self._panel, seconds, state)
+        return self._place.comparison.bundle(self._panel, seconds, state)
 
     def _conclude(self, seconds: float, state: RunState) -> None:
         try:
@@ -108,12 +108,12 @@ class LivePanel(RunView):
 
     def _show_end(self, seconds: float, state: RunState) -> None:
         place = self._place
-        if not (self._is_worth_a_word(seconds) or place.board.runs or place.is_open):
+        if not (self._is_worth_a_word(seconds) or place.comparison.runs or place.is_open):
             return
-        if not place.board.runs:  # visible at once, while the picture is being drawn
+        if not place.comparison.runs:  # visible at once, while the picture is being drawn
             self._show_frame(self._panel.bundle(seconds, state))
         place.conclude(self._screen, self._panel, seconds, state)
-        if self._says_end and place.board.runs == 1:
+        if self._says_end and place.comparison.runs == 1:
             self.write("stdout", f"{line(self.history, self.facts, seconds, state)}\n")
 
     def _show_frame(self, bundle: Mapping[str, str]) -> None:

@@ -174,7 +174,7 @@ class DisplaySlot:
 
     def __init__(self, cell: str | None = None, when_it_ends: Callable[[Callable[[], None]], None] = _at_once) -> None:
         self.cell = cell
-        self.board = RunComparison()
+        self.comparison = RunComparison()
         self.is_open = False
         self._latest: dict[str, Any] = {}
         self._display_id = f"nbaccel-run-{uuid.uuid4().hex[:12]}"
@@ -197,11 +197,11 @@ class DisplaySlot:
 
     def conclude(self, screen: Screen, panel: Panel, seconds: float, state: RunState) -> None:
         """Conclude the run of `panel`: show its picture, or a row below those of the earlier runs."""
-        self.board.finish(panel, seconds, state)
-        if self.board.runs == 1:
+        self.comparison.finish(panel, seconds, state)
+        if self.comparison.runs == 1:
             self.show(screen, *shown_of(panel, seconds, state))
             return
-        self.show(screen, dict(self.board.bundle()))
+        self.show(screen, dict(self.comparison.bundle()))
         if not self._is_promised:
             self._is_promised = True
             self._when_it_ends(lambda: self._draw_all(screen))
@@ -210,7 +210,7 @@ class DisplaySlot:
         """Draw the picture of all runs. If that fails, the table stays."""
         self._is_promised = False
         try:
-            self.show(screen, *kept_of_several(self.board))
+            self.show(screen, *kept_of_several(self.comparison))
         except Exception as trouble:
             screen.write("stderr", f"these runs could not be drawn ({type(trouble).__name__}: {trouble})\n")
 
@@ -239,9 +239,9 @@ def kept(
     return picture(figure, text(history, facts, seconds, state))
 
 
-def kept_of_several(board: RunComparison) -> Bundle:
+def kept_of_several(comparison: RunComparison) -> Bundle:
     """Return the output of all runs of a place: a PNG that compares them if any has a curve, else their table."""
-    bundle = board.bundle()
-    if not any(row.curve for row in board.rows):
+    bundle = comparison.bundle()
+    if not any(row.curve for row in comparison.rows):
         return dict(bundle), {}
-    return picture(draw_runs(board), bundle["text/plain"]).bundle()
+    return picture(draw_runs(comparison), bundle["text/plain"]).bundle()

@@ -82,7 +82,7 @@ def test_the_panel_moves_while_the_cell_works_and_keeps_its_place(
     expect(notebook.output(1).locator("img")).to_have_count(1)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 def test_everybody_can_read_the_panel(
     open_notebook: OpenNotebook, environment: Environment, is_dark: bool, tmp_path: Path

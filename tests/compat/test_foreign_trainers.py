@@ -109,7 +109,7 @@ def test_raw_ddp_trains_in_two_ranks(tmp_path: Path) -> None:
     assert losses_0[-1] < losses_0[0]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate_trains_in_two_ranks_with_the_launchers_precision(tmp_path: Path, precision: str) -> None:
     needs("accelerate")

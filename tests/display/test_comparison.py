@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 
+import pytest
+
 from display.runs import a_run
 from nbaccel.display.comparison import RunComparison
 from nbaccel.display.history import History
@@ -15,15 +17,15 @@ def panel(title: str) -> Panel:
     return Panel(a_run(2, 100), RunFacts(title))
 
 
-def test_one_run_looks_as_if_there_was_no_board() -> None:
+def test_one_run_looks_as_if_there_was_no_comparison() -> None:
     assert RunComparison().bundle(panel("a"), 1.0) == panel("a").bundle(1.0)
 
 
 def test_finished_runs_are_rows_above_the_one_that_goes_on() -> None:
-    board = RunComparison()
-    board.finish(panel("train(lr=0.1)"), 10.0, DONE)
-    board.finish(panel("train(lr=<1>)"), 10.0, RunState("failed", "failed in 0:10: rank 0, ValueError"))
-    bundle = board.bundle(panel("train(lr=3)"), 2.0)
+    comparison = RunComparison()
+    comparison.finish(panel("train(lr=0.1)"), 10.0, DONE)
+    comparison.finish(panel("train(lr=<1>)"), 10.0, RunState("failed", "failed in 0:10: rank 0, ValueError"))
+    bundle = comparison.bundle(panel("train(lr=3)"), 2.0)
     assert [line.split(",")[0] for line in bundle["text/plain"].splitlines()[:3]] == [
         "1. train(lr=0.1): done in 0:10",
         "2. train(lr=<1>): failed in 0:10: rank 0",
@@ -39,16 +41,17 @@ def test_finished_runs_are_rows_above_the_one_that_goes_on() -> None:
 
 
 def test_a_run_without_numbers_is_a_row_too() -> None:
-    board = RunComparison()
-    board.finish(Panel(History(1), RunFacts("a")), 0.1, DONE)
-    assert board.bundle()["text/plain"] == "1. a: done in 0:10, 100 steps"
+    comparison = RunComparison()
+    comparison.finish(Panel(History(1), RunFacts("a")), 0.1, DONE)
+    assert comparison.bundle()["text/plain"] == "1. a: done in 0:10, 100 steps"
 
 
+@pytest.mark.full
 def test_a_sweep_of_many_runs_is_saved_in_less_than_200_kb() -> None:
-    board = RunComparison()
+    comparison = RunComparison()
     for lr in range(300):
-        board.finish(panel(f"train(lr={lr})"), 10.0, DONE)
-    bundle = board.bundle()
+        comparison.finish(panel(f"train(lr={lr})"), 10.0, DONE)
+    bundle = comparison.bundle()
     assert sum(map(len, bundle.values())) < 200_000
     assert bundle["text/plain"].splitlines()[50] == "… 200 more runs"
     assert "… 200 more runs" in bundle["text/html"]

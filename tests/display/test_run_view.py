@@ -177,7 +177,7 @@ def test_several_runs_without_numbers_stay_a_table() -> None:
 
 
 def test_a_picture_of_several_runs_that_cannot_be_drawn_leaves_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(board: object) -> None:
+    def fails(comparison: object) -> None:
         raise RuntimeError("no fonts")
 
     monkeypatch.setattr(place, "kept_of_several", fails)

@@ -71,6 +71,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKernel]:
         kernel.close()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("page", PAGES_WITH_CELLS, ids=lambda page: page.name)
 def test_the_cells_of_a_page_run_one_after_the_other(kernel: RealKernel, page: Path) -> None:
     kernel.do(SETUP)

@@ -75,7 +75,7 @@ def begun(kernel: RealKernel, library: str, place: str, start: str) -> Cell:
     return kernel.run(code, timeout_s=120)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("library", "place", "start"), CASES)
 @in_one_environment
 def test_both_ranks_train_together_or_the_line_to_move_is_said(

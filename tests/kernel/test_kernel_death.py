@@ -59,7 +59,7 @@ def test_nothing_survives_the_kernels_sigkill(new_kernel: Kernels, start: str) -
     assert_no_survivors(kernel)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_nothing_survives_a_restart_and_the_new_kernel_works_at_once(new_kernel: Kernels, start: str) -> None:
     kernel = new_kernel()
     with_clinging_ranks(kernel, start)

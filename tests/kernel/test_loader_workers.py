@@ -117,7 +117,7 @@ def test_a_start_method_that_the_user_chose_stays(kernel: RealKernel, chosen: st
     assert kernel.value("total") == 120.0
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_a_class_of_the_notebook_in_workers_that_start_afresh_is_named(kernel: RealKernel, chosen: str) -> None:
     kernel.do("from torch.utils.data import Subset")
     cell = f"sums = [float(x.sum()) for x in loaders(Subset(Numbers(), range(4)), workers=1, {chosen})[0]]"

@@ -32,7 +32,7 @@ def port_29500() -> Iterator[socket.socket]:
         yield taken
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.usefixtures("port_29500")
 def test_two_kernels_launch_at_once_with_stale_variables_and_a_taken_port(
     kernel: RealKernel, new_kernel: Kernels, start: str
@@ -45,6 +45,7 @@ def test_two_kernels_launch_at_once_with_stale_variables_and_a_taken_port(
             assert execution.end(timeout_s=30).succeeded().printed == "[all] total 2\n"
 
 
+@pytest.mark.full
 def test_stale_variables_do_not_decide_the_number_of_ranks(new_kernel: Kernels) -> None:
     stale = new_kernel(**STALE)
     stale.do("%load_ext nbaccel")

@@ -54,6 +54,7 @@ def noting(new_kernel: Kernels, tmp_path: Path) -> RealKernel:
     return new_kernel(PYTHONPATH=str(tmp_path / "site"))
 
 
+@pytest.mark.full
 @in_one_environment
 def test_cells_launches_and_commands_ask_nobody_outside_of_the_machine(noting: RealKernel, tmp_path: Path) -> None:
     noting.do("%load_ext nbaccel")

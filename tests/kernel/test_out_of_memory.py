@@ -181,6 +181,7 @@ def new_notebook(new_kernel: Kernels) -> RealKernel:
     return kernel
 
 
+@pytest.mark.full
 def test_a_gradient_that_fits_with_no_batch_ends_the_cell_after_two_tries(new_notebook: RealKernel) -> None:
     notebook = new_notebook
     notebook.do(TOO_LARGE)

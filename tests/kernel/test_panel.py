@@ -292,6 +292,7 @@ def test_chosen_curves_are_drawn(kernel: RealKernel) -> None:
     assert figures == ["acc", "loss"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_where_nobody_watches_the_picture_comes_at_the_end_and_no_frame_before(new_kernel: Kernels) -> None:
     kernel = new_kernel(KAGGLE_KERNEL_RUN_TYPE="Batch")

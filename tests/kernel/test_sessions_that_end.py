@@ -87,7 +87,7 @@ def everybody(kernel: RealKernel) -> list[int]:
     return [rank_of(kernel, 0), rank_of(kernel, 1), kernel.pid]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "end"),

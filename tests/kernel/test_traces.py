@@ -109,6 +109,7 @@ def notebook(environment: Environment, tmp_path_factory: pytest.TempPathFactory)
     kernel.close()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "run",
     [by_fork, by_the_zygote, in_the_kernel, failing, interrupted, killed, out_of_memory, in_ranks_that_stay],

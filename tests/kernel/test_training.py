@@ -51,6 +51,7 @@ def was_forked_from_the_kernel(kernel: RealKernel) -> bool:
     return bool(kernel.value("parent") == kernel.pid)
 
 
+@pytest.mark.full
 def test_ranks_train_after_the_kernel_used_all_its_threads(kernel: RealKernel, start: str) -> None:
     for _ in range(5):
         kernel.do(WARMS_UP)

@@ -42,7 +42,7 @@ def is_left_as_plainly(kernel: RealKernel) -> bool:
     return len(there) == len(here)
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("start", ALL_STARTS)
 @pytest.mark.parametrize("name", CELLS)
 def test_a_cell_in_ranks_leaves_what_the_plain_cell_leaves(kernel: RealKernel, name: str, start: str) -> None:

@@ -204,7 +204,7 @@ def test_ranks_use_pools_executors_loaders_managers_and_files_as_their_own(owner
     owner.do("look = iter(looked_at)")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("start", ["fork", "zygote", "kept"])
 def test_look_train_look_and_train_again_with_loader_workers(new_kernel: Kernels, start: str) -> None:
     """Weights are those of plain training, whatever was looked at before, and nothing is left."""

@@ -141,6 +141,7 @@ def test_a_function_finds_the_same_under_both_starts(kernel: RealKernel) -> None
         assert_alike(fork, zygote)
 
 
+@pytest.mark.sample(1)
 def test_a_launched_function_goes_on_with_the_kernels_random_numbers(kernel: RealKernel) -> None:
     """As in Accelerate: without a seed every rank continues the streams of the kernel, which keeps its own place."""
     draws = "[random.random(), float(np.random.rand()), float(torch.rand(1))]"

@@ -158,6 +158,7 @@ def test_every_flag_has_rows() -> None:
     assert list(WRONG) == [long(action) for action in PARSER._actions]
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize(("line", "sentence"), [row for rows in WRONG.values() for row in rows])
 def test_a_wrong_value_is_one_sentence_and_starts_nothing(
     planned: Any, recorder: Any, line: str, sentence: str

@@ -40,6 +40,7 @@ def boom() -> None:
     raise ValueError("boom: expected 10 classes, got 11")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", range(3))
 def test_fault_01_a_rank_raises(rank: int) -> None:
     for _ in range(5):

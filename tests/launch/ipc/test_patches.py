@@ -44,6 +44,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_patches_of_torch_are_made_again_in_a_clean_process(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ time.sleep(60)
     assert not os.path.exists(folder)
 
 
-def test_the_guardian_leaves_with_a_keeper_that_closes() -> None:
+def test_the_reaper_ends_with_resources_that_are_closed() -> None:
     resources = LauncherResources()
     resources.guard("+0")
     resources.guard("-0")
@@ -184,7 +184,7 @@ def test_the_guardian_leaves_with_a_keeper_that_closes() -> None:
     assert process.returncode == 0
 
 
-def test_a_child_of_the_user_does_not_keep_the_guardian() -> None:
+def test_a_child_of_the_user_does_not_keep_the_reaper() -> None:
     resources = LauncherResources()
     resources.guard("+0")
     resources.guard("-0")
@@ -204,7 +204,7 @@ def test_a_child_of_the_user_does_not_keep_the_guardian() -> None:
     assert process.returncode == 0
 
 
-def test_a_keeper_closes_while_ranks_run_and_they_end_with_the_process() -> None:
+def test_resources_are_closed_while_ranks_run_and_they_end_with_the_process() -> None:
     program = """
 import subprocess
 from nbaccel.launch.launcher import LauncherResources

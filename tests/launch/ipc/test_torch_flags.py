@@ -212,7 +212,7 @@ def fresh() -> dict[str, Any]:
     return found_there
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("code", [*SETTERS, *(pytest.param(code, marks=since_2_9) for code in SETTERS_SINCE_2_9)])
 def test_a_rank_finds_what_the_notebook_has_set(code: str, fresh: dict[str, Any]) -> None:
     flags, there = notebook(code)

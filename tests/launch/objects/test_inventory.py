@@ -94,7 +94,7 @@ def run_elsewhere(cell: str, namespace: dict[str, Any], start: str) -> dict[str,
     return dict(message["refused"]) | taken(fds[0], message["gone"], namespace)
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("name", CELLS)
 def test_a_cell_that_runs_elsewhere_leaves_what_the_same_cell_leaves_here(name: str, start: str) -> None:

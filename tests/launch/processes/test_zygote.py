@@ -121,6 +121,7 @@ def test_entries_of_the_path_that_python_skips_keep_no_zygote_from_starting(
     assert resources.zygote().pid
 
 
+@pytest.mark.full
 def test_another_torch_installation_restarts_the_zygote(
     resources: LauncherResources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_run_survives_the_death_of_its_zygote(monkeypatch: pytest.MonkeyPatch)
     assert not session_members(pids)
 
 
+@pytest.mark.full
 def test_a_zygote_that_answered_too_late_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = Launcher()
     monkeypatch.setattr(functions_module, "default_launcher", lambda: launcher)

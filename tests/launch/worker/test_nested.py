@@ -89,6 +89,7 @@ def test_processes_of_a_rank_form_no_group_however_they_would_meet(method: str, 
         launch(_forks, 2, (method, has_group), setup=None)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_processes_that_a_rank_spawns_form_no_group() -> None:
     with pytest.raises(ProcessRaisedException, match=f"NestedLaunch: {REFUSED}: a process that this rank started"):

@@ -116,7 +116,7 @@ def other_disk() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
 @pytest.mark.parametrize("victim", [0, 1])

@@ -127,6 +127,7 @@ def test_a_file_that_is_in_another_folder_too_is_not_emptied(drive: Path) -> Non
     assert again.accelerator._lifecycle.training().step == 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_save_on_a_drive_that_is_killed_anywhere_leaves_a_checkpoint_that_loads(drive: Path) -> None:
     """Under one name and in a rotation, with a spare folder at hand."""

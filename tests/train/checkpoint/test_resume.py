@@ -61,6 +61,7 @@ def _session(folder: str, stop_at: tuple[int, int] | None, **options: Any) -> tu
 
 # Steps 0-11 are the first epoch's of one rank, 0-5 of two; evaluations are substeps of the step after them, and the
 # next epoch begins behind these.
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("ranks", "stop_at"),
     [(1, (3, 0)), (1, (12, 0)), (1, (12, 2)), (1, (12, 4)), (1, (24, 1)), (2, (3, 0)), (2, (6, 1)), (2, (6, 2))],

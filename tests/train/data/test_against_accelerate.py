@@ -105,6 +105,7 @@ def both() -> list[tuple[Any, Any]]:
     return list(zip(ours, theirs, strict=True))
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
 def test_ranks_get_what_accelerate_gives_them(number: int, both: list[tuple[Any, Any]]) -> None:
     ours, theirs = both[number]

@@ -134,6 +134,7 @@ def _begun_alone(way: str) -> str:
     return str(caught.value) if caught else ""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow  # what a peer may still write is waited for
 @pytest.mark.parametrize("way", ["broken off", "held", "whole loop"])
 def test_a_loop_that_one_rank_began_alone_is_an_error_once_the_ranks_train(way: str) -> None:

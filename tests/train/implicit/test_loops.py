@@ -50,7 +50,7 @@ def _ways_to_fork() -> Iterator[Any]:
         yield pytest.param(loop, world_size, marks=marks, id=f"{loop.name}-{world_size}")
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize(("loop", "world_size"), [*_ways_to_fork()])
 def test_a_loop_ends_in_ranks_as_in_one_process(loop: Loop, world_size: int, capfd: pytest.CaptureFixture[str]) -> None:
     try:
@@ -64,7 +64,7 @@ def test_a_loop_ends_in_ranks_as_in_one_process(loop: Loop, world_size: int, cap
     assert not wrong, "; ".join(wrong)
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.name)
 def test_a_loop_that_is_watched_in_the_only_rank_is_left_as_it_is(loop: Loop) -> None:
     (weights, printed), (expected, numbers) = run_ranks(1, _watched, loop)[0], in_one_process(loop)

@@ -204,6 +204,7 @@ def factors(readings: list[LossTerms], index: int) -> list[float]:
     return [part / sum(parts) for part in parts]
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_parts_make_that_of_the_whole(name: str) -> None:
     net, loss_of = Net(), LOSSES[name]

@@ -135,9 +135,9 @@ class DistributedRetry(LocalRetry):
         self._inner_calls = 0
         self._call = f"{self._name}(batch_size={batch_size})"
         place = self._place.within(f"attempt{self._attempts}")
-        self._board = AttemptStore(place.store, self._rank, self._world_size)
+        self._messages = AttemptStore(place.store, self._rank, self._world_size)
         self._watcher = Watcher(AttemptStore(place.store_for_thread, self._rank, self._world_size), place.port)
-        ear = _Ear(self._board, self._call)
+        ear = _Ear(self._messages, self._call)
         with outlet(ear) as ear.next:
             yield
 
@@ -145,16 +145,16 @@ class DistributedRetry(LocalRetry):
         error = attempt.error
         self._is_sound = not uses_device()
         if error is None:
-            self._board.post("done", _calls())
-            if self._board.wait("done", f"the end of {self._call}", lambda _: self._is_given_up):
+            self._messages.post("done", _calls())
+            if self._messages.wait("done", f"the end of {self._call}", lambda _: self._is_given_up):
                 self._see_everybody_off()
                 return True
         elif attempt.shortage is not None:
             self._is_sound = self._is_sound or self._is_settled(attempt.shortage)
-            self._board.raise_flag()
+            self._messages.raise_flag()
         elif not self._is_consequence(error):
             if not isinstance(error, KeyboardInterrupt):  # each rank gets its own interrupt
-                self._board.fail(_text(error))
+                self._messages.fail(_text(error))
                 self._wake()
             raise error
         self._wake()
@@ -167,18 +167,18 @@ class DistributedRetry(LocalRetry):
         if not is_free:
             stuck = f"its device did not let go of the process group within {_DEVICE_PATIENCE_S:g} s"
             mine = replace(mine, obstacle=mine.obstacle or stuck)
-        self._board.post("report", asdict(mine))
+        self._messages.post("report", asdict(mine))
         call = f"memory that ran out in {self._call}: waiting for the other ranks to be ready for the next attempt"
-        is_complete = self._board.wait("report", call, self._has_waited_enough)
+        is_complete = self._messages.wait("report", call, self._has_waited_enough)
         self._heed_errors(None)
         if not is_complete:
             held = self._stuck()
-            late = held or sorted({*range(self._world_size)} - {*self._board.posted("report")})
+            late = held or sorted({*range(self._world_size)} - {*self._messages.posted("report")})
             patience_s = 2 * _DEVICE_PATIENCE_S if held else _PATIENCE_S
             error = self._cannot_go_on(mine, f"rank {_listed(late)} did not come back within {patience_s:g} s")
-            self._board.fail(_text(error))  # for the time when it does
+            self._messages.fail(_text(error))  # for the time when it does
             raise error
-        reports = [AttemptReport(**self._board.read("report", rank)) for rank in range(self._world_size)]
+        reports = [AttemptReport(**self._messages.read("report", rank)) for rank in range(self._world_size)]
         for rank, each in enumerate(reports):
             if each.obstacle:
                 raise self._cannot_go_on(mine, f"{each.obstacle} (rank {rank})")
@@ -204,7 +204,7 @@ class DistributedRetry(LocalRetry):
         """Return the ranks that have posted neither a report nor the end of their abort; none without a device."""
         if not uses_device():
             return []
-        return sorted({*range(self._world_size)} - {*self._board.posted("report"), *self._board.posted("free")})
+        return sorted({*range(self._world_size)} - {*self._messages.posted("report"), *self._messages.posted("free")})
 
     def close(self) -> None:
         process_group.recoveries.remove(self)
@@ -219,9 +219,9 @@ class DistributedRetry(LocalRetry):
         """
         if self._watcher is not None:
             self._watcher.stop()
-        self._board.post("gone", True)
+        self._messages.post("gone", True)
         if self._rank == 0:
-            self._board.wait("gone", f"the end of {self._call}", lambda waited_s: waited_s > _EXIT_S)
+            self._messages.wait("gone", f"the end of {self._call}", lambda waited_s: waited_s > _EXIT_S)
 
     def _is_settled(self, shortage: AttemptShortage) -> bool:
         """Return whether this rank's tensors are as after its last complete step, now that its device is idle.
@@ -232,7 +232,7 @@ class DistributedRetry(LocalRetry):
 
     def _wake(self) -> None:
         """Wake the peers, if this attempt is over, and not only the one around it."""
-        if self._watcher is not None and self._board.is_flagged:
+        if self._watcher is not None and self._messages.is_flagged:
             self._watcher.wake_everybody()
 
     def _place_within(self) -> Any:
@@ -243,12 +243,12 @@ class DistributedRetry(LocalRetry):
     @property
     def _is_given_up(self) -> bool:
         """True if this attempt, or one around it, is over."""
-        return self._board.is_flagged or (self._outer is not None and self._outer._is_given_up)
+        return self._messages.is_flagged or (self._outer is not None and self._outer._is_given_up)
 
     @property
     def _is_failed(self) -> bool:
         """True if this call, or an attempt around it, is over."""
-        return self._board.failed is not None or (self._outer is not None and self._outer._is_given_up)
+        return self._messages.failed is not None or (self._outer is not None and self._outer._is_given_up)
 
     def _is_consequence(self, error: BaseException) -> bool:
         """Return whether `error` only results from waking this rank: it comes after the flag, and from torch.
@@ -259,7 +259,7 @@ class DistributedRetry(LocalRetry):
         """
         if not self._is_given_up:
             return False
-        failed = self._board.failed  # read after the flag, which a peer that fails sets after its error
+        failed = self._messages.failed  # read after the flag, which a peer that fails sets after its error
         if failed is not None and failed.text == _text(error):
             return False  # all ranks may fail alike: then each has its own error
         if is_aborted() and isinstance(error, Exception):
@@ -270,7 +270,7 @@ class DistributedRetry(LocalRetry):
 
     def _heed_errors(self, error: BaseException | None) -> None:
         """Raise if another rank's error has ended this call, or the attempt around it is over."""
-        failed = self._board.failed
+        failed = self._messages.failed
         if failed is not None:
             raise PeerFailed(self._told(failed)) from error
         if self._outer is not None and self._outer._is_given_up:
@@ -280,7 +280,7 @@ class DistributedRetry(LocalRetry):
         try:
             return report()
         except BaseException as error:
-            self._board.fail(_text(error))
+            self._messages.fail(_text(error))
             raise
 
     def _told(self, failed: Failed) -> str:
@@ -313,8 +313,8 @@ class _Ear:
 
     next: Sink
 
-    def __init__(self, board: AttemptStore, attempt: str) -> None:
-        self._board = board
+    def __init__(self, messages: AttemptStore, attempt: str) -> None:
+        self._messages = messages
         self._attempt = attempt
 
     def __call__(self, event: Event) -> None:
@@ -323,13 +323,13 @@ class _Ear:
         self.next(event)
 
     def _look(self, event: Waiting) -> None:
-        gone = [rank for rank in self._board.posted("done") if self._board.read("done", rank) < _calls()]
+        gone = [rank for rank in self._messages.posted("done") if self._messages.read("done", rank) < _calls()]
         if gone:
             sides = "\n".join(f"  rank {rank}: is done with {self._attempt}" for rank in gone)
             raise CollectiveMismatch(
-                f"rank {self._board.rank} of {self._board.world_size} waits in a collective that can never be "
-                f"complete.\n  rank {self._board.rank}: {event.call}\n{sides}\n  Every rank must make the same calls: "
-                "look for a `return`, a `break` or an `if is_main_process` that only some ranks take."
+                f"rank {self._messages.rank} of {self._messages.world_size} waits in a collective that can never be "
+                f"complete.\n  rank {self._messages.rank}: {event.call}\n{sides}\n"
+                "  Every rank must make the same calls: look for a `return`, a `break` or an `if is_main_process` that only some ranks take."
             )
 
 

@@ -117,11 +117,11 @@ _ANSWER_POLL_S = 0.005
 class Watcher:
     """Polls the flag 20 times a second until it is set, then cuts the connections; once.
 
-    board: with its own connection to the store.  store_port: connections to this port are not cut.
+    messages: with its own connection to the store.  store_port: connections to this port are not cut.
     """
 
-    def __init__(self, board: AttemptStore, store_port: int | None) -> None:
-        self._board = board
+    def __init__(self, messages: AttemptStore, store_port: int | None) -> None:
+        self._messages = messages
         self._store_port = store_port
         self._look = threading.Event()
         self._is_over = False
@@ -149,12 +149,12 @@ class Watcher:
 
     def _watch(self) -> None:
         while not self._is_over:
-            if self._board.is_flagged:
+            if self._messages.is_flagged:
                 has_device = uses_device()
                 self._cut()
                 self._has_cut.set()
                 if has_device and await_aborts(_LATE_ABORT_S):
-                    self._board.post("free", True)  # from now on this rank works on the host
+                    self._messages.post("free", True)  # from now on this rank works on the host
                 return
             self._look.wait(_POLL_S)
             if not self._is_over and self._look.is_set():
@@ -164,24 +164,24 @@ class Watcher:
         if uses_device():
             # All at about the same time: a peer on another machine that sees a connection of NCCL's close before it
             # has begun to abort takes that for an error, and torch's watchdog ends its process for it.
-            self._board.post("abort", True)
+            self._messages.post("abort", True)
             self._await_peers("abort")
             abort_device_groups(_ABORT_S)
         if "gloo" in backends():
             with PeerConnections(self._store_port) as wires:
-                self._board.post("wires", wires.ends)
+                self._messages.post("wires", wires.ends)
                 answered = self._await_peers("wires")
                 wires.cut(tuple(ends) for ends in self._ends(answered))
 
     def _await_peers(self, kind: str) -> list[int]:
         """Return the ranks that have posted `kind`: all of them, or those in time. One that died cannot answer."""
         deadline = time.monotonic() + _PEERS_ANSWER_S
-        while len(answered := self._board.posted(kind)) < self._board.world_size and time.monotonic() < deadline:
+        while len(answered := self._messages.posted(kind)) < self._messages.world_size and time.monotonic() < deadline:
             time.sleep(_ANSWER_POLL_S)
         return answered
 
     def _ends(self, ranks: list[int]) -> list[Any]:
-        return [ends for rank in ranks if rank != self._board.rank for ends in self._board.read("wires", rank)]
+        return [ends for rank in ranks if rank != self._messages.rank for ends in self._messages.read("wires", rank)]
 
 
 def backends() -> set[str]:
@@ -213,7 +213,7 @@ class AttemptStore:
     Everything here works while a peer computes, is stuck in a collective, or has left its group. An attempt that failed
     first sets the *flag*, which watchers poll. If there is also an *error*, the attempt is not repeated.
 
-    store: empty, and used by this board alone.
+    store: empty, and used for this attempt alone.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:

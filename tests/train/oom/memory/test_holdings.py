@@ -148,6 +148,7 @@ def test_strange_tensors_and_objects_do_no_harm() -> None:
     assert by_name({"hostile": [Hostile()], "fake": fake, "lazy": lazy, "proxy": weakref.proxy(lazy)}) == {}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_looking_at_many_objects_ends_and_large_names_come_first() -> None:
     class Node:

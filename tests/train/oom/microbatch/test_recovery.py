@@ -241,7 +241,7 @@ def _soaked(steps: int, seed: int, with_faults: bool) -> tuple[list[bytes], torc
     return weights, training.weights(), sum(isinstance(event, OutOfMemory) for event in seen)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "steps"), [(2, 200), (4, 50)])
 def test_c07_two_hundred_steps_of_random_shortages_end_where_sound_ones_do(world_size: int, steps: int) -> None:
