@@ -329,7 +329,8 @@ class _Ear:
             raise CollectiveMismatch(
                 f"rank {self._messages.rank} of {self._messages.world_size} waits in a collective that can never be "
                 f"complete.\n  rank {self._messages.rank}: {event.call}\n{sides}\n"
-                "  Every rank must make the same calls: look for a `return`, a `break` or an `if is_main_process` that only some ranks take."
+                "  Every rank must make the same calls: look for a `return`, a `break` or an `if is_main_process` that "
+                "only some ranks take."
             )
 
 
