@@ -239,7 +239,7 @@ def _one_rank_does_not_come_back(patience_s: float) -> tuple[str, str]:
         if not accelerator.process_index:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         (search,) = process_group.recoveries
-        while search._board.failed is None:  # stuck until the other one has lost its patience
+        while search._messages.failed is None:  # stuck until the other one has lost its patience
             time.sleep(0.01)
 
     try:
