@@ -1,7 +1,7 @@
 """ProcessControl: the base of states and Accelerators. Runs in ranks, in scripts, and alone in a kernel.
 
 It knows the rank of this process, runs actions in only some processes, and exchanges values of all ranks, over nested
-containers. It decides nothing: `world`, `device` and `collectives` are the host's.
+containers; `gather_for_metrics` leaves repeated samples out. Subclasses give `world`, `device` and `collectives`.
 `DistributedType` is the value that programs compare.
 """
 
