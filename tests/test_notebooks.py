@@ -15,7 +15,7 @@ from headless import execute
 
 NOTEBOOKS = REPOSITORY / "notebooks"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def run(name: str, environment: Environment, folder: Path, num_processes: int) -> Any:

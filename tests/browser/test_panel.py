@@ -14,7 +14,7 @@ from browser.conftest import OpenNotebook
 from browser.page import FrontEnd
 from environments import Environment
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(240)]
 
 LOADS = "%load_ext nbaccel\nimport torch, torch._dynamo"
 

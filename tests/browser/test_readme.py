@@ -16,7 +16,7 @@ from playwright.sync_api import expect
 from browser.conftest import OpenNotebook
 from browser.page import NOTEBOOK
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(240)]
 
 MOST_BYTES = 60_000
 COLOURS = 200
