@@ -25,6 +25,7 @@ def test_descriptors_travel_with_their_frame_and_not_with_its_neighbours() -> No
     frames = [there.receive() for _ in range(3)]
     assert [len(frame[1]) for frame in frames if frame] == [0, 2, 0]
     assert frames[1] is not None
+    assert not any(map(os.get_inheritable, frames[1][1])), "programs that a rank starts would hold them"
     os.write(frames[1][1][1], b"through")
     assert os.read(read, 100) == b"through"
     for fd in (read, write, *frames[1][1]):
