@@ -68,7 +68,10 @@ def test_versions_are_compared_as_versions() -> None:
     assert utils.is_torch_version("==", torch.__version__.partition("+")[0])
     assert utils.compare_versions("1.9", "!=", "1.10")
     assert utils.compare_versions("torch", ">", "1.13.1")
-    with pytest.raises(ValueError, match="operation must be one of <, <=, ==, !=, >=, >, got '=~'"):
+    relations = ("<", "<=", "==", "!=", ">=", ">")
+    for other, true in (("1.9", "!= >= >"), ("1.10", "<= == >="), ("1.11", "< <= !=")):
+        assert [each for each in relations if utils.compare_versions("1.10", each, other)] == true.split()
+    with pytest.raises(ValueError, match="operation must be one of >, >=, ==, !=, <=, <, got '=~'"):
         utils.compare_versions("torch", "=~", "2.0")
 
 

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import importlib.metadata
-import operator
 
 import torch
 from torch.torch_version import TorchVersion
 
 from nbaccel.missing_names import missing_from
+from nbaccel.utils.constants import STR_OPERATION_TO_FUNC
 
 __all__ = [
     "compare_versions",
     "is_torch_version",
 ]
 
-_RELATIONS = {
-    "<": operator.lt,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">=": operator.ge,
-    ">": operator.gt,
-}
-
 
 def compare_versions(library_or_version: str, operation: str, requirement_version: str) -> bool:
     """Return whether the installed version of a package stands in that relation to `requirement_version`.
 
-    library_or_version: a package, or a version itself.  operation: one of ``<``, ``<=``, ``==``, ``!=``, ``>=``, ``>``.
+    library_or_version: a package, or a version itself.  operation: one of ``>``, ``>=``, ``==``, ``!=``, ``<=``, ``<``.
 
     Raises:
         ValueError: an unknown relation.
@@ -37,11 +28,11 @@ def compare_versions(library_or_version: str, operation: str, requirement_versio
     >>> compare_versions("torch", ">=", "2.0"), compare_versions("1.10.0", "<", "1.9")
     (True, False)
     """
-    if operation not in _RELATIONS:
-        raise ValueError(f"operation must be one of {', '.join(_RELATIONS)}, got {operation!r}")
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise ValueError(f"operation must be one of {', '.join(STR_OPERATION_TO_FUNC)}, got {operation!r}")
     text = str(library_or_version)
     version = text if text[:1].isdigit() else importlib.metadata.version(text)
-    return bool(_RELATIONS[operation](TorchVersion(version), requirement_version))
+    return bool(STR_OPERATION_TO_FUNC[operation](TorchVersion(version), requirement_version))
 
 
 def is_torch_version(operation: str, version: str) -> bool:

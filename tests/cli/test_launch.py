@@ -185,8 +185,9 @@ def test_several_machines_get_the_interface_of_the_route(folder: Path, capsys: p
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence_and_nothing_starts(
-    folder: Path, capsys: pytest.CaptureFixture[str], line: str, sentence: str
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, sentence: str
 ) -> None:
+    monkeypatch.setattr("torch.distributed.run.run", lambda _: pytest.fail("it starts, and waits for other machines"))
     assert main(["launch", *line.split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -108,8 +108,10 @@ def test_numbers_that_are_not_drawn_are_written() -> None:
 def test_names_of_the_user_are_text_not_html() -> None:
     history = History(1)
     history.feed(0, 0.1, Loss(1.0, 0))
-    html = Panel(history, RunFacts("<b>", 'a"b', plots=("loss", "<i>&"))).html(1.0)
+    history.feed(0, 0.1, Metric({'top "5"': 0.5}, 0))
+    html = Panel(history, RunFacts("<b>", 'a"b', plots=("loss", "<i>&", 'top "5"'))).html(1.0)
     assert "<i>&" in words(html)
+    assert any(svg.attrib.get("aria-label", "").startswith('top "5"') for svg in tree(html).iter("svg"))
     assert tree(html).attrib["aria-label"] == "<b>"
 
 

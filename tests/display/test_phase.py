@@ -200,6 +200,14 @@ def test_steps_of_ranks_that_stay_are_those_of_the_cell() -> None:
     assert rank.history.steps == BATCHES
 
 
+def test_a_phase_has_done_the_steps_that_all_ranks_have_done() -> None:
+    history = History(2)
+    for rank, step in enumerate((9, 7)):
+        history.feed(rank, 1.0, Progress(0))
+        history.feed(rank, 2.0, Progress(step))
+    assert history.phase.steps == 7
+
+
 def test_a_second_trainer_that_counts_from_0_again_adds_its_steps() -> None:
     count = StepCount()
     for first, steps in ((5, (6, 10)), (0, (0, 3))):

@@ -22,9 +22,13 @@ from nbaccel.launch import api
 from nbaccel.launch.accelerate_launchers import debug_launcher, notebook_launcher
 from nbaccel.launch.api import launch
 from nbaccel.launch.gpu_trouble import TorchBuild
+from nbaccel.launch.ipc import channel
 from nbaccel.launch.ipc.reaper import session_members
+from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.processes import shutdown
+from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.output.screens import ConsoleScreen
 
 
 def rank() -> int:
@@ -231,15 +235,36 @@ def test_the_folder_in_which_ranks_meet_goes_with_them(
     assert not list(tmp_path.glob("nbaccel-run-*"))
 
 
-def test_what_a_rank_has_written_last_is_shown_when_it_is_gone(capfd: pytest.CaptureFixture[str]) -> None:
-    """The bytes lie in its pipe when nobody listens to the rank any more."""
+class BusyUntil(ConsoleScreen):
+    """A screen whose first text takes as long as another process has `written` open."""
+
+    def __init__(self, read: int, written: int) -> None:
+        super().__init__()
+        self._ends: tuple[int, ...] = (written, read)
+
+    def write(self, stream: str, text: str) -> None:
+        super().write(stream, text)
+        if self._ends:
+            os.close(self._ends[0])
+            os.read(self._ends[1], 1)
+            os.close(self._ends[1])
+            self._ends = ()
+
+
+def test_what_a_rank_has_written_last_is_shown_when_it_is_gone(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """More lies in its pipe than is read at once when the kernel, busy until then, hears of its end."""
+    monkeypatch.setattr(channel, "_READ_AT_ONCE", 1000)
 
     def dies() -> None:
-        os.write(1, b"begins\n" + b"x" * 60_000 + b"\nlast words\n")
+        os.write(1, b"begins\n" + b"x" * 20_000 + b"\nlast words\n")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    launch(dies, 1, start_method="fork", check=False)
-    assert "last words" in capfd.readouterr().out
+    spec = LaunchSpec(FunctionTask(dies), Devices(1), Start("fork", "a test"))
+    launcher.run(spec, RunObservers(BusyUntil(*os.pipe()))).close()
+    shown = capfd.readouterr().out.splitlines()
+    assert [shown[0], shown[-1]] == ["begins", "last words"]
 
 
 def test_a_launch_on_the_cpu_does_not_ask_the_gpu_driver(monkeypatch: pytest.MonkeyPatch) -> None:

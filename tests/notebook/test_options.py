@@ -136,6 +136,8 @@ def test_the_command_line_chooses_the_same() -> None:
     line = "-n 2 -p fp16 -a 4 -o model,history -d GPU-5eA,1 --cpu -t 1.5 --seed 7"
     assert command_line(PARSER, options(line)) == f"%%accelerate {line}"
     assert command_line(PARSER, RunOptions(cpu=False)) == "%%accelerate"
+    blanks = options("--resume 'my runs' --plot loss,'val acc'")
+    assert options(command_line(PARSER, blanks).removeprefix("%%accelerate")) == blanks
 
 
 def test_a_parser_without_a_magic_is_the_same() -> None:

@@ -504,6 +504,15 @@ def test_the_last_lines_of_every_rank_survive_a_close_in_the_middle_of_a_flood()
     assert "lines hidden, they came too fast for a notebook" in run.screen.text
 
 
+def test_a_quiet_minute_saves_nothing_up_for_a_flood() -> None:
+    run = Run(1)
+    run.feed(0, "begins\n")
+    run.wait(60)
+    run.feed(0, f"{'x' * 99}\n" * 50_000)
+    run.wait(0.1)
+    assert len(run.screen.text) < 1_200_000
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_memory_stays_bounded_whatever_a_rank_prints() -> None:
@@ -753,6 +762,14 @@ def test_colours_pass_and_windows_line_ends_are_line_ends() -> None:
     run = Run(1)
     run.feed(0, "\x1b[31mred\x1b[0m\r\nplain\r\n")
     assert run.end() == ["\x1b[31mred\x1b[0m", "plain"]
+
+
+def test_lines_that_end_as_in_windows_are_no_bars() -> None:
+    run = Run(1, has_room_for_bars=True)
+    run.feed(0, "loading\r\n  two blanks  \r\n")
+    run.wait(0)
+    assert run.screen.text == "loading\n  two blanks  \n"
+    assert not any(run.screen.bars)
 
 
 # Rich output --------------------------------------------------------------------------------------------------------

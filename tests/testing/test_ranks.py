@@ -17,7 +17,12 @@ from nbaccel.testing import run_ranks
 
 
 def test_values_come_back_in_the_order_of_ranks() -> None:
-    assert run_ranks(3, lambda: World.from_env().rank) == [0, 1, 2]
+    def last_first() -> int:
+        rank = World.from_env().rank
+        time.sleep(0.1 * (2 - rank))
+        return rank
+
+    assert run_ranks(3, last_first) == [0, 1, 2]
 
 
 def test_an_exception_names_the_rank_and_its_text() -> None:

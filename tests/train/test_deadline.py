@@ -63,6 +63,20 @@ def test_a_limit_that_is_not_over_changes_nothing(tmp_path: Path) -> None:
     assert steps_until_the_end(tmp_path, most=3, time_limit="11h30m") == 3
 
 
+def test_a_training_with_a_limit_saves_itself_on_the_way_too(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, checkpoint_every="2steps", checkpoint_dir=tmp_path, time_limit="11h30m")
+    model = torch.nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters()), torch.utils.data.DataLoader(torch.ones(3, 1), 1)
+    )
+    for x in loader:
+        accelerator.backward(model(x).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_2"]
+
+
 def test_a_launcher_that_sees_to_it_is_told_at_once_and_again_at_the_end(tmp_path: Path) -> None:
     heard: list[TimeLimit] = []
 

@@ -91,9 +91,11 @@ def test_options_reach_ddp() -> None:
     assert run_ranks(2, _ddp, DistributedDataParallelKwargs(static_graph=True))[0] == plain | {"static_graph": True}
 
 
-def _hooked(handler: KwargsHandler) -> list[float]:
+def _hooked(handler: KwargsHandler, lends: bool = False) -> list[float]:
     accelerator = Accelerator(kwargs_handlers=[handler])
     model: Any = accelerator.prepare(_model())
+    if lends:
+        accelerator.forward_backward(lambda x: model(x).mean(), torch.ones(4, 32))
     for _ in range(3):  # PowerSGD begins with plain steps
         model.zero_grad()
         accelerator.backward(model(torch.full((4, 32), 1.0 + accelerator.process_index)).square().sum())
@@ -115,6 +117,11 @@ def test_hooks_send_gradients_that_are_about_the_same(options: dict[str, Any], t
     assert first == second
     assert first == pytest.approx(plain, rel=tolerance)
     assert first != plain
+
+
+def test_a_hook_compresses_also_after_forward_backward_had_the_gradients() -> None:
+    handler = DistributedDataParallelKwargs(comm_hook="fp16")
+    assert run_ranks(2, _hooked, handler, True) == run_ranks(2, _hooked, handler)
 
 
 def test_the_batched_hook_is_refused_before_the_training_where_torchs_own_fails() -> None:

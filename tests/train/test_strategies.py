@@ -77,6 +77,20 @@ def test_gradients_are_those_of_all_ranks_unless_held_back(run: Callable[..., li
     assert {both for _, both in values} == {2 * mean}
 
 
+def test_gradients_are_held_back_until_the_outermost_no_sync_ends(run: Callable[..., list[Any]]) -> None:
+    def gradient(strategy: Strategy, rank: int) -> float:
+        model = strategy.setup(_linear())
+        x = torch.full((1, 1), 1.0 + rank)
+        with strategy.no_sync(model):
+            with strategy.no_sync(model):
+                strategy.backward(model(x).sum())
+            strategy.backward(model(x).sum())
+            return _gradient(model)
+
+    for rank, value in enumerate(run(gradient)):
+        assert value == 2.0 * (1 + rank)
+
+
 def test_gradients_that_were_held_back_can_be_synchronised_later(run: Callable[..., list[Any]]) -> None:
     def gradient(strategy: Strategy, rank: int) -> float:
         model = strategy.setup(_linear())

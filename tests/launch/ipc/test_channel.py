@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from nbaccel.launch.ipc.channel import Channel
+from nbaccel.launch.ipc.channel import Channel, MarkedPipe
 
 
 def test_a_frame_arrives_as_it_was_sent() -> None:
@@ -25,6 +25,7 @@ def test_descriptors_travel_with_their_frame_and_not_with_its_neighbours() -> No
     frames = [there.receive() for _ in range(3)]
     assert [len(frame[1]) for frame in frames if frame] == [0, 2, 0]
     assert frames[1] is not None
+    assert not any(map(os.get_inheritable, frames[1][1])), "programs that a rank starts would hold them"
     os.write(frames[1][1][1], b"through")
     assert os.read(read, 100) == b"through"
     for fd in (read, write, *frames[1][1]):
@@ -76,3 +77,18 @@ def test_descriptors_that_nobody_took_are_closed_with_the_channel() -> None:
     assert os.read(read, 1) == b"", "the last writing end is closed"
     os.close(read)
     here.close()
+
+
+def test_a_mark_is_found_wherever_two_reads_cut_it() -> None:
+    text = b"before\x1enonce:7\x1eafter"
+    for cut in range(len(text) + 1):
+        read, write = os.pipe()
+        pipe, pieces = MarkedPipe(read, 0, "stdout", "nonce"), []
+        for part in (text[:cut], text[cut:]):
+            os.write(write, part)
+            pieces += pipe.read() or []
+        os.close(write)
+        pieces += pipe.read() or []
+        pipe.close()
+        at = pieces.index(7)
+        assert (b"".join(pieces[:at]), b"".join(pieces[at + 1 :])) == (b"before", b"after"), f"cut at {cut}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import statistics
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -148,6 +150,36 @@ def test_nothing_is_torn_while_another_process_writes_as_fast_as_it_can() -> Non
         os.waitpid(child, 0)
     rest = [record.step for record in reader.read(is_last=True)]
     assert reader.lost + seen + len(rest) == (rest[-1] if rest else last) + 1
+    writer.close()
+    reader.close()
+
+
+class OvertakenMap(mmap.mmap):
+    """Memory that the rank writes over, once around, just before its second part is copied."""
+
+    writer: RingWriter | None = None
+    copies = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self.copies += 1
+        if self.copies == 2 and self.writer is not None:
+            for step in range(10, 10 + _SLOTS):
+                self.writer.write(1, step)
+        return super().__getitem__(key)
+
+
+def test_slots_that_the_rank_writes_over_during_the_copy_are_not_taken_for_the_old_ones() -> None:
+    fd = make_ring(_SLOTS)
+    writer, reader = RingWriter(fd), RingReader(fd)
+    reader.close()
+    reader._map = memory = OvertakenMap(fd, os.fstat(fd).st_size)
+    memory.writer = writer
+    os.close(fd)
+    for step in range(10):
+        writer.write(1, step)
+    steps = [record.step for _ in range(3) for record in reader.read()]
+    assert steps == sorted(set(steps))
+    assert len(steps) + reader.lost == 10 + _SLOTS
     writer.close()
     reader.close()
 

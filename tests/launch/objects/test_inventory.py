@@ -109,6 +109,13 @@ def test_a_cell_that_runs_elsewhere_leaves_what_the_same_cell_leaves_here(name: 
     assert all(elsewhere[name] is objects[name] for name in stays)
 
 
+@pytest.mark.parametrize("start", STARTS)
+def test_a_new_view_of_a_tensor_that_has_other_memory_now_has_the_values_from_there(start: str) -> None:
+    notebook = made("a = torch.zeros(2)")
+    assert run_elsewhere("a.data = torch.arange(6.0); b = a[3:]", notebook, start) == {}
+    assert (notebook["a"].tolist(), notebook["b"].tolist()) == ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [3.0, 4.0, 5.0])
+
+
 def made_and_run(before: str, cell: str) -> dict[str, bool]:
     """For each name, whether the plain cell leaves it the object that it was."""
     namespace = made(before)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from nbaccel.launch.worker.process_setup import meet_in_file
 from nbaccel.testing import run_ranks
@@ -33,3 +34,14 @@ def test_the_file_outlives_every_group_made_in_it(tmp_path: Path) -> None:
     path = tmp_path / "store"
     assert run_ranks(2, _two_groups, os.fspath(path)) == [[2.0, 2.0], [2.0, 2.0]]
     assert path.exists()
+
+
+def _is_left_of_the_first_group(path: str) -> bool:
+    meet_in_file(path, World.from_env())
+    (first, *_), (second, *_) = (next(rendezvous("env://")) for _ in range(2))
+    first.set("address", "of a group that is gone")
+    return second.check(["address"])
+
+
+def test_a_group_that_is_made_again_does_not_find_the_addresses_of_the_one_before(tmp_path: Path) -> None:
+    assert run_ranks(1, _is_left_of_the_first_group, os.fspath(tmp_path / "store")) == [False]

@@ -112,6 +112,18 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     return tensor
 
 
+@pytest.mark.parametrize("has_event", [False, True])
+def test_a_loss_that_is_a_number_comes_after_those_that_wait_for_a_device(rank: Rank, has_event: bool) -> None:
+    rank.reporter.rest()
+    rank.reporter(Loss(torch.ones(()), 0))
+    if has_event:
+        rank.reporter(Loss(0.5, 1))
+    else:
+        rank.reporter.record_loss(0.5, 1)
+    rank.reporter.wake()
+    assert rank.heard(Loss) == [Loss(1.0, 0), Loss(0.5, 1)]
+
+
 @pytest.mark.parametrize("kind", ["loss", "metric", "metric in a metric"])
 def test_what_a_stream_of_the_programs_own_computes_is_read_when_it_is_there(
     rank: Rank, on_gpu: torch.Tensor, kind: str
@@ -166,6 +178,16 @@ def test_the_memory_of_devices_that_hold_something_is_added_up_without_flattenin
     memory = MemoryMeter().read()
     assert (memory.device_bytes, memory.device_reserved_bytes) == (400, 800)
     assert (memory.device_peak_bytes, memory.device_limit_bytes) == (802, 2 * 1000)
+
+
+def test_the_most_memory_that_a_rank_has_held_is_told_after_it_is_free_again() -> None:
+    meter = MemoryMeter()
+    before = meter.read()
+    held = b"x" * (64 << 20)
+    assert meter.read().host_bytes > before.host_bytes + (48 << 20)
+    del held
+    after = meter.read()
+    assert after.host_peak_bytes > before.host_bytes + (48 << 20) > after.host_bytes
 
 
 class _Properties:

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,23 @@ def test_a_save_that_is_killed_anywhere_leaves_a_checkpoint_that_loads(tmp_path:
         assert os.listdir(target.parent) == ["last"], f"killed before {name}: something was left behind"
     assert steps == sorted(steps)
     assert set(steps) == {1, 2}
+
+
+def test_while_the_older_one_is_deleted_its_name_is_that_of_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "last", step=1)
+
+    def delete_half(folder: Path, **_: Any) -> None:
+        os.unlink(folder / "manifest.json")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def save_and_die() -> None:
+        monkeypatch.setattr(shutil, "rmtree", delete_half)
+        save(tmp_path / "last", step=2)
+
+    die_at(-1, save_and_die)
+    assert Manifest.read(tmp_path / "last").step == 2
 
 
 def test_a_first_save_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(tmp_path: Path) -> None:
@@ -161,6 +179,21 @@ def test_a_disk_that_fills_up_while_writing_leaves_the_older_checkpoint(tmp_path
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert step_in(target) == 1
+    assert os.listdir(tmp_path) == ["last"]
+
+
+def test_a_disk_that_fails_while_files_are_brought_to_it_leaves_the_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        if path.suffix == ".safetensors":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    save(tmp_path / "last", step=1)
+    monkeypatch.setattr("nbaccel.train.checkpoint.manifest.sync", fail)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        save(tmp_path / "last", step=2)
+    assert step_in(tmp_path / "last") == 1
     assert os.listdir(tmp_path) == ["last"]
 
 

@@ -309,6 +309,20 @@ def test_a_sampler_of_ones_own_draws_alike_on_every_rank(dispatch: bool) -> None
     assert other_noise == random.random()
 
 
+def _own_order(seed: int, epoch: int) -> tuple[int, ...]:
+    torch.manual_seed(seed)
+    loader = Accelerator().prepare(DataLoader(range(16), 2, sampler=_Own()))  # type: ignore[arg-type, var-annotated]
+    loader.set_epoch(epoch)
+    return tuple(sample for batch in loader for sample in batch.tolist())
+
+
+def test_the_order_of_a_sampler_of_ones_own_follows_from_the_seed_and_the_epoch() -> None:
+    places = [(1, 0), (1, 1), (2, 0), (2, 1)]
+    for *orders, again in run_ranks(2, lambda: [_own_order(*place) for place in [*places, (1, 1)]]):
+        assert len(set(orders)) == len(places)
+        assert again == orders[1]
+
+
 class _Epochs(IterableDataset[int]):
     """Shuffles by the epoch it is told, as `datasets.IterableDataset` does."""
 

@@ -326,3 +326,35 @@ def _logged() -> tuple[list[Tensor], list[int]]:
 def test_what_an_unprepared_loop_logs_belongs_to_its_steps_and_not_all_to_the_first() -> None:
     for _, steps, _ in run_ranks(2, _in_a_rank, Loop("logged", _logged)):
         assert steps == [0, 0, 1, 1, 2, 2, 3, 3, 3, *[0, 1]]
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise ZeroDivisionError
+
+
+def _fails_in_its_second_backward() -> list[list[Any]]:
+    watch = ImplicitTraining(World.from_env(), RunSettings())
+    watch.begin(None)
+    try:
+        model, found = net(), []
+        x, _ = next(iter(DataLoader(points(8), batch_size=8)))
+        model(x).mean().backward()
+        found.append([None if each.grad is None else each.grad.tolist() for each in model.parameters()])
+        with pytest.raises(ZeroDivisionError):
+            model(_Fails.apply(x.requires_grad_())).square().mean().backward()
+        found.append([None if each.grad is None else each.grad.tolist() for each in model.parameters()])
+        return found
+    finally:
+        watch.stop()
+
+
+def test_a_backward_that_fails_leaves_the_gradients_that_were_there() -> None:
+    for before, after in run_ranks(2, _fails_in_its_second_backward):
+        assert None not in before
+        assert after == before

@@ -84,6 +84,22 @@ def mean_times_samples() -> Values:
     return ends(model), printed
 
 
+def test_gradients_that_a_loop_never_drops_are_there_in_the_next_batch() -> None:
+    expected, _ = never_drops()
+    for weights in run_ranks(2, _watched, never_drops):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+
+
+def never_drops() -> Values:
+    torch.manual_seed(0)
+    model = net().double()
+    optimizer = sgd(model)
+    for x, y in DataLoader(points(48), batch_size=16):
+        torch.nn.functional.mse_loss(model(x.double()), y.double()).backward()
+        optimizer.step()
+    return ends(model), []
+
+
 def _watched(loop: Callable[[], Values]) -> list[Tensor]:
     watch = ImplicitTraining(World.from_env(), RunSettings(split=PARTS))
     watch.begin(None)

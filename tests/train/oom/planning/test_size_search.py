@@ -99,6 +99,14 @@ def test_a_device_without_a_meter_is_searched_by_trial_and_error() -> None:
         assert largest >= plan.best >= 0.9 * largest - 1, (largest, plan.trials)
 
 
+def test_a_line_through_two_tiny_trials_is_not_followed_far() -> None:
+    plan = SizeSearch(1_000_000)
+    for size, used in ((2, 0.5), (3, 0.500001)):
+        assert plan.next_size() == size
+        plan.note(Trial(size, True, used))
+    assert plan.next_size() == 16 * 3
+
+
 def test_sizes_are_multiples_of_eight_where_that_costs_little() -> None:
     assert search(SizeSearch(4096), line(1000)).best % 8 == 0
     assert search(SizeSearch(4096), line(61)).best == 61

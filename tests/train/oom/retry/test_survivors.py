@@ -89,6 +89,23 @@ def test_what_a_failed_attempt_prepared_is_forgotten_also_without_free_memory() 
     assert run_ranks(2, _prepared_inside_without_freeing) == [(4, 1)] * 2
 
 
+def test_an_optimizer_that_had_no_state_begins_each_attempt_without_any() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    states: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> None:
+        states.append(len(optimizer.state))
+        model(torch.ones(batch_size, 2)).mean().backward()
+        optimizer.step()
+        if batch_size == 8:
+            raise MemoryError
+
+    train()
+    assert states == [0, 0]
+
+
 def _in_the_middle_of_a_window() -> list[bool]:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     syncs: list[bool] = []
