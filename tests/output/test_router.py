@@ -513,6 +513,15 @@ def test_a_quiet_minute_saves_nothing_up_for_a_flood() -> None:
     assert len(run.screen.text) < 1_200_000
 
 
+def test_a_flood_of_empty_lines_is_cut_like_any_other() -> None:
+    """Each takes as long as a full one: a million of them would be a quarter of a minute of the kernel's time."""
+    run = Run(1)
+    for _ in range(20):
+        run.feed(0, "\n" * 50_000)
+    run.wait(0.1)
+    assert 10_000 < run.screen.text.count("\n") < 50_000
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_memory_stays_bounded_whatever_a_rank_prints() -> None:
