@@ -113,7 +113,15 @@ def test_an_interrupt_while_the_ranks_start_does_not_hang(kernel: RealKernel, st
         # then has no reply ("KeyboardInterrupt caught in kernel"), whatever the cell is.
         time.sleep(chance.uniform(0.03, 0.2))
         kernel.interrupt()
-        running.end(timeout_s=20).failed("KeyboardInterrupt")
+        try:
+            cell = running.end(timeout_s=20)
+        except AssertionError as error:
+            # Python drops an interrupt that arrives inside a weak reference's callback, and says so: one presses again.
+            if "Exception ignored in" not in str(error):
+                raise
+            kernel.interrupt()
+            cell = running.end(timeout_s=20)
+        cell.failed("KeyboardInterrupt")
     assert "fine" in kernel.do(accelerate("print('fine')", start)).stdout
 
 
