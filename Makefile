@@ -80,7 +80,7 @@ PROCESSOR_TESTS ?= tests/test_room.py tests/launch/test_out_of_memory.py tests/k
 processors: $(PROCESSORS:%=processor-%)
 
 processor-%: $(VENV)/.dev $(COLAB)/.stamp
-	$($*) $(VENV)/bin/python tests/suite.py --alone -m "not gpu and not soak and not full" $(PROCESSOR_TESTS)
+	$($*) $(VENV)/bin/python tests/suite.py --alone -m "not gpu and not soak" $(PROCESSOR_TESTS)
 
 # What noise or chance would have to break: hundreds of interrupts, launches and trainings in real kernels, and a
 # training notebook under random faults for so many minutes: `make soak MINUTES=30`.
