@@ -88,6 +88,7 @@ class RunSettings:
     dynamo_use_fullgraph: bool | None = None
     dynamo_use_dynamic: bool | None = None
     dynamo_use_regional_compilation: bool | None = None
+    strategy: str | None = None
 
     def __post_init__(self) -> None:
         if self.mixed_precision is not None and self.mixed_precision not in PRECISIONS:
@@ -120,6 +121,7 @@ class RunSettings:
             "NBACCEL_SEED": self.seed,
             "NBACCEL_SEEDS_ALIKE": None if self.seeds_alike is None else str(int(self.seeds_alike)),
             "NBACCEL_SPLIT": self.split,
+            "NBACCEL_STRATEGY": self.strategy,
             "NBACCEL_CHECKPOINT_EVERY": self.checkpoint_every,
             "NBACCEL_CHECKPOINT_DIR": self.checkpoint_dir,
             "NBACCEL_KEEP": self.keep,
@@ -154,6 +156,7 @@ class RunSettings:
             strict=flag("NBACCEL_STRICT"),
             batches=env.get("NBACCEL_BATCHES") or None,
             split=number("NBACCEL_SPLIT"),
+            strategy=env.get("NBACCEL_STRATEGY") or None,
             checkpoint_every=env.get("NBACCEL_CHECKPOINT_EVERY"),
             checkpoint_dir=env.get("NBACCEL_CHECKPOINT_DIR"),
             keep=number("NBACCEL_KEEP"),

@@ -58,7 +58,6 @@ from nbaccel.train.prepare.models import (
     extract_model_from_parallel,
     is_spread,
     keep_compiled,
-    recompute_activations,
 )
 from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.prepare.preparer import Preparer
@@ -73,6 +72,7 @@ from nbaccel.train.step.kwargs_handlers import (
     refuse_plugins_of_the_environment,
 )
 from nbaccel.train.step.precision import restore_forward
+from nbaccel.train.step.recompute import recompute_activations
 from nbaccel.train.tracker_hub import LogWith, Trackers, TrackingPlan
 from nbaccel.world import World
 
@@ -178,6 +178,8 @@ class Accelerator(ProcessControl):
         time_limit: str | float | timedelta | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         rng_types: Sequence[str] | None = None,
+        strategy: str | None = None,
+        fsdp_plugin: Any = None,
         **not_here: Unpack[PluginsNotHere],
     ) -> None:
         if not_here:
@@ -189,9 +191,9 @@ class Accelerator(ProcessControl):
             warn_of_rng_types(rng_types)
         limit_s = None if time_limit is None else seconds_of(time_limit)
         saves = chosen_saves(checkpoint_every, checkpoint_dir, keep, resume)
-        asked = RunSettings(mixed_precision, gradient_accumulation_steps, cpu=cpu).over(saves)
+        asked = RunSettings(mixed_precision, gradient_accumulation_steps, cpu=cpu, strategy=strategy).over(saves)
         choices = Choices.of(
-            asked, gradient_accumulation_plugin, kwargs_handlers, dynamo_backend, dynamo_plugin, on_nan
+            asked, gradient_accumulation_plugin, kwargs_handlers, dynamo_backend, dynamo_plugin, on_nan, fsdp_plugin
         )
         self._handlers = choices.handlers
         self.dataloader_config = DataLoaderConfiguration.chosen(dataloader_config, split_batches, even_batches)

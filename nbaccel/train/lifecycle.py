@@ -58,6 +58,7 @@ class Choices:
     dynamo: TorchDynamoPlugin
     handlers: Handlers
     on_nan: str
+    fsdp: Any = None
 
     @classmethod
     def of(
@@ -68,6 +69,7 @@ class Choices:
         dynamo_backend: str | None,
         dynamo_plugin: TorchDynamoPlugin | None,
         on_nan: str,
+        fsdp: Any = None,
     ) -> Self:
         """Return the choices that arguments of `Accelerator` describe.
 
@@ -88,7 +90,7 @@ class Choices:
         dynamo = dynamo_plugin or TorchDynamoPlugin(dynamo_backend)
         if rules.num_steps is not None:
             asked = replace(asked, gradient_accumulation_steps=rules.num_steps)
-        return cls(asked.over(dynamo.settings()), rules, dynamo, Handlers.of(handlers), on_nan)
+        return cls(asked.over(dynamo.settings()), rules, dynamo, Handlers.of(handlers), on_nan, fsdp)
 
 
 class Lifecycle:
@@ -150,7 +152,7 @@ class Lifecycle:
         """Make the parts that depend on the device, unless they exist."""
         self.bind()
         if not self.equipment.is_complete:
-            self.equipment.complete(self._choices.handlers, self._choices.on_nan)
+            self.equipment.complete(self._choices.handlers, self._choices.on_nan, self._choices.fsdp)
             self._open_gate()
 
     def join(self) -> None:
