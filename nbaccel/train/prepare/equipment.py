@@ -21,7 +21,7 @@ from nbaccel.train.prepare.prepared import Prepared
 from nbaccel.train.step.accumulation import Accumulation, GradientAccumulationPlugin
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision
-from nbaccel.train.strategies import Strategy, choose_strategy
+from nbaccel.train.strategies import Strategy, choose_strategy, strategy_class
 from nbaccel.world import World
 
 __all__ = ["Equipment"]
@@ -58,6 +58,11 @@ class Equipment:
     @property
     def device(self) -> torch.device:
         return self.state.device
+
+    @property
+    def strategy_class(self) -> type[Strategy]:
+        """The class of the strategy of this world, which touches no device."""
+        return strategy_class(self.world, self.settings.strategy)
 
     @property
     def collectives(self) -> Collectives:

@@ -145,23 +145,23 @@ def _holds(module: Module) -> bool:
 
 
 def _sharers(model: Module, blocks: Sequence[Module]) -> Iterator[list[Module]]:
-    """Yield lists of modules that share parameters across blocks; those of which none is in a block stay the root's."""
-    home = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
+    """Yield lists of blocks, and modules outside of them, that share parameters; without a block the root has them."""
+    home = {id(module): block for block in reversed(blocks) for module in block.modules()}
     owners: dict[int, list[Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                owners.setdefault(id(parameter), []).append(module)
-    joined: list[list[Module]] = []
+                owners.setdefault(id(parameter), []).append(home.get(id(module), module))
+    joined: list[dict[int, Module]] = []
     for modules in owners.values():
-        homes = {home.get(id(module)) for module in modules}
-        if len(homes) < 2:
+        together = {id(module): module for module in modules}
+        if len(together) < 2 or not any(module in blocks for module in modules):
             continue
-        touching = [group for group in joined if any(module in group for module in modules)]
-        joined = [group for group in joined if group not in touching]
-        together = {id(module): module for group in [*touching, modules] for module in group}
-        joined.append(list(together.values()))
-    yield from joined
+        for group in [group for group in joined if group.keys() & together.keys()]:
+            together |= group
+            joined.remove(group)
+        joined.append(together)
+    yield from (list(group.values()) for group in joined)
 
 
 # -- parameters of other types

@@ -81,6 +81,9 @@ class Sharded(Strategy):
             recompute_activations(model, groups.blocks or None)
         for modules in groups.groups:
             self._bring_from_main(modules, left_out)
+            if model not in modules:
+                for module in modules:
+                    module.register_forward_hook(_not_a_view)
             before = {id(parameter): parameter for module in modules for parameter in module.parameters()}
             fully_shard(
                 modules[0] if len(modules) == 1 else list(modules),
@@ -139,15 +142,24 @@ class Sharded(Strategy):
         return self._mesh[0]
 
     def _compare(self, model: Module) -> None:
-        """Refuse models that differ between the ranks: torch would wait for ever, or mix their rows.
+        """Refuse what would make ranks wait for each other for ever, or mix rows of different parameters. Collective.
 
         Raises:
-            CollectiveMismatch: they do; the message has each rank's numbers.
+            CollectiveMismatch: the ranks' models differ.
+            ValueError: rank 0 has no weights, on every rank.
         """
         lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+        missing = next((name for name, parameter in model.named_parameters() if parameter.is_meta), "")
         collectives = GroupCollectives(self.world, self.device)
-        collectives.agree(f"prepare {type(model).__name__} of {len(lines)} parameters, shapes and types {digest}")
+        collectives.agree(
+            f"prepare {type(model).__name__} of {len(lines)} parameters, whose names, shapes and types make {digest}"
+        )
+        if in_main := collectives.announce(f"prepare {type(model).__name__}, weights of rank 0", missing)[0]:
+            raise ValueError(
+                f"{in_main} of {type(model).__name__} is on the meta device in rank 0, whose weights all ranks get: "
+                "load them there before prepare; the other ranks may have a model without weights"
+            )
 
     def _bring_from_main(self, modules: Sequence[Module], left_out: set[Parameter]) -> None:
         """Give parameters and buffers of `modules`, not sharded yet, rank 0's values on the device. Collective."""
@@ -159,7 +171,7 @@ class Sharded(Strategy):
                 if parameter is None or _is_shard(parameter):
                     continue
                 if id(parameter) not in known:
-                    known[id(parameter)] = self._on_device(parameter, name, owner)
+                    known[id(parameter)] = self._on_device(parameter)
                 owner._parameters[name] = known[id(parameter)]
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
@@ -168,16 +180,11 @@ class Sharded(Strategy):
         for tensor in (*{id(new): new for new in known.values()}.values(), *buffers.values()):
             broadcast(tensor.detach(), 0)
 
-    def _on_device(self, parameter: Parameter, name: str, owner: Module) -> Parameter:
-        if not parameter.is_meta:
-            parameter.data = parameter.data.to(self.device).contiguous()
-            return parameter
-        if self.world.is_main_process:
-            raise ValueError(
-                f"{name} of {type(owner).__name__} is on the meta device in rank 0, whose weights all ranks get: load "
-                "them there before prepare; the other ranks may have a model without weights"
-            )
-        return Parameter(torch.empty_like(parameter, device=self.device), parameter.requires_grad)
+    def _on_device(self, parameter: Parameter) -> Parameter:
+        if parameter.is_meta:
+            return Parameter(torch.empty_like(parameter, device=self.device), parameter.requires_grad)
+        parameter.data = parameter.data.to(self.device).contiguous()
+        return parameter
 
     def keeps_together(self, model: Module) -> bool:
         return is_parallel(model)
@@ -221,8 +228,7 @@ class Sharded(Strategy):
         whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
         norms = [torch.nn.utils.get_total_norm(whole, norm_type)] if whole or not sharded else []
         if sharded:
-            norm = torch.nn.utils.get_total_norm(sharded, norm_type)
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            norms.append(_norm_of_rows(sharded, norm_type))
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
@@ -280,6 +286,15 @@ _holding: weakref.WeakSet[Module] = weakref.WeakSet()
 def _set_sync(part: Any, synchronised: bool) -> None:
     part.set_requires_gradient_sync(synchronised, recurse=False)
     (_holding.discard if synchronised else _holding.add)(part)
+
+
+def _not_a_view(module: Module, inputs: Any, output: Any) -> Any:
+    """Return a copy of an output that is a view, as a linear layer's of three dimensions is.
+
+    torch gathers the weights for the backward by a hook on the output. An operation in place on a view drops that hook
+    in silence, and the gradients are wrong: ``nn.ReLU(inplace=True)`` behind such a layer, or ``x += y``.
+    """
+    return output.clone() if isinstance(output, Tensor) and output.requires_grad and output._is_view() else None
 
 
 class _SendStatistics:
@@ -340,6 +355,26 @@ def _rows(tensor: Tensor) -> Tensor:
     """Return this rank's rows of `tensor`, in its own memory."""
     rows: Tensor = tensor.to_local() if _is_shard(tensor) else tensor  # type: ignore[operator]
     return rows
+
+
+def _norm_of_rows(gradients: Sequence[Any], norm_type: float) -> Tensor:
+    """Return the norm of sharded `gradients`, plain and equal on all ranks: that of the norms of each rank's rows.
+
+    torch's own cannot compute the largest magnitude where a rank has no rows, of parameters smaller than the number of
+    ranks. One number of each rank is gathered, which keeps a NaN.
+    """
+    from torch.distributed import all_gather
+    from torch.distributed.tensor import Shard
+
+    mesh = gradients[0].device_mesh
+    if any(g.device_mesh != mesh or mesh.ndim != 1 or not isinstance(g.placements[0], Shard) for g in gradients):
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)  # the program's own way of sharding
+        return norm.full_tensor() if _is_shard(norm) else norm  # type: ignore[operator]
+    rows = [part for gradient in gradients if (part := _rows(gradient)).numel()]
+    own = torch.nn.utils.get_total_norm(rows, norm_type) if rows else torch.zeros((), device=_rows(gradients[0]).device)
+    norms = [torch.empty_like(own) for _ in range(mesh.size())]
+    all_gather(norms, own, group=mesh.get_group())
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 def _gathered(value: Any) -> Any:

@@ -49,7 +49,8 @@ def make_whole(model: Module) -> dict[Tensor, Tensor]:
             del vars(module)[name]
         for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             vars(module).pop(name, None)
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if type(hook).__module__.startswith("nbaccel.train.strategies.fsdp"):
-                del module._forward_pre_hooks[key]
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if getattr(hook, "__module__", "").startswith(__package__):  # ours, beside torch's
+                    del hooks[key]
     return dict(whole.values())
