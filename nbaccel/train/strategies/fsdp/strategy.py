@@ -208,8 +208,8 @@ class Sharded(Strategy):
 
     def alone(self, model: Module) -> NoReturn:
         raise NotImplementedError(
-            f"{type(without_compile(model)).__name__} is sharded over the ranks (FSDP), so no rank can run a trial step "
-            "alone: find_executable_batch_size tries sizes on all ranks"
+            f"find_batch_size: {type(without_compile(model)).__name__} is sharded (FSDP), so no rank can run a trial step "
+            "by itself. find_executable_batch_size tries sizes on all ranks together"
         )
 
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
