@@ -6,6 +6,8 @@ It decides nothing: the Accelerator's lifecycle says when they are made.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from nbaccel.settings import RunSettings
@@ -73,10 +75,10 @@ class Equipment:
         self.accumulation = Accumulation(settings.gradient_accumulation_steps or 1, rules)
         self.is_complete = False
 
-    def complete(self, handlers: Handlers, on_nan: str) -> None:
-        """Make the objects that depend on the device."""
+    def complete(self, handlers: Handlers, on_nan: str, plugin: Any = None) -> None:
+        """Make the objects that depend on the device.  plugin: options of the strategy, see `choose_strategy`."""
         self.precision = make_precision(self.settings.mixed_precision or "no", self.device, handlers)
-        self.strategy = choose_strategy(self.world, self.device, handlers=handlers)
+        self.strategy = choose_strategy(self.world, self.device, self.settings.strategy, handlers, plugin)
         self.watch = make_watch(on_nan, self.accumulation.clock, self.precision, self.strategy)
         self.raw_steps = RawSteps(self.accumulation, self.precision, self.strategy)
         self.accumulating = Accumulating(self.accumulation, self.strategy)
