@@ -74,7 +74,8 @@ class Difference:
         return self.largest <= self.limit and not self.other
 
     def __str__(self) -> str:
-        return f"{self.program}: differs by {self.largest:.1e}, limit {self.limit:.0e}{'; ' * bool(self.other)}{self.other}"
+        said = f"{self.program}: differs by {self.largest:.1e}, limit {self.limit:.0e}"
+        return f"{said}; {self.other}" if self.other else said
 
 
 def check(
@@ -184,7 +185,7 @@ def _loss(model: Module, words: Tensor) -> Tensor:
 
 def _trained(accelerator: Accelerator, *models: Module) -> dict[str, Any]:
     """Return the weights of all `models` in rank 0, and none in others. Collective."""
-    trained = {}
+    trained: dict[str, Any] = {}
     for number, model in enumerate(models):
         state = accelerator.get_state_dict(model)
         if accelerator.is_main_process:
@@ -332,8 +333,8 @@ def _statistics(setting: Setting) -> _Result:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # statistics of a rank's batches are not those of all
     numbers = torch.randn(48, 4, generator=torch.Generator().manual_seed(2))
-    loader = torch.utils.data.DataLoader(numbers, batch_size=_BATCH // setting.ranks)
-    held_out = torch.utils.data.DataLoader(range(13), batch_size=2)
+    loader: Any = torch.utils.data.DataLoader(numbers, batch_size=_BATCH // setting.ranks)  # type: ignore[arg-type]
+    held_out: Any = torch.utils.data.DataLoader(range(13), batch_size=2)  # type: ignore[arg-type]
     model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, loader, held_out)
     for batch in loader:
         accelerator.backward(model(batch).square().mean())
@@ -402,7 +403,7 @@ def _adapters(setting: Setting) -> _Result:
     accelerator = setting.accelerator()
     model = _language_model().requires_grad_(False)
     for block in model.blocks:  # type: ignore[union-attr]
-        block.up, block.down = Adapted(block.up), Adapted(block.down)  # type: ignore[union-attr]
+        block.up, block.down = Adapted(block.up), Adapted(block.down)
     accelerator.gradient_checkpointing(model)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, setting.loader())

@@ -73,6 +73,7 @@ from nbaccel.train.step.kwargs_handlers import (
 )
 from nbaccel.train.step.precision import restore_forward
 from nbaccel.train.step.recompute import recompute_activations
+from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
 from nbaccel.train.tracker_hub import LogWith, Trackers, TrackingPlan
 from nbaccel.world import World
 
@@ -101,6 +102,13 @@ class Accelerator(ProcessControl):
     on_nan: the reaction to a loss that is not finite. "warn" warns once, with step and rank; "skip" leaves out
         steps whose gradients are not finite, on all ranks alike; "stop" raises FloatingPointError before such a step.
         The latter two wait for the device in every step.
+
+    How the model is distributed:
+
+    strategy: "ddp", by which every rank holds the whole model; "fsdp", by which each holds a part of it; "single", the
+        one process that a run may have; or another one that is installed. By default the launch's choice, else "auto":
+        "ddp" or "single".
+    fsdp_plugin: options of "fsdp", as a `FullyShardedDataParallelPlugin`; it chooses that strategy as well.
 
     How batches are distributed:
 
@@ -178,7 +186,7 @@ class Accelerator(ProcessControl):
         dynamo_plugin: TorchDynamoPlugin | None = None,
         rng_types: Sequence[str] | None = None,
         strategy: str | None = None,
-        fsdp_plugin: Any = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         **not_here: Unpack[PluginsNotHere],
     ) -> None:
         if not_here:

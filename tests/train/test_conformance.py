@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from nbaccel.testing import conformance
+from nbaccel.utils import FullyShardedDataParallelPlugin
 
 WAYS: dict[str, tuple[str, int, Callable[[], Mapping[str, Any]]]] = {
     "single": ("auto", 1, dict),
     "ddp": ("ddp", 2, dict),
     "fsdp": ("fsdp", 2, dict),
+    "zero2": ("fsdp", 2, lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(reshard_after_forward=False)}),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from nbaccel import Accelerator
 from nbaccel.errors import CollectiveMismatch
 from nbaccel.testing import run_ranks
 from nbaccel.train.strategies.fsdp.groups import GroupPolicy, choose_groups
+from nbaccel.utils import FullyShardedDataParallelPlugin
 
 BATCH = 8
 
@@ -43,18 +43,8 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def plugin(**fields: Any) -> Any:
-    standard = dict(
-        reshard_after_forward=True,
-        mixed_precision_policy=None,
-        auto_wrap_policy=None,
-        cpu_offload=False,
-        ignored_modules=None,
-        transformer_cls_names_to_wrap=None,
-        min_num_params=0,
-        activation_checkpointing=False,
-    )
-    return SimpleNamespace(**{**standard, **fields})
+def plugin(**fields: Any) -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(**fields)
 
 
 def _batches(world: int, rank: int, steps: int = 3) -> list[torch.Tensor]:
@@ -63,7 +53,9 @@ def _batches(world: int, rank: int, steps: int = 3) -> list[torch.Tensor]:
     return [step[rank * own : (rank + 1) * own] for step in words]
 
 
-def _fit(model: nn.Module, optimizer: Any, batches: list[torch.Tensor], backward: Callable[[torch.Tensor], None]) -> None:
+def _fit(
+    model: nn.Module, optimizer: Any, batches: list[torch.Tensor], backward: Callable[[torch.Tensor], None]
+) -> None:
     for words in batches:
         backward(F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten()))
         optimizer.step()
@@ -324,8 +316,7 @@ def test_a_rank_cannot_be_done_earlier() -> None:
         accelerator = Accelerator(strategy="fsdp")
         model = accelerator.prepare(Net())
         with pytest.raises(ValueError, match="join_uneven_inputs: FSDPNet is sharded"):
-            with accelerator.join_uneven_inputs([model]):
-                pass
+            accelerator.join_uneven_inputs([model]).__enter__()
         return "refused"
 
     assert run_ranks(2, join) == ["refused", "refused"]
@@ -358,7 +349,7 @@ def test_a_model_of_transformers_names_its_blocks() -> None:
 
 
 def test_a_class_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with pytest.raises(ValueError, match="names Layer, and Net has no module of that class. It has Block, Embedding"):
+    with pytest.raises(ValueError, match=r"names Layer, and Net has no module of that class\. It has Block, Embedding"):
         choose_groups(Net(), GroupPolicy("transformer_based_wrap", ["Layer"]), False)
 
 

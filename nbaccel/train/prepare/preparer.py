@@ -64,7 +64,9 @@ class Preparer:
 
     def prepare_model(self, model: Module, move: bool, evaluation_mode: bool) -> Module:
         """Return `model` prepared; see `Accelerator.prepare_model`. Collective where there are peers."""
-        prepared = self._prepare_for_evaluation(model, move) if evaluation_mode else self._prepare_models([(model, move)])[0]
+        prepared = (
+            self._prepare_for_evaluation(model, move) if evaluation_mode else self._prepare_models([(model, move)])[0]
+        )
         self._bring_states()
         return prepared
 
@@ -111,7 +113,9 @@ class Preparer:
         for model in admitted.values():
             self._agree_on_names()
             equipment.collectives.agree(f"prepare {type(model).__name__} of {len(list(model.parameters()))} parameters")
-        inner = [optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer for optimizer in optimizers]
+        inner = [
+            optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer for optimizer in optimizers
+        ]
         known = [prepared.optimizer for prepared in equipment.prepared.optimizers]
         ready = equipment.strategy.setup(list(admitted.values()), [*known, *inner], moves)
         prepared = {key: self._compiled(model) for key, model in zip(admitted, ready, strict=True)}
@@ -188,8 +192,8 @@ class Preparer:
         joinables = list(joinables)
         if sharded := [type(thing).__name__ for thing in joinables if isinstance(thing, Module) and is_sharded(thing)]:
             raise ValueError(
-                f"join_uneven_inputs: {sharded[0]} is sharded (FSDP), so each forward needs all ranks, and torch cannot "
-                "let some of them be done earlier. Keep even_batches=True, which fills up the last round"
+                f"join_uneven_inputs: {sharded[0]} is sharded (FSDP), so each forward needs all ranks, and torch "
+                "cannot let some of them be done earlier. Keep even_batches=True, which fills up the last round"
             )
         joined = [thing for thing in joinables if isinstance(thing, Joinable)]
         with ExitStack() as stack:

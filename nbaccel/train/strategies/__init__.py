@@ -50,9 +50,7 @@ def strategy_class(world: World, name: str | None = None) -> type[Strategy]:
     """
     chosen = name or AUTO
     if chosen not in (AUTO, *strategy_names()):
-        raise ValueError(
-            f"strategy must be one of {', '.join(map(repr, (AUTO, *strategy_names())))}, got {chosen!r}"
-        )
+        raise ValueError(f"strategy must be one of {', '.join(map(repr, (AUTO, *strategy_names())))}, got {chosen!r}")
     if not world.is_distributed:
         chosen = "single"
     elif chosen == AUTO:

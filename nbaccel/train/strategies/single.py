@@ -45,7 +45,9 @@ class Strategy:
     distributed_type: ClassVar[str | None] = None
     """Accelerate's name of this way, where it is not that of replicas on devices of a kind: see `DistributedType`."""
 
-    def __init__(self, world: World, device: torch.device, handlers: Handlers | None = None, plugin: Any = None) -> None:
+    def __init__(
+        self, world: World, device: torch.device, handlers: Handlers | None = None, plugin: Any = None
+    ) -> None:
         """plugin: options of this way alone, as the program gave them; None: its defaults."""
         self.world = world
         self.device = device

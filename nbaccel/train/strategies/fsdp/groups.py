@@ -1,8 +1,8 @@
 """Choose the groups of modules whose parameters FSDP gathers and frees together. Runs in ranks; shards nothing.
 
-A group is one all-gather in the forward, one in the backward, and one reduce-scatter. A rank holds its shards and, for a
-moment, one whole group: so the groups decide how much memory sharding saves. `choose_groups` reads modules and changes
-none.
+A group is one all-gather in the forward, one in the backward, and one reduce-scatter. A rank holds its shards and,
+for a moment, one whole group: so the groups decide how much memory sharding saves. `choose_groups` reads modules and
+changes none.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ def _odd_dtypes(model: Module, blocks: Sequence[Module]) -> Iterator[list[Module
             if len(kinds) > 1:
                 raise ValueError(
                     f"{type(module).__name__} in {type(model).__name__} trains parameters of several types "
-                    f"({', '.join(sorted(map(str, kinds)))}), and what is sharded together is reduced in one: give them "
-                    "one type, model.float() for example, or choose mixed_precision, which keeps fp32 weights"
+                    f"({', '.join(sorted(map(str, kinds)))}), and what is sharded together is reduced in one: give "
+                    "them one type, model.float() for example, or choose mixed_precision, which keeps fp32 weights"
                 )
             if kinds and usual not in kinds and not (blocks and module in blocks):
                 yield [module]
@@ -223,7 +223,9 @@ def ignored(model: Module, chosen: Any) -> set[Parameter]:
         else list(chosen)
     )
     parameters = {parameter for module in modules for parameter in module.parameters()}
-    trained = [name for name, parameter in model.named_parameters() if parameter in parameters and parameter.requires_grad]
+    trained = [
+        name for name, parameter in model.named_parameters() if parameter in parameters and parameter.requires_grad
+    ]
     if trained:
         raise ValueError(
             f"ignored_modules holds parameters that are trained ({', '.join(trained[:3])}"

@@ -18,7 +18,7 @@ __all__ = ["Replacements"]
 
 
 class Replacements:
-    """Parameters that were replaced, and by which. Holds neither: the old ones live as long as an optimizer has them."""
+    """Parameters that were replaced, and by which. Holds neither: an old one lives as long as an optimizer has it."""
 
     def __init__(self) -> None:
         self._by_old: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}

@@ -1,7 +1,7 @@
 """Sharded: each rank holds its rows of every parameter, gradient and optimizer state (FSDP2, ZeRO). Runs in ranks.
 
-torch's ``fully_shard`` does the work, in place: a model stays the program's own object. What programs do and it does not
-bear is done here: optimizers made before `prepare`, tied parameters in several blocks, parameters of several types,
+torch's ``fully_shard`` does the work, in place: a model stays the program's own object. This module adds what programs
+need beside it: optimizers made before `prepare`, tied parameters in several blocks, parameters of several types,
 weights that differ between ranks, running statistics, windows of accumulation, norms that every rank can print.
 """
 
@@ -46,7 +46,9 @@ class Sharded(Strategy):
     has_peers = True
     distributed_type = "FSDP"
 
-    def __init__(self, world: World, device: torch.device, handlers: Handlers | None = None, plugin: Any = None) -> None:
+    def __init__(
+        self, world: World, device: torch.device, handlers: Handlers | None = None, plugin: Any = None
+    ) -> None:
         super().__init__(world, device, handlers, plugin)
         self._replaced = Replacements()
         self._half: torch.dtype | None = None
@@ -98,7 +100,7 @@ class Sharded(Strategy):
         if statistics:
             model.register_forward_pre_hook(_SendStatistics(statistics), prepend=True)
         if hasattr(model, "generate"):
-            model._is_fsdp_managed_module = True  # transformers then lets ranks of different lengths wait
+            vars(model)["_is_fsdp_managed_module"] = True  # transformers then lets ranks of different lengths wait
         assert isinstance(model, FSDPModule)
         now = dict(model.named_parameters(remove_duplicate=False))
         self._replaced.add({old: now[name] for name, old in replaced.items()})
@@ -138,7 +140,8 @@ class Sharded(Strategy):
         from torch.distributed.device_mesh import DeviceMesh
 
         if self._mesh is None or self._mesh[1] is not group.WORLD:
-            self._mesh = DeviceMesh.from_group(group.WORLD, self.device.type), group.WORLD
+            ranks: Any = group.WORLD
+            self._mesh = DeviceMesh.from_group(ranks, self.device.type), ranks
         return self._mesh[0]
 
     def _compare(self, model: Module) -> None:
@@ -245,7 +248,7 @@ class Sharded(Strategy):
         """Return the whole state on rank 0, on the host, and an empty one on other ranks. Collective."""
         whole = {}
         for name, value in self.unwrap(model).state_dict().items():
-            value = _gathered(value)
+            value = whole_tensor(value)
             if self.world.is_main_process:
                 whole[name] = value.cpu() if isinstance(value, Tensor) else value
         return whole
@@ -345,15 +348,15 @@ def _raise_precision(model: Module, says: bool) -> None:
         )
 
 
-def _is_shard(tensor: Tensor) -> bool:
+def _is_shard(value: Any) -> bool:
     from torch.distributed.tensor import DTensor
 
-    return isinstance(tensor, DTensor)
+    return isinstance(value, DTensor)
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def _rows(tensor: Any) -> Tensor:
     """Return this rank's rows of `tensor`, in its own memory."""
-    rows: Tensor = tensor.to_local() if _is_shard(tensor) else tensor  # type: ignore[operator]
+    rows: Tensor = tensor.to_local() if _is_shard(tensor) else tensor
     return rows
 
 
@@ -368,17 +371,21 @@ def _norm_of_rows(gradients: Sequence[Any], norm_type: float) -> Tensor:
 
     mesh = gradients[0].device_mesh
     if any(g.device_mesh != mesh or mesh.ndim != 1 or not isinstance(g.placements[0], Shard) for g in gradients):
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type)  # the program's own way of sharding
-        return norm.full_tensor() if _is_shard(norm) else norm  # type: ignore[operator]
+        norm: Tensor = whole_tensor(
+            torch.nn.utils.get_total_norm(gradients, norm_type)
+        )  # sharded by the program itself
+        return norm
     rows = [part for gradient in gradients if (part := _rows(gradient)).numel()]
     own = torch.nn.utils.get_total_norm(rows, norm_type) if rows else torch.zeros((), device=_rows(gradients[0]).device)
     norms = [torch.empty_like(own) for _ in range(mesh.size())]
     all_gather(norms, own, group=mesh.get_group())
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    of_all: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return of_all
 
 
-def _gathered(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, Tensor) and _is_shard(value) else value
+def whole_tensor(value: Any) -> Any:
+    """Return a sharded tensor as a whole one, on every rank; anything else unchanged. Collective for the first."""
+    return value.full_tensor() if _is_shard(value) else value
 
 
 def _as(own: Any, value: Any) -> Any:
@@ -390,4 +397,3 @@ def _as(own: Any, value: Any) -> Any:
     if value.shape != own.shape:
         return value  # torch's own message has both shapes
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
-

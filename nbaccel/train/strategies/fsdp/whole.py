@@ -39,7 +39,7 @@ def make_whole(model: Module) -> dict[Tensor, Tensor]:
         for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
             if handle is not None:
                 handle.remove()
-        part.__class__ = type(part).__mro__[part._orig_cls_mro_index]  # type: ignore[assignment]
+        part.__class__ = type(part).__mro__[part._orig_cls_mro_index]
     for module in model.modules():
         registry = _get_registry(module)
         if registry is not None:
