@@ -25,6 +25,7 @@ __all__ = [
     "START_METHODS",
     "STOP",
     "STRATEGIES",
+    "STRATEGY_ENTRY_POINTS",
     "RunSettings",
     "installed_strategies",
     "wrong_precision",
@@ -35,6 +36,9 @@ PRECISIONS = ("no", "fp16", "bf16")
 START_METHODS = ("auto", "fork", "zygote", "inline")
 
 FSDP = "fsdp"
+
+STRATEGY_ENTRY_POINTS = "nbaccel_strategies"
+"""The group of entry points in which other packages register strategies of their own, by name."""
 
 STRATEGIES = ("auto", "single", "ddp", FSDP)
 """The project's own ways to distribute a model over the ranks; other packages may install more."""
@@ -185,10 +189,10 @@ class RunSettings:
 
 
 def installed_strategies() -> tuple[str, ...]:
-    """Return the names of strategies that other packages have registered as entry points ``nbaccel.strategies``."""
+    """Return the names of strategies that other packages have registered as entry points."""
     from importlib.metadata import entry_points  # as slow to import as this whole package, and seldom needed
 
-    return tuple(sorted({point.name for point in entry_points(group="nbaccel.strategies")}.difference(STRATEGIES)))
+    return tuple(sorted({point.name for point in entry_points(group=STRATEGY_ENTRY_POINTS)}.difference(STRATEGIES)))
 
 
 def wrong_precision(name: object) -> str:
