@@ -283,7 +283,7 @@ class SaveAgreement(Alone):
                 continue
             rank = int(said["rank"])
             waited_s = time.monotonic() - self._began
-            is_lost = not is_alive(said["pid"]) if said["host"] == host else waited_s > _FOREIGN_S
+            is_lost = not _lives(said["pid"]) if said["host"] == host else waited_s > _FOREIGN_S
             answers = {f"{_name(rank)}.json", f"{_name(rank)}.failed"} if rank else {_VERDICT, _FAILED}
             if is_lost and not answers & self._names():
                 raise CannotSave(
@@ -344,13 +344,17 @@ def _may_live(folder: Path) -> bool:
         members = list(_members(folder))
     except FileNotFoundError:
         return False
-    host, own = socket.gethostname(), str(os.getpid())
+    host = socket.gethostname()
     if not members or any(said["host"] != host for said in members):
         return is_young
-    if any(said["kind"] == "here" and (said["pid"] == own or is_alive(said["pid"])) for said in members):
+    if any(said["kind"] == "here" and _lives(said["pid"]) for said in members):
         return True
     # Left by those that came: somebody of a run that lives may come later still, to read the verdict.
-    return is_young and any(said["pid"] == own or is_alive(said["pid"]) for said in members)
+    return is_young and any(_lives(said["pid"]) for said in members)
+
+
+def _lives(pid: str) -> bool:
+    return pid == str(os.getpid()) or is_alive(pid)
 
 
 def _members(folder: Path) -> list[re.Match[str]]:
@@ -384,11 +388,10 @@ def _joined(own: Places, others: Iterable[tuple[int, Places]]) -> Places:
         for part, tensors in theirs.items():
             for name, place in tensors.items():
                 known = places[part].get(name)
-                own_kind = None if known is None else (known["dtype"], known["shape"])
-                if known is None or own_kind != (place["dtype"], place["shape"]):
+                if known is None or _kind(known) != _kind(place):
                     raise CannotSave(
-                        f"rank {rank} holds rows of {part}: {name} ({place['dtype']}, {place['shape']}), and rank 0 "
-                        f"has {own_kind or 'none of it'}: every rank must hold the same models and optimizers"
+                        f"rank {rank} holds rows of {part}: {name}, {_kind(place)}, and rank 0 has "
+                        f"{_kind(known) if known else 'none'}: every rank must hold the same models and optimizers"
                     )
                 known["boxes"] = [*known["boxes"], *place["boxes"]]
     for part, tensors in places.items():
@@ -401,3 +404,7 @@ def _joined(own: Places, others: Iterable[tuple[int, Places]]) -> Places:
                     "accelerator.prepare."
                 )
     return places
+
+
+def _kind(place: Mapping[str, Any]) -> str:
+    return f"{place['dtype'].removeprefix('torch.')} of shape {place['shape']}"
