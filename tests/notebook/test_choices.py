@@ -101,6 +101,7 @@ def test_the_overview_says_what_the_form_shows(tmp_path: Path) -> None:
         "what the next %%accelerate cells use; %accelerate config KEY=VALUE … changes it, --save keeps it",
         "  num-processes    auto (2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4)",
         "  mixed-precision  fp16; bf16 (not here: Tesla T4 has no bf16 units)",
+        "  strategy         auto (ddp)",
         "  accumulate       4 batches per optimizer step",
         "  seed             drawn for each run",
         "  oom              shrink (start again with smaller batches)",
