@@ -58,7 +58,6 @@ from nbaccel.train.prepare.models import (
     extract_model_from_parallel,
     is_spread,
     keep_compiled,
-    recompute_activations,
 )
 from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.prepare.preparer import Preparer
@@ -73,6 +72,7 @@ from nbaccel.train.step.kwargs_handlers import (
     refuse_plugins_of_the_environment,
 )
 from nbaccel.train.step.precision import restore_forward
+from nbaccel.train.step.recompute import recompute_activations
 from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
 from nbaccel.train.tracker_hub import LogWith, Trackers, TrackingPlan
 from nbaccel.world import World
@@ -142,12 +142,11 @@ class Accelerator(ProcessControl):
     ...     optimizer.zero_grad()
     """
 
-    # Programs ask how a model is distributed before they take another way. Here every rank holds a whole model.
+    # Programs ask how a model is distributed before they take another way, which is none of these here.
     deepspeed_plugin: None = None
     fp8_backend: None = None
     parallelism_config: None = None
     torch_device_mesh: None = None
-    is_fsdp2 = False
     is_composable_parallelism_enabled = False
     tensor_parallel_rank = 0
     pipeline_parallel_rank = 0
@@ -1170,10 +1169,26 @@ class Accelerator(ProcessControl):
         self.state.destroy_process_group()
 
     def destroy_process_group(self) -> None:
-        """Leave the process group that we made; a later use forms a new one. Every rank calls it."""
+        """Leave the process group that we made; a later use forms a new one. Every rank calls it.
+
+        Sharded models that are prepared become whole again first, on every rank, and can be prepared in another way.
+        """
+        self._lifecycle.release()
         self.state.destroy_process_group()
 
     # -- answers to programs that ask how a model is distributed; they read and change the private lists too
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of cooperation of the processes: ``DistributedType.FSDP``, or that of replicas on their devices."""
+        self._lifecycle.bind()
+        own = self._equipment.strategy_class.distributed_type
+        return super().distributed_type if own is None else DistributedType(own)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True if models are sharded by FSDP, of which there is the second version only."""
+        return self.distributed_type == DistributedType.FSDP
 
     @property
     def data_parallel_rank(self) -> int:

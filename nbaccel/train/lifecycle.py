@@ -251,6 +251,13 @@ class Lifecycle:
         if not prepared:
             self.forget()
 
+    def release(self) -> None:
+        """Let prepared models and optimizers outlive the process group, which is about to be destroyed. Collective."""
+        equipment = self.equipment
+        if equipment.is_complete and equipment.prepared:
+            optimizers = [prepared.optimizer for prepared in equipment.prepared.optimizers]
+            equipment.strategy.release(equipment.prepared.models, optimizers)
+
     def forget(self) -> None:
         """Forget everything prepared, and wait for the save that is being written."""
         equipment = self.equipment
