@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nbaccel.settings import STRATEGY_GROUP
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.strategies.single import Strategy
 from nbaccel.world import World
@@ -22,9 +23,6 @@ _REGISTRY = {
     "ddp": "nbaccel.train.strategies.replicated:Replicated",
     "fsdp": "nbaccel.train.strategies.fsdp.strategy:Sharded",
 }
-
-_ENTRY_POINTS = "nbaccel.strategies"
-"""The group of entry points in which other packages register strategies of their own, by name."""
 
 
 def choose_strategy(
@@ -61,7 +59,7 @@ def strategy_class(world: World, name: str | None = None) -> type[Strategy]:
             "own. Use 'ddp', or 'auto'"
         )
     if chosen not in _REGISTRY:
-        (found,) = entry_points(group=_ENTRY_POINTS, name=chosen)
+        (found,) = entry_points(group=STRATEGY_GROUP, name=chosen)
         kind: type[Strategy] = found.load()
         return kind
     module, _, of_the_class = _REGISTRY[chosen].partition(":")
@@ -71,5 +69,5 @@ def strategy_class(world: World, name: str | None = None) -> type[Strategy]:
 
 def strategy_names() -> tuple[str, ...]:
     """Return the names that `choose_strategy` accepts besides "auto": ours, then those of installed packages."""
-    installed = (point.name for point in entry_points(group=_ENTRY_POINTS))
+    installed = (point.name for point in entry_points(group=STRATEGY_GROUP))
     return (*_REGISTRY, *sorted(name for name in set(installed) if name not in _REGISTRY))
