@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nbaccel.hardware import Gpu, Survey
-from nbaccel.notebook.choices import batch_size_of, overview, precisions, process_counts, world_size
+from nbaccel.notebook.choices import batch_size_of, overview, precisions, process_counts, strategies, world_size
 from nbaccel.options.configuration import ConfigFile, Configuration
 from nbaccel.options.run_options import RunOptions
 
@@ -75,6 +75,25 @@ def test_as_many_ranks_are_offered_as_there_are_devices(
     options: RunOptions, survey: Survey, expected: list[str]
 ) -> None:
     assert [str(offer) for offer in process_counts(options, survey)] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "survey", "expected"),
+    [
+        (RunOptions(), TWO_T4,
+         ["auto (ddp)", "ddp (every rank holds the whole model)", "fsdp (every rank holds a part of the model)"]),
+        (RunOptions(strategy="fsdp"), CPU,
+         ["auto (one rank holds the model)", "ddp (every rank holds the whole model)",
+          "fsdp (one rank has nothing to shard over)"]),
+        (RunOptions(strategy="single"), TWO_T4,
+         ["auto (ddp)", "ddp (every rank holds the whole model)", "fsdp (every rank holds a part of the model)",
+          "single"]),
+    ],
+)  # fmt: skip
+def test_strategies_are_offered_also_one_that_was_chosen_elsewhere(
+    options: RunOptions, survey: Survey, expected: list[str]
+) -> None:
+    assert [str(offer) for offer in strategies(options, survey)] == expected
 
 
 def test_what_would_be_refused_still_has_a_world_size() -> None:

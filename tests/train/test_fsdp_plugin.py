@@ -340,6 +340,19 @@ def test_a_program_chooses_by_name_or_by_the_plugin() -> None:
     assert _chosen(fsdp_plugin=plugin, strategy="fsdp") == ("fsdp", plugin)
 
 
+def test_the_options_reach_the_model() -> None:
+    def sharded() -> tuple[list[str], str, Any]:
+        from torch.distributed.fsdp import FSDPModule
+
+        plugin = Plugin(transformer_cls_names_to_wrap=["LayerNorm"], mixed_precision_policy="bf16")
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+        prepared = Accelerator(fsdp_plugin=plugin).prepare(model)
+        groups = [name for name, module in prepared.named_modules() if isinstance(module, FSDPModule)]
+        return groups, type(next(prepared.parameters())).__name__, prepared(torch.ones(1, 4)).dtype
+
+    assert run_ranks(2, sharded) == [(["", "1"], "DTensor", torch.bfloat16)] * 2
+
+
 def test_a_program_beats_its_launch_and_the_launch_beats_accelerates_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
