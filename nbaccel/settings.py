@@ -25,7 +25,7 @@ __all__ = [
     "START_METHODS",
     "STOP",
     "STRATEGIES",
-    "STRATEGY_GROUP",
+    "STRATEGY_ENTRY_POINTS",
     "RunSettings",
     "installed_strategies",
     "wrong_precision",
@@ -37,11 +37,11 @@ START_METHODS = ("auto", "fork", "zygote", "inline")
 
 FSDP = "fsdp"
 
+STRATEGY_ENTRY_POINTS = "nbaccel_strategies"
+"""The group of entry points in which other packages register strategies of their own, by name."""
+
 STRATEGIES = ("auto", "single", "ddp", FSDP)
 """The project's own ways to distribute a model over the ranks; other packages may install more."""
-
-STRATEGY_GROUP = "nbaccel_strategies"
-"""The group of entry points in which other packages register strategies of their own, by name."""
 
 OOM_CHOICES = SHRINK, STOP = ("shrink", "stop")
 """Reaction when a rank dies of memory: the run starts again with smaller batches, or ends."""
@@ -189,10 +189,10 @@ class RunSettings:
 
 
 def installed_strategies() -> tuple[str, ...]:
-    """Return the names of strategies that other packages have registered as entry points of `STRATEGY_GROUP`."""
+    """Return the names of strategies that other packages have registered as entry points."""
     from importlib.metadata import entry_points  # as slow to import as this whole package, and seldom needed
 
-    return tuple(sorted({point.name for point in entry_points(group=STRATEGY_GROUP)}.difference(STRATEGIES)))
+    return tuple(sorted({point.name for point in entry_points(group=STRATEGY_ENTRY_POINTS)}.difference(STRATEGIES)))
 
 
 def wrong_precision(name: object) -> str:

@@ -97,6 +97,20 @@ UNGUARDED = {
     "_rendezvous_handlers": "rendezvous._rendezvous_handlers['env']",
     "_orthogonalize": "powersgd._orthogonalize",
     "_wrap": "spawn._wrap",
+    # modules and FSDP
+    "_forward_hooks": "module._forward_hooks",
+    "_forward_pre_hooks": "module._forward_pre_hooks",
+    "_is_view": "torch.ones(2)._is_view()",
+    "_composable": "contract._get_registry",
+    "_composable_state": "composable_state._module_state_mapping",
+    "_get_registry": "contract._get_registry(sharded)",
+    "_module_state_mapping": "composable_state._module_state_mapping[sharded]",
+    "_get_fsdp_state": "sharded._get_fsdp_state()",
+    "_pre_forward_hook_handle": "sharded._get_fsdp_state()._pre_forward_hook_handle",
+    "_post_forward_hook_handle": "sharded._get_fsdp_state()._post_forward_hook_handle",
+    "_orig_cls_mro_index": "sharded._orig_cls_mro_index",
+    "_is_fsdp_managed_module": "sharded._is_fsdp_managed_module",
+    "_fsdp_use_orig_params": "sharded._fsdp_use_orig_params",
 }
 """Names without which something fails, and how each is come by."""
 
@@ -230,6 +244,24 @@ class Live:
     @property
     def spawn(self) -> Any:
         return importlib.import_module("torch.multiprocessing.spawn")  # a function has its name, too
+
+    @property
+    def contract(self) -> Any:
+        return importlib.import_module("torch.distributed._composable.contract")
+
+    @property
+    def composable_state(self) -> Any:
+        return importlib.import_module("torch.distributed._composable_state")
+
+    @property
+    def sharded(self) -> Any:
+        from torch.distributed.fsdp import fully_shard
+
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            return fully_shard(torch.nn.Linear(1, 1))
+        finally:
+            torch.distributed.destroy_process_group()
 
     @property
     def rendezvous(self) -> Any:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 
-from nbaccel.settings import STRATEGY_GROUP
+from nbaccel.settings import STRATEGY_ENTRY_POINTS, installed_strategies
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.strategies.single import Strategy
 from nbaccel.world import World
@@ -21,7 +20,7 @@ AUTO = "auto"
 _REGISTRY = {
     "single": "nbaccel.train.strategies.single:Strategy",
     "ddp": "nbaccel.train.strategies.replicated:Replicated",
-    "fsdp": "nbaccel.train.strategies.fsdp.strategy:Sharded",
+    "fsdp": "nbaccel.train.strategies.sharded:Sharded",
 }
 
 
@@ -59,7 +58,9 @@ def strategy_class(world: World, name: str | None = None) -> type[Strategy]:
             "own. Use 'ddp', or 'auto'"
         )
     if chosen not in _REGISTRY:
-        (found,) = entry_points(group=STRATEGY_GROUP, name=chosen)
+        from importlib.metadata import entry_points  # as slow to import as this whole package
+
+        (found,) = entry_points(group=STRATEGY_ENTRY_POINTS, name=chosen)
         kind: type[Strategy] = found.load()
         return kind
     module, _, of_the_class = _REGISTRY[chosen].partition(":")
@@ -69,5 +70,4 @@ def strategy_class(world: World, name: str | None = None) -> type[Strategy]:
 
 def strategy_names() -> tuple[str, ...]:
     """Return the names that `choose_strategy` accepts besides "auto": ours, then those of installed packages."""
-    installed = (point.name for point in entry_points(group=STRATEGY_GROUP))
-    return (*_REGISTRY, *sorted(name for name in set(installed) if name not in _REGISTRY))
+    return (*_REGISTRY, *installed_strategies())

@@ -8,6 +8,7 @@ changes none.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Parameter
 from nbaccel.train.step.recompute import members_of_lists
 from nbaccel.values import frozen
 
-__all__ = ["BY_CLASS", "BY_SIZE", "GroupPolicy", "Groups", "choose_groups"]
+__all__ = ["BY_CLASS", "BY_SIZE", "GroupPolicy", "Groups", "choose_groups", "ignored"]
 
 BY_CLASS = "transformer_based_wrap"
 BY_SIZE = "size_based_wrap"
@@ -26,7 +27,7 @@ _NO_GROUPS = "no_wrap"
 
 @frozen
 class GroupPolicy:
-    """How blocks are chosen: the fields of `FullyShardedDataParallelPlugin` that say so.
+    """The choice of blocks: the fields of `FullyShardedDataParallelPlugin` for it.
 
     kind: "transformer_based_wrap", "size_based_wrap", "no_wrap", a function of a module, or None for what the model is.
     class_names: of the blocks, for the first.  min_parameters: of a block, for the second.
@@ -199,22 +200,12 @@ def _own(modules: Iterable[Module]) -> Iterator[Parameter]:
         )
 
 
-def described(groups: Groups) -> str:
-    """Return the groups as a person reads them: "12 groups (11 Block) and the rest"."""
-    kinds: dict[str, int] = {}
-    for block in groups.blocks:
-        kinds[type(block).__name__] = kinds.get(type(block).__name__, 0) + 1
-    return ", ".join(f"{count} {name}" for name, count in kinds.items()) or "no blocks"
-
-
 def ignored(model: Module, chosen: Any) -> set[Parameter]:
     """Return the parameters of `chosen`: modules, or a regular expression over the names of modules.
 
     Raises:
         ValueError: one of them is trained, which each rank would do by itself.
     """
-    import re
-
     if chosen is None:
         return set()
     modules = (

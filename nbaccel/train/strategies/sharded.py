@@ -19,6 +19,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives, GroupCollectives
 from nbaccel.train.step.gradient_buckets import running_statistics
 from nbaccel.train.step.gradients import Gradients
@@ -26,8 +27,7 @@ from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.step.recompute import recompute_activations
 from nbaccel.train.strategies.fsdp.groups import BY_CLASS, GroupPolicy, choose_groups, ignored
-from nbaccel.train.strategies.fsdp.optimizers import Replacements
-from nbaccel.train.strategies.fsdp.whole import make_whole
+from nbaccel.train.strategies.fsdp.parameters import Replacements, make_whole
 from nbaccel.train.strategies.replicated import living_modules
 from nbaccel.train.strategies.single import Strategy, gradients_of, is_parallel, is_sharded, lendable, without_compile
 from nbaccel.world import World
@@ -211,8 +211,8 @@ class Sharded(Strategy):
 
     def alone(self, model: Module) -> NoReturn:
         raise NotImplementedError(
-            f"find_batch_size: {type(without_compile(model)).__name__} is sharded (FSDP), so no rank can run a trial step "
-            "by itself. find_executable_batch_size tries sizes on all ranks together"
+            f"find_batch_size: {type(without_compile(model)).__name__} is sharded (FSDP), so no rank can run a trial "
+            "step by itself. find_executable_batch_size tries sizes on all ranks together"
         )
 
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
@@ -326,8 +326,8 @@ def _refuse_quantised(model: Module) -> None:
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ in _QUANTISED:
             raise ValueError(
-                f"{name} is quantised ({type(parameter).__name__}), and rows of packed weights cannot be cut and joined: "
-                "train it with strategy='ddp', one whole quantised model per device with adapters (QLoRA); or, if that "
+                f"{name} is quantised ({type(parameter).__name__}), and rows of packed weights cannot be cut and "
+                "joined: train it with strategy='ddp', one whole quantised model per device with adapters (QLoRA); or, if that "
                 "fits, keep the quantised base whole on each rank and shard the rest: "
                 "FullyShardedDataParallelPlugin(ignored_modules=[…])"
             )
@@ -342,9 +342,9 @@ def _raise_precision(model: Module, says: bool) -> None:
     for parameter in half:
         parameter.data = parameter.data.float()
     if says:
-        print(
+        warn_user(
             f"{len(half)} trained parameters were in half precision: with mixed precision they are kept in fp32, "
-            f"{nbytes / 1e6:,.0f} MB more over all ranks."
+            f"{nbytes / 1e6:,.0f} MB more over all ranks",
         )
 
 
