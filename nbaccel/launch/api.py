@@ -112,9 +112,7 @@ def launch(
     spec = LaunchPlan.of(options, task, survey, ProcessState.now()).spec(task, setup, wants_results=True)
     if spec.start.method == "inline":
         return _launch_inline(spec, survey, check=check)
-    aside = None
-    if free_kernel:
-        aside = SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in spec.devices.gpus}))
+    aside = _set_aside(spec) if free_kernel else None
     launcher = default_launcher()
     shown, title = _show(launcher, spec, survey, aside)
     outcome = None
@@ -129,6 +127,11 @@ def launch(
             if run.error is not None and check:
                 raise run.error
     return run
+
+
+def _set_aside(spec: LaunchSpec) -> SetAside:
+    """Return the notebook's models on the GPUs of the run, which move to the host while it lasts."""
+    return SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in spec.devices.gpus}))
 
 
 def _show(launcher: Launcher, spec: LaunchSpec, survey: Survey, aside: SetAside | None = None) -> tuple[RunView, str]:

@@ -21,7 +21,7 @@ from nbaccel.launch.ipc.nbytes import size_of
 from nbaccel.launch.ipc.spec import Devices, LaunchSpec, Start, Task
 from nbaccel.launch.preflight import ProcessState, choose_devices, choose_start, threads_per_rank
 from nbaccel.options.run_options import AUTO, RunOptions
-from nbaccel.settings import SHRINK, STOP, RunSettings
+from nbaccel.settings import FSDP, SHRINK, STOP, RunSettings
 
 __all__ = [
     "LaunchPlan",
@@ -180,6 +180,8 @@ class LaunchPlan:
             yield f"{self.start.method}, not fork: {self.start.reason}"
         if self.first_card and self.own_devices and self.devices.num_processes > 1:
             yield f"each rank sees its own GPU alone, as cuda:0, because the cell says {self.first_card}"
+        if self.settings.strategy == FSDP and self.settings.seeds_alike:
+            yield "NOT sharded: the cell prepares nothing, so every rank holds the whole model; prepare shards it"
         if self.bytes_to_copy > _WORTH_SAYING_BYTES:
             yield f"{amount(self.bytes_to_copy)} to copy to the ranks first"
 

@@ -225,8 +225,7 @@ _SETTINGS = (
     _flag("--batches", metavar="HOW", choices=BATCH_CHOICES, type=one_of("what ranks get", *BATCH_CHOICES),
           help="split every batch of an unprepared loop, or give each rank batches of its own; default split"),
     _flag("--strategy", metavar="NAME", type=read_strategy,
-          help="how ranks share a prepared model: auto, single, ddp (each holds it whole) or fsdp (each holds a part); "
-               "default auto: ddp"),
+          help="how ranks hold a prepared model: ddp, each the whole, or fsdp, each a part; default auto: ddp"),
     _flag("--oom", metavar="HOW", choices=OOM_CHOICES, type=one_of("what follows", *OOM_CHOICES),
           help="shrink or stop when a rank dies of memory; default shrink: start again with smaller batches"),
     _flag("--checkpoint-every", metavar="T", type=checked(parse_interval, keeps_text=True),

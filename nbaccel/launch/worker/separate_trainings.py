@@ -522,7 +522,7 @@ class UpdatesByHand:
             self._judge.say_same(is_model=is_model)
 
     def _is_kept(self, leaf: Any) -> bool:
-        return _is_sharded(leaf) or self._judge.keeps(leaf)
+        return _is_sharded(leaf) or _has_no_memory(leaf) or self._judge.keeps(leaf)
 
     def _is_known(self, leaf: Any) -> bool:
         """Return whether a backward that was watched has reached the leaf before."""
@@ -533,6 +533,15 @@ class UpdatesByHand:
 def _is_sharded(leaf: Any) -> bool:
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(leaf, tensors.DTensor)
+
+
+def _has_no_memory(leaf: Any) -> bool:
+    """Return whether the values of `leaf` are freed, as FSDP's gathered ones are from the forward to the backward.
+
+    Its shape is as before, so that reading a value would end the process.
+    """
+    torch: Any = sys.modules["torch"]
+    return leaf.layout == torch.strided and leaf.numel() > 0 and leaf.untyped_storage().nbytes() == 0
 
 
 def _leaves(tensors: Any) -> Iterator[Any]:
