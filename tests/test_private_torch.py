@@ -142,7 +142,9 @@ GUARDED = {
         "2.6",
         "torch.optim.Adam(module.parameters(), fused=True)._step_supports_amp_scaling",
     ),
+    "_state_dict_pre_hooks": ("2.6", "module._state_dict_pre_hooks"),
     "_use_count": ("2.6", "torch.ones(1)._use_count()"),
+    "_WrappedHook": ("2.6", "torch.nn.modules.module._WrappedHook"),
     "_wrapped_by_lr_sched": ("2.6", "stepped.step._wrapped_by_lr_sched"),
 }
 """Names that are asked for, not relied on: the version from which on each is there, and how it is come by."""
