@@ -226,11 +226,11 @@ def _load_and_count(folder: Path) -> tuple[int, int]:
     """Return the elements that were read, and those that this rank holds."""
     run = Run("AdamW", True, seed=1)
     read = 0
-    whole = shards.StoredTensor._read
+    whole = shards.StoredFiles.read
 
-    def counted(self: Any, file: str, index: Any) -> torch.Tensor:
+    def counted(self: Any, file: str, name: str, index: Any) -> torch.Tensor:
         nonlocal read
-        piece = whole(self, file, index)
+        piece = whole(self, file, name, index)
         read += piece.numel()
         return piece
 
@@ -238,7 +238,7 @@ def _load_and_count(folder: Path) -> tuple[int, int]:
         raise AssertionError("a pickle")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards.StoredTensor, "_read", counted)
+        patch.setattr(shards.StoredFiles, "read", counted)
         patch.setattr(torch, "load", forbidden)
         patch.setattr(pickle, "Unpickler", forbidden)
         training = run.accelerator._checkpoints.training()
