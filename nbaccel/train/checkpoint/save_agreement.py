@@ -333,9 +333,10 @@ class _Committed(Exception):
 
 def delete_dead_agreements(place: Path) -> None:
     """Delete agreements in the folder `place` whose processes have been killed, or have left it for good."""
-    for folder in place.glob(f"{_PREFIX}*"):
-        if not _may_live(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # another user's, or gone by now
+        for folder in place.glob(f"{_PREFIX}*"):
+            if not _may_live(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _may_live(folder: Path) -> bool:

@@ -36,6 +36,7 @@ __all__ = [
     "StoredTensor",
     "first_names",
     "holds_shards",
+    "is_sharded_module",
     "is_sharded_tensor",
     "load_module",
     "load_optimizer",
@@ -62,6 +63,15 @@ def is_sharded_tensor(value: object) -> bool:
     """Return whether `value` is a DTensor."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return isinstance(value, kind)
+
+
+def is_sharded_module(module: Module) -> bool:
+    """Return whether FSDP (of torch's ``fully_shard``) or a DTensor is anywhere in `module`.
+
+    Between a forward and its backward FSDP has whole parameters in place of its DTensors; its class stays.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return any(isinstance(part, kind) for part in module.modules()) or any(map(is_sharded_tensor, module.parameters()))
 
 
 def holds_shards(state: object) -> bool:

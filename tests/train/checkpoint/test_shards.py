@@ -272,6 +272,73 @@ def test_load_model_reads_the_weights_out_of_a_checkpoint_of_shards(tmp_path: Pa
     assert model.head.weight.tolist() == saved[".model.words.weight"]
 
 
+def _evaluate_and_save(folder: Path) -> bool:
+    from torch.distributed.fsdp import fully_shard
+
+    accelerator = Accelerator()
+    module = Net()
+    fully_shard(module)
+    model = accelerator.prepare(module)  # and no optimizer
+    with torch.no_grad():
+        model(torch.zeros(2, 3, dtype=torch.long))
+    was_whole = not any(map(shards.is_sharded_tensor, module.parameters()))
+    accelerator.save_state(folder)
+    return was_whole
+
+
+def test_a_model_that_has_just_run_forward_is_saved_in_shards_too(tmp_path: Path) -> None:
+    assert run_ranks(2, _evaluate_and_save, tmp_path / "last") == [True, True], "torch keeps it whole for a backward"
+    assert len(Manifest.read(tmp_path / "last").shards["model"]["words.weight"]["boxes"]) == 2
+
+
+def _save_on_a_mesh(folder: Path, shape: tuple[int, ...], dim: int, load: bool) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    torch.manual_seed(int(load))
+    accelerator = Accelerator()
+    module = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False), torch.nn.Linear(4, 8, bias=False))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
+    fully_shard(module, mesh=mesh, shard_placement_fn=lambda _: Shard(dim))
+    model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+    if load:
+        accelerator.load_state(folder)
+    else:
+        accelerator.backward(model(torch.ones(2, 8)).square().mean())
+        optimizer.step()
+        accelerator.save_state(folder)
+    state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+    return {name: _whole(value).tolist() for name, value in _flat(state)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "dim"), [((2, 2), 0), ((4,), 1)], ids=["replicas of shards", "split by columns"])
+def test_shards_of_other_meshes_and_dimensions_load_too(tmp_path: Path, shape: tuple[int, ...], dim: int) -> None:
+    saved = run_ranks(4, _save_on_a_mesh, tmp_path / "last", shape, dim, False)[0]
+    boxes = Manifest.read(tmp_path / "last").shards["model"]["0.weight"]["boxes"]
+    assert len(boxes) == (2 if len(shape) == 2 else 4), "each part is written once"
+    assert run_ranks(4, _save_on_a_mesh, tmp_path / "last", (4,), 1 - dim, True)[3] == saved
+
+
+def _save_a_sum(folder: Path) -> str:
+    from torch.distributed.tensor import DTensor, Partial
+
+    run = Run("AdamW", True)
+    mesh = run.module.words.weight.device_mesh
+    run.accelerator.register_for_checkpointing(Kept(DTensor.from_local(torch.ones(3), mesh, [Partial()])))
+    with pytest.raises(CannotSave) as caught:
+        run.accelerator.save_state(folder)
+    return str(caught.value)
+
+
+def test_a_tensor_that_is_not_rows_is_refused_by_name(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _save_a_sum, tmp_path / "last")
+    assert "tensor is distributed as (Partial(sum),)" in first
+    assert "tensor is distributed as (Partial(sum),)" in second
+    assert list(tmp_path.iterdir()) == []
+
+
 # -- what goes wrong
 
 
