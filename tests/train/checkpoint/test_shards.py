@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
 from nbaccel.errors import CannotSave, CheckpointCorrupt, RanksFailed
+from nbaccel.events import Event, SaveAsked, SaveDue, outlet
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint import save_agreement, shards
 from nbaccel.train.checkpoint.manifest import Manifest
@@ -337,6 +338,30 @@ def test_a_tensor_that_is_not_rows_is_refused_by_name(tmp_path: Path) -> None:
     assert "tensor is distributed as (Partial(sum),)" in first
     assert "tensor is distributed as (Partial(sum),)" in second
     assert list(tmp_path.iterdir()) == []
+
+
+def _save_now_and_then(has_launcher: bool) -> str:
+    due: list[int] = []
+
+    def launcher(event: Event) -> None:
+        if isinstance(event, SaveDue):
+            due.append(event.step)
+        elif isinstance(event, SaveAsked) and event.step in due:
+            event.answer()
+
+    with outlet(launcher if has_launcher else lambda event: None):
+        try:
+            Run("AdamW", True, checkpoint_every="10min")
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_saves_by_the_clock_need_somebody_who_tells_all_ranks() -> None:
+    for error in run_ranks(2, _save_now_and_then, False):
+        assert "checkpoint_every: a time (600 s) is over on rank 0 first" in error
+        assert "give a number of steps" in error
+    assert run_ranks(2, _save_now_and_then, True) == ["", ""]
 
 
 # -- what goes wrong
