@@ -154,6 +154,16 @@ def fsdp_of_dtensors() -> None:
     train(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
+def fsdp_of_layers() -> None:
+    """The memory of their gathered parameters is free between the forward and the backward."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = make()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    train(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
 def inputs_beside_a_model_in_ddp() -> None:
     """As adversarial training has them: each rank perturbs its own batch."""
     model = DistributedDataParallel(make())
@@ -272,6 +282,10 @@ def one_configuration_per_rank() -> None:
     train(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
+FSDP_WITHOUT_A_DEVICE = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP of torch 2.6 runs on devices with streams only"
+)
+
 GOES_ON = [
     ddp,
     ddp_whose_steps_are_not_synchronised,
@@ -281,13 +295,8 @@ GOES_ON = [
     models_that_are_averaged,
     parts_of_a_sharded_optimizer,
     fsdp,
-    pytest.param(
-        fsdp_of_dtensors,
-        marks=pytest.mark.skipif(
-            not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP of torch 2.6 runs on devices with streams only"
-        ),
-        id="fsdp_of_dtensors",
-    ),
+    pytest.param(fsdp_of_dtensors, marks=FSDP_WITHOUT_A_DEVICE, id="fsdp_of_dtensors"),
+    pytest.param(fsdp_of_layers, marks=FSDP_WITHOUT_A_DEVICE, id="fsdp_of_layers"),
     inputs_beside_a_model_in_ddp,
     nothing_to_step,
 ]
