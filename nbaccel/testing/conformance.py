@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from nbaccel.train.accelerator import Accelerator
 
-__all__ = ["PROGRAMS", "Comparison", "Setting", "check"]
+__all__ = ["PROGRAMS", "ProgramResult", "Setting", "check"]
 
 _STEPS = 7
 _BATCH = 8
@@ -58,7 +58,7 @@ class Setting:
 
 
 @frozen
-class Comparison:
+class ProgramResult:
     """A result of `check`: the largest difference of a trained number, and what else differs, if anything does.
 
     is_within: both are as they must be.
@@ -85,7 +85,7 @@ def check(
     ranks: int = 2,
     options: Callable[[], Mapping[str, Any]] = dict,
     timeout_s: float = 180,
-) -> list[Comparison]:
+) -> list[ProgramResult]:
     """Train `programs` with `strategy` one after the other, and in one process; return how far apart the two are.
 
     programs: names of `PROGRAMS`; by default all.
@@ -123,7 +123,7 @@ def _run(program: str, setting: Setting) -> _Result:
         return PROGRAMS[program][0](setting)
 
 
-def _compare(program: str, alone: _Result, by_rank: Sequence[_Result]) -> Comparison:
+def _compare(program: str, alone: _Result, by_rank: Sequence[_Result]) -> ProgramResult:
     limit = PROGRAMS[program][1]
     (wanted, wanted_facts), got = alone, by_rank[0][0]
     other = [] if wanted.keys() == got.keys() else [f"trained {sorted(got)}, wanted {sorted(wanted)}"]
@@ -133,7 +133,7 @@ def _compare(program: str, alone: _Result, by_rank: Sequence[_Result]) -> Compar
         if not _alike(facts, wanted_facts, limit)
     ]
     largest = max((float((wanted[name] - got[name]).abs().max()) for name in wanted if name in got), default=0.0)
-    return Comparison(program, largest, limit, "; ".join(other))
+    return ProgramResult(program, largest, limit, "; ".join(other))
 
 
 def _alike(one: Any, other: Any, limit: float) -> bool:

@@ -37,6 +37,7 @@ from nbaccel.train.checkpoint.directory import CheckpointDirectory, ProjectConfi
 from nbaccel.train.checkpoint.manager import ON_SAVE_ERROR, Checkpoints, LoadHook, SaveHook
 from nbaccel.train.checkpoint.model_weights import save_weights, write_object
 from nbaccel.train.checkpoint.resume import ResumePolicy, Weakly
+from nbaccel.train.checkpoint.shards import unsharded, whole_state
 from nbaccel.train.checkpoint.training_state import Remembered
 from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader, skip_first_batches
 from nbaccel.train.data.dispatch import SliceFunction
@@ -712,7 +713,9 @@ class Accelerator(ProcessControl):
     def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole model's state dict, without prefixes of DDP and ``torch.compile``. Tensors are not copied.
 
-        unwrap: False returns that of the module as it is. Collective with sharded strategies.
+        Of a sharded model, the tensors are gathered into rank 0's host memory, one at a time, and other ranks get an
+        empty dict. Collective then.
+        unwrap: False returns that of the module as it is.
 
         >>> import torch
         >>> from nbaccel import Accelerator
@@ -721,7 +724,12 @@ class Accelerator(ProcessControl):
         >>> list(accelerator.get_state_dict(model))
         ['weight', 'bias']
         """
-        return self._lifecycle.training().strategy.state_dict(model) if unwrap else model.state_dict()
+        return self._whole_state(model, self.is_main_process) if unwrap else model.state_dict()
+
+    def _whole_state(self, model: Module, keeps: bool) -> dict[str, Any]:
+        """Return the whole model's state dict on ranks that keep it; see `whole_state`."""
+        strategy = self._lifecycle.training().strategy
+        return whole_state(strategy.unwrap(model), strategy.state_dict(model), keeps)
 
     def save_model(
         self,
@@ -732,7 +740,8 @@ class Accelerator(ProcessControl):
     ) -> None:
         """Write `model` as Hugging Face libraries expect it: ``model.safetensors``, or shards and their index.
 
-        Rank 0 writes; the others do nothing. `nbaccel.utils.load_model` reads it, and so does
+        Rank 0 writes; the others do nothing, but every rank calls it where the model is sharded: its tensors are
+        gathered, one at a time, into rank 0's host memory. `nbaccel.utils.load_model` reads it, and so does
         ``from_pretrained`` where there is a config.json beside it.
         max_shard_size: of one file, in bytes or as "10GB"; a larger tensor has a file of its own.
         safe_serialization: False writes ``pytorch_model.bin``, a pickle.
@@ -748,7 +757,7 @@ class Accelerator(ProcessControl):
         ...     os.listdir(folder)
         ['model.safetensors']
         """
-        state = self.get_state_dict(model)
+        state = self._whole_state(model, self._checkpoints.writes)
         if self._checkpoints.writes:
             save_weights(state, Path(save_directory), max_shard_size, safe_serialization)
 
@@ -757,7 +766,12 @@ class Accelerator(ProcessControl):
 
         save_on_each_node: on the first rank of each node.
         safe_serialization: `obj` is a dict of tensors; write it as safetensors.
+
+        Raises:
+            CannotSave: no space, or no right to write there; or `obj` holds sharded tensors, as ``model.state_dict()``
+                of a sharded model does, of which a rank has its own rows only.
         """
+        obj = unsharded(obj, "accelerator.save")
         if self._checkpoints.writes or (save_on_each_node and self.is_local_main_process):
             write_object(obj, f, safe_serialization)
 
@@ -798,8 +812,9 @@ class Accelerator(ProcessControl):
         """Write everything prepared and registered, and the random states, into a folder; return its name.
 
         No collective: call it on all ranks, or on the main process only (the other ranks' random numbers are then
-        derived at load). Blocks rank 0 until the disk has it; a checkpoint of that name is replaced, and the older
-        one deleted only after that.
+        derived at load). All ranks call it where the model is sharded, since each writes its rows: rank 0 commits the
+        checkpoint once all are on the disk, or all ranks raise the same error. Blocks these ranks until the disk has
+        it; a checkpoint of that name is replaced, and the older one deleted only after that.
 
         output_dir: the folder. Where it holds other things too, these stay, and the checkpoint is a subfolder
         ``nbaccel_checkpoint``, which `load_state` finds. None, with ``automatic_checkpoint_naming=True`` in the

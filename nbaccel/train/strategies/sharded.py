@@ -27,7 +27,7 @@ from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.step.recompute import recompute_activations
 from nbaccel.train.strategies.fsdp.groups import BY_CLASS, GroupPolicy, choose_groups, ignored
-from nbaccel.train.strategies.fsdp.parameters import Replacements, make_whole
+from nbaccel.train.strategies.fsdp.replacements import Replacements, make_whole
 from nbaccel.train.strategies.replicated import living_modules
 from nbaccel.train.strategies.single import Strategy, gradients_of, is_parallel, is_sharded, lendable, without_compile
 from nbaccel.world import World
@@ -327,8 +327,8 @@ def _refuse_quantised(model: Module) -> None:
         if type(parameter).__name__ in _QUANTISED:
             raise ValueError(
                 f"{name} is quantised ({type(parameter).__name__}), and rows of packed weights cannot be cut and "
-                "joined: train it with strategy='ddp', one whole quantised model per device with adapters (QLoRA); or, if that "
-                "fits, keep the quantised base whole on each rank and shard the rest: "
+                "joined: train it with strategy='ddp', one whole quantised model per device with adapters (QLoRA); or, "
+                "if that fits, keep the quantised base whole on each rank and shard the rest: "
                 "FullyShardedDataParallelPlugin(ignored_modules=[…])"
             )
 

@@ -136,6 +136,10 @@ class Strategy:
         """Clip the gradients of `parameters` to `max_norm`; return their norm before, as `norm` does."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
+    def rows(self, model: Module) -> dict[str, Any]:
+        """Return the state of `model` as this rank holds it: its rows, where it is sharded. No collective."""
+        return self.unwrap(model).state_dict()
+
     def state_dict(self, model: Module) -> dict[str, Any]:
         """Return the whole model's state, as a single process would save it.
 
