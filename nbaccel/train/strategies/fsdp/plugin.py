@@ -76,7 +76,8 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         By default "auto", which takes the classes that are named, else the model's own, else the members of its lists.
     cpu_offload: the shards are in the host's memory while nothing computes with them.
     ignored_modules: modules to leave whole on every rank, or a regular expression for all of their names.
-    state_dict_type: "SHARDED_STATE_DICT" or "FULL_STATE_DICT".
+    state_dict_type: "SHARDED_STATE_DICT" or "FULL_STATE_DICT", for programs that read it; what is saved does not depend
+        on it.
     activation_checkpointing: compute the activations of these modules again in the backward, instead of keeping them.
     cpu_ram_efficient_loading: transformers loads weights on rank 0 alone, and the others get them when the model is
         prepared. It does so in runs of ``--use_fsdp``, and after `enable_fsdp_ram_efficient_loading`.
