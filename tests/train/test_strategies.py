@@ -150,7 +150,7 @@ def test_a_gradient_that_is_not_finite_is_noticed_by_all_ranks(run: Callable[...
     assert all(seen == [True, True, False, False] for seen in run(notices))
 
 
-def test_state_has_the_users_names_and_loads_again(run: Callable[..., list[Any]]) -> None:
+def test_state_has_the_users_names_and_loads_again(run_whole: Callable[..., list[Any]]) -> None:
     def names(strategy: Strategy, rank: int) -> list[str]:
         model = _set_up(strategy, _linear(3.0))
         state = {name: value.clone() for name, value in strategy.state_dict(model).items()}
@@ -160,7 +160,7 @@ def test_state_has_the_users_names_and_loads_again(run: Callable[..., list[Any]]
         assert _weight(model) == 4.0
         return list(state)
 
-    assert run(names)[0] == ["weight"]
+    assert run_whole(names)[0] == ["weight"]
 
 
 def test_a_model_without_trainable_parameters_stays_as_it_is(run: Callable[..., list[Any]]) -> None:

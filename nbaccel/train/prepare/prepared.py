@@ -85,7 +85,7 @@ class Prepared:
 
     def model_states(self, strategy: Strategy) -> list[dict[str, Any]]:
         """Return the state of each model as this rank holds it: its rows, where it is sharded. No collective."""
-        return [strategy.rows(model) for model in self.models]
+        return [strategy.state_dict(model) for model in self.models]
 
     def frozen(self, strategy: Strategy) -> list[frozenset[str]]:
         """Return for each model the names of its parameters that need no gradient."""

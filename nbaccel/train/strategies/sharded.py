@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -98,7 +98,7 @@ class Sharded(Strategy):
                     parameter.data = parameter.data.new_empty(0)  # an optimizer may hold it: not the whole model too
         statistics = list(running_statistics([model]))
         if statistics:
-            model.register_forward_pre_hook(_SendStatistics(statistics), prepend=True)
+            model.register_forward_pre_hook(_statistics_sender(statistics), prepend=True)
         if hasattr(model, "generate"):
             vars(model)["_is_fsdp_managed_module"] = True  # transformers then lets ranks of different lengths wait
         assert isinstance(model, FSDPModule)
@@ -244,20 +244,6 @@ class Sharded(Strategy):
 
     # -- states
 
-    def state_dict(self, model: Module) -> dict[str, Any]:
-        """Return the whole state on rank 0, on the host, and an empty one on other ranks. Collective."""
-        whole = {}
-        for name, value in self.unwrap(model).state_dict().items():
-            value = whole_tensor(value)
-            if self.world.is_main_process:
-                whole[name] = value.cpu() if isinstance(value, Tensor) else value
-        return whole
-
-    def load_state_dict(self, model: Module, state: dict[str, Any], **options: Any) -> None:
-        inner = self.unwrap(model)
-        own = inner.state_dict()
-        inner.load_state_dict({name: _as(own.get(name), value) for name, value in state.items()}, **options)
-
     def release(self, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
         for model in map(without_compile, models):
             if is_sharded(model):
@@ -300,26 +286,26 @@ def _not_a_view(module: Module, inputs: Any, output: Any) -> Any:
     return output.clone() if isinstance(output, Tensor) and output.requires_grad and output._is_view() else None
 
 
-class _SendStatistics:
-    """Sends rank 0's running statistics before the first evaluation after a training step, as DDP would have."""
+def _statistics_sender(statistics: Sequence[Tensor]) -> Callable[[Module, Any], None]:
+    """Return a hook that sends rank 0's running statistics before the first evaluation after training, as DDP would."""
+    are_own = False
 
-    def __init__(self, statistics: Sequence[Tensor]) -> None:
-        self._statistics = list(statistics)
-        self._are_own = False
-
-    def __call__(self, model: Module, inputs: Any) -> None:
+    def send_statistics(model: Module, inputs: Any) -> None:
+        nonlocal are_own
         if model.training:
-            self._are_own = True
-        elif self._are_own:
+            are_own = True
+        elif are_own:
             from torch.distributed import broadcast
 
-            self._are_own = False
-            for dtype in sorted({buffer.dtype for buffer in self._statistics}, key=str):
-                alike = [buffer for buffer in self._statistics if buffer.dtype == dtype]
+            are_own = False
+            for dtype in sorted({buffer.dtype for buffer in statistics}, key=str):
+                alike = [buffer for buffer in statistics if buffer.dtype == dtype]
                 flat = torch.cat([buffer.reshape(-1) for buffer in alike])
                 broadcast(flat, 0)
                 parts = flat.split([buffer.numel() for buffer in alike])
                 torch._foreach_copy_(alike, [part.view_as(one) for part, one in zip(parts, alike, strict=True)])
+
+    return send_statistics
 
 
 def _refuse_quantised(model: Module) -> None:
@@ -371,9 +357,8 @@ def _norm_of_rows(gradients: Sequence[Any], norm_type: float) -> Tensor:
 
     mesh = gradients[0].device_mesh
     if any(g.device_mesh != mesh or mesh.ndim != 1 or not isinstance(g.placements[0], Shard) for g in gradients):
-        norm: Tensor = whole_tensor(
-            torch.nn.utils.get_total_norm(gradients, norm_type)
-        )  # sharded by the program itself
+        total: Any = torch.nn.utils.get_total_norm(gradients, norm_type)  # sharded in a way of the program's own
+        norm: Tensor = total.full_tensor() if _is_shard(total) else total
         return norm
     rows = [part for gradient in gradients if (part := _rows(gradient)).numel()]
     own = torch.nn.utils.get_total_norm(rows, norm_type) if rows else torch.zeros((), device=_rows(gradients[0]).device)
@@ -381,19 +366,3 @@ def _norm_of_rows(gradients: Sequence[Any], norm_type: float) -> Tensor:
     all_gather(norms, own, group=mesh.get_group())
     of_all: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return of_all
-
-
-def whole_tensor(value: Any) -> Any:
-    """Return a sharded tensor as a whole one, on every rank; anything else unchanged. Collective for the first."""
-    return value.full_tensor() if _is_shard(value) else value
-
-
-def _as(own: Any, value: Any) -> Any:
-    """Return a whole tensor `value` in the form of `own`: this rank's rows of it, where `own` is sharded."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-        return value
-    if value.shape != own.shape:
-        return value  # torch's own message has both shapes
-    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)

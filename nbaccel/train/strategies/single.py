@@ -136,15 +136,8 @@ class Strategy:
         """Clip the gradients of `parameters` to `max_norm`; return their norm before, as `norm` does."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def rows(self, model: Module) -> dict[str, Any]:
-        """Return the state of `model` as this rank holds it: its rows, where it is sharded. No collective."""
-        return self.unwrap(model).state_dict()
-
     def state_dict(self, model: Module) -> dict[str, Any]:
-        """Return the whole model's state, as a single process would save it.
-
-        Collective where no rank holds a whole model: then rank 0 has it, on the host, and the others an empty one.
-        """
+        """Return the state of the user's own module, as this rank holds it: its rows, if sharded. No collective."""
         return self.unwrap(model).state_dict()
 
     def load_state_dict(self, model: Module, state: dict[str, Any], **options: Any) -> None:

@@ -18,6 +18,9 @@ from torch.optim import Optimizer
 
 __all__ = ["Replacements", "make_whole"]
 
+_STRATEGIES = "nbaccel.train.strategies."
+"""Beginning of the names of modules whose hooks a sharded model has."""
+
 
 class Replacements:
     """Parameters that were replaced, and by which. Holds neither: an old one lives as long as an optimizer has it."""
@@ -109,6 +112,6 @@ def make_whole(model: Module) -> dict[Tensor, Tensor]:
             vars(module).pop(name, None)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
-                if getattr(hook, "__module__", "").startswith(__package__):  # ours, beside torch's
+                if getattr(hook, "__module__", "").startswith(_STRATEGIES):  # ours, beside torch's
                     del hooks[key]
     return dict(whole.values())
