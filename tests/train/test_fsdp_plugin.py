@@ -372,6 +372,38 @@ def test_fields_may_be_assigned_until_an_accelerator_is_made() -> None:
     assert (found.transformer_cls_names_to_wrap, found.cpu_offload) == (["Block"], True)
 
 
+def test_a_program_may_change_the_options_of_its_launch_until_it_prepares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As peft's examples set a policy for adapters."""
+    monkeypatch.setenv("NBACCEL_STRATEGY", "fsdp")
+
+    def changed() -> tuple[Any, bool, list[str]]:
+        from torch.distributed.fsdp import FSDPModule
+
+        accelerator = Accelerator()
+        assert accelerator.distributed_type == "FSDP"
+        plugin = accelerator.state.fsdp_plugin
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+        plugin.auto_wrap_policy = functools.partial(
+            transformer_auto_wrap_policy, transformer_layer_cls={torch.nn.LayerNorm}
+        )
+        model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)))
+        groups = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        return plugin.state_dict_type, accelerator.state.is_fsdp2, groups
+
+    assert run_ranks(2, changed) == [("FULL_STATE_DICT", True, ["", "1"])] * 2
+
+
+def test_an_accelerator_of_the_notebook_is_sharded_in_the_ranks_alone() -> None:
+    accelerator = Accelerator(fsdp_plugin=Plugin(auto_wrap_policy="no_wrap"))
+    assert (accelerator.state.fsdp_plugin, accelerator.state.is_fsdp2) == (None, False)
+
+    def kind() -> str:
+        return type(accelerator.prepare(torch.nn.Linear(2, 2))).__name__
+
+    assert run_ranks(2, kind) == ["FSDPLinear"] * 2
+    assert kind() == "Linear"
+
+
 def test_one_process_has_nothing_to_shard_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
     accelerator = Accelerator(strategy="fsdp")
     model = torch.nn.Linear(1, 1)
