@@ -53,7 +53,8 @@ def test_what_nobody_chose_is_full_sharding_by_what_the_model_is() -> None:
     assert (plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap) == ("auto", None)
     assert (plugin.mixed_precision_policy, plugin.ignored_modules) == (None, None)
     assert plugin.state_dict_type == "SHARDED_STATE_DICT"
-    assert plugin.min_num_params == 100_000_000
+    assert plugin.min_num_params == 0
+    assert Plugin(auto_wrap_policy="SIZE_BASED_WRAP").min_num_params == 100_000_000
     assert not plugin.activation_checkpointing
     assert not plugin.cpu_ram_efficient_loading
 
@@ -251,7 +252,8 @@ def test_what_the_program_left_open_is_of_the_environment(monkeypatch: pytest.Mo
     plugin = Plugin()
     assert plugin.reshard_after_forward is False
     assert plugin.cpu_offload is plugin.activation_checkpointing is plugin.cpu_ram_efficient_loading is True
-    assert (plugin.auto_wrap_policy, plugin.min_num_params) == ("transformer_based_wrap", 100)
+    assert plugin.auto_wrap_policy == "transformer_based_wrap"
+    assert Plugin(auto_wrap_policy="size_based_wrap").min_num_params == 100
     assert plugin.transformer_cls_names_to_wrap == ["Block", "Head"]
     assert (plugin.state_dict_type, plugin.ignored_modules) == ("FULL_STATE_DICT", "head.*")
     own = Plugin(reshard_after_forward=True, cpu_offload=False, auto_wrap_policy="no_wrap", ignored_modules=[])
@@ -368,8 +370,13 @@ def test_fields_may_be_assigned_until_an_accelerator_is_made() -> None:
     plugin = Plugin()
     plugin.transformer_cls_names_to_wrap = "Block"
     plugin.cpu_offload = "true"
+    plugin.sharding_strategy = "SHARD_GRAD_OP"
     _, found = _chosen(fsdp_plugin=plugin)
     assert (found.transformer_cls_names_to_wrap, found.cpu_offload) == (["Block"], True)
+    assert (found.auto_wrap_policy, found.reshard_after_forward) == ("transformer_based_wrap", False)
+    plugin = Plugin()
+    plugin.min_num_params = 1000
+    assert _chosen(fsdp_plugin=plugin)[1].auto_wrap_policy == "size_based_wrap"
 
 
 def test_a_program_may_change_the_options_of_its_launch_until_it_prepares(monkeypatch: pytest.MonkeyPatch) -> None:

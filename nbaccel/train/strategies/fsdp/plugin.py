@@ -182,10 +182,12 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         for version 1 that of the sharding strategy counts, as there.
         """
         given = {"reshard_after_forward": self.reshard_after_forward, "sharding_strategy": self.sharding_strategy}
+        is_second = self._is_read  # the other one is ours then, and this one was assigned since
         if all(value is None for value in given.values()):
             given = {name: _variable(name.upper()) for name in given}
-            if _variable("VERSION") == "1":
-                given = dict(reversed(given.items()))
+            is_second = _variable("VERSION") == "1"
+        if is_second:
+            given = dict(reversed(given.items()))
         name, value = next(((name, value) for name, value in given.items() if value is not None), ("", True))
         return value if isinstance(value, bool) else _reshards(name, value)
 
@@ -195,7 +197,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         least = _count(self.min_num_params)
         if getattr(policy, "__name__", "") == "transformer_auto_wrap_policy":  # torch's, without its argument
             policy = "transformer_based_wrap"
-        if policy is None:  # an option that goes with one policy alone asks for it
+        if policy in (None, _AUTO_WRAP):  # an option that goes with one policy alone asks for it
             policy = "transformer_based_wrap" if names else "size_based_wrap" if least else _AUTO_WRAP
         if isinstance(policy, str):
             if policy.lower() not in (_AUTO_WRAP, *_WRAPS):
@@ -209,7 +211,9 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
                 f"auto_wrap_policy must be {_either((_AUTO_WRAP, *_WRAPS))}, or a function of a module, got {policy!r}"
             )
         self.auto_wrap_policy, self.transformer_cls_names_to_wrap = policy, names
-        self.min_num_params = least or _count(_variable("MIN_NUM_PARAMS")) or _LEAST_PARAMETERS
+        if policy == "size_based_wrap":
+            least = least or _count(_variable("MIN_NUM_PARAMS")) or _LEAST_PARAMETERS
+        self.min_num_params = least
 
     # -- options of FSDP1
 
