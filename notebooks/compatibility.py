@@ -108,7 +108,8 @@ GROUPS = (
         DistributedType, InitProcessGroupKwargs, ProfileKwargs, synchronize_rng_states | yes
         GradScalerKwargs | yes | and `min_scale`
         find_executable_batch_size | differs | all ranks land on one size; halves where Accelerate takes x 0.9
-        DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig | later | models larger than one device
+        FullyShardedDataParallelPlugin | differs | FSDP2 alone; options of FSDP1 are translated, or named in one warning
+        DeepSpeedPlugin, ParallelismConfig | later | for models larger than one device: `strategy="fsdp"`
         infer_auto_device_map, init_empty_weights, init_on_device, dispatch_model | no | transformers does it
         load_checkpoint_and_dispatch, load_checkpoint_in_model | no | the same
         cpu_offload, cpu_offload_with_hook, disk_offload, prepare_pippy | no
@@ -127,7 +128,8 @@ GROUPS = (
         mixed_precision | differs | "no", "fp16" and "bf16"; fp8 is refused
         gradient_accumulation_plugin | yes | and `scale_last_window`
         rng_types | differs | accepted with a warning: the order of a loader follows from (seed, epoch)
-        deepspeed_plugin, fsdp_plugin | later | refused by name
+        fsdp_plugin | differs | FSDP2 alone; `strategy="fsdp"` chooses it too
+        deepspeed_plugin | later | refused by name
         deepspeed_plugins, torch_tp_plugin, megatron_lm_plugin, parallelism_config | no | refused by name
         """,
     ),
@@ -168,7 +170,8 @@ GROUPS = (
         use_stateful_dataloader | yes | every prepared loader has a `state_dict`, without torchdata
         multi_device, should_save_model, data_parallel_rank | yes
         deepspeed_plugin, fp8_backend, parallelism_config, torch_device_mesh | differs | always None
-        is_fsdp2, is_composable_parallelism_enabled | differs | always False
+        is_fsdp2 | differs | true with `strategy="fsdp"`, whatever version was asked for
+        is_composable_parallelism_enabled | differs | always False
         context_parallel_rank, data_parallel_shard_rank, pipeline_parallel_rank | differs | always 0
         tensor_parallel_rank | differs | always 0
         maybe_context_parallel | differs | changes nothing
@@ -242,7 +245,8 @@ GROUPS = (
         is_tensorboard_available, is_torch_xla_available, is_transformers_available, is_wandb_available | yes
         is_matplotlib_available, is_pandas_available, is_rich_available, is_torchvision_available | yes
         find_executable_batch_size | differs | all ranks land on one size; halves where Accelerate takes x 0.9
-        FullyShardedDataParallelPlugin, DeepSpeedPlugin | later
+        FullyShardedDataParallelPlugin | differs | FSDP2 alone; options of FSDP1 are translated, or named in one warning
+        DeepSpeedPlugin | later
         TorchDynamoPlugin | yes
         DynamoBackend, MegatronLMPlugin, BnbQuantizationConfig, TorchTensorParallelPlugin | no
         AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs | no

@@ -167,18 +167,20 @@ class Lifecycle:
             return
         settings = self._choices.asked.over(RunSettings.from_env()).over(_UNCHOSEN)
         equipment.begin(settings, self._choices.dynamo, self._choices.rules)
+        state, is_sharded = equipment.state, settings.strategy == FSDP and world.is_distributed
+        state.fsdp_plugin = self._choices.fsdp_plugin or FullyShardedDataParallelPlugin() if is_sharded else None
+        state.is_fsdp2 = is_sharded
         self._resuming.plan(Weakly(self._save_by_itself))
 
     def equip(self) -> None:
         """Make the parts that depend on the device, unless they exist."""
         self.bind()
         if not self.equipment.is_complete:
-            plugin = self._choices.fsdp_plugin
-            if self.equipment.settings.strategy == FSDP:
-                if not self.equipment.world.is_distributed:
-                    self.equipment.state.print(_NOTHING_TO_SHARD)
-                elif plugin is None:
-                    plugin = FullyShardedDataParallelPlugin()  # of the environment of this process
+            plugin = self.equipment.state.fsdp_plugin
+            if plugin is not None:
+                plugin.__post_init__()  # programs assign fields until they prepare a model
+            elif self.equipment.settings.strategy == FSDP:
+                self.equipment.state.print(_NOTHING_TO_SHARD)
             self.equipment.complete(self._choices.handlers, self._choices.on_nan, plugin)
             self._open_gate()
 

@@ -42,6 +42,14 @@ def test_the_file_says_what_cells_leave_in_the_notebook(file: ConfigFile, out: s
     assert RunOptions(out=("model",)).over(configuration.options).names_back == ("model",)
 
 
+def test_the_file_chooses_a_strategy_and_names_the_choices_for_another(file: ConfigFile) -> None:
+    file.path.write_text('strategy = "fsdp"\n')
+    assert Configuration(file).options == RunOptions(strategy="fsdp")
+    file.path.write_text('strategy = "zero"\n')
+    with pytest.raises(UsageError, match="--strategy: a strategy is auto, single, ddp or fsdp; got 'zero'"):
+        Configuration(file).options  # noqa: B018
+
+
 def test_what_is_changed_wins_over_the_file_and_leaves_it_alone(file: ConfigFile) -> None:
     file.write({"seed": 3, "accumulate": 4})
     configuration = Configuration(file)

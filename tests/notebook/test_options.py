@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,3 +219,16 @@ def test_keep_alone_means_the_ranks_and_with_a_number_the_checkpoints() -> None:
     assert options("--keep -n 2") == RunOptions(keep=True, num_processes=2)
     assert options("-n 2 --keep 3") == RunOptions(keep_checkpoints=3, num_processes=2)
     assert options("--keep --keep 3") == RunOptions(keep=True, keep_checkpoints=3)
+
+
+def test_a_strategy_of_another_package_is_a_choice_by_its_exact_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "theirs-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[nbaccel_strategies]\nTheirOwn = theirs:Strategy\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert options("--strategy TheirOwn") == RunOptions(strategy="TheirOwn")
+    with pytest.raises(UsageError, match="a strategy is auto, single, ddp, fsdp or TheirOwn; got 'theirown'"):
+        options("--strategy theirown")

@@ -53,7 +53,8 @@ def test_what_nobody_chose_is_full_sharding_by_what_the_model_is() -> None:
     assert (plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap) == ("auto", None)
     assert (plugin.mixed_precision_policy, plugin.ignored_modules) == (None, None)
     assert plugin.state_dict_type == "SHARDED_STATE_DICT"
-    assert plugin.min_num_params == 100_000_000
+    assert plugin.min_num_params == 0
+    assert Plugin(auto_wrap_policy="SIZE_BASED_WRAP").min_num_params == 100_000_000
     assert not plugin.activation_checkpointing
     assert not plugin.cpu_ram_efficient_loading
 
@@ -251,7 +252,8 @@ def test_what_the_program_left_open_is_of_the_environment(monkeypatch: pytest.Mo
     plugin = Plugin()
     assert plugin.reshard_after_forward is False
     assert plugin.cpu_offload is plugin.activation_checkpointing is plugin.cpu_ram_efficient_loading is True
-    assert (plugin.auto_wrap_policy, plugin.min_num_params) == ("transformer_based_wrap", 100)
+    assert plugin.auto_wrap_policy == "transformer_based_wrap"
+    assert Plugin(auto_wrap_policy="size_based_wrap").min_num_params == 100
     assert plugin.transformer_cls_names_to_wrap == ["Block", "Head"]
     assert (plugin.state_dict_type, plugin.ignored_modules) == ("FULL_STATE_DICT", "head.*")
     own = Plugin(reshard_after_forward=True, cpu_offload=False, auto_wrap_policy="no_wrap", ignored_modules=[])
@@ -368,8 +370,45 @@ def test_fields_may_be_assigned_until_an_accelerator_is_made() -> None:
     plugin = Plugin()
     plugin.transformer_cls_names_to_wrap = "Block"
     plugin.cpu_offload = "true"
+    plugin.sharding_strategy = "SHARD_GRAD_OP"
     _, found = _chosen(fsdp_plugin=plugin)
     assert (found.transformer_cls_names_to_wrap, found.cpu_offload) == (["Block"], True)
+    assert (found.auto_wrap_policy, found.reshard_after_forward) == ("transformer_based_wrap", False)
+    plugin = Plugin()
+    plugin.min_num_params = 1000
+    assert _chosen(fsdp_plugin=plugin)[1].auto_wrap_policy == "size_based_wrap"
+
+
+def test_a_program_may_change_the_options_of_its_launch_until_it_prepares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As peft's examples set a policy for adapters."""
+    monkeypatch.setenv("NBACCEL_STRATEGY", "fsdp")
+
+    def changed() -> tuple[Any, bool, list[str]]:
+        from torch.distributed.fsdp import FSDPModule
+
+        accelerator = Accelerator()
+        assert accelerator.distributed_type == "FSDP"
+        plugin = accelerator.state.fsdp_plugin
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+        plugin.auto_wrap_policy = functools.partial(
+            transformer_auto_wrap_policy, transformer_layer_cls={torch.nn.LayerNorm}
+        )
+        model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)))
+        groups = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        return plugin.state_dict_type, accelerator.state.is_fsdp2, groups
+
+    assert run_ranks(2, changed) == [("FULL_STATE_DICT", True, ["", "1"])] * 2
+
+
+def test_an_accelerator_of_the_notebook_is_sharded_in_the_ranks_alone() -> None:
+    accelerator = Accelerator(fsdp_plugin=Plugin(auto_wrap_policy="no_wrap"))
+    assert (accelerator.state.fsdp_plugin, accelerator.state.is_fsdp2) == (None, False)
+
+    def kind() -> str:
+        return type(accelerator.prepare(torch.nn.Linear(2, 2))).__name__
+
+    assert run_ranks(2, kind) == ["FSDPLinear"] * 2
+    assert kind() == "Linear"
 
 
 def test_one_process_has_nothing_to_shard_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,15 +155,16 @@ class AcceleratorState(PartialState):
         _ = self.world
         return self._asked.over(self._chosen).mixed_precision or "no"
 
-    # Programs read these before they take a way that does not exist here; `None` sends them the other way.
+    # Programs read these before they take a way that does not exist here; `None` sends them the other way. Where ranks
+    # hold shards, an Accelerator sets the first two: its options may be changed until a model is prepared.
 
+    fsdp_plugin: Any = None
+    is_fsdp2 = False
     deepspeed_plugin: None = None
-    fsdp_plugin: None = None
     megatron_lm_plugin: None = None
     torch_tp_plugin: None = None
     parallelism_config: None = None
     dynamo_plugin: None = None
-    is_fsdp2 = False
 
 
 def is_initialized() -> bool:

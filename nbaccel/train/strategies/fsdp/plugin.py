@@ -76,7 +76,8 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         By default "auto", which takes the classes that are named, else the model's own, else the members of its lists.
     cpu_offload: the shards are in the host's memory while nothing computes with them.
     ignored_modules: modules to leave whole on every rank, or a regular expression for all of their names.
-    state_dict_type: "SHARDED_STATE_DICT" or "FULL_STATE_DICT".
+    state_dict_type: "SHARDED_STATE_DICT" or "FULL_STATE_DICT", for programs that read it; what is saved does not depend
+        on it.
     activation_checkpointing: compute the activations of these modules again in the backward, instead of keeping them.
     cpu_ram_efficient_loading: transformers loads weights on rank 0 alone, and the others get them when the model is
         prepared. It does so in runs of ``--use_fsdp``, and after `enable_fsdp_ram_efficient_loading`.
@@ -181,10 +182,12 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         for version 1 that of the sharding strategy counts, as there.
         """
         given = {"reshard_after_forward": self.reshard_after_forward, "sharding_strategy": self.sharding_strategy}
+        is_second = self._is_read  # the other one is ours then, and this one was assigned since
         if all(value is None for value in given.values()):
             given = {name: _variable(name.upper()) for name in given}
-            if _variable("VERSION") == "1":
-                given = dict(reversed(given.items()))
+            is_second = _variable("VERSION") == "1"
+        if is_second:
+            given = dict(reversed(given.items()))
         name, value = next(((name, value) for name, value in given.items() if value is not None), ("", True))
         return value if isinstance(value, bool) else _reshards(name, value)
 
@@ -194,7 +197,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         least = _count(self.min_num_params)
         if getattr(policy, "__name__", "") == "transformer_auto_wrap_policy":  # torch's, without its argument
             policy = "transformer_based_wrap"
-        if policy is None:  # an option that goes with one policy alone asks for it
+        if policy in (None, _AUTO_WRAP):  # an option that goes with one policy alone asks for it
             policy = "transformer_based_wrap" if names else "size_based_wrap" if least else _AUTO_WRAP
         if isinstance(policy, str):
             if policy.lower() not in (_AUTO_WRAP, *_WRAPS):
@@ -208,7 +211,9 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
                 f"auto_wrap_policy must be {_either((_AUTO_WRAP, *_WRAPS))}, or a function of a module, got {policy!r}"
             )
         self.auto_wrap_policy, self.transformer_cls_names_to_wrap = policy, names
-        self.min_num_params = least or _count(_variable("MIN_NUM_PARAMS")) or _LEAST_PARAMETERS
+        if policy == "size_based_wrap":
+            least = least or _count(_variable("MIN_NUM_PARAMS")) or _LEAST_PARAMETERS
+        self.min_num_params = least
 
     # -- options of FSDP1
 
