@@ -319,4 +319,17 @@ def raise_if_missing(missing: Mapping[str, str], out: Collection[str]) -> None:
 
 
 def with_reasons(missing: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} ({reason})" for name, reason in missing.items())
+    """Format names with their reasons; names with the same one stand together.
+
+    >>> with_reasons({"a": "a lock", "b": "its rank had ended", "c": "its rank had ended"})
+    'a (a lock), b and c (its rank had ended)'
+    """
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in missing.items():
+        by_reason.setdefault(reason, []).append(name)
+    return ", ".join(f"{_in_a_row(names)} ({reason})" for reason, names in by_reason.items())
+
+
+def _in_a_row(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

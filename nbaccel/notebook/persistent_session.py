@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -260,10 +261,17 @@ class PersistentSession:
             what = persistent.trouble if rank < size else f"{number_of_ranks(size)} {'stays' if size == 1 else 'stay'}"
             raise LaunchRefused(f"rank {rank} has nothing to bring back: {what}.")
         others = [other for other in range(size) if other != rank]
-        outcome = self._do(Pull(persistent.home, names, rank), "%accelerate pull", others)
+        pull = Pull(persistent.home, names, rank)
+        outcome = self._do(pull, "%accelerate pull", others)
         report = outcome.ended.reports[rank]
         try:
-            arrivals = install(outcome.values(), self._notebook, report.facts.get("sizes", {}) if report else {})
+            if outcome.needs_rows(rank) and set(others) & set(persistent.alive):
+                with closing(self._do(pull, "%accelerate pull", [rank])) as rest:
+                    outcome.join(rest)
+                    values = outcome.values()
+            else:
+                values = outcome.values()
+            arrivals = install(values, self._notebook, report.facts.get("sizes", {}) if report else {})
         finally:
             outcome.close()
         if arrivals:
@@ -380,6 +388,7 @@ OF_THE_START = {
     "independent": "--independent",
     "strict": "--strict",
     "batches": "--batches",
+    "strategy": "--strategy",
     "oom": "--oom",
     "checkpoint_every": "--checkpoint-every",
     "checkpoint_dir": "--checkpoint-dir",
@@ -435,5 +444,6 @@ def _chosen(name: str, plan: LaunchPlan) -> Any:
         "start": plan.start.method,
         "seed": plan.settings.seed,
         "cpu": True if not plan.devices.gpus else None,
+        "strategy": plan.strategy,
     }
     return settled.get(name, getattr(plan.options, name))

@@ -59,7 +59,6 @@ from nbaccel.train.prepare.models import (
     extract_model_from_parallel,
     is_spread,
     keep_compiled,
-    recompute_activations,
 )
 from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.prepare.preparer import Preparer
@@ -74,6 +73,8 @@ from nbaccel.train.step.kwargs_handlers import (
     refuse_plugins_of_the_environment,
 )
 from nbaccel.train.step.precision import restore_forward
+from nbaccel.train.step.recompute import recompute_activations
+from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
 from nbaccel.train.tracker_hub import LogWith, Trackers, TrackingPlan
 from nbaccel.world import World
 
@@ -102,6 +103,13 @@ class Accelerator(ProcessControl):
     on_nan: the reaction to a loss that is not finite. "warn" warns once, with step and rank; "skip" leaves out
         steps whose gradients are not finite, on all ranks alike; "stop" raises FloatingPointError before such a step.
         The latter two wait for the device in every step.
+
+    How the model is distributed:
+
+    strategy: "ddp", by which every rank holds the whole model; "fsdp", by which each holds a part of it; "single", the
+        one process that a run may have; or another one that is installed. By default the launch's choice, else "auto":
+        "ddp" or "single".
+    fsdp_plugin: options of "fsdp", as a `FullyShardedDataParallelPlugin`; it chooses that strategy as well.
 
     How batches are distributed:
 
@@ -135,12 +143,11 @@ class Accelerator(ProcessControl):
     ...     optimizer.zero_grad()
     """
 
-    # Programs ask how a model is distributed before they take another way. Here every rank holds a whole model.
+    # Programs ask how a model is distributed before they take another way, which is none of these here.
     deepspeed_plugin: None = None
     fp8_backend: None = None
     parallelism_config: None = None
     torch_device_mesh: None = None
-    is_fsdp2 = False
     is_composable_parallelism_enabled = False
     tensor_parallel_rank = 0
     pipeline_parallel_rank = 0
@@ -179,6 +186,8 @@ class Accelerator(ProcessControl):
         time_limit: str | float | timedelta | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         rng_types: Sequence[str] | None = None,
+        strategy: str | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         **not_here: Unpack[PluginsNotHere],
     ) -> None:
         if not_here:
@@ -190,9 +199,9 @@ class Accelerator(ProcessControl):
             warn_of_rng_types(rng_types)
         limit_s = None if time_limit is None else seconds_of(time_limit)
         saves = chosen_saves(checkpoint_every, checkpoint_dir, keep, resume)
-        asked = RunSettings(mixed_precision, gradient_accumulation_steps, cpu=cpu).over(saves)
+        asked = RunSettings(mixed_precision, gradient_accumulation_steps, cpu=cpu, strategy=strategy).over(saves)
         choices = Choices.of(
-            asked, gradient_accumulation_plugin, kwargs_handlers, dynamo_backend, dynamo_plugin, on_nan
+            asked, gradient_accumulation_plugin, kwargs_handlers, dynamo_backend, dynamo_plugin, on_nan, fsdp_plugin
         )
         self._handlers = choices.handlers
         self.dataloader_config = DataLoaderConfiguration.chosen(dataloader_config, split_batches, even_batches)
@@ -1173,10 +1182,26 @@ class Accelerator(ProcessControl):
         self.state.destroy_process_group()
 
     def destroy_process_group(self) -> None:
-        """Leave the process group that we made; a later use forms a new one. Every rank calls it."""
+        """Leave the process group that we made; a later use forms a new one. Every rank calls it.
+
+        Sharded models that are prepared become whole again first, on every rank, and can be prepared in another way.
+        """
+        self._lifecycle.release()
         self.state.destroy_process_group()
 
     # -- answers to programs that ask how a model is distributed; they read and change the private lists too
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of cooperation of the processes: ``DistributedType.FSDP``, or that of replicas on their devices."""
+        self._lifecycle.bind()
+        own = self._equipment.strategy_class.distributed_type
+        return super().distributed_type if own is None else DistributedType(own)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True if models are sharded by FSDP, of which there is the second version only."""
+        return self.distributed_type == DistributedType.FSDP
 
     @property
     def data_parallel_rank(self) -> int:

@@ -49,6 +49,7 @@ from nbaccel.launch.objects.parameters import (
     model_in,
     parameters_of,
 )
+from nbaccel.launch.objects.sharded import held_in_shards
 from nbaccel.launch.objects.wrappers import PYRO, is_wrapper, kept_apart, plain
 
 __all__ = [
@@ -168,6 +169,7 @@ class CellTask(Task):
         self._is_copy = is_copy
         self._marks: dict[str, int] = {}
         self._baseline: Baseline | None = None
+        self._looked_at: list[str] = []
         self._last: Any = None
         self._has_last = False
         self._unsent: dict[str, str] = {}  # names that the notebook has and this process lacks, with the reason
@@ -182,8 +184,8 @@ class CellTask(Task):
         if rank == self.result_rank and self.leaves_all:
             self._kept_apart = kept_apart()
             mentioned = self.names_mentioned() & self._started_with.keys() & self.namespace.keys()
-            models_first = sorted(mentioned, key=lambda name: (_turn(plain(self.namespace[name])), name))
-            self._baseline = Baseline(self.namespace, models_first, is_copy=self._is_copy)
+            self._looked_at = sorted(mentioned, key=lambda name: (_turn(plain(self.namespace[name])), name))
+            self._baseline = Baseline(self.namespace, self._looked_at, is_copy=self._is_copy)
 
     def run(self) -> None:
         shown = self.source.shown or self.source.code
@@ -215,7 +217,7 @@ class CellTask(Task):
             elif rank == self.result_rank and not self.leaves_all:
                 found |= self._left_here(sums)
         if rank != self.result_rank:
-            return Results(facts=found)
+            return Results(facts=found, parts=self._named())
         here = self.results_here() if self._baseline is None else self._all_that_is_left(self._baseline)
         # Otherwise the notebook's random numbers continue as if the cell had not run.
         if self.random is not None or (self.leaves_all and seeds(self._parts, self.namespace)):
@@ -225,13 +227,15 @@ class CellTask(Task):
 
     def _all_that_is_left(self, baseline: Baseline) -> Results:
         """Return the changes that the same cell would make in the notebook."""
+        shards = held_in_shards({name: self.namespace[name] for name in self._looked_at if name in self.namespace})
         delta, inventory = baseline.delta(), baseline.inventory
         bound = {name: plain(value) for name, value in delta.bound.items()}
         if _ACCELERATOR not in self._started_with and _ACCELERATOR in self.names_mentioned():
             bound.setdefault(_ACCELERATOR, self.namespace.get(_ACCELERATOR))  # ours: later cells may use it
         huge = _huge({name: value for name, value in bound.items() if inventory.place(value) is None})
         here = self.results_here()
-        changes, unlooked = delta.changes, dict(delta.unlooked)
+        changes = [change for change in delta.changes if ObjectPlace(*change.token).name not in shards]
+        unlooked = dict(delta.unlooked)
         if kept_apart() != self._kept_apart:
             unlooked |= [PYRO]
         if _gradient_bytes(changes, bound) > _MOST_GRADIENT_BYTES:
@@ -244,7 +248,7 @@ class CellTask(Task):
         values = {name: value for name, value in bound.items() if name not in huge} | dict(here.values)
         return Results(
             values,
-            delta.staying,
+            {**delta.staying, **shards},
             optional=here.optional,
             facts={**here.facts, **facts},
             changes=changes,
@@ -270,7 +274,7 @@ class CellTask(Task):
 
     def results_here(self) -> Results:
         """Return the names in `--out` and the last expression's display; enough in the notebook's own process."""
-        values = {name: plain(self.namespace[name]) for name in self.out if name in self.namespace}
+        values = self._named()
         facts: dict[str, Any] = {"sizes": sizes_of(values)}
         if self._has_last:
             facts["result"] = _formatted(self._last)
@@ -278,6 +282,10 @@ class CellTask(Task):
                 values[RESULT] = self._last
         missing = {name: "the cell ended without assigning it" for name in self.out if name not in self.namespace}
         return Results(values, missing, optional=frozenset({RESULT}), facts=facts, may_lack=True)
+
+    def _named(self) -> dict[str, Any]:
+        """Return the values of the names in `--out` that exist."""
+        return {name: plain(self.namespace[name]) for name in self.out if name in self.namespace}
 
     def _trained(self) -> tuple[dict[str, int], list[str]]:
         """Return numbers by which ranks, and the notebook, compare the parameters that a cell trained.

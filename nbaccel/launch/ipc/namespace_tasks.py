@@ -100,7 +100,7 @@ class Push(_HomeTask):
 
 
 class Pull(_HomeTask):
-    """Sends back the values that one rank has under `names`."""
+    """Sends back the values that one rank has under `names`, and from other ranks that take part their rows of them."""
 
     reference = "nbaccel.launch.ipc.namespace_tasks:Pull"
 
@@ -113,9 +113,9 @@ class Pull(_HomeTask):
         """Do nothing: the values exist already."""
 
     def results(self, rank: int) -> Results:
-        if rank != self.result_rank:
-            return Results()
         values = {name: plain(self.namespace[name]) for name in self.names if name in self.namespace}
+        if rank != self.result_rank:
+            return Results(parts=values)
         missing = {name: f"rank {rank} has no such name" for name in self.names if name not in self.namespace}
         return Results(values, missing, facts={"sizes": sizes_of(values)})
 

@@ -212,12 +212,21 @@ def _way_into(kind: type) -> _Way:
         return functools.partial(_leaf, _size_in_memory(kind))
     if issubclass(kind, types.FunctionType):
         return _function
+    if _is_of_sharding(kind):
+        return lambda obj: _Anatomy()
     if issubclass(kind, dict):
         return functools.partial(_mapping, is_exact=kind is dict)
     for base in _CONTAINERS:
         if issubclass(kind, base):
             return functools.partial(_container, base, is_exact=kind is base)
     return functools.partial(_object, _size_in_memory(kind))
+
+
+def _is_of_sharding(kind: type) -> bool:
+    """Return whether it is a class of FSDP's own: its objects, on which hooks in a sharded model lead, stay behind."""
+    torch = sys.modules.get("torch")
+    is_of_fsdp = str(type.__dict__["__module__"].__get__(kind)).startswith("torch.distributed.fsdp.")
+    return is_of_fsdp and torch is not None and not issubclass(kind, torch.nn.Module)
 
 
 def _size_in_memory(kind: type) -> Callable[[Any], int]:

@@ -24,15 +24,17 @@ from typing import Any, ClassVar
 
 from nbaccel.errors import CannotSend
 from nbaccel.launch.ipc.nbytes import size_of
-from nbaccel.launch.ipc.pickling import Contents, Packer, Places, PlacingPacker, Unpacker, is_ours
-from nbaccel.launch.ipc.unpicklable import in_words, reason
+from nbaccel.launch.ipc.pickling import Contents, Joined, Packer, Places, PlacingPacker, Unpacker, is_ours
+from nbaccel.launch.ipc.unpicklable import CannotJoin, in_words, reason
 from nbaccel.launch.objects.kind import Change
+from nbaccel.launch.objects.sharded import Piece, ShardedTensors
 
 __all__ = [
     "Payload",
     "pack",
     "pack_what_can_travel",
     "packages_in",
+    "rows_in",
     "salvaged",
     "size_of",
     "unpack",
@@ -104,6 +106,7 @@ def pack_what_can_travel(
     as_written: bool = False,
     places: Places | None = None,
     may_lack: Collection[str] = (),
+    sharded: ShardedTensors | None = None,
 ) -> tuple[Payload, dict[str, str]]:
     """Return the payload of every value that can be sent, and the names of the others, each with the reason.
 
@@ -112,11 +115,12 @@ def pack_what_can_travel(
     places: those of objects that the receiver has; if given, only the place of such an object is sent, and all others
     as written.
     may_lack: names whose values are sent without the parts that cannot be sent, rather than not at all: see `Absent`.
+    sharded: tensors of which this rank's rows are sent, whether `values` lead to them or not.
     """
     rest = values
     refused: dict[str, str] = {}
     lacking: set[str] = set()
-    make = _packers(by_reference or {}, namespace, as_written, places, lacking)
+    make = _packers(by_reference or {}, namespace, as_written, places, lacking, sharded)
     while True:
         try:
             return _write(rest, make), refused
@@ -164,26 +168,46 @@ def unpack_what_can_be_rebuilt(
     anchored: Callable[[str], Any] | None = None,
     placed: Callable[[Any], Any] | None = None,
     is_lasting: bool = False,
+    joined: Joined | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values of the payload behind `fd` that can be rebuilt, and the names of the others, with the reason.
 
-    The arguments are those of `unpack`.
+    joined: has the whole tensors for those of which the payload has only rows. The other arguments are those of
+    `unpack`.
     """
     try:
-        return unpack(fd, namespace=namespace, anchored=anchored, placed=placed, is_lasting=is_lasting), {}
+        values: dict[str, Any] = Unpacker(_contents(fd, namespace, anchored, placed, is_lasting, joined)).load()
+        return values, {}
     except Exception:
-        values, errors = salvaged(_contents(fd, namespace, anchored, placed, is_lasting))
-    return values, {name: f"it cannot be rebuilt here: {in_words(error)}" for name, error in errors.items()}
+        values, errors = salvaged(_contents(fd, namespace, anchored, placed, is_lasting, joined))
+    return values, {name: _why_not_rebuilt(error) for name, error in errors.items()}
+
+
+def _why_not_rebuilt(error: Exception) -> str:
+    return str(error) if isinstance(error, CannotJoin) else f"it cannot be rebuilt here: {in_words(error)}"
 
 
 def packages_in(fd: int) -> list[str]:
     """Return the packages of the payload behind `fd` that a user installed, in the order of their import."""
-    _, (_, _, packages) = _opened(fd)
+    _, (_, _, packages, _) = _opened(fd)
     return packages
 
 
-def _opened(fd: int) -> tuple[mmap.mmap, tuple[list[tuple[int, int]], list[int], list[str]]]:
-    """Open the payload behind `fd`; return it with its table: places, buffers and packages."""
+def rows_in(fd: int) -> dict[str, tuple[memoryview, Piece]]:
+    """Return the rows of sharded tensors in the payload behind `fd`, by the key of the tensor; nothing is copied."""
+    mapping, (places, _, _, rows) = _opened(fd)
+    found = {}
+    for key, (index, piece) in rows.items():
+        offset, nbytes = places[index]
+        found[key] = (memoryview(mapping)[offset : offset + nbytes], piece)
+    return found
+
+
+_Table = tuple[list[tuple[int, int]], list[int], list[str], dict[str, tuple[int, Piece]]]
+
+
+def _opened(fd: int) -> tuple[mmap.mmap, _Table]:
+    """Open the payload behind `fd`; return it with its table: places, buffers, packages and rows."""
     mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
     magic, table = _FOOTER.unpack_from(mapping, len(mapping) - _FOOTER.size)
     if magic != _MAGIC:
@@ -197,13 +221,14 @@ def _contents(
     anchored: Callable[[str], Any] | None,
     placed: Callable[[Any], Any] | None,
     is_lasting: bool,
+    joined: Joined | None = None,
 ) -> Contents:
-    mapping, (places, buffers, packages) = _opened(fd)
+    mapping, (places, buffers, packages, _) = _opened(fd)
     for name in packages:
         if name not in sys.modules:
             with suppress(Exception):  # if it is needed, the pickle raises a better error
                 importlib.import_module(name)
-    return Contents(mapping, places, buffers, namespace, anchored, placed, is_lasting)
+    return Contents(mapping, places, buffers, namespace, anchored, placed, is_lasting, joined)
 
 
 _MakePacker = Callable[[Any], Packer]
@@ -216,10 +241,11 @@ def _packers(
     as_written: bool,
     places: Places | None = None,
     may_lack: Collection[str] = (),
+    sharded: ShardedTensors | None = None,
 ) -> _MakePacker:
     if places is not None:
         return lambda file: PlacingPacker(file, by_reference, namespace, places, may_lack)
-    return lambda file: Packer(file, by_reference, namespace, as_written, may_lack)
+    return lambda file: Packer(file, by_reference, namespace, as_written, may_lack, sharded)
 
 
 def _culprits(values: dict[str, Any], make: _MakePacker, namespace: dict[str, Any] | None) -> dict[str, str]:
@@ -246,6 +272,7 @@ def _write(values: dict[str, Any], make: _MakePacker) -> Payload:
             packer = make(_Stoppable(file))
             with _telling_where(packer):
                 packer.dump_names(values)
+                packer.add_rows()
             end = file.tell()
         places = []
         for block in packer.blocks:
@@ -255,7 +282,7 @@ def _write(values: dict[str, Any], make: _MakePacker) -> Payload:
                 end = offset + source.nbytes
             places.append((offset, end - offset))
         packer.forget()
-        table = pickle.dumps((places, packer.buffers, _in_order_of_import(packer.packages)))
+        table = pickle.dumps((places, packer.buffers, _in_order_of_import(packer.packages), packer.rows))
         _write_all(fd, memoryview(table + _FOOTER.pack(_MAGIC, end)), end)
         return Payload(fd, end + len(table) + _FOOTER.size, packer.lacks)
     except BaseException:

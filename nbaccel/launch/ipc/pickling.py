@@ -15,7 +15,6 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import cloudpickle
@@ -24,51 +23,33 @@ from nbaccel.launch.ipc.event_files import reduce_writer
 from nbaccel.launch.ipc.tensor_devices import device_here, device_there, storage_on
 from nbaccel.launch.ipc.unpicklable import (
     Absent,
+    CannotJoin,
     Refused,
+    depth_bounded,
     refuse_what_knows_the_ranks,
     refuse_what_lives_here,
     what_it_is,
 )
 from nbaccel.launch.objects.arrays import Values, has_plain_memory
 from nbaccel.launch.objects.reductions import reduce_of_a_library, reduce_to_what_was_written, with_slots
+from nbaccel.launch.objects.sharded import Piece, ShardedTensors, is_sharded
 from nbaccel.launch.objects.wrappers import is_lightnings_trainer, itself
 
 __all__ = [
     "Contents",
+    "Joined",
     "Packer",
     "Places",
     "PlacingPacker",
     "Unpacker",
-    "depth_bounded",
     "is_ours",
 ]
-
-_DEEPEST = 20_000
-"""Largest depth of calls while something is packed.
-
-If the user has raised Python's own limit above it, a long chain of objects would overflow the C stack (8 MiB hold more
-than 40,000) and crash the process.
-"""
 
 _COPIED_BELOW = 64 * 1024
 """Bytes below which blocks are copied: a mapped view keeps the memory of the whole payload alive."""
 
 _COPIED_IF_LASTING = 16 * 1024 * 1024
 """The same for values that outlive most of the payload, as in a notebook."""
-
-
-@contextmanager
-def depth_bounded() -> Iterator[None]:
-    """Make too deep a nesting end in a RecursionError, whatever limit the user has set."""
-    limit = sys.getrecursionlimit()
-    if limit <= _DEEPEST:
-        yield
-        return
-    sys.setrecursionlimit(_DEEPEST)
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(limit)
 
 
 class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishes no types
@@ -82,6 +63,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
     lacks: descriptions of such parts, by name.
     at: the name whose value is being packed, or was last; empty before the first.
     packages: those whose classes, functions and modules the pickle refers to.
+    sharded: the tensors of which only this rank's rows are sent; of others no part is sent.
+    rows: these rows by the key of their tensor: the index of the block, and which rows it holds.
     """
 
     def __init__(
@@ -91,6 +74,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         namespace: dict[str, Any] | None,
         as_written: bool = False,
         may_lack: Collection[str] = (),
+        sharded: ShardedTensors | None = None,
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._add_buffer)
         self.at = ""
@@ -101,6 +85,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         self._absent: dict[int, tuple[str, Any]] = {}  # by id: objects replaced by `Absent`, and why
         self.blocks: list[Callable[[], memoryview]] = []
         self.buffers: list[int] = []
+        self.rows: dict[str, tuple[int, Piece]] = {}
+        self._sharded = sharded
         self._index: dict[tuple[str, int, int], int] = {}
         self._by_reference = by_reference
         self._as_written = as_written
@@ -114,6 +100,12 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         """Pack `values` as one dict, and record the name of the one being packed."""
         with depth_bounded():
             self.dump({name: _Named(name, value) for name, value in values.items()})
+
+    def add_rows(self) -> None:
+        """Send this rank's rows of all sharded tensors after the pickle."""
+        for key, piece, read in () if not self._sharded else self._sharded.rows():
+            self.rows[key] = (len(self.blocks), piece)
+            self.blocks.append(read)
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is _Named:
@@ -131,7 +123,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         try:
             reduced = self._reduced(obj)
             return self._reduced_as_usual(obj) if reduced is NotImplemented else reduced
-        except RecursionError:
+        except (RecursionError, CannotJoin):
             raise
         except Exception as error:
             why = what_it_is(error, obj)
@@ -158,6 +150,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             if reduced := reduce_to_what_was_written(obj):
                 return reduced
             refuse_what_knows_the_ranks(obj)
+            if is_sharded(obj):
+                return self._reduce_sharded(obj)
         if reduced := reduce_of_a_library(obj) or reduce_writer(obj):
             return reduced
         if reduced := self._reduce_array(obj) or self._reduce_tensor(obj) or self._reduce_of_a_device(obj):
@@ -182,6 +176,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         An error among them holds a traceback, and that every frame with the user's objects.
         """
         self.clear_memo()
+        self._sharded = None
         self._absent.clear()
         self.blocks.clear()
         self._whole = None
@@ -239,6 +234,15 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         index, device = self._block_of_storage(obj.untyped_storage())
         layout = (obj.storage_offset(), tuple(obj.size()), obj.stride())
         return _there, ("tensor", type(obj), index, device, obj.dtype, layout, obj.requires_grad, vars(obj))
+
+    def _reduce_sharded(self, obj: Any) -> Any:
+        """Reduce a tensor of which each rank has a part to its key: the receiver joins the rows of all ranks."""
+        if self._sharded is None:
+            raise CannotJoin("the ranks have it in shards, which --out joins", obj)
+        if why := self._sharded.obstacle(obj):
+            raise CannotJoin(f"a tensor of it cannot be joined: {why}", obj)
+        is_parameter = isinstance(obj, sys.modules["torch"].nn.Parameter)
+        return _there, ("whole", self._sharded.key(obj), is_parameter, obj.is_leaf and obj.requires_grad)
 
     def _block_of_storage(self, storage: Any) -> tuple[int, str]:
         """Return the number of the block, and the device that the memory shall be on."""
@@ -341,6 +345,13 @@ class Places(Protocol):
 
     def tensors(self) -> Iterator[Any]:
         """Yield the tensors that the notebook has, and whose memory is laid out as it is there."""
+
+
+class Joined(Protocol):
+    """The whole tensors of which ranks have sent rows: `JoinedTensors`."""
+
+    def whole(self, key: str) -> Any:
+        """Return the tensor, or raise `CannotJoin`: rows of it are missing, or do not belong together."""
 
 
 def _set_gradient(tensor: Any, gradient: Any) -> None:
@@ -447,8 +458,10 @@ class Contents:
         anchored: Callable[[str], Any] | None,
         placed: Callable[[Any], Any] | None = None,
         is_lasting: bool = False,
+        joined: Joined | None = None,
     ) -> None:
         self._placed = placed
+        self._joined = joined
         self._copied_below = max(_COPIED_IF_LASTING, len(mapping) // 2) if is_lasting else _COPIED_BELOW
         self.mapping = mapping
         self._places, self._buffers = places, buffers
@@ -514,6 +527,17 @@ class Contents:
             tensor.requires_grad_(requires_grad)
         vars(tensor).update(attributes)
         return tensor
+
+    def whole(self, key: str, is_parameter: bool, requires_grad: bool) -> Any:
+        """Return a tensor of which all ranks have sent rows, on the host."""
+        import torch
+
+        if self._joined is None:
+            raise CannotJoin("only a part of it was sent")
+        tensor = self._joined.whole(key)
+        if is_parameter:
+            return torch.nn.Parameter(tensor, requires_grad)
+        return tensor.detach().requires_grad_(requires_grad)
 
     def values(
         self, kind: Any, index: int, device: str, dtype: Any, layout: Any, requires_grad: bool, attributes: Any

@@ -59,6 +59,7 @@ class Results:
     facts: small JSON about the run: sizes, names not asked for, the last expression's display.
     changes: changes of objects that the kernel has.  places: the places of these; None if only values go back.
     may_lack: a value is sent without its parts that cannot be sent, and `facts["lacks"]` names these.
+    parts: objects of which another rank sends the value, by name: of these only this rank's rows of sharded tensors go.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -68,6 +69,7 @@ class Results:
     changes: Sequence[Change] = ()
     places: Places | None = None
     may_lack: bool = False
+    parts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Task(ABC):

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from nbaccel.errors import StayedInRank
@@ -23,7 +25,9 @@ from nbaccel.quantities import with_article
 
 __all__ = [
     "Absent",
+    "CannotJoin",
     "Refused",
+    "depth_bounded",
     "in_words",
     "reason",
     "refuse_what_knows_the_ranks",
@@ -57,12 +61,41 @@ _CANNOT = " cannot be sent to another process"
 _UNPICKLABLE = re.compile(r"cannot pickle '?([\w.]+)'?")
 
 
+_DEEPEST = 20_000
+"""Largest depth of calls while something is packed.
+
+If the user has raised Python's own limit above it, a long chain of objects would overflow the C stack (8 MiB hold more
+than 40,000) and crash the process.
+"""
+
+
+@contextmanager
+def depth_bounded() -> Iterator[None]:
+    """Make too deep a nesting end in a RecursionError, whatever limit the user has set."""
+    limit = sys.getrecursionlimit()
+    if limit <= _DEEPEST:
+        yield
+        return
+    sys.setrecursionlimit(_DEEPEST)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
 class Refused(Exception):
     """Raised if `culprit` cannot be sent to another process; the message is the reason."""
 
     def __init__(self, message: str, culprit: Any) -> None:
         super().__init__(message)
         self.culprit = culprit
+
+
+class CannotJoin(Refused):
+    """Raised for a sharded tensor whose rows cannot be joined: a value without it would be wrong, not incomplete."""
+
+    def __init__(self, message: str, culprit: Any = None) -> None:
+        super().__init__(message, culprit)
 
 
 def refuse_what_lives_here(obj: Any) -> None:

@@ -24,7 +24,14 @@ from typing import Any
 
 from nbaccel.launch.objects.arrays import ARRAY, ARRAY_OF_A_CLASS, kind_of_memory
 from nbaccel.launch.objects.kind import CannotWrite, Entries, Kind, Step, Write
-from nbaccel.launch.objects.wrappers import is_accelerator, is_lightnings_callback, is_put_there, plain, wraps
+from nbaccel.launch.objects.wrappers import (
+    is_accelerator,
+    is_lightnings_callback,
+    is_put_there,
+    plain,
+    users_class,
+    wraps,
+)
 from nbaccel.quantities import with_article
 
 __all__ = [
@@ -266,7 +273,7 @@ class _Object(Kind):
             yield ("slot", name), value
 
     def mark(self, obj: Any) -> Any:
-        return type(obj), self._values(obj)
+        return users_class(type(obj)), self._values(obj)
 
     def change(self, obj: Any, mark: Any) -> Any:
         now = self.mark(obj)
@@ -480,17 +487,13 @@ def _of_partial(obj: Any, name: str) -> Any:
     return vars(functools.partial)[name].__get__(obj)
 
 
-def _slot(obj: Any, name: str) -> Any:
-    return _slots_of(type(obj))[name].__get__(obj)
-
-
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "attributes": lambda obj, _: attributes_of(obj),
     "value": lambda obj, key: dict.__getitem__(obj, key),
     "at": lambda obj, index: next(itertools.islice(dict.values(obj), index, None)),
     "key": lambda obj, index: next(itertools.islice(dict.keys(obj), index, None)),
     "item": _element,
-    "slot": _slot,
+    "slot": lambda obj, name: _slots_of(type(obj))[name].__get__(obj),
     "class": lambda obj, name: type.__dict__["__dict__"].__get__(obj)[name],
     "closure": lambda obj, index: obj.__closure__[index],
     "defaults": lambda obj, _: obj.__defaults__,

@@ -23,7 +23,7 @@ from typing import Any
 
 import cloudpickle
 
-from nbaccel.launch.objects.wrappers import is_made_anew, is_put_there, itself, plain, reduce_accelerate
+from nbaccel.launch.objects.wrappers import is_made_anew, is_put_there, itself, plain, reduce_accelerate, users_class
 
 __all__ = ["reduce_of_a_library", "reduce_to_what_was_written", "with_slots"]
 
@@ -40,12 +40,53 @@ def reduce_to_what_was_written(obj: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is None or not issubclass(type(obj), torch.nn.Module):
         return None
-    if not (put_there := [name for name, value in vars(obj).items() if is_put_there(name, value)]):
+    kind, own = type(obj), users_class(type(obj))
+    put_there = [name for name, value in vars(obj).items() if is_put_there(name, value)]
+    hooks = _hooks_put_there(obj)
+    if not put_there and not hooks and kind is own:
         return None
     match obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL):
         case (make, args, dict(state), *rest):
-            return make, args, {name: value for name, value in state.items() if name not in put_there}, *rest
+            left = {name: _without(value, hooks) for name, value in state.items() if name not in put_there}
+            return *_made_as(own, kind, make, args), left, *rest
+        case (make, args, *rest) if kind is not own:
+            return *_made_as(own, kind, make, args), *rest
     return None  # the user's own __reduce__ or __getstate__ takes precedence
+
+
+def _made_as(own: type, kind: type, make: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return a function and its arguments that make an object of the class `own` where these make one of `kind`."""
+    if own is kind:
+        return make, args
+    # The pickler knows these two functions, and accepts no other class than the object's.
+    make = _NEW.get(make.__name__, make) if make.__module__ == "copyreg" else make
+    return make, tuple(own if each is kind else each for each in args)
+
+
+def _new(kind: type, *args: Any) -> Any:
+    return kind.__new__(kind, *args)
+
+
+def _new_by_keywords(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return kind.__new__(kind, *args, **kwargs)
+
+
+_NEW: dict[str, Callable[..., Any]] = {"__newobj__": _new, "__newobj_ex__": _new_by_keywords}
+
+
+def _hooks_put_there(module: Any) -> set[int]:
+    """Return the numbers of a module's hooks that are not the user's; torch gives each number once."""
+    tables = (
+        table for name, table in vars(module).items() if name.endswith("_hooks") and issubclass(type(table), dict)
+    )
+    return {number for table in tables for number, hook in table.items() if is_put_there(number, hook)}
+
+
+def _without(value: Any, hooks: set[int]) -> Any:
+    """Return an attribute of a module; of a table of hooks, or of facts about hooks, a copy without `hooks`."""
+    if not hooks or not issubclass(type(value), dict) or hooks.isdisjoint(value):
+        return value
+    return type(value)((number, hook) for number, hook in value.items() if number not in hooks)
 
 
 def reduce_of_a_library(obj: Any) -> Any:

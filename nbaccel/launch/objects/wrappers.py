@@ -19,6 +19,7 @@ __all__ = [
     "MADE_WITH",
     "PYRO",
     "is_accelerator",
+    "is_hook_of_sharding",
     "is_lightnings_callback",
     "is_lightnings_trainer",
     "is_made_anew",
@@ -31,6 +32,7 @@ __all__ = [
     "plain",
     "reduce_accelerate",
     "take_off_forward",
+    "users_class",
     "wrapped_as",
     "wraps",
 ]
@@ -85,10 +87,41 @@ def is_wrapper(value: Any) -> bool:
 def is_put_there(key: Any, value: Any) -> bool:
     """Return whether an attribute is not the user's, but was added by training while it lasts."""
     if type(key) is not str:
-        return False
+        return type(key) is int and is_hook_of_sharding(value)
+    if key.startswith(_COMPOSABLE) or is_hook_of_sharding(value):
+        return True
     if key == "step":  # of an optimizer, see torch/optim/lr_scheduler.py
         return type(value) in (types.FunctionType, types.MethodType) and hasattr(value, "_wrapped_by_lr_sched")
     return (key == "forward" and is_wrapper(value)) or is_of_one_rank(key, value)
+
+
+_SHARDING = ("torch.distributed.fsdp.", "nbaccel.train.strategies.")
+_COMPOSABLE = "__composable_api"
+"""Beginning of the attributes in which torch.distributed keeps the state of a module."""
+
+
+def users_class(kind: type) -> type:
+    """Return the class that a module had before `fully_shard` derived another from it; any other class itself.
+
+    torch makes the class "FSDPNet" of `FSDPModule` and the user's, in this order.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    bases = type.__dict__["__mro__"].__get__(kind)
+    if fsdp is None or len(bases) < 3 or bases[1] is not getattr(fsdp, "FSDPModule", None):
+        return kind
+    own: type = bases[2]
+    return own
+
+
+def is_hook_of_sharding(value: Any) -> bool:
+    """Return whether it is a hook, or a method, that `fully_shard` has put into a module."""
+    kind = type(value)
+    if kind.__name__ == "_WrappedHook" and kind.__module__ == "torch.nn.modules.module":
+        value = value.hook
+    if type(value) is types.MethodType:
+        value = value.__func__
+    # Not `__module__`: `register_fsdp_forward_method` takes that over from the user's method.
+    return type(value) is types.FunctionType and str(value.__globals__.get("__name__")).startswith(_SHARDING)
 
 
 def is_made_anew(value: Any) -> bool:

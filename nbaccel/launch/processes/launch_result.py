@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbaccel.launch.ipc.payload import unpack_what_can_be_rebuilt
+from nbaccel.launch.ipc.payload import rows_in, unpack_what_can_be_rebuilt
 from nbaccel.launch.ipc.spec import Start, Task
 from nbaccel.launch.objects.kind import Change
+from nbaccel.launch.processes.joined_tensors import JoinedTensors
 from nbaccel.launch.processes.supervisor import RunResult
 from nbaccel.quantities import plural, said
 
@@ -38,6 +39,7 @@ class LaunchResult:
     checkpoint: the newest that it has written; empty for none.
     restarts: a line for each time that it ran out of memory and was started again; everything else is of the last
     attempt.
+    joined: the sharded tensors of which its ranks have sent rows.
     """
 
     task: Task
@@ -47,6 +49,21 @@ class LaunchResult:
     log_path: str
     checkpoint: str = ""
     restarts: list[str] = field(default_factory=list)
+    joined: JoinedTensors = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.joined = JoinedTensors(self.ended.reports, self.checkpoint)
+
+    def needs_rows(self, rank: int) -> bool:
+        """Return whether `rank` has sent rows of sharded tensors, so that those of the other ranks are needed too."""
+        report = self.ended.reports[rank]
+        return report is not None and report.payload_fd >= 0 and bool(rows_in(report.payload_fd))
+
+    def join(self, others: LaunchResult) -> None:
+        """Take rows from another run, in which those ranks took part that had no part in this one."""
+        pairs = zip(self.ended.reports, others.ended.reports, strict=True)
+        reports = [theirs if mine is None or mine.payload_fd < 0 else mine for mine, theirs in pairs]
+        self.joined = JoinedTensors(reports, self.checkpoint)
 
     def values(self, rank: int | None = None) -> dict[str, Any]:
         """Return the names and objects that `rank`, by default the task's result rank, sent back; empty if it died."""
@@ -68,6 +85,7 @@ class LaunchResult:
                 anchored=task.anchored,
                 placed=task.placed,
                 is_lasting=True,
+                joined=self.joined,
             )
         except Exception:
             if self.error is None:
@@ -98,4 +116,5 @@ class LaunchResult:
         return f"stopped{done} at the time limit of {said(launch_s if own is None else own.seconds)}; {then}"
 
     def close(self) -> None:
+        self.joined.close()
         self.ended.close()

@@ -51,6 +51,7 @@ _AFTER_RESULTS_S = 1.0  # the results are here: a rank that does not react only 
 _TERM_TO_KILL_S = 0.5
 _EXIT_S = 12.0  # the rank allows itself 10
 _PEERS_S = 0.7
+_ROWS_S = 5.0  # of values that are sharded, the results are the rows of all ranks
 _HUNG_S = 2.0
 _CUT_S = 0.5  # ranks that react to an interrupt return sooner, and no wait has to be ended
 _CUT_TAKES_S = 10.0  # an abort of NCCL, and before it the time for the device; mostly 4 s
@@ -135,6 +136,8 @@ class Abort(ShutdownPolicy):
         super().__init__(members, now)
         self._page = page
         self._patience_s = _PEERS_S if wants_results and members[0].is_working else _PEERS_S / 4
+        if wants_results and any(_steps_shards(member) for member in members):
+            self._patience_s = _ROWS_S
 
     def advance(self, now: float) -> None:
         if not self._has_cut and now > self.began + _CUT_S and any(member.is_working for member in self.members):
@@ -154,6 +157,11 @@ class Abort(ShutdownPolicy):
 
     def due_in(self, now: float) -> float | None:
         return TICK_S
+
+
+def _steps_shards(member: WorkerHandle) -> bool:
+    """Return whether a rank has reported, and has trained a sharded model."""
+    return member.report is not None and member.report.facts.get("rows", {}).get("steps", 0) > 0
 
 
 class BreakHang(Abort):

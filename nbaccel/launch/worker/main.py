@@ -41,6 +41,7 @@ from nbaccel.launch.worker.integrations.one_file import write_one_file
 from nbaccel.launch.worker.integrations.one_output import LoneMetrics, OneBar, refuse_logins, write_one_run
 from nbaccel.launch.worker.integrations.one_process import forget_one_process, let_the_local_rank_be_the_only_card
 from nbaccel.launch.worker.jupyter import adopt_notebook, flush_figures
+from nbaccel.launch.worker.leaving import Leaving
 from nbaccel.launch.worker.lifetime import SPOILT, CutWatch, DeathWatch, Farewell, SaveGrace
 from nbaccel.launch.worker.process_setup import (
     ChildHandler,
@@ -140,6 +141,8 @@ class _Rank:
         self._renewal: tuple[int, int] | None = None
         self.calls = CallLog(self._peers)
         self._one_training = OneTraining(self.page, boot.world, self._collectives)
+        self._leaving = Leaving(boot.world.world_size)
+        self._leaving.watch()
         self._one_bar = OneBar(boot.world)
         self._lone_metrics = LoneMetrics()
         self._gate = StepGate(self.page, self.rank)
@@ -261,6 +264,7 @@ class _Rank:
             as_written=True,
             places=results.places,
             may_lack=values.keys() if results.may_lack else (),
+            sharded=self._leaving.tensors(results),
         )
         stayed = {_in_words(key, changes): why for key, why in refused.items() if key.startswith("change:")}
         missing = dict(results.missing) | {
@@ -279,6 +283,7 @@ class _Rank:
                 **results.facts,
                 "stayed": stayed,
                 "lacks": lacks,
+                "rows": self._leaving.report(SPOILT if self._cut.is_spoilt else ""),
                 "of_batches": self._of_batches(results.facts.get("checksums", {}), namespace),
                 **self._one_training.facts(),
             },

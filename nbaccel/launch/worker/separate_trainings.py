@@ -24,6 +24,7 @@ from nbaccel.launch.ipc.control import ControlPage
 from nbaccel.launch.ipc.import_hooks import when_loaded
 from nbaccel.launch.ipc.spec import TaskWatch
 from nbaccel.launch.ipc.user_code import is_users
+from nbaccel.launch.objects.arrays import has_plain_memory
 from nbaccel.launch.objects.parameters import fingerprint, number
 from nbaccel.notices import unignored
 from nbaccel.world import World
@@ -522,7 +523,7 @@ class UpdatesByHand:
             self._judge.say_same(is_model=is_model)
 
     def _is_kept(self, leaf: Any) -> bool:
-        return _is_sharded(leaf) or self._judge.keeps(leaf)
+        return _is_sharded(leaf) or _is_freed(leaf) or self._judge.keeps(leaf)
 
     def _is_known(self, leaf: Any) -> bool:
         """Return whether a backward that was watched has reached the leaf before."""
@@ -533,6 +534,14 @@ class UpdatesByHand:
 def _is_sharded(leaf: Any) -> bool:
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(leaf, tensors.DTensor)
+
+
+def _is_freed(leaf: Any) -> bool:
+    """Return whether the leaf has no memory now: FSDP gathers a parameter for the forward, and again in the backward.
+
+    Reading its values would end the process.
+    """
+    return bool(has_plain_memory(leaf) and leaf.numel() and not leaf.untyped_storage().nbytes())
 
 
 def _leaves(tensors: Any) -> Iterator[Any]:

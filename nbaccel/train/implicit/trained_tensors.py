@@ -35,7 +35,7 @@ __all__ = [
     "sums_of",
 ]
 
-_KEEP_TOGETHER = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"})
+_KEEP_TOGETHER = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"})
 """Classes of models that average gradients themselves."""
 
 _MOST_PARTS = 1000
@@ -274,13 +274,13 @@ class Models:
 
     def are_kept_together(self, leaves: Sequence[Tensor]) -> bool:
         """Return whether the program itself has prepared some of `leaves`: DDP, FSDP, DeepSpeed, sharded tensors."""
-        if any(type(leaf).__name__ == "DTensor" for leaf in leaves):
+        if any(type(leaf).__name__ == "DTensor" or _is_freed(leaf) for leaf in leaves):
             return True
         ids = {id(leaf) for leaf in leaves}
         return any(
-            not _KEEP_TOGETHER.isdisjoint(kind.__name__ for kind in type(root).__mro__)
-            and any(id(parameter) in ids for parameter in root.parameters())
-            for root in self._surroundings().roots()
+            not _KEEP_TOGETHER.isdisjoint(kind.__name__ for kind in type(module).__mro__)
+            and any(id(parameter) in ids for parameter in module.parameters())
+            for module in self._surroundings().modules
         )
 
     def _surroundings(self) -> _Around:
@@ -388,6 +388,15 @@ class Models:
         families.sort(key=lambda family: min(order.get(id(t), len(order)) for t in family.tensors))
         alone = [leaf for leaf in new if id(leaf) not in taken]
         return families + [_Family(None, [(leaf, Item(_nowhere)) for leaf in alone])] * bool(alone)
+
+
+def _is_freed(leaf: Tensor) -> bool:
+    """Return whether the leaf has no memory now: FSDP gathers a parameter for the forward, and again in the backward.
+
+    Its module does not hold it meanwhile.
+    """
+    is_plain = leaf.layout is torch.strided and leaf.device.type != "meta"
+    return is_plain and bool(leaf.numel()) and not leaf.untyped_storage().nbytes()
 
 
 class _Family:
