@@ -79,6 +79,9 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         InitProcessGroupKwargs as InitProcessGroupKwargs,
         ProfileKwargs as ProfileKwargs,
     )
+    from nbaccel.train.strategies.fsdp.plugin import (
+        FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+    )
     from nbaccel.world import World as World
 
     last_run: Run | None
@@ -103,6 +106,7 @@ _HOME = {
     "DataLoaderConfiguration": "nbaccel.train.data",
     "DistributedDataParallelKwargs": "nbaccel.train.step.kwargs_handlers",
     "DistributedType": "nbaccel.train.distributed.process_control",
+    "FullyShardedDataParallelPlugin": "nbaccel.train.strategies.fsdp.plugin",
     "GeneralTracker": "nbaccel.tracking",
     "GradScalerKwargs": "nbaccel.train.step.kwargs_handlers",
     "GradientAccumulationPlugin": "nbaccel.train.step.accumulation",

@@ -21,8 +21,8 @@ __all__ = ["AbsentModules", "missing_from"]
 
 _BESIDE = "it works on models, whoever trains them: import it from accelerate, which may be installed beside nbaccel"
 _ONE_DEVICE = (
-    "every rank holds the whole model here (DDP). To make it fit: mixed_precision, gradient_accumulation_steps with a "
-    "smaller batch, accelerator.gradient_checkpointing(model)"
+    'it has no counterpart here. To make a model fit: Accelerator(strategy="fsdp"), by which each rank holds a part of '
+    "it, mixed_precision, gradient_accumulation_steps with a smaller batch, accelerator.gradient_checkpointing(model)"
 )
 _FP8 = 'there is no fp8 here: use mixed_precision="bf16" or "fp16"'
 _TRACKER = (
@@ -35,13 +35,12 @@ _INNER = "it is a part of Accelerate's inside; nbaccel has no counterpart"
 
 _UNDER_A_FLAG: dict[str, str] = {
     _ONE_DEVICE: """
-        DeepSpeedPlugin FullyShardedDataParallelPlugin MegatronLMPlugin TorchTensorParallelPlugin ParallelismConfig
+        DeepSpeedPlugin MegatronLMPlugin TorchTensorParallelPlugin ParallelismConfig
         TorchContextParallelConfig TorchTensorParallelConfig DeepSpeedSequenceParallelConfig
         DummyOptim DummyScheduler DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper
         HfDeepSpeedConfig get_active_deepspeed_plugin MegatronLMDummyDataLoader MegatronLMDummyScheduler
-        load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer merge_fsdp_weights
-        enable_fsdp_ram_efficient_loading disable_fsdp_ram_efficient_loading
     """,
+    _FOLDER: "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer merge_fsdp_weights",
     _FP8: "FP8RecipeKwargs AORecipeKwargs TERecipeKwargs MSAMPRecipeKwargs",
     "quantise with transformers: from_pretrained(..., quantization_config=BitsAndBytesConfig(...))": """
         BnbQuantizationConfig load_and_quantize_model

@@ -17,19 +17,31 @@ __all__ = [
     "BATCH_CHOICES",
     "CHECKPOINT_DIR",
     "EACH",
+    "FSDP",
     "OOM_CHOICES",
     "PRECISIONS",
     "SHRINK",
     "SPLIT",
     "START_METHODS",
     "STOP",
+    "STRATEGIES",
+    "STRATEGY_ENTRY_POINTS",
     "RunSettings",
+    "installed_strategies",
     "wrong_precision",
 ]
 
 PRECISIONS = ("no", "fp16", "bf16")
 
 START_METHODS = ("auto", "fork", "zygote", "inline")
+
+FSDP = "fsdp"
+
+STRATEGY_ENTRY_POINTS = "nbaccel_strategies"
+"""The group of entry points in which other packages register strategies of their own, by name."""
+
+STRATEGIES = ("auto", "single", "ddp", FSDP)
+"""The project's own ways to distribute a model over the ranks; other packages may install more."""
 
 OOM_CHOICES = SHRINK, STOP = ("shrink", "stop")
 """Reaction when a rank dies of memory: the run starts again with smaller batches, or ends."""
@@ -62,6 +74,7 @@ class RunSettings:
     keep: number of those checkpoints that are kept.
     resume: the checkpoint to continue from: "" for the newest in `checkpoint_dir`, or a checkpoint or a folder of some.
     seeds_alike: all ranks' generators start at `seed` itself, for a program that does not know ranks.
+    strategy: one of `STRATEGIES`, or the name of an installed one; the rank that looks it up refuses an unknown name.
     dynamo_backend and the four below: options for compiling prepared models, as in `TorchDynamoPlugin`.
 
     >>> both = RunSettings(mixed_precision="fp16").over(RunSettings(mixed_precision="no", seed=7))
@@ -88,12 +101,18 @@ class RunSettings:
     dynamo_use_fullgraph: bool | None = None
     dynamo_use_dynamic: bool | None = None
     dynamo_use_regional_compilation: bool | None = None
+    strategy: str | None = None
 
     def __post_init__(self) -> None:
         if self.mixed_precision is not None and self.mixed_precision not in PRECISIONS:
             raise ValueError(wrong_precision(self.mixed_precision))
         if self.batches is not None and self.batches not in BATCH_CHOICES:
             raise ValueError(f"batches must be one of {', '.join(map(repr, BATCH_CHOICES))}, got {self.batches!r}")
+        if self.strategy is not None and not (isinstance(self.strategy, str) and self.strategy.strip()):
+            raise ValueError(
+                f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, or the name of an installed one, "
+                f"got {self.strategy!r}"
+            )
         steps = self.gradient_accumulation_steps
         if steps is not None and steps < 1:
             raise ValueError(f"gradient_accumulation_steps must be at least 1, got {steps}")
@@ -120,6 +139,7 @@ class RunSettings:
             "NBACCEL_SEED": self.seed,
             "NBACCEL_SEEDS_ALIKE": None if self.seeds_alike is None else str(int(self.seeds_alike)),
             "NBACCEL_SPLIT": self.split,
+            "NBACCEL_STRATEGY": self.strategy,
             "NBACCEL_CHECKPOINT_EVERY": self.checkpoint_every,
             "NBACCEL_CHECKPOINT_DIR": self.checkpoint_dir,
             "NBACCEL_KEEP": self.keep,
@@ -154,6 +174,8 @@ class RunSettings:
             strict=flag("NBACCEL_STRICT"),
             batches=env.get("NBACCEL_BATCHES") or None,
             split=number("NBACCEL_SPLIT"),
+            # Accelerate's own launcher, and transformers, name this strategy by a variable of its own.
+            strategy=env.get("NBACCEL_STRATEGY") or (FSDP if flag("ACCELERATE_USE_FSDP") else None),
             checkpoint_every=env.get("NBACCEL_CHECKPOINT_EVERY"),
             checkpoint_dir=env.get("NBACCEL_CHECKPOINT_DIR"),
             keep=number("NBACCEL_KEEP"),
@@ -164,6 +186,13 @@ class RunSettings:
             dynamo_use_dynamic=flag("ACCELERATE_DYNAMO_USE_DYNAMIC"),
             dynamo_use_regional_compilation=flag("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
         )
+
+
+def installed_strategies() -> tuple[str, ...]:
+    """Return the names of strategies that other packages have registered as entry points."""
+    from importlib.metadata import entry_points  # as slow to import as this whole package, and seldom needed
+
+    return tuple(sorted({point.name for point in entry_points(group=STRATEGY_ENTRY_POINTS)}.difference(STRATEGIES)))
 
 
 def wrong_precision(name: object) -> str:

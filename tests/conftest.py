@@ -16,10 +16,14 @@ from jupyter_core.utils import ensure_event_loop
 from environments import ENVIRONMENTS, REPOSITORY, Environment
 from leftovers import MARK, Descriptors, Handlers, Processes
 from selection import in_order, scope, select
-from suite import TIMED
+from suite import LARGE_PAGES, TIMED
 
 # Programs that we start carry this variable, and so does everything that they start.
 os.environ[MARK] = str(os.getpid())
+
+# This process has its large pages; programs that we start shall have what users have.
+if os.environ.get(LARGE_PAGES[0]) == LARGE_PAGES[1]:
+    del os.environ[LARGE_PAGES[0]]
 
 # Python 3.14 would start the workers of this process's loaders by a server, which stays behind, and lets each of them
 # import torch anew. Kernels, zygotes and programs that tests start have Python's own default.

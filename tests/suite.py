@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["HANDFUL", "TIMED", "WORKERS", "main", "may_be_chance"]
+__all__ = ["HANDFUL", "LARGE_PAGES", "TIMED", "WORKERS", "main", "may_be_chance"]
 
 HANDFUL = 15
 """Tests that may fail by chance in one run. Alone it has been one of 6,000 in three runs; beside each other, on a
@@ -36,6 +36,11 @@ WORKERS = min((os.cpu_count() or 1) + 1, 8)
 
 TIMED = "NBACCEL_TESTS_TIMED"
 """The variable that leaves what is timed for "later", or has it run "alone"; read where tests are selected."""
+
+LARGE_PAGES = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+"""The variable, and its value, with which glibc asks for large pages. Tests fork thousands of ranks from processes of
+some hundred MB, and a fork copies the tables of pages: a tenth of the time of tests that fork. It is for the processes
+of pytest alone, which take it out of what they hand on."""
 
 
 class _Failed:
@@ -79,6 +84,7 @@ def may_be_chance(code: int, failures: int) -> bool:
 def _run(arguments: Sequence[str], failed: _Failed) -> int:
     """Run what may stand beside other tests, then what is timed, and return the worse exit code."""
     beside = ["-p", "xdist", "-n", str(WORKERS), "--dist", "loadscope", "--no-loadscope-reorder"]
+    os.environ.setdefault(*LARGE_PAGES)
     os.environ[TIMED] = "later"
     code = int(pytest.main([*beside, *arguments], plugins=[failed]))
     del os.environ[TIMED]

@@ -17,6 +17,8 @@ import torch
 from torch.torch_version import TorchVersion
 
 from environments import REPOSITORY
+from nbaccel import PartialState
+from nbaccel.testing import run_ranks
 
 PACKAGE = REPOSITORY / "nbaccel"
 
@@ -97,8 +99,25 @@ UNGUARDED = {
     "_rendezvous_handlers": "rendezvous._rendezvous_handlers['env']",
     "_orthogonalize": "powersgd._orthogonalize",
     "_wrap": "spawn._wrap",
+    "_forward_hooks": "module._forward_hooks",
+    "_forward_pre_hooks": "module._forward_pre_hooks",
+    "_is_view": "torch.ones(2)._is_view()",
 }
 """Names without which something fails, and how each is come by."""
+
+SHARDED = {
+    "_composable": "contract._get_registry",
+    "_composable_state": "composable_state._module_state_mapping",
+    "_get_registry": "contract._get_registry(sharded)",
+    "_module_state_mapping": "composable_state._module_state_mapping[sharded]",
+    "_get_fsdp_state": "sharded._get_fsdp_state()",
+    "_pre_forward_hook_handle": "sharded._get_fsdp_state()._pre_forward_hook_handle",
+    "_post_forward_hook_handle": "sharded._get_fsdp_state()._post_forward_hook_handle",
+    "_orig_cls_mro_index": "sharded._orig_cls_mro_index",
+    "_is_fsdp_managed_module": "sharded._is_fsdp_managed_module",
+    "_fsdp_use_orig_params": "sharded._fsdp_use_orig_params",
+}
+"""Further ones, of models that are sharded, which start threads: looked up in a process of their own."""
 
 GUARDED = {
     "_cuda_clearCublasWorkspaces": ("2.6", "torch._C._cuda_clearCublasWorkspaces if torch.version.cuda else None"),
@@ -159,7 +178,8 @@ OTHERS = {
         _render_traceback_ _run_callback _shell_channel_to_main _showtraceback _topic _view_count""",
     "numpy, pandas, matplotlib, scipy": "_core _indices _ndarray _reconstruct _update_inplace",
     "transformers, accelerate, peft": """
-        _hf_hook _is_accelerate_prepared _mixed_precision _move_model_to_device _n_gpu _original_forward _setup_devices
+        _hf_hook _is_accelerate_prepared _mixed_precision _move_model_to_device _n_gpu
+        _no_split_modules _original_forward _setup_devices
         _shared_state _train_batch_size""",
     "Lightning": """
         _AcceleratorConnector _Connector _IS_INTERACTIVE _MultiProcessingLauncher _SubprocessScriptLauncher
@@ -232,6 +252,21 @@ class Live:
     @property
     def spawn(self) -> Any:
         return importlib.import_module("torch.multiprocessing.spawn")  # a function has its name, too
+
+    @property
+    def contract(self) -> Any:
+        return importlib.import_module("torch.distributed._composable.contract")
+
+    @property
+    def composable_state(self) -> Any:
+        return importlib.import_module("torch.distributed._composable_state")
+
+    @functools.cached_property
+    def sharded(self) -> Any:
+        from torch.distributed.fsdp import fully_shard
+
+        PartialState().wait_for_everyone()  # forms the process group
+        return fully_shard(torch.nn.Linear(1, 1))
 
     @property
     def rendezvous(self) -> Any:
@@ -374,6 +409,7 @@ def test_a_lookup_that_fails_does_not_hide_the_next() -> None:
 
 def test_every_name_that_nbaccel_relies_on_is_there() -> None:
     assert missing(UNGUARDED) == {}, f"this is torch {torch.__version__}"
+    assert run_ranks(1, missing, SHARDED) == [{}], f"this is torch {torch.__version__}"
 
 
 def test_every_name_that_nbaccel_asks_for_is_there_from_its_version_on() -> None:
@@ -383,7 +419,7 @@ def test_every_name_that_nbaccel_asks_for_is_there_from_its_version_on() -> None
 
 def test_no_private_name_of_torchs_is_used_that_is_not_listed_here() -> None:
     of_torch, foreign = names_used()
-    listed = UNGUARDED.keys() | GUARDED.keys()
+    listed = UNGUARDED.keys() | GUARDED.keys() | SHARDED.keys()
     elsewhere = {name for names in OTHERS.values() for name in names.split()}
     unlisted = {name: at for name, at in of_torch.items() if name not in listed}
     unlisted |= {name: at for name, at in foreign.items() if name not in listed | elsewhere}
@@ -396,4 +432,4 @@ def test_no_name_is_listed_that_is_not_used() -> None:
         word for path in sorted(PACKAGE.rglob("*.py")) for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))
     }
     others = {name for names in OTHERS.values() for name in names.split()}
-    assert (UNGUARDED.keys() | GUARDED.keys() | VERSIONED.keys() | others) - words == set()
+    assert (UNGUARDED.keys() | SHARDED.keys() | GUARDED.keys() | VERSIONED.keys() | others) - words == set()

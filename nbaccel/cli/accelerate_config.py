@@ -31,7 +31,7 @@ _MODES = {
 """The flag that is equivalent to a `distributed_type`; empty if none is needed."""
 
 _OF_MODES = ("deepspeed_config", "fsdp_config", "megatron_lm_config", "fp8_config")
-"""Tables that belong to one mode each; all of these modes are refused."""
+"""Tables that belong to one mode each; all of these modes but FSDP are refused."""
 
 _FLAGS = (
     *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"),
@@ -124,8 +124,12 @@ def _flags(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in table.items():
             if _is_chosen(value):
                 yield beginning + key.removeprefix(beginning), value
+    sharding = dict(values.get("fsdp_config") or {}) if kind == "FSDP" else {}
+    for key, value in sharding.items():
+        if value is not None and value != "":  # a false is a choice
+            yield f"fsdp_{str(key).removeprefix('fsdp_')}", ",".join(value) if isinstance(value, list) else value
     for key in (*_FLAGS, *_OF_MODES):
-        value = values.get(key)
+        value = None if key == "fsdp_config" and sharding else values.get(key)
         if _is_chosen(value) and value != _UNCHOSEN.get(key):
             yield _RENAMED.get(key, key), value
 

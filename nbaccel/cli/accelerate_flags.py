@@ -1,15 +1,15 @@
 """The flags of `accelerate launch`: those that `nbaccel launch` takes, and the treatment of the others.
 
 Runs in `nbaccel launch`; starts nothing. A program that is started by `accelerate launch FLAGS script.py` is started
-here with the same flags. Flags with a meaning here are arguments of the parser (`add_arguments`); all others are rows
-of one table: they have no effect, which is reported, or are refused in a sentence. The keys of Accelerate's
-configuration file are the same names.
+here with the same flags. Flags with a meaning here are arguments of the parser (`add_arguments`); those of FSDP become
+the variables by which Accelerate passes them on (`fsdp_environ`). All others are rows of one table: they have no
+effect, which is reported, or are refused in a sentence. The keys of Accelerate's configuration file are the same names.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -17,11 +17,22 @@ from IPython.core.error import UsageError
 
 from nbaccel.options.flags import one_of, read_batches, read_seconds
 
-__all__ = ["MODES", "Idle", "add_arguments", "is_elsewhere", "spelled", "take", "torchruns", "whole"]
+__all__ = [
+    "MODES",
+    "Idle",
+    "add_arguments",
+    "fsdp_environ",
+    "given_to_fsdp",
+    "is_elsewhere",
+    "spelled",
+    "take",
+    "torchruns",
+    "whole",
+]
 
 _FITS = (
-    "every rank holds the whole model (DDP). Leave the flag out, and make the model fit by -p bf16, by -a with smaller "
-    "batches, or by accelerator.gradient_checkpointing(model)"
+    "leave the flag out, and make the model fit by --strategy fsdp, by -p bf16, by -a with smaller batches, or by "
+    "accelerator.gradient_checkpointing(model)"
 )
 
 MODES = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "use_parallelism_config", "tpu")
@@ -29,6 +40,9 @@ MODES = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "use_paral
 
 _TORCHRUNS = ("--tee", "--log-dir", "--role", "--max-restarts", "--monitor-interval")
 """Flags that torchrun takes under the same names."""
+
+_SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+"""Sharding strategies of FSDP1; Accelerate also numbers them, from 1."""
 
 _DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune")
 
@@ -49,10 +63,9 @@ class Row:
 
 _TABLE = (
     # refused
-    Row("use_fsdp", f"a model cannot be sharded here yet, {_FITS}", is_refused=True, takes_value=False),
-    Row("use_deepspeed", f"DeepSpeed does not drive trainings here yet, {_FITS}", is_refused=True, takes_value=False),
-    Row("use_megatron_lm", f"Megatron-LM does not drive trainings here, {_FITS}", is_refused=True, takes_value=False),
-    Row("use_parallelism_config", f"ranks are replicas here, {_FITS}", is_refused=True, takes_value=False),
+    Row("use_deepspeed", f"DeepSpeed does not drive trainings here yet; {_FITS}", is_refused=True, takes_value=False),
+    Row("use_megatron_lm", f"Megatron-LM does not drive trainings here; {_FITS}", is_refused=True, takes_value=False),
+    Row("use_parallelism_config", f"ranks have one dimension here; {_FITS}", is_refused=True, takes_value=False),
     Row("tpu tpu_cluster", "TPUs are not driven here; start the program by Accelerate or torch_xla",
         is_refused=True, takes_value=False),
     Row("mpirun_hostfile", "ranks are not started by MPI here; run this command on every machine, with "
@@ -66,7 +79,8 @@ _TABLE = (
         takes_value=False),
     Row("fp8_use_autocast_during_eval", "it goes with 8-bit training", takes_value=False),
     Row("fp8_*", "it goes with 8-bit training"),
-    Row("fsdp_*", "it goes with --use_fsdp"),
+    Row("fsdp_config", "it goes with --use_fsdp"),
+    Row("fsdp_*", "FSDP2, which is what runs, has no such option"),
     Row("zero_stage zero3_* offload_* gradient_clipping deepspeed_*", "it goes with --use_deepspeed"),
     Row("megatron_lm_*", "it goes with --use_megatron_lm"),
     Row("parallelism_config_*", "it goes with --use_parallelism_config"),
@@ -106,8 +120,8 @@ class Idle:
 
         place: where they were found, if not in the command.
 
-        >>> Idle.lines([Idle("--fsdp_version", "it goes with --use_fsdp")])
-        ['--fsdp_version has no effect here: it goes with --use_fsdp.']
+        >>> Idle.lines([Idle("--zero_stage", "it goes with --use_deepspeed")])
+        ['--zero_stage has no effect here: it goes with --use_deepspeed.']
         """
         by_reason: dict[str, list[str]] = {}
         for idle in given:
@@ -137,6 +151,8 @@ def take(words: Sequence[str]) -> tuple[int, list[Idle]]:
 
 def _row(flag: str) -> Row | None:
     name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else flag
+    if name.removeprefix("fsdp_") in _FSDP:
+        return None
     return next((row for row in _TABLE if any(fnmatchcase(name, pattern) for pattern in row.names.split())), None)
 
 
@@ -178,6 +194,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="start the ranks again so often when one fails; default 0")
     group.add_argument("--monitor-interval", metavar="S", type=read_seconds, help="seconds between looks at the ranks")
     # fmt: on
+    group.add_argument("--use-fsdp", action="store_true", help="as --strategy fsdp")
+    for name, (metavar, read, text) in _FSDP.items():
+        group.add_argument(spelled(f"--fsdp_{name}"), metavar=metavar, type=read, help=text)
+
+
+def given_to_fsdp(asked: argparse.Namespace) -> list[str]:
+    """Return the flags of `asked` that mean something to the strategy "fsdp" alone, as Accelerate spells them."""
+    return [f"--fsdp_{name}" for name in _FSDP if getattr(asked, f"fsdp_{name}") is not None]
+
+
+def fsdp_environ(asked: argparse.Namespace) -> dict[str, str]:
+    """Return the variables by which the flags of a run of "fsdp" reach its ranks, for Accelerate's programs too."""
+    given = {
+        f"FSDP_{_RENAMED.get(name, name).upper()}": value
+        for name in _FSDP
+        if (value := getattr(asked, f"fsdp_{name}")) is not None
+    }
+    return {"ACCELERATE_USE_FSDP": "true"} | given if asked.use_fsdp else given
 
 
 def torchruns(asked: argparse.Namespace) -> tuple[str, ...]:
@@ -195,3 +229,63 @@ def whole(sentence: str, least: int, most: int | None = None) -> Callable[[str],
         return int(text)
 
     return read
+
+
+def _read_truth(text: str) -> str:
+    return one_of("this", "true", "false")({"1": "true", "yes": "true", "0": "false", "no": "false"}.get(text, text))
+
+
+def _in_capitals(what: str, *names: str) -> Callable[[str], str]:
+    """Return a reader of one of `names`, which returns it in capitals, as Accelerate writes it."""
+    read = one_of(what, *names)
+    return lambda text: read(text).upper()
+
+
+def _read_sharding(text: str) -> str:
+    is_number = text.isdecimal() and 0 < int(text) <= len(_SHARDINGS)
+    name = _SHARDINGS[int(text) - 1] if is_number else text.lower()
+    if name == "no_shard":
+        raise argparse.ArgumentTypeError(f"{text} leaves the model whole on every rank, which is --strategy ddp")
+    return _in_capitals("what is sharded over all ranks", *_SHARDINGS[:2])(name)
+
+
+def _read_resharding(text: str) -> str:
+    return _read_sharding(text) if text.lower() in _SHARDINGS else _read_truth(text)
+
+
+def _read_least(text: str) -> str:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a number of parameters is 0 or more; got {text!r}")
+    return text
+
+
+_FSDP: Mapping[str, tuple[str, Callable[[str], str], str]] = {
+    "version": ("V", one_of("a version", "1", "2"), "accepted; 2 is what runs"),
+    "reshard_after_forward": ("BOOL", _read_resharding, "free gathered parameters after the forward; default true"),
+    "sharding_strategy": ("S", _read_sharding, "the same by FULL_SHARD or SHARD_GRAD_OP"),
+    "offload_params": ("BOOL", _read_truth, "keep the shards in the host's memory; default false"),
+    "auto_wrap_policy": (
+        "P",
+        _in_capitals("a policy", "transformer_based_wrap", "size_based_wrap", "no_wrap"),
+        "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP; default by what the model is",
+    ),
+    "transformer_layer_cls_to_wrap": ("NAMES", str, "classes of what is gathered together, for the first policy"),
+    "min_num_params": ("N", _read_least, "size of what is gathered together, for the second policy"),
+    "ignored_modules": ("REGEX", str, "names of modules that stay whole on every rank"),
+    "state_dict_type": (
+        "T",
+        _in_capitals("a state", "sharded_state_dict", "full_state_dict"),
+        "SHARDED_STATE_DICT or FULL_STATE_DICT",
+    ),
+    "activation_checkpointing": ("BOOL", _read_truth, "compute activations again in the backward; default false"),
+    "cpu_ram_efficient_loading": ("BOOL", _read_truth, "transformers loads weights on rank 0 alone; default false"),
+    "activation_checkpointing_offload": ("BOOL", _read_truth, argparse.SUPPRESS),
+    "backward_prefetch": ("P", str, argparse.SUPPRESS),
+    "forward_prefetch": ("BOOL", _read_truth, argparse.SUPPRESS),
+    "use_orig_params": ("BOOL", _read_truth, argparse.SUPPRESS),
+    "sync_module_states": ("BOOL", _read_truth, argparse.SUPPRESS),
+}
+"""Flags of FSDP without their beginning: placeholder, reader, help. Of the last five the plugin says what they do."""
+
+_RENAMED = {"transformer_layer_cls_to_wrap": "transformer_cls_to_wrap"}
+"""Flags whose variable has another name."""

@@ -19,7 +19,18 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from nbaccel.cli.accelerate_config import AccelerateConfig, default_path
-from nbaccel.cli.accelerate_flags import MODES, Idle, add_arguments, is_elsewhere, spelled, take, torchruns, whole
+from nbaccel.cli.accelerate_flags import (
+    MODES,
+    Idle,
+    add_arguments,
+    fsdp_environ,
+    given_to_fsdp,
+    is_elsewhere,
+    spelled,
+    take,
+    torchruns,
+    whole,
+)
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
 from nbaccel.launch.cluster.elastic import Elastic, Nodes, Program
@@ -30,8 +41,8 @@ from nbaccel.launch.preflight import threads_per_rank
 from nbaccel.options.configuration import FILE_NAME, Configuration
 from nbaccel.options.flags import flags_parser, some_flags
 from nbaccel.options.parsing import chosen, in_our_words, what_is_unknown
-from nbaccel.options.run_options import RunOptions
-from nbaccel.settings import RunSettings
+from nbaccel.options.run_options import AUTO, RunOptions
+from nbaccel.settings import FSDP, RunSettings
 
 __all__ = [
     "failed",
@@ -40,13 +51,14 @@ __all__ = [
 ]
 
 _OF_CELLS = (
-    *("num-processes", "mixed-precision", "accumulate", "devices", "cpu", "seed", "debug"),
+    *("num-processes", "mixed-precision", "accumulate", "devices", "cpu", "seed", "debug", "strategy"),
     *("checkpoint-every", "checkpoint-dir", "keep-checkpoints", "resume"),
 )
 """Flags of a cell that also apply to a script."""
 
 _DIFFERENT = {
     "mixed_precision": "auto (what suits the device), no, fp16 or bf16; default what the script says, else no",
+    "strategy": "how ranks share a model: auto, single, ddp or fsdp; default what the script says, else auto: ddp",
     "seed": "shared seed, rank r computes with N + r; default what the script does",
 }
 """Help of flags whose default differs from a cell's, by destination."""
@@ -210,6 +222,8 @@ def _of_file(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> argp
     beaten = {"cpu"} if asked.multi_gpu or asked.gpu_ids or asked.devices else set()
     if asked.multi_gpu or asked.cpu:
         beaten |= {*MODES, "gpu_ids"} if asked.cpu else {*MODES}
+    if "use_fsdp" in beaten:
+        beaten |= {name for name in config.flags if name.startswith("fsdp_")}
     flags = {name: value for name, value in config.flags.items() if name not in beaten}
     say(f"{path} is followed where no flag says otherwise: {_listed(flags)}.")
     if config.unknown:
@@ -269,9 +283,15 @@ def _options(asked: argparse.Namespace, share: int) -> RunOptions:
     """Return the options that a cell has too.  share: number of machines that `num_processes` is for.
 
     Raises:
-        UsageError: the machines cannot have equally many ranks.
+        UsageError: the machines cannot have equally many ranks, or two flags name two strategies.
     """
     options = RunOptions(**{field.name: getattr(asked, field.name, None) for field in fields(RunOptions)})
+    if asked.use_fsdp:
+        if options.strategy not in (None, FSDP):
+            raise UsageError(
+                f"--use_fsdp and --strategy {options.strategy} contradict each other: leave one of them out."
+            )
+        options = replace(options, strategy=FSDP)
     if asked.gpu_ids not in (None, "all"):
         options = replace(options, devices=asked.gpu_ids)
     total = options.world_size
@@ -299,6 +319,11 @@ def _elastic(choices: _Choices, program: Program) -> Elastic:
     settings = _compiling(others).over(settings_of(options, _precision(options, devices)))
     threads = others.num_cpu_threads_per_process or threads_per_rank(survey.cpu_count, devices.num_processes)
     environ = {"OMP_NUM_THREADS": str(threads)} if others.num_cpu_threads_per_process else {}
+    if settings.strategy == FSDP:
+        environ |= fsdp_environ(others)
+    else:
+        for line in Idle.lines(Idle(flag, "it goes with --use_fsdp") for flag in given_to_fsdp(others)):
+            say(line)
     say(_described(devices, settings, threads, choices.nodes))
     for line in before_a_run(devices.gpus):
         say(line)
@@ -336,6 +361,7 @@ def _described(devices: Devices, settings: RunSettings, threads: int, nodes: Nod
         f"node {nodes.rank} of {nodes.count}" if nodes.count > 1 else "",
         f"precision {settings.mixed_precision}" if settings.mixed_precision else "",
         f"accumulate {settings.gradient_accumulation_steps}" if settings.gradient_accumulation_steps else "",
+        f"strategy {settings.strategy}" if settings.strategy not in (None, AUTO) else "",
         f"seed {settings.seed}" if settings.seed is not None else "",
         f"compiled by {settings.dynamo_backend}" if settings.dynamo_backend not in (None, "no") else "",
         f"{threads} CPU thread{'s' * (threads > 1)} each",

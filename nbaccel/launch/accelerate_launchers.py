@@ -59,11 +59,13 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
     oom: str = STOP,
+    strategy: str | None = None,
 ) -> Any:
     """Run ``function(*args)`` in `num_processes` processes, with Accelerate's signature; returns what rank 0 returned.
 
     It works from a notebook and from a script, also when CUDA was used before, and raises the user's own error.
     mixed_precision: "no", "fp16" or "bf16": the default of `Accelerator()` in the function.
+    strategy: "ddp", "fsdp", or another that is installed: the default of `Accelerator()` in the function, too.
     num_processes: None for one per GPU, or one.
     oom: "stop", or "shrink" to start again with smaller batches when a rank dies of memory; see `launch`.
 
@@ -97,7 +99,7 @@ def notebook_launcher(
     from nbaccel.launch.api import launch_as_accelerate  # starting processes needs half of the package
 
     precision = str(mixed_precision).lower()
-    return launch_as_accelerate(function, args, num_processes, precision, oom)
+    return launch_as_accelerate(function, args, num_processes, precision, oom, strategy)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:

@@ -52,6 +52,7 @@ def launch(
     *,
     mixed_precision: str | None = None,
     gradient_accumulation_steps: int | None = None,
+    strategy: str | None = None,
     seed: int | None = None,
     devices: str | None = None,
     cpu: bool = False,
@@ -73,6 +74,7 @@ def launch(
     hang_timeout_s: end the run when no rank has entered a step or a collective for this long; the error says where each
     rank is.
     setup: "module:function" called in every rank first; "nbaccel.train.setup:setup_rank" makes the process group.
+    strategy: "ddp", "fsdp", or another that is installed: the default of `Accelerator()` in the function.
     independent: each rank trains its own model on purpose: the parameters that optimizers step are not compared.
     oom: "stop", or "shrink": when a rank dies of memory, start again with every batch of a prepared training loader cut
     into parts, see docs/memory.md. Everything before the loop is then done again.
@@ -95,6 +97,7 @@ def launch(
         num_processes=None if num_processes is None else index(num_processes),
         mixed_precision=mixed_precision,
         accumulate=gradient_accumulation_steps,
+        strategy=strategy,
         devices=devices,
         cpu=cpu or None,
         timeout=timeout_s,
@@ -109,9 +112,7 @@ def launch(
     spec = LaunchPlan.of(options, task, survey, ProcessState.now()).spec(task, setup, wants_results=True)
     if spec.start.method == "inline":
         return _launch_inline(spec, survey, check=check)
-    aside = None
-    if free_kernel:
-        aside = SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in spec.devices.gpus}))
+    aside = _set_aside(spec) if free_kernel else None
     launcher = default_launcher()
     shown, title = _show(launcher, spec, survey, aside)
     outcome = None
@@ -126,6 +127,11 @@ def launch(
             if run.error is not None and check:
                 raise run.error
     return run
+
+
+def _set_aside(spec: LaunchSpec) -> SetAside:
+    """Return the notebook's models on the GPUs of the run, which move to the host while it lasts."""
+    return SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in spec.devices.gpus}))
 
 
 def _show(launcher: Launcher, spec: LaunchSpec, survey: Survey, aside: SetAside | None = None) -> tuple[RunView, str]:
@@ -291,7 +297,12 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 
 def launch_as_accelerate(
-    function: Callable[..., Any], args: tuple[Any, ...], num_processes: int | None, precision: str, oom: str
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    num_processes: int | None,
+    precision: str,
+    oom: str,
+    strategy: str | None,
 ) -> Any:
     """Run the function as `notebook_launcher` does, in this process if one is enough, and return its result."""
     if num_processes in (None, 1) and oom == STOP:
@@ -300,13 +311,13 @@ def launch_as_accelerate(
         survey = Survey.take()
         chosen = devices_of(RunOptions(num_processes), survey)
         if chosen.num_processes == 1:
-            spec, news = _in_place(function, args, precision, chosen)
+            spec, news = _in_place(function, args, RunSettings(precision, strategy=strategy), chosen)
             return _launch_inline(spec, survey, news=news).value
-    return launch(function, num_processes, args, mixed_precision=precision, oom=oom).value
+    return launch(function, num_processes, args, mixed_precision=precision, strategy=strategy, oom=oom).value
 
 
 def _in_place(
-    function: Callable[..., Any], args: tuple[Any, ...], precision: str, devices: Devices
+    function: Callable[..., Any], args: tuple[Any, ...], settings: RunSettings, devices: Devices
 ) -> tuple[LaunchSpec, str]:
     """Return the call of the function as Accelerate makes it if one process is enough, and the line that says so."""
     start = Start("inline", "one process of notebook_launcher is this one, as in Accelerate")
@@ -315,4 +326,4 @@ def _in_place(
         "in this process, as in Accelerate: no restart for memory, no watch for hangs, no clean kernel; "
         f"launch({name if name.isidentifier() else 'function'}, num_processes=1) has them"
     )
-    return LaunchSpec(FunctionTask(function, args), devices.started_by(start), start, RunSettings(precision)), news
+    return LaunchSpec(FunctionTask(function, args), devices.started_by(start), start, settings), news

@@ -21,7 +21,7 @@ from nbaccel.launch.ipc.nbytes import size_of
 from nbaccel.launch.ipc.spec import Devices, LaunchSpec, Start, Task
 from nbaccel.launch.preflight import ProcessState, choose_devices, choose_start, threads_per_rank
 from nbaccel.options.run_options import AUTO, RunOptions
-from nbaccel.settings import SHRINK, STOP, RunSettings
+from nbaccel.settings import FSDP, SHRINK, STOP, RunSettings
 
 __all__ = [
     "LaunchPlan",
@@ -148,6 +148,7 @@ class LaunchPlan:
             str(self.devices),
             f"{self.settings.mixed_precision}" if self.settings.mixed_precision != "no" else "",
             f"accumulate {accumulate}" if accumulate > 1 else "",
+            self._strategy,
             self._random_numbers,
             "memory is held until %accelerate stop" if self.stays else "",
         ]
@@ -166,6 +167,7 @@ class LaunchPlan:
             self.start.method,
             _PRECISION_NAMES.get(self.settings.mixed_precision or "no", str(self.settings.mixed_precision)),
             *([f"accumulate {accumulate}"] if accumulate > 1 else []),
+            *([self._strategy] if self._strategy else []),
             "seed of the notebook" if seed is None else f"seed {seed}",
         ]
         rest = "".join(f", {part}" for part in parts)
@@ -178,6 +180,8 @@ class LaunchPlan:
             yield f"{self.start.method}, not fork: {self.start.reason}"
         if self.first_card and self.own_devices and self.devices.num_processes > 1:
             yield f"each rank sees its own GPU alone, as cuda:0, because the cell says {self.first_card}"
+        if self.settings.strategy == FSDP and self.settings.seeds_alike:
+            yield "NOT sharded: the cell prepares nothing, so every rank holds the whole model; prepare shards it"
         if self.bytes_to_copy > _WORTH_SAYING_BYTES:
             yield f"{amount(self.bytes_to_copy)} to copy to the ranks first"
 
@@ -192,6 +196,7 @@ class LaunchPlan:
                 f"{precision} ({self.precision_reason})" if self.precision_reason else precision,
                 f"accumulate {self.settings.gradient_accumulation_steps}"
                 + " (both for what is prepared)" * bool(self.settings.seeds_alike),
+                *([f"strategy {self._strategy}"] if self._strategy else []),
                 self._random_numbers,
             ]
         )
@@ -202,6 +207,17 @@ class LaunchPlan:
         if not self.own_devices or self.devices.num_processes == 1:
             return ""
         return f" (each its own as cuda:0{f': {self.first_card}' if self.first_card else ''})"
+
+    @property
+    def strategy(self) -> str:
+        """Return the strategy of an `Accelerator()` in the ranks that chooses none itself."""
+        automatic = "ddp" if self.devices.num_processes > 1 else "single"
+        return self._strategy or automatic
+
+    @property
+    def _strategy(self) -> str:
+        """Return the strategy that was chosen; empty if it follows from the number of ranks."""
+        return "" if self.settings.strategy in (None, AUTO) else str(self.settings.strategy)
 
     @property
     def _random_numbers(self) -> str:
@@ -267,6 +283,7 @@ def settings_of(options: RunOptions, precision: str | None) -> RunSettings:
         checkpoint_dir=options.checkpoint_dir,
         keep=options.keep_checkpoints,
         resume=options.resume,
+        strategy=options.strategy,
     )
 
 

@@ -18,7 +18,7 @@ from nbaccel.launch.plan import choose_precision, devices_of, refuse_a_crowd
 from nbaccel.options.configuration import Configuration
 from nbaccel.options.parsing import chosen, command_line, text_of
 from nbaccel.options.run_options import AUTO, RunOptions
-from nbaccel.settings import PRECISIONS, SHRINK, STOP
+from nbaccel.settings import FSDP, PRECISIONS, SHRINK, STOP
 
 __all__ = [
     "Offer",
@@ -31,6 +31,7 @@ __all__ = [
     "precisions",
     "process_counts",
     "seeds",
+    "strategies",
     "world_size",
 ]
 
@@ -75,6 +76,18 @@ def process_counts(options: RunOptions, survey: Survey) -> list[Offer]:
     most = len(automatic.gpus) or min(survey.cpu_count, _MOST_CPU_RANKS)
     counts = {*range(1, most + 1), *([options.world_size] if options.world_size else [])}
     return [Offer(AUTO, str(automatic)), *(Offer(str(count)) for count in sorted(counts))]
+
+
+def strategies(options: RunOptions, survey: Survey) -> list[Offer]:
+    """Return the ways to share a prepared model between ranks; also another one that was chosen by a flag or a file."""
+    is_alone = world_size(options, survey) == 1
+    offers = [
+        Offer(AUTO, "one rank holds the model" if is_alone else "ddp"),
+        Offer("ddp", "every rank holds the whole model"),
+        Offer(FSDP, "one rank has nothing to shard over" if is_alone else "every rank holds a part of the model"),
+    ]
+    is_known = options.strategy is None or options.strategy in [offer.value for offer in offers]
+    return offers if is_known else [*offers, Offer(str(options.strategy))]
 
 
 def memory_policies(options: RunOptions, survey: Survey) -> list[Offer]:
@@ -123,6 +136,7 @@ def overview(configuration: Configuration, survey: Survey, batch_size: int) -> s
     settings = {
         "num-processes": _in_words(process_counts(options, survey), options.num_processes),
         "mixed-precision": _in_words(precisions(options, survey), options.mixed_precision),
+        "strategy": _in_words(strategies(options, survey), options.strategy),
         "accumulate": f"{accumulate} batch{'es' * (accumulate > 1)} per optimizer step",
         "seed": str(seeds(options, survey)[0]),
         "oom": _in_words(memory_policies(options, survey), options.oom),
@@ -172,4 +186,5 @@ def next_cell(survey: Survey, config: RunOptions) -> str:
     except LaunchRefused as error:
         return f"refused as configured ({error})"
     why = f" ({reason})" if reason else ""
-    return f"{devices}, default precision {precision}{why}, accumulate {config.accumulate or 1}"
+    strategy = "" if config.strategy in (None, AUTO) else f", strategy {config.strategy}"
+    return f"{devices}, default precision {precision}{why}, accumulate {config.accumulate or 1}{strategy}"

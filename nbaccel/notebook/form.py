@@ -30,6 +30,7 @@ from nbaccel.notebook.choices import (
     precisions,
     process_counts,
     seeds,
+    strategies,
     world_size,
 )
 from nbaccel.options.configuration import Configuration
@@ -275,6 +276,7 @@ def make_fields() -> list[Field]:
     return [
         Entry(RANKS, "Ranks", process_counts),
         ChoiceField("mixed-precision", "Precision", precisions, AUTO),
+        ChoiceField("strategy", "Strategy", strategies, AUTO),
         Number("accumulate", number("Batches per optimizer step", 1), "1"),
         Entry("seed", "Seed", seeds),
         ChoiceField("oom", "Out of memory", memory_policies, SHRINK),

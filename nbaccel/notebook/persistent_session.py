@@ -388,6 +388,7 @@ OF_THE_START = {
     "independent": "--independent",
     "strict": "--strict",
     "batches": "--batches",
+    "strategy": "--strategy",
     "oom": "--oom",
     "checkpoint_every": "--checkpoint-every",
     "checkpoint_dir": "--checkpoint-dir",
@@ -443,5 +444,6 @@ def _chosen(name: str, plan: LaunchPlan) -> Any:
         "start": plan.start.method,
         "seed": plan.settings.seed,
         "cpu": True if not plan.devices.gpus else None,
+        "strategy": plan.strategy,
     }
     return settled.get(name, getattr(plan.options, name))

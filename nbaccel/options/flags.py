@@ -18,7 +18,14 @@ from IPython.core.magic_arguments import MagicArgumentParser, MagicHelpFormatter
 
 from nbaccel.options.run_options import AUTO, CELL, NAMED, expanded
 from nbaccel.quantities import parse_interval, parse_seconds
-from nbaccel.settings import BATCH_CHOICES, OOM_CHOICES, PRECISIONS, START_METHODS
+from nbaccel.settings import (
+    BATCH_CHOICES,
+    OOM_CHOICES,
+    PRECISIONS,
+    START_METHODS,
+    STRATEGIES,
+    installed_strategies,
+)
 
 __all__ = [
     "EXAMPLES",
@@ -37,6 +44,7 @@ __all__ = [
     "read_ranks",
     "read_seconds",
     "read_seed",
+    "read_strategy",
     "settings",
     "some_flags",
 ]
@@ -65,6 +73,14 @@ def one_of(what: str, *names: str) -> Callable[[str], str]:
         return text.lower()
 
     return read
+
+
+def read_strategy(text: str) -> str:
+    """Read the name of a strategy: the project's own, in capitals too, or exactly that of an installed one."""
+    if text.lower() in STRATEGIES:
+        return text.lower()
+    installed = installed_strategies()
+    return text if text in installed else one_of("a strategy", *STRATEGIES, *installed)(text)
 
 
 def read_batches(text: str) -> int:
@@ -208,6 +224,8 @@ _SETTINGS = (
           help="an unprepared loop is an error instead of being trained on all ranks; default off"),
     _flag("--batches", metavar="HOW", choices=BATCH_CHOICES, type=one_of("what ranks get", *BATCH_CHOICES),
           help="split every batch of an unprepared loop, or give each rank batches of its own; default split"),
+    _flag("--strategy", metavar="NAME", type=read_strategy,
+          help="how ranks hold a prepared model: ddp, each the whole, or fsdp, each a part; default auto: ddp"),
     _flag("--oom", metavar="HOW", choices=OOM_CHOICES, type=one_of("what follows", *OOM_CHOICES),
           help="shrink or stop when a rank dies of memory; default shrink: start again with smaller batches"),
     _flag("--checkpoint-every", metavar="T", type=checked(parse_interval, keeps_text=True),
@@ -245,6 +263,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "hang_timeout": ("60", "600"),
     "plot": ("loss", "loss,lr"),
     "seed": ("0", "42"),
+    "strategy": STRATEGIES,
     "checkpoint_every": ("10min", "30min", "500steps"),
     "checkpoint_dir": ("checkpoints",),
     "keep_checkpoints": ("1", "3"),

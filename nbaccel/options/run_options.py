@@ -40,7 +40,7 @@ class Limit:
 class RunOptions:
     """The choices of one cell, or of `%accelerate config`. None: not chosen.
 
-    num_processes: a number or "auto".  mixed_precision: as in the flag, also "auto".
+    num_processes: a number or "auto".  mixed_precision, strategy: as in the flag, also "auto".
     out: names of `--out`; `CELL`, which None means too; or `NAMED` for no names.
     inputs: names of `--in`.  ranks: ranks whose output is shown, "all" or "0,2-3".
     free_kernel: the notebook's models leave the GPUs for the run.
@@ -69,6 +69,7 @@ class RunOptions:
     independent: bool | None = None
     strict: bool | None = None
     batches: str | None = None
+    strategy: str | None = None
     oom: str | None = None
     checkpoint_every: str | None = None
     checkpoint_dir: str | None = None

@@ -37,6 +37,7 @@ from nbaccel.train.checkpoint.directory import CheckpointDirectory, ProjectConfi
 from nbaccel.train.checkpoint.manager import ON_SAVE_ERROR, Checkpoints, LoadHook, SaveHook
 from nbaccel.train.checkpoint.model_weights import save_weights, write_object
 from nbaccel.train.checkpoint.resume import ResumePolicy, Weakly
+from nbaccel.train.checkpoint.shards import unsharded, whole_state
 from nbaccel.train.checkpoint.training_state import Remembered
 from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader, skip_first_batches
 from nbaccel.train.data.dispatch import SliceFunction
@@ -58,7 +59,6 @@ from nbaccel.train.prepare.models import (
     extract_model_from_parallel,
     is_spread,
     keep_compiled,
-    recompute_activations,
 )
 from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.prepare.preparer import Preparer
@@ -73,6 +73,8 @@ from nbaccel.train.step.kwargs_handlers import (
     refuse_plugins_of_the_environment,
 )
 from nbaccel.train.step.precision import restore_forward
+from nbaccel.train.step.recompute import recompute_activations
+from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
 from nbaccel.train.tracker_hub import LogWith, Trackers, TrackingPlan
 from nbaccel.world import World
 
@@ -101,6 +103,13 @@ class Accelerator(ProcessControl):
     on_nan: the reaction to a loss that is not finite. "warn" warns once, with step and rank; "skip" leaves out
         steps whose gradients are not finite, on all ranks alike; "stop" raises FloatingPointError before such a step.
         The latter two wait for the device in every step.
+
+    How the model is distributed:
+
+    strategy: "ddp", by which every rank holds the whole model; "fsdp", by which each holds a part of it; "single", the
+        one process that a run may have; or another one that is installed. By default the launch's choice, else "auto":
+        "ddp" or "single".
+    fsdp_plugin: options of "fsdp", as a `FullyShardedDataParallelPlugin`; it chooses that strategy as well.
 
     How batches are distributed:
 
@@ -134,12 +143,11 @@ class Accelerator(ProcessControl):
     ...     optimizer.zero_grad()
     """
 
-    # Programs ask how a model is distributed before they take another way. Here every rank holds a whole model.
+    # Programs ask how a model is distributed before they take another way, which is none of these here.
     deepspeed_plugin: None = None
     fp8_backend: None = None
     parallelism_config: None = None
     torch_device_mesh: None = None
-    is_fsdp2 = False
     is_composable_parallelism_enabled = False
     tensor_parallel_rank = 0
     pipeline_parallel_rank = 0
@@ -178,6 +186,8 @@ class Accelerator(ProcessControl):
         time_limit: str | float | timedelta | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         rng_types: Sequence[str] | None = None,
+        strategy: str | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         **not_here: Unpack[PluginsNotHere],
     ) -> None:
         if not_here:
@@ -189,9 +199,9 @@ class Accelerator(ProcessControl):
             warn_of_rng_types(rng_types)
         limit_s = None if time_limit is None else seconds_of(time_limit)
         saves = chosen_saves(checkpoint_every, checkpoint_dir, keep, resume)
-        asked = RunSettings(mixed_precision, gradient_accumulation_steps, cpu=cpu).over(saves)
+        asked = RunSettings(mixed_precision, gradient_accumulation_steps, cpu=cpu, strategy=strategy).over(saves)
         choices = Choices.of(
-            asked, gradient_accumulation_plugin, kwargs_handlers, dynamo_backend, dynamo_plugin, on_nan
+            asked, gradient_accumulation_plugin, kwargs_handlers, dynamo_backend, dynamo_plugin, on_nan, fsdp_plugin
         )
         self._handlers = choices.handlers
         self.dataloader_config = DataLoaderConfiguration.chosen(dataloader_config, split_batches, even_batches)
@@ -703,7 +713,9 @@ class Accelerator(ProcessControl):
     def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole model's state dict, without prefixes of DDP and ``torch.compile``. Tensors are not copied.
 
-        unwrap: False returns that of the module as it is. Collective with sharded strategies.
+        Of a sharded model, the tensors are gathered into rank 0's host memory, one at a time, and other ranks get an
+        empty dict. Collective then.
+        unwrap: False returns that of the module as it is.
 
         >>> import torch
         >>> from nbaccel import Accelerator
@@ -712,7 +724,12 @@ class Accelerator(ProcessControl):
         >>> list(accelerator.get_state_dict(model))
         ['weight', 'bias']
         """
-        return self._lifecycle.training().strategy.state_dict(model) if unwrap else model.state_dict()
+        return self._whole_state(model, self.is_main_process) if unwrap else model.state_dict()
+
+    def _whole_state(self, model: Module, keeps: bool) -> dict[str, Any]:
+        """Return the whole model's state dict on ranks that keep it; see `whole_state`."""
+        strategy = self._lifecycle.training().strategy
+        return whole_state(strategy.unwrap(model), strategy.state_dict(model), keeps)
 
     def save_model(
         self,
@@ -723,7 +740,8 @@ class Accelerator(ProcessControl):
     ) -> None:
         """Write `model` as Hugging Face libraries expect it: ``model.safetensors``, or shards and their index.
 
-        Rank 0 writes; the others do nothing. `nbaccel.utils.load_model` reads it, and so does
+        Rank 0 writes; the others do nothing, but every rank calls it where the model is sharded: its tensors are
+        gathered, one at a time, into rank 0's host memory. `nbaccel.utils.load_model` reads it, and so does
         ``from_pretrained`` where there is a config.json beside it.
         max_shard_size: of one file, in bytes or as "10GB"; a larger tensor has a file of its own.
         safe_serialization: False writes ``pytorch_model.bin``, a pickle.
@@ -739,7 +757,7 @@ class Accelerator(ProcessControl):
         ...     os.listdir(folder)
         ['model.safetensors']
         """
-        state = self.get_state_dict(model)
+        state = self._whole_state(model, self._checkpoints.writes)
         if self._checkpoints.writes:
             save_weights(state, Path(save_directory), max_shard_size, safe_serialization)
 
@@ -748,7 +766,12 @@ class Accelerator(ProcessControl):
 
         save_on_each_node: on the first rank of each node.
         safe_serialization: `obj` is a dict of tensors; write it as safetensors.
+
+        Raises:
+            CannotSave: no space, or no right to write there; or `obj` holds sharded tensors, as ``model.state_dict()``
+                of a sharded model does, of which a rank has its own rows only.
         """
+        obj = unsharded(obj, "accelerator.save")
         if self._checkpoints.writes or (save_on_each_node and self.is_local_main_process):
             write_object(obj, f, safe_serialization)
 
@@ -789,8 +812,9 @@ class Accelerator(ProcessControl):
         """Write everything prepared and registered, and the random states, into a folder; return its name.
 
         No collective: call it on all ranks, or on the main process only (the other ranks' random numbers are then
-        derived at load). Blocks rank 0 until the disk has it; a checkpoint of that name is replaced, and the older
-        one deleted only after that.
+        derived at load). All ranks call it where the model is sharded, since each writes its rows: rank 0 commits the
+        checkpoint once all are on the disk, or all ranks raise the same error. Blocks these ranks until the disk has
+        it; a checkpoint of that name is replaced, and the older one deleted only after that.
 
         output_dir: the folder. Where it holds other things too, these stay, and the checkpoint is a subfolder
         ``nbaccel_checkpoint``, which `load_state` finds. None, with ``automatic_checkpoint_naming=True`` in the
@@ -1160,10 +1184,26 @@ class Accelerator(ProcessControl):
         self.state.destroy_process_group()
 
     def destroy_process_group(self) -> None:
-        """Leave the process group that we made; a later use forms a new one. Every rank calls it."""
+        """Leave the process group that we made; a later use forms a new one. Every rank calls it.
+
+        Sharded models that are prepared become whole again first, on every rank, and can be prepared in another way.
+        """
+        self._lifecycle.release()
         self.state.destroy_process_group()
 
     # -- answers to programs that ask how a model is distributed; they read and change the private lists too
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of cooperation of the processes: ``DistributedType.FSDP``, or that of replicas on their devices."""
+        self._lifecycle.bind()
+        own = self._equipment.strategy_class.distributed_type
+        return super().distributed_type if own is None else DistributedType(own)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True if models are sharded by FSDP, of which there is the second version only."""
+        return self.distributed_type == DistributedType.FSDP
 
     @property
     def data_parallel_rank(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any, Self
 from torch.nn import Module
 
 from nbaccel.errors import NotPrepared
-from nbaccel.settings import RunSettings
+from nbaccel.settings import FSDP, RunSettings
 from nbaccel.train.checkpoint.manager import Checkpoints
 from nbaccel.train.checkpoint.manifest import Lineage
 from nbaccel.train.checkpoint.resume import ResumePolicy, Weakly
@@ -33,6 +33,7 @@ from nbaccel.train.prepare.models import TorchDynamoPlugin
 from nbaccel.train.step.accumulation import Accumulation, GradientAccumulationPlugin
 from nbaccel.train.step.implicit_hooks import step_back
 from nbaccel.train.step.kwargs_handlers import Handlers, KwargsHandler
+from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
 from nbaccel.values import frozen
 from nbaccel.world import World
 
@@ -43,6 +44,8 @@ __all__ = [
 
 _UNCHOSEN = RunSettings(mixed_precision="no", gradient_accumulation_steps=1)
 
+_NOTHING_TO_SHARD = 'strategy="fsdp": one process has nothing to shard over, so it holds the whole model.'
+
 _PREPARE_LINE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
@@ -51,6 +54,7 @@ class Choices:
     """The program's choices that hold in every world of its Accelerator.
 
     asked: those that a launch can make too; None where the program left them open.
+    fsdp_plugin: options of the strategy "fsdp"; None where the program gave none.
     """
 
     asked: RunSettings
@@ -58,6 +62,7 @@ class Choices:
     dynamo: TorchDynamoPlugin
     handlers: Handlers
     on_nan: str
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
 
     @classmethod
     def of(
@@ -68,11 +73,13 @@ class Choices:
         dynamo_backend: str | None,
         dynamo_plugin: TorchDynamoPlugin | None,
         on_nan: str,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
     ) -> Self:
         """Return the choices that arguments of `Accelerator` describe.
 
         Raises:
-            ValueError: a value is not valid, or two of them say the same.
+            ValueError: a value is not valid, or two of them say the same, or contradict each other.
+            TypeError: `fsdp_plugin` is something else.
         """
         steps = asked.gradient_accumulation_steps
         rules = plugin or GradientAccumulationPlugin()
@@ -88,7 +95,23 @@ class Choices:
         dynamo = dynamo_plugin or TorchDynamoPlugin(dynamo_backend)
         if rules.num_steps is not None:
             asked = replace(asked, gradient_accumulation_steps=rules.num_steps)
-        return cls(asked.over(dynamo.settings()), rules, dynamo, Handlers.of(handlers), on_nan)
+        if fsdp_plugin is not None:
+            asked = replace(asked, strategy=_strategy_with(fsdp_plugin, asked.strategy))
+        return cls(asked.over(dynamo.settings()), rules, dynamo, Handlers.of(handlers), on_nan, fsdp_plugin)
+
+
+def _strategy_with(plugin: FullyShardedDataParallelPlugin, chosen: str | None) -> str:
+    """Check a plugin and the strategy that was chosen beside it; return the strategy that both mean."""
+    if not isinstance(plugin, FullyShardedDataParallelPlugin):
+        kind = type(plugin)
+        raise TypeError(
+            "fsdp_plugin takes a FullyShardedDataParallelPlugin of nbaccel.utils, got "
+            f"{kind.__module__}.{kind.__qualname__}"
+        )
+    if chosen not in (None, FSDP):
+        raise ValueError(f'strategy={chosen!r} and an fsdp_plugin, which is for strategy="fsdp": leave one of them out')
+    plugin.__post_init__()
+    return FSDP
 
 
 class Lifecycle:
@@ -150,7 +173,13 @@ class Lifecycle:
         """Make the parts that depend on the device, unless they exist."""
         self.bind()
         if not self.equipment.is_complete:
-            self.equipment.complete(self._choices.handlers, self._choices.on_nan)
+            plugin = self._choices.fsdp_plugin
+            if self.equipment.settings.strategy == FSDP:
+                if not self.equipment.world.is_distributed:
+                    self.equipment.state.print(_NOTHING_TO_SHARD)
+                elif plugin is None:
+                    plugin = FullyShardedDataParallelPlugin()  # of the environment of this process
+            self.equipment.complete(self._choices.handlers, self._choices.on_nan, plugin)
             self._open_gate()
 
     def join(self) -> None:
@@ -221,6 +250,13 @@ class Lifecycle:
         self._recovery.release()
         if not prepared:
             self.forget()
+
+    def release(self) -> None:
+        """Let prepared models and optimizers outlive the process group, which is about to be destroyed. Collective."""
+        equipment = self.equipment
+        if equipment.is_complete and equipment.prepared:
+            optimizers = [prepared.optimizer for prepared in equipment.prepared.optimizers]
+            equipment.strategy.release(equipment.prepared.models, optimizers)
 
     def forget(self) -> None:
         """Forget everything prepared, and wait for the save that is being written."""

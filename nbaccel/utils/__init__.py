@@ -25,6 +25,7 @@ from nbaccel.train.step.kwargs_handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
+from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
 from nbaccel.utils.dataclasses import PrecisionType
 from nbaccel.utils.imports import (
     is_bf16_available,
@@ -82,6 +83,7 @@ __all__ = [
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
@@ -150,5 +152,6 @@ __getattr__ = missing_from(
     "nbaccel.train.step.kwargs_handlers",
     "nbaccel.train.distributed.partial_state",
     "nbaccel.train.prepare.contexts",
+    "nbaccel.train.strategies.fsdp.plugin",
     inside=("constants", "imports", "memory", "operations", "other"),
 )

@@ -21,6 +21,7 @@ from nbaccel.train.step.kwargs_handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
+from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
 
 __all__ = [
     "AutocastKwargs",
@@ -28,6 +29,7 @@ __all__ = [
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",

@@ -58,6 +58,8 @@ def test_the_keyboard_alone_is_enough(open_notebook: OpenNotebook, front_end: Fr
         press("Tab")
     press("Space")
     expect(shown.get_by_role("radio", name="bf16")).to_be_checked()
+    for _ in range(3):  # the strategy: auto, ddp, fsdp
+        press("Tab")
     press("Tab")
     expect(shown.get_by_label("Batches per optimizer step")).to_be_focused()
     press("ArrowUp")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from IPython.core.error import UsageError
 from environments import REPOSITORY
 from nbaccel.cli import main
 from nbaccel.cli.accelerate_config import read_plain_yaml
-from nbaccel.cli.accelerate_flags import is_elsewhere, take
+from nbaccel.cli.accelerate_flags import _FSDP, fsdp_environ, is_elsewhere, take
 from nbaccel.cli.launch import _parser
 from nbaccel.hardware import Gpu, Survey
 
@@ -85,6 +87,10 @@ def test_every_flag_of_accelerate_launch_is_known_and_takes_as_many_words() -> N
         ("--tee 3 --log_dir my_logs --role r --max_restarts 2 --monitor_interval 1 -m train",
          [" --tee 3 --log-dir my_logs --role r --max-restarts 2 --monitor-interval 1.0 --module train"]),
         ("--no_python sh -c true", [" --no-python sh -c true"]),
+        ("--strategy FSDP train.py", ["NBACCEL_STRATEGY=fsdp "]),
+        ("--use_fsdp --fsdp_version 2 --fsdp-offload-params=true --fsdp_sharding_strategy 2 train.py",
+         ["NBACCEL_STRATEGY=fsdp ", "ACCELERATE_USE_FSDP=true ", "FSDP_VERSION=2 ", "FSDP_OFFLOAD_PARAMS=true ",
+          "FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP "]),
         ("--quiet --same_network train.py", ["--nproc-per-node 2 train.py"]),
     ],
 )  # fmt: skip
@@ -118,34 +124,47 @@ def test_machines_share_the_processes_and_meet_as_they_are_told(launched: Any, m
 
 def test_what_has_no_effect_is_said_in_a_line_for_each_reason(launched: Any) -> None:
     command, status, said = launched(
-        "--fsdp_version 2 --fsdp-offload-params=true --enable_cpu_affinity --zero_stage 3 --main_process_port 29501 "
-        "--rdzv_backend static train.py"
+        "--fsdp_version 2 --fsdp-offload-params=true --fsdp_tp_size 2 --enable_cpu_affinity --zero_stage 3 "
+        "--main_process_port 29501 --rdzv_backend static train.py"
     )
     assert status == 0
     assert command.endswith("torchrun --standalone --nproc-per-node 2 train.py")
-    assert said[:-1] == [
-        "--fsdp_version, --fsdp-offload-params have no effect here: it goes with --use_fsdp.",
-        "--enable_cpu_affinity has no effect here: ranks are not bound to cores; taskset or numactl before the command "
-        "binds them.",
-        "--zero_stage has no effect here: it goes with --use_deepspeed.",
-        "--main_process_port has no effect here: the ranks of one machine meet at a free port of its loopback "
-        "interface.",
-    ]
+    devices = "2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4, 2 CPU threads each"
+    assert sorted(said) == sorted(
+        [
+            devices,
+            "--fsdp_version, --fsdp_offload_params have no effect here: it goes with --use_fsdp.",
+            "--fsdp_tp_size has no effect here: FSDP2, which is what runs, has no such option.",
+            "--enable_cpu_affinity has no effect here: ranks are not bound to cores; taskset or numactl before the "
+            "command binds them.",
+            "--zero_stage has no effect here: it goes with --use_deepspeed.",
+            "--main_process_port has no effect here: the ranks of one machine meet at a free port of its loopback "
+            "interface.",
+        ]
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("--use_fsdp train.py", "--use_fsdp: a model cannot be sharded here yet, every rank holds the whole model"),
-        ("--use-deepspeed train.py", "--use-deepspeed: DeepSpeed does not drive trainings here yet, every rank holds"),
-        ("--use_megatron_lm train.py", "make the model fit by -p bf16, by -a with smaller batches, or by accelerator."),
-        ("--use_fsdp --fsdp_version 2 --use_parallelism_config train.py", "--use_fsdp: "),
-        ("--use_parallelism_config train.py", "ranks are replicas here"),
+        ("--use_fsdp --strategy ddp train.py", "--use_fsdp and --strategy ddp contradict each other: leave one of"),
+        ("--strategy zero train.py", "--strategy: a strategy is auto, single, ddp or fsdp; got 'zero'."),
+        ("--use_fsdp --fsdp_sharding_strategy NO_SHARD train.py",
+         "--fsdp-sharding-strategy: NO_SHARD leaves the model whole on every rank, which is --strategy ddp."),
+        ("--use_fsdp --fsdp_sharding_strategy 4 train.py",
+         "what is sharded over all ranks is full_shard or shard_grad_op; got 'hybrid_shard'."),
+        ("--use_fsdp --fsdp_reshard_after_forward maybe train.py", "this is true or false; got 'maybe'."),
+        ("--use_fsdp --fsdp_auto_wrap_policy x train.py", "size_based_wrap or no_wrap; got 'x'."),
+        ("--use_fsdp --fsdp_min_num_params 1e8 train.py", "a number of parameters is 0 or more; got '1e8'."),
+        ("--use_fsdp --fsdp_state_dict_type LOCAL_STATE_DICT train.py", "a state is sharded_state_dict or full_state"),
+        ("--use-deepspeed train.py", "--use-deepspeed: DeepSpeed does not drive trainings here yet; leave"),
+        ("--use_megatron_lm train.py", "make the model fit by --strategy fsdp, by -p bf16, by -a with smaller batches"),
+        ("--use_fsdp --fsdp_version 2 --use_parallelism_config train.py", "--use_parallelism_config: ranks have one"),
         ("--tpu train.py", "--tpu: TPUs are not driven here; start the program by Accelerate or torch_xla."),
         ("--mpirun_hostfile hosts train.py", "run this command on every machine, with --num_machines, --machine_rank"),
         ("--aws_access_key_id x train.py", "jobs of SageMaker are not started here"),
         ("--mixed_precision fp8 train.py", "-p/--mixed-precision: a precision is auto, no, fp16 or bf16; got 'fp8'."),
-        ("--fsdp_version", "--fsdp_version needs a value. nbaccel launch --help lists every flag."),
+        ("--fsdp_version", "--fsdp-version needs a value. nbaccel launch --help lists every flag."),
         ("--nproc_per_node 2 train.py", "there is no flag --nproc_per_node; did you mean -n 2? nbaccel launch --help"),
         ("--nproc-per-node=2 train.py", "there is no flag --nproc-per-node; did you mean -n 2? nbaccel launch --help"),
         ("--num_proceses 2 train.py", "there is no flag --num_proceses; did you mean --num-processes?"),
@@ -239,11 +258,14 @@ def test_unknown_keys_and_tables_without_effect_are_named_once(folder: Path, lau
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("distributed_type: FSDP", "c.yaml: --use_fsdp: a model cannot be sharded here yet"),
+        (
+            "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 3",
+            "c.yaml: --fsdp-sharding-strategy: 3 leaves the model whole on every rank, which is --strategy ddp.",
+        ),
         ("distributed_type: DEEPSPEED", "A flag beats the file, --multi_gpu for one."),
         (
             "distributed_type: MULTI_GPU\nparallelism_config:\n  parallelism_config_tp_size: 2",
-            "ranks are replicas here",
+            "ranks have one dimension here",
         ),
         ("distributed_type: MULTI_NPU", "c.yaml: distributed_type is MULTI_NPU, and ranks compute on CUDA or the CPU"),
         ("compute_environment: AMAZON_SAGEMAKER", "compute_environment is AMAZON_SAGEMAKER, and ranks are started on"),
@@ -266,13 +288,88 @@ def test_a_file_that_cannot_be_followed_is_refused_in_a_sentence_that_names_it(
 
 def test_a_flag_that_says_how_the_run_is_spread_leaves_the_files_way_aside(folder: Path, launched: Any) -> None:
     written_by_accelerate(folder / "c.yaml", distributed_type="FSDP", fsdp_config={"fsdp_version": 2})
-    assert launched("--config_file c.yaml train.py")[1] == 2
+    assert "NBACCEL_STRATEGY=fsdp " in launched("--config_file c.yaml train.py")[0]
     command, status, said = launched("--config_file c.yaml --multi_gpu train.py")
     assert status == 0, said
     assert "--nproc-per-node 2 " in command
+    assert "FSDP" not in command
+    assert len(said) == 2, "that the file is followed, and the devices"
     command, status, said = launched("--config_file c.yaml --cpu train.py")
     assert status == 0, said
     assert "CUDA_VISIBLE_DEVICES='' " in command
+    assert "FSDP" not in command
+    command, _, said = launched("--config_file c.yaml --strategy ddp train.py")
+    assert "NBACCEL_STRATEGY=ddp " in command
+    assert "FSDP" not in command
+    assert said[1] == "--fsdp_version has no effect here: it goes with --use_fsdp."
+
+
+FSDP1 = {
+    "fsdp_version": 1,
+    "fsdp_reshard_after_forward": "SHARD_GRAD_OP",
+    "fsdp_offload_params": False,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_transformer_layer_cls_to_wrap": "BertLayer,BertEmbeddings",
+    "fsdp_backward_prefetch": "BACKWARD_PRE",
+    "fsdp_state_dict_type": "FULL_STATE_DICT",
+    "fsdp_forward_prefetch": False,
+    "fsdp_use_orig_params": True,
+    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_sync_module_states": True,
+    "fsdp_activation_checkpointing": False,
+}
+"""What `accelerate config` asks for, with the first version of FSDP."""
+
+
+@pytest.mark.parametrize("prefix", ["", "fsdp_"])
+@pytest.mark.parametrize("has_yaml", [True, False])
+def test_a_file_for_fsdp_chooses_the_strategy_and_each_of_its_variables(
+    folder: Path, launched: Any, monkeypatch: pytest.MonkeyPatch, prefix: str, has_yaml: bool
+) -> None:
+    config = {name.replace("fsdp_", prefix, 1): value for name, value in FSDP1.items()}
+    written_by_accelerate(folder / "c.yaml", distributed_type="FSDP", fsdp_config=config)
+    if not has_yaml:
+        monkeypatch.setitem(sys.modules, "yaml", None)
+    command, status, said = launched("--config_file c.yaml --fsdp_offload_params true train.py")
+    assert status == 0, said
+    assert said[-1].startswith("2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4, precision fp16, strategy fsdp, ")
+    assert len(said) == 2, "that the file is followed, and the devices"
+    variables = {word.partition("=")[0]: word.partition("=")[2] for word in command.split() if "FSDP" in word}
+    assert variables == {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "1",
+        "FSDP_RESHARD_AFTER_FORWARD": "SHARD_GRAD_OP",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer,BertEmbeddings",
+        "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        "FSDP_FORWARD_PREFETCH": "false",
+        "FSDP_USE_ORIG_PARAMS": "true",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+        "FSDP_SYNC_MODULE_STATES": "true",
+        "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    }
+
+
+def test_the_variables_have_the_names_that_accelerates_own_launcher_sets() -> None:
+    """Else Accelerate's programs, transformers and our plugin would not read them."""
+    utils = pytest.importorskip("accelerate.utils.launch")
+    names = set(re.findall(r'"(FSDP_\w+)"', inspect.getsource(utils)))
+    parser = _parser()
+    words = {"version": "1", "reshard_after_forward": "true", "sharding_strategy": "FULL_SHARD"}
+    words |= {"auto_wrap_policy": "NO_WRAP", "min_num_params": "3", "state_dict_type": "FULL_STATE_DICT"}
+    line = [f"--fsdp-{name.replace('_', '-')}={words.get(name, 'true')}" for name in _FSDP]
+    assert set(fsdp_environ(parser.parse_args(line))) == names
+
+
+def test_fsdp_by_the_folders_file_gets_the_flags_of_fsdp_too(folder: Path, launched: Any) -> None:
+    (folder / "nbaccel.toml").write_text('strategy = "fsdp"\n')
+    command, status, said = launched("--fsdp_reshard_after_forward false train.py")
+    assert status == 0, said
+    assert "NBACCEL_STRATEGY=fsdp " in command
+    assert "FSDP_RESHARD_AFTER_FORWARD=false " in command
+    assert "ACCELERATE_USE_FSDP" not in command, "which is for Accelerate's own programs, by Accelerate's own flag"
 
 
 def test_yaml_without_pyyaml_reads_what_accelerate_writes_and_refuses_the_rest(folder: Path) -> None:

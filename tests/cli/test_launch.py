@@ -94,6 +94,29 @@ def test_two_ranks_train_agree_and_follow_flags_over_the_file(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
+def test_a_script_is_sharded_by_the_flags_of_accelerate_launch(tmp_path: Path) -> None:
+    (tmp_path / "shard.py").write_text(
+        "import sys, torch\n"
+        "from torch.distributed.fsdp import FSDPModule\n"
+        "from nbaccel import Accelerator\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "accelerator = Accelerator()\n"
+        "model, optimizer = accelerator.prepare(model, optimizer)\n"
+        "accelerator.backward(model(torch.ones(2, 4)).sum())\n"
+        "optimizer.step()\n"
+        "groups = sum(isinstance(module, FSDPModule) for module in model.modules())\n"
+        "print(groups, model[1].weight.to_local().shape[0], accelerator.distributed_type)\n"
+        "accelerator.wait_for_everyone()\n"
+    )
+    done = launch(tmp_path, "--use_fsdp", "--fsdp_auto_wrap_policy", "NO_WRAP", "--cpu", "-n", "2", "shard.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["1 1 FSDP", "1 2 FSDP"]
+    assert "2 ranks on the CPU, strategy fsdp, " in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_a_module_of_plain_torch_runs_and_a_killed_rank_is_named(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(
         "import os, signal, sys, torch, torch.distributed as dist\n"

@@ -103,13 +103,13 @@ def test_what_programs_use_under_a_flag_can_be_imported_and_refuses_to_be_used()
     from nbaccel.utils.deepspeed import DummyOptim as TheSame
 
     from nbaccel import DeepSpeedPlugin
-    from nbaccel.utils import DummyOptim, FullyShardedDataParallelPlugin
+    from nbaccel.utils import DummyOptim, MegatronLMPlugin
 
     assert DummyOptim is TheSame
     optimizer = Accelerator().prepare(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1))
     assert not isinstance(optimizer, DummyOptim)
-    for refused in (DeepSpeedPlugin, FullyShardedDataParallelPlugin):
-        with pytest.raises(NotImplementedError, match=r"Plugin: every rank holds the whole model here \(DDP\)"):
+    for refused in (DeepSpeedPlugin, MegatronLMPlugin):
+        with pytest.raises(NotImplementedError, match=r'Plugin: it has no .* Accelerator\(strategy="fsdp"\), by which'):
             refused(zero_stage=2)
 
 
@@ -175,7 +175,6 @@ _DIFFERENCES = {
     "Accelerator": {
         "deepspeed_plugin": _NOT_HERE,
         "deepspeed_plugins": _NOT_HERE,
-        "fsdp_plugin": _NOT_HERE,
         "torch_tp_plugin": _NOT_HERE,
         "megatron_lm_plugin": _NOT_HERE,
         "parallelism_config": _NOT_HERE,

@@ -208,6 +208,18 @@ def test_the_precision_asked_for_reaches_the_ranks() -> None:
         launch(print, 2, mixed_precision="auto")
 
 
+def test_the_strategy_asked_for_reaches_the_ranks_and_one_process_of_the_notebook() -> None:
+    def chosen() -> str:
+        return os.environ["NBACCEL_STRATEGY"]
+
+    assert launch(chosen, 2, strategy="fsdp").values == ["fsdp", "fsdp"]
+    assert notebook_launcher(chosen, num_processes=2, strategy="ddp") == "ddp"
+    assert notebook_launcher(chosen, num_processes=1, strategy="fsdp") == "fsdp"
+    assert "NBACCEL_STRATEGY" not in os.environ
+    with pytest.raises(ValueError, match="strategy must be one of"):
+        launch(chosen, 2, strategy="")
+
+
 def test_arguments_that_mean_nothing_here_are_accepted_and_explained() -> None:
     with pytest.warns(UserWarning, match="use_port: accepted and not used"):
         notebook_launcher(rank, num_processes=2, use_port="29501")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nbaccel.hardware import Gpu, Survey
-from nbaccel.notebook.choices import batch_size_of, overview, precisions, process_counts, world_size
+from nbaccel.notebook.choices import batch_size_of, overview, precisions, process_counts, strategies, world_size
 from nbaccel.options.configuration import ConfigFile, Configuration
 from nbaccel.options.run_options import RunOptions
 
@@ -77,6 +77,25 @@ def test_as_many_ranks_are_offered_as_there_are_devices(
     assert [str(offer) for offer in process_counts(options, survey)] == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "survey", "expected"),
+    [
+        (RunOptions(), TWO_T4,
+         ["auto (ddp)", "ddp (every rank holds the whole model)", "fsdp (every rank holds a part of the model)"]),
+        (RunOptions(strategy="fsdp"), CPU,
+         ["auto (one rank holds the model)", "ddp (every rank holds the whole model)",
+          "fsdp (one rank has nothing to shard over)"]),
+        (RunOptions(strategy="single"), TWO_T4,
+         ["auto (ddp)", "ddp (every rank holds the whole model)", "fsdp (every rank holds a part of the model)",
+          "single"]),
+    ],
+)  # fmt: skip
+def test_strategies_are_offered_also_one_that_was_chosen_elsewhere(
+    options: RunOptions, survey: Survey, expected: list[str]
+) -> None:
+    assert [str(offer) for offer in strategies(options, survey)] == expected
+
+
 def test_what_would_be_refused_still_has_a_world_size() -> None:
     assert world_size(RunOptions(), TWO_T4) == 2
     assert world_size(RunOptions(num_processes=5), TWO_T4) == 5
@@ -101,6 +120,7 @@ def test_the_overview_says_what_the_form_shows(tmp_path: Path) -> None:
         "what the next %%accelerate cells use; %accelerate config KEY=VALUE … changes it, --save keeps it",
         "  num-processes    auto (2 ranks on GPU 0 Tesla T4, GPU 1 Tesla T4)",
         "  mixed-precision  fp16; bf16 (not here: Tesla T4 has no bf16 units)",
+        "  strategy         auto (ddp)",
         "  accumulate       4 batches per optimizer step",
         "  seed             drawn for each run",
         "  oom              shrink (start again with smaller batches)",

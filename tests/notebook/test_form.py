@@ -59,6 +59,9 @@ def test_a_choice_holds_at_once(form: Form, configuration: Configuration) -> Non
     field(form, "Seed").value = " 7 "
     field(form, "Out of memory").value = "stop"
     assert configuration.options == RunOptions(2, "fp16", 4, seed=7, oom="stop")
+    field(form, "Strategy").value = "fsdp"
+    assert configuration.options.strategy == "fsdp"
+    field(form, "Strategy").value = "auto"
     field(form, "Out of memory").value = "shrink"
     field(form, "Checkpoint every").value = "10min"
     assert configuration.options.checkpoint_every == "10min"

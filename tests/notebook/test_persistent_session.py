@@ -78,6 +78,9 @@ def test_with_ranks_each_wrong_use_is_one_sentence(staying: Any) -> None:
         "leave it out, or begin anew with %accelerate stop and %accelerate start -n 3.",
         "%%accelerate --debug\n1": "--debug belongs to the start of the ranks, and those that stay were started with "
         "another choice: leave it out, or begin anew with %accelerate stop and %accelerate start --debug.",
+        "%%accelerate --strategy fsdp\n1": "--strategy fsdp belongs to the start of the ranks, and those that stay "
+        "were started with --strategy ddp: leave it out, or begin anew with %accelerate stop and %accelerate start "
+        "--strategy fsdp.",
         "%%accelerate --only 2\n1": "--only 2: 2 ranks stay, 0-1; name some of these.",
         "%%accelerate --only all\n1": "--only: all ranks take part in a cell without it; name some, such as 0,2-3.",
         "%%accelerate --ranks 5\n1": "--ranks 5: this run has 2 ranks, 0-1; name some of these, or all.",
@@ -105,7 +108,10 @@ def test_the_same_start_again_is_no_error(staying: Any) -> None:
 
 def test_flags_that_repeat_the_start_are_no_error(staying: Any) -> None:
     seed = staying.session.stay.persistent.spec.settings.seed
-    assert staying.run(f"%%accelerate -n 2 --cpu -p no -a 1 --start fork --seed {seed} --keep\n7").value == 7
+    assert (
+        staying.run(f"%%accelerate -n 2 --cpu -p no -a 1 --start fork --seed {seed} --strategy ddp --keep\n7").value
+        == 7
+    )
     assert staying.run("%%accelerate -n auto -p auto\n8").value == 8
 
 

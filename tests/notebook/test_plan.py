@@ -95,6 +95,27 @@ def test_auto_is_one_rank_per_gpu_in_the_precision_that_suits_it(planned: Any) -
     assert planned.run("%%accelerate -n 1\nx = 1").stdout.startswith("1 rank on GPU 0 (Tesla T4), fork, fp16, ")
 
 
+def test_a_strategy_reaches_the_ranks_and_is_said_before_the_run(planned: Any) -> None:
+    prepares = "model = accelerator.prepare(model)"
+    ran = planned.run(f"%%accelerate -n 2 --strategy FSDP --seed 1\n{prepares}")
+    assert ran.stdout.splitlines()[0] == "2 ranks on CPU, fork, fp32, fsdp, seed 1"
+    assert planned.session.launcher.spec.environ_of(0)["NBACCEL_STRATEGY"] == "fsdp"
+    assert ", accumulate 1, strategy fsdp, seed 1" in planned.run("%accelerate").stdout
+    planned.run("%accelerate config strategy=fsdp num-processes=2")
+    assert "accumulate 1, strategy fsdp;" in planned.run("%accelerate").stdout
+    assert planned.plan(f"%%accelerate\n{prepares}").settings.strategy == "fsdp"
+    for flags, first in {"--strategy ddp": "fp32, ddp, seed 1", "--strategy auto": "fp32, seed 1"}.items():
+        said = planned.run(f"%%accelerate {flags} --seed 1\n{prepares}").stdout.splitlines()[0]
+        assert said == f"2 ranks on CPU, fork, {first}"
+
+
+def test_a_cell_that_prepares_nothing_is_told_that_nothing_is_sharded(planned: Any) -> None:
+    line = "NOT sharded: the cell prepares nothing, so every rank holds the whole model; prepare shards it"
+    assert line in planned.run("%%accelerate -n 2 --strategy fsdp\nx = 1").stdout.splitlines()
+    for cell in ("--strategy fsdp\naccelerator.prepare(x)", "--strategy ddp\nx = 1"):
+        assert line not in planned.run(f"%%accelerate -n 2 {cell}").stdout
+
+
 EIGHT = [fakes.FakeGpu(name="NVIDIA H100 80GB HBM3 of a long name", uuid=f"GPU-{n}") for n in range(8)]
 
 

@@ -95,7 +95,7 @@ def is_put_there(key: Any, value: Any) -> bool:
     return (key == "forward" and is_wrapper(value)) or is_of_one_rank(key, value)
 
 
-_SHARDING = "torch.distributed.fsdp."
+_SHARDING = ("torch.distributed.fsdp.", "nbaccel.train.strategies.")
 _COMPOSABLE = "__composable_api"
 """Beginning of the attributes in which torch.distributed keeps the state of a module."""
 

@@ -5,6 +5,8 @@
       model.frozen.safetensors               weights that need no gradient, if any; checkpoints share this file
       optimizer.json     optimizer.safetensors     structure, and tensors by dotted name; scheduler, custom_0 alike
       training.json                          step, seed, gradient scaler, positions of loaders
+      model-rank00000-of-00002.safetensors   rows of a sharded model that rank 0 held; one file of each rank, of the
+                                             optimizer's state too, and the manifest says which box is in which file
       generators_0.json  generators_1.json   random states, one sealed file per rank
       manifest.json                          written last: size and CRC32 of every file, and where the training stood
 
@@ -13,5 +15,6 @@ program's hooks. The modules from bottom to top: `files` (sealed JSON), `manifes
 `place` (other people's files stay), `recycling` (deletes or reuses old folders), `frozen` (weights that do not change),
 `packing` and `parts` (states to files), `content` (the states in a checkpoint),
 `generators`, `foreign` (Accelerate's folders), `directory` (names, choice, limits), `training` (the parts of an
-Accelerator). `weights` is the other format, one model for Hugging Face's libraries.
+Accelerator). `shards` knows a rank's rows of a sharded tensor, and `save_agreement` is how the ranks that write them
+agree. `weights` is the other format, one model for Hugging Face's libraries.
 """

@@ -288,7 +288,8 @@ def _empty(path: Path) -> None:
 SUBFOLDER = "nbaccel_checkpoint"
 
 OURS = (
-    r"(model|optimizer|scheduler|custom)(_\d+)?(\.frozen)?\.(json|safetensors|pkl)|(training|remembered|manifest|generators_\d+)\.json"
+    r"(model|optimizer|scheduler|custom)(_\d+)?(-rank\d+-of-\d+)?(\.frozen)?\.(json|safetensors|pkl)"
+    r"|(training|remembered|manifest|generators_\d+)\.json"
     rf"|\.{SUBFOLDER}\..*"
 )
 """Pattern of names of files in a checkpoint's folder, without the files of hooks."""

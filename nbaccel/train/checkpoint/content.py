@@ -23,8 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nbaccel.errors import CheckpointCorrupt, UntrustedPickle
+from nbaccel.errors import CannotSave, CheckpointCorrupt, UntrustedPickle
 from nbaccel.train.checkpoint.manifest import FileRecord, Manifest
+from nbaccel.train.checkpoint.save_agreement import Share
 from nbaccel.train.checkpoint.serialization import (
     CannotPack,
     Packed,
@@ -37,6 +38,7 @@ from nbaccel.train.checkpoint.serialization import (
     write_once,
     write_tensors,
 )
+from nbaccel.train.checkpoint.shards import StoredFiles, StoredTensor, holds_shards, is_sharded_tensor, rows_of
 from nbaccel.train.distributed.nested import children
 from nbaccel.values import frozen
 
@@ -63,6 +65,7 @@ class Content:
     progress: step, number of models, seed, gradient scaler, the epoch and the positions of loaders.
     remembered: the program's own values, by name.
     frozen: for each model, names of its tensors that need no gradient.
+    is_stored: tensors of models and optimizers, and sharded ones, are `StoredTensor`, which are read when needed.
     """
 
     models: list[dict[str, Any]] = field(default_factory=list)
@@ -72,43 +75,54 @@ class Content:
     progress: dict[str, Any] = field(default_factory=dict)
     remembered: dict[str, Any] = field(default_factory=dict)
     frozen: list[frozenset[str]] = field(default_factory=list)
+    is_stored: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all plain tensors, which are nearly all of the bytes that will be written."""
-        sizes = {tensor.data_ptr(): tensor.nbytes for _, state in self._named() for tensor in _tensors(state)}
+        """Bytes of all plain tensors, which are nearly all of the bytes that will be written, by all ranks."""
+        sizes = {_address(tensor): tensor.nbytes for _, state in self._named() for tensor in _tensors(state)}
         return sum(sizes.values())
 
-    def ready(self, staging: Staging | None = None) -> Iterator[ObjectState]:
+    def ready(self, staging: Staging | None = None, rows_only: bool = False) -> Iterator[ObjectState]:
         """Yield the parts, ready to be written. The tensors of one part at a time are copied to the host.
 
         staging: holds copies of all of them, so that the training may continue before they are written; the copies are
             complete after the last part.
+        rows_only: of sharded tensors the rows of this rank, and nothing else.
         """
         is_complete = len(self.frozen) == len(self.models)  # hooks may have taken some of them out
         frozen = {numbered("model", index): names for index, names in enumerate(self.frozen) if is_complete}
         for name, state in self._named():
             to_host = on_host if staging is None else partial(staging.copy, name)
-            yield ObjectState.of(name, state, to_host, frozen.get(name, frozenset()))
+            yield ObjectState.of(name, state, to_host, frozen.get(name, frozenset()), rows_only)
         if staging is not None:
             staging.settle()
 
     @classmethod
-    def read(cls, folder: Path, manifest: Manifest, trust: bool) -> Content:
+    def read(cls, folder: Path, manifest: Manifest, trust: bool, as_stored: bool = False) -> Content:
         """Read the parts that the manifest of `folder` names, from files that are verified already.
 
+        as_stored: do not read tensors of models and optimizers: this rank may need some of their rows only. It is so
+            in any case if several ranks have written them.
         Raises:
             UntrustedPickle: a part is a pickle, and `trust` was not given.
             CheckpointCorrupt: a part cannot be read.
         """
-        states = {name: read_part(folder, name, manifest, trust) for name in manifest.parts}
+        as_stored |= bool(manifest.shards)
+        files = StoredFiles(folder)
+        kinds = _KINDS[:2] if as_stored else ()
+        states = {
+            name: read_part(folder, name, manifest, trust, files if name.startswith(kinds) else None)
+            for name in manifest.parts
+        }
 
         def all_of(kind: str) -> list[Any]:
             names = (numbered(kind, index) for index in range(len(states)))
             return [states[name] for name in names if name in states]
 
         models, optimizers, schedulers, customs = map(all_of, _KINDS)
-        return cls(models, optimizers, schedulers, customs, states.get(_PROGRESS, {}), states.get(_REMEMBERED, {}))
+        progress, remembered = states.get(_PROGRESS, {}), states.get(_REMEMBERED, {})
+        return cls(models, optimizers, schedulers, customs, progress, remembered, is_stored=as_stored)
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         for kind, states in zip(_KINDS, (self.models, self.optimizers, self.schedulers, self.customs), strict=True):
@@ -123,6 +137,13 @@ def _tensors(state: Any) -> Iterator[Tensor]:
         yield state
     for _, child in children(state):
         yield from _tensors(child)
+
+
+def _address(tensor: Tensor) -> int:
+    if not is_sharded_tensor(tensor):
+        return tensor.data_ptr()
+    local = rows_of(tensor).local
+    return local.data_ptr() or id(tensor)
 
 
 @frozen
@@ -179,10 +200,30 @@ class ObjectState:
     frozen: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, name: str, state: Any, to_host: ToHost = on_host, frozen: frozenset[str] = frozenset()) -> ObjectState:
+    def of(
+        cls,
+        name: str,
+        state: Any,
+        to_host: ToHost = on_host,
+        frozen: frozenset[str] = frozenset(),
+        rows_only: bool = False,
+    ) -> ObjectState:
+        """Return the part `name` of a checkpoint, with its tensors on the host.
+
+        rows_only: of sharded tensors the rows of this rank, and nothing else.
+        Raises:
+            CannotSave: the state holds sharded tensors, and something that only a pickle can hold.
+        """
         try:
-            return cls(name, pack(state, to_host), frozen=frozen)
+            return cls(name, pack(state, to_host, rows_only), frozen=frozen)
         except CannotPack as error:
+            if holds_shards(state):
+                raise CannotSave(
+                    f"{name} holds sharded tensors, of which a pickle would have one rank's rows, and needs a pickle: "
+                    f"{error}"
+                ) from error
+            if rows_only:
+                return cls(name, Packed(None))
             pickled = io.BytesIO()
             torch.save(state, pickled)
             return cls(name, None, pickled.getvalue(), str(error))
@@ -199,17 +240,58 @@ class ObjectState:
         tensors, path = self.packed.tensors, folder / f"{self.name}.safetensors"
         if not tensors:
             return {}
-        records = {}
+        records: dict[str, FileRecord] = {}
         frozen = {key: tensor for key, tensor in tensors.items() if key in self.frozen}
         if frozen and knows_dtypes_of(frozen):
             shared = folder / frozen_file(self.name)
             records[shared.name] = write_once(shared, frozen, _metadata(self.packed, frozen), earlier)
             tensors = {key: tensor for key, tensor in tensors.items() if key not in frozen}
         metadata = _metadata(self.packed, tensors)
-        if knows_dtypes_of(tensors):
-            return {**records, path.name: write_tensors(path, tensors, metadata)}
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata=metadata)
+        if tensors or not self.packed.rows:
+            records |= _write_file(path, tensors, metadata)
         return records
+
+    def write_rows(self, folder: Path, rank: int, world_size: int, earlier: Path | None = None) -> Share:
+        """Write this rank's rows of sharded tensors, without flushing; return what is in which file.
+
+        ``model-rank00001-of-00004.safetensors`` has the rows of rank 1, and frozen ones are in a second file. A rank
+        without rows writes none.
+        """
+        if self.packed is None or not self.packed.rows:
+            return Share({}, {})
+        stem = f"{self.name}-rank{rank:05d}-of-{world_size:05d}"
+        written = {name: rows.local for name, rows in self.packed.rows.items() if rows.is_first and rows.local.numel()}
+        file_of = dict.fromkeys(written, f"{stem}.safetensors")
+        records: dict[str, FileRecord] = {}
+        metadata = {"format": "pt"}
+        if (frozen := {name: rows for name, rows in written.items() if name in self.frozen}) and knows_dtypes_of(
+            frozen
+        ):
+            shared = folder / frozen_file(stem)
+            records[shared.name] = write_once(shared, frozen, metadata, earlier)
+            file_of |= dict.fromkeys(frozen, shared.name)
+        trained = {name: rows for name, rows in written.items() if name not in frozen or not records}
+        if trained:
+            path = folder / f"{stem}.safetensors"
+            records[path.name] = _write_file(path, trained, metadata).get(path.name) or FileRecord.of(path)
+        places = {
+            name: {
+                "shape": list(rows.shape),
+                "dtype": str(rows.dtype),
+                "boxes": [[file_of[name], list(rows.offset), list(rows.local.shape)]] if name in written else [],
+            }
+            for name, rows in self.packed.rows.items()
+            if rank == 0 or name in written
+        }
+        return Share(records, {self.name: places})
+
+
+def _write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, FileRecord]:
+    """Write a safetensors file; return its record, if it is known already, by name."""
+    if knows_dtypes_of(tensors):
+        return {path.name: write_tensors(path, tensors, metadata)}
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata=dict(metadata))
+    return {}
 
 
 def _metadata(packed: Packed, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -217,9 +299,10 @@ def _metadata(packed: Packed, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     return {"format": "pt", **{alias: kept for alias, kept in packed.aliases.items() if kept in tensors}}
 
 
-def read_part(folder: Path, name: str, manifest: Manifest, trust: bool) -> Any:
+def read_part(folder: Path, name: str, manifest: Manifest, trust: bool, stored: StoredFiles | None = None) -> Any:
     """Read the state that a `ObjectState` was made of, from files that `manifest` lists.
 
+    stored: leave its tensors in these files, as `StoredTensor`.
     Raises:
         CheckpointCorrupt: a file of the part is missing or cannot be read.
         UntrustedPickle: the part is a pickle that could run code, without `trust`.
@@ -227,11 +310,16 @@ def read_part(folder: Path, name: str, manifest: Manifest, trust: bool) -> Any:
     if f"{name}.json" not in manifest.files:
         return load_pickle(folder / f"{name}.pkl", trust)
     structure = folder / f"{name}.json"
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Any] = {}
     try:
         for file in (f"{name}.safetensors", frozen_file(name)):
-            tensors |= load_tensors(folder / file) if file in manifest.files else {}
-        if not name.startswith(_MODEL):
+            if file in manifest.files:
+                tensors |= load_tensors(folder / file) if stored is None else dict(stored.tensors(file))
+        files = stored or StoredFiles(folder)
+        for key, record in manifest.shards.get(name, {}).items():
+            tensor = StoredTensor.of_shards(files, key, record)
+            tensors[key] = tensor if stored is not None else tensor.whole()
+        if not name.startswith(_MODEL) and stored is None:
             _move_into_torchs_memory(tensors)
         return unpack(json.loads(structure.read_text(encoding="utf-8")), tensors)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:

@@ -37,6 +37,7 @@ __all__ = [
     "FoundCheckpoint",
     "ProjectConfiguration",
     "Timeline",
+    "is_of",
 ]
 
 _NAME = r"checkpoint_(\d+)"
@@ -133,7 +134,7 @@ class CheckpointDirectory:
 
     def committed(self, stamp: str) -> Path | None:
         """Return the checkpoint that rank 0 has made of the save `stamp`, if it exists already."""
-        found = (folder for _, folder in reversed(self._all()[-_LOOK_BACK:]) if _is_of(folder, stamp))
+        found = (folder for _, folder in reversed(self._all()[-_LOOK_BACK:]) if is_of(folder, stamp))
         return next(found, None)
 
     def free(self) -> int | None:
@@ -312,7 +313,7 @@ def _saved_at(folder: Path) -> float:
         return 0.0
 
 
-def _is_of(folder: Path, stamp: str) -> bool:
+def is_of(folder: Path, stamp: str) -> bool:
     """Return whether rank 0 has committed this very save already; then it is expected that the folder exists."""
     try:
         return Manifest.read(folder).stamp == stamp

@@ -1,7 +1,8 @@
 """Checkpoints: the part of an Accelerator that saves and loads a training. Runs in ranks.
 
 `save_state` contains no collective: rank 0 writes and commits the folder, every other rank that calls it adds its
-random states, and no rank waits for another. So it may be called by all ranks or under `is_main_process`.
+random states, and no rank waits for another. So it may be called by all ranks or under `is_main_process`. Of a sharded
+training every rank writes its rows, and all wait for rank 0, through files (`SaveAgreement`): all ranks call it then.
 `load_state` is collective: rank 0 chooses and verifies, all read.
 
 Not saved: gradients. In an open accumulation window its batches count as not yet seen.
@@ -28,11 +29,13 @@ from nbaccel.train.checkpoint.accelerate_format import read_foreign, restore_for
 from nbaccel.train.checkpoint.atomic_folder import SUBFOLDER, may_write_below, sayable
 from nbaccel.train.checkpoint.autosave import CheckpointPolicy
 from nbaccel.train.checkpoint.content import Content, ObjectState, Staging
-from nbaccel.train.checkpoint.directory import CheckpointDirectory, FoundCheckpoint
+from nbaccel.train.checkpoint.directory import CheckpointDirectory, FoundCheckpoint, is_of
 from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.checkpoint.rng_files import Stamp
+from nbaccel.train.checkpoint.save_agreement import Alone, SaveAgreement
+from nbaccel.train.checkpoint.shards import loadable
 from nbaccel.train.checkpoint.training_state import Epochs, Remembered, TrainingState, in_words
-from nbaccel.train.checkpoint.writer import Save, Writer
+from nbaccel.train.checkpoint.writer import Save, ShareSave, Writer
 from nbaccel.train.distributed.callers import users_line, warn_user
 from nbaccel.train.prepare.equipment import Equipment
 
@@ -153,7 +156,9 @@ class Checkpoints:
         training, directory = self.training(), self.directory
         moment = training.stamp()
         is_numbered = output_dir is None
-        if is_numbered:
+        if training.is_sharded:  # every rank calls it, from whatever line
+            moment = replace(moment, save=directory.label((moment.step, moment.position), "any line"))
+        elif is_numbered:
             moment = replace(moment, save=directory.label((moment.step, moment.position), users_line()))
         target = directory.next_folder(output_dir, str(moment), self.writes)
         if target.name == SUBFOLDER and self.writes:
@@ -163,8 +168,7 @@ class Checkpoints:
         if is_numbered:
             directory.count_on(target)  # also where the save fails: no other save takes that number
             self.tell(directory, target)
-        self.save(target, moment, blocking, directory if is_numbered else None)
-        return os.fspath(target)
+        return os.fspath(self.save(target, moment, blocking, directory if is_numbered else None))
 
     def load_state(
         self,
@@ -204,19 +208,25 @@ class Checkpoints:
         """
         lineage = self.directory.lineage
         saves_itself = CheckpointPolicy.of(self._equipment.settings).every is not None
-        if lineage.is_agreed or not (saves_itself or self.directory.project.automatic_checkpoint_naming):
+        is_named = saves_itself or self.directory.project.automatic_checkpoint_naming
+        if lineage.is_agreed or not (is_named or self._equipment.world.is_distributed):
             return
         run, free = self.from_main(lambda: (lineage.run, self.directory.free()))
         lineage.agree(run)
         self.directory.go_on_at(free)
 
-    def save(self, target: Path, stamp: Stamp, blocking: bool, directory: CheckpointDirectory | None) -> None:
-        """Save this rank's share of a checkpoint.  directory: cleans up, in rank 0, once the checkpoint is complete."""
+    def save(self, target: Path, stamp: Stamp, blocking: bool, directory: CheckpointDirectory | None) -> Path:
+        """Save this rank's share of a checkpoint; return the checkpoint, as far as its name is known.
+
+        directory: cleans up, in rank 0, once the checkpoint is complete.
+        """
         refuse_if_aborted(f"the checkpoint {target}")
         training = self.training()
+        if training.is_sharded and self._equipment.world.is_distributed:
+            return self._save_together(target, training, stamp, blocking, directory)
         if self.writes:
-            self._write(target, training, stamp, blocking, directory)
-            return
+            self._write(target, training, stamp, blocking, directory, Alone())
+            return target
         if self.registered.save_hooks:
             self._run_save_hooks(training, training.weights(), target)
         try:
@@ -225,9 +235,89 @@ class Checkpoints:
                 rng_files.add(target, self._equipment.state.process_index, stamp, training.generators(), **committed)
         except CannotSave as error:
             self._go_on_without(error)
+        return target
+
+    def _save_together(
+        self, target: Path, training: TrainingState, stamp: Stamp, blocking: bool, directory: CheckpointDirectory | None
+    ) -> Path:
+        """Save a sharded training, of which every rank writes its own rows. Runs in every rank; no collective."""
+        self.writer.join()  # the save before, with its error: the same on all ranks, before any of them begins this one
+        world = self._equipment.world
+        if self.directory.project.save_on_each_node and world.local_world_size < world.world_size:
+            raise CannotSave(
+                f"cannot write the checkpoint {target}: save_on_each_node is for nodes without a common file system, "
+                "and a sharded model has rows on every node, which belong into one folder. Leave save_on_each_node out "
+                "and give a folder that all nodes see.",
+                str(target),
+            )
+
+        def committed() -> Path | None:
+            if is_of(target, str(stamp)):
+                return target
+            return None if directory is None else directory.committed(str(stamp))
+
+        agreement = SaveAgreement(target, str(stamp), world.rank, world.world_size, committed, self._say)
+        try:
+            agreement.begin()
+            if world.is_main_process:
+                self._write(target, training, stamp, blocking, directory, agreement)
+                return target
+            return self._write_share(target, training, stamp, blocking, agreement)
+        except CannotSave as error:  # before anything was written
+            agreement.fail(error)
+            self._go_on_without(error)
+            return target
+        except BaseException as error:
+            agreement.fail(error)
+            raise
+
+    def _write_share(
+        self, target: Path, training: TrainingState, stamp: Stamp, blocking: bool, agreement: SaveAgreement
+    ) -> Path:
+        """Write this rank's rows and random states, now or in the background. Runs in every rank but rank 0."""
+        staging = None if blocking else self.staging
+        state = training.generators()
+        weights = training.weights()
+        content = training.content(weights, self.registered.objects)
+        if self.registered.save_hooks:
+            self._run_save_hooks(training, weights, target)
+        parts = _whole(content.ready(staging, rows_only=True), target)
+        world = self._equipment.world
+        save = ShareSave(
+            target,
+            parts if staging is None else list(parts),
+            world.rank,
+            world.world_size,
+            stamp,
+            state,
+            agreement,
+            self.directory.latest,
+        )
+
+        def write() -> Path:
+            try:
+                self.directory.latest = save.write()
+            except CannotSave as error:
+                self._go_on_without(error)
+                return target
+            except BaseException as error:
+                agreement.fail(error)
+                raise
+            return self.directory.latest
+
+        if blocking:
+            return write()
+        self.writer.start(write)
+        return target
 
     def _write(
-        self, target: Path, training: TrainingState, stamp: Stamp, blocking: bool, directory: CheckpointDirectory | None
+        self,
+        target: Path,
+        training: TrainingState,
+        stamp: Stamp,
+        blocking: bool,
+        directory: CheckpointDirectory | None,
+        agreement: Alone,
     ) -> None:
         """Write the whole folder, now or in the background; then `directory` cleans up. Runs in rank 0."""
         then = None if directory is None else directory.tidy
@@ -253,6 +343,7 @@ class Checkpoints:
             state,
             training.manifest(content, stamp),
             self.directory.latest,
+            agreement,
         )
         if blocking:
             # Hooks may remove weights, before the parts are made of the others.
@@ -316,12 +407,12 @@ class Checkpoints:
         for reason in choice.passed_over if self._equipment.state.is_main_process else ():
             warn_user(f"{reason}. Loading {choice.folder} instead.")
         models = self._run_load_hooks(training, choice.folder)
-        content = _read(choice, trust)
+        content = _read(choice, trust, training.is_sharded)
         self._refuse_other_objects(choice, content)
         reorders = training.reorders(content)
         training.take(content, models, options)
         for thing, state in zip(self.registered.objects, content.customs, strict=True):
-            thing.load_state_dict(state)
+            thing.load_state_dict(loadable(state, thing.state_dict()) if training.is_sharded else state)
         seed = content.progress.get("seed", torch.initial_seed())
         self.directory.latest = choice.folder
         self.directory.lineage.follow(choice.manifest)
@@ -387,10 +478,10 @@ def _named(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
-def _read(choice: FoundCheckpoint, trust: bool) -> Content:
+def _read(choice: FoundCheckpoint, trust: bool, by_rows: bool) -> Content:
     if choice.manifest is None:
         return read_foreign(choice.folder, trust)
-    return Content.read(choice.folder, choice.manifest, trust)
+    return Content.read(choice.folder, choice.manifest, trust, by_rows)
 
 
 def _news(folder: Path, manifest: Manifest, world_size: int, place: str, reorders: bool) -> Iterator[str]:

@@ -49,11 +49,14 @@ MANIFEST = "manifest.json"
 
 _SEALED_THEMSELVES = "generators_*.json"
 
-_LAYOUT = 2
+_LAYOUT = 3
 """Version of the layout; increased when an older nbaccel could no longer read what this one writes."""
 
-_READABLE = (1, 2)
-"""Layouts that can be read. 1: without the names of runs."""
+_LAYOUT_WITHOUT_SHARDS = 2
+"""Layout of a checkpoint that one rank has written, which an older nbaccel reads too."""
+
+_READABLE = (1, 2, 3)
+"""Layouts that can be read. 1: without the names of runs. 2: without shards."""
 
 
 @frozen
@@ -112,6 +115,8 @@ class Manifest:
     files: by path inside the folder; those of hooks are among them.
     saved_at: seconds since 1970, by the clock of the machine that wrote it.
     run, ancestors: as in `Lineage`; empty where an older nbaccel wrote it. The parent is the last ancestor.
+    shards: for each part, and each of its tensors that several ranks have written, ``{"shape": [11, 4], "dtype":
+    "torch.float32", "boxes": [[file, offset, shape], ...]}``: which box of the tensor is in which file.
     """
 
     stamp: str
@@ -126,6 +131,7 @@ class Manifest:
     saved_at: float = field(default_factory=time.time)
     run: str = ""
     ancestors: dict[str, float] = field(default_factory=dict)
+    shards: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
 
     def seal(self, folder: Path, records: Mapping[str, FileRecord] = MappingProxyType({})) -> None:
         """Flush every file in `folder` to the disk, list those that are not sealed, and write the manifest.
@@ -140,7 +146,10 @@ class Manifest:
             names = [path.relative_to(folder).as_posix() for path in listed]
             files = {name: records.get(name) or FileRecord.of(folder / name) for name in names}
             list(synced)  # raises what it raised
-        write_sealed(folder / MANIFEST, {"layout": _LAYOUT, **asdict(self), "files": _as_json(files)})
+        content = {**asdict(self), "files": _as_json(files)}
+        if not self.shards:
+            del content["shards"]
+        write_sealed(folder / MANIFEST, {"layout": _LAYOUT if self.shards else _LAYOUT_WITHOUT_SHARDS, **content})
         sync(folder)
 
     @classmethod

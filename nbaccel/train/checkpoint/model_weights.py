@@ -22,9 +22,10 @@ from torch.nn import Module
 
 from nbaccel.aborting import refuse_if_aborted
 from nbaccel.train.checkpoint.atomic_folder import sayable
-from nbaccel.train.checkpoint.content import load_pickle, load_tensors
-from nbaccel.train.checkpoint.manifest import sync
+from nbaccel.train.checkpoint.content import load_pickle, load_tensors, read_part
+from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest, sync
 from nbaccel.train.checkpoint.serialization import frozen_file, pack
+from nbaccel.train.checkpoint.shards import first_names, is_sharded_tensor, unsharded
 
 __all__ = [
     "load_model",
@@ -69,7 +70,7 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | s
     """
     if folder.is_file():
         raise NotADirectoryError(f"save_model writes into a folder, and {folder} is a file: give it another name")
-    packed = pack(dict(state))
+    packed = pack(unsharded(dict(state), "save_model"))
     shards = _cut(packed.tensors, parse_size(max_shard_size))
     stem, suffix = os.path.splitext(_NAMES[safe])
     names = [f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}" for number in range(1, len(shards) + 1)]
@@ -102,13 +103,16 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """
     if path.is_file():
         return _read_file(path)
+    if (path / MANIFEST).is_file() and (manifest := Manifest.read(path)).shards.get("model"):
+        state: dict[str, Tensor] = dict(read_part(path, "model", manifest, trust=False))  # a checkpoint of ours
+        return state
     for name in _NAMES.values():
         if (path / name).is_file():
             frozen = path / frozen_file("model")  # beside it in a checkpoint of ours
             return _read_file(path / name) | (_read_file(frozen) if frozen.is_file() else {})
         if (path / f"{name}.index.json").is_file():
             places = json.loads((path / f"{name}.index.json").read_text())["weight_map"]
-            state: dict[str, Tensor] = {}
+            state = {}
             for shard in sorted(set(places.values())):
                 if os.path.basename(shard) != shard:
                     raise ValueError(f"{path / name}.index.json points out of its folder: {shard!r}")
@@ -158,12 +162,14 @@ def without_prefix(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def with_tied(model: Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return `state` with the names that safetensors files leave out because `model` ties their weights to others."""
     own = model.state_dict()
-    by_place = {_place(own[name]): name for name in state if isinstance(own.get(name), Tensor)}
-    tied = {
-        name: state[by_place[_place(tensor)]]
+    first = first_names(model)
+    places = {
+        name: first.get(name, name) if is_sharded_tensor(tensor) else _place(tensor)
         for name, tensor in own.items()
-        if name not in state and isinstance(tensor, Tensor) and _place(tensor) in by_place
+        if isinstance(tensor, Tensor)
     }
+    by_place = {places[name]: name for name in state if name in places}
+    tied = {name: state[by_place[place]] for name, place in places.items() if name not in state and place in by_place}
     return {**state, **tied}
 
 

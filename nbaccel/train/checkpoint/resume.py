@@ -22,6 +22,7 @@ from nbaccel.train.checkpoint.content import HeldContent
 from nbaccel.train.checkpoint.directory import FoundCheckpoint
 from nbaccel.train.checkpoint.manager import Checkpoints
 from nbaccel.train.checkpoint.rng_files import State, read
+from nbaccel.train.checkpoint.shards import refuse_partial_torch_save
 from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.step.accumulation import Saver
 
@@ -86,7 +87,12 @@ class ResumePolicy:
         return read(self._equipment.device)
 
     def resume_if_complete(self) -> None:
-        """Continue, after a `prepare`, once everything that the checkpoint holds is prepared. Collective."""
+        """Continue, after a `prepare`, once everything that the checkpoint holds is prepared. Collective.
+
+        From a sharded model on ``torch.save`` writes no part of one in this process.
+        """
+        if self._checkpoints.training().is_sharded:
+            refuse_partial_torch_save()
         if self._pending is None:
             return
         place = self._pending

@@ -101,9 +101,10 @@ class Stamp:
         return f"{moment}, {self.save}" if self.save else moment
 
 
-def write(folder: Path, rank: int, stamp: str, state: State) -> None:
-    """Write `rank`'s file into `folder`, which is still being written."""
+def write(folder: Path, rank: int, stamp: str, state: State) -> str:
+    """Write `rank`'s file into `folder`, which is still being written; return the file's name."""
     write_sealed(folder / _name(rank), {"stamp": stamp, "rank": rank, **state})
+    return _name(rank)
 
 
 def carry(target: Path, folder: Path, stamp: str) -> None:

@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.manifest import FileRecord, SideThread
+from nbaccel.train.checkpoint.shards import LocalRows, is_sharded_tensor, rows_of
 from nbaccel.values import frozen
 
 __all__ = [
@@ -59,11 +60,13 @@ class Packed:
 
     structure: JSON.  tensors: by dotted name, on the CPU, in any layout, none of them a view of a larger one.
     aliases: second and further names of a tensor in the state's first level, as tied weights have.
+    rows: of sharded tensors the part of this rank, by dotted name; on the CPU like `tensors`.
     """
 
     structure: Any
     tensors: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, LocalRows] = field(default_factory=dict)
 
 
 @frozen
@@ -112,7 +115,7 @@ def on_host(name: str, tensor: Tensor) -> Tensor:
     return plain.clone() if is_view else plain
 
 
-def pack(state: Any, to_host: ToHost = on_host) -> Packed:
+def pack(state: Any, to_host: ToHost = on_host, rows_only: bool = False) -> Packed:
     """Return `state` as JSON and tensors, which `to_host` brings to the CPU.
 
     Every value that is not a JSON scalar becomes ``{kind: [children]}``, so unpacking only ever builds the kinds of one
@@ -120,10 +123,12 @@ def pack(state: Any, to_host: ToHost = on_host) -> Packed:
     error names its place.
 
     Not kept: ``requires_grad`` and the device of tensors (they come back on the CPU), and views as views. A tensor that
-    occurs twice is stored once, so tied weights cost nothing.
+    occurs twice is stored once, so tied weights cost nothing. Of sharded tensors only this rank's rows are taken.
 
+    rows_only: bring nothing else to the CPU; another rank writes the rest.
     Raises:
         CannotPack: `state` holds an object of another kind.
+        CannotSave: a tensor is sharded in a way that cannot be saved.
 
     >>> packed = pack({"weight": torch.ones(2), "steps": (1, 2)})
     >>> packed.structure
@@ -131,9 +136,9 @@ def pack(state: Any, to_host: ToHost = on_host) -> Packed:
     >>> unpack(packed.structure, packed.tensors)
     {'weight': tensor([1., 1.]), 'steps': (1, 2)}
     """
-    packer = _Packer(to_host)
+    packer = _Packer(to_host, rows_only)
     structure = packer.pack(state, "")
-    return Packed(structure, packer.tensors, packer.aliases)
+    return Packed(structure, packer.tensors, packer.aliases, packer.rows)
 
 
 def unpack(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -160,8 +165,10 @@ def unpack(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
 class _Packer:
     """Converts one state to JSON; its tensors are collected under dotted names."""
 
-    def __init__(self, to_host: ToHost) -> None:
+    def __init__(self, to_host: ToHost, rows_only: bool) -> None:
         self._to_host = to_host
+        self._rows_only = rows_only
+        self.rows: dict[str, LocalRows] = {}
         self.tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self._places: dict[tuple[Any, ...], str] = {}
@@ -199,18 +206,24 @@ class _Packer:
         return {"ndarray": [self._put_aside(tensor, name)]}
 
     def _put_aside(self, tensor: Tensor, name: str) -> str:
+        rows = rows_of(tensor, name) if is_sharded_tensor(tensor) else None
+        whole_shape = tuple(tensor.shape)
+        tensor = tensor if rows is None else rows.local
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             shown = "on the meta device" if tensor.is_meta else f"{tensor.layout} of {tensor.dtype}"
             raise CannotPack(f"{name or 'the state'} is a tensor without plain memory ({shown})")
-        place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, whole_shape)
         if tensor.numel() and place in self._places:
             kept = self._places[place]
             self.aliases[name] = kept
             return kept
-        while name in self.tensors:  # {"a": {"b": …}} and {"a.b": …} have the same name
+        while name in self.tensors or name in self.rows:  # {"a": {"b": …}} and {"a.b": …} have the same name
             name += "'"
         self._places[place] = name
-        self.tensors[name] = self._to_host(name, tensor)
+        if rows is not None:
+            self.rows[name] = replace(rows, local=self._to_host(name, tensor))
+        else:
+            self.tensors[name] = tensor if self._rows_only else self._to_host(name, tensor)
         return name
 
 

@@ -18,6 +18,7 @@ from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.manifest import Lineage, Manifest
 from nbaccel.train.checkpoint.model_weights import with_tied
 from nbaccel.train.checkpoint.rng_files import Stamp, State, read
+from nbaccel.train.checkpoint.shards import holds_shards, is_sharded_tensor, load_module, load_optimizer, may_be_sharded
 from nbaccel.train.prepare.prepared import Prepared
 from nbaccel.train.step.accumulation import Accumulation, StepClock
 from nbaccel.train.step.precision import Precision
@@ -63,8 +64,18 @@ class TrainingState:
             run = f"{run or '?'}.{lineage.turns}"
         return Stamp(self.step, self.accumulation.window.unfinished, run, save)
 
+    @property
+    def is_sharded(self) -> bool:
+        """True if each rank holds rows of its own of a prepared model or optimizer, equally on all ranks."""
+        prepared = self.prepared
+        if not may_be_sharded():
+            return False
+        weights = (weight for model in prepared.models for weight in model.parameters())
+        groups = (group for optimizer in prepared.optimizers for group in optimizer.param_groups)
+        return any(map(is_sharded_tensor, weights)) or any(holds_shards(group["params"]) for group in groups)
+
     def weights(self) -> list[dict[str, Any]]:
-        """Return each model's state dict, as a single process would save it. Collective with sharded strategies."""
+        """Return each model's state dict; tensors of a sharded model are sharded in it. No collective."""
         return self.prepared.model_states(self.strategy)
 
     @property
@@ -161,10 +172,18 @@ class TrainingState:
                     f"the checkpoint holds {len(states)} {kind}(s), and {len(things)} are prepared: "
                     "prepare the same ones, in the same order, before load_state"
                 )
+        by_rows = content.is_stored or self.is_sharded
         for model, state in zip(models, content.models, strict=True):
-            strategy.load_state_dict(model, with_tied(strategy.unwrap(model), state), **options)
+            module = strategy.unwrap(model)
+            if by_rows:
+                load_module(module, with_tied(module, state), **options)
+            else:
+                strategy.load_state_dict(model, with_tied(module, state), **options)
         for optimizer, state in zip(prepared.optimizers, content.optimizers, strict=True):
-            optimizer.load_state_dict(state)
+            if by_rows:
+                load_optimizer(optimizer, state)
+            else:
+                optimizer.load_state_dict(state)
         for scheduler, state in zip(prepared.schedulers, content.schedulers, strict=True):
             scheduler.load_state_dict(state)
         # An evaluation that prepares fewer loaders than the training did may load its checkpoint.

@@ -1,4 +1,4 @@
-"""Save: writes one checkpoint to its folder on the disk. Runs in rank 0.
+"""Save: writes one checkpoint to its folder on the disk. Runs in rank 0; in other ranks `ShareSave`, of sharded models.
 
 Its content does not change any more once it is made with staged tensors, so a thread may write it while the
 training continues.
@@ -12,20 +12,23 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 
+from nbaccel.errors import CannotSave
 from nbaccel.events import Checkpoint, emit
 from nbaccel.train.checkpoint import rng_files as generators
-from nbaccel.train.checkpoint.atomic_folder import replacing, sweep
+from nbaccel.train.checkpoint.atomic_folder import replacing, sayable, sweep
 from nbaccel.train.checkpoint.content import ObjectState
-from nbaccel.train.checkpoint.manifest import FileRecord, Manifest
+from nbaccel.train.checkpoint.manifest import FileRecord, Manifest, sync
 from nbaccel.train.checkpoint.rng_files import Stamp, State
+from nbaccel.train.checkpoint.save_agreement import Alone, SaveAgreement, Share, delete_dead_agreements
 from nbaccel.train.checkpoint.serialization import shareable_bytes
 from nbaccel.values import frozen
 
 __all__ = [
     "Save",
+    "ShareSave",
     "Writer",
 ]
 
@@ -38,6 +41,7 @@ class Save:
     nbytes: of all tensors.  generators: random states of this rank, whose number is `rank`.
     manifest: the position of the training; the names of the parts are added to it.
     earlier: the checkpoint before, which may hold the frozen weights already.
+    agreement: how the ranks agree, where each of them has rows of sharded tensors.
     """
 
     target: Path
@@ -48,6 +52,7 @@ class Save:
     generators: State
     manifest: Manifest
     earlier: Path | None = None
+    agreement: Alone = field(default_factory=Alone)
 
     def write(self, into_folder: Callable[[Path], None] = lambda folder: None) -> list[str]:
         """Write the checkpoint to the disk; return, for each part that only a pickle can hold, the reason.
@@ -60,21 +65,61 @@ class Save:
         names: list[str] = []
         reasons: list[str] = []
         records: dict[str, FileRecord] = {}
+        own = Share({}, {})
+        delete_dead_agreements(self.target.parent)
         needed = max(0, self.nbytes - shareable_bytes(self.earlier, self.target.parent))
-        with replacing(self.target, needed) as folder:
+        with self.agreement.decided(self.target), replacing(self.target, needed) as folder:
             into_folder(folder)
             for part in self.parts:
                 records |= part.write(folder, self.earlier)
+                own = own.and_also(part.write_rows(folder, self.rank, self.manifest.world_size, self.earlier))
                 names.append(part.name)
                 if part.reason:
                     reasons.append(part.reason)
             generators.write(folder, self.rank, str(self.stamp), self.generators)
             sweep(folder)
             generators.carry(self.target, folder, str(self.stamp))
-            replace(self.manifest, parts=names).seal(folder, records)
+            shards = self.agreement.collect(folder, own)
+            replace(self.manifest, parts=names, shards=shards.places).seal(folder, {**records, **shards.records})
         generators.adopt(self.target, self.stamp)
         emit(Checkpoint(str(self.target), self.manifest.step, time.monotonic() - began))
         return reasons
+
+
+@frozen
+class ShareSave:
+    """One rank's share of a checkpoint of a sharded training. Not of rank 0, which has a `Save`.
+
+    target: the checkpoint, as this rank expects its name.  parts, stamp, generators, earlier: as in `Save`.
+    """
+
+    target: Path
+    parts: Iterable[ObjectState]
+    rank: int
+    world_size: int
+    stamp: Stamp
+    generators: State
+    agreement: SaveAgreement
+    earlier: Path | None = None
+
+    def write(self) -> Path:
+        """Write this rank's rows and random states, and wait for rank 0's decision; return the checkpoint.
+
+        Raises:
+            CannotSave: the checkpoint was not committed; the same error on all ranks.
+        """
+        agreement, share = self.agreement, Share({}, {})
+        try:
+            with sayable(self.target):
+                for part in self.parts:
+                    share = share.and_also(part.write_rows(agreement.folder, self.rank, self.world_size, self.earlier))
+                for name in share.records:
+                    sync(agreement.folder / name)
+                own = generators.write(agreement.folder, self.rank, str(self.stamp), self.generators)
+                agreement.report(share, [own])
+        except CannotSave as error:
+            agreement.tell(error)
+        return agreement.verdict()
 
 
 class Writer:

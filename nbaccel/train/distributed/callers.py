@@ -52,9 +52,15 @@ def users_line() -> str:
 def _callers() -> tuple[FrameType, int]:
     """Return the first frame outside of this package, and its depth as seen from the caller of this function."""
     frame, depth = sys._getframe(2), 2
-    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_PASSED_BY):
+    while frame.f_back is not None and _is_passed_by(frame.f_code):
         frame, depth = frame.f_back, depth + 1
     return frame, depth
+
+
+def _is_passed_by(code: CodeType) -> bool:
+    """Return whether `code` is the package's, torch's, or the ``__init__`` of a dataclass, which has no file."""
+    is_generated = code.co_filename == "<string>" and code.co_name == "__init__"
+    return is_generated or os.path.abspath(code.co_filename).startswith(_PASSED_BY)
 
 
 _DEPTH = 3

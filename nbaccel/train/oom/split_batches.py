@@ -208,7 +208,7 @@ class SplitBatches(WholeBatches):
         """Hold back the gradients of `models`, and of these only."""
         self._held.close()
         for model in models:
-            self._held.enter_context(self._strategy.no_sync(model))
+            self._held.enter_context(self._strategy.within_window(model))
 
 
 def make_gate(split: int | None, prepared: Prepared, strategy: Strategy) -> Gate:

@@ -199,7 +199,7 @@ class Accumulating:
     def _hold(self) -> Sequence[AbstractContextManager[Any]]:
         held = []
         for model in self.models:
-            context = self._strategy.no_sync(model)
+            context = self._strategy.within_window(model)
             context.__enter__()
             held.append(context)
         return held

@@ -6,6 +6,8 @@ It decides nothing: the Accelerator's lifecycle says when they are made.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from nbaccel.settings import RunSettings
@@ -18,8 +20,8 @@ from nbaccel.train.prepare.optimizer import RawSteps
 from nbaccel.train.prepare.prepared import Prepared
 from nbaccel.train.step.accumulation import Accumulation, GradientAccumulationPlugin
 from nbaccel.train.step.kwargs_handlers import Handlers
-from nbaccel.train.step.precision import Precision, make_precision
-from nbaccel.train.strategies import Strategy, choose_strategy
+from nbaccel.train.step.precision import Precision
+from nbaccel.train.strategies import Strategy, choose_strategy, strategy_class
 from nbaccel.world import World
 
 __all__ = ["Equipment"]
@@ -58,6 +60,11 @@ class Equipment:
         return self.state.device
 
     @property
+    def strategy_class(self) -> type[Strategy]:
+        """The class of the strategy of this world, which touches no device."""
+        return strategy_class(self.world, self.settings.strategy)
+
+    @property
     def collectives(self) -> Collectives:
         """The collectives of this process; forms the process group where there is none. Collective then."""
         return self.state.collectives
@@ -73,10 +80,10 @@ class Equipment:
         self.accumulation = Accumulation(settings.gradient_accumulation_steps or 1, rules)
         self.is_complete = False
 
-    def complete(self, handlers: Handlers, on_nan: str) -> None:
-        """Make the objects that depend on the device."""
-        self.precision = make_precision(self.settings.mixed_precision or "no", self.device, handlers)
-        self.strategy = choose_strategy(self.world, self.device, handlers=handlers)
+    def complete(self, handlers: Handlers, on_nan: str, plugin: Any = None) -> None:
+        """Make the objects that depend on the device.  plugin: options of the strategy, see `choose_strategy`."""
+        self.strategy = choose_strategy(self.world, self.device, self.settings.strategy, handlers, plugin)
+        self.precision = self.strategy.precision(self.settings.mixed_precision or "no")
         self.watch = make_watch(on_nan, self.accumulation.clock, self.precision, self.strategy)
         self.raw_steps = RawSteps(self.accumulation, self.precision, self.strategy)
         self.accumulating = Accumulating(self.accumulation, self.strategy)

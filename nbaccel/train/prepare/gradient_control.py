@@ -57,8 +57,7 @@ class GradientControl:
         if is_complete:
             self._unscale_those_of(parameters)
             return self._equipment.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        norm = self._equipment.strategy.norm(parameters, norm_type)
         return norm / self._equipment.precision.scale(torch.ones_like(norm))
 
     def clip_values(self, parameters: Iterable[Tensor] | Tensor, clip_value: float, is_complete: bool) -> None:

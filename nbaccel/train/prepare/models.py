@@ -2,21 +2,18 @@
 
 This module decides what `prepare` may do with a model before a strategy takes it, and refuses what cannot be trained
 here. It reads attributes with which transformers, bitsandbytes and accelerate mark such models and imports none of
-them. It also applies gradient checkpointing to a model's blocks (`recompute_activations`) and compiles prepared models
-by ``torch.compile`` (`Compiling`).
+them. It also compiles prepared models by ``torch.compile`` (`Compiling`).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import DataParallel, Module, ModuleList, Sequential
+from torch.nn import DataParallel, Module, ModuleList
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from nbaccel.settings import RunSettings
 from nbaccel.train.distributed.callers import warn_user
@@ -35,7 +32,6 @@ __all__ = [
     "is_spread",
     "keep_compiled",
     "may_move",
-    "recompute_activations",
 ]
 
 _QUANTISED_MARKS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit", "hf_quantizer", "quantization_method")
@@ -145,65 +141,6 @@ def _device_name(place: object) -> str:
 
 def _name(model: Module) -> str:
     return type(without_compile(model)).__name__
-
-
-_OWN = {
-    "activation_checkpointing_enable": "activation_checkpointing_kwargs",
-    "gradient_checkpointing_enable": "gradient_checkpointing_kwargs",
-}
-"""Methods of models that do it themselves, newest spelling first, and their argument for torch's checkpoint."""
-
-
-def recompute_activations(model: Module, blocks: Iterable[Module] | None = None) -> None:
-    """Recompute each of `blocks`, or without `blocks` the members of the outermost lists of `model`.
-
-    Activations are computed again in the backward instead of kept, which saves memory at the cost of one more forward.
-    torch's own non-reentrant checkpoint does the work, the only kind that works with DDP, accumulation and frozen
-    inputs; this function finds the blocks to apply it to.
-
-    Raises:
-        ValueError: no blocks were given, and none were found.
-    """
-    own = next((name for name in _OWN if hasattr(model, name)), None)
-    if blocks is None and own is not None:
-        getattr(model, own)(**{_OWN[own]: {"use_reentrant": False}})
-        return
-    chosen = list(_members(model)) if blocks is None else list(blocks)
-    if not chosen:
-        raise ValueError(
-            f"{type(model).__name__} has no ModuleList or Sequential to recompute block by block: name the blocks, "
-            "accelerator.gradient_checkpointing(model, blocks=[model.encoder, model.decoder])"
-        )
-    for block in chosen:
-        if not isinstance(block.forward, _Recomputed):
-            block.forward = _Recomputed(block, block.forward)
-
-
-def _members(module: Module) -> Iterator[Module]:
-    """Yield the members of the outermost lists of `module` that have parameters (an activation is cheap to keep)."""
-    if isinstance(module, ModuleList | Sequential):
-        yield from (member for member in module if any(True for _ in member.parameters()))
-        return
-    for child in module.children():
-        yield from _members(child)
-
-
-class _Recomputed:
-    """A block's forward under checkpoint while training. A class, so that such models can be pickled."""
-
-    def __init__(self, block: Module, forward: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, forward, updated=())
-        self.block = block
-        self.forward = forward
-
-    def __nbaccel_unwrap__(self) -> Callable[..., Any]:
-        """Return what is sent from a rank to the notebook in place of this object."""
-        return self.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.block.training and torch.is_grad_enabled()):
-            return self.forward(*args, **kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
 
 
 _NOTHING = ("none", "no")

@@ -84,6 +84,7 @@ class Prepared:
         return any(strategy.unwrap(model) is not model for model in self.models) or strategy.finds_parallel()
 
     def model_states(self, strategy: Strategy) -> list[dict[str, Any]]:
+        """Return the state of each model as this rank holds it: its rows, where it is sharded. No collective."""
         return [strategy.state_dict(model) for model in self.models]
 
     def frozen(self, strategy: Strategy) -> list[frozenset[str]]:

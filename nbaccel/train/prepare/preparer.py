@@ -23,6 +23,7 @@ from nbaccel.train.prepare.models import admit, may_move
 from nbaccel.train.prepare.optimizer import Guard, PreparedOptimizer, PreparedScheduler, follow_parameters
 from nbaccel.train.prepare.prepared import remembered
 from nbaccel.train.step.precision import restore_forward
+from nbaccel.train.strategies.single import is_sharded
 
 __all__ = [
     "Preparer",
@@ -49,7 +50,13 @@ class Preparer:
         moves: for each object, whether it goes to the device.
         scheduler_moves: how often schedulers move when their optimizer steps; 0 where they move by their own calls.
         """
-        prepared = [self._prepare_one(thing, move, config) for thing, move in zip(objects, moves, strict=True)]
+        models = [(thing, move) for thing, move in zip(objects, moves, strict=True) if isinstance(thing, Module)]
+        optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
+        known = dict(zip((id(model) for model, _ in models), self._prepare_models(models, optimizers), strict=True))
+        prepared = [
+            known[id(thing)] if id(thing) in known else self._prepare_one(thing, move, config)
+            for thing, move in zip(objects, moves, strict=True)
+        ]
         # Schedulers come last: they follow prepared optimizers, which may come after them in the call.
         prepared = [self.prepare_scheduler(thing, scheduler_moves) for thing in prepared]
         self._bring_states()
@@ -57,7 +64,9 @@ class Preparer:
 
     def prepare_model(self, model: Module, move: bool, evaluation_mode: bool) -> Module:
         """Return `model` prepared; see `Accelerator.prepare_model`. Collective where there are peers."""
-        prepared = self._prepare_model(model, move, evaluation_mode)
+        prepared = (
+            self._prepare_for_evaluation(model, move) if evaluation_mode else self._prepare_models([(model, move)])[0]
+        )
         self._bring_states()
         return prepared
 
@@ -84,31 +93,58 @@ class Preparer:
     # -- each kind
 
     def _prepare_one(self, thing: Any, move: bool, config: DataLoaderConfiguration) -> Any:
-        if isinstance(thing, Module):
-            return self._prepare_model(thing, move)
         if isinstance(thing, Optimizer):
             return self._prepare_optimizer(thing)
         if isinstance(thing, DataLoader):
             return self.prepare_loader(thing, move, config)
         return thing
 
-    def _prepare_model(self, model: Module, move: bool, evaluation_mode: bool = False) -> Module:
+    def _prepare_models(
+        self, models: Sequence[tuple[Module, bool]], optimizers: Sequence[Optimizer] = ()
+    ) -> list[Module]:
+        """Return `models`, each with whether it moves, prepared together, and let optimizers follow. Collective.
+
+        optimizers: those of the same call, not prepared yet; earlier ones follow too.
+        """
         equipment = self._equipment
-        if any(model is known for known in equipment.prepared.models):
-            return model
-        model = admit(model, equipment.world, equipment.device)
-        if move and may_move(model):
-            model.to(equipment.device)
-        restore_forward(equipment.strategy.unwrap(model))  # of another precision, before
-        equipment.precision.wrap_forward(equipment.strategy.unwrap(model))
-        if not evaluation_mode:
+        new = {id(model): (model, move) for model, move in models if not self._is_prepared(model)}
+        admitted = {key: self._admit(model) for key, (model, _) in new.items()}
+        moves = [new[key][1] and may_move(model) for key, model in admitted.items()]
+        for model in admitted.values():
             self._agree_on_names()
             equipment.collectives.agree(f"prepare {type(model).__name__} of {len(list(model.parameters()))} parameters")
-            model = equipment.strategy.setup(model)
-        model = equipment.compiling.compiled(model)
-        equipment.prepared.models.append(model)
-        if not evaluation_mode:
+        inner = [
+            optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer for optimizer in optimizers
+        ]
+        known = [prepared.optimizer for prepared in equipment.prepared.optimizers]
+        ready = equipment.strategy.setup(list(admitted.values()), [*known, *inner], moves)
+        prepared = {key: self._compiled(model) for key, model in zip(admitted, ready, strict=True)}
+        if prepared:
             watch_loaders(equipment.world, equipment.accumulation)
+        return [prepared.get(id(model), model) for model, _ in models]
+
+    def _prepare_for_evaluation(self, model: Module, move: bool) -> Module:
+        if self._is_prepared(model):
+            return model
+        model = self._admit(model)
+        if move and may_move(model):
+            self._equipment.strategy.place(model)
+        return self._compiled(model)
+
+    def _is_prepared(self, model: Module) -> bool:
+        return any(model is known for known in self._equipment.prepared.models)
+
+    def _admit(self, model: Module) -> Module:
+        """Return `model` as it can be prepared, with its forward in the run's precision."""
+        equipment = self._equipment
+        model = admit(model, equipment.world, equipment.device)
+        restore_forward(equipment.strategy.unwrap(model))  # of another precision, before
+        equipment.precision.wrap_forward(equipment.strategy.unwrap(model))
+        return model
+
+    def _compiled(self, model: Module) -> Module:
+        model = self._equipment.compiling.compiled(model)
+        self._equipment.prepared.models.append(model)
         return model
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
@@ -117,6 +153,7 @@ class Preparer:
             if optimizer.accumulation is equipment.accumulation:
                 return remembered(optimizer, equipment.prepared.optimizers)
             optimizer = optimizer.optimizer  # prepared by another Accelerator, or for another world
+        equipment.strategy.setup([], [optimizer], [])  # whose model may have been prepared before
         return remembered(
             PreparedOptimizer(
                 optimizer,
@@ -152,6 +189,12 @@ class Preparer:
         if self._equipment.state.num_processes == 1:
             yield
             return
+        joinables = list(joinables)
+        if sharded := [type(thing).__name__ for thing in joinables if isinstance(thing, Module) and is_sharded(thing)]:
+            raise ValueError(
+                f"join_uneven_inputs: {sharded[0]} is sharded (FSDP), so each forward needs all ranks, and torch "
+                "cannot let some of them be done earlier. Keep even_batches=True, which fills up the last round"
+            )
         joined = [thing for thing in joinables if isinstance(thing, Joinable)]
         with ExitStack() as stack:
             for loader in self._equipment.prepared.loaders:

@@ -25,6 +25,7 @@ __all__ = [
     "Buckets",
     "Words",
     "make_words",
+    "running_statistics",
 ]
 
 _WORDS = len(StepReport().numbers)
@@ -60,7 +61,7 @@ class Buckets(Gradients):
         self._collectives = collectives
         self._is_main = is_main
         self._on_return = on_return
-        self._statistics = list(_running_statistics(models)) if sends_statistics else []
+        self._statistics = list(running_statistics(models)) if sends_statistics else []
         self._lay_out(cap_bytes)
         self._used = [False] * len(self.parameters)
         self._had: list[bool] = []
@@ -269,7 +270,8 @@ def _view(flat: Tensor, offset: int, parameter: Parameter) -> Tensor:
     return part.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
 
 
-def _running_statistics(models: Sequence[Module]) -> Iterator[Tensor]:
+def running_statistics(models: Sequence[Module]) -> Iterator[Tensor]:
+    """Yield the running statistics of the normalisation layers of `models`."""
     for model in models:
         for module in model.modules():
             if isinstance(module, _NormBase):

@@ -217,7 +217,6 @@ class Handlers:
 class PluginsNotHere(TypedDict, total=False):
     """Arguments of Accelerate's constructor that are accepted only as None."""
 
-    fsdp_plugin: Any
     deepspeed_plugin: Any
     deepspeed_plugins: Any
     megatron_lm_plugin: Any
@@ -226,12 +225,11 @@ class PluginsNotHere(TypedDict, total=False):
 
 
 _FITS = (
-    "Every rank holds the whole model here (DDP). To make it fit: mixed_precision='bf16' or 'fp16', "
+    "To make a model fit: strategy='fsdp', by which each rank holds a part of it, mixed_precision='bf16' or 'fp16', "
     "gradient_accumulation_steps with a smaller batch, accelerator.gradient_checkpointing(model)."
 )
 
 _INSTEAD = {
-    "fsdp_plugin": f"a model cannot be sharded over the ranks yet. {_FITS}",
     "deepspeed_plugin": f"DeepSpeed does not drive the training here yet. {_FITS}",
     "deepspeed_plugins": f"DeepSpeed does not drive the training here yet. {_FITS}",
     "megatron_lm_plugin": f"Megatron-LM does not drive the training here. {_FITS}",
@@ -243,7 +241,6 @@ _INSTEAD = {
 }
 
 _BY_VARIABLE = {
-    "ACCELERATE_USE_FSDP": "fsdp_plugin",
     "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
@@ -260,7 +257,7 @@ def refuse_plugins(given: Mapping[str, Any], known: Collection[str]) -> None:
         NotImplementedError: an argument of Accelerate that has no counterpart here.
         TypeError: neither library has such an argument.
 
-    >>> refuse_plugins({"fsdp_plugin": None}, ())
+    >>> refuse_plugins({"deepspeed_plugin": None}, ())
     """
     for name, value in given.items():
         if name not in _INSTEAD:

@@ -3,37 +3,71 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import torch
 
+from nbaccel.settings import STRATEGY_ENTRY_POINTS, installed_strategies
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.strategies.single import Strategy
 from nbaccel.world import World
 
-__all__ = ["Strategy", "choose_strategy", "strategy_names"]
+__all__ = ["AUTO", "Strategy", "choose_strategy", "strategy_class", "strategy_names"]
+
+AUTO = "auto"
+"""The simplest strategy that makes the ranks of a run one training: "single" or "ddp", never one that was not asked."""
 
 _REGISTRY = {
     "single": "nbaccel.train.strategies.single:Strategy",
-    "replicated": "nbaccel.train.strategies.replicated:Replicated",
+    "ddp": "nbaccel.train.strategies.replicated:Replicated",
+    "fsdp": "nbaccel.train.strategies.sharded:Sharded",
 }
 
 
 def choose_strategy(
-    world: World, device: torch.device, name: str | None = None, handlers: Handlers | None = None
+    world: World, device: torch.device, name: str | None = None, handlers: Handlers | None = None, plugin: Any = None
 ) -> Strategy:
-    """Return the strategy called `name`; without a name, the simplest that makes the ranks of `world` one training.
+    """Return the strategy called `name`; for None or "auto" the simplest that makes the ranks of `world` one training.
+
+    plugin: its options, `FullyShardedDataParallelPlugin` for "fsdp".
 
     Raises:
         ValueError: there is no such strategy; the message names the choices.
     """
-    chosen = name or ("replicated" if world.is_distributed else "single")
+    return strategy_class(world, name)(world, device, handlers, plugin)
+
+
+def strategy_class(world: World, name: str | None = None) -> type[Strategy]:
+    """Return the class of the strategy that `choose_strategy` makes, without a device.
+
+    A single process has nobody to share a model with, so it has the strategy "single", also where another one is named.
+
+    Raises:
+        ValueError: there is no such strategy; the message names the choices.
+    """
+    chosen = name or AUTO
+    if chosen not in (AUTO, *strategy_names()):
+        raise ValueError(f"strategy must be one of {', '.join(map(repr, (AUTO, *strategy_names())))}, got {chosen!r}")
+    if not world.is_distributed:
+        chosen = "single"
+    elif chosen == AUTO:
+        chosen = "ddp"
+    elif chosen == "single":
+        raise ValueError(
+            f"strategy='single' is for one process, and there are {world.world_size}: each would train a model of its "
+            "own. Use 'ddp', or 'auto'"
+        )
     if chosen not in _REGISTRY:
-        raise ValueError(f"strategy must be one of {', '.join(map(repr, _REGISTRY))}, got {chosen!r}")
-    module, _, kind = _REGISTRY[chosen].partition(":")
-    strategy: type[Strategy] = getattr(import_module(module), kind)
-    return strategy(world, device, handlers)
+        from importlib.metadata import entry_points  # as slow to import as this whole package
+
+        (found,) = entry_points(group=STRATEGY_ENTRY_POINTS, name=chosen)
+        kind: type[Strategy] = found.load()
+        return kind
+    module, _, of_the_class = _REGISTRY[chosen].partition(":")
+    kind = getattr(import_module(module), of_the_class)
+    return kind
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Return the names that `choose_strategy` accepts."""
-    return tuple(_REGISTRY)
+    """Return the names that `choose_strategy` accepts besides "auto": ours, then those of installed packages."""
+    return (*_REGISTRY, *installed_strategies())

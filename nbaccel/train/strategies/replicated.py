@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.step.gradient_buckets import Buckets
@@ -20,7 +21,7 @@ from nbaccel.train.step.kwargs_handlers import DDPCommunicationHookType
 from nbaccel.train.strategies.ddp_options import explain_twice_ready, explain_unused
 from nbaccel.train.strategies.single import Strategy, is_parallel, lendable, without_compile
 
-__all__ = ["Replica", "Replicated"]
+__all__ = ["Replica", "Replicated", "living_modules"]
 
 
 class Replica(DistributedDataParallel):
@@ -70,7 +71,10 @@ class Replicated(Strategy):
     _awaiting: tuple[weakref.ref[Module], ...] = ()
     """Models whose gradients the next backward synchronises, although their forward may have run under `no_sync`."""
 
-    def setup(self, model: Module) -> Module:
+    def setup(self, models: Sequence[Module], optimizers: Sequence[Optimizer], moves: Sequence[bool]) -> list[Module]:
+        return [self._replicated(model) for model in super().setup(models, optimizers, moves)]
+
+    def _replicated(self, model: Module) -> Module:
         if is_parallel(model) or not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # DDP refuses a module without gradients, and there is nothing to average
         replica = Replica(
@@ -174,14 +178,14 @@ class Replicated(Strategy):
 
     def finds_parallel(self) -> bool:
         # Takes some 10 ms, so it is called once, before refusing.
-        return any(is_parallel(module) for module in _living_modules())
+        return any(is_parallel(module) for module in living_modules())
 
 
 def _replicated_modules() -> list[Module]:
-    return [thing.module for thing in _living_modules() if isinstance(thing, Replica)]
+    return [thing.module for thing in living_modules() if isinstance(thing, Replica)]
 
 
-def _living_modules() -> Iterator[Module]:
+def living_modules() -> Iterator[Module]:
     """Yield every module of this process. By type(): a lazy object's ``__class__`` may import its target."""
     return (thing for thing in gc.get_objects() if issubclass(type(thing), Module))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,12 +20,14 @@ from nbaccel.errors import CannotSplit
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.step.gradients import Gradients
 from nbaccel.train.step.kwargs_handlers import Handlers
-from nbaccel.train.step.precision import Precision, Taken
+from nbaccel.train.step.precision import Precision, Taken, make_precision
 from nbaccel.world import World
 
 __all__ = [
     "Strategy",
+    "gradients_of",
     "is_parallel",
+    "is_sharded",
     "lendable",
     "without_compile",
 ]
@@ -40,14 +42,37 @@ class Strategy:
     recovers = False
     """True if this training continues after running out of memory: an optimizer's step is guarded then."""
 
-    def __init__(self, world: World, device: torch.device, handlers: Handlers | None = None) -> None:
+    distributed_type: ClassVar[str | None] = None
+    """Accelerate's name of this way, where it is not that of replicas on devices of a kind: see `DistributedType`."""
+
+    def __init__(
+        self, world: World, device: torch.device, handlers: Handlers | None = None, plugin: Any = None
+    ) -> None:
+        """plugin: options of this way alone, as the program gave them; None: its defaults."""
         self.world = world
         self.device = device
         self.handlers = handlers or Handlers()
+        self.plugin = plugin
 
-    def setup(self, model: Module) -> Module:
-        """Return `model`, which is on its device already, as part of this strategy. Collective."""
-        return model
+    def precision(self, name: str) -> Precision:
+        """Return the precision called `name`, in which this strategy computes. Called once, before `setup`."""
+        return make_precision(name, self.device, self.handlers)
+
+    def place(self, model: Module) -> None:
+        """Move `model` to the device, as a whole."""
+        model.to(self.device)
+
+    def setup(self, models: Sequence[Module], optimizers: Sequence[Optimizer], moves: Sequence[bool]) -> list[Module]:
+        """Return `models` as part of this strategy, on the device. Collective.
+
+        optimizers: all that are prepared, of this call and of earlier ones; they follow their parameters. An optimizer
+            may come before its model, or after it, in a call of its own without models.
+        moves: for each model, whether it may be moved; otherwise it stays on the devices where it is.
+        """
+        for model, move in zip(models, moves, strict=True):
+            if move:
+                self.place(model)
+        return list(models)
 
     def keeps_together(self, model: Module) -> bool:
         """Return whether training `model` on every rank is one training. Always so on a single device."""
@@ -60,6 +85,10 @@ class Strategy:
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
         """Let backward leave gradients of `model` unsynchronised while entered."""
         return nullcontext()
+
+    def within_window(self, model: Module) -> AbstractContextManager[Any]:
+        """Return the block around a batch that does not end its accumulation window: `no_sync`, where that is best."""
+        return self.no_sync(model)
 
     def alone(self, model: Module) -> AbstractContextManager[Any]:
         """Let neither a forward nor a backward of `model` wait for another rank while entered."""
@@ -95,20 +124,20 @@ class Strategy:
 
         Waits for the device.
         """
-        gradients = [
-            parameter.grad
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # The largest magnitude: unlike a sum it cannot overflow by itself, and NaN wins against every number.
-        return not gradients or bool(torch.nn.utils.get_total_norm(gradients, float("inf")).isfinite())
+        return bool(self.norm(parameters, float("inf")).isfinite())
+
+    def norm(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of all synchronised gradients of `parameters`: a plain 0-d tensor, equal on all ranks."""
+        return torch.nn.utils.get_total_norm(gradients_of(parameters), norm_type)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Clip the gradients of `parameters` to `max_norm`; return their norm before, as `norm` does."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def state_dict(self, model: Module) -> dict[str, Any]:
-        """Return the whole model's state, as a single process would save it."""
+        """Return the state of the user's own module, as this rank holds it: its rows, if sharded. No collective."""
         return self.unwrap(model).state_dict()
 
     def load_state_dict(self, model: Module, state: dict[str, Any], **options: Any) -> None:
@@ -118,6 +147,14 @@ class Strategy:
     def unwrap(self, model: Module) -> Module:
         """Return the user's own module."""
         return without_compile(model)
+
+    def release(self, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
+        """Give back what of `models` and `optimizers` cannot outlive the process group. Collective."""
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients that `parameters` have."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def without_compile(model: Module) -> Module:

@@ -138,10 +138,10 @@ def test_every_flipped_byte_of_a_manifest_is_found(tmp_path: Path) -> None:
 
 
 def test_a_newer_layout_is_refused_with_the_version_that_reads_it(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("nbaccel.train.checkpoint.manifest._LAYOUT", 3)
+    monkeypatch.setattr("nbaccel.train.checkpoint.manifest._LAYOUT_WITHOUT_SHARDS", 4)
     save(tmp_path / "last", step=1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointCorrupt, match=r"has layout 3, and this nbaccel reads layout 2 and older: .*cel \d"):
+    with pytest.raises(CheckpointCorrupt, match=r"has layout 4, and this nbaccel reads layout 3 and older: .*cel \d"):
         Manifest.read(tmp_path / "last")
 
 

@@ -395,6 +395,8 @@ class BatchSizePlanner:
                 f"find_batch_size: no {kind} is prepared, and its memory is part of what has to fit. Before it:\n"
                 "    model, optimizer = accelerator.prepare(model, optimizer)"
             )
+        for model in self._equipment.prepared.models:
+            self._equipment.strategy.alone(model)  # refuses what cannot run a trial, before anything is read
         found = self._found
         if cache is not None:
             found = FoundInFolder(cache, is_writer=self._equipment.world.is_main_process)

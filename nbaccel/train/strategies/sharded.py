@@ -1,0 +1,368 @@
+"""Sharded: each rank holds its rows of every parameter, gradient and optimizer state (FSDP2, ZeRO). Runs in ranks.
+
+torch's ``fully_shard`` does the work, in place: a model stays the program's own object. This module adds what programs
+need beside it: optimizers made before `prepare`, tied parameters in several blocks, parameters of several types,
+weights that differ between ranks, running statistics, windows of accumulation, norms that every rank can print.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from nbaccel.train.distributed.callers import warn_user
+from nbaccel.train.distributed.collectives import Collectives, GroupCollectives
+from nbaccel.train.step.gradient_buckets import running_statistics
+from nbaccel.train.step.gradients import Gradients
+from nbaccel.train.step.kwargs_handlers import Handlers
+from nbaccel.train.step.precision import Precision
+from nbaccel.train.step.recompute import recompute_activations
+from nbaccel.train.strategies.fsdp.groups import BY_CLASS, GroupPolicy, choose_groups, ignored
+from nbaccel.train.strategies.fsdp.replacements import Replacements, make_whole
+from nbaccel.train.strategies.replicated import living_modules
+from nbaccel.train.strategies.single import Strategy, gradients_of, is_parallel, is_sharded, lendable, without_compile
+from nbaccel.world import World
+
+__all__ = ["Sharded"]
+
+_QUANTISED = frozenset({"Params4bit", "Int8Params"})
+
+
+class Sharded(Strategy):
+    """FSDP2 over all ranks. Also understands models that the program has sharded itself.
+
+    Every forward, evaluation included, gathers parameters from all ranks: all ranks have to call it.
+    """
+
+    has_peers = True
+    distributed_type = "FSDP"
+
+    def __init__(
+        self, world: World, device: torch.device, handlers: Handlers | None = None, plugin: Any = None
+    ) -> None:
+        super().__init__(world, device, handlers, plugin)
+        self._replaced = Replacements()
+        self._half: torch.dtype | None = None
+        self._mesh: tuple[Any, Any] | None = None  # of torch's default group, and that group
+
+    def precision(self, name: str) -> Precision:
+        precision = super().precision(name)
+        self._half = getattr(precision, "dtype", None)
+        return precision
+
+    # -- prepare
+
+    def setup(self, models: Sequence[Module], optimizers: Sequence[Optimizer], moves: Sequence[bool]) -> list[Module]:
+        for model in models:
+            if not is_parallel(model):
+                self._shard(without_compile(model))
+        for optimizer in optimizers:
+            self._replaced.bring(optimizer)
+        return list(models)
+
+    def _shard(self, model: Module) -> None:
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        _refuse_quantised(model)
+        self._compare(model)
+        replaced = dict(model.named_parameters(remove_duplicate=False))  # as the program's optimizers know them
+        left_out = ignored(model, getattr(self.plugin, "ignored_modules", None))
+        groups = choose_groups(model, self._policy, uniform_dtype=self._half is None)
+        if self._half is not None:
+            _raise_precision(model, self.world.is_main_process)
+        if getattr(self.plugin, "activation_checkpointing", False):
+            recompute_activations(model, groups.blocks or None)
+        for modules in groups.groups:
+            self._bring_from_main(modules, left_out)
+            if model not in modules:
+                for module in modules:
+                    module.register_forward_hook(_not_a_view)
+            before = {id(parameter): parameter for module in modules for parameter in module.parameters()}
+            fully_shard(
+                modules[0] if len(modules) == 1 else list(modules),
+                mesh=self._mesh_of_the_group(),
+                ignored_params=left_out or None,
+                **self._options(modules),
+            )
+            for parameter in before.values():
+                if parameter not in left_out and not _is_shard(parameter):
+                    parameter.data = parameter.data.new_empty(0)  # an optimizer may hold it: not the whole model too
+        statistics = list(running_statistics([model]))
+        if statistics:
+            model.register_forward_pre_hook(_statistics_sender(statistics), prepend=True)
+        if hasattr(model, "generate"):
+            vars(model)["_is_fsdp_managed_module"] = True  # transformers then lets ranks of different lengths wait
+        assert isinstance(model, FSDPModule)
+        now = dict(model.named_parameters(remove_duplicate=False))
+        self._replaced.add({old: now[name] for name, old in replaced.items()})
+
+    @property
+    def _policy(self) -> GroupPolicy:
+        plugin = self.plugin
+        if plugin is None:
+            return GroupPolicy()
+        kind = plugin.auto_wrap_policy
+        names = tuple(plugin.transformer_cls_names_to_wrap or ()) if kind in (None, "auto", BY_CLASS) else ()
+        chosen = None if kind in (None, "auto", BY_CLASS) else kind
+        return GroupPolicy(chosen, names, plugin.min_num_params or 0)
+
+    def _options(self, modules: Sequence[Module]) -> dict[str, Any]:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+        options: dict[str, Any] = {}
+        if self._half is not None:
+            has_statistics = any(isinstance(part, _BatchNorm) for module in modules for part in module.modules())
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=None if has_statistics else self._half,  # they have fp32 statistics beside their weights
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,  # autocast does that, where an operator gains from it
+            )
+        if (chosen := getattr(self.plugin, "mixed_precision_policy", None)) is not None:
+            options["mp_policy"] = chosen
+        if getattr(self.plugin, "reshard_after_forward", True) is False:
+            options["reshard_after_forward"] = False
+        if getattr(self.plugin, "cpu_offload", False):
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        return options
+
+    def _mesh_of_the_group(self) -> Any:
+        """Return the mesh of all ranks, over the process group that is there now."""
+        from torch.distributed import group
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if self._mesh is None or self._mesh[1] is not group.WORLD:
+            ranks: Any = group.WORLD
+            self._mesh = DeviceMesh.from_group(ranks, self.device.type), ranks
+        return self._mesh[0]
+
+    def _compare(self, model: Module) -> None:
+        """Refuse what would make ranks wait for each other for ever, or mix rows of different parameters. Collective.
+
+        Raises:
+            CollectiveMismatch: the ranks' models differ.
+            ValueError: rank 0 has no weights, on every rank.
+        """
+        lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+        missing = next((name for name, parameter in model.named_parameters() if parameter.is_meta), "")
+        collectives = GroupCollectives(self.world, self.device)
+        collectives.agree(
+            f"prepare {type(model).__name__} of {len(lines)} parameters, whose names, shapes and types make {digest}"
+        )
+        if in_main := collectives.announce(f"prepare {type(model).__name__}, weights of rank 0", missing)[0]:
+            raise ValueError(
+                f"{in_main} of {type(model).__name__} is on the meta device in rank 0, whose weights all ranks get: "
+                "load them there before prepare; the other ranks may have a model without weights"
+            )
+
+    def _bring_from_main(self, modules: Sequence[Module], left_out: set[Parameter]) -> None:
+        """Give parameters and buffers of `modules`, not sharded yet, rank 0's values on the device. Collective."""
+        from torch.distributed import broadcast
+
+        known: dict[int, Parameter] = {}
+        for owner in (part for module in modules for part in module.modules()):
+            for name, parameter in owner._parameters.items():
+                if parameter is None or _is_shard(parameter):
+                    continue
+                if id(parameter) not in known:
+                    known[id(parameter)] = self._on_device(parameter)
+                owner._parameters[name] = known[id(parameter)]
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    owner._buffers[name] = buffer.to(self.device)
+        buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}
+        for tensor in (*{id(new): new for new in known.values()}.values(), *buffers.values()):
+            broadcast(tensor.detach(), 0)
+
+    def _on_device(self, parameter: Parameter) -> Parameter:
+        if parameter.is_meta:
+            return Parameter(torch.empty_like(parameter, device=self.device), parameter.requires_grad)
+        parameter.data = parameter.data.to(self.device).contiguous()
+        return parameter
+
+    def keeps_together(self, model: Module) -> bool:
+        return is_parallel(model)
+
+    def finds_parallel(self) -> bool:
+        return any(is_parallel(module) for module in living_modules())
+
+    # -- a step
+
+    def no_sync(self, model: Module) -> AbstractContextManager[Any]:
+        module = without_compile(model)
+        if is_sharded(module):
+            return _sync(module, False)
+        no_sync = getattr(module, "no_sync", None)
+        return nullcontext() if no_sync is None else no_sync()
+
+    def within_window(self, model: Module) -> AbstractContextManager[Any]:
+        # Gradients that are not reduced are whole ones: 2 P more on each rank, of weights that take P. Reduced in each
+        # batch they add up in the shards, equally exactly.
+        return nullcontext()
+
+    def alone(self, model: Module) -> NoReturn:
+        raise NotImplementedError(
+            f"find_batch_size: {type(without_compile(model)).__name__} is sharded (FSDP), so no rank can run a trial "
+            "step by itself. find_executable_batch_size tries sizes on all ranks together"
+        )
+
+    def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
+        module = without_compile(model)
+        return _sync(module, True) if is_sharded(module) else nullcontext()
+
+    def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
+        lendable(models, Module)  # says why not, of a sharded one
+        raise AssertionError("a model of this strategy is sharded")
+
+    def norm(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        gradients = gradients_of(parameters)
+        sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+        whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+        norms = [torch.nn.utils.get_total_norm(whole, norm_type)] if whole or not sharded else []
+        if sharded:
+            norms.append(_norm_of_rows(sharded, norm_type))
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        gradients = gradients_of(listed := list(parameters))
+        total = self.norm(listed, norm_type)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        if gradients:
+            torch._foreach_mul_([_rows(gradient) for gradient in gradients], factor)
+        return total
+
+    # -- states
+
+    def release(self, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
+        for model in map(without_compile, models):
+            if is_sharded(model):
+                self._replaced.add(make_whole(model))
+        for optimizer in optimizers:
+            self._replaced.bring(optimizer)
+
+
+@contextmanager
+def _sync(model: Module, synchronised: bool) -> Iterator[None]:
+    """Let backward reduce the gradients of `model`, or keep them whole and unreduced, while entered."""
+    from torch.distributed.fsdp import FSDPModule
+
+    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    before = [part in _holding for part in parts]
+    for part in parts:
+        _set_sync(part, synchronised)
+    try:
+        yield
+    finally:
+        for part, was_held in zip(parts, before, strict=True):
+            _set_sync(part, not was_held)
+
+
+_holding: weakref.WeakSet[Module] = weakref.WeakSet()
+"""Sharded modules whose gradients are not reduced now; torch has no way to ask."""
+
+
+def _set_sync(part: Any, synchronised: bool) -> None:
+    part.set_requires_gradient_sync(synchronised, recurse=False)
+    (_holding.discard if synchronised else _holding.add)(part)
+
+
+def _not_a_view(module: Module, inputs: Any, output: Any) -> Any:
+    """Return a copy of an output that is a view, as a linear layer's of three dimensions is.
+
+    torch gathers the weights for the backward by a hook on the output. An operation in place on a view drops that hook
+    in silence, and the gradients are wrong: ``nn.ReLU(inplace=True)`` behind such a layer, or ``x += y``.
+    """
+    return output.clone() if isinstance(output, Tensor) and output.requires_grad and output._is_view() else None
+
+
+def _statistics_sender(statistics: Sequence[Tensor]) -> Callable[[Module, Any], None]:
+    """Return a hook that sends rank 0's running statistics before the first evaluation after training, as DDP would."""
+    are_own = False
+
+    def send_statistics(model: Module, inputs: Any) -> None:
+        nonlocal are_own
+        if model.training:
+            are_own = True
+        elif are_own:
+            from torch.distributed import broadcast
+
+            are_own = False
+            for dtype in sorted({buffer.dtype for buffer in statistics}, key=str):
+                alike = [buffer for buffer in statistics if buffer.dtype == dtype]
+                flat = torch.cat([buffer.reshape(-1) for buffer in alike])
+                broadcast(flat, 0)
+                parts = flat.split([buffer.numel() for buffer in alike])
+                torch._foreach_copy_(alike, [part.view_as(one) for part, one in zip(parts, alike, strict=True)])
+
+    return send_statistics
+
+
+def _refuse_quantised(model: Module) -> None:
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ in _QUANTISED:
+            raise ValueError(
+                f"{name} is quantised ({type(parameter).__name__}), and rows of packed weights cannot be cut and "
+                "joined: train it with strategy='ddp', one whole quantised model per device with adapters (QLoRA); or, "
+                "if that fits, keep the quantised base whole on each rank and shard the rest: "
+                "FullyShardedDataParallelPlugin(ignored_modules=[…])"
+            )
+
+
+def _raise_precision(model: Module, says: bool) -> None:
+    """Give parameters that are trained in half precision fp32 values: the forward's half precision is made of those."""
+    half = [p for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)]
+    if not half:
+        return
+    nbytes = sum(parameter.nbytes for parameter in half)
+    for parameter in half:
+        parameter.data = parameter.data.float()
+    if says:
+        warn_user(
+            f"{len(half)} trained parameters were in half precision: with mixed precision they are kept in fp32, "
+            f"{nbytes / 1e6:,.0f} MB more over all ranks",
+        )
+
+
+def _is_shard(value: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+def _rows(tensor: Any) -> Tensor:
+    """Return this rank's rows of `tensor`, in its own memory."""
+    rows: Tensor = tensor.to_local() if _is_shard(tensor) else tensor
+    return rows
+
+
+def _norm_of_rows(gradients: Sequence[Any], norm_type: float) -> Tensor:
+    """Return the norm of sharded `gradients`, plain and equal on all ranks: that of the norms of each rank's rows.
+
+    torch's own cannot compute the largest magnitude where a rank has no rows, of parameters smaller than the number of
+    ranks. One number of each rank is gathered, which keeps a NaN.
+    """
+    from torch.distributed import all_gather
+    from torch.distributed.tensor import Shard
+
+    mesh = gradients[0].device_mesh
+    if any(g.device_mesh != mesh or mesh.ndim != 1 or not isinstance(g.placements[0], Shard) for g in gradients):
+        total: Any = torch.nn.utils.get_total_norm(gradients, norm_type)  # sharded in a way of the program's own
+        norm: Tensor = total.full_tensor() if _is_shard(total) else total
+        return norm
+    rows = [part for gradient in gradients if (part := _rows(gradient)).numel()]
+    own = torch.nn.utils.get_total_norm(rows, norm_type) if rows else torch.zeros((), device=_rows(gradients[0]).device)
+    norms = [torch.empty_like(own) for _ in range(mesh.size())]
+    all_gather(norms, own, group=mesh.get_group())
+    of_all: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return of_all

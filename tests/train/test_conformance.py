@@ -1,0 +1,26 @@
+"""Every strategy trains each of the conformance programs like one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from nbaccel.testing import conformance
+from nbaccel.utils import FullyShardedDataParallelPlugin
+
+WAYS: dict[str, tuple[str, int, Callable[[], Mapping[str, Any]]]] = {
+    "single": ("auto", 1, dict),
+    "ddp": ("ddp", 2, dict),
+    "fsdp": ("fsdp", 2, dict),
+    "zero2": ("fsdp", 2, lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(reshard_after_forward=False)}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_strategy_trains_like_one_process(way: str) -> None:
+    strategy, ranks, options = WAYS[way]
+    differences = conformance.check(strategy, ranks=ranks, options=options)
+    assert len(differences) == len(conformance.PROGRAMS)
+    assert not [str(difference) for difference in differences if not difference.is_within]

@@ -1,0 +1,365 @@
+"""Models that are sharded over the ranks: what programs do that torch's ``fully_shard`` alone does not bear."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nbaccel import Accelerator
+from nbaccel.errors import CollectiveMismatch
+from nbaccel.testing import run_ranks
+from nbaccel.train.strategies.fsdp.groups import GroupPolicy, choose_groups
+from nbaccel.utils import FullyShardedDataParallelPlugin
+
+BATCH = 8
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int = 6) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, dim: int = 6, words: int = 11) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(3))
+        self.head = nn.Linear(dim, words, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def plugin(**fields: Any) -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(**fields)
+
+
+def _batches(world: int, rank: int, steps: int = 3) -> list[torch.Tensor]:
+    words = torch.randint(0, 11, (steps, BATCH, 4), generator=torch.Generator().manual_seed(1))
+    own = BATCH // world
+    return [step[rank * own : (rank + 1) * own] for step in words]
+
+
+def _fit(
+    model: nn.Module, optimizer: Any, batches: list[torch.Tensor], backward: Callable[[torch.Tensor], None]
+) -> None:
+    for words in batches:
+        backward(F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _alone(make: Callable[[], nn.Module], steps: int = 3) -> dict[str, torch.Tensor]:
+    """What plain PyTorch trains in one process."""
+    torch.manual_seed(3)
+    model = make()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3, momentum=0.9)
+    _fit(model, optimizer, _batches(1, 0, steps), lambda loss: loss.backward())
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def _sharded(make: Callable[[], nn.Module], ranks: int = 2, steps: int = 3, **fields: Any) -> dict[str, torch.Tensor]:
+    """What the same program trains, sharded over `ranks`."""
+
+    def train() -> dict[str, torch.Tensor]:
+        accelerator = Accelerator(strategy="fsdp", fsdp_plugin=plugin(**fields))
+        torch.manual_seed(3 + accelerator.process_index)
+        model = make()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3, momentum=0.9)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        _fit(model, optimizer, _batches(ranks, accelerator.process_index, steps), accelerator.backward)
+        assert all(hasattr(parameter, "to_local") for parameter in model.parameters())
+        return accelerator.get_state_dict(model)
+
+    return run_ranks(ranks, train)[0]
+
+
+def _furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def _tied() -> nn.Module:
+    net = Net()
+    net.head.weight = net.embed.weight
+    return net
+
+
+def _tied_across_blocks() -> nn.Module:
+    net = Net()
+    net.blocks[2].up.weight = net.blocks[0].up.weight  # type: ignore[union-attr]
+    net.blocks[1].norm.weight = net.blocks[0].norm.weight  # type: ignore[union-attr]
+    return net
+
+
+def _half_of_one_block() -> nn.Module:
+    net = Net()
+    net.blocks[1].down.double()  # type: ignore[union-attr]
+    net.blocks[1].down.register_forward_pre_hook(lambda layer, inputs: (inputs[0].double(),))  # type: ignore[union-attr]
+    net.blocks[1].down.register_forward_hook(lambda layer, inputs, output: output.float())  # type: ignore[union-attr]
+    return net
+
+
+def _frozen_embedding() -> nn.Module:
+    net = Net()
+    net.embed.requires_grad_(False)
+    net.blocks[1].requires_grad_(False)  # type: ignore[union-attr]
+    return net
+
+
+@pytest.mark.parametrize("make", [_tied, _tied_across_blocks, _half_of_one_block, _frozen_embedding])
+def test_unusual_parameters_train_like_in_one_process(make: Callable[[], nn.Module]) -> None:
+    assert _furthest(_alone(make), _sharded(make)) < 1e-5
+
+
+def _in_place() -> nn.Module:
+    net = Net()
+    net.blocks = nn.ModuleList(  # type: ignore[assignment]
+        part for _ in range(3) for part in (nn.Linear(6, 6), nn.ReLU(inplace=True))
+    )
+    return net
+
+
+def test_an_operation_in_place_behind_a_layer_drops_no_gradient() -> None:
+    assert _furthest(_alone(_in_place), _sharded(_in_place)) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_tied_rows_that_no_number_of_ranks_divides_are_all_trained(ranks: int) -> None:
+    global BATCH
+    before, BATCH = BATCH, 12
+    try:
+        assert _furthest(_alone(_tied), _sharded(_tied, ranks)) < 1e-5
+    finally:
+        BATCH = before
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reshard_after_forward": False},
+        {"auto_wrap_policy": "no_wrap"},
+        {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]},
+        {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100},
+        {"auto_wrap_policy": lambda module: isinstance(module, nn.Linear)},
+        {"activation_checkpointing": True},
+        {"cpu_offload": True},
+    ],
+    ids=["zero2", "root alone", "classes", "size", "function", "recomputed", "offloaded"],
+)
+def test_what_the_plugin_chooses_changes_no_number(fields: dict[str, Any]) -> None:
+    assert _furthest(_alone(Net), _sharded(Net, **fields)) < 1e-5
+
+
+def test_ranks_without_weights_get_those_of_rank_0() -> None:
+    def make() -> nn.Module:
+        import torch.distributed as dist
+
+        if dist.is_initialized() and dist.get_rank():
+            with torch.device("meta"):
+                return Net()
+        return Net()
+
+    assert _furthest(_alone(Net), _sharded(make)) < 1e-5
+
+
+def test_weights_that_nobody_has_are_refused_by_name() -> None:
+    def prepare() -> str:
+        accelerator = Accelerator(strategy="fsdp")
+        with torch.device("meta"):
+            net = Net()
+        try:
+            accelerator.prepare(net)
+        except ValueError as error:
+            return str(error)
+        return "prepared"
+
+    assert all("embed.weight of Net is on the meta device in rank 0" in told for told in run_ranks(2, prepare))
+
+
+def test_ranks_with_other_models_are_refused() -> None:
+    def prepare() -> str:
+        accelerator = Accelerator(strategy="fsdp")
+        try:
+            accelerator.prepare(nn.Sequential(nn.Linear(2, 2 + accelerator.process_index), nn.Linear(3, 1)))
+        except CollectiveMismatch as error:
+            return str(error)
+        return "prepared"
+
+    assert all("prepare Sequential of 4 parameters" in told for told in run_ranks(2, prepare))
+
+
+def test_quantised_weights_are_refused_with_two_ways_out() -> None:
+    class Params4bit(nn.Parameter):
+        pass
+
+    def prepare() -> str:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        net[0].weight = Params4bit(torch.ones(2, 2), requires_grad=False)
+        with pytest.raises(ValueError, match=r"0.weight is quantised \(Params4bit\).*strategy='ddp'.*ignored_modules"):
+            Accelerator(strategy="fsdp").prepare(net)
+        return "refused"
+
+    assert run_ranks(2, prepare) == ["refused", "refused"]
+
+
+def test_trained_half_precision_is_kept_in_fp32_and_said(capfd: pytest.CaptureFixture[str]) -> None:
+    def prepare() -> list[str]:
+        accelerator = Accelerator(strategy="fsdp", mixed_precision="bf16")
+        net = Net().bfloat16()
+        net.embed.requires_grad_(False)
+        model = accelerator.prepare(net)
+        loss = model(torch.ones(2, 3, dtype=torch.long)).sum()
+        accelerator.backward(loss)
+        return [str(model.embed.weight.dtype), str(model.head.weight.dtype), str(loss.dtype)]
+
+    assert run_ranks(2, prepare) == [["torch.bfloat16", "torch.float32", "torch.float32"]] * 2
+    assert capfd.readouterr().out.count("were in half precision") == 1
+
+
+def test_a_compiled_model_trains_the_same() -> None:
+    def train() -> dict[str, torch.Tensor]:
+        accelerator = Accelerator(strategy="fsdp", dynamo_backend="eager")
+        torch.manual_seed(3)
+        net = Net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _fit(model, optimizer, _batches(2, accelerator.process_index), accelerator.backward)
+        return accelerator.get_state_dict(model)
+
+    assert _furthest(_alone(Net), run_ranks(2, train, timeout_s=120)[0]) < 1e-5
+
+
+def test_gradients_stay_in_their_rank_under_no_sync_and_are_reduced_by_the_next_backward() -> None:
+    def train() -> list[torch.Tensor]:
+        accelerator = Accelerator(strategy="fsdp")
+        torch.manual_seed(3)
+        model = accelerator.prepare(nn.Linear(3, 2))
+        x = torch.full((1, 3), 1.0 + accelerator.process_index)
+        with accelerator.no_sync(model):
+            accelerator.backward(model(x).sum())
+            held = model.weight.grad is None
+            with accelerator.no_sync(model):
+                accelerator.backward(model(x).sum())
+            accelerator.backward(model(x).sum())
+            held = held and model.weight.grad is None
+        accelerator.backward(model(x).sum())
+        return [torch.tensor(held), model.weight.grad.full_tensor()]
+
+    for held, gradient in run_ranks(2, train):
+        assert held
+        assert torch.equal(gradient, torch.full((2, 3), 4 * 1.5))
+
+
+def test_a_model_goes_from_ddp_to_fsdp_and_back_with_its_optimizer() -> None:
+    def train() -> tuple[dict[str, torch.Tensor], list[str], bool]:
+        torch.manual_seed(3)
+        net = _tied()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
+        kinds = []
+        for number, strategy in enumerate(("ddp", "fsdp", "ddp", "fsdp")):
+            accelerator = Accelerator(strategy=strategy)
+            model, prepared = accelerator.prepare(net, optimizer)
+            batches = _batches(2, accelerator.process_index, 4)[number : number + 1]
+            _fit(model, prepared, batches, accelerator.backward)
+            kinds.append(type(net).__name__)
+            accelerator.destroy_process_group()
+        return net.state_dict(), kinds, net.head.weight is net.embed.weight  # type: ignore[union-attr]
+
+    wanted = _alone(_tied, 4)
+    for got, kinds, is_tied in run_ranks(2, train):
+        assert _furthest(wanted, got) < 1e-5
+        assert kinds == ["Net", "FSDPNet", "Net", "FSDPNet"]
+        assert is_tied
+
+
+def test_an_optimizer_that_is_kept_holds_rows_only() -> None:
+    def prepare() -> tuple[int, int]:
+        accelerator = Accelerator(strategy="fsdp")
+        net = Net()
+        old = list(net.parameters())
+        accelerator.prepare(net)
+        return sum(parameter.numel() for parameter in old), sum(p.to_local().numel() for p in net.parameters())
+
+    whole = sum(parameter.numel() for parameter in Net().parameters())
+    for of_old, of_rows in run_ranks(2, prepare):
+        assert of_old == 0
+        assert of_rows < 0.6 * whole
+
+
+def test_trained_modules_cannot_be_left_out() -> None:
+    def prepare() -> str:
+        accelerator = Accelerator(strategy="fsdp", fsdp_plugin=plugin(ignored_modules="blocks.0"))
+        with pytest.raises(ValueError, match=r"parameters that are trained \(blocks.0.norm.weight, .*…\)"):
+            accelerator.prepare(Net())
+        return "refused"
+
+    assert run_ranks(2, prepare) == ["refused", "refused"]
+
+
+def test_a_rank_cannot_be_done_earlier() -> None:
+    def join() -> str:
+        accelerator = Accelerator(strategy="fsdp")
+        model = accelerator.prepare(Net())
+        with pytest.raises(ValueError, match="join_uneven_inputs: FSDPNet is sharded"):
+            accelerator.join_uneven_inputs([model]).__enter__()
+        return "refused"
+
+    assert run_ranks(2, join) == ["refused", "refused"]
+
+
+# -- groups
+
+
+def _names(model: nn.Module, policy: GroupPolicy, uniform_dtype: bool = False) -> list[list[str]]:
+    names = {id(module): name or "root" for name, module in model.named_modules()}
+    groups = choose_groups(model, policy, uniform_dtype).groups
+    return [[names[id(module)] for module in group] for group in groups]
+
+
+BLOCKS = [["blocks.0"], ["blocks.1"], ["blocks.2"]]
+
+
+def test_blocks_are_the_members_of_the_outermost_lists() -> None:
+    assert _names(Net(), GroupPolicy()) == [*BLOCKS, ["root"]]
+    assert _names(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)), GroupPolicy()) == [["0"], ["2"], ["root"]]
+    assert _names(nn.Linear(1, 1), GroupPolicy()) == [["root"]]
+
+
+def test_a_model_of_transformers_names_its_blocks() -> None:
+    net = Net()
+    net._no_split_modules = ["Block"]
+    assert sorted(_names(nn.Sequential(net, nn.Linear(1, 1)), GroupPolicy())) == sorted(
+        [[f"0.{name}"] for [name] in BLOCKS] + [["root"]]
+    )
+
+
+def test_a_class_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ValueError, match=r"names Layer, and Net has no module of that class\. It has Block, Embedding"):
+        choose_groups(Net(), GroupPolicy("transformer_based_wrap", ["Layer"]), False)
+
+
+def test_sharers_in_different_blocks_are_one_group() -> None:
+    assert _names(_tied(), GroupPolicy()) == [*BLOCKS, ["root"]]  # the root has both anyway
+    assert _names(_tied_across_blocks(), GroupPolicy()) == [["blocks.0", "blocks.2", "blocks.1"], ["root"]]
+    tied = Net()
+    tied.blocks[1].up.weight = tied.embed.weight = nn.Parameter(torch.ones(11, 6))  # type: ignore[union-attr]
+    assert _names(tied, GroupPolicy()) == [["embed", "blocks.1"], ["blocks.0"], ["blocks.2"], ["root"]]
+
+
+def test_a_module_of_another_type_is_a_group_of_its_own() -> None:
+    assert _names(_half_of_one_block(), GroupPolicy(), uniform_dtype=True) == [["blocks.1.down"], *BLOCKS, ["root"]]
