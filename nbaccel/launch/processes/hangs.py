@@ -5,8 +5,9 @@ happened for a while, the ranks are asked for their stacks. The rank to blame is
 collectives or steps than the others; if all are equal, one that is not waiting itself. This is a guess, and all stacks
 are shown beside it. A long computation without a step looks the same, so no run is ended unless the user asked for it.
 
-One case is no guess: a rank has finished, and all that are left wait in collectives without using a processor. The
-finished rank will not come, and torch would wait for half an hour.
+Two cases are no guesses, and torch would wait for half an hour. A rank has finished, and all that are left wait in
+collectives without using a processor: the finished rank will not come. Or all ranks wait so, one of them for the rows
+of a sharded model, and not all at the same line of the program: an evaluation or a save under `if is_main_process`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 _NOTICE_S = 30.0
-_ALONE_S = 10.0  # time that ranks wait for one that has finished, without computing in its second half
+_CERTAIN_S = 10.0  # time that ranks wait in vain, without computing in its second half
 _IDLE = 0.1  # fraction of a processor
 _ANSWER_S = 0.6  # a rank needs a millisecond; a machine that swaps may need this
 _PLACE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -39,6 +40,10 @@ _COLLECTIVES = (
     _WAITS[0],
     *(os.path.join("torch", *path) for path in (("distributed", "distributed_c10d.py"), ("distributed", "utils.py"))),
     os.path.join("torch", "nn", "parallel", "distributed.py"),
+)
+_OF_SHARDS = (
+    *(os.path.join("torch", "distributed", part, "") for part in ("fsdp", "tensor")),
+    os.path.join(os.sep, "nbaccel", "train", "checkpoint", "save_agreement.py"),
 )
 _WAITS_IN = ("_engine_run_backward",)  # DDP's own sums are waited for at the end of backward
 
@@ -77,7 +82,17 @@ class _Stack:
     def is_in_collective(self) -> bool:
         """Return whether the innermost function is a collective: nothing else holds the rank up. See `waits`."""
         file, _, function = self.places[0] if self.places else ("", 0, "")
-        return any(part in file for part in _COLLECTIVES) or function in _WAITS_IN
+        return any(part in file for part in (*_COLLECTIVES, *_OF_SHARDS)) or function in _WAITS_IN
+
+    @property
+    def is_in_shards(self) -> bool:
+        """Return whether the rank needs the rows that other ranks have of a model or a tensor."""
+        return any(part in file for file, _, _ in self.places for part in _OF_SHARDS)
+
+    @property
+    def users_line(self) -> tuple[str, int] | None:
+        """Return the user's innermost line."""
+        return next(((file, line) for file, line, _ in self.places if is_users(file)), None)
 
     def words(self) -> str:
         """Return the user's innermost line, and the function that it is waiting in."""
@@ -176,17 +191,26 @@ def _catches(pid: int, number: int) -> bool:
 class Hang:
     """Ranks that made no progress for `seconds`.
 
-    rank: the one to blame.  lines: the place of each rank.  is_certain: that rank has finished and the others wait for
-    it; else a guess.
+    rank: the one to blame.  lines: the place of each rank.  is_certain: nobody can go on; else a guess.
+    is_alone: that rank waits in a sharded model, and others elsewhere; otherwise, if certain, it has finished.
     """
 
     rank: int
     seconds: float
     lines: Sequence[str]
     is_certain: bool = False
+    is_alone: bool = False
 
     def __str__(self) -> str:
         places = "\n".join(f"  {line}" for line in self.lines)
+        if self.is_alone:
+            return (
+                f"rank {self.rank} waits in a sharded model for ranks that wait at another line, for "
+                f"{self.seconds:.0f} s, so that none can go on:\n{places}\n  Every forward of a sharded model, in an "
+                "evaluation too, its state dict, and a norm, an .item() or a print of its parameters need all ranks. "
+                "Call them on every rank, outside of `if accelerator.is_main_process`, and let one rank print or save "
+                "what they return."
+            )
         if self.is_certain:
             return (
                 f"rank {self.rank} has come to its end, and the others have waited for it in a collective for "
@@ -222,8 +246,8 @@ class HangWatch:
         self._since = now
         self._question: _Question | None = None
         self._has_told = False
-        self._used: dict[int, float] = {}  # seconds of a processor by rank, when half of `_ALONE_S` was over
-        self._was_alone = False
+        self._used: dict[int, float] = {}  # seconds of a processor by rank, when half of `_CERTAIN_S` was over
+        self._is_sure = False  # of these ranks, that it is no certain case
 
     def tick(self, now: float) -> Hang | None:
         """Check the ranks; return the hang that is to end the run, if there is one."""
@@ -231,17 +255,17 @@ class HangWatch:
         working = [member for member in self._members if member.is_working]
         if beats != self._beats or not working:
             self._beats, self._since, self._question = beats, now, None
-            self._has_told = self._was_alone = False
+            self._has_told = self._is_sure = False
             self._used.clear()
             return None
         quiet = now - self._since
         gone = [member.rank for member in self._members if member.report is not None and member.report.status == "ok"]
-        if gone and not self._used and quiet >= _ALONE_S / 2:
+        if not self._used and quiet >= _CERTAIN_S / 2:
             self._used = {member.rank: _seconds_used(member) for member in working}
         due = min(
             _NOTICE_S if not self._has_told else float("inf"),
             self._limit_s or float("inf"),
-            _ALONE_S if gone and not self._was_alone else float("inf"),
+            float("inf") if self._is_sure else _CERTAIN_S,
         )
         if quiet < due:
             return None
@@ -251,11 +275,15 @@ class HangWatch:
             return None
         stacks = self._question.answers()
         self._question = None
-        if gone and not self._was_alone:
-            self._was_alone = True
-            idle = all(_seconds_used(member) - self._used[member.rank] < _IDLE * _ALONE_S / 2 for member in working)
+        if not self._is_sure and quiet >= _CERTAIN_S:
+            self._is_sure = True
+            idle = all(_seconds_used(member) - self._used[member.rank] < _IDLE * _CERTAIN_S / 2 for member in working)
             if idle and stacks and all(stack.is_in_collective for stack in stacks.values()):
-                return Hang(gone[0], quiet, self._lines(stacks), is_certain=True)
+                if gone:
+                    return Hang(gone[0], quiet, self._lines(stacks), is_certain=True)
+                in_shards = [rank for rank, stack in stacks.items() if stack.is_in_shards]
+                if in_shards and len({stack.users_line for stack in stacks.values()}) > 1:
+                    return Hang(in_shards[0], quiet, self._lines(stacks), is_certain=True, is_alone=True)
         if self._limit_s is not None and quiet >= self._limit_s:
             return self._hang(stacks, quiet)
         if quiet < _NOTICE_S:

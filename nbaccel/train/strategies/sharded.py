@@ -135,13 +135,16 @@ class Sharded(Strategy):
         return options
 
     def _mesh_of_the_group(self) -> Any:
-        """Return the mesh of all ranks, over the process group that is there now."""
-        from torch.distributed import group
+        """Return the mesh of all ranks, over a process group of its own. Collective where there is none yet.
+
+        A forward that some ranks do not enter would otherwise meet another collective of theirs: gloo ends the process
+        then, and NCCL mixes up what was sent. With its own group it waits, and who watches the ranks can say where.
+        """
+        from torch.distributed import group, new_group
         from torch.distributed.device_mesh import DeviceMesh
 
         if self._mesh is None or self._mesh[1] is not group.WORLD:
-            ranks: Any = group.WORLD
-            self._mesh = DeviceMesh.from_group(ranks, self.device.type), ranks
+            self._mesh = DeviceMesh.from_group(new_group(), self.device.type), group.WORLD
         return self._mesh[0]
 
     def _compare(self, model: Module) -> None:

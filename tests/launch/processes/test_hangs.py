@@ -276,7 +276,7 @@ def stops_on_numbers_of_its_own() -> None:
 def test_ranks_that_wait_for_one_that_has_left_the_loop_are_ended_with_a_sentence(
     start_method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hangs, "_ALONE_S", 2.0)
+    monkeypatch.setattr(hangs, "_CERTAIN_S", 2.0)
     with pytest.raises(RanksFailed) as caught:
         launch(stops_on_numbers_of_its_own, 2, start_method=start_method, cpu=True)
     said = str(caught.value)
@@ -284,6 +284,38 @@ def test_ranks_that_wait_for_one_that_has_left_the_loop_are_ended_with_a_sentenc
     assert "in stops_on_numbers_of_its_own: " in said
     assert "rank 1: has finished" in said
     assert 'accelerator.reduce(loss, "mean")' in said
+    assert "hang timeout" not in said
+
+
+def calls_on_rank_0_alone(what: str) -> None:
+    accelerator = Accelerator(strategy="fsdp")
+    model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
+    accelerator.backward(model(torch.ones(2, 4)).mean())
+    if accelerator.is_main_process:
+        if what == "evaluate":
+            model(torch.ones(2, 4))
+        elif what == "look":
+            model[0].weight.full_tensor()
+        else:
+            accelerator.save_state("checkpoint")
+    accelerator.wait_for_everyone()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["evaluate", "look", "save"])
+def test_a_call_of_a_sharded_model_on_one_rank_ends_with_the_lines_of_all(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hangs, "_CERTAIN_S", 2.0)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RanksFailed) as caught:
+        launch(calls_on_rank_0_alone, 2, (what,), cpu=True)
+    said = str(caught.value)
+    assert said.startswith("rank 0 waits in a sharded model for ranks that wait at another line, for ")
+    line = {"evaluate": "model(torch.ones(2, 4))", "look": "full_tensor()", "save": 'save_state("checkpoint")'}[what]
+    assert re.search(rf"rank 0: .*in calls_on_rank_0_alone: .*{re.escape(line)}", said)
+    assert re.search(r"rank 1: .*accelerator\.wait_for_everyone\(\)", said)
+    assert "outside of `if accelerator.is_main_process`" in said
     assert "hang timeout" not in said
 
 
@@ -304,7 +336,7 @@ def works_longer_than_the_other(in_what_way: str) -> str:
 def test_a_rank_that_works_longer_than_the_others_comes_to_its_end(
     in_what_way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hangs, "_ALONE_S", 1.0)
+    monkeypatch.setattr(hangs, "_CERTAIN_S", 1.0)
     assert launch(works_longer_than_the_other, 2, (in_what_way,), cpu=True).values == ["worked to its end"] * 2
 
 
