@@ -314,3 +314,44 @@ def test_pull_asks_the_other_ranks_for_their_rows(notebook: Any) -> None:
         assert "model (ranks stopped at different steps: rank 0 after 4, rank 1 after 3)" in str(cell.error)
     finally:
         notebook.session.close()
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_after_an_error_inside_a_step_the_rows_of_the_step_before_are_joined(notebook: Any, place: str) -> None:
+    """The other rank has gathered some of the parameters then, and waits for more."""
+    notebook.run(f"{MAKES}\nmodel, optimizer = make(11)")
+    hook = {"forward": "forward_pre_hook", "backward": "full_backward_hook"}[place]
+    cell = notebook.run(
+        f"%%accelerate -n 2 --cpu --out model,optimizer,weights,moments\n{TRAINS}"
+        "def fails(*args):\n    raise ValueError('inside')\n"
+        f"if torch.distributed.get_rank() == 1:\n    model.blocks[1][0].register_{hook}(fails)\n"
+        "step(model, optimizer, 2)\n"
+    )
+    assert isinstance(cell.error, ValueError)
+    assert "brought back from the failed run: model (updated in place, " in cell.stdout
+    notebook.names["weights"]["seen"] = notebook.names["model"].seen
+    assert is_as_gathered(notebook.names)
+
+
+def test_what_the_strategy_has_sharded_comes_back_whole_too(notebook: Any) -> None:
+    notebook.run(f"{MAKES}\nmodel, optimizer = make(11)")
+    names = notebook.names
+    before = [id(names["model"]), id(names["optimizer"]), *map(id, names["model"].parameters())]
+    cell = notebook.run(
+        f"%%accelerate -n 2 --cpu --start zygote --strategy fsdp --out model,optimizer,weights,moments\n{SHARDS}"
+        "sharded, stepping = model, optimizer\n"
+        "model, optimizer = accelerator.prepare(model, optimizer)\n"
+        "for number in range(2):\n"
+        "    seed = number + 9 * accelerator.process_index\n"
+        "    x = torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(seed))\n"
+        "    accelerator.backward(torch.nn.functional.cross_entropy(model(x), x))\n"
+        "    optimizer.step()\n    optimizer.zero_grad()\n"
+        "weights, moments = gathered(sharded, stepping)\n"
+    )
+    assert cell.error is None
+    assert "brought back: model (updated in place, " in cell.stdout
+    model, optimizer = names["model"], names["optimizer"]
+    assert [id(model), id(optimizer), *map(id, model.parameters())] == before
+    assert type(model) is names["Net"]
+    assert is_as_gathered(names)
+    assert train_on(names)

@@ -49,7 +49,7 @@ from nbaccel.launch.objects.parameters import (
     model_in,
     parameters_of,
 )
-from nbaccel.launch.objects.sharded import held_in_shards
+from nbaccel.launch.objects.sharded_tensors import held_in_shards
 from nbaccel.launch.objects.wrappers import PYRO, is_wrapper, kept_apart, plain
 
 __all__ = [

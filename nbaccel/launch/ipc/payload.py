@@ -27,7 +27,7 @@ from nbaccel.launch.ipc.nbytes import size_of
 from nbaccel.launch.ipc.pickling import Contents, Joined, Packer, Places, PlacingPacker, Unpacker, is_ours
 from nbaccel.launch.ipc.unpicklable import CannotJoin, in_words, reason
 from nbaccel.launch.objects.kind import Change
-from nbaccel.launch.objects.sharded import Piece, ShardedTensors
+from nbaccel.launch.objects.sharded_tensors import Piece, ShardedTensors
 
 __all__ = [
     "Payload",

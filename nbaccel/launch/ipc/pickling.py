@@ -32,7 +32,7 @@ from nbaccel.launch.ipc.unpicklable import (
 )
 from nbaccel.launch.objects.arrays import Values, has_plain_memory
 from nbaccel.launch.objects.reductions import reduce_of_a_library, reduce_to_what_was_written, with_slots
-from nbaccel.launch.objects.sharded import Piece, ShardedTensors, is_sharded
+from nbaccel.launch.objects.sharded_tensors import Piece, ShardedTensors, is_sharded
 from nbaccel.launch.objects.wrappers import is_lightnings_trainer, itself
 
 __all__ = [

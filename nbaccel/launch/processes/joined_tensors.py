@@ -1,7 +1,7 @@
 """JoinedTensors: whole tensors of the rows that ranks have sent. Runs in the kernel, which needs no process group.
 
-Every rank sends the rows that it has (`launch.objects.sharded`), under a key that is the same in all ranks. They are
-joined when the values of a rank are rebuilt, on the host.
+Every rank sends the rows that it has (`ShardedTensors`), under a key that is the same in all ranks. They are joined
+when the values of a rank are rebuilt, on the host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from nbaccel.launch.ipc.payload import rows_in
 from nbaccel.launch.ipc.reports import RankReport
 from nbaccel.launch.ipc.unpicklable import CannotJoin
-from nbaccel.launch.objects.sharded import Piece, RowsReport
+from nbaccel.launch.objects.sharded_tensors import Piece, RowsReport
 from nbaccel.quantities import listed
 
 __all__ = ["JoinedTensors"]

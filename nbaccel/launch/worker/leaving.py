@@ -10,7 +10,7 @@ from typing import Any
 
 from nbaccel.launch.ipc.import_hooks import when_loaded
 from nbaccel.launch.ipc.spec import Results
-from nbaccel.launch.objects.sharded import RowsReport, ShardedTensors, is_sharded
+from nbaccel.launch.objects.sharded_tensors import RowsReport, ShardedTensors, is_sharded
 
 __all__ = ["Leaving"]
 

@@ -282,10 +282,6 @@ def one_configuration_per_rank() -> None:
     train(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
-FSDP_WITHOUT_A_DEVICE = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP of torch 2.6 runs on devices with streams only"
-)
-
 GOES_ON = [
     ddp,
     ddp_whose_steps_are_not_synchronised,

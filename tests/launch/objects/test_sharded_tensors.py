@@ -14,7 +14,7 @@ from torch import nn
 from nbaccel.launch.ipc.payload import pack_what_can_travel, rows_in, unpack_what_can_be_rebuilt
 from nbaccel.launch.ipc.reports import RankReport
 from nbaccel.launch.ipc.spec import Results
-from nbaccel.launch.objects.sharded import ShardedTensors
+from nbaccel.launch.objects.sharded_tensors import ShardedTensors
 from nbaccel.launch.processes.joined_tensors import JoinedTensors
 from nbaccel.launch.worker.leaving import Leaving
 from nbaccel.testing import run_ranks
