@@ -143,6 +143,9 @@ GUARDED = {
         "torch.optim.Adam(module.parameters(), fused=True)._step_supports_amp_scaling",
     ),
     "_state_dict_pre_hooks": ("2.6", "module._state_dict_pre_hooks"),
+    "_StorageInfo": ("2.6", "dcp_files._StorageInfo"),
+    "_StoragePrefix": ("2.6", "dcp_files._StoragePrefix"),
+    "_get_layout": ("2.6", "torch.serialization._get_layout"),
     "_use_count": ("2.6", "torch.ones(1)._use_count()"),
     "_WrappedHook": ("2.6", "torch.nn.modules.module._WrappedHook"),
     "_wrapped_by_lr_sched": ("2.6", "stepped.step._wrapped_by_lr_sched"),
@@ -224,6 +227,12 @@ class Live:
         from torch.distributed import distributed_c10d
 
         return distributed_c10d
+
+    @property
+    def dcp_files(self) -> Any:
+        from torch.distributed.checkpoint import filesystem
+
+        return filesystem
 
     @property
     def python_dispatch(self) -> Any:

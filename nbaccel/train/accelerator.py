@@ -713,8 +713,8 @@ class Accelerator(ProcessControl):
     def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole model's state dict, without prefixes of DDP and ``torch.compile``. Tensors are not copied.
 
-        Of a sharded model, the tensors are gathered into rank 0's host memory, one at a time, and other ranks get an
-        empty dict. Collective then.
+        Of a sharded model, the tensors are gathered into the host memory of rank 0 (of each node, with
+        `save_on_each_node`), one at a time, and other ranks get an empty dict. Collective then.
         unwrap: False returns that of the module as it is.
 
         >>> import torch
@@ -724,12 +724,10 @@ class Accelerator(ProcessControl):
         >>> list(accelerator.get_state_dict(model))
         ['weight', 'bias']
         """
-        return self._whole_state(model, self.is_main_process) if unwrap else model.state_dict()
-
-    def _whole_state(self, model: Module, keeps: bool) -> dict[str, Any]:
-        """Return the whole model's state dict on ranks that keep it; see `whole_state`."""
+        if not unwrap:
+            return model.state_dict()
         strategy = self._lifecycle.training().strategy
-        return whole_state(strategy.unwrap(model), strategy.state_dict(model), keeps)
+        return whole_state(strategy.unwrap(model), strategy.state_dict(model), keeps=self._checkpoints.writes)
 
     def save_model(
         self,
@@ -757,7 +755,7 @@ class Accelerator(ProcessControl):
         ...     os.listdir(folder)
         ['model.safetensors']
         """
-        state = self._whole_state(model, self._checkpoints.writes)
+        state = self.get_state_dict(model)
         if self._checkpoints.writes:
             save_weights(state, Path(save_directory), max_shard_size, safe_serialization)
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from benchmarks.harness import Make, installed
 from benchmarks.party import Bout
 
-__all__ = ["NBACCEL", "Training", "contenders"]
+__all__ = ["NBACCEL", "Training", "contenders", "loss_of", "nbaccel"]
 
 NBACCEL = "nbaccel"
 
@@ -64,7 +64,13 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def _bout(model: Module, turn: Callable[[], None]) -> Bout:
-    return Bout(turn, lambda: torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    return Bout(turn, lambda: torch.cat([_whole(parameter).flatten() for parameter in model.parameters()]))
+
+
+def _whole(parameter: Any) -> Tensor:
+    """The values of a parameter, also where it is sharded; collective then."""
+    values: Tensor = parameter.detach()
+    return getattr(values, "full_tensor", lambda: values)()
 
 
 def raw(training: Training) -> Bout:

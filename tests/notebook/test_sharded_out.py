@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,7 +10,12 @@ import torch
 
 from nbaccel.errors import RankDied, ResultsMissing
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP of torch 2.6 runs on devices with streams only"
+    ),
+]
 
 MAKES = """
 import torch
@@ -166,6 +172,18 @@ def test_after_an_error_at_equal_steps_the_rows_are_joined(notebook: Any, rank: 
     notebook.names["weights"]["seen"] = notebook.names["model"].seen  # rank 0's forward may have begun
     assert is_as_gathered(notebook.names)
     assert train_on(notebook.names)
+
+
+def test_after_a_stop_at_equal_steps_the_rows_are_joined(notebook: Any) -> None:
+    notebook.run(f"{MAKES}\nmodel, optimizer = make(11)")
+    cell = notebook.run(
+        f"%%accelerate -n 2 --cpu --out model,optimizer,weights,moments\n{TRAINS}"
+        "import os, signal, time\ntorch.distributed.barrier()\n"
+        f"if torch.distributed.get_rank() == 0:\n    os.kill({os.getpid()}, signal.SIGINT)\ntime.sleep(60)\n"
+    )
+    assert isinstance(cell.error, KeyboardInterrupt)
+    assert "brought back from the stopped run: model (updated in place, " in cell.stdout
+    assert is_as_gathered(notebook.names)
 
 
 def test_after_an_error_at_unequal_steps_one_sentence_says_so(notebook: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from nbaccel import Accelerator
-from nbaccel.errors import CollectiveMismatch
+from nbaccel.errors import CannotSave, CannotSplit, CollectiveMismatch
 from nbaccel.testing import run_ranks
 from nbaccel.train.strategies.fsdp.groups import GroupPolicy, choose_groups
-from nbaccel.utils import FullyShardedDataParallelPlugin
+from nbaccel.utils import FullyShardedDataParallelPlugin, find_executable_batch_size
 
 BATCH = 8
+X = torch.ones(4, 3)
 
 
 class Block(nn.Module):
@@ -320,6 +323,81 @@ def test_a_rank_cannot_be_done_earlier() -> None:
         return "refused"
 
     assert run_ranks(2, join) == ["refused", "refused"]
+
+
+def test_a_function_that_runs_out_of_memory_is_called_again_with_a_smaller_batch() -> None:
+    def train() -> tuple[list[int], int]:
+        accelerator = Accelerator(strategy="fsdp")
+        tried = []
+
+        @find_executable_batch_size(starting_batch_size=8)
+        def attempt(batch_size: int) -> int:
+            tried.append(batch_size)
+            model, optimizer = accelerator.prepare(net := Net(), torch.optim.AdamW(net.parameters()))
+            for step in range(3):
+                if batch_size > 2 and accelerator.is_last_process and step == 1:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+                _fit(model, optimizer, [torch.ones(batch_size, 4, dtype=torch.long)], accelerator.backward)
+            return batch_size
+
+        return tried, attempt()
+
+    assert run_ranks(2, train) == [([8, 4, 2], 2)] * 2
+
+
+def _go_on(ranks: int, strategy: str, folder: Path, first: int, steps: int) -> dict[str, torch.Tensor]:
+    """Train `steps` batches, from `first` on, after the checkpoint in `folder` if there is one; save there again."""
+
+    def train() -> dict[str, torch.Tensor]:
+        accelerator = Accelerator(strategy=strategy)
+        torch.manual_seed(3 + first)
+        net = _tied()
+        model, optimizer = accelerator.prepare(net, torch.optim.Adagrad(net.parameters(), lr=0.1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of new ranks, whose random numbers begin anew
+            if first:
+                accelerator.load_state(folder)
+        batches = _batches(ranks, accelerator.process_index, first + steps)[first:]
+        _fit(model, optimizer, batches, accelerator.backward)
+        accelerator.save_state(folder)
+        return accelerator.get_state_dict(model)
+
+    return run_ranks(ranks, train)[0]
+
+
+def test_a_training_goes_on_in_other_numbers_of_ranks_sharded_or_not(tmp_path: Path) -> None:
+    for first, (ranks, strategy) in enumerate([(2, "fsdp"), (1, "auto"), (4, "fsdp"), (2, "ddp"), (2, "fsdp")]):
+        got = _go_on(ranks, strategy, tmp_path / "parts", first, 1)
+    assert _furthest(_go_on(1, "auto", tmp_path / "alone", 0, 5), got) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("call", "refusal"),
+    [
+        (lambda accelerator, model: accelerator.find_batch_size(lambda x: model(x).mean(), X), "find_batch_size: FSDP"),
+        (lambda accelerator, model: accelerator.forward_backward(lambda x: model(x).mean(), X), "it is sharded"),
+        (lambda accelerator, model: accelerator.save(model.state_dict(), "file"), "accelerator.save was given a shard"),
+        (
+            lambda accelerator, model: torch.save(model.state_dict(), io.BytesIO()),
+            "torch.save was given a sharded tensor",
+        ),
+    ],
+    ids=["find_batch_size", "forward_backward", "save", "torch.save"],
+)
+def test_what_cannot_be_done_with_shards_is_refused_on_every_rank(
+    call: Callable[[Accelerator, nn.Module], Any], refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def refused() -> bool:
+        accelerator = Accelerator(strategy="fsdp")
+        net = nn.Linear(3, 2)
+        model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        with pytest.raises((NotImplementedError, CannotSplit, CannotSave), match=refusal):
+            call(accelerator, model)
+        return not list(tmp_path.iterdir())
+
+    assert run_ranks(2, refused) == [True, True]
 
 
 # -- groups

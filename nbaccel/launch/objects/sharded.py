@@ -7,11 +7,13 @@ that torch's `fully_shard` has changed are reduced in `reductions`. Nothing here
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 from nbaccel.launch.objects.kinds import Kinds
@@ -20,6 +22,10 @@ from nbaccel.launch.objects.wrappers import is_hook_of_sharding
 __all__ = ["Piece", "RowsReport", "ShardedTensors", "held_in_shards", "is_sharded"]
 
 _MOST_OBJECTS = 300_000
+_CONTAINERS = (dict, OrderedDict, list, tuple)
+
+_Way = tuple[Any, str, Any]
+"""The way to an object: that to its owner, and the step from there; at the beginning None, and the name."""
 
 _SIMPLE = frozenset({"float", "complex", "int", "bfloat", "bool", "uint"})
 """Beginnings of the names of types whose values are bytes of one length each, so that rows can be put together."""
@@ -66,7 +72,7 @@ class ShardedTensors:
     values: in an order that all ranks have.
     world_size: number of ranks; only tensors that lie on all of them can be joined.
     names: those that lead to such tensors, by a path on which no earlier name leads.
-    Objects are followed as in an `Inventory`, but no further than 300,000; elements of sets are not.
+    Objects are followed as in an `Inventory`, 300,000 of each name at most; elements of sets are not.
     """
 
     def __init__(self, values: Mapping[str, Any], world_size: int) -> None:
@@ -77,7 +83,7 @@ class ShardedTensors:
         self._seen: dict[int, Any] = {}
         self._resharded: set[int] = set()
         self._kinds = Kinds()
-        if "torch.distributed.tensor" in sys.modules:
+        if values and _are_there_meshes():
             for name, value in values.items():
                 self._walk(name, value)
         self._seen.clear()
@@ -124,12 +130,13 @@ class ShardedTensors:
 
     def _walk(self, name: str, value: Any) -> None:
         """Give a key to each sharded tensor that `value` leads to; the shortest path decides, so ranks agree on it."""
-        todo = deque([(value, name)])
-        while todo and len(self._seen) < _MOST_OBJECTS:
-            obj, path = todo.popleft()
+        todo: deque[tuple[Any, _Way]] = deque([(value, (None, "", name))])
+        left = _MOST_OBJECTS
+        while todo:
+            obj, way = todo.popleft()
             if is_sharded(obj):
                 self.names.add(name)
-                self._add(obj, path)
+                self._add(obj, way)
                 continue
             if id(obj) in self._seen or _is_of_distributed(obj):
                 continue
@@ -139,19 +146,21 @@ class ShardedTensors:
                 continue
             self._reshard(obj)
             try:
-                parts = [*self._stepped(obj), *kind.parts(obj)]
+                parts = [*self._stepped(obj), *islice(kind.parts(obj), left)]
             except Exception:  # a foreign class of objects with inconsistent answers
                 continue
+            left -= len(parts)
             keys = {step[1]: part for step, part in parts if step[0] == "key"}
-            for step, part in parts:
-                word, at = step
+            for (word, at), part in parts:
                 if word == "at" and is_sharded(keys.get(at)):  # the state of a parameter, whatever its position
-                    self._add(keys[at], f"{path}/key:{at}")
-                    word, at = "of", self.key(keys[at])
-                todo.append((part, f"{path}/{word}:{at!r}"))
+                    self._add(keys[at], (way, "key", at))
+                    todo.append((part, (way, "of", self.key(keys[at]))))
+                elif type(part) not in _CONTAINERS or part:
+                    todo.append((part, (way, word, at)))
 
-    def _add(self, tensor: Any, path: str) -> None:
+    def _add(self, tensor: Any, way: _Way) -> None:
         if id(tensor) not in self._keys:
+            path = _path(way)
             self._keys[id(tensor)] = path
             self._tensors[path] = tensor
 
@@ -188,6 +197,21 @@ def held_in_shards(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 _HOW = "send what full_tensor() returns in every rank"
+
+
+def _path(way: _Way) -> str:
+    steps = []
+    while way[0] is not None:
+        steps.append(f"{way[1]}:{way[2]!r}")
+        way = way[0]
+    return "/".join([way[2], *reversed(steps)])
+
+
+def _are_there_meshes() -> bool:
+    """Return whether this process has made a mesh, on which every sharded tensor lies; most programs make none."""
+    meshes: Any = sys.modules.get("torch.distributed.device_mesh")
+    kind = getattr(meshes, "DeviceMesh", None)  # not there if torch was built without process groups
+    return kind is not None and any(type(obj) is kind for obj in gc.get_objects())
 
 
 def _bytes(rows: Any) -> memoryview:

@@ -13,8 +13,8 @@
 Nothing in it is a pickle, unless a registered object's state is more than data. Other files in it are those of the
 program's hooks. The modules from bottom to top: `files` (sealed JSON), `manifest`, `folder` (atomic replacement),
 `place` (other people's files stay), `recycling` (deletes or reuses old folders), `frozen` (weights that do not change),
-`packing` and `parts` (states to files), `content` (the states in a checkpoint),
-`generators`, `foreign` (Accelerate's folders), `directory` (names, choice, limits), `training` (the parts of an
-Accelerator). `shards` knows a rank's rows of a sharded tensor, and `save_agreement` is how the ranks that write them
-agree. `weights` is the other format, one model for Hugging Face's libraries.
+`shards` (a rank's rows of a sharded tensor), `save_agreement` (how the ranks that write them agree), `packing` and
+`parts` (states to files), `content` (the states in a checkpoint), `generators`, `foreign` (Accelerate's folders),
+`dcp_format` (those that it writes under FSDP), `directory` (names, choice, limits), `training` (the parts of an
+Accelerator). `weights` is the other format, one model for Hugging Face's libraries.
 """

@@ -2,7 +2,8 @@
 
 They load models, optimizers, schedulers, the gradient scaler, registered objects and random states. They do not load
 the position inside an epoch, which Accelerate does not save for ordinary loaders, nor its `step`, which counts batches
-and not optimizer steps. All but the models are pickles: they are read as data only, unless `trust`.
+and not optimizer steps. All but the models are pickles: they are read as data only, unless `trust`. Under FSDP a model
+and its optimizer are distributed checkpoints, or whole ones of other names, and the optimizer's state goes by names.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from nbaccel.errors import CheckpointCorrupt, UntrustedPickle
 from nbaccel.train.checkpoint.content import Content, load_pickle, load_tensors, numbered
+from nbaccel.train.checkpoint.dcp_format import by_position, read_dcp
 from nbaccel.train.checkpoint.manifest import MANIFEST
 from nbaccel.train.checkpoint.model_weights import without_prefix
 
@@ -25,7 +27,15 @@ __all__ = [
     "restore_foreign_generators",
 ]
 
-_SIGNS = ("optimizer.bin", "scheduler.bin", "pytorch_model.bin", "random_states_0.pkl")
+_FSDP_MODEL = "pytorch_model_fsdp"
+_SIGNS = (
+    "optimizer.bin",
+    "scheduler.bin",
+    "pytorch_model.bin",
+    "random_states_0.pkl",
+    f"{_FSDP_MODEL}_0",
+    f"{_FSDP_MODEL}.bin",
+)
 
 
 def is_foreign(folder: Path) -> bool:
@@ -50,15 +60,24 @@ def read_foreign(folder: Path, trust: bool) -> Content:
     customs = _until_missing(
         lambda index: folder / f"custom_checkpoint_{index}.pkl", lambda path: load_pickle(path, trust)
     )
+    models = safe or pickles("pytorch_model", "bin") or pickles(_FSDP_MODEL, "bin")
+    shards = _until_missing(lambda index: folder / f"{_FSDP_MODEL}_{index}", lambda path: read_dcp(path)["model"])
+    parts = _until_missing(lambda index: folder / f"optimizer_{index}", lambda path: read_dcp(path)["optimizer"])
     scaler = folder / "scaler.pt"
     progress = {"precision": load_pickle(scaler, trust)} if scaler.exists() else {}
     return Content(
-        [without_prefix(model) for model in safe or pickles("pytorch_model", "bin")],
-        pickles("optimizer", "bin"),
+        [without_prefix(model) for model in models or shards],
+        [by_position(state) if _is_by_name(state) else state for state in pickles("optimizer", "bin") or parts],
         pickles("scheduler", "bin"),
         customs,
         progress,
+        is_stored=bool(shards or parts),
     )
+
+
+def _is_by_name(state: Any) -> bool:
+    groups = state.get("param_groups", ()) if isinstance(state, dict) else ()
+    return any(isinstance(name, str) for group in groups for name in group.get("params", ()))
 
 
 def restore_foreign_generators(folder: Path, rank: int, device: torch.device, trust: bool) -> str:

@@ -29,6 +29,7 @@ __all__ = [
     "Deadline",
     "Schedule",
     "chosen_saves",
+    "may_announce",
     "schedule",
 ]
 
@@ -93,6 +94,14 @@ def schedule(every: Steps | Period, world: World) -> Schedule:
     if not world.is_distributed:
         return _Alone(every.seconds)
     return _Leading(every.seconds) if world.is_main_process else _Following()
+
+
+def may_announce() -> bool:
+    """Return whether somebody passes on what rank 0 announces: a launcher of ours. Called in rank 0, before a step."""
+    answers: list[bool] = []
+    emit(SaveDue(0))  # no step has that number
+    emit(SaveAsked(0, lambda: answers.append(True)))
+    return bool(answers)
 
 
 class _EverySteps:

@@ -17,7 +17,8 @@ from weakref import WeakMethod
 
 from nbaccel.errors import CannotResume
 from nbaccel.events import SavesItself, emit
-from nbaccel.train.checkpoint.autosave import Autosave, CheckpointPolicy, Deadline
+from nbaccel.quantities import Period
+from nbaccel.train.checkpoint.autosave import Autosave, CheckpointPolicy, Deadline, may_announce
 from nbaccel.train.checkpoint.content import HeldContent
 from nbaccel.train.checkpoint.directory import FoundCheckpoint
 from nbaccel.train.checkpoint.manager import Checkpoints
@@ -53,6 +54,7 @@ class ResumePolicy:
         self._pending: Path | None = None  # the path to resume from, until that is done
         self._choice: FoundCheckpoint | None = None  # at that path; ranks agreed on it at the first `prepare`
         self._resumed: FoundCheckpoint | None = None
+        self._is_schedule_known = False
 
     # -- automatic saves
 
@@ -69,6 +71,7 @@ class ResumePolicy:
             saver = Deadline(self._limit_s, self._equipment.world, saver or Saver())
         self._equipment.accumulation.clock.saver = saver
         self._pending, self._choice, self._resumed = policy.resume, None, None
+        self._is_schedule_known = False
         if policy.every is not None:
             emit(SavesItself())
 
@@ -90,9 +93,12 @@ class ResumePolicy:
         """Continue, after a `prepare`, once everything that the checkpoint holds is prepared. Collective.
 
         From a sharded model on ``torch.save`` writes no part of one in this process.
+        Raises:
+            ValueError: a sharded training is to be saved at intervals of time, and nobody tells all ranks when.
         """
         if self._checkpoints.training().is_sharded:
             refuse_partial_torch_save()
+            self._refuse_saves_of_one_rank()
         if self._pending is None:
             return
         place = self._pending
@@ -107,6 +113,19 @@ class ResumePolicy:
         self._checkpoints.load(choice, trust=False, was_chosen=True)
         self._resumed = choice
         self._autosave.resumed(self._checkpoints.training().step)
+
+    def _refuse_saves_of_one_rank(self) -> None:
+        """Refuse a schedule by which rank 0 alone would save a sharded training. Collective at its first call."""
+        every = CheckpointPolicy.of(self._equipment.settings).every
+        if self._is_schedule_known or not (isinstance(every, Period) and self._equipment.world.is_distributed):
+            return
+        self._is_schedule_known = True
+        if not self._checkpoints.from_main(may_announce):
+            raise ValueError(
+                f"checkpoint_every: a time ({every.seconds:g} s) is over on rank 0 first, and all ranks save a sharded "
+                "model at the same step. Under torchrun, or whoever started these ranks, nobody tells the others: give "
+                "a number of steps, checkpoint_every=500, or start them by nbaccel."
+            )
 
     def _find(self, place: Path) -> FoundCheckpoint | None:
         try:

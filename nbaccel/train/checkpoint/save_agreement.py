@@ -298,8 +298,7 @@ class SaveAgreement(Alone):
         return (
             f"{who} did not come to the save of {self._target} in {waited_s:.0f} s. The model is sharded, so every "
             "rank has a part of the checkpoint, and save_state is called by every rank: outside of `if "
-            "accelerator.is_main_process`. Saves at intervals of time need nbaccel's launcher, which tells all ranks; "
-            "under another one give checkpoint_every as a number of steps."
+            "accelerator.is_main_process`."
         )
 
     def _names(self) -> set[str]:
@@ -333,9 +332,10 @@ class _Committed(Exception):
 
 def delete_dead_agreements(place: Path) -> None:
     """Delete agreements in the folder `place` whose processes have been killed, or have left it for good."""
-    for folder in place.glob(f"{_PREFIX}*"):
-        if not _may_live(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # another user's, or gone by now
+        for folder in place.glob(f"{_PREFIX}*"):
+            if not _may_live(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _may_live(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,10 +31,12 @@ from nbaccel.values import frozen
 
 __all__ = [
     "LocalRows",
+    "Pieces",
     "StoredFiles",
     "StoredTensor",
     "first_names",
     "holds_shards",
+    "is_sharded_module",
     "is_sharded_tensor",
     "load_module",
     "load_optimizer",
@@ -61,6 +63,15 @@ def is_sharded_tensor(value: object) -> bool:
     """Return whether `value` is a DTensor."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return isinstance(value, kind)
+
+
+def is_sharded_module(module: Module) -> bool:
+    """Return whether FSDP (of torch's ``fully_shard``) or a DTensor is anywhere in `module`.
+
+    Between a forward and its backward FSDP has whole parameters in place of its DTensors; its class stays.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return any(isinstance(part, kind) for part in module.modules()) or any(map(is_sharded_tensor, module.parameters()))
 
 
 def holds_shards(state: object) -> bool:
@@ -147,6 +158,15 @@ class StoredFiles:
             raise CheckpointCorrupt(f"{path} cannot be read: {error}", str(path)) from error
         return self._open[file]
 
+    def read(self, file: str, name: str, index: tuple[slice, ...]) -> Tensor:
+        """Return the rows `index` of a tensor in a file; all of a tensor without dimensions."""
+        opened = self.open(file)
+        try:
+            rows: Tensor = opened.get_slice(name)[index] if index else opened.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointCorrupt(f"{self._folder / file} has no {name}: {error}", file) from error
+        return rows
+
     def tensors(self, file: str) -> Iterator[tuple[str, StoredTensor]]:
         """Yield the whole tensors of a file by name; their bytes are not read."""
         opened = self.open(file)
@@ -154,6 +174,13 @@ class StoredFiles:
             tensor = opened.get_tensor(name)  # mapped, not read
             shape = tuple(tensor.shape)
             yield name, StoredTensor(self, name, shape, tensor.dtype, [(file, (0,) * len(shape), shape)])
+
+
+class Pieces(Protocol):
+    """Files with pieces of tensors."""
+
+    def read(self, file: str, name: str, index: tuple[slice, ...]) -> Tensor:
+        """Return the rows `index` of the piece of a tensor that is in a file."""
 
 
 class StoredTensor:
@@ -165,7 +192,7 @@ class StoredTensor:
 
     def __init__(
         self,
-        files: StoredFiles,
+        files: Pieces,
         name: str,
         shape: Sequence[int],
         dtype: torch.dtype,
@@ -180,7 +207,7 @@ class StoredTensor:
         self.was_sharded = was_sharded
 
     @classmethod
-    def of_shards(cls, files: StoredFiles, name: str, record: Mapping[str, Any]) -> StoredTensor:
+    def of_shards(cls, files: Pieces, name: str, record: Mapping[str, Any]) -> StoredTensor:
         """Return the tensor that a manifest records as the shards of several ranks."""
         dtype = getattr(torch, record["dtype"].removeprefix("torch."))
         return cls(files, name, record["shape"], dtype, record["boxes"], was_sharded=True)
@@ -206,7 +233,7 @@ class StoredTensor:
                 continue
             inside = tuple(slice(a - b, z - b) for a, z, b in zip(low, high, begin, strict=True))
             target = out[tuple(slice(a - o, z - o) for a, z, o in zip(low, high, offset, strict=True))]
-            target.copy_(self._read(file, inside))
+            target.copy_(self._files.read(file, self._name, inside))
             done += target.numel()
         if done != out.numel():
             raise CheckpointCorrupt(
@@ -217,13 +244,6 @@ class StoredTensor:
                 str(done),
             )
         return out
-
-    def _read(self, file: str, index: tuple[slice, ...]) -> Tensor:
-        opened = self._files.open(file)
-        try:
-            return opened.get_slice(self._name)[index] if index else opened.get_tensor(self._name)  # type: ignore[no-any-return]
-        except SafetensorError as error:
-            raise CheckpointCorrupt(f"{file} has no {self._name}: {error}", file) from error
 
 
 def load_module(module: Module, state: Mapping[str, Any], **options: Any) -> None:

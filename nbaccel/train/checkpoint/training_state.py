@@ -18,7 +18,7 @@ from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.manifest import Lineage, Manifest
 from nbaccel.train.checkpoint.model_weights import with_tied
 from nbaccel.train.checkpoint.rng_files import Stamp, State, read
-from nbaccel.train.checkpoint.shards import holds_shards, is_sharded_tensor, load_module, load_optimizer, may_be_sharded
+from nbaccel.train.checkpoint.shards import holds_shards, is_sharded_module, load_module, load_optimizer, may_be_sharded
 from nbaccel.train.prepare.prepared import Prepared
 from nbaccel.train.step.accumulation import Accumulation, StepClock
 from nbaccel.train.step.precision import Precision
@@ -70,9 +70,8 @@ class TrainingState:
         prepared = self.prepared
         if not may_be_sharded():
             return False
-        weights = (weight for model in prepared.models for weight in model.parameters())
         groups = (group for optimizer in prepared.optimizers for group in optimizer.param_groups)
-        return any(map(is_sharded_tensor, weights)) or any(holds_shards(group["params"]) for group in groups)
+        return any(map(is_sharded_module, prepared.models)) or any(holds_shards(group["params"]) for group in groups)
 
     def weights(self) -> list[dict[str, Any]]:
         """Return each model's state dict; tensors of a sharded model are sharded in it. No collective."""

@@ -14,7 +14,7 @@ from benchmarks.harness import Row
 __all__ = ["GROUPS", "REPORTS", "rows"]
 
 GROUPS = (
-    *("step", "ranks", "loader", "collectives", "microbatch", "starts", "cells", "imports", "saves", "logs"),
+    *("step", "ranks", "sharded", "loader", "collectives", "microbatch", "starts", "cells", "imports", "saves", "logs"),
     *("recovery", "inference", "unprepared"),
 )
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
 from nbaccel.errors import CannotSave, CheckpointCorrupt, RanksFailed
+from nbaccel.events import Event, SaveAsked, SaveDue, outlet
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint import save_agreement, shards
 from nbaccel.train.checkpoint.manifest import Manifest
@@ -226,11 +227,11 @@ def _load_and_count(folder: Path) -> tuple[int, int]:
     """Return the elements that were read, and those that this rank holds."""
     run = Run("AdamW", True, seed=1)
     read = 0
-    whole = shards.StoredTensor._read
+    whole = shards.StoredFiles.read
 
-    def counted(self: Any, file: str, index: Any) -> torch.Tensor:
+    def counted(self: Any, file: str, name: str, index: Any) -> torch.Tensor:
         nonlocal read
-        piece = whole(self, file, index)
+        piece = whole(self, file, name, index)
         read += piece.numel()
         return piece
 
@@ -238,7 +239,7 @@ def _load_and_count(folder: Path) -> tuple[int, int]:
         raise AssertionError("a pickle")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards.StoredTensor, "_read", counted)
+        patch.setattr(shards.StoredFiles, "read", counted)
         patch.setattr(torch, "load", forbidden)
         patch.setattr(pickle, "Unpickler", forbidden)
         training = run.accelerator._checkpoints.training()
@@ -270,6 +271,97 @@ def test_load_model_reads_the_weights_out_of_a_checkpoint_of_shards(tmp_path: Pa
     model = Net()
     assert load_model(model, tmp_path / "last") == []
     assert model.head.weight.tolist() == saved[".model.words.weight"]
+
+
+def _evaluate_and_save(folder: Path) -> bool:
+    from torch.distributed.fsdp import fully_shard
+
+    accelerator = Accelerator()
+    module = Net()
+    fully_shard(module)
+    model = accelerator.prepare(module)  # and no optimizer
+    with torch.no_grad():
+        model(torch.zeros(2, 3, dtype=torch.long))
+    was_whole = not any(map(shards.is_sharded_tensor, module.parameters()))
+    accelerator.save_state(folder)
+    return was_whole
+
+
+def test_a_model_that_has_just_run_forward_is_saved_in_shards_too(tmp_path: Path) -> None:
+    assert run_ranks(2, _evaluate_and_save, tmp_path / "last") == [True, True], "torch keeps it whole for a backward"
+    assert len(Manifest.read(tmp_path / "last").shards["model"]["words.weight"]["boxes"]) == 2
+
+
+def _save_on_a_mesh(folder: Path, shape: tuple[int, ...], dim: int, load: bool) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    torch.manual_seed(int(load))
+    accelerator = Accelerator()
+    module = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False), torch.nn.Linear(4, 8, bias=False))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
+    fully_shard(module, mesh=mesh, shard_placement_fn=lambda _: Shard(dim))
+    model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+    if load:
+        accelerator.load_state(folder)
+    else:
+        accelerator.backward(model(torch.ones(2, 8)).square().mean())
+        optimizer.step()
+        accelerator.save_state(folder)
+    state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+    return {name: _whole(value).tolist() for name, value in _flat(state)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "dim"), [((2, 2), 0), ((4,), 1)], ids=["replicas of shards", "split by columns"])
+def test_shards_of_other_meshes_and_dimensions_load_too(tmp_path: Path, shape: tuple[int, ...], dim: int) -> None:
+    saved = run_ranks(4, _save_on_a_mesh, tmp_path / "last", shape, dim, False)[0]
+    boxes = Manifest.read(tmp_path / "last").shards["model"]["0.weight"]["boxes"]
+    assert len(boxes) == (2 if len(shape) == 2 else 4), "each part is written once"
+    assert run_ranks(4, _save_on_a_mesh, tmp_path / "last", (4,), 1 - dim, True)[3] == saved
+
+
+def _save_a_sum(folder: Path) -> str:
+    from torch.distributed.tensor import DTensor, Partial
+
+    run = Run("AdamW", True)
+    mesh = run.module.words.weight.device_mesh
+    run.accelerator.register_for_checkpointing(Kept(DTensor.from_local(torch.ones(3), mesh, [Partial()])))
+    with pytest.raises(CannotSave) as caught:
+        run.accelerator.save_state(folder)
+    return str(caught.value)
+
+
+def test_a_tensor_that_is_not_rows_is_refused_by_name(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _save_a_sum, tmp_path / "last")
+    assert "tensor is distributed as (Partial(sum),)" in first
+    assert "tensor is distributed as (Partial(sum),)" in second
+    assert list(tmp_path.iterdir()) == []
+
+
+def _save_now_and_then(has_launcher: bool) -> str:
+    due: list[int] = []
+
+    def launcher(event: Event) -> None:
+        if isinstance(event, SaveDue):
+            due.append(event.step)
+        elif isinstance(event, SaveAsked) and event.step in due:
+            event.answer()
+
+    with outlet(launcher if has_launcher else lambda event: None):
+        try:
+            Run("AdamW", True, checkpoint_every="10min")
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_saves_by_the_clock_need_somebody_who_tells_all_ranks() -> None:
+    for error in run_ranks(2, _save_now_and_then, False):
+        assert "checkpoint_every: a time (600 s) is over on rank 0 first" in error
+        assert "give a number of steps" in error
+    assert run_ranks(2, _save_now_and_then, True) == ["", ""]
 
 
 # -- what goes wrong

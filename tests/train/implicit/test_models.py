@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbaccel.errors import RanksFailed
 from nbaccel.settings import RunSettings
 from nbaccel.testing import run_ranks
+from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.implicit.loop import ImplicitTraining
 from nbaccel.world import World
 
@@ -301,3 +302,31 @@ def test_what_all_ranks_write_alike_is_averaged_no_more_after_some_times() -> No
     for changed in run_ranks(2, alike):
         assert max(changed) == 2
         assert changed[-4:] == [0, 0, 0, 0]
+
+
+def sharded() -> list[torch.Tensor]:
+    from torch.distributed.fsdp import fully_shard
+
+    PartialState()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    model.register_parameter(
+        "scale", nn.Parameter(torch.ones(3, dtype=torch.float64))
+    )  # of the root, which stays whole
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in points():
+        optimizer.zero_grad()
+        (nn.functional.mse_loss(model(x), y) * model.scale.sum()).backward()
+        optimizer.step()
+    return [value.full_tensor() for value in model.state_dict().values()]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP of torch 2.6 runs on devices with streams only"
+)
+def test_a_model_that_fully_shard_keeps_together_is_left_to_it() -> None:
+    expected = run_ranks(2, sharded)
+    for values, alone in zip(run_ranks(2, watched, sharded), expected, strict=True):
+        assert all(map(torch.equal, values, alone))
