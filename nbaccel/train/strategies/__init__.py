@@ -20,7 +20,7 @@ AUTO = "auto"
 _REGISTRY = {
     "single": "nbaccel.train.strategies.single:Strategy",
     "ddp": "nbaccel.train.strategies.replicated:Replicated",
-    "fsdp": "nbaccel.train.strategies.sharded:Sharded",
+    "fsdp": "nbaccel.train.strategies.fully_sharded:FullySharded",
 }
 
 

@@ -1,4 +1,4 @@
-"""Sharded: each rank holds its rows of every parameter, gradient and optimizer state (FSDP2, ZeRO). Runs in ranks.
+"""FullySharded: each rank holds its rows of every parameter, gradient and optimizer state (FSDP2, ZeRO). Runs in ranks.
 
 torch's ``fully_shard`` does the work, in place: a model stays the program's own object. This module adds what programs
 need beside it: optimizers made before `prepare`, tied parameters in several blocks, parameters of several types,
@@ -32,12 +32,12 @@ from nbaccel.train.strategies.replicated import living_modules
 from nbaccel.train.strategies.single import Strategy, gradients_of, is_parallel, is_sharded, lendable, without_compile
 from nbaccel.world import World
 
-__all__ = ["Sharded"]
+__all__ = ["FullySharded"]
 
 _QUANTISED = frozenset({"Params4bit", "Int8Params"})
 
 
-class Sharded(Strategy):
+class FullySharded(Strategy):
     """FSDP2 over all ranks. Also understands models that the program has sharded itself.
 
     Every forward, evaluation included, gathers parameters from all ranks: all ranks have to call it.
