@@ -16,6 +16,7 @@ from nbaccel.train.data import PreparedLoader
 from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.step.accumulation import Window
 from nbaccel.train.strategies import Strategy
+from nbaccel.train.strategies.single import is_parallel
 
 __all__ = [
     "Prepared",
@@ -81,7 +82,8 @@ class Prepared:
         known = {id(strategy.unwrap(model)) for model in self.models}
         if models:
             return all(strategy.keeps_together(model) or id(strategy.unwrap(model)) in known for model in models)
-        return any(strategy.unwrap(model) is not model for model in self.models) or strategy.finds_parallel()
+        is_ours = any(strategy.unwrap(model) is not model or is_parallel(model) for model in self.models)
+        return is_ours or strategy.finds_parallel()
 
     def model_states(self, strategy: Strategy) -> list[dict[str, Any]]:
         """Return the state of each model as this rank holds it: its rows, where it is sharded. No collective."""

@@ -154,13 +154,15 @@ def fsdp_of_dtensors() -> None:
     train(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
-def fsdp_of_layers() -> None:
-    """The memory of their gathered parameters is free between the forward and the backward."""
+def fsdp_that_frees_layers_between_forward_and_backward() -> None:
+    """Their gathered parameters are leaves of the graph without memory: reading them would be a SIGSEGV."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = make()
-    for layer in (model[0], model[2], model):
-        fully_shard(layer)
+    model = nn.Sequential(nn.Linear(4, 4), make())
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (*model.children(), model):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
     train(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
@@ -291,8 +293,17 @@ GOES_ON = [
     models_that_are_averaged,
     parts_of_a_sharded_optimizer,
     fsdp,
-    pytest.param(fsdp_of_dtensors, marks=FSDP_WITHOUT_A_DEVICE, id="fsdp_of_dtensors"),
-    pytest.param(fsdp_of_layers, marks=FSDP_WITHOUT_A_DEVICE, id="fsdp_of_layers"),
+    *(
+        pytest.param(
+            program,
+            marks=pytest.mark.skipif(
+                not hasattr(torch.cpu.Stream, "record_event"),
+                reason="FSDP of torch 2.6 runs on devices with streams only",
+            ),
+            id=program.__name__,
+        )
+        for program in (fsdp_of_dtensors, fsdp_that_frees_layers_between_forward_and_backward)
+    ),
     inputs_beside_a_model_in_ddp,
     nothing_to_step,
 ]
