@@ -262,6 +262,11 @@ class HangWatch:
         gone = [member.rank for member in self._members if member.report is not None and member.report.status == "ok"]
         if not self._used and quiet >= _CERTAIN_S / 2:
             self._used = {member.rank: _seconds_used(member) for member in working}
+        if not self._is_sure and quiet >= _CERTAIN_S and self._question is None:
+            # Ranks that compute are not even asked.
+            self._is_sure = not all(
+                _seconds_used(member) - self._used[member.rank] < _IDLE * _CERTAIN_S / 2 for member in working
+            )
         due = min(
             _NOTICE_S if not self._has_told else float("inf"),
             self._limit_s or float("inf"),
@@ -277,8 +282,7 @@ class HangWatch:
         self._question = None
         if not self._is_sure and quiet >= _CERTAIN_S:
             self._is_sure = True
-            idle = all(_seconds_used(member) - self._used[member.rank] < _IDLE * _CERTAIN_S / 2 for member in working)
-            if idle and stacks and all(stack.is_in_collective for stack in stacks.values()):
+            if stacks and all(stack.is_in_collective for stack in stacks.values()):
                 if gone:
                     return Hang(gone[0], quiet, self._lines(stacks), is_certain=True)
                 in_shards = [rank for rank, stack in stacks.items() if stack.is_in_shards]

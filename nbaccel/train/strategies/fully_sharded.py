@@ -52,7 +52,6 @@ class FullySharded(Strategy):
         super().__init__(world, device, handlers, plugin)
         self._replaced = Replacements()
         self._half: torch.dtype | None = None
-        self._mesh: tuple[Any, Any] | None = None  # of torch's default group, and that group
 
     def precision(self, name: str) -> Precision:
         precision = super().precision(name)
@@ -89,7 +88,7 @@ class FullySharded(Strategy):
             before = {id(parameter): parameter for module in modules for parameter in module.parameters()}
             fully_shard(
                 modules[0] if len(modules) == 1 else list(modules),
-                mesh=self._mesh_of_the_group(),
+                mesh=_mesh_of_all(self.device),
                 ignored_params=left_out or None,
                 **self._options(modules),
             )
@@ -133,19 +132,6 @@ class FullySharded(Strategy):
         if getattr(self.plugin, "cpu_offload", False):
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         return options
-
-    def _mesh_of_the_group(self) -> Any:
-        """Return the mesh of all ranks, over a process group of its own. Collective where there is none yet.
-
-        A forward that some ranks do not enter would otherwise meet another collective of theirs: gloo ends the process
-        then, and NCCL mixes up what was sent. With its own group it waits, and who watches the ranks can say where.
-        """
-        from torch.distributed import group, new_group
-        from torch.distributed.device_mesh import DeviceMesh
-
-        if self._mesh is None or self._mesh[1] is not group.WORLD:
-            self._mesh = DeviceMesh.from_group(new_group(), self.device.type), group.WORLD
-        return self._mesh[0]
 
     def _compare(self, model: Module) -> None:
         """Refuse what would make ranks wait for each other for ever, or mix rows of different parameters. Collective.
@@ -253,6 +239,26 @@ class FullySharded(Strategy):
                 self._replaced.add(make_whole(model))
         for optimizer in optimizers:
             self._replaced.bring(optimizer)
+        _meshes.clear()
+
+
+_meshes: dict[Any, Any] = {}
+"""The mesh that was made beside the default group of this process: one for all Accelerators, however many cells make."""
+
+
+def _mesh_of_all(device: torch.device) -> Any:
+    """Return the mesh of all ranks, over a process group of its own. Collective where there is none yet.
+
+    A forward that some ranks do not enter would otherwise meet another collective of theirs: gloo ends the process
+    then, and NCCL mixes up what was sent. With its own group it waits, and who watches the ranks can say where.
+    """
+    from torch.distributed import group, new_group
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if group.WORLD not in _meshes:
+        _meshes.clear()
+        _meshes[group.WORLD] = DeviceMesh.from_group(new_group(), device.type)
+    return _meshes[group.WORLD]
 
 
 @contextmanager
