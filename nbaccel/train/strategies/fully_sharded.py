@@ -243,7 +243,7 @@ class FullySharded(Strategy):
 
 
 _meshes: dict[Any, Any] = {}
-"""The mesh that was made beside the default group of this process: one for all Accelerators, however many cells make."""
+"""The mesh beside the default group of this process: one for all Accelerators, however many a notebook makes."""
 
 
 def _mesh_of_all(device: torch.device) -> Any:
