@@ -403,6 +403,46 @@ def test_what_cannot_be_done_with_shards_is_refused_on_every_rank(
     assert run_ranks(2, refused) == [True, True]
 
 
+def _language_models(strategy: str) -> list[tuple[dict[str, torch.Tensor], list[list[int]]]]:
+    """Train a tied model of transformers, and one with adapters of peft; generate with both, other lengths by rank."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    accelerator = Accelerator(strategy=strategy)
+    ranks, rank = accelerator.num_processes, accelerator.process_index
+    sizes = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    results = []
+    for with_adapters in (False, True):
+        torch.manual_seed(0)
+        net: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True, eos_token_id=None))
+        if with_adapters:
+            net = get_peft_model(net, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        optimizer = torch.optim.SGD([weight for weight in net.parameters() if weight.requires_grad], lr=0.1)
+        model, optimizer = accelerator.prepare(net, optimizer)
+        for words in _batches(ranks, rank):
+            accelerator.backward(model(input_ids=words, labels=words).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        told = net.generate(input_ids=torch.tensor([[1, 2, 3]]), max_new_tokens=4 + 2 * rank, do_sample=False)
+        results.append((accelerator.get_state_dict(model), told.tolist()))
+    return results
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the libraries, about each other
+def test_models_of_transformers_and_peft_train_and_generate_other_lengths_on_each_rank() -> None:
+    alone = run_ranks(1, _language_models, "auto", timeout_s=120)[0]
+    first, second = run_ranks(2, _language_models, "fsdp", timeout_s=120)
+    for (wanted, words), (got, shorter), (_, longer) in zip(alone, first, second, strict=True):
+        assert _furthest(wanted, got) < 1e-5
+        assert shorter == words
+        assert longer[0][: len(words[0])] == words[0]
+        assert len(longer[0]) == len(words[0]) + 2
+
+
 # -- groups
 
 
@@ -427,6 +467,15 @@ def test_a_model_of_transformers_names_its_blocks() -> None:
     assert sorted(_names(nn.Sequential(net, nn.Linear(1, 1)), GroupPolicy())) == sorted(
         [[f"0.{name}"] for [name] in BLOCKS] + [["root"]]
     )
+
+
+def test_a_model_inside_that_generates_gathers_what_no_block_of_it_has() -> None:
+    class Generates(Net):
+        def generate(self) -> None: ...
+
+    outer = nn.Module()
+    outer.inner = Generates()
+    assert _names(outer, GroupPolicy()) == [[f"inner.{name}"] for [name] in BLOCKS] + [["inner"], ["root"]]
 
 
 def test_a_class_that_is_not_there_is_refused_with_those_that_are() -> None:

@@ -98,8 +98,6 @@ class FullySharded(Strategy):
         statistics = list(running_statistics([model]))
         if statistics:
             model.register_forward_pre_hook(_statistics_sender(statistics), prepend=True)
-        if hasattr(model, "generate"):
-            vars(model)["_is_fsdp_managed_module"] = True  # transformers then lets ranks of different lengths wait
         assert isinstance(model, FSDPModule)
         now = dict(model.named_parameters(remove_duplicate=False))
         self._replaced.add({old: now[name] for name, old in replaced.items()})

@@ -64,7 +64,16 @@ def choose_groups(model: Module, policy: GroupPolicy, uniform_dtype: bool) -> Gr
     odd = list(_odd_dtypes(model, blocks)) if uniform_dtype else []
     inside = {id(module) for group in (*shared, *odd) for module in group}
     rest = [[block] for block in blocks if id(block) not in inside]
-    return Groups([*shared, *odd, *rest, [model]], blocks)
+    generators = [[part] for part in _bottom_up(model) if part not in (model, *blocks) and _generates(part)]
+    return Groups([*shared, *odd, *rest, *generators, [model]], blocks)
+
+
+def _generates(module: Module) -> bool:
+    """Return whether `module` is a model inside of another one that programs call by itself, as peft's generate does.
+
+    The forward of the outer one, which gathers what no block has, does not run then.
+    """
+    return hasattr(type(module), "generate")  # not of the object: peft's layers answer for the model inside
 
 
 # -- blocks
