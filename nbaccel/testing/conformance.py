@@ -53,7 +53,7 @@ class Setting:
         import torch
         from torch.utils.data import DataLoader
 
-        words = torch.randint(0, _WORDS, (samples, 5), generator=torch.Generator().manual_seed(1))
+        words = torch.randint(0, _WORDS, (samples, 5), generator=torch.Generator().manual_seed(1), device="cpu")
         return DataLoader(words, batch_size=_BATCH // self.ranks)  # type: ignore[arg-type]
 
 
@@ -157,7 +157,8 @@ def _language_model(tied: bool = False, dim: int = 8) -> Module:
             self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(3 * dim, dim)
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + torch.as_tensor(self.down(torch.tanh(self.up(self.norm(x)))))
+            more: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+            return x + more
 
     class LanguageModel(nn.Module):
         def __init__(self) -> None:
@@ -172,7 +173,8 @@ def _language_model(tied: bool = False, dim: int = 8) -> Module:
             x = self.embed(words)
             for block in self.blocks:
                 x = block(x)
-            return torch.as_tensor(self.head(x))
+            scores: Tensor = self.head(x)
+            return scores
 
     return LanguageModel()
 
@@ -332,7 +334,7 @@ def _statistics(setting: Setting) -> _Result:
     accelerator = setting.accelerator()
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # statistics of a rank's batches are not those of all
-    numbers = torch.randn(48, 4, generator=torch.Generator().manual_seed(2))
+    numbers = torch.randn(48, 4, generator=torch.Generator().manual_seed(2), device="cpu")
     loader: Any = torch.utils.data.DataLoader(numbers, batch_size=_BATCH // setting.ranks)  # type: ignore[arg-type]
     held_out: Any = torch.utils.data.DataLoader(range(13), batch_size=2)  # type: ignore[arg-type]
     model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, loader, held_out)
@@ -342,7 +344,7 @@ def _statistics(setting: Setting) -> _Result:
         optimizer.zero_grad()
     model.eval()
     with torch.no_grad():
-        outputs = model(torch.ones(2, 4))
+        outputs = model(torch.ones(2, 4, device="cpu"))
     seen = torch.cat([accelerator.gather_for_metrics(batch) for batch in held_out])
     spread = accelerator.gather(outputs[:1]).std(unbiased=False).item()
     return {}, [sorted(seen.tolist()), spread]
@@ -398,7 +400,8 @@ def _adapters(setting: Setting) -> _Result:
             self.out = nn.Linear(2, base.out_features, bias=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.as_tensor(self.base(x) + self.out(self.into(x)))
+            adapted: Tensor = self.base(x) + self.out(self.into(x))
+            return adapted
 
     accelerator = setting.accelerator()
     model = _language_model().requires_grad_(False)

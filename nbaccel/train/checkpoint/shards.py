@@ -214,7 +214,7 @@ class StoredTensor:
 
     def whole(self) -> Tensor:
         """Read all of it into memory of its own."""
-        return self.fill(torch.empty(self.shape, dtype=self.dtype), (0,) * len(self.shape))
+        return self.fill(torch.empty(self.shape, dtype=self.dtype, device="cpu"), (0,) * len(self.shape))
 
     def numpy(self) -> Any:
         return self.whole().numpy()

@@ -123,6 +123,8 @@ class Replicated(Strategy):
         no_sync = getattr(module, "no_sync", None)
         return nullcontext() if no_sync is None else no_sync()
 
+    within_window = no_sync  # without a call between: it is entered in every batch of a window
+
     def alone(self, model: Module) -> AbstractContextManager[Any]:
         module = without_compile(model)
         if isinstance(module, Replica) and module.lent_to is not None:
