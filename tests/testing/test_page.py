@@ -6,6 +6,8 @@ from documents import blocks
 from environments import REPOSITORY
 
 
-def test_the_example_of_a_test_runs_as_it_stands_on_its_page() -> None:
-    (example,) = blocks(REPOSITORY / "docs" / "testing.md", "python")
-    exec(compile(example.text, str(example), "exec"), {})
+def test_the_examples_of_tests_run_as_they_stand_on_their_page() -> None:
+    examples = blocks(REPOSITORY / "docs" / "testing.md", "python")
+    assert len(examples) == 2
+    for example in examples:
+        exec(compile(example.text, str(example), "exec"), {})

@@ -34,6 +34,9 @@ from nbaccel.world import World
 
 __all__ = ["FullySharded"]
 
+_GROUP = "nbaccel_shards"
+"""Description of the process group in which sharded models communicate."""
+
 _QUANTISED = frozenset({"Params4bit", "Int8Params"})
 
 
@@ -69,6 +72,7 @@ class FullySharded(Strategy):
         return list(models)
 
     def _shard(self, model: Module) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         _refuse_quantised(model)
@@ -80,6 +84,7 @@ class FullySharded(Strategy):
             _raise_precision(model, self.world.is_main_process)
         if getattr(self.plugin, "activation_checkpointing", False):
             recompute_activations(model, groups.blocks or None)
+        mesh = DeviceMesh.from_group(_group_of_all(), self.device.type)
         for modules in groups.groups:
             self._bring_from_main(modules, left_out)
             if model not in modules:
@@ -88,7 +93,7 @@ class FullySharded(Strategy):
             before = {id(parameter): parameter for module in modules for parameter in module.parameters()}
             fully_shard(
                 modules[0] if len(modules) == 1 else list(modules),
-                mesh=_mesh_of_all(self.device),
+                mesh=mesh,
                 ignored_params=left_out or None,
                 **self._options(modules),
             )
@@ -237,26 +242,18 @@ class FullySharded(Strategy):
                 self._replaced.add(make_whole(model))
         for optimizer in optimizers:
             self._replaced.bring(optimizer)
-        _meshes.clear()
 
 
-_meshes: dict[Any, Any] = {}
-"""The mesh beside the default group of this process: one for all Accelerators, however many a notebook makes."""
-
-
-def _mesh_of_all(device: torch.device) -> Any:
-    """Return the mesh of all ranks, over a process group of its own. Collective where there is none yet.
+def _group_of_all() -> Any:
+    """Return the process group of sharded models, one for all Accelerators. Collective where there is none yet.
 
     A forward that some ranks do not enter would otherwise meet another collective of theirs: gloo ends the process
     then, and NCCL mixes up what was sent. With its own group it waits, and who watches the ranks can say where.
     """
-    from torch.distributed import group, new_group
-    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed import distributed_c10d, new_group
 
-    if group.WORLD not in _meshes:
-        _meshes.clear()
-        _meshes[group.WORLD] = DeviceMesh.from_group(new_group(), device.type)
-    return _meshes[group.WORLD]
+    known = (group for group in distributed_c10d._world.pg_map if getattr(group, "group_desc", "") == _GROUP)
+    return next(known, None) or new_group(group_desc=_GROUP)
 
 
 @contextmanager
