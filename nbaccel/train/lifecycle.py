@@ -34,6 +34,7 @@ from nbaccel.train.step.accumulation import Accumulation, GradientAccumulationPl
 from nbaccel.train.step.implicit_hooks import step_back
 from nbaccel.train.step.kwargs_handlers import Handlers, KwargsHandler
 from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
+from nbaccel.train.strategies.single import is_parallel
 from nbaccel.values import frozen
 from nbaccel.world import World
 
@@ -254,11 +255,19 @@ class Lifecycle:
             self.forget()
 
     def release(self) -> None:
-        """Let prepared models and optimizers outlive the process group, which is about to be destroyed. Collective."""
+        """Let prepared models and optimizers outlive the process group, which is about to be destroyed. Collective.
+
+        Models that are plain ones then are not prepared any more: each rank would go on to train its own.
+        """
         equipment = self.equipment
-        if equipment.is_complete and equipment.prepared:
-            optimizers = [prepared.optimizer for prepared in equipment.prepared.optimizers]
-            equipment.strategy.release(equipment.prepared.models, optimizers)
+        if not (equipment.is_complete and equipment.prepared):
+            return
+        parallel = [model for model in equipment.prepared.models if is_parallel(model)]
+        optimizers = [prepared.optimizer for prepared in equipment.prepared.optimizers]
+        equipment.strategy.release(equipment.prepared.models, optimizers)
+        if plain := [model for model in parallel if not is_parallel(model)]:
+            equipment.prepared.drop(plain, equipment.strategy)
+            self.is_ready = False
 
     def forget(self) -> None:
         """Forget everything prepared, and wait for the save that is being written."""

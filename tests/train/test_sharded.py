@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nbaccel import Accelerator
-from nbaccel.errors import CannotSave, CannotSplit, CollectiveMismatch
+from nbaccel.errors import CannotSave, CannotSplit, CollectiveMismatch, NotPrepared
 from nbaccel.testing import run_ranks
 from nbaccel.train.strategies.fsdp.groups import GroupPolicy, choose_groups
 from nbaccel.utils import FullyShardedDataParallelPlugin, find_executable_batch_size
@@ -291,6 +291,23 @@ def test_a_model_goes_from_ddp_to_fsdp_and_back_with_its_optimizer() -> None:
         assert _furthest(wanted, got) < 1e-5
         assert kinds == ["Net", "FSDPNet", "Net", "FSDPNet"]
         assert is_tied
+
+
+def test_a_model_that_is_whole_again_is_not_trained_by_each_rank_for_itself() -> None:
+    def train() -> str:
+        accelerator = Accelerator(strategy="fsdp")
+        net = nn.Linear(3, 1)
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        accelerator.backward(model(X).sum())
+        accelerator.destroy_process_group()
+        with pytest.raises(NotPrepared, match="the model is not prepared"):
+            accelerator.backward(model(X).sum())
+        model = accelerator.prepare(model)
+        accelerator.backward(model(X).sum())
+        optimizer.step()
+        return type(model).__name__
+
+    assert run_ranks(2, train) == ["FSDPLinear", "FSDPLinear"]
 
 
 def test_an_optimizer_that_is_kept_holds_rows_only() -> None:

@@ -55,6 +55,7 @@ class FullySharded(Strategy):
         super().__init__(world, device, handlers, plugin)
         self._replaced = Replacements()
         self._half: torch.dtype | None = None
+        self._holding: weakref.WeakSet[Module] = weakref.WeakSet()  # those under no_sync; torch has no way to ask
 
     def precision(self, name: str) -> Precision:
         precision = super().precision(name)
@@ -192,7 +193,7 @@ class FullySharded(Strategy):
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
         module = without_compile(model)
         if is_sharded(module):
-            return _sync(module, False)
+            return _sync(module, False, self._holding)
         no_sync = getattr(module, "no_sync", None)
         return nullcontext() if no_sync is None else no_sync()
 
@@ -209,7 +210,7 @@ class FullySharded(Strategy):
 
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
         module = without_compile(model)
-        return _sync(module, True) if is_sharded(module) else nullcontext()
+        return _sync(module, True, self._holding) if is_sharded(module) else nullcontext()
 
     def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
         lendable(models, Module)  # says why not, of a sharded one
@@ -257,28 +258,27 @@ def _group_of_all() -> Any:
 
 
 @contextmanager
-def _sync(model: Module, synchronised: bool) -> Iterator[None]:
-    """Let backward reduce the gradients of `model`, or keep them whole and unreduced, while entered."""
+def _sync(model: Module, synchronised: bool, holding: weakref.WeakSet[Module]) -> Iterator[None]:
+    """Let backward reduce the gradients of `model`, or keep them whole and unreduced, while entered.
+
+    holding: modules whose gradients are not reduced now.
+    """
+
     from torch.distributed.fsdp import FSDPModule
 
+    def set_sync(part: FSDPModule, reduces: bool) -> None:
+        part.set_requires_gradient_sync(reduces, recurse=False)
+        (holding.discard if reduces else holding.add)(part)  # type: ignore[arg-type]
+
     parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
-    before = [part in _holding for part in parts]
+    before = [part in holding for part in parts]
     for part in parts:
-        _set_sync(part, synchronised)
+        set_sync(part, synchronised)
     try:
         yield
     finally:
         for part, was_held in zip(parts, before, strict=True):
-            _set_sync(part, not was_held)
-
-
-_holding: weakref.WeakSet[Module] = weakref.WeakSet()
-"""Sharded modules whose gradients are not reduced now; torch has no way to ask."""
-
-
-def _set_sync(part: Any, synchronised: bool) -> None:
-    part.set_requires_gradient_sync(synchronised, recurse=False)
-    (_holding.discard if synchronised else _holding.add)(part)
+            set_sync(part, not was_held)
 
 
 def _not_a_view(module: Module, inputs: Any, output: Any) -> Any:
