@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from nbaccel.train.oom.microbatch.engine import StepEngine
+from nbaccel.train.oom.microbatch.lock_step import LockStepEngine
 from nbaccel.train.oom.microbatch.sizes import MicroBatches
 from nbaccel.train.oom.microbatch.slicing import Samples, SplitFunction
 from nbaccel.train.oom.microbatch.task import LossFunction, MicroBatchTask
@@ -46,7 +47,8 @@ class StepRecovery:
         divisor = accumulation.counted.divisor if accumulation.depth else accumulation.steps
         ends_step = window.sync and not accumulation.is_held
         if micro_batch_size == "auto":
-            if self.sizes.ceiling is None:
+            # Where ranks repeat together none can try sizes alone: the whole batch is the first try.
+            if self.sizes.ceiling is None and not self._equipment.strategy.repeats_together:
                 self._plan_micro_batches(loss_fn, batch, split_fn, samples)
         elif micro_batch_size is not None:
             self.sizes.start_at(micro_batch_size)
@@ -86,7 +88,8 @@ class StepRecovery:
         if engine is None or len(engine.models) != len(self._equipment.prepared.models):
             if engine is not None:
                 engine.release()
-            engine = self._engine = StepEngine(
+            kind = LockStepEngine if self._equipment.strategy.repeats_together else StepEngine
+            engine = self._engine = kind(
                 self._equipment.prepared.models,
                 self._equipment.strategy,
                 self._equipment.precision,

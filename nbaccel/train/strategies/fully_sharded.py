@@ -19,6 +19,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from nbaccel.errors import CannotSplit
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives, GroupCollectives
 from nbaccel.train.step.gradient_buckets import running_statistics
@@ -27,9 +28,10 @@ from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.step.recompute import recompute_activations
 from nbaccel.train.strategies.fsdp.groups import BY_CLASS, GroupPolicy, choose_groups, ignored
+from nbaccel.train.strategies.fsdp.recovery import abandon, move_to_group, why_not
 from nbaccel.train.strategies.fsdp.replacements import Replacements, make_whole
 from nbaccel.train.strategies.replicated import living_modules
-from nbaccel.train.strategies.single import Strategy, gradients_of, is_parallel, is_sharded, lendable, without_compile
+from nbaccel.train.strategies.single import INSTEAD, Strategy, gradients_of, is_parallel, is_sharded, without_compile
 from nbaccel.world import World
 
 __all__ = ["FullySharded"]
@@ -47,6 +49,7 @@ class FullySharded(Strategy):
     """
 
     has_peers = True
+    repeats_together = True
     distributed_type = "FSDP"
 
     def __init__(
@@ -55,6 +58,8 @@ class FullySharded(Strategy):
         super().__init__(world, device, handlers, plugin)
         self._replaced = Replacements()
         self._half: torch.dtype | None = None
+        self._group: Any = None
+        self._retired: Any = None
         self._holding: weakref.WeakSet[Module] = weakref.WeakSet()  # those under no_sync; torch has no way to ask
 
     def precision(self, name: str) -> Precision:
@@ -85,7 +90,8 @@ class FullySharded(Strategy):
             _raise_precision(model, self.world.is_main_process)
         if getattr(self.plugin, "activation_checkpointing", False):
             recompute_activations(model, groups.blocks or None)
-        mesh = DeviceMesh.from_group(_group_of_all(), self.device.type)
+        self._group = _group_of_all()
+        mesh = DeviceMesh.from_group(self._group, self.device.type)
         for modules in groups.groups:
             self._bring_from_main(modules, left_out)
             if model not in modules:
@@ -213,8 +219,22 @@ class FullySharded(Strategy):
         return _sync(module, True, self._holding) if is_sharded(module) else nullcontext()
 
     def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
-        lendable(models, Module)  # says why not, of a sharded one
-        raise AssertionError("a model of this strategy is sharded")
+        if reason := why_not(plain := [*map(without_compile, models)], _GROUP):
+            raise CannotSplit(
+                "forward_backward repeats a batch that did not fit, on all ranks where a model is sharded (FSDP), and "
+                f"{reason}. {INSTEAD}"
+            )
+        return Gradients(plain)
+
+    def abandon(self, models: Sequence[Module]) -> None:
+        for model in map(without_compile, models):
+            abandon(model)
+
+    def rejoin(self, models: Sequence[Module]) -> None:
+        group = _group_of_all()
+        for model in map(without_compile, models):
+            move_to_group(model, group)
+        self._retired, self._group = self._group, group  # gloo's threads may still drop the last tensors of the old one
 
     def norm(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
         from torch.distributed.tensor import DTensor

@@ -24,6 +24,7 @@ from nbaccel.train.step.precision import Precision, Taken, make_precision
 from nbaccel.world import World
 
 __all__ = [
+    "INSTEAD",
     "Strategy",
     "gradients_of",
     "is_parallel",
@@ -41,6 +42,9 @@ class Strategy:
 
     recovers = False
     """True if this training continues after running out of memory: an optimizer's step is guarded then."""
+
+    repeats_together = False
+    """True if every forward waits for all ranks, so that a batch that did not fit on one is repeated by all of them."""
 
     distributed_type: ClassVar[str | None] = None
     """Accelerate's name of this way, where it is not that of replicas on devices of a kind: see `DistributedType`."""
@@ -128,6 +132,12 @@ class Strategy:
         # The largest magnitude: unlike a sum it cannot overflow by itself, and NaN wins against every number.
         return bool(self.norm(parameters, float("inf")).isfinite())
 
+    def abandon(self, models: Sequence[Module]) -> None:
+        """Drop what a forward or a backward that did not end has left in `models`. No collective."""
+
+    def rejoin(self, models: Sequence[Module]) -> None:
+        """Let `models` communicate in the process group that was formed again. Collective."""
+
     def norm(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
         """Return the norm of all synchronised gradients of `parameters`: a plain 0-d tensor, equal on all ranks."""
         return torch.nn.utils.get_total_norm(gradients_of(parameters), norm_type)
@@ -166,7 +176,7 @@ def without_compile(model: Module) -> Module:
 
 _M = TypeVar("_M", bound=Module)
 
-_INSTEAD = (
+INSTEAD = (
     "For this model use accelerator.backward; if that does not fit into memory, find_executable_batch_size tries "
     "smaller batches on all ranks, and %%accelerate --oom shrink starts the cell again with smaller ones."
 )
@@ -185,20 +195,20 @@ def lendable(models: Sequence[Module], kind: type[_M]) -> list[_M]:
                 raise CannotSplit(
                     f"forward_backward cannot lead {_name(model)}: {name.removeprefix('module.')} is a SyncBatchNorm, "
                     "which exchanges statistics in every forward. A rank that ran out of memory would repeat its "
-                    f"forward alone, and wait for peers that do not. BatchNorm and GroupNorm work. {_INSTEAD}"
+                    f"forward alone, and wait for peers that do not. BatchNorm and GroupNorm work. {INSTEAD}"
                 )
             if is_sharded(module):
                 raise CannotSplit(
                     f"forward_backward cannot lead {_name(model)}: it is sharded (FSDP), so every forward gathers its "
                     "parameters from all ranks. A rank that ran out of memory would repeat its forward alone, and "
-                    f"wait for peers that do not. {_INSTEAD}"
+                    f"wait for peers that do not. {INSTEAD}"
                 )
         if isinstance(model, kind):
             found.append(model)
         elif is_parallel(model):
             raise CannotSplit(
                 f"forward_backward exchanges gradients itself, and {_name(model)} came to prepare inside a "
-                f"DistributedDataParallel of the program's own: hand prepare the bare model. {_INSTEAD}"
+                f"DistributedDataParallel of the program's own: hand prepare the bare model. {INSTEAD}"
             )
     return found
 

@@ -36,9 +36,11 @@ from nbaccel.train.strategies import Strategy
 from nbaccel.world import World
 
 __all__ = [
+    "OpenWindow",
     "StepEngine",
     "forbid_collectives",
     "judge",
+    "mean_of_parts",
     "place_of",
     "samples_of",
 ]
@@ -64,7 +66,7 @@ def _unfit() -> _Attempt:
 
 
 @dataclass(slots=True)
-class _Window:
+class OpenWindow:
     """Contents of the open accumulation window on this rank: calls, batches (parts count as fractions), weight.
 
     is_unfit: a batch of it did not fit. Peers are told at its end, where they exchange, so all raise in the same call.
@@ -112,7 +114,7 @@ class StepEngine:
         self._clock = clock
         self._gradients: Gradients | None = None
         self._overlaps = True
-        self._window = _Window()
+        self._window = OpenWindow()
         self._unit = 0.0  # weight by which losses are scaled; equal on all ranks
         self._has_warned = False
         self._has_listened = not strategy.has_peers  # the first forward was watched for collectives
@@ -130,7 +132,7 @@ class StepEngine:
         try:
             return self._run(task, gradients)
         except BaseException:
-            self._window = _Window()
+            self._window = OpenWindow()
             gradients.discard()
             raise
 
@@ -149,7 +151,7 @@ class StepEngine:
 
     def _run(self, task: MicroBatchTask, gradients: Gradients) -> Tensor:
         if (self._window.weight or self._window.is_unfit) and gradients.were_zeroed:
-            self._window = _Window()
+            self._window = OpenWindow()
         window = self._window
         with self._telling_peers(task, gradients):
             work = self._read(task, gradients)
@@ -179,7 +181,7 @@ class StepEngine:
         self.sizes.fitted(work.count, work.shapes)
         if task.ends_step:
             gradients.close(self._unit / weight if weight else 1.0)
-            self._window = _Window()
+            self._window = OpenWindow()
             if task.exchanges and weight:
                 self._unit = weight
         return attempt.loss
@@ -230,7 +232,7 @@ class StepEngine:
             done = 0
         if gradients.is_torn:
             self._overlaps = False  # permanently: this model completes gradients twice
-        return _Attempt(*_mean(losses, self._strategy.device), needs_repeat=gradients.is_torn)
+        return _Attempt(*mean_of_parts(losses, self._strategy.device), needs_repeat=gradients.is_torn)
 
     def _run_part(
         self, work: Work, gradients: Gradients, start: int, stop: int, overlaps: bool
@@ -356,7 +358,7 @@ def _nothing() -> None:
     """Do nothing: the backward of this part sends no gradients."""
 
 
-def _mean(losses: Sequence[tuple[Tensor, float]], device: torch.device) -> tuple[Tensor, float]:
+def mean_of_parts(losses: Sequence[tuple[Tensor, float]], device: torch.device) -> tuple[Tensor, float]:
     """Return the weighted mean of some losses and their weight; of one loss, the loss itself."""
     total = sum(weight for _, weight in losses)
     if len(losses) == 1:

@@ -106,6 +106,7 @@ class MicroBatch:
     its mean loss, over nothing, is NaN.
     unit: the weight of a loss that is not rescaled.  scale: the precision's scaling, for fp16.
     before_backward: called when its forward has fitted.
+    is_joint: other ranks wait in its backward, which runs for a weight of zero too.
     """
 
     loss_fn: LossFunction
@@ -114,6 +115,7 @@ class MicroBatch:
     unit: float
     scale: Callable[[Tensor], Tensor]
     before_backward: Callable[[], None]
+    is_joint: bool = False
     phase: str = "forward"
 
     def run(self) -> Tensor | Shortage:
@@ -133,8 +135,10 @@ class MicroBatch:
         seen = loss.detach()
         weight = self.weight()
         if weight == 0:
-            return torch.zeros_like(seen)
-        if weight != self.unit:
+            if not self.is_joint:
+                return torch.zeros_like(seen)
+            loss, seen = loss.nan_to_num() * 0, torch.zeros_like(seen)
+        elif weight != self.unit:
             loss = loss * (weight / self.unit)
         loss = self.scale(loss)
         self.before_backward()

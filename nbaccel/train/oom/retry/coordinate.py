@@ -118,7 +118,7 @@ class DistributedRetry(LocalRetry):
         self._collectives = collectives
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._outer: DistributedRetry | None = process_group.recoveries[-1] if process_group.recoveries else None
-        self._place = process_group.meeting_place() if self._outer is None else self._outer._place_within()
+        self._place = process_group.meeting_place() if self._outer is None else self._outer.place_within()
         self._call = name
         self._attempts = self._inner_calls = 0
         self._watcher: Watcher | None = None
@@ -235,7 +235,7 @@ class DistributedRetry(LocalRetry):
         if self._watcher is not None and self._messages.is_flagged:
             self._watcher.wake_everybody()
 
-    def _place_within(self) -> Any:
+    def place_within(self) -> Any:
         """Return the meeting place of a search inside this attempt."""
         self._inner_calls += 1
         return self._place.within(f"attempt{self._attempts}/call{self._inner_calls}")

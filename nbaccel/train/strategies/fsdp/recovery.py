@@ -1,0 +1,94 @@
+"""Bring a sharded model back from a forward or a backward that did not end, into another process group. Runs in ranks.
+
+A rank that runs out of memory does so between two gathers, and its peers wait in the next one. Once they are woken, each
+rank abandons the step (`abandon`), and the shards go on in a process group that was formed again (`move_to_group`).
+torch offers the first half; it leaves gradients of gathered parameters behind, which the next step would add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.nn import Module
+
+__all__ = ["abandon", "move_to_group", "why_not"]
+
+
+def why_not(models: Sequence[Module], description: str) -> str:
+    """Return the reason why a step of `models` cannot be abandoned; empty if it can.
+
+    description: of the process group in which they have to communicate.
+    """
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    for model in models:
+        if not isinstance(model, FSDPModule):
+            return f"{type(model).__name__} is not sharded by fully_shard (FSDP2)"
+        if not hasattr(model, "reset_iter_state"):
+            return f"torch {torch.__version__} cannot abandon a step of a sharded model; torch 2.13 can"
+        for group in _groups(model):
+            own = getattr(group.mesh_info, "shard_process_group", None)
+            if getattr(own, "group_desc", "") != description or group.mesh_info.mesh.ndim != 1:
+                return f"{type(model).__name__} was sharded by the program itself, in process groups of its own"
+            if group.mesh_info.mesh.device_type != "cpu":
+                return "on GPUs that has not been tried"
+    return ""
+
+
+def abandon(model: Module) -> None:
+    """Drop gathered parameters, gradients that were not exchanged, and the place in the step. No collective.
+
+    ``parameter.grad`` of the shards stays: the caller knows which batches it has.
+    """
+    for group in _groups(model):
+        group._all_gather_result = None  # torch would wait for it, and it has failed
+    model.reset_iter_state()  # type: ignore[operator]
+    for group in _groups(model):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            gathered = getattr(parameter, "_unsharded_param", None)  # none before the first forward
+            if gathered is not None:
+                gathered.grad = None
+
+
+def move_to_group(model: Module, process_group: Any) -> None:
+    """Let the shards of `model` communicate in `process_group`, which has the same ranks in the same order.
+
+    The mesh is changed in place, since each parameter, gradient and state of an optimizer refers to it.
+    """
+    for group in _groups(model):
+        for info in {id(info): info for info in _infos(group)}.values():
+            mesh = info.mesh
+            mesh._dim_group_names[:] = [process_group.group_name]
+            known = getattr(mesh, "_pg_registry", None)  # of torch 2.13 and later
+            if known is not None:
+                known.clear()
+                known[process_group.group_name] = process_group
+            info.shard_process_group = process_group
+            if getattr(info, "reduce_scatter_process_group", None) is not None:
+                info.reduce_scatter_process_group = process_group
+
+
+def _groups(model: Module) -> Iterator[Any]:
+    """Yield torch's groups of the parameters of `model` that are gathered together."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield from _parameter_groups(module._get_fsdp_state())
+
+
+def _parameter_groups(state: Any) -> Sequence[Any]:
+    one = getattr(state, "_fsdp_param_group", None)  # before torch 2.11 a module had one at most
+    groups: Sequence[Any] = getattr(state, "_fsdp_param_groups", () if one is None else (one,))
+    return groups
+
+
+def _infos(group: Any) -> Iterator[Any]:
+    for owner in (group, *group.fsdp_params):
+        for name in ("mesh_info", "post_forward_mesh_info"):
+            info = getattr(owner, name, None)
+            if info is not None:
+                yield info
