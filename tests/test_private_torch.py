@@ -116,6 +116,12 @@ SHARDED = {
     "_orig_cls_mro_index": "sharded._orig_cls_mro_index",
     "_is_fsdp_managed_module": "sharded._is_fsdp_managed_module",
     "_fsdp_use_orig_params": "sharded._fsdp_use_orig_params",
+    "_is_root": "sharded._get_fsdp_state()._is_root",
+    "_fsdp_param_groups": "sharded._get_fsdp_state()._fsdp_param_groups",
+    "_all_gather_result": "sharded._get_fsdp_state()._fsdp_param_groups[0]._all_gather_result",
+    "_unsharded_param": "sharded._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0]._unsharded_param",
+    "_dim_group_names": "sharded.weight.device_mesh._dim_group_names",
+    "_pg_registry": "sharded.weight.device_mesh._pg_registry",
 }
 """Further ones, of models that are sharded, which start threads: looked up in a process of their own."""
 
@@ -275,7 +281,9 @@ class Live:
         from torch.distributed.fsdp import fully_shard
 
         PartialState().wait_for_everyone()  # forms the process group
-        return fully_shard(torch.nn.Linear(1, 1))
+        model = fully_shard(torch.nn.Linear(1, 1))
+        model(torch.ones(1, 1)).sum().backward()  # some are made by a first forward
+        return model
 
     @property
     def rendezvous(self) -> Any:

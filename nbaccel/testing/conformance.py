@@ -417,6 +417,29 @@ def _adapters(setting: Setting) -> _Result:
     return _trained(accelerator, model), None
 
 
+def _out_of_memory(setting: Setting) -> _Result:
+    """Train by `forward_backward`, where the last rank runs out of memory in a forward, and later in a backward."""
+    import torch
+
+    from nbaccel.testing.faults import Faults
+
+    last = setting.ranks - 1
+    faults = Faults().oom_at("output", rank=last, step=1).oom_at("backward", rank=last, step=4)
+    accelerator = setting.accelerator(gradient_accumulation_steps=2)
+    model = _language_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, setting.loader())
+    losses = []
+    with faults, faults.in_model(model):
+        for faults.step, words in enumerate(loader):
+            with accelerator.accumulate(model):
+                loss = accelerator.forward_backward(lambda part: _loss(model, part), words)
+                losses.append(accelerator.reduce(loss, "mean").item())
+                optimizer.step()
+                optimizer.zero_grad()
+    return _trained(accelerator, model), [losses, accelerator.is_last_process <= (not faults.pending)]
+
+
 _FP32, _HALF = 1e-5, 2e-2
 
 PROGRAMS: Mapping[str, tuple[Callable[[Setting], _Result], float]] = {
@@ -432,5 +455,6 @@ PROGRAMS: Mapping[str, tuple[Callable[[Setting], _Result], float]] = {
     "two models": (_two_models, _FP32),
     "unused": (_unused, _FP32),
     "adapters": (_adapters, _FP32),
+    "out of memory": (_out_of_memory, _FP32),
 }
 """By name: what trains, and how far its numbers may be from those of one process."""

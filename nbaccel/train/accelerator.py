@@ -471,11 +471,12 @@ class Accelerator(ProcessControl):
         It replaces the forward and `backward`; clipping, accumulation, the optimizer and the scheduler
         do not change. A rank that runs out of memory continues in smaller micro-batches; its peers wait in the
         exchange of gradients, as they would in any case. Sizes grow back after 200 batches that fitted. Each rank
-        has its own.
+        has its own. Of a sharded model (FSDP) every forward waits for all ranks: there all ranks repeat the batch, in
+        as many micro-batches as the one that needs most (on CPUs; on GPUs that is refused until it has been seen).
 
         loss_fn: ``loss_fn(micro_batch)`` runs the prepared model and returns the mean loss, one element. It is called
         once per micro-batch, again for those that did not fit; it changes nothing but random generators and buffers
-        of the model, which are restored before a repetition. It may not wait for other ranks.
+        of the model, which are restored before a repetition. It may not wait for other ranks, unless these repeat it too.
         weight: the units of that mean: "samples"; "tokens", the entries of ``batch["labels"]`` that are not -100
         (without the first of each sequence, where the model is a causal language model of transformers); or a function
         of a batch that counts its units. With it gradients are exact for any sizes: those of one step on all samples
@@ -496,9 +497,10 @@ class Accelerator(ProcessControl):
             torch.OutOfMemoryError: the smallest micro-batch does not fit. On all ranks, if on one: where there are
                 several, in the call that ends the accumulation window; until then that rank's calls return NaN.
             PeerFailed: `loss_fn` raised on another rank in this step. There: its own error, in that call.
-            CannotSplit: the batch, or the model (SyncBatchNorm, FSDP), cannot be split.
+            CannotSplit: the batch, or the model (SyncBatchNorm; FSDP on GPUs, or of the program's own), cannot be split.
 
-        In none of these cases has a weight changed, and the next step works, begun on all ranks with the same batch.
+        In none of these cases has a weight changed, and the next step works, begun on all ranks with the same batch;
+        only an error in the forward or the backward of a sharded model ends its process group.
 
         >>> import torch
         >>> from nbaccel import Accelerator

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from nbaccel.train.accelerator import Accelerator
+from nbaccel.train.strategies.single import is_sharded, without_compile
 
 __all__ = ["LocalSGD"]
 
@@ -43,6 +44,11 @@ class LocalSGD:
     ) -> None:
         if enabled and (local_sgd_steps is None or local_sgd_steps < 1):
             raise ValueError(f"local_sgd_steps must be at least 1, got {local_sgd_steps}")
+        if enabled and is_sharded(without_compile(model)):
+            raise NotImplementedError(
+                f"LocalSGD: {type(without_compile(model)).__name__} is sharded (FSDP), so no rank has a model of its "
+                'own to train between two averages. strategy="ddp" has'
+            )
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps or 1

@@ -7,13 +7,14 @@ which wait in a gather, are woken outside of their process group (`GroupRecovery
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nbaccel.errors import CannotSplit
 from nbaccel.events import OutOfMemory, emit
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.memory import release_unused
@@ -36,25 +37,19 @@ class LockStepEngine(StepEngine):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._calls = 0
         self._said = StepReport()  # of all ranks, at the end of the batch before
         self._recovery: GroupRecovery | None = None
         self._has_listened = True  # a loss function may exchange values: all ranks repeat it together
 
     def _run(self, task: MicroBatchTask, gradients: Gradients) -> Tensor:
-        if not task.exchanges:
-            raise CannotSplit(
-                "forward_backward within accelerator.no_sync, of a sharded model: gradients that were not exchanged "
-                "cannot be kept while a batch is repeated. Use accelerator.accumulate, under which a sharded model "
-                "adds up its own rows, or accelerator.backward."
-            )
         if self._recovery is None:
             self._recovery = GroupRecovery(_CALL)
         if self._window.weight and gradients.were_zeroed:
             self._window = OpenWindow()
-        self._calls += 1
         recovery = self._recovery
-        with recovery.watching():
+        with recovery.watching(), ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(self._strategy.sync_in_backward(model))  # rows can be kept, whole gradients not
             try:
                 return self._run_watched(task, gradients, recovery)
             except Exception as error:
@@ -76,18 +71,14 @@ class LockStepEngine(StepEngine):
                 shortage = None
             else:
                 if shortage is None:
-                    break
+                    return self._close(task, gradients, batch)
             batch.forget(shortage)
-            reports = recovery.regroup({"call": self._calls, "said": self._said.numbers})
+            # Every rank is in this batch: none has read that all are done, since this one is not.
+            recovery.regroup()
             self._collectives = process_group.talk or self._collectives
             self._strategy.abandon(self.models)
             self._strategy.rejoin(self.models)
-            ahead = [StepReport(*each["said"]) for each in reports if each["call"] > self._calls]
-            if ahead:  # a peer has read that all ranks were done with this batch, and failed in the next one
-                self._said = ahead[0]
-                break
             batch.restore()
-        return self._close(task, gradients, batch)
 
     def _close(self, task: MicroBatchTask, gradients: Gradients, batch: _Batch) -> Tensor:
         """End the batch, and the window if it ends with it."""
@@ -194,21 +185,19 @@ class _Batch:
         count = self.work.count
         own = min(parts, max(1, count // self._engine._least)) if count else 0
         edges = [count * number // own for number in range(own + 1)] if own else [0]
-        yield from zip(edges, edges[1:], strict=False)
+        yield from itertools.pairwise(edges)
         yield from [(count, count)] * (parts - own)
 
     def _run_part(self, start: int, stop: int) -> tuple[Tensor | Shortage, float]:
         """Run the samples `start` to `stop`. Without any, run some again that do not count: the peers wait here."""
         engine, work = self._engine, self.work
         is_empty = start == stop
+        micro_batch, weight = work.part(*((0, min(engine._least, work.samples.count)) if is_empty else (start, stop)))
         if is_empty:
             engine._at_part.take()
-            micro_batch, _ = work.part(0, min(engine._least, work.samples.count))
-        else:
-            if stop - start < work.count:
-                engine._warn_of_batch_norm(stop - start, work.count)
-            micro_batch, count = work.part(start, stop)
-        weight = (lambda: 0.0) if is_empty else count
+            weight = _no_weight
+        elif stop - start < work.count:
+            engine._warn_of_batch_norm(stop - start, work.count)
         part = MicroBatch(
             self._task.loss_fn,
             micro_batch,
@@ -242,3 +231,8 @@ class _Batch:
         self.losses.clear()
         self._engine._at_start.restore()
         self._gradients.restore(self._kept)
+
+
+def _no_weight() -> float:
+    """Return the weight of samples that run for the peers' sake only."""
+    return 0.0

@@ -31,7 +31,7 @@ from nbaccel.events import Event, Sink, Waiting, outlet
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
-from nbaccel.train.oom.retry.disconnect import AttemptStore, Failed, Watcher
+from nbaccel.train.oom.retry.disconnect import AttemptStore, Failed, Watcher, handled
 from nbaccel.values import frozen
 
 __all__ = [
@@ -264,7 +264,7 @@ class DistributedRetry(LocalRetry):
             return False  # all ranks may fail alike: then each has its own error
         if is_aborted() and isinstance(error, Exception):
             return True
-        return any(isinstance(link, RuntimeError | OSError | PeerFailed) for link in _handled(error)) and not (
+        return any(isinstance(link, RuntimeError | OSError | PeerFailed) for link in handled(error)) and not (
             isinstance(error, NbaccelError) and not isinstance(error, PeerFailed)
         )
 
@@ -341,16 +341,6 @@ def _calls() -> int:
 
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:500]
-
-
-def _handled(error: BaseException) -> list[BaseException]:
-    """Return `error` and the errors that were being handled when it was raised."""
-    links: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in links:
-        links.append(link)
-        link = link.__cause__ or link.__context__
-    return links
 
 
 def _listed(ranks: list[int]) -> str:

@@ -32,6 +32,7 @@ __all__ = [
     "PeerConnections",
     "Watcher",
     "backends",
+    "handled",
 ]
 
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
@@ -269,3 +270,13 @@ class AttemptStore:
                 emit(Waiting(call, waited_s))
             time.sleep(_GLANCE_S)  # the store's own wait logs to stderr whenever its time limit is over
         return True
+
+
+def handled(error: BaseException) -> list[BaseException]:
+    """Return `error` and the errors that were being handled when it was raised."""
+    links: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in links:
+        links.append(link)
+        link = link.__cause__ or link.__context__
+    return links

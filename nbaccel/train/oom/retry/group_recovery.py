@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 
 from nbaccel.errors import NbaccelError, PeerFailed
 from nbaccel.train.distributed.process_group import process_group
-from nbaccel.train.oom.retry.disconnect import AttemptStore, Watcher
+from nbaccel.train.oom.retry.disconnect import AttemptStore, Watcher, handled
 
 __all__ = ["GroupRecovery"]
 
@@ -62,9 +61,8 @@ class GroupRecovery:
         Raises:
             PeerFailed: a peer has failed with an error that ends the training.
         """
-        if not isinstance(error, RuntimeError | OSError) or isinstance(error, NbaccelError):
-            return False
-        if not self._messages.is_flagged:
+        is_torchs = any(isinstance(link, RuntimeError | OSError) for link in handled(error))
+        if not is_torchs or isinstance(error, NbaccelError) or not self._messages.is_flagged:
             return False
         self._heed_errors(error)
         return True
@@ -77,33 +75,29 @@ class GroupRecovery:
             return
         self._wake()
 
-    def regroup(self, report: dict[str, Any]) -> list[dict[str, Any]]:
-        """Wake the peers, form the process group again with them, and return everyone's report, by rank. Collective.
-
-        report: JSON, of this rank.  Call it in `watching`, on the rank that failed and on those that were woken.
+    def regroup(self) -> None:
+        """Wake the peers, and form the process group again with them. Collective, of the rank that failed and its peers.
 
         Raises:
             PeerFailed: a peer's error has ended the step, or it does not come.
         """
         self._messages.raise_flag()
         self._wake()
-        self._messages.post("report", report)
+        self._messages.post("here", True)
         call = f"the other ranks, to repeat {self._call} in smaller parts"
-        if not self._messages.wait("report", call, self._has_waited_enough):
-            self._heed_errors(None)
-            late = sorted({*range(self._world_size)} - {*self._messages.posted("report")})
+        is_complete = self._messages.wait("here", call, self._has_waited_enough)
+        self._heed_errors(None)
+        if not is_complete:
+            late = sorted({*range(self._world_size)} - {*self._messages.posted("here")})
             raise PeerFailed(
                 f"rank {self._rank} of {self._world_size} waited {_PATIENCE_S:g} s to repeat {self._call}, and rank "
                 f"{', '.join(map(str, late))} did not come"
             )
-        self._heed_errors(None)
-        reports = [self._messages.read("report", rank) for rank in range(self._world_size)]
         process_group.drop()
         process_group.renew(self._here.within("group").store)
         self._renewals += 1
         self._meet()
         self._watch()
-        return reports
 
     def _has_waited_enough(self, waited_s: float) -> bool:
         return self._messages.failed is not None or waited_s > _PATIENCE_S

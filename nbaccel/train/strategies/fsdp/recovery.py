@@ -1,8 +1,9 @@
-"""Bring a sharded model back from a forward or a backward that did not end, into another process group. Runs in ranks.
+"""Abandon a step of a sharded model that did not end, and move its shards to another process group. Runs in ranks.
 
-A rank that runs out of memory does so between two gathers, and its peers wait in the next one. Once they are woken, each
-rank abandons the step (`abandon`), and the shards go on in a process group that was formed again (`move_to_group`).
-torch offers the first half; it leaves gradients of gathered parameters behind, which the next step would add.
+A rank that runs out of memory does so between two gathers, and its peers wait in the next one. Once they are woken,
+each rank abandons the step (`abandon`), and the shards go on in a process group that was formed again
+(`move_to_group`). torch has the first half, but leaves gradients of gathered parameters behind, which the next step
+would add.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def abandon(model: Module) -> None:
     """
     for group in _groups(model):
         group._all_gather_result = None  # torch would wait for it, and it has failed
-    model.reset_iter_state()  # type: ignore[operator]
+    if model._get_fsdp_state()._is_root is not None:  # type: ignore[operator]  # there was a forward
+        model.reset_iter_state()  # type: ignore[operator]
     for group in _groups(model):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
@@ -77,13 +79,7 @@ def _groups(model: Module) -> Iterator[Any]:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            yield from _parameter_groups(module._get_fsdp_state())
-
-
-def _parameter_groups(state: Any) -> Sequence[Any]:
-    one = getattr(state, "_fsdp_param_group", None)  # before torch 2.11 a module had one at most
-    groups: Sequence[Any] = getattr(state, "_fsdp_param_groups", () if one is None else (one,))
-    return groups
+            yield from module._get_fsdp_state()._fsdp_param_groups
 
 
 def _infos(group: Any) -> Iterator[Any]:
