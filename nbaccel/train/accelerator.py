@@ -476,7 +476,7 @@ class Accelerator(ProcessControl):
 
         loss_fn: ``loss_fn(micro_batch)`` runs the prepared model and returns the mean loss, one element. It is called
         once per micro-batch, again for those that did not fit; it changes nothing but random generators and buffers
-        of the model, which are restored before a repetition. It may not wait for other ranks, unless these repeat it too.
+        of the model, which are restored before a repetition. It may not wait for other ranks.
         weight: the units of that mean: "samples"; "tokens", the entries of ``batch["labels"]`` that are not -100
         (without the first of each sequence, where the model is a causal language model of transformers); or a function
         of a batch that counts its units. With it gradients are exact for any sizes: those of one step on all samples
@@ -497,7 +497,7 @@ class Accelerator(ProcessControl):
             torch.OutOfMemoryError: the smallest micro-batch does not fit. On all ranks, if on one: where there are
                 several, in the call that ends the accumulation window; until then that rank's calls return NaN.
             PeerFailed: `loss_fn` raised on another rank in this step. There: its own error, in that call.
-            CannotSplit: the batch, or the model (SyncBatchNorm; FSDP on GPUs, or of the program's own), cannot be split.
+            CannotSplit: the batch, or the model (SyncBatchNorm, FSDP on GPUs or of its own), cannot be split.
 
         In none of these cases has a weight changed, and the next step works, begun on all ranks with the same batch;
         only an error in the forward or the backward of a sharded model ends its process group.

@@ -76,7 +76,7 @@ class GroupRecovery:
         self._wake()
 
     def regroup(self) -> None:
-        """Wake the peers, and form the process group again with them. Collective, of the rank that failed and its peers.
+        """Wake the peers, and form the process group again. Collective, of the rank that failed and those it wakes.
 
         Raises:
             PeerFailed: a peer's error has ended the step, or it does not come.
