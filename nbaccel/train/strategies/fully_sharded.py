@@ -237,6 +237,14 @@ class FullySharded(Strategy):
 
     # -- states
 
+    def free_gathered(self, models: Sequence[Module]) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        for model in models:
+            for part in model.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
     def release(self, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
         for model in map(without_compile, models):
             if is_sharded(model):

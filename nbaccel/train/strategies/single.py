@@ -148,6 +148,9 @@ class Strategy:
         """Return the user's own module."""
         return without_compile(model)
 
+    def free_gathered(self, models: Sequence[Module]) -> None:
+        """Free parameters that a forward has gathered from other ranks; each keeps its rows. No collective."""
+
     def release(self, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
         """Give back what of `models` and `optimizers` cannot outlive the process group. Collective."""
 
