@@ -11,7 +11,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ class FullySharded(Strategy):
     """
 
     has_peers = True
+    forwards_are_collective = True
     distributed_type = "FSDP"
 
     def __init__(
@@ -202,11 +203,14 @@ class FullySharded(Strategy):
         # batch they add up in the shards, equally exactly.
         return nullcontext()
 
-    def alone(self, model: Module) -> NoReturn:
-        raise NotImplementedError(
-            f"find_batch_size: {type(without_compile(model)).__name__} is sharded (FSDP), so no rank can run a trial "
-            "step by itself. find_executable_batch_size tries sizes on all ranks together"
-        )
+    def alone(self, model: Module) -> AbstractContextManager[Any]:
+        module = without_compile(model)
+        if not hasattr(module, "reshard"):
+            raise NotImplementedError(
+                f"find_batch_size: {type(module).__name__} was not sharded by prepare, so its trial steps could not "
+                "be undone: hand prepare the bare model. find_executable_batch_size tries sizes with any model"
+            )
+        return nullcontext()
 
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
         module = without_compile(model)

@@ -39,6 +39,9 @@ class Strategy:
     has_peers = False
     """True if gradients are exchanged with other ranks."""
 
+    forwards_are_collective = False
+    """True if no rank can run a forward by itself: trial steps are made by all ranks together then."""
+
     recovers = False
     """True if this training continues after running out of memory: an optimizer's step is guarded then."""
 
@@ -91,7 +94,11 @@ class Strategy:
         return self.no_sync(model)
 
     def alone(self, model: Module) -> AbstractContextManager[Any]:
-        """Let neither a forward nor a backward of `model` wait for another rank while entered."""
+        """Let neither a forward nor a backward of `model` wait for another rank, unless each does, while entered.
+
+        Raises:
+            NotImplementedError: no trial step of `model` can be run and undone.
+        """
         return nullcontext()
 
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
