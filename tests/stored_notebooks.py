@@ -106,7 +106,7 @@ def _plain(text: Any, folder: str) -> Any:
     if not isinstance(text, str):  # the JSON of a widget or a table
         return text
     text = _RANDOM_FOLDER.sub(r"\1…", text.replace(folder, "."))
-    text = _INSTALLED.sub("", text.replace(f"{REPOSITORY}/", ""))
+    text = _INSTALLED.sub("", text).replace(f"{REPOSITORY}/", "")
     text = text.replace(os.path.expanduser("~"), "~")
     return _ADDRESS.sub("0x…", text)
 

@@ -138,8 +138,27 @@ def test_what_ranks_do_is_watched_and_steered(environment: Environment, tmp_path
 
 @pytest.mark.full
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
+def test_a_model_that_one_device_cannot_hold_trains_on_two_and_goes_on_in_one(
+    environment: Environment, tmp_path: Path
+) -> None:
+    notebook = run("08_bigger_than_one_gpu.ipynb", environment, tmp_path, num_processes=2)
+    said = text(notebook)
+    (too_large,) = [output for output in outputs(notebook) if output.output_type == "error"]
+    assert too_large.ename == "OutOfMemoryError"
+    assert "Smaller batches do not help" in "\n".join(too_large.traceback)
+    peaks = re.findall(r"rank \d: (\S+) MB of rows, peak (\S+) of (\d+) MB", said)
+    assert len(peaks) == 2
+    assert all(float(rows) < float(peak) <= float(limit) for rows, peak, limit in peaks)
+    assert "the loss goes down: True" in said
+    assert re.search(r"brought back: model \(updated in place, .*\), optimizer \(updated in place", said)
+    assert "answers as in the ranks: True" in said
+    assert "goes on where the ranks were: True" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_six_traps_end_in_right_numbers_or_in_a_sentence(environment: Environment, tmp_path: Path) -> None:
-    notebook = run("08_six_traps.ipynb", environment, tmp_path, num_processes=2)
+    notebook = run("11_six_traps.ipynb", environment, tmp_path, num_processes=2)
     said = text(notebook)
     unprepared, too_large = [output for output in outputs(notebook) if output.output_type == "error"]
     assert said.count("loader: each of 40 batches split over 2 ranks; gradients of model (2.4 k) averaged") == 1

@@ -113,6 +113,7 @@ SHARDED = {
     "_get_fsdp_state": "sharded._get_fsdp_state()",
     "_pre_forward_hook_handle": "sharded._get_fsdp_state()._pre_forward_hook_handle",
     "_post_forward_hook_handle": "sharded._get_fsdp_state()._post_forward_hook_handle",
+    "_local_tensor": "sharded.weight._local_tensor",
     "_orig_cls_mro_index": "sharded._orig_cls_mro_index",
     "_is_fsdp_managed_module": "sharded._is_fsdp_managed_module",
     "_fsdp_use_orig_params": "sharded._fsdp_use_orig_params",

@@ -22,7 +22,8 @@ SHOWN = {
     "05_watch_and_steer.ipynb": "accuracy by fold",
     "06_never_lose_a_run.ipynb": "accuracy by epoch, ended two times",
     "07_what_it_costs.ipynb": "x raw",
-    "08_six_traps.ipynb": "batch inside of accumulate: weights are equal: True",
+    "08_bigger_than_one_gpu.ipynb": "goes on where the ranks were: True",
+    "11_six_traps.ipynb": "batch inside of accumulate: weights are equal: True",
 }
 """Of each notebook something that it is there to show."""
 

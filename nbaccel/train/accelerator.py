@@ -1077,6 +1077,9 @@ class Accelerator(ProcessControl):
         has moved. The size returned was run on every rank, whatever the prediction said; it is within about 3 % of
         the largest possible one, and a multiple of eight where that costs nothing.
 
+        Of a sharded model all ranks run each trial together, so running out of memory in one is an error. The sizes
+        tried are those that the trial before shows to fit; there are more of them, and the last takes some 95 %.
+
         loss_fn: from a batch on this rank's device to its loss, ``lambda batch: F.cross_entropy(model(batch[0]),
             batch[1])``, with prepared models. State that it keeps itself is not restored.
         example: the loader that will train, of which some hundred samples are read to find the longest ones; or one

@@ -248,6 +248,7 @@ class Lifecycle:
     def let_go(self, things: Sequence[Any]) -> None:
         """Forget those of `things` that are prepared; after the last one also drop what belongs to a training."""
         prepared = self.equipment.prepared
+        self._free_gathered()
         if not (prepared and prepared.drop(things, self.equipment.strategy)):
             return
         self._recovery.release()
@@ -272,6 +273,7 @@ class Lifecycle:
     def forget(self) -> None:
         """Forget everything prepared, and wait for the save that is being written."""
         equipment = self.equipment
+        self._free_gathered()
         self._recovery.release()
         if equipment.is_complete:
             equipment.accumulating.models = ()  # of a block that was created and not entered
@@ -281,6 +283,11 @@ class Lifecycle:
         equipment.prepared.forget()
         equipment.accumulation.forget()
         self.is_ready = False
+
+    def _free_gathered(self) -> None:
+        """Free what forwards of prepared models have gathered: it is no garbage, though no name needs it."""
+        if self.equipment.is_complete and self.equipment.prepared:
+            self.equipment.strategy.free_gathered(self.equipment.prepared.models)
 
     # -- a program that starts again, after an attempt that ran out of memory
 

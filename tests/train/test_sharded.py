@@ -395,7 +395,6 @@ def test_a_training_goes_on_in_other_numbers_of_ranks_sharded_or_not(tmp_path: P
 @pytest.mark.parametrize(
     ("call", "refusal"),
     [
-        (lambda accelerator, model: accelerator.find_batch_size(lambda x: model(x).mean(), X), "find_batch_size: FSDP"),
         (lambda accelerator, model: LocalSGD(accelerator, model, 2), "LocalSGD: FSDPLinear is sharded"),
         (lambda accelerator, model: accelerator.save(model.state_dict(), "file"), "accelerator.save was given a shard"),
         (
@@ -403,7 +402,7 @@ def test_a_training_goes_on_in_other_numbers_of_ranks_sharded_or_not(tmp_path: P
             "torch.save was given a sharded tensor",
         ),
     ],
-    ids=["find_batch_size", "LocalSGD", "save", "torch.save"],
+    ids=["LocalSGD", "save", "torch.save"],
 )
 def test_what_cannot_be_done_with_shards_is_refused_on_every_rank(
     call: Callable[[Accelerator, nn.Module], Any], refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

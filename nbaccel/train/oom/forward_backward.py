@@ -47,8 +47,7 @@ class StepRecovery:
         divisor = accumulation.counted.divisor if accumulation.depth else accumulation.steps
         ends_step = window.sync and not accumulation.is_held
         if micro_batch_size == "auto":
-            # Where ranks repeat together none can try sizes alone: the whole batch is the first try.
-            if self.sizes.ceiling is None and not self._equipment.strategy.repeats_together:
+            if self.sizes.ceiling is None:
                 self._plan_micro_batches(loss_fn, batch, split_fn, samples)
         elif micro_batch_size is not None:
             self.sizes.start_at(micro_batch_size)
@@ -88,7 +87,7 @@ class StepRecovery:
         if engine is None or len(engine.models) != len(self._equipment.prepared.models):
             if engine is not None:
                 engine.release()
-            kind = LockStepEngine if self._equipment.strategy.repeats_together else StepEngine
+            kind = LockStepEngine if self._equipment.strategy.forwards_are_collective else StepEngine
             engine = self._engine = kind(
                 self._equipment.prepared.models,
                 self._equipment.strategy,

@@ -11,7 +11,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class FullySharded(Strategy):
     """
 
     has_peers = True
-    repeats_together = True
+    forwards_are_collective = True
     distributed_type = "FSDP"
 
     def __init__(
@@ -208,11 +208,14 @@ class FullySharded(Strategy):
         # batch they add up in the shards, equally exactly.
         return nullcontext()
 
-    def alone(self, model: Module) -> NoReturn:
-        raise NotImplementedError(
-            f"find_batch_size: {type(without_compile(model)).__name__} is sharded (FSDP), so no rank can run a trial "
-            "step by itself. find_executable_batch_size tries sizes on all ranks together"
-        )
+    def alone(self, model: Module) -> AbstractContextManager[Any]:
+        module = without_compile(model)
+        if not hasattr(module, "reshard"):
+            raise NotImplementedError(
+                f"find_batch_size: {type(module).__name__} was not sharded by prepare, so its trial steps could not "
+                "be undone: hand prepare the bare model. find_executable_batch_size tries sizes with any model"
+            )
+        return nullcontext()
 
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
         module = without_compile(model)
@@ -256,6 +259,14 @@ class FullySharded(Strategy):
         return total
 
     # -- states
+
+    def free_gathered(self, models: Sequence[Module]) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        for model in models:
+            for part in model.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
 
     def release(self, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
         for model in map(without_compile, models):

@@ -40,11 +40,11 @@ class Strategy:
     has_peers = False
     """True if gradients are exchanged with other ranks."""
 
+    forwards_are_collective = False
+    """True if no rank can run a forward by itself: all make trial steps together, and repeat what did not fit on one."""
+
     recovers = False
     """True if this training continues after running out of memory: an optimizer's step is guarded then."""
-
-    repeats_together = False
-    """True if every forward waits for all ranks, so that a batch that did not fit on one is repeated by all of them."""
 
     distributed_type: ClassVar[str | None] = None
     """Accelerate's name of this way, where it is not that of replicas on devices of a kind: see `DistributedType`."""
@@ -95,7 +95,11 @@ class Strategy:
         return self.no_sync(model)
 
     def alone(self, model: Module) -> AbstractContextManager[Any]:
-        """Let neither a forward nor a backward of `model` wait for another rank while entered."""
+        """Let neither a forward nor a backward of `model` wait for another rank, unless each does, while entered.
+
+        Raises:
+            NotImplementedError: no trial step of `model` can be run and undone.
+        """
         return nullcontext()
 
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
@@ -157,6 +161,9 @@ class Strategy:
     def unwrap(self, model: Module) -> Module:
         """Return the user's own module."""
         return without_compile(model)
+
+    def free_gathered(self, models: Sequence[Module]) -> None:
+        """Free parameters that a forward has gathered from other ranks; each keeps its rows. No collective."""
 
     def release(self, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
         """Give back what of `models` and `optimizers` cannot outlive the process group. Collective."""

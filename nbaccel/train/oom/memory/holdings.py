@@ -123,9 +123,12 @@ class _Census:
 
 
 def _storage_of(tensor: Any) -> Any:
-    """Return the memory of `tensor`; None where it has none: no tensor, sparse, on "meta", around other tensors."""
+    """Return the memory of `tensor`; None where it has none: no tensor, sparse, on "meta", around other tensors.
+
+    Of a sharded tensor (DTensor) it is that of the rows which this rank holds.
+    """
     try:
-        storage = tensor.untyped_storage()
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         return storage if storage.nbytes() and storage.device.type != "meta" and storage.data_ptr() else None
     except Exception:  # classes of tensors refuse it in ways of their own
         return None

@@ -230,7 +230,8 @@ def _meter() -> Meter:
 
 
 _COUNTED = (torch.Tensor, torch.nn.Parameter)
-"""Counted by exact type, since the storage of a wrapper (DTensor, FakeTensor) is not memory of its own."""
+"""Counted by exact type, since the storage of a wrapper (FakeTensor) is not memory of its own. Of a sharded tensor
+(DTensor) the rows that it wraps are counted."""
 
 
 class MemLimit(TorchDispatchMode):
@@ -243,6 +244,9 @@ class MemLimit(TorchDispatchMode):
     Exact to the byte: storages are counted once, whatever views there are, from the operation that makes them until
     their last tensor is freed. Each process counts for itself, so ranks can have limits of their own. It may be
     entered several times, also inside another one, and read at any time.
+
+    Of a sharded model (FSDP) it counts the rows that this rank holds, and gathered parameters for as long as they are
+    gathered.
 
     limit_bytes: may be changed while it is entered; None only counts.
     live_bytes: held now.  peak_bytes: the most that was held since the start or `reset_peak`.
@@ -267,10 +271,17 @@ class MemLimit(TorchDispatchMode):
         if limit_bytes is not None and limit_bytes < 0:
             raise ValueError(f"limit_bytes must be 0 or more, or None to only count; got {limit_bytes}")
         self.limit_bytes = limit_bytes
-        self.live_bytes = 0
         self.peak_bytes = 0
         self.refusals = 0
+        self._live = 0
         self._storages: dict[int, _Counted] = {}
+        self._gathered: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # FSDP frees them and keeps the tensors
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that are held now."""
+        self._look_at_gathered()
+        return self._live
 
     @classmethod
     def innermost(cls) -> MemLimit | None:
@@ -284,6 +295,8 @@ class MemLimit(TorchDispatchMode):
 
     def count(self, *objects: Any) -> None:
         """Count what was made before the block: tensors, modules with their gradients, optimizers, containers.
+
+        A sharded module counts with its rows. What a forward has left gathered is to be freed before (``reshard()``).
 
         Raises:
             torch.OutOfMemoryError: the objects do not fit.
@@ -304,6 +317,8 @@ class MemLimit(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         try:
+            if getattr(func, "namespace", "") == "fsdp":
+                self._admit_gathered(tree_leaves((kwargs or {}).get("out")))
             self._admit(tree_leaves(result))
         except torch.OutOfMemoryError:
             # On a device nothing would have been made, and the failed operation would hold nothing. So this frame,
@@ -313,31 +328,57 @@ class MemLimit(TorchDispatchMode):
         return result
 
     def _admit(self, leaves: Iterable[Any]) -> None:
-        for leaf in leaves:
+        for leaf in map(_own_rows, leaves):
             if type(leaf) in _COUNTED and leaf.device.type == "cpu" and leaf.layout is torch.strided:
                 refused_bytes = self._count(leaf.untyped_storage())
                 if refused_bytes:
                     del leaf, leaves
                     self._refuse(refused_bytes)
 
+    def _admit_gathered(self, outputs: Sequence[Any]) -> None:
+        """Count the tensors into which FSDP gathers parameters, and watch their sizes from now on.
+
+        Their storages are resized between a gather and the next one, which no operation tells.
+        """
+        for tensor in outputs:
+            if type(tensor) in _COUNTED and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                self._gathered[storage._cdata] = weakref.ref(storage)
+        self._admit(outputs)
+
+    def _look_at_gathered(self) -> None:
+        """Take off what has been freed of gathered parameters."""
+        for key, reference in list(self._gathered.items()):
+            storage, known = reference(), self._storages.get(key)
+            if storage is None or known is None:
+                self._gathered.pop(key, None)
+                continue
+            freed_bytes = known.size - storage.nbytes()
+            if freed_bytes > 0:
+                known.size -= freed_bytes
+                self._live -= freed_bytes
+
     def _count(self, storage: torch.UntypedStorage) -> int:
         """Count `storage`, or its growth; return the bytes that do not fit, 0 if it fits."""
         key, size = storage._cdata, storage.nbytes()
         known = self._storages.get(key)
         more = size - (0 if known is None else known.size)
-        if more > 0 and self.limit_bytes is not None and self.live_bytes + more > self.limit_bytes:
+        if self._gathered and self._live + more > self.peak_bytes:  # a new peak, if that is still held
+            self._look_at_gathered()
+            more = size - (0 if known is None else known.size)
+        if more > 0 and self.limit_bytes is not None and self._live + more > self.limit_bytes:
             return more
         if known is None:
             known = self._storages[key] = _Counted()
             weakref.finalize(storage, self._forget, key).atexit = False
         known.size = size
-        self.live_bytes += more
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._live += more
+        self.peak_bytes = max(self.peak_bytes, self._live)
         return 0
 
     def _forget(self, key: int) -> None:
         size = self._storages.pop(key).size  # not within the next line: storages also die in gloo's threads, and a
-        self.live_bytes -= size  # thread may be suspended after a call, but not between reading and writing this
+        self._live -= size  # thread may be suspended after a call, but not between reading and writing this
 
     def _refuse(self, asked_bytes: int) -> None:
         self.refusals += 1
@@ -354,6 +395,14 @@ class _Counted:
     __slots__ = ("size",)
 
     size: int
+
+
+def _own_rows(leaf: Any) -> Any:
+    """Return the tensor that holds this rank's rows of a sharded one (DTensor); anything else as it is.
+
+    The attribute, since ``to_local`` is an operation on the tensor, which autograd would record.
+    """
+    return leaf if type(leaf) in _COUNTED else getattr(leaf, "_local_tensor", leaf)
 
 
 def _tensors(objects: Iterable[Any]) -> Iterable[Any]:

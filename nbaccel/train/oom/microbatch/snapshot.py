@@ -134,6 +134,15 @@ class TrainingSnapshot:
         return rebuilt
 
     def _tensor(self, tensor: Tensor) -> _Restore:
+        rows = getattr(tensor, "_local_tensor", None)
+        if isinstance(rows, Tensor):  # of a sharded tensor, the part that this rank holds
+            restore_rows = self._value(rows)
+
+            def with_rows() -> Tensor:
+                restore_rows()
+                return tensor
+
+            return with_rows
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
             copy = tensor.detach().to("cpu", copy=True)
 

@@ -4,6 +4,9 @@ Ranks try the same sizes, each without waiting for another, and exchange the res
 follow from the results alone, so they are equal on all ranks. A rank whose program fails reports that to the others
 before it raises.
 
+Where every forward is a collective (a sharded model), trials themselves run in lock step, and a rank that ran out of
+memory would leave the others in a gather. There each size is one that the last trial shows to fit.
+
 Plan: chooses the next batch size to try, and when to stop. Pure arithmetic; runs nothing, knows no memory or ranks.
 
 Memory of a training step is a straight line over the batch size, ``used(n) = a + b * n``, with steps and a little
@@ -45,10 +48,12 @@ from nbaccel.values import frozen
 
 __all__ = [
     "BatchSizePlanner",
+    "CarefulSearch",
     "SizeSearch",
     "Trial",
     "find_micro_batch_size",
     "search_batch_size",
+    "sure_size",
 ]
 
 _CALL = "find_batch_size"
@@ -61,13 +66,14 @@ _TEXT_CHARACTERS = 160
 class _Report:
     """Report of one rank to the others.
 
-    fits, used, needed_bytes, limit_bytes, source, complaint: of an `TrialResult`.
+    fits, used, held, needed_bytes, limit_bytes, source, complaint: of a `TrialResult`.
     error: a mistake of the program, which ends the search.
     known: the size that an earlier search has found; 0 for none.
     """
 
     fits: bool = True
     used: float | None = None
+    held: float | None = None
     needed_bytes: int | None = None
     limit_bytes: int | None = None
     source: str = ""
@@ -78,6 +84,15 @@ class _Report:
     @classmethod
     def of(cls, outcome: TrialResult) -> _Report:
         return cls(**asdict(outcome) | {"complaint": _short(outcome.complaint)})
+
+    @property
+    def share(self) -> float:
+        """The peak of the whole steps, as a share of the limit; 0 where it could not be measured."""
+        return (self.needed_bytes or 0) / self.limit_bytes if self.limit_bytes else 0.0
+
+    def sure_size(self, size: int) -> float:
+        """Return `sure_size` of a trial of `size` with this report; 0 where it could not be measured."""
+        return 0.0 if self.used is None else sure_size(size, self.used, self.held or 0.0)
 
 
 def search_batch_size(rehearsal: TrialRun, cap: int, collectives: Collectives, found: SizeCache) -> int:
@@ -101,12 +116,13 @@ class _Planner:
         self._found = found
         self._stack = stack
         self._reports: Sequence[_Report] = ()  # of the last trial, by rank
+        self._is_collective = rehearsal.is_collective
 
     def find(self, cap: int) -> int:
         known = self._known(cap)
         if known is not None and self._is_confirmed(known):
             return known.size
-        plan = SizeSearch(cap)
+        plan = CarefulSearch(cap) if self._is_collective else SizeSearch(cap)
         while (size := plan.next_size()) is not None:
             plan.note(self._try(size))
         if not plan.best:
@@ -118,7 +134,7 @@ class _Planner:
     def _known(self, cap: int) -> Size | None:
         """Return what every rank knows from an earlier search. Opens the rehearsal."""
         reports = self._together(f"reading examples for up to {cap} samples", self._open)
-        known = self._found.get(self._rehearsal.signature)
+        known = None if self._is_collective else self._found.get(self._rehearsal.signature)
         if known is None or known.size > cap or any(report.known != known.size for report in reports):
             return None
         return known
@@ -141,15 +157,23 @@ class _Planner:
         self._reports = reports
         shares = [report.used for report in reports if report.used is not None]
         fits = all(report.fits for report in reports)
-        return Trial(size, fits, max(shares) if fits and len(shares) == len(reports) else None)
+        if not fits or len(shares) < len(reports):
+            return Trial(size, fits)
+        whole = max(report.share for report in reports)
+        return Trial(size, fits, max(shares), whole, min(report.sure_size(size) for report in reports))
 
     def _together(self, doing: str, act: Callable[[], _Report]) -> Sequence[_Report]:
-        """Return what `act` reports on each rank, by rank. An error is raised after every rank has received it."""
+        """Return what `act` reports on each rank, by rank. An error is raised after every rank has received it.
+
+        In a trial in lock step it is raised at once: the other ranks wait in the step, and not for a report.
+        """
         error: Exception | None = None
         try:
             report = act()
         except Exception as raised:
             raised.add_note(f"This happened in {_CALL}, {doing}.")
+            if self._is_collective and self._rehearsal.is_running:
+                raise
             report, error = _Report(error=_short(f"{type(raised).__name__}: {raised}")), raised
         said = self._collectives.announce(f"{_CALL}: {doing}", json.dumps(asdict(report)))
         reports = [_Report(**json.loads(text)) for text in said]
@@ -214,6 +238,12 @@ BLIND_JUMP = 4
 EXACT_BELOW = 64
 """Size below which one sample is more than 1.5 % of the batch: a trial may be spent on the very last sample."""
 
+CAREFUL = 0.8
+"""How much of what is left a trial in lock step may be expected to take. The rest is for what grows in steps."""
+
+ENOUGH = 0.95
+"""Share of the limit at which such a search ends: allocators round up, and a step that does not fit ends the run."""
+
 DOUBT = 0.9
 """That trial is left out unless the line predicts at least this fraction of one more sample."""
 
@@ -230,11 +260,15 @@ class Trial:
     size: samples in its batch.
     fits: it ran, within the limit.
     used: the peak of what grows with the batch, as a share of the limit; None where it could not be measured.
+    whole: the peak of the whole step, with the optimizer's, likewise; 0 where it is not known.
+    sure: a size that fits by `sure_size`; 0 where nothing is known.
     """
 
     size: int
     fits: bool
     used: float | None = None
+    whole: float = 0.0
+    sure: float = 0.0
 
 
 class SizeSearch:
@@ -330,6 +364,59 @@ class SizeSearch:
         return _rounded(aim, at_least=(1 - TOLERANCE) * reach)
 
 
+class CarefulSearch(SizeSearch):
+    """Search in which no trial is expected to run out of memory, since no rank could be called back from one.
+
+    It follows no line of what grows with the batch: at small sizes gathered parameters hide the batch's memory, and
+    such a line is too flat. Each trial takes a size that the last one shows to fit (`sure_size`), so there are more of
+    them. What an optimizer's step takes is a line. The search ends at `ENOUGH`, or where a trial would gain little.
+
+    >>> plan = CarefulSearch(cap=4096)
+    >>> while (size := plan.next_size()) is not None:
+    ...     used = 0.2 + 0.0008 * size
+    ...     plan.note(Trial(size, size <= 1000, used, sure=sure_size(size, used, held=0.1)))
+    >>> plan.best, [trial.size for trial in plan.trials]
+    (976, [2, 3, 21, 133, 488, 808, 936, 976])
+    """
+
+    def next_size(self) -> int | None:
+        best, too_large = self.best, self.too_large
+        if len(self.trials) >= MOST_TRIALS or too_large - best <= 1:
+            return None
+        if not best or (best == FIRST and not self._has_failed):
+            return super().next_size()
+        last = next(trial for trial in self.trials if trial.fits and trial.size == best)
+        if last.used is None or last.used >= ENOUGH:
+            return None
+        most = min(last.sure, self._by_whole_steps(), best * LONGEST_JUMP, too_large - 1)
+        size = _rounded(most, at_least=(1 - TOLERANCE) * most)
+        return size if size > best * (1 + TOLERANCE) or size > best < EXACT_BELOW else None
+
+    def _by_whole_steps(self) -> float:
+        """Return how far the line of whole steps may be followed."""
+        points = sorted((trial.size, trial.whole) for trial in self.trials if trial.fits)
+        size, whole = points[-1]
+        slope = max((whole - other_whole) / (size - other) for other, other_whole in points[:-1])
+        return size + (_aim(whole) - whole) / slope if slope > 0 else float("inf")
+
+
+def sure_size(size: int, used: float, held: float) -> float:
+    """Return a size that takes at most the share `_aim(used)`, by a trial of `size` that took `used` at its peak.
+
+    held: the share that was in use before its forward: weights and states. Whatever a step takes beside that is at most
+    proportional to the batch.
+
+    >>> sure_size(10, used=0.5, held=0.5)
+    inf
+    """
+    return size * (_aim(used) - held) / (used - held) if used > held else float("inf")
+
+
+def _aim(used: float) -> float:
+    """Return the share that the next trial may be expected to take, after one that took `used`."""
+    return used + CAREFUL * (1 - used)
+
+
 def _rounded(size: float, at_least: float) -> int:
     """Return `size` as a whole number: a multiple of eight, unless that would be less than `at_least`."""
     rounded = int(size) // MULTIPLE * MULTIPLE
@@ -357,6 +444,8 @@ def find_micro_batch_size(
 
     read: returns the batch.
     """
+    if strategy.forwards_are_collective:  # ranks do not search for themselves where they cannot step by themselves
+        return None
     try:
         samples = read()
     except Exception:  # the step will raise it again, on all ranks

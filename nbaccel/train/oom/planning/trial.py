@@ -1,7 +1,8 @@
 """TrialRun: runs two whole training steps with a batch of a given size, and undoes them. Runs in ranks.
 
-The second step is needed because optimizers make their state in the first. No collective is called: a rank that runs
-out of memory here leaves no other waiting. The result is the `TrialResult`; the plan decides whether to try another
+The second step is needed because optimizers make their state in the first. No collective is called, so a rank that runs
+out of memory here leaves no other waiting; except with a strategy whose forwards are collectives, where all ranks run
+the trial together, and a failure is an error. The result is the `TrialResult`; the plan decides whether to try another
 size.
 """
 
@@ -42,6 +43,7 @@ class TrialResult:
     fits: they ran, within the limit.
     used: the peak of forward and backward, the part that grows with the batch, as a share of the limit; None where
         it could not be measured.
+    held: what was in use before the forward of the second step, likewise.
     needed_bytes: the peak of the whole steps, and what was asked for when that failed. limit_bytes: what was allowed,
         source: by what. None as above.
     complaint: the device's error text when they did not fit.
@@ -49,6 +51,7 @@ class TrialResult:
 
     fits: bool
     used: float | None = None
+    held: float | None = None
     needed_bytes: int | None = None
     limit_bytes: int | None = None
     source: str = ""
@@ -75,16 +78,20 @@ class TrialRun:
     """Trial steps of one training, between ``with`` and its end.
 
     gauge: measures memory; by default the meter of the device.
+    is_collective: all ranks run a trial together.  is_running: from the beginning of a trial's steps to their end.
     """
 
     def __init__(self, scene: TrialSetup, gauge: PeakGauge | None = None) -> None:
         self._scene = scene
         self._gauge = gauge
+        self.is_collective = scene.strategy.forwards_are_collective
+        self.is_running = False
 
     def __enter__(self) -> TrialRun:
         scene = self._scene
         with ExitStack() as stack:
             device = scene.strategy.device
+            scene.strategy.free_gathered(scene.models)
             # First of all: reading samples may draw random numbers.
             self._snapshot = stack.enter_context(TrainingSnapshot(scene.models, scene.optimizers, device))
             self._examples = scene.read()
@@ -111,14 +118,17 @@ class TrialRun:
         """Run steps with `size` samples; afterwards the training is as before, and unused memory is released.
 
         Raises:
-            Exception: the program's own errors, unless memory ran out.
+            Exception: the program's own errors, unless memory ran out; that too where all ranks run it together.
         """
+        self.is_running = True
         try:
             outcome = self._outcome(size)
             if not outcome.fits:  # outside of `except`, where the error's frames would hold what the steps had made
                 release_unused()
         finally:
+            self._scene.strategy.free_gathered(self._scene.models)
             self._snapshot.restore()
+        self.is_running = False  # after an error it stays True: the peers may be in the middle of the trial
         return outcome
 
     def _outcome(self, size: int) -> TrialResult:
@@ -132,14 +142,16 @@ class TrialRun:
                 self._steps(size, peaks)
         except Exception as error:
             peaks.note()
-            if not (can_retry(error, peaks.share) or is_shortage(error)):
+            if self.is_collective or not (can_retry(error, peaks.share) or is_shortage(error)):
                 raise
             complaint = str(error)
         else:
             fits = peaks.share is None or peaks.share <= 1
-            return TrialResult(fits, peaks.growing_share, peaks.highest, meter.limit_bytes, meter.source)
+            return TrialResult(
+                fits, peaks.growing_share, peaks.held_share, peaks.highest, meter.limit_bytes, meter.source
+            )
         needed_bytes = None if peaks.highest is None else peaks.highest + asked_bytes(complaint)
-        return TrialResult(False, None, needed_bytes, meter.limit_bytes, meter.source, complaint)
+        return TrialResult(False, None, None, needed_bytes, meter.limit_bytes, meter.source, complaint)
 
     def _steps(self, size: int, peaks: _Peaks) -> None:
         scene, meter = self._scene, self._meter
@@ -150,6 +162,7 @@ class TrialRun:
             ahead = self._batch(size)  # a prepared loader copies one batch ahead; it is there during the step
         for _ in range(2):
             meter.reset_peak()
+            peaks.note_held()
             batch = self._batch(size)
             loss = mean_loss(scene.loss_fn, batch)
             loss.backward()
@@ -176,6 +189,11 @@ class _Peaks:
         self._meter = meter
         self.highest: int | None = None
         self._growing: int | None = None
+        self._held: int | None = None
+
+    def note_held(self) -> None:
+        """Note what is in use now, directly after the meter was reset."""
+        self._held = self._meter.peak_bytes
 
     def note(self, grows: bool = False) -> None:
         peak = self._meter.peak_bytes
@@ -192,6 +210,10 @@ class _Peaks:
     @property
     def growing_share(self) -> float | None:
         return self._of_limit(self._growing)
+
+    @property
+    def held_share(self) -> float | None:
+        return self._of_limit(self._held)
 
     def _of_limit(self, peak: int | None) -> float | None:
         limit = self._meter.limit_bytes
