@@ -113,7 +113,9 @@ SHARDED = {
     "_get_fsdp_state": "sharded._get_fsdp_state()",
     "_pre_forward_hook_handle": "sharded._get_fsdp_state()._pre_forward_hook_handle",
     "_post_forward_hook_handle": "sharded._get_fsdp_state()._post_forward_hook_handle",
-    "_orig_cls_mro_index": "sharded._orig_cls_mro_index",
+    "_op_dispatcher": "distributed_tensor._op_dispatcher",
+    "_custom_op_handlers": "distributed_tensor._op_dispatcher._custom_op_handlers",
+    "_local_scalar_dense": "torch.ops.aten._local_scalar_dense.default",
     "_is_fsdp_managed_module": "sharded._is_fsdp_managed_module",
     "_fsdp_use_orig_params": "sharded._fsdp_use_orig_params",
 }
@@ -276,6 +278,12 @@ class Live:
 
         PartialState().wait_for_everyone()  # forms the process group
         return fully_shard(torch.nn.Linear(1, 1))
+
+    @property
+    def distributed_tensor(self) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor
 
     @property
     def rendezvous(self) -> Any:
