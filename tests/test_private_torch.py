@@ -114,7 +114,9 @@ SHARDED = {
     "_pre_forward_hook_handle": "sharded._get_fsdp_state()._pre_forward_hook_handle",
     "_post_forward_hook_handle": "sharded._get_fsdp_state()._post_forward_hook_handle",
     "_local_tensor": "sharded.weight._local_tensor",
-    "_orig_cls_mro_index": "sharded._orig_cls_mro_index",
+    "_op_dispatcher": "distributed_tensor._op_dispatcher",
+    "_custom_op_handlers": "distributed_tensor._op_dispatcher._custom_op_handlers",
+    "_local_scalar_dense": "torch.ops.aten._local_scalar_dense.default",
     "_is_fsdp_managed_module": "sharded._is_fsdp_managed_module",
     "_fsdp_use_orig_params": "sharded._fsdp_use_orig_params",
     "_is_root": "sharded._get_fsdp_state()._is_root",
@@ -285,6 +287,12 @@ class Live:
         model = fully_shard(torch.nn.Linear(1, 1))
         model(torch.ones(1, 1)).sum().backward()  # some are made by a first forward
         return model
+
+    @property
+    def distributed_tensor(self) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor
 
     @property
     def rendezvous(self) -> Any:

@@ -221,6 +221,25 @@ _NO_SUCH_CARD = (
     "There is no GPU of that number: a cell that names no rank, or that says 'cuda:0', has each rank see its own GPU "
     "alone, as cuda:0. Leave the number out: device = 'cuda'."
 )
+_SHARDED = (
+    "The parameters are sharded (strategy fsdp): outside of the model's forward each is a DTensor with this rank's "
+    "rows, which does not compute with plain tensors. .full_tensor(), called on every rank, is the whole one, also of "
+    "a norm or a penalty that is added to a loss, and accelerator.get_state_dict(model) has all of them; "
+    "--strategy ddp keeps them whole."
+)
+_SHARDED_MODEL = (
+    "The model is sharded (strategy fsdp), and cannot be copied, pickled, nor moved or cast by .to(), .half() or "
+    ".cpu() after prepare: do that before. A copy of its state dict keeps the best weights, "
+    "accelerator.get_state_dict(model), called on every rank, fills a second model, "
+    "accelerator.save_model(model, folder) writes it, and --out model brings it into the notebook."
+)
+_FREED_WEIGHTS = (
+    "A backward needs weights that FSDP had freed after the forward, as a second derivative does (create_graph=True, a "
+    "gradient penalty), which FSDP2 does not support: use --strategy ddp."
+)
+_SPARSE_GRADIENTS = (
+    "FSDP cannot cut sparse gradients into rows: leave out sparse=True of nn.Embedding, or use --strategy ddp."
+)
 
 _TABLE = (
     (re.compile(r"(creating|attaching to) shared memory segment /dev/shm/nccl-|failed to extend /dev/shm/nccl-"),
@@ -240,6 +259,11 @@ _TABLE = (
                 r"device_ids\[0\].* found one of them on device: cuda|got device_ids .*module parameters .*cuda", re.S),
      _OTHER_CARD),
     (re.compile(r"CUDA error: invalid device ordinal"), _NO_SUCH_CARD),
+    (re.compile(r"\bDTensor\b|not supported for tensor subclasses|unevenly sharded|along the sharded dimension"),
+     _SHARDED),
+    (re.compile(r"FSDP does not support deepcopy|pickle.*\bFSDP\w+|Couldn't swap \w+"), _SHARDED_MODEL),
+    (re.compile(r"setStorage: .* out of bounds for storage of size 0"), _FREED_WEIGHTS),
+    (re.compile(r"fsdp::chunk_cat.*Sparse"), _SPARSE_GRADIENTS),
 )  # fmt: skip
 """Patterns of error texts, each with its advice.
 

@@ -46,3 +46,28 @@ def test_a_number_that_a_rank_cannot_see_ends_in_the_line_to_change() -> None:
     said = said_of("torch.AcceleratorError: CUDA error: invalid device ordinal\nGPU device may be out of range")
     assert "has each rank see its own GPU alone, as cuda:0." in said
     assert said.endswith("Leave the number out: device = 'cuda'.")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("RuntimeError: aten.add.Tensor got mixed torch.Tensor and DTensor, need to convert all", ".full_tensor()"),
+        ("RuntimeError: .numpy() is not supported for tensor subclasses.", ".full_tensor()"),
+        ("TypeError: unsupported format string passed to DTensor.__format__", ".full_tensor()"),
+        ("RuntimeError: Cannot flatten unevenly sharded tensor: dimension 0 (size 5)", ".full_tensor()"),
+        ("AssertionError: FSDP does not support deepcopy. Please use state dict for serialization.", "--out model"),
+        ("PicklingError: Can't pickle <class 'torch.distributed.fsdp._fully_shard._fsdp_init.FSDPNet'>", "--out model"),
+        ("RuntimeError: _apply(): Couldn't swap FSDPLinear.weight", "do that before"),
+        (
+            "RuntimeError: setStorage: sizes [6, 8], strides [1, 6], storage offset 0, and itemsize 4 requiring a "
+            "storage size of 192 are out of bounds for storage of size 0",
+            "second derivative",
+        ),
+        (
+            "NotImplementedError: Could not run 'fsdp::chunk_cat' with arguments from the 'SparseCPU' backend.",
+            "sparse=True",
+        ),
+    ],
+)
+def test_what_torch_says_of_sharded_models_is_said_in_terms_of_the_program(text: str, words: str) -> None:
+    assert words in said_of(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -458,6 +459,94 @@ def test_models_of_transformers_and_peft_train_and_generate_other_lengths_on_eac
         assert shorter == words
         assert longer[0][: len(words[0])] == words[0]
         assert len(longer[0]) == len(words[0]) + 2
+
+
+NUMBERS: list[Callable[[nn.Module], Any]] = [
+    lambda net: net[0].weight.norm().item(),
+    lambda net: (net[0].weight ** 2).sum().item(),
+    lambda net: float(net[0].weight.detach().abs().max()),
+    lambda net: net[0].weight.min().item(),
+    lambda net: int(100 * net[0].weight.data.sum()),
+    lambda net: bool(torch.isnan(net[2].weight).any()),
+    lambda net: net[0].weight[-1, 0].item(),
+    lambda net: net[2].bias.item(),  # one element, which one rank has
+    lambda net: net[0].weight.grad.norm().item(),
+    lambda net: math.sqrt(sum(p.grad.norm().item() ** 2 for p in net.parameters())),
+    lambda net: sum(p.norm() for p in net.parameters()).item(),
+]
+
+
+def _read(strategy: str) -> list[float]:
+    accelerator = Accelerator(strategy=strategy)
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    model = accelerator.prepare(net)
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    with torch.no_grad():
+        net[2].weight[0, 0] = torch.nan
+    return [float(read(net)) for read in NUMBERS]
+
+
+def test_a_number_that_is_read_of_a_sharded_tensor_is_that_of_the_whole_one_on_every_rank() -> None:
+    whole = run_ranks(1, _read, "auto")[0]
+    for got in run_ranks(2, _read, "fsdp"):
+        assert got == pytest.approx(whole, abs=1e-5, nan_ok=True)
+
+
+def _by_hand(strategy: str, habit: str) -> list[torch.Tensor]:
+    """Train one step after or with something that programs do to parameters by hand."""
+    accelerator = Accelerator(strategy=strategy)
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    model = accelerator.prepare(net)
+    torch.manual_seed(5)  # equal on the ranks, as set_seed leaves it
+    if habit == "draws anew":
+        for parameter in net.parameters():
+            parameter.detach().normal_(0.0, 0.1) if parameter.ndim < 2 else nn.init.xavier_uniform_(parameter)
+    elif habit == "whole values":
+        net[0].weight.data = torch.arange(20.0).reshape(5, 4) / 20
+        nn.utils.vector_to_parameters(torch.full((6,), 0.2), net[2].parameters())
+    elif habit == "elements":
+        with torch.no_grad():
+            net[0].weight[3, 1:3] = torch.tensor([0.5, 0.25])
+            net[0].bias[1:] = net[0].bias[0]
+        net[2].weight.data[net[2].weight.data.abs() < 0.2] = 0.0  # as pruning does
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    for parameter in net.parameters():
+        parameter.data = parameter.data - 0.1 * parameter.grad
+    return list(accelerator.get_state_dict(model).values())
+
+
+@pytest.mark.parametrize("habit", ["draws anew", "whole values", "elements", "steps"])
+def test_what_is_done_to_parameters_by_hand_is_done_to_whole_ones(habit: str) -> None:
+    wanted, got = run_ranks(1, _by_hand, "auto", habit)[0], run_ranks(2, _by_hand, "fsdp", habit)[0]
+    assert max(float((one - other).abs().max()) for one, other in zip(wanted, got, strict=True)) < 1e-5
+
+
+def test_data_of_another_shape_or_type_is_refused() -> None:
+    def refused() -> bool:
+        model = Accelerator(strategy="fsdp").prepare(nn.Linear(3, 2))
+        with pytest.raises(ValueError, match=r"of shape \(2, 3\) and torch.float32 values of shape \(3, 3\)"):
+            model.weight.data = torch.ones(3, 3)
+        with pytest.raises(ValueError, match="rows cannot change their shape or type after prepare"):
+            model.weight.data = model.weight.data.half()
+        return True
+
+    assert run_ranks(2, refused) == [True, True]
+
+
+@pytest.mark.parametrize("when", ["before prepare", "after prepare"])
+def test_a_hook_on_a_gradient_that_would_not_be_called_is_refused(when: str) -> None:
+    def refused() -> bool:
+        accelerator = Accelerator(strategy="fsdp")
+        net = nn.Linear(3, 2)
+        with pytest.raises(NotImplementedError, match="autograd, which would never call this hook"):
+            if when == "before prepare":
+                net.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+            accelerator.prepare(net).weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        return True
+
+    assert run_ranks(2, refused) == [True, True]
 
 
 # -- groups

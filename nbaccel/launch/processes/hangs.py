@@ -7,7 +7,7 @@ are shown beside it. A long computation without a step looks the same, so no run
 
 Two cases are no guesses, and torch would wait for half an hour. A rank has finished, and all that are left wait in
 collectives without using a processor: the finished rank will not come. Or all ranks wait so, one of them for the rows
-of a sharded model, and not all at the same line of the program: an evaluation or a save under `if is_main_process`.
+of a sharded model, and not all in the same call of the program: an evaluation or a save under `if is_main_process`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,19 @@ _WAITS = (
 )
 _COLLECTIVES = (
     _WAITS[0],
-    *(os.path.join("torch", *path) for path in (("distributed", "distributed_c10d.py"), ("distributed", "utils.py"))),
+    *(
+        os.path.join("torch", "distributed", name)
+        for name in ("distributed_c10d.py", "utils.py", "_functional_collectives.py")
+    ),
     os.path.join("torch", "nn", "parallel", "distributed.py"),
 )
 _OF_SHARDS = (
     *(os.path.join("torch", "distributed", part, "") for part in ("fsdp", "tensor")),
     os.path.join(os.sep, "nbaccel", "train", "checkpoint", "save_agreement.py"),
+    *(os.path.join(os.sep, "nbaccel", "train", "strategies", name) for name in ("fully_sharded.py", f"fsdp{os.sep}")),
 )
+_CALLERS = (os.path.join(os.sep, "torch", "_ops.py"), os.path.join(os.sep, "torch", "_library", ""))
+"""They call every operator of torch, collectives among them: who calls them says which."""
 _WAITS_IN = ("_engine_run_backward",)  # DDP's own sums are waited for at the end of backward
 
 
@@ -81,8 +87,11 @@ class _Stack:
     @property
     def is_in_collective(self) -> bool:
         """Return whether the innermost function is a collective: nothing else holds the rank up. See `waits`."""
-        file, _, function = self.places[0] if self.places else ("", 0, "")
-        return any(part in file for part in (*_COLLECTIVES, *_OF_SHARDS)) or function in _WAITS_IN
+        file, _, function = self._operator
+        is_called = self.places[:1] != [self._operator]
+        return (
+            any(part in file for part in (*_COLLECTIVES, *(() if is_called else _OF_SHARDS))) or function in _WAITS_IN
+        )
 
     @property
     def is_in_shards(self) -> bool:
@@ -90,9 +99,16 @@ class _Stack:
         return any(part in file for file, _, _ in self.places for part in _OF_SHARDS)
 
     @property
-    def users_line(self) -> tuple[str, int] | None:
-        """Return the user's innermost line."""
-        return next(((file, line) for file, line, _ in self.places if is_users(file)), None)
+    def call(self) -> tuple[tuple[str, int] | None, str]:
+        """Return the user's innermost line, and the innermost function: one line may do a forward and a backward."""
+        line = next(((file, line) for file, line, _ in self.places if is_users(file)), None)
+        return line, self._operator[2]
+
+    @property
+    def _operator(self) -> tuple[str, int, str]:
+        """Return the innermost place, or the one that has called an operator of torch, if that is innermost."""
+        own = (place for place in self.places if not any(part in place[0] for part in _CALLERS))
+        return next(own, ("", 0, ""))
 
     def words(self) -> str:
         """Return the user's innermost line, and the function that it is waiting in."""
@@ -205,7 +221,7 @@ class Hang:
         places = "\n".join(f"  {line}" for line in self.lines)
         if self.is_alone:
             return (
-                f"rank {self.rank} waits in a sharded model for ranks that wait at another line, for "
+                f"rank {self.rank} waits in a sharded model for ranks that wait in another call, for "
                 f"{self.seconds:.0f} s, so that none can go on:\n{places}\n  Every forward of a sharded model, in an "
                 "evaluation too, its state dict, and a norm, an .item() or a print of its parameters need all ranks. "
                 "Call them on every rank, outside of `if accelerator.is_main_process`, and let one rank print or save "
@@ -286,7 +302,7 @@ class HangWatch:
                 if gone:
                     return Hang(gone[0], quiet, self._lines(stacks), is_certain=True)
                 in_shards = [rank for rank, stack in stacks.items() if stack.is_in_shards]
-                if in_shards and len({stack.users_line for stack in stacks.values()}) > 1:
+                if in_shards and len({stack.call for stack in stacks.values()}) > 1:
                     return Hang(in_shards[0], quiet, self._lines(stacks), is_certain=True, is_alone=True)
         if self._limit_s is not None and quiet >= self._limit_s:
             return self._hang(stacks, quiet)

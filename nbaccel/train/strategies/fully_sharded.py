@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -28,6 +28,7 @@ from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.step.recompute import recompute_activations
 from nbaccel.train.strategies.fsdp.groups import BY_CLASS, GroupPolicy, choose_groups, ignored
+from nbaccel.train.strategies.fsdp.joint_calls import HOOK_IS_LOST, evaluation_hook, treat_as_whole
 from nbaccel.train.strategies.fsdp.recovery import abandon, move_to_group, why_not
 from nbaccel.train.strategies.fsdp.replacements import Replacements, make_whole
 from nbaccel.train.strategies.replicated import living_modules
@@ -61,6 +62,7 @@ class FullySharded(Strategy):
         self._group: Any = None
         self._retired: Any = None
         self._holding: weakref.WeakSet[Module] = weakref.WeakSet()  # those under no_sync; torch has no way to ask
+        treat_as_whole()
 
     def precision(self, name: str) -> Precision:
         precision = super().precision(name)
@@ -82,6 +84,8 @@ class FullySharded(Strategy):
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         _refuse_quantised(model)
+        if any(parameter._backward_hooks for parameter in model.parameters()):
+            raise NotImplementedError(HOOK_IS_LOST)
         self._compare(model)
         replaced = dict(model.named_parameters(remove_duplicate=False))  # as the program's optimizers know them
         left_out = ignored(model, getattr(self.plugin, "ignored_modules", None))
@@ -107,12 +111,15 @@ class FullySharded(Strategy):
             for parameter in before.values():
                 if parameter not in left_out and not _is_shard(parameter):
                     parameter.data = parameter.data.new_empty(0)  # an optimizer may hold it: not the whole model too
-        statistics = list(running_statistics([model]))
-        if statistics:
-            model.register_forward_pre_hook(_statistics_sender(statistics), prepend=True)
+        evaluates = evaluation_hook(model, self._collectives, list(running_statistics([model])))
+        model.register_forward_pre_hook(evaluates, prepend=True)
         assert isinstance(model, FSDPModule)
         now = dict(model.named_parameters(remove_duplicate=False))
         self._replaced.add({old: now[name] for name, old in replaced.items()})
+
+    @property
+    def _collectives(self) -> Collectives:
+        return GroupCollectives(self.world, self.device)
 
     @property
     def _policy(self) -> GroupPolicy:
@@ -153,7 +160,7 @@ class FullySharded(Strategy):
         lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         missing = next((name for name, parameter in model.named_parameters() if parameter.is_meta), "")
-        collectives = GroupCollectives(self.world, self.device)
+        collectives = self._collectives
         collectives.agree(
             f"prepare {type(model).__name__} of {len(lines)} parameters, whose names, shapes and types make {digest}"
         )
@@ -319,28 +326,6 @@ def _not_a_view(module: Module, inputs: Any, output: Any) -> Any:
     in silence, and the gradients are wrong: ``nn.ReLU(inplace=True)`` behind such a layer, or ``x += y``.
     """
     return output.clone() if isinstance(output, Tensor) and output.requires_grad and output._is_view() else None
-
-
-def _statistics_sender(statistics: Sequence[Tensor]) -> Callable[[Module, Any], None]:
-    """Return a hook that sends rank 0's running statistics before the first evaluation after training, as DDP would."""
-    are_own = False
-
-    def send_statistics(model: Module, inputs: Any) -> None:
-        nonlocal are_own
-        if model.training:
-            are_own = True
-        elif are_own:
-            from torch.distributed import broadcast
-
-            are_own = False
-            for dtype in sorted({buffer.dtype for buffer in statistics}, key=str):
-                alike = [buffer for buffer in statistics if buffer.dtype == dtype]
-                flat = torch.cat([buffer.reshape(-1) for buffer in alike])
-                broadcast(flat, 0)
-                parts = flat.split([buffer.numel() for buffer in alike])
-                torch._foreach_copy_(alike, [part.view_as(one) for part, one in zip(parts, alike, strict=True)])
-
-    return send_statistics
 
 
 def _refuse_quantised(model: Module) -> None:

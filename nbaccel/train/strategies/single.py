@@ -41,7 +41,7 @@ class Strategy:
     """True if gradients are exchanged with other ranks."""
 
     forwards_are_collective = False
-    """True if no rank can run a forward by itself: all make trial steps together, and repeat what did not fit on one."""
+    """True if no rank can run a forward by itself: all make trial steps, and repeat what did not fit, together."""
 
     recovers = False
     """True if this training continues after running out of memory: an optimizer's step is guarded then."""

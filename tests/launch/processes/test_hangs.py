@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -287,22 +288,30 @@ def test_ranks_that_wait_for_one_that_has_left_the_loop_are_ended_with_a_sentenc
     assert "hang timeout" not in said
 
 
+ALONE: dict[str, Callable[[Accelerator, Any], Any]] = {
+    "model(torch.ones(2, 4))": lambda accelerator, model: model(torch.ones(2, 4)),
+    "model[0].weight.full_tensor()": lambda accelerator, model: model[0].weight.full_tensor(),
+    "model[0].weight.norm().item()": lambda accelerator, model: model[0].weight.norm().item(),
+    "sum(p.norm() for p in model.parameters())": lambda accelerator, model: sum(p.norm() for p in model.parameters()),
+    "accelerator.clip_grad_norm_(model.parameters(), 1.0)": lambda accelerator, model: accelerator.clip_grad_norm_(
+        model.parameters(), 1.0
+    ),
+    "accelerator.get_state_dict(model)": lambda accelerator, model: accelerator.get_state_dict(model),
+    'accelerator.save_state("checkpoint")': lambda accelerator, model: accelerator.save_state("checkpoint"),
+}
+
+
 def calls_on_rank_0_alone(what: str) -> None:
     accelerator = Accelerator(strategy="fsdp")
     model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
     accelerator.backward(model(torch.ones(2, 4)).mean())
     if accelerator.is_main_process:
-        if what == "evaluate":
-            model(torch.ones(2, 4))
-        elif what == "look":
-            model[0].weight.full_tensor()
-        else:
-            accelerator.save_state("checkpoint")
+        ALONE[what](accelerator, model)
     accelerator.wait_for_everyone()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["evaluate", "look", "save"])
+@pytest.mark.parametrize("what", ALONE)
 def test_a_call_of_a_sharded_model_on_one_rank_ends_with_the_lines_of_all(
     what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -311,12 +320,43 @@ def test_a_call_of_a_sharded_model_on_one_rank_ends_with_the_lines_of_all(
     with pytest.raises(RanksFailed) as caught:
         launch(calls_on_rank_0_alone, 2, (what,), cpu=True)
     said = str(caught.value)
-    assert said.startswith("rank 0 waits in a sharded model for ranks that wait at another line, for ")
-    line = {"evaluate": "model(torch.ones(2, 4))", "look": "full_tensor()", "save": 'save_state("checkpoint")'}[what]
-    assert re.search(rf"rank 0: .*in calls_on_rank_0_alone: .*{re.escape(line)}", said)
+    assert said.startswith("rank 0 waits in a sharded model for ranks that wait in another call, for ")
+    assert re.search(rf"rank 0: .*{re.escape(what.partition('(')[0])}", said)
     assert re.search(r"rank 1: .*accelerator\.wait_for_everyone\(\)", said)
     assert "outside of `if accelerator.is_main_process`" in said
     assert "hang timeout" not in said
+
+
+def evaluates_on_rank_0_alone(mode: str) -> None:
+    accelerator = Accelerator(strategy="fsdp")
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in range(3):
+        model.train()
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2, 4)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        model.train(mode == "train")
+        if accelerator.is_main_process:
+            with torch.no_grad():
+                model(torch.ones(1, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_one_evaluation_on_one_rank_between_epochs_ends_with_the_lines_of_all(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks exchange rows of an evaluation for those of a training step, until a gather meets a sum."""
+    monkeypatch.setattr(hangs, "_CERTAIN_S", 2.0)
+    with pytest.raises(RanksFailed) as caught:
+        launch(evaluates_on_rank_0_alone, 2, (mode,), cpu=True)
+    said = str(caught.value)
+    assert "waits in a sharded model for ranks that wait in another call" in said
+    if mode == "eval":
+        assert re.search(r"rank 0: .*in evaluates_on_rank_0_alone: model\(torch\.ones\(1, 4\)\)", said)
+    assert re.search(r"rank 1: .*in evaluates_on_rank_0_alone: accelerator\.backward", said)
 
 
 def works_longer_than_the_other(in_what_way: str) -> str:
@@ -347,6 +387,15 @@ def test_a_collective_of_ours_is_known_by_the_file_in_which_its_rank_waits() -> 
     training = hangs._Stack([(inspect.getfile(Accelerator), 1, "backward"), ("/tmp/train.py", 9, "<module>")])
     assert not training.waits
     assert not training.is_in_collective
+
+
+@pytest.mark.parametrize(("caller", "waits"), [("_functional_collectives.py", True), ("tensor/_dispatch.py", False)])
+def test_who_calls_an_operator_says_whether_it_is_a_collective(caller: str, waits: bool) -> None:
+    operator = [("/x/torch/_ops.py", 882, "redispatch"), ("/x/torch/_library/autograd.py", 41, "forward_no_grad")]
+    stack = hangs._Stack([*operator, (f"/x/torch/distributed/{caller}", 142, "f"), ("/tmp/train.py", 9, "<module>")])
+    assert stack.is_in_collective is waits
+    assert stack.call == (("/tmp/train.py", 9), "f")
+    assert not hangs._Stack([]).is_in_collective
 
 
 @dataclass

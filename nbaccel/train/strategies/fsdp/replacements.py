@@ -100,7 +100,8 @@ def make_whole(model: Module) -> dict[Tensor, Tensor]:
         for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
             if handle is not None:
                 handle.remove()
-        part.__class__ = type(part).__mro__[part._orig_cls_mro_index]
+        bases = type(part).__mro__
+        part.__class__ = bases[bases.index(FSDPModule) + 1]
     for module in model.modules():
         registry = _get_registry(module)
         if registry is not None:
