@@ -228,8 +228,8 @@ _SHARDED = (
     "--strategy ddp keeps them whole."
 )
 _SHARDED_MODEL = (
-    "The model is sharded (strategy fsdp), and cannot be copied, pickled, nor moved or cast by .to(), .half() or "
-    ".cpu() after prepare: do that before. A copy of its state dict keeps the best weights, "
+    "The model is sharded (strategy fsdp), and cannot be copied or pickled, nor cast by .half(), .bfloat16() or "
+    ".double() after prepare: cast it before. A copy of its state dict keeps the best weights, "
     "accelerator.get_state_dict(model), called on every rank, fills a second model, "
     "accelerator.save_model(model, folder) writes it, and --out model brings it into the notebook."
 )

@@ -57,7 +57,7 @@ def test_a_number_that_a_rank_cannot_see_ends_in_the_line_to_change() -> None:
         ("RuntimeError: Cannot flatten unevenly sharded tensor: dimension 0 (size 5)", ".full_tensor()"),
         ("AssertionError: FSDP does not support deepcopy. Please use state dict for serialization.", "--out model"),
         ("PicklingError: Can't pickle <class 'torch.distributed.fsdp._fully_shard._fsdp_init.FSDPNet'>", "--out model"),
-        ("RuntimeError: _apply(): Couldn't swap FSDPLinear.weight", "do that before"),
+        ("RuntimeError: _apply(): Couldn't swap FSDPLinear.weight", "cast it before"),
         (
             "RuntimeError: setStorage: sizes [6, 8], strides [1, 6], storage offset 0, and itemsize 4 requiring a "
             "storage size of 192 are out of bounds for storage of size 0",

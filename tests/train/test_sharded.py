@@ -523,6 +523,19 @@ def test_what_is_done_to_parameters_by_hand_is_done_to_whole_ones(habit: str) ->
     assert max(float((one - other).abs().max()) for one, other in zip(wanted, got, strict=True)) < 1e-5
 
 
+def test_a_sharded_model_may_be_told_its_device_again() -> None:
+    def train() -> dict[str, torch.Tensor]:
+        accelerator = Accelerator(strategy="fsdp")
+        torch.manual_seed(3)
+        net = Net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9))
+        model.to(accelerator.device).float()
+        _fit(model, optimizer, _batches(2, accelerator.process_index), accelerator.backward)
+        return accelerator.get_state_dict(model)
+
+    assert _furthest(_alone(Net), run_ranks(2, train)[0]) < 1e-5
+
+
 def test_data_of_another_shape_or_type_is_refused() -> None:
     def refused() -> bool:
         model = Accelerator(strategy="fsdp").prepare(nn.Linear(3, 2))

@@ -115,7 +115,7 @@ class FullySharded(Strategy):
         model.register_forward_pre_hook(evaluates, prepend=True)
         assert isinstance(model, FSDPModule)
         now = dict(model.named_parameters(remove_duplicate=False))
-        self._replaced.add({old: now[name] for name, old in replaced.items()})
+        self._replaced.add(model, {old: now[name] for name, old in replaced.items()})
 
     @property
     def _collectives(self) -> Collectives:
@@ -278,7 +278,7 @@ class FullySharded(Strategy):
     def release(self, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
         for model in map(without_compile, models):
             if is_sharded(model):
-                self._replaced.add(make_whole(model))
+                self._replaced.add(model, make_whole(model))
         for optimizer in optimizers:
             self._replaced.bring(optimizer)
 

@@ -103,6 +103,7 @@ def search_batch_size(rehearsal: TrialRun, cap: int, collectives: Collectives, f
     Raises:
         torch.OutOfMemoryError: not one sample fits; on every rank, with the numbers of the rank that needs most.
         PeerFailed: another rank's program failed in a trial. On that rank: its own error.
+        NotImplementedError: trials run in lock step, and a rank has no limit; on every rank.
     """
     with ExitStack() as stack:
         return _Planner(rehearsal, collectives, found, stack).find(cap)
@@ -124,7 +125,13 @@ class _Planner:
             return known.size
         plan = CarefulSearch(cap) if self._is_collective else SizeSearch(cap)
         while (size := plan.next_size()) is not None:
-            plan.note(self._try(size))
+            plan.note(trial := self._try(size))
+            if self._is_collective and trial.fits and trial.used is None:
+                raise NotImplementedError(
+                    f"{_CALL}: the model is sharded, so no rank may run out of memory in a trial, and there is no limit "
+                    f"to keep to ({self._limits()}). Give one, meter=MemLimit(…) on the CPU for example, or use "
+                    "find_executable_batch_size, which tries sizes until one fits"
+                )
         if not plan.best:
             raise self._nothing_fits()
         best = next(trial for trial in plan.trials if trial.fits and trial.size == plan.best)
@@ -186,6 +193,10 @@ class _Planner:
                     f"Rank {rank}'s own error says where."
                 )
         return reports
+
+    def _limits(self) -> str:
+        unknown = (rank for rank, report in enumerate(self._reports) if report.used is None)
+        return ", ".join(f"rank {rank}: {self._reports[rank].source}" for rank in unknown)
 
     def _nothing_fits(self) -> torch.OutOfMemoryError:
         failed = [(report.needed_bytes or 0, rank) for rank, report in enumerate(self._reports) if not report.fits]
@@ -376,7 +387,7 @@ class CarefulSearch(SizeSearch):
     ...     used = 0.2 + 0.0008 * size
     ...     plan.note(Trial(size, size <= 1000, used, sure=sure_size(size, used, held=0.1)))
     >>> plan.best, [trial.size for trial in plan.trials]
-    (976, [2, 3, 21, 133, 488, 808, 936, 976])
+    (968, [2, 3, 21, 133, 488, 808, 936, 968])
     """
 
     def next_size(self) -> int | None:
@@ -414,7 +425,7 @@ def sure_size(size: int, used: float, held: float) -> float:
 
 def _aim(used: float) -> float:
     """Return the share that the next trial may be expected to take, after one that took `used`."""
-    return used + CAREFUL * (1 - used)
+    return min(max(used, HEADROOM), used + CAREFUL * (1 - used))
 
 
 def _rounded(size: float, at_least: float) -> int:

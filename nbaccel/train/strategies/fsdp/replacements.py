@@ -23,17 +23,25 @@ _STRATEGIES = "nbaccel.train.strategies."
 
 
 class Replacements:
-    """Parameters that were replaced, and by which. Holds neither: an old one lives as long as an optimizer has it."""
+    """Parameters that were replaced, and where in a model their successors are.
+
+    Holds neither: an old one lives as long as an optimizer has it. A successor is found by its module and name, since
+    torch moves no sharded parameter, in ``model.to(device)``, to which there is a weak reference.
+    """
 
     def __init__(self) -> None:
-        self._by_old: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
+        self._by_old: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Module], str]] = {}
 
-    def add(self, pairs: Mapping[Tensor, Tensor]) -> None:
-        """Remember that each key was replaced by its value."""
-        self._by_old = {key: pair for key, pair in self._by_old.items() if pair[0]() is not None}
+    def add(self, model: Module, pairs: Mapping[Tensor, Tensor]) -> None:
+        """Remember that each key was replaced by its value, a parameter of `model`."""
+        self._by_old = {key: entry for key, entry in self._by_old.items() if entry[0]() is not None}
+        places = {
+            id(parameter): (owner, name) for owner in model.modules() for name, parameter in owner._parameters.items()
+        }
         for old, new in pairs.items():
             if old is not new:
-                self._by_old[id(old)] = (weakref.ref(old), weakref.ref(new))
+                owner, name = places[id(new)]
+                self._by_old[id(old)] = (weakref.ref(old), weakref.ref(owner), name)
 
     def bring(self, optimizer: Optimizer) -> None:
         """Let `optimizer`, which stays the same object with its groups and hooks, train the new parameters.
@@ -50,12 +58,11 @@ class Replacements:
 
     def _newest(self, parameter: Tensor) -> Tensor:
         """Return what `parameter` has become, through all replacements."""
-        while (pair := self._by_old.get(id(parameter))) is not None and pair[0]() is parameter:
-            new = pair[1]()
-            if new is None:
-                break
-            parameter = new
-        return parameter
+        old, owner, name = self._by_old.get(id(parameter), (None, None, ""))
+        if old is None or owner is None or old() is not parameter or (module := owner()) is None:
+            return parameter
+        new = module._parameters.get(name)
+        return parameter if new is None else new
 
 
 def _like(value: Any, parameter: Tensor) -> Any:

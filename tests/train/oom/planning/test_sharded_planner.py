@@ -73,12 +73,12 @@ def _find(limits_bytes: tuple[int, int]) -> tuple[int, int, list[int], int]:
 
 
 def test_all_ranks_find_what_fits_on_the_smallest_and_none_runs_out_of_memory() -> None:
-    (size, refusals, tried, _), (other, refusals_there, tried_there, peak) = run_ranks(2, _find, (900_000, 300_000))
+    (size, refusals, tried, _), (other, refusals_there, tried_there, peak) = run_ranks(2, _find, (4_000_000, 1_500_000))
     assert (size, tried) == (other, tried_there)
     assert refusals == refusals_there == 0
     assert tried[:2] == [2, 3]
     assert size == tried[-1]
-    assert 0.85 * 300_000 <= peak <= 300_000
+    assert 0.85 * 1_500_000 <= peak <= 1_500_000
 
 
 def _state(model: Any, optimizer: Any) -> list[Any]:
@@ -94,7 +94,7 @@ def _state(model: Any, optimizer: Any) -> list[Any]:
 
 @pytest.mark.parametrize("has_trained", [False, True])
 def test_a_search_leaves_no_trace(has_trained: bool) -> None:
-    def search(searches: bool) -> tuple[bool, bool, int, torch.Tensor]:
+    def search(searches: bool) -> tuple[bool, int, torch.Tensor]:
         accelerator, model, optimizer = _prepared()
         if has_trained:
             _train(accelerator, model, optimizer)
@@ -106,13 +106,28 @@ def test_a_search_leaves_no_trace(has_trained: bool) -> None:
         same = same and generators == (random.getstate(), numpy.random.get_state()[1].tolist())
         gradients = sum(parameter.grad is not None for parameter in model.parameters())
         losses = torch.stack([_train(accelerator, model, optimizer) for _ in range(2)])
-        return same, True, gradients, losses
+        return same, gradients, losses
 
     with_search, without = run_ranks(2, search, True), run_ranks(2, search, False)
-    for (same, _, gradients, losses), (_, _, _, expected) in zip(with_search, without, strict=True):
+    for (same, gradients, losses), (_, _, expected) in zip(with_search, without, strict=True):
         assert same
         assert gradients == 0
         assert torch.equal(losses, expected)
+
+
+def test_a_rank_without_a_limit_is_named_on_all_ranks() -> None:
+    def search() -> str:
+        accelerator, model, _ = _prepared()
+        with MemLimit(None if accelerator.process_index else 1_500_000) as limit:
+            limit.count(model)
+            with pytest.raises(NotImplementedError) as caught:
+                accelerator.find_batch_size(lambda x: model(x).square().mean(), torch.ones(2, DIM), meter=limit)
+        accelerator.wait_for_everyone()
+        return str(caught.value)
+
+    for said in run_ranks(2, search):
+        assert "there is no limit to keep to (rank 1: of the meter that was given)" in said
+        assert "find_executable_batch_size" in said
 
 
 def test_a_search_that_runs_out_on_one_rank_ends_the_attempt_on_all() -> None:
