@@ -62,7 +62,7 @@ def alone(window: int = 1) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def sharded(faults: Faults, inside: int | None = None, window: int = 1, **fields: Any) -> Callable[[], Any]:
+def sharded(faults: Faults, inside: str | None = None, window: int = 1, **fields: Any) -> Callable[[], Any]:
     """Return the same training in a rank.  inside: the block in which the faults happen; None: around the model."""
 
     def train() -> Any:
@@ -73,7 +73,7 @@ def sharded(faults: Faults, inside: int | None = None, window: int = 1, **fields
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer = accelerator.prepare(model, optimizer)
-        place = model if inside is None else model.blocks[inside]
+        place = model if inside is None else model.blocks.get_submodule(inside)
         own = batches(accelerator.num_processes, accelerator.process_index, window)
         with faults, faults.in_model(place):
             for faults.step, words in enumerate(own):
@@ -92,24 +92,25 @@ def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-FAULTS: dict[str, Callable[[], tuple[Faults, int | None]]] = {
+FAULTS: dict[str, Callable[[], tuple[Faults, str | None]]] = {
     "none": lambda: (Faults(), None),
-    "forward": lambda: (Faults().oom_at("forward", rank=1, step=2), 1),
-    "backward": lambda: (Faults().oom_at("backward", rank=1, step=2), 1),
-    "backward of the last block": lambda: (Faults().oom_at("backward", rank=1, step=2), 2),
-    "both": lambda: (Faults().oom_at("forward", rank=1, step=2).oom_at("backward", rank=1, step=2), 0),
+    "forward": lambda: (Faults().oom_at("forward", rank=1, step=2), "1"),
+    "backward": lambda: (Faults().oom_at("backward", rank=1, step=2), "1"),
+    "backward of the last block": lambda: (Faults().oom_at("backward", rank=1, step=2), "2"),
+    "within a block": lambda: (Faults().oom_at("backward", rank=1, step=2), "1.0"),
+    "both": lambda: (Faults().oom_at("forward", rank=1, step=2).oom_at("backward", rank=1, step=2), "0"),
     "the second part": lambda: (
         Faults().oom_at("forward", rank=1, step=2).oom_at("backward", rank=1, step=2, passing=1),
-        1,
+        "1",
     ),
     "first step": lambda: (Faults().oom_at("output", rank=1, step=0), None),
-    "both ranks": lambda: (Faults().oom_at("backward", step=2), 1),
-    "one after the other": lambda: (Faults().oom_at("backward", rank=1, step=1).oom_at("forward", rank=0, step=2), 1),
+    "both ranks": lambda: (Faults().oom_at("backward", step=2), "1"),
+    "one after the other": lambda: (Faults().oom_at("backward", rank=1, step=1).oom_at("forward", rank=0, step=2), "1"),
 }
 
 
 @pytest.mark.parametrize(
-    ("window", "names"), [(1, tuple(FAULTS)), (3, ("forward", "backward", "both"))], ids=["no window", "window"]
+    ("window", "names"), [(1, tuple(FAULTS)), (3, ("forward", "within a block", "both"))], ids=["no window", "window"]
 )
 def test_a_step_that_did_not_fit_is_repeated_on_all_ranks(window: int, names: tuple[str, ...]) -> None:
     wanted = alone(window)
@@ -129,7 +130,7 @@ def test_a_step_that_did_not_fit_is_repeated_on_all_ranks(window: int, names: tu
 )
 def test_it_is_repeated_whatever_is_sharded(ranks: int, fields: dict[str, Any]) -> None:
     faults = Faults().oom_at("forward", rank=1, step=1).oom_at("backward", rank=1, step=2)
-    results = run_ranks(ranks, sharded(faults, 1, **fields))
+    results = run_ranks(ranks, sharded(faults, "1.0", **fields))
     assert furthest(alone(), results[0][0]) < 1e-6
     assert results[1][1] == 2
 
