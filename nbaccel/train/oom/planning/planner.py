@@ -128,8 +128,8 @@ class _Planner:
             plan.note(trial := self._try(size))
             if self._is_collective and trial.fits and trial.used is None:
                 raise NotImplementedError(
-                    f"{_CALL}: the model is sharded, so no rank may run out of memory in a trial, and there is no limit "
-                    f"to keep to ({self._limits()}). Give one, meter=MemLimit(…) on the CPU for example, or use "
+                    f"{_CALL}: the model is sharded, so no rank may run out of memory in a trial, and there is no "
+                    f"limit to keep to ({self._limits()}). Give one, meter=MemLimit(…) on the CPU for example, or use "
                     "find_executable_batch_size, which tries sizes until one fits"
                 )
         if not plan.best:
