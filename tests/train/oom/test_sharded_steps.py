@@ -97,7 +97,7 @@ FAULTS: dict[str, Callable[[], tuple[Faults, str | None]]] = {
     "forward": lambda: (Faults().oom_at("forward", rank=1, step=2), "1"),
     "backward": lambda: (Faults().oom_at("backward", rank=1, step=2), "1"),
     "backward of the last block": lambda: (Faults().oom_at("backward", rank=1, step=2), "2"),
-    "within a block": lambda: (Faults().oom_at("backward", rank=1, step=2), "1.0"),
+    "within a block": lambda: (Faults().oom_at("backward", rank=1, step=2), "1.1"),
     "both": lambda: (Faults().oom_at("forward", rank=1, step=2).oom_at("backward", rank=1, step=2), "0"),
     "the second part": lambda: (
         Faults().oom_at("forward", rank=1, step=2).oom_at("backward", rank=1, step=2, passing=1),
@@ -130,7 +130,7 @@ def test_a_step_that_did_not_fit_is_repeated_on_all_ranks(window: int, names: tu
 )
 def test_it_is_repeated_whatever_is_sharded(ranks: int, fields: dict[str, Any]) -> None:
     faults = Faults().oom_at("forward", rank=1, step=1).oom_at("backward", rank=1, step=2)
-    results = run_ranks(ranks, sharded(faults, "1.0", **fields))
+    results = run_ranks(ranks, sharded(faults, "1.1", **fields))
     assert furthest(alone(), results[0][0]) < 1e-6
     assert results[1][1] == 2
 
