@@ -223,9 +223,9 @@ _NO_SUCH_CARD = (
 )
 _SHARDED = (
     "The parameters are sharded (strategy fsdp): outside of the model's forward each is a DTensor with this rank's "
-    "rows, which does not compute with plain tensors. .full_tensor(), called on every rank, is the whole one, also of "
-    "a norm or a penalty that is added to a loss, and accelerator.get_state_dict(model) has all of them; "
-    "--strategy ddp keeps them whole."
+    "rows, which does not compute with plain tensors. .full_tensor(), called on every rank, is the whole one, and "
+    "accelerator.get_state_dict(model) has all of them. A penalty on weights cannot be added to the loss: use the "
+    "optimizer's weight_decay, or add its gradient to parameter.grad. --strategy ddp keeps parameters whole."
 )
 _SHARDED_MODEL = (
     "The model is sharded (strategy fsdp), and cannot be copied or pickled, nor cast by .half(), .bfloat16() or "
