@@ -140,7 +140,9 @@ class _Recording:
             stack.callback(self._hook())
             self._count.reset_peak()
             try:
-                loss = loss_fn(fake.model, _faked(batch, self._mode))
+                faked = _faked(batch, self._mode)
+                batch_bytes = self._count.live_bytes - self._base
+                loss = loss_fn(fake.model, faked)
                 self._note("loss", root)
                 self._is_backward = True
                 if not isinstance(loss, Tensor) or not loss.requires_grad:
@@ -156,7 +158,7 @@ class _Recording:
             Moment(kind, group, nbytes, peak)
             for (kind, group, nbytes), peak in zip(self._moments, self._peaks[1:], strict=False)
         )
-        return StepSchedule((Moment("begin", root, 0, self._peaks[0]), *moments), fake.weights, root, fake.buffers)
+        return StepSchedule((Moment("begin", root, 0, self._peaks[0]), *moments), fake.weights, root, fake.buffers, batch_bytes)
 
     def _note(self, kind: str, group: int, nbytes: int = 0) -> None:
         self._peaks.append(self._count.peak_bytes - self._base - sum(self._gradients.values()))

@@ -130,7 +130,7 @@ def _stepped(optimizer: Optimizer, parameters: Sequence[Parameter], count: MemLi
             count.reset_peak()
             before = count.live_bytes
             optimizer.step(lambda: torch.zeros((), device="cpu"))
-    states = sum(tensor.nbytes for tensor in _tensors(optimizer.state) if tensor.dim())
+    states = sum(tensor.nbytes for tensor in _tensors(optimizer.state))
     return OptimizerUse(states, 0 if is_fused else count.peak_bytes - before)
 
 

@@ -16,6 +16,10 @@ from nbaccel.values import frozen
 __all__ = ["Moment", "StepSchedule", "StepUse", "Weight", "replicated", "sharded", "without_batch"]
 
 
+_NUMBERS = 4096
+"""Bytes for the loss, norms, flags, and other single numbers that programs hold."""
+
+
 @frozen
 class Weight:
     """One parameter, counted once however many modules use it.
@@ -69,13 +73,14 @@ class StepSchedule:
     """The moments of one step.
 
     moments: in their order.  buffers: bytes of the model's buffers, whole on each rank.
-    root: number of the last group, which holds what no other one has.
+    root: number of the last group, which holds what no other one has.  batch: bytes that stay until the step ends.
     """
 
     moments: tuple[Moment, ...]
     weights: tuple[Weight, ...]
     root: int
     buffers: int = 0
+    batch: int = 0
 
     @property
     def activations(self) -> int:
@@ -141,7 +146,7 @@ def replicated(
         if moment.kind == "gradient" and are_apart and not keeps:
             held += moment.nbytes
         most = max(most, held + moment.activations)
-    most = max(most, (gradients if are_apart else 0) + temporaries)
+    most = max(most, (gradients if are_apart else 0) + temporaries + schedule.batch)
     return StepUse(
         parameters,
         gradients if are_apart else 0,
@@ -150,7 +155,7 @@ def replicated(
         exchange,
         schedule.activations,
         temporaries,
-        peak=parameters + states + schedule.buffers + exchange + most,
+        peak=parameters + states + schedule.buffers + exchange + most + _NUMBERS,
     )
 
 
@@ -175,7 +180,11 @@ def sharded(
         replay.most_exchanged,
         schedule.activations,
         temporaries,
-        peak=parameters + states + schedule.buffers + max(replay.most, gradients + temporaries),
+        peak=parameters
+        + states
+        + schedule.buffers
+        + max(replay.most, gradients + temporaries + schedule.batch)
+        + _NUMBERS,
     )
 
 
@@ -267,8 +276,8 @@ class _Replay:
         self._note()
         if not self._gradients[group]:
             return
+        self._note(extra=self._rows[group])  # the whole gradients, those to send, and what comes back
         self._gradients[group] = 0
-        self._note(extra=self._rows[group])
         if not self._keeps:
             self._reduced += self._rows[group]
 
