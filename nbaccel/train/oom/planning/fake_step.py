@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from nbaccel.train.distributed.nested import is_container, leaves, map_children
 from nbaccel.train.oom.memory.meters import MemLimit
@@ -178,14 +179,19 @@ class _Recording:
                 handles.append(parameter.register_post_accumulate_grad_hook(self._complete))
         return lambda: [handle.remove() for handle in handles] and None
 
-    def _before(self, group: int) -> Callable[..., None]:
-        def gather(module: Module, args: Any, kwargs: Any) -> None:
+    def _before(self, group: int) -> Callable[..., Any]:
+        def gather(module: Module, args: Any, kwargs: Any) -> Any:
             if self._is_backward:  # computed again
-                return
+                return None
             self._note("gather", group)
-            inputs = [leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            if inputs and torch.is_grad_enabled():
-                torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._note("reduce", group))
+            values, tree = tree_flatten((args, kwargs))
+            at = [index for index, leaf in enumerate(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if not at or not torch.is_grad_enabled():
+                return None
+            passed = _AfterBackward.apply(lambda: self._note("reduce", group), *(values[index] for index in at))
+            for index, tensor in zip(at, passed, strict=True):
+                values[index] = tensor
+            return tree_unflatten(values, tree)
 
         return gather
 
@@ -213,6 +219,20 @@ class _Recording:
         size = 0 if storage._cdata in self._gradients else storage.nbytes()
         self._note("gradient", self._fake.group_of[id(parameter)], size)
         self._gradients[storage._cdata] = storage.nbytes()
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Passes the inputs of a group on, and calls `note` when their gradients are complete, as FSDP does."""
+
+    @staticmethod
+    def forward(ctx: Any, note: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.note = note
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.note()
+        return (None, *gradients)
 
 
 # -- a step without a loss function

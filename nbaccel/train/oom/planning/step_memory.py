@@ -249,7 +249,6 @@ class _Replay:
         if group in self._whole:
             return
         self._receive(group)
-        self._last_received = 0
         self._whole[group] = self._gathered[group]
         self._note()
         self._last_received = self._received.pop(group)
