@@ -250,7 +250,15 @@ class _Estimate:
 
     def _sharded(self, schedule: StepSchedule, ranks: int, reshards: bool) -> StepUse:
         use = self._optimizer_use(ranks)
-        return sharded(schedule, ranks, use.states, use.temporaries, reshards=reshards, keeps=self._setting.keeps)
+        return sharded(
+            schedule,
+            ranks,
+            use.states,
+            use.temporaries,
+            reshards=reshards,
+            keeps=self._setting.keeps,
+            on_cpu=self._setting.device_type == "cpu",
+        )
 
     def _needed(self, schedule: StepSchedule, ranks: int) -> int | None:
         """Return with how many ranks fsdp fits, doubled from `ranks`; their optimizer is reckoned, not tried."""

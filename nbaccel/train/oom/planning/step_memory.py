@@ -160,14 +160,22 @@ def replicated(
 
 
 def sharded(
-    schedule: StepSchedule, ranks: int, states: int, temporaries: int, *, reshards: bool = True, keeps: bool = False
+    schedule: StepSchedule,
+    ranks: int,
+    states: int,
+    temporaries: int,
+    *,
+    reshards: bool = True,
+    keeps: bool = False,
+    on_cpu: bool = False,
 ) -> StepUse:
     """Return what one of `ranks` ranks uses under FSDP.
 
     states, temporaries: of the optimizer of one rank's rows.  reshards: False keeps gathered groups until the backward
-    (ZeRO-2).  keeps: as in `replicated`.
+    (ZeRO-2).  keeps: as in `replicated`.  on_cpu: gradients of half precision are cast in a tensor of their own there
+    before they are sent in fp32; CUDA has one kernel for both.
     """
-    replay = _Replay(schedule, ranks, reshards, keeps)
+    replay = _Replay(schedule, ranks, reshards, keeps, on_cpu)
     for moment in schedule.moments:
         replay.follow(moment)
     replay.finish()
@@ -191,9 +199,9 @@ def sharded(
 class _Replay:
     """Bytes that FSDP holds besides a rank's rows and their optimizer states, while a step goes on."""
 
-    def __init__(self, schedule: StepSchedule, ranks: int, reshards: bool, keeps: bool) -> None:
+    def __init__(self, schedule: StepSchedule, ranks: int, reshards: bool, keeps: bool, on_cpu: bool) -> None:
         count = schedule.root + 1
-        self._gathered, self._sent, self._cast = [0] * count, [0] * count, [0] * count
+        self._gathered, self._sent, self._cast, self._widened = ([0] * count for _ in range(4))
         for weight in schedule.weights:
             size = weight.padded(ranks)
             self._gathered[weight.group] += size * weight.gathered_item_bytes
@@ -201,6 +209,8 @@ class _Replay:
                 self._cast[weight.group] += size // ranks * weight.gathered_item_bytes
             if weight.is_trained:
                 self._sent[weight.group] += size * weight.reduced_item_bytes
+                if on_cpu and weight.gathered_item_bytes != weight.reduced_item_bytes:
+                    self._widened[weight.group] += size * weight.reduced_item_bytes
         self._root, self._ranks, self._reshards = schedule.root, ranks, reshards
         self._rows = [sent // ranks for sent in self._sent]
         self._keeps = keeps
@@ -275,7 +285,7 @@ class _Replay:
         self._note()
         if not self._gradients[group]:
             return
-        self._note(extra=self._rows[group])  # the whole gradients, those to send, and what comes back
+        self._note(extra=max(self._rows[group], self._widened[group]))  # the whole gradients, those to send, and what comes back
         self._gradients[group] = 0
         if not self._keeps:
             self._reduced += self._rows[group]
