@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from nbaccel.testing import MemLimit, run_ranks
 from nbaccel.utils import FullyShardedDataParallelPlugin
 
 MOST = 1.10
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Perceptron(nn.Sequential):
@@ -31,7 +34,7 @@ class Convolutions(nn.Module):
         widths = [3, 32, 64, 128]
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Conv2d(a, b, 3, padding=1, stride=2), nn.BatchNorm2d(b), nn.ReLU())
-            for a, b in zip(widths, widths[1:], strict=False)
+            for a, b in pairwise(widths)
         )
         self.head = nn.Linear(128, 10)
 
@@ -157,22 +160,28 @@ def counted(strategy: str, name: str, mixed_precision: str = "no") -> tuple[int,
 
 def check(found: list[tuple[int, int]]) -> None:
     peak, estimate = max(found)
-    print(f"\nRATIO {estimate / peak:.4f} {peak:,} {estimate:,}")
     assert peak <= estimate <= MOST * peak, f"counted {peak:,}, estimated {estimate:,}, {estimate / peak:.3f}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_one_process_holds_what_was_estimated(name: str) -> None:
-    check(run_ranks(1, counted, "single", name))
+    check(run_ranks(1, counted, "single", name, timeout_s=300))
 
 
+def test_two_sharded_ranks_hold_what_was_estimated() -> None:
+    check(run_ranks(2, counted, "fsdp", "perceptron", timeout_s=300))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp zero2"])
 def test_two_ranks_hold_what_was_estimated(strategy: str, name: str) -> None:
-    check(run_ranks(2, counted, strategy, name))
+    check(run_ranks(2, counted, strategy, name, timeout_s=300))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", ["tied language model", "encoder"])
 def test_half_precision_is_in_the_estimate(strategy: str, name: str) -> None:
-    check(run_ranks(2, counted, strategy, name, "bf16"))
+    check(run_ranks(2, counted, strategy, name, "bf16", timeout_s=300))

@@ -9,18 +9,22 @@ loses between blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from nbaccel.errors import CannotSplit
 from nbaccel.hardware import Survey
 from nbaccel.quantities import gigabytes
 from nbaccel.train.checkpoint.atomic_folder import in_units
 from nbaccel.train.oom.microbatch.slicing import Samples
+from nbaccel.train.oom.planning.examples import examples_of
 from nbaccel.train.oom.planning.fake_step import CannotFake, FakeModel
 from nbaccel.train.oom.planning.optimizer_trial import CannotTry, OptimizerUse, optimizer_class, try_optimizer
 from nbaccel.train.oom.planning.step_memory import StepSchedule, StepUse, replicated, sharded, without_batch
@@ -124,6 +128,11 @@ class MemoryEstimate:
         known = ", ".join(f"{row.strategy} on {row.ranks}" for row in self.rows)
         raise KeyError(f"{strategy} on {ranks} was not estimated; there is {known}")
 
+    def only(self, strategy: str) -> MemoryEstimate:
+        """Return the rows of `strategy` alone; those of "fsdp" are both of its ways."""
+        rows = tuple(row for row in self.rows if row.strategy.split()[0] == strategy)
+        return replace(self, rows=rows) if rows else self
+
     @property
     def cheapest(self) -> StrategyUse | None:
         """The row of the least communication that fits on the devices; None if none does."""
@@ -138,7 +147,9 @@ class MemoryEstimate:
         printer.text(str(self))
 
     def _table(self) -> Iterator[str]:
-        rows = [("strategy", "ranks", "parameters", "gradients", "optimizer", "exchange", "activations", "peak")]
+        rows: list[tuple[str, ...]] = [
+            ("strategy", "ranks", "parameters", "gradients", "optimizer", "exchange", "activations", "peak")
+        ]
         for row in self.rows:
             use = row.use
             parts = (use.parameters + use.buffers, use.gradients, use.states, use.exchange)
@@ -185,7 +196,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Return what training `model` takes; see `Accelerator.estimate`.
 
-    model: without DDP around it.  ranks: numbers of ranks; by default those of the devices, and twice as many.
+    model: without DDP around it.  batch: also a loader, of which some samples are read.
+    ranks: numbers of ranks; by default those of the devices, and twice as many.
     devices: by default this machine's.
 
     Raises:
@@ -197,6 +209,8 @@ def estimate_memory(
     there = EstimatedDevices.here() if devices is None else devices
     chosen = Setting(device_type="cuda" if there.count else "cpu") if setting is None else setting
     several = sorted(set(ranks)) or [max(2, there.count), 2 * max(2, there.count)]
+    if isinstance(batch, DataLoader):
+        batch = examples_of(batch).take(getattr(batch, "batch_size", None) or 1)
     if several[0] < 1:
         raise ValueError(f"a number of ranks is at least 1, got {several[0]}")
     return _Estimate(model, optimizer, chosen, there).of(several, batch, loss_fn)
@@ -217,14 +231,10 @@ class _Estimate:
         setting = self._setting
         one = self._optimizer_use(1)
         rows = [
-            StrategyUse(
-                SINGLE, 1, replicated(whole, one.states, one.temporaries, buckets=False, keeps=setting.keeps)
-            )
+            StrategyUse(SINGLE, 1, replicated(whole, one.states, one.temporaries, buckets=False, keeps=setting.keeps))
         ]
         for count in (count for count in ranks if count > 1):
-            use = replicated(
-                whole, one.states, one.temporaries, buckets=True, views=setting.views, keeps=setting.keeps
-            )
+            use = replicated(whole, one.states, one.temporaries, buckets=True, views=setting.views, keeps=setting.keeps)
             rows.append(StrategyUse(DDP, count, use))
             rows += [
                 StrategyUse(name, count, self._sharded(rows_wise, count, reshards))
@@ -239,14 +249,7 @@ class _Estimate:
         )
         if estimate.cheapest is not None:
             return estimate
-        return MemoryEstimate(
-            estimate.rows,
-            self._devices,
-            estimate.notes,
-            sample_bytes,
-            self._needed(rows_wise, max(ranks)),
-            estimate.has_activations,
-        )
+        return replace(estimate, needed_ranks=self._needed(rows_wise, max(ranks)))
 
     def _sharded(self, schedule: StepSchedule, ranks: int, reshards: bool) -> StepUse:
         use = self._optimizer_use(ranks)
@@ -330,9 +333,10 @@ class _Estimate:
         except CannotTry as error:
             if not any(note.startswith("The optimizer") for note in self._notes):
                 self._notes.append(
-                    f"The optimizer cannot be tried without values ({error}): two states for each parameter are assumed."
+                    f"The optimizer cannot be tried without values ({error}): two states for each parameter "
+                    "are assumed."
                 )
-            trained = sum(shape.numel() * 4 for _, shape, _ in ((0, torch.Size(each[1]), 0) for each in weights))
+            trained = sum(prod(shape) * dtype.itemsize for _, shape, dtype in weights)
             return OptimizerUse(2 * trained, trained)
 
 

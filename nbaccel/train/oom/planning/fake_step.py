@@ -159,7 +159,9 @@ class _Recording:
             Moment(kind, group, nbytes, peak)
             for (kind, group, nbytes), peak in zip(self._moments, self._peaks[1:], strict=False)
         )
-        return StepSchedule((Moment("begin", root, 0, self._peaks[0]), *moments), fake.weights, root, fake.buffers, batch_bytes)
+        return StepSchedule(
+            (Moment("begin", root, 0, self._peaks[0]), *moments), fake.weights, root, fake.buffers, batch_bytes
+        )
 
     def _note(self, kind: str, group: int, nbytes: int = 0) -> None:
         self._peaks.append(self._count.peak_bytes - self._base - sum(self._gradients.values()))
@@ -177,7 +179,12 @@ class _Recording:
         for parameter in self._fake.model.parameters():
             if parameter.requires_grad:
                 handles.append(parameter.register_post_accumulate_grad_hook(self._complete))
-        return lambda: [handle.remove() for handle in handles] and None
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return remove
 
     def _before(self, group: int) -> Callable[..., Any]:
         def gather(module: Module, args: Any, kwargs: Any) -> Any:
@@ -188,7 +195,8 @@ class _Recording:
             at = [index for index, leaf in enumerate(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
             if not at or not torch.is_grad_enabled():
                 return None
-            passed = _AfterBackward.apply(lambda: self._note("reduce", group), *(values[index] for index in at))
+            after: Any = _AfterBackward
+            passed = after.apply(lambda: self._note("reduce", group), *(values[index] for index in at))
             for index, tensor in zip(at, passed, strict=True):
                 values[index] = tensor
             return tree_unflatten(values, tree)
@@ -285,7 +293,8 @@ def _copied(model: Module, mode: Any) -> tuple[Any, dict[int, Parameter]]:
     memo: dict[int, Any] = {}
     parameters: dict[int, Parameter] = {}
     for module in modules:
-        kind = type(module).__mro__[2] if is_sharded(module) else type(module)  # FSDP puts two classes before the user's
+        # FSDP puts two classes before the user's.
+        kind: Any = type(module).__mro__[2] if is_sharded(module) else type(module)
         memo[id(module)] = kind.__new__(kind)
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
@@ -344,5 +353,3 @@ def _faked(batch: Any, mode: Any) -> Any:
     if hasattr(batch, "shape") and hasattr(batch, "__array__"):
         return _fake(torch.as_tensor(batch), mode)
     return map_children(lambda child: _faked(child, mode), batch) if is_container(batch) else batch
-
-

@@ -129,9 +129,14 @@ def _stepped(optimizer: Optimizer, parameters: Sequence[Parameter], count: MemLi
         for _ in range(2):  # the first one makes the states
             count.reset_peak()
             before = count.live_bytes
-            optimizer.step(lambda: torch.zeros((), device="cpu"))
+            optimizer.step(_loss)
     states = sum(tensor.nbytes for tensor in _tensors(optimizer.state))
     return OptimizerUse(states, 0 if is_fused else count.peak_bytes - before)
+
+
+def _loss() -> Any:
+    """Stand for the closure, which some optimizers require."""
+    return torch.zeros((), device="cpu")
 
 
 def _copied(optimizer: Optimizer, metas: Mapping[int, Parameter]) -> Optimizer:
@@ -145,9 +150,7 @@ def _copied(optimizer: Optimizer, metas: Mapping[int, Parameter]) -> Optimizer:
             if value.dim():
                 like = memo[id(owner)]
                 is_alike = value.shape == owner.shape
-                memo[id(value)] = torch.empty(
-                    like.shape if is_alike else value.shape, dtype=value.dtype, device="meta"
-                )
+                memo[id(value)] = torch.empty(like.shape if is_alike else value.shape, dtype=value.dtype, device="meta")
     return copy.deepcopy(optimizer, memo)
 
 
