@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model_name",
         metavar="MODEL",
-        help="file.py:function, which returns a model, or (model, optimizer), or (model, optimizer, batch); or a folder "
-        "or a cached name of transformers",
+        help="file.py:function, which returns a model, (model, optimizer) or (model, optimizer, batch); or a folder or "
+        "a cached name of transformers",
     )
     parser.add_argument("-n", "--num_processes", type=int, nargs="+", default=[], metavar="N", help="numbers of ranks")
     parser.add_argument("--optimizer", default=None, help="of torch.optim; default: the function's, else AdamW")
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def estimate_memory_of(arguments: argparse.Namespace) -> int:
     """Print a table for each precision; return the exit status."""
-    from nbaccel.train.oom.planning.estimate import EstimatedDevices, Setting, estimate_memory
+    from nbaccel.train.oom.planning.estimate import EstimatedDevices, EstimateSetting, estimate_memory
 
     try:
         if unusable := [dtype for dtype in arguments.dtypes if dtype not in _PRECISIONS]:
@@ -64,7 +64,7 @@ def estimate_memory_of(arguments: argparse.Namespace) -> int:
         devices = _devices(arguments) or EstimatedDevices.here()
         model, optimizer, batch = _training(arguments)
         for dtype in arguments.dtypes:
-            setting = Setting(_PRECISIONS[dtype], device_type="cuda" if devices.count else "cpu")
+            setting = EstimateSetting(_PRECISIONS[dtype], device_type="cuda" if devices.count else "cpu")
             estimate = estimate_memory(
                 model,
                 arguments.optimizer or optimizer or "AdamW",

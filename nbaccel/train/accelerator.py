@@ -1140,11 +1140,11 @@ class Accelerator(ProcessControl):
         >>> estimate.of("fsdp", 2).peak < estimate.of("ddp", 2).peak
         True
         """
-        from nbaccel.train.oom.planning.estimate import Setting, estimate_memory  # few programs ask
+        from nbaccel.train.oom.planning.estimate import EstimateSetting, estimate_memory  # few programs ask
 
         self._lifecycle.equip()
         equipment = self._equipment
-        setting = Setting(
+        setting = EstimateSetting(
             self.mixed_precision,
             views=self._handlers.ddp.gradient_as_bucket_view,
             keeps=self.gradient_accumulation_steps > 1,

@@ -31,7 +31,7 @@ from nbaccel.train.oom.planning.step_memory import StepSchedule, StepUse, replic
 from nbaccel.train.strategies.fsdp.groups import GroupPolicy
 from nbaccel.values import frozen
 
-__all__ = ["EstimatedDevices", "MemoryEstimate", "Setting", "StrategyUse", "estimate_memory"]
+__all__ = ["EstimateSetting", "EstimatedDevices", "MemoryEstimate", "StrategyUse", "estimate_memory"]
 
 SINGLE, DDP, ZERO2, FSDP = "single", "ddp", "fsdp zero2", "fsdp"
 
@@ -43,7 +43,7 @@ _MOST_RANKS = 4096
 
 
 @frozen
-class Setting:
+class EstimateSetting:
     """Choices of a run that change its memory.
 
     views: DDP's gradients are views of its buckets.  keeps: gradients stay from one batch to the next (accumulation).
@@ -191,7 +191,7 @@ def estimate_memory(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     *,
     ranks: Sequence[int] = (),
-    setting: Setting | None = None,
+    setting: EstimateSetting | None = None,
     devices: EstimatedDevices | None = None,
 ) -> MemoryEstimate:
     """Return what training `model` takes; see `Accelerator.estimate`.
@@ -207,7 +207,7 @@ def estimate_memory(
     if not isinstance(model, Module):
         raise TypeError(f"estimate needs a torch.nn.Module, and this is a {type(model).__name__}")
     there = EstimatedDevices.here() if devices is None else devices
-    chosen = Setting(device_type="cuda" if there.count else "cpu") if setting is None else setting
+    chosen = EstimateSetting(device_type="cuda" if there.count else "cpu") if setting is None else setting
     several = sorted(set(ranks)) or [max(2, there.count), 2 * max(2, there.count)]
     if isinstance(batch, DataLoader):
         batch = examples_of(batch).take(getattr(batch, "batch_size", None) or 1)
@@ -219,7 +219,7 @@ def estimate_memory(
 class _Estimate:
     """The parts of one estimate, and the sentences about what is missing in it."""
 
-    def __init__(self, model: Module, optimizer: Any, setting: Setting, devices: EstimatedDevices) -> None:
+    def __init__(self, model: Module, optimizer: Any, setting: EstimateSetting, devices: EstimatedDevices) -> None:
         self._model, self._setting, self._devices = model, setting, devices
         self._notes: list[str] = []
         self._fake = FakeModel(model, setting.mixed_precision, setting.policy)

@@ -351,5 +351,5 @@ def _faked(batch: Any, mode: Any) -> Any:
     if isinstance(batch, Tensor):
         return _fake(batch.detach(), mode).requires_grad_(batch.requires_grad)
     if hasattr(batch, "shape") and hasattr(batch, "__array__"):
-        return _fake(torch.as_tensor(batch), mode)
+        return _fake(torch.as_tensor(batch, device="cpu"), mode)
     return map_children(lambda child: _faked(child, mode), batch) if is_container(batch) else batch

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
-from nbaccel.train.oom.planning.estimate import EstimatedDevices, MemoryEstimate, Setting, estimate_memory
+from nbaccel.train.oom.planning.estimate import EstimatedDevices, EstimateSetting, MemoryEstimate, estimate_memory
 from nbaccel.train.oom.planning.optimizer_trial import CannotTry, try_optimizer
 from nbaccel.train.oom.planning.step_memory import Weight
 
@@ -52,7 +52,9 @@ def test_a_step_holds_weights_gradients_states_and_buckets() -> None:
 
 
 def test_ranks_divide_rows_and_gather_some_groups() -> None:
-    found = estimate(Chain(24), torch.optim.AdamW, setting=Setting())  # on the CPU: one parameter after the other
+    found = estimate(
+        Chain(24), torch.optim.AdamW, setting=EstimateSetting()
+    )  # on the CPU: one parameter after the other
     assert found.of("fsdp", 4).parameters == 24 * P // 4
     assert found.of("fsdp", 2).peak < 0.55 * found.of("single").peak
     assert found.of("fsdp", 2).peak < found.of("fsdp zero2", 2).peak < found.of("ddp", 2).peak
@@ -76,7 +78,7 @@ def test_tied_parameters_count_once() -> None:
 
 
 def test_a_mixed_precision_keeps_weights_in_fp32_and_gathers_half() -> None:
-    full, mixed = (estimate(Chain(), setting=Setting(name)).of("fsdp", 2) for name in ("no", "bf16"))
+    full, mixed = (estimate(Chain(), setting=EstimateSetting(name)).of("fsdp", 2) for name in ("no", "bf16"))
     assert mixed.parameters == full.parameters
     assert mixed.exchange < full.exchange
 
@@ -96,26 +98,27 @@ def test_optimizers_that_look_into_their_tensors_step_with_numbers() -> None:
 
 
 def test_all_parameters_at_once_take_as_much_again() -> None:
-    at_once, one_by_one = (estimate(Chain(), setting=Setting(device_type=kind)) for kind in ("cuda", "cpu"))
+    at_once, one_by_one = (estimate(Chain(), setting=EstimateSetting(device_type=kind)) for kind in ("cuda", "cpu"))
     assert at_once.of("single").temporaries == 4 * P
-    assert one_by_one.of("single").temporaries < P
+    assert one_by_one.of("single").temporaries <= 2 * P
 
 
 def test_gradients_that_stay_between_batches_are_there_in_the_forward() -> None:
     batch = torch.ones(2000, 1000)
     once, several = (
-        estimate(Chain(), "SGD", batch, setting=Setting(keeps=keeps)).of("single").peak for keeps in (False, True)
+        estimate(Chain(), "SGD", batch, setting=EstimateSetting(keeps=keeps)).of("single").peak
+        for keeps in (False, True)
     )
     assert several > once + 2 * P
 
 
 def test_activations_of_a_batch_are_counted_and_recomputed_ones_are_not() -> None:
-    batch = torch.ones(500, 1000)
-    model = Chain(8, "cpu")
+    batch = torch.ones(500, 100)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(100, 400), nn.GELU(), nn.Linear(400, 100)) for _ in range(6)))
     kept = estimate(model, "SGD", batch).of("single")
     Accelerator().gradient_checkpointing(model)
     recomputed = estimate(model, "SGD", batch).of("single")
-    assert kept.activations > 1.3 * recomputed.activations
+    assert kept.activations > 2 * recomputed.activations
 
 
 def test_a_loader_gives_the_batch() -> None:
