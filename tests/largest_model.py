@@ -121,7 +121,7 @@ def peak(strategy: str, model: nn.Module, is_fused: bool) -> int:
 
 def largest(strategy: str, is_quantised: bool = False, is_fused: bool = False) -> tuple[int, int, int]:
     """Return blocks, weights and bytes at the peak of the largest model that fits."""
-    low, high = 16, 64
+    low, high = 16, 96
     best = (0, 0, 0)
     while low <= high:
         blocks = (low + high) // 2

@@ -285,9 +285,8 @@ class _Replay:
         self._note()
         if not self._gradients[group]:
             return
-        self._note(
-            extra=max(self._rows[group], self._widened[group])
-        )  # the whole gradients, those to send, and what comes back
+        # The whole gradients are there until what comes back is allocated: a loop of torch's still holds them.
+        self._note(extra=max(self._rows[group], self._widened[group]))
         self._gradients[group] = 0
         if not self._keeps:
             self._reduced += self._rows[group]
