@@ -104,7 +104,7 @@ WRONG_COMMANDS = {
     "doctor": [("doctor now", "%accelerate doctor takes nothing behind it; got 'now'.")],
     "memory": [("memory all", "%accelerate memory takes nothing behind it; got 'all'.")],
     "estimate": [
-        ("estimate", "%accelerate estimate needs the name of a model: %accelerate estimate MODEL [OPTIMIZER] [BATCH]"),
+        ("estimate", "%accelerate estimate needs the name of a model: %accelerate estimate MODEL"),
         ("estimate modle", "the notebook has no variable modle"),
         ("estimate model", "estimate needs a torch.nn.Module, and this is a int"),
     ],
