@@ -20,7 +20,8 @@ __all__ = ["WHAT_HELPS", "Demand", "in_words"]
 
 WHAT_HELPS = (
     "a smaller model, fp16 or bf16, an 8-bit optimizer, gradient checkpointing, parameters or states that are "
-    "offloaded or sharded, or a device with more memory"
+    "offloaded or sharded (strategy fsdp), or a device with more memory; accelerator.estimate(model, optimizer) says "
+    "what would fit"
 )
 """Advice for the case that smaller batches do not help."""
 

@@ -325,11 +325,12 @@ def importers_of_the_workers_code(layout: Layout) -> Iterator[str]:
 
 
 def kernel_files_that_import_train(layout: Layout) -> Iterator[str]:
-    """The kernel's code imports nothing of train but what frees memory, what a string names, and what help is about."""
+    """The kernel's code imports nothing of train but what frees or estimates memory, what a string names, and help."""
     for name, targets in layout.imports.items():
         if name.startswith(("launch/", "notebook/", "options/", "output/", "display/")) and name != SHOWS_HELP:
             for target in sorted(targets):
-                may = target.startswith(("train/memory/", "train/oom/memory/")) or target == "train/setup.py"
+                may = target.startswith(("train/memory/", "train/oom/memory/"))
+                may |= target in ("train/setup.py", "train/oom/planning/estimate.py")
                 if target.startswith("train/") and not may:
                     yield f"{name} -> {target}"
 

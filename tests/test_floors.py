@@ -53,6 +53,7 @@ PRINTS = {
     "cli/__init__.py": "a command answers by printing",
     "cli/launch.py": "a line beside what a command prints",
     "cli/demo.py": "a command answers by printing",
+    "cli/estimate_memory.py": "a command answers by printing",
     "launch/worker/debugger.py": "a debugger speaks beside the lines of pdb",
     "launch/ipc/cell_task.py": "`%%time` inside a cell answers in the rank's output",
     "launch/ipc/patches.py": "a line of the rank before its cell",

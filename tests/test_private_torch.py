@@ -40,6 +40,7 @@ UNGUARDED = {
     "_get_current_dispatch_mode_stack": "python_dispatch._get_current_dispatch_mode_stack()",
     "_python_dispatch": "torch.utils._python_dispatch.TorchDispatchMode",
     "_pytree": "(pytree.tree_flatten, pytree.tree_leaves, pytree.tree_unflatten)",
+    "_subclasses": "(torch._subclasses.FakeTensorMode, torch._subclasses.fake_tensor.FakeCopyMode)",
     "_dynamo": "torch._dynamo.eval_frame.OptimizedModule",
     "_orig_mod": "torch.compile(module, backend='eager')._orig_mod",
     # tensors, the graph, operators

@@ -1,8 +1,8 @@
-"""The command `nbaccel`, with `doctor`, `config`, `demo` and `launch`. Runs in a terminal.
+"""The command `nbaccel`, with `doctor`, `config`, `demo`, `estimate-memory` and `launch`. Runs in a terminal.
 
 `doctor` reports on this machine, `config` shows and changes the choices of a folder's notebooks, `demo` executes a
-notebook that trains, and `launch` runs a script on every device of one or several machines. Each command calls the same
-code as the notebook; the longer ones have a file each.
+notebook that trains, `estimate-memory` says what a training would take, and `launch` runs a script on every device of
+one or several machines. Each command calls the same code as the notebook; the longer ones have a file each.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from nbaccel import __version__
 from nbaccel.cli.demo import QUICKSTART, demo
+from nbaccel.cli.estimate_memory import add_arguments, estimate_memory_of
 from nbaccel.cli.launch import failed
 
 __all__ = ["main"]
@@ -68,6 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="what nbaccel.toml chooses for the notebooks of this folder")
     config.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="choose this too, and write the file")
     config.set_defaults(command=_config)
+
+    estimate = commands.add_parser("estimate-memory", help="what a training takes, by strategy and number of ranks")
+    add_arguments(estimate)
+    estimate.set_defaults(command=estimate_memory_of)
 
     commands.add_parser("launch", help="run a script on every device, as torchrun does; nbaccel launch --help")
 

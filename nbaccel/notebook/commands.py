@@ -20,7 +20,7 @@ from nbaccel.launch.doctor import MachineFacts, report
 from nbaccel.launch.ipc.user_code import cell_name
 from nbaccel.notebook.background import CellScreen
 from nbaccel.notebook.choices import batch_size_of, next_cell, overview
-from nbaccel.notebook.memory_report import Processes, held_by_names, memory_report
+from nbaccel.notebook.memory_report import Processes, estimate_report, held_by_names, memory_report
 from nbaccel.notebook.persistent_session import of_the_start
 from nbaccel.notebook.session import LastRun, Session
 from nbaccel.notebook.why import why_report
@@ -130,12 +130,16 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
     def why() -> None:
         session.say(why_report(session.launcher.post_mortem, cell_name))
 
+    def estimate(rest: str) -> None:
+        session.say(estimate_report(rest, session.shell.user_ns, session.survey(), session.configured()))
+
     configure = ConfigCommand(session)
     return Commands(
         [
             Command("config", lambda rest: configure.run(rest.split())),
             bare("doctor", doctor),
             bare("memory", memory),
+            Command("estimate", estimate),
             bare("why", why),
             bare("status", status),
             *background_commands(session),

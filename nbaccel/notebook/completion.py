@@ -44,7 +44,7 @@ def candidates(parser: argparse.ArgumentParser, line: str, symbol: str, names: I
             return [word for word in COMMANDS if word.startswith(symbol)]
         case ["%accelerate", "config", *_]:
             return _settings(parser, line.removesuffix(symbol), symbol)
-        case ["%accelerate", "push" | "pull", *_]:
+        case ["%accelerate", "push" | "pull" | "estimate", *_]:
             return _variables(names, symbol)
         case ["%accelerate", command, *_] if command != "start":
             return []

@@ -86,6 +86,7 @@ class AccelerateMagics(Magics):
           %accelerate config KEY=VALUE  choose flags (long ones without dashes) for all cells; --save for others too
           %accelerate doctor            what this machine offers
           %accelerate memory            who holds how much of it
+          %accelerate estimate MODEL    what training it would take, by strategy
           %accelerate why               what the ranks of a run that failed or was interrupted were doing, side by side
           %accelerate status            how the run in the background (--bg) goes, and what %accelerate alone says
           %accelerate wait              wait for that run, and bring back what it left

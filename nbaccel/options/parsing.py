@@ -183,6 +183,7 @@ COMMANDS = (
     "config",
     "doctor",
     "memory",
+    "estimate",
     "why",
     "status",
     "wait",

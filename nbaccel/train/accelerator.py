@@ -80,6 +80,7 @@ from nbaccel.world import World
 
 if TYPE_CHECKING:
     from nbaccel.train.oom.memory.meters import PeakGauge
+    from nbaccel.train.oom.planning.estimate import MemoryEstimate
     from nbaccel.train.oom.planning.planner import BatchSizePlanner
 
 __all__ = ["Accelerator"]
@@ -1113,6 +1114,52 @@ class Accelerator(ProcessControl):
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("find_batch_size")
         return self._planner.find(loss_fn, example, max_batch_size, cache, meter)
+
+    def estimate(
+        self,
+        model: Module,
+        optimizer: Optimizer | type[Optimizer] | str = "AdamW",
+        batch: Any = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        *,
+        ranks: Sequence[int] = (),
+    ) -> MemoryEstimate:
+        """Return the memory that training `model` takes on one rank, by strategy and number of ranks; prints a table.
+
+        Nothing is computed, no device is used and no rank waits for another. Its last sentence names the strategy of
+        the least communication that fits on the devices of this machine, or says what would.
+
+        model: prepared or not, also on the meta device.
+        optimizer: one of the model, prepared or not; or a class, or the name of one in ``torch.optim``.
+        batch: an example, with as many samples as a rank will get; without it activations are not counted.
+        loss_fn: ``loss_fn(model, batch)`` returns the loss; it gets a copy of the model whose tensors have no memory.
+            Without it the model is called as ``model(**batch)`` or ``model(inputs)``.
+        ranks: the numbers of ranks; by default those of this run or its devices, and twice as many.
+
+        Raises:
+            ValueError: there is no optimizer of that name, or the model has parameters without a shape.
+
+        >>> from nbaccel import Accelerator
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1000, 1000), torch.nn.ReLU(), torch.nn.Linear(1000, 10))
+        >>> estimate = Accelerator().estimate(model, "AdamW", torch.ones(8, 1000), ranks=[2])
+        >>> estimate.of("fsdp", 2).peak < estimate.of("ddp", 2).peak
+        True
+        """
+        from nbaccel.train.oom.planning.estimate import EstimateSetting, estimate_memory  # few programs ask
+
+        self._lifecycle.equip()
+        equipment = self._equipment
+        setting = EstimateSetting(
+            self.mixed_precision,
+            views=self._handlers.ddp.gradient_as_bucket_view,
+            keeps=self.gradient_accumulation_steps > 1,
+            policy=getattr(equipment.strategy, "group_policy", None),
+            device_type=self.device.type,
+        )
+        inner = self.unwrap_model(model, keep_torch_compile=False) if isinstance(model, Module) else model
+        own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        counts = list(ranks) or ([self.num_processes, 2 * self.num_processes] if self.use_distributed else [])
+        return estimate_memory(inner, own, batch, loss_fn, ranks=counts, setting=setting)
 
     @cached_property
     def _planner(self) -> BatchSizePlanner:

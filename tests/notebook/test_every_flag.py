@@ -103,6 +103,11 @@ WRONG_COMMANDS = {
     "config": [("config seed", "'seed' needs a value: seed=…; settings are KEY=VALUE"), ("config pdb=1", "one cell")],
     "doctor": [("doctor now", "%accelerate doctor takes nothing behind it; got 'now'.")],
     "memory": [("memory all", "%accelerate memory takes nothing behind it; got 'all'.")],
+    "estimate": [
+        ("estimate", "%accelerate estimate needs the name of a model: %accelerate estimate MODEL"),
+        ("estimate modle", "the notebook has no variable modle"),
+        ("estimate model", "estimate needs a torch.nn.Module, and this is a int"),
+    ],
     "why": [("why not", "%accelerate why takes nothing behind it; got 'not'.")],
     "status": [("status all", "%accelerate status takes nothing behind it; got 'all'.")],
     "wait": [("wait 5", "%accelerate wait takes nothing behind it; got '5'.")],

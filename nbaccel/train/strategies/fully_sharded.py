@@ -89,7 +89,7 @@ class FullySharded(Strategy):
         self._compare(model)
         replaced = dict(model.named_parameters(remove_duplicate=False))  # as the program's optimizers know them
         left_out = ignored(model, getattr(self.plugin, "ignored_modules", None))
-        groups = choose_groups(model, self._policy, uniform_dtype=self._half is None)
+        groups = choose_groups(model, self.group_policy, uniform_dtype=self._half is None)
         if self._half is not None:
             _raise_precision(model, self.world.is_main_process)
         if getattr(self.plugin, "activation_checkpointing", False):
@@ -122,7 +122,8 @@ class FullySharded(Strategy):
         return GroupCollectives(self.world, self.device)
 
     @property
-    def _policy(self) -> GroupPolicy:
+    def group_policy(self) -> GroupPolicy:
+        """The choice of the modules that are gathered together."""
         plugin = self.plugin
         if plugin is None:
             return GroupPolicy()

@@ -391,7 +391,8 @@ def judge(said: StepReport, world: World, step: int, least: int) -> None:
             f"out of memory in step {step}: {_who(said.unfit, said.unfit_ranks, world)} cannot run forward and "
             f"backward on {samples_of(least)}, the smallest micro-batch. The weights are as before this step.\n"
             "  Free memory (accelerator.free_memory()), recompute activations "
-            "(accelerator.gradient_checkpointing(model)), or take a smaller model or shorter samples."
+            "(accelerator.gradient_checkpointing(model)), or take a smaller model or shorter samples; "
+            "accelerator.estimate(model, optimizer) says what takes how much, and whether strategy='fsdp' would fit."
         )
 
 

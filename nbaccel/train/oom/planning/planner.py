@@ -211,7 +211,8 @@ class _Planner:
         return torch.OutOfMemoryError(
             f"{_CALL}: not even one sample fits on rank {rank}{numbers}. {report.complaint}\n"
             "  Shorter or smaller samples, accelerator.gradient_checkpointing(model), mixed_precision, an optimizer "
-            "with less state, or frozen layers need less memory."
+            "with less state, or frozen layers need less memory; accelerator.estimate(model, optimizer) says what "
+            "takes how much, and whether strategy='fsdp' would fit."
         )
 
 
