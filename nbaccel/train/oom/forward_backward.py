@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from nbaccel.train.oom.microbatch.engine import StepEngine
-from nbaccel.train.oom.microbatch.lock_step import LockStepEngine
 from nbaccel.train.oom.microbatch.sizes import MicroBatches
 from nbaccel.train.oom.microbatch.slicing import Samples, SplitFunction
 from nbaccel.train.oom.microbatch.task import LossFunction, MicroBatchTask
@@ -87,8 +86,7 @@ class StepRecovery:
         if engine is None or len(engine.models) != len(self._equipment.prepared.models):
             if engine is not None:
                 engine.release()
-            kind = LockStepEngine if self._equipment.strategy.forwards_are_collective else StepEngine
-            engine = self._engine = kind(
+            engine = self._engine = self._kind(
                 self._equipment.prepared.models,
                 self._equipment.strategy,
                 self._equipment.precision,
@@ -97,6 +95,14 @@ class StepRecovery:
                 self.sizes,
             )
         return engine
+
+    @property
+    def _kind(self) -> type[StepEngine]:
+        if not self._equipment.strategy.forwards_are_collective:
+            return StepEngine
+        from nbaccel.train.oom.microbatch.lock_step import LockStepEngine  # with what wakes peers: not for everybody
+
+        return LockStepEngine
 
     def release(self) -> None:
         """Free the memory of the engine's gradients."""
