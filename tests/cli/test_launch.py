@@ -106,7 +106,8 @@ def test_a_script_is_sharded_by_the_flags_of_accelerate_launch(tmp_path: Path) -
         "accelerator.backward(model(torch.ones(2, 4)).sum())\n"
         "optimizer.step()\n"
         "groups = sum(isinstance(module, FSDPModule) for module in model.modules())\n"
-        "print(groups, model[1].weight.to_local().shape[0], accelerator.distributed_type)\n"
+        "rows = model[1].weight.to_local().shape[0]\n"
+        "sys.stdout.write(f'{groups} {rows} {accelerator.distributed_type!s}\\n')\n"  # print writes the end apart
         "accelerator.wait_for_everyone()\n"
     )
     done = launch(tmp_path, "--use_fsdp", "--fsdp_auto_wrap_policy", "NO_WRAP", "--cpu", "-n", "2", "shard.py")

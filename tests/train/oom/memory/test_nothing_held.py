@@ -162,6 +162,9 @@ class Program:
                 self.accelerator.forward_backward(does_not_fit, batch)
                 self.step()
 
+    def estimate(self) -> None:
+        self.accelerator.estimate(self.model, self.optimizer, torch.ones(2, 3), lambda model, x: model(x).mean())
+
     def search(self) -> None:
         self.accelerator.find_batch_size(self.loss, self.loader, max_batch_size=4)
         self.optimizer.zero_grad()
@@ -299,6 +302,7 @@ WALK: dict[Callable[[Program], None], str] = {
     Program.look: "autocast profile unwrap_model verify_device_map phase",
     Program.recover: "forward_backward",
     Program.search: "find_batch_size",
+    Program.estimate: "estimate",
     Program.look_for_a_size: "",
     Program.ask: "",
 }

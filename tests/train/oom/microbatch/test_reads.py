@@ -16,7 +16,7 @@ from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.oom.microbatch import loss_weights
-from nbaccel.train.oom.microbatch.engine import _mean
+from nbaccel.train.oom.microbatch.engine import mean_of_parts
 from nbaccel.train.step import gradient_buckets
 from nbaccel.train.step.gradient_buckets import Buckets, Words, make_words
 from nbaccel.train.step.gradients import StepReport
@@ -311,9 +311,9 @@ class _Copies(TorchDispatchMode):
 def test_the_mean_of_parts_copies_their_shares_without_waiting() -> None:
     losses = [(torch.zeros((), device="meta"), 3.0), (torch.zeros((), device="meta"), 1.0)]
     with _Copies() as copies:
-        mean, weight = _mean(losses, torch.device("meta"))
+        mean, weight = mean_of_parts(losses, torch.device("meta"))
     assert (mean.device.type, weight, copies.waits) == ("meta", 4.0, [False])
-    assert _mean([(torch.tensor(1.0), 3.0), (torch.tensor(5.0), 1.0)], torch.device("cpu"))[0].item() == 2.0
+    assert mean_of_parts([(torch.tensor(1.0), 3.0), (torch.tensor(5.0), 1.0)], torch.device("cpu"))[0].item() == 2.0
 
 
 def _weights_after(steps: int) -> Tensor:
