@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from nbaccel.testing import conformance
 from nbaccel.utils import FullyShardedDataParallelPlugin
@@ -21,6 +23,10 @@ WAYS: dict[str, tuple[str, int, Callable[[], Mapping[str, Any]]]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_strategy_trains_like_one_process(way: str) -> None:
     strategy, ranks, options = WAYS[way]
-    differences = conformance.check(strategy, ranks=ranks, options=options)
-    assert len(differences) == len(conformance.PROGRAMS)
+    is_older = (
+        TorchVersion(torch.__version__.partition("+")[0]) < "2.13"
+    )  # and cannot abandon a step of a sharded model
+    programs = [name for name in conformance.PROGRAMS if name != "out of memory" or strategy != "fsdp" or not is_older]
+    differences = conformance.check(strategy, programs, ranks=ranks, options=options)
+    assert len(differences) == len(programs)
     assert not [str(difference) for difference in differences if not difference.is_within]
