@@ -20,8 +20,8 @@ _NUMBERS = 4096
 """Bytes for the loss, norms, flags, and other single numbers that programs hold."""
 
 _HELD_LONGER = 1.1
-"""Factor of what comes and goes in a sharded step. When its buffers are freed differs from run to run, since the threads
-of the process group hold them too: between equal steps of two ranks up to 3 % of the peak were counted."""
+"""Factor of what comes and goes in a sharded step. When its buffers are freed differs from run to run, since the
+threads of the process group hold them too: between equal steps of two ranks up to 3 % of the peak were counted."""
 
 
 @frozen
