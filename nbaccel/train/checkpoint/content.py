@@ -349,8 +349,10 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}", str(path)) from error
 
 
-def load_pickle(path: Path, trust: bool) -> Any:
+def load_pickle(path: Path, trust: bool, mmap: bool = False) -> Any:
     """Load what ``torch.save`` wrote to `path`, tensors on the CPU; data only, unless `trust`.
+
+    mmap: map the file instead of reading it; only if it is an archive, as torch has written since 1.6.
 
     Raises:
         UntrustedPickle: the file contains more than tensors and plain containers.
@@ -358,7 +360,7 @@ def load_pickle(path: Path, trust: bool) -> Any:
     """
     try:
         with torch.serialization.safe_globals(_harmless()):
-            return torch.load(path, map_location="cpu", weights_only=not trust)
+            return torch.load(path, map_location="cpu", weights_only=not trust, mmap=mmap)
     except pickle.UnpicklingError as error:
         if trust:
             raise CheckpointCorrupt(f"{path} cannot be read: {error}", str(path)) from error

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -38,6 +38,8 @@ __all__ = [
     "write_object",
     "write_then_rename",
 ]
+
+_T = TypeVar("_T")
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     unit: 2 ** (10 * power) for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), start=1)
@@ -152,7 +154,7 @@ def load_model(model: Module, path: str | os.PathLike[str], strict: bool = True)
     return load_weights(model, read_weights(Path(path)), strict)
 
 
-def without_prefix(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_prefix(state: dict[str, _T]) -> dict[str, _T]:
     """Return `state` without DDP's ``module.``, if every name has it: Accelerate's checkpoints of several ranks."""
     if not all(name.startswith("module.") for name in state):
         return state

@@ -384,7 +384,7 @@ def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Device, 
     given = {device_key(device): convert_file_size_to_int(size) for device, size in max_memory.items()}
     numbers = sorted(device for device in given if isinstance(device, int))
     others = [device for device in given if not isinstance(device, int) and device not in (HOST, DISK)]
-    order = [*numbers, *others, *(device for device in (HOST, DISK) if device in given)]
+    order: list[Device] = [*numbers, *others, *(device for device in (HOST, DISK) if device in given)]
     return {device: given[device] for device in order}
 
 

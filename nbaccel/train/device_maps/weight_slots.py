@@ -1,0 +1,135 @@
+"""Places of a model's tensors that are fetched for a forward, and how autograd holds them meanwhile. Runs in ranks.
+
+A forward that is recorded saves weights for its backward. `RecordedWeights` lets the graph hold where they are stored
+instead, and reads them again in the backward: so adapters can be trained although the weights between them do not fit.
+Fetched weights themselves cannot be trained, which a backward that comes to one says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module, Parameter
+
+from nbaccel.train.device_maps.stored_tensors import Stored
+
+__all__ = ["RecordedWeights", "Slot", "placed"]
+
+_ALIGNMENT_BYTES = 64
+"""Where torch's memory on the CPU begins."""
+
+
+def placed(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor that was read, on the device that computes.
+
+    On the CPU a view of a file is copied, unless it begins where torch's own memory would: products of matrices that
+    begin elsewhere are rounded otherwise, and the outputs would differ from the plain model's in their last bit.
+    """
+    found = tensor.to(device, dtype)
+    is_plain = found.device.type != "cpu" or found.data_ptr() % _ALIGNMENT_BYTES == 0
+    return found if is_plain else found.clone()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """The place of one tensor in a model.
+
+    name: from the block on.  placeholder: what is there between forwards, a tensor on the meta device.
+    """
+
+    owner: Module
+    leaf: str
+    name: str
+    placeholder: Tensor
+    stored: Stored
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Put a tensor there, and return it; a parameter is made of it if there was one.
+
+        It requires gradients if the placeholder does, since some products are rounded otherwise without.
+        """
+        if self.leaf not in self.owner._parameters:
+            self.owner._buffers[self.leaf] = tensor
+            return tensor
+        parameter = tensor if isinstance(tensor, Parameter) else Parameter(tensor, self.placeholder.requires_grad)
+        self.owner._parameters[self.leaf] = parameter
+        return parameter
+
+    def read(self, opened: dict[str, Any]) -> Tensor:
+        """Return the tensor as the model has it, in the type of its placeholder."""
+        return self.stored.read(opened).to(self.placeholder.dtype)
+
+
+class RecordedWeights:
+    """The weights of one forward that autograd records.
+
+    block: its name, for errors.  slots, tensors: the places, and what is in them for this forward.
+    """
+
+    def __init__(self, block: str, slots: Sequence[Slot], tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._by_storage = {
+            tensor.untyped_storage().data_ptr(): (slot, int(tensor.storage_offset()), tensor.device)
+            for slot, tensor in zip(slots, tensors, strict=True)
+            if tensor.numel()
+        }
+        for slot, tensor in zip(slots, tensors, strict=True):
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(_CannotTrain(f"{block}.{slot.name}" if block else slot.name))
+        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+
+    def leave(self) -> None:
+        """Give up the weights; called when the forward is over. The graph keeps tensors of their shape for its ends."""
+        self._hooks.__exit__()
+        for tensor in self._tensors:
+            if tensor.requires_grad:
+                tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Reference:
+        found = self._by_storage.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
+        if found is None:
+            return tensor
+        slot, begin, device = found
+        return _Reference(slot, tensor.size(), tensor.stride(), int(tensor.storage_offset()) - begin, device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reference:
+    """A view of a weight that is read again in the backward.
+
+    offset: in elements, from where the weight begins.
+    """
+
+    slot: Slot
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+    device: torch.device
+
+    def tensor(self) -> Tensor:
+        read = placed(self.slot.stored.read({}), self.slot.placeholder.dtype, self.device)
+        return read.detach().as_strided(self.size, self.stride, int(read.storage_offset()) + self.offset)
+
+
+def _unpack(saved: Tensor | _Reference) -> Tensor:
+    return saved.tensor() if isinstance(saved, _Reference) else saved
+
+
+class _CannotTrain:
+    """Refuses the gradient of a weight that is fetched for each forward."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, parameter: Tensor) -> None:
+        parameter.grad = None
+        raise RuntimeError(
+            f"{self._name} waits on the host or on the disk, so it cannot be trained: freeze it, "
+            "requires_grad_(False), and train adapters, or give it a place on a device in the map"
+        )
