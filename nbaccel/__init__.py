@@ -58,6 +58,21 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         batches_by_length as batches_by_length,
         skip_first_batches as skip_first_batches,
     )
+    from nbaccel.train.device_maps.checkpoint_loading import (
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+        load_checkpoint_in_model as load_checkpoint_in_model,
+    )
+    from nbaccel.train.device_maps.device_plan import infer_auto_device_map as infer_auto_device_map
+    from nbaccel.train.device_maps.dispatching import (
+        cpu_offload as cpu_offload,
+        disk_offload as disk_offload,
+        dispatch_model as dispatch_model,
+    )
+    from nbaccel.train.device_maps.empty_weights import (
+        init_empty_weights as init_empty_weights,
+        init_on_device as init_on_device,
+    )
+    from nbaccel.train.device_maps.model_hooks import cpu_offload_with_hook as cpu_offload_with_hook
     from nbaccel.train.distributed.partial_state import (
         AcceleratorState as AcceleratorState,
         PartialState as PartialState,
@@ -133,10 +148,19 @@ _HOME = {
     "UntrustedPickle": "nbaccel.errors",
     "World": "nbaccel.world",
     "batches_by_length": "nbaccel.train.data",
+    "cpu_offload": "nbaccel.train.device_maps.dispatching",
+    "cpu_offload_with_hook": "nbaccel.train.device_maps.model_hooks",
     "debug_launcher": "nbaccel.launch.accelerate_launchers",
+    "disk_offload": "nbaccel.train.device_maps.dispatching",
+    "dispatch_model": "nbaccel.train.device_maps.dispatching",
     "find_executable_batch_size": "nbaccel.train.oom.retry",
     "free_memory": "nbaccel.train.oom.memory",
+    "infer_auto_device_map": "nbaccel.train.device_maps.device_plan",
+    "init_empty_weights": "nbaccel.train.device_maps.empty_weights",
+    "init_on_device": "nbaccel.train.device_maps.empty_weights",
     "launch": "nbaccel.launch",
+    "load_checkpoint_and_dispatch": "nbaccel.train.device_maps.checkpoint_loading",
+    "load_checkpoint_in_model": "nbaccel.train.device_maps.checkpoint_loading",
     "notebook_launcher": "nbaccel.launch.accelerate_launchers",
     "panel": "nbaccel.notebook.magics",
     "set_seed": "nbaccel.train.distributed.rng",

@@ -50,20 +50,15 @@ _UNDER_A_FLAG: dict[str, str] = {
 
 _NOT_HERE: dict[str, str] = {
     _BESIDE: """
-        init_empty_weights init_on_device dispatch_model cpu_offload cpu_offload_with_hook disk_offload
-        load_checkpoint_and_dispatch load_checkpoint_in_model infer_auto_device_map attach_layerwise_casting_hooks
-        ModelHook SequentialHook AlignDevicesHook CpuOffload UserCpuOffloadHook LayerwiseCastingHook add_hook_to_module
-        remove_hook_from_module remove_hook_from_submodules attach_execution_device_hook attach_align_device_hook
-        attach_align_device_hook_on_blocks get_balanced_memory get_max_memory get_max_layer_size compute_module_sizes
-        calculate_maximum_sizes set_module_tensor_to_device named_module_tensors find_tied_parameters retie_parameters
-        check_device_map check_tied_parameters_in_config check_tied_parameters_on_same_device clean_device_map
-        load_state_dict offload_state_dict offload_weight load_offloaded_weight load_offloaded_weights
-        save_offload_index extract_submodules_state_dict OffloadedWeightsLoader PrefixedDataset has_offloaded_params
-        align_module_device get_state_dict_offloaded_model get_state_dict_from_offload id_tensor_storage
-        convert_file_size_to_int dtype_byte_size get_non_persistent_buffers ensure_weights_retied prepare_pippy
-        replace_with_bnb_layers get_quantized_model_device_map get_keys_to_not_convert has_4bit_bnb_layers
-        compile_regions compile_regions_deepspeed compile_regions_fsdp2 has_compiled_regions has_repeated_blocks
-        is_repeated_blocks convert_model has_transformer_engine_layers
+        attach_layerwise_casting_hooks LayerwiseCastingHook attach_execution_device_hook
+        attach_align_device_hook attach_align_device_hook_on_blocks check_tied_parameters_in_config
+        check_tied_parameters_on_same_device offload_state_dict offload_weight load_offloaded_weight
+        load_offloaded_weights save_offload_index extract_submodules_state_dict OffloadedWeightsLoader
+        PrefixedDataset get_state_dict_offloaded_model get_state_dict_from_offload id_tensor_storage
+        ensure_weights_retied prepare_pippy replace_with_bnb_layers get_quantized_model_device_map
+        get_keys_to_not_convert has_4bit_bnb_layers compile_regions compile_regions_deepspeed
+        compile_regions_fsdp2 has_compiled_regions has_repeated_blocks is_repeated_blocks convert_model
+        has_transformer_engine_layers
     """,
     _FP8: """
         contextual_fp8_autocast apply_fp8_autowrap convert_model_to_fp8_ao has_ao_layers FP8BackendType
@@ -101,16 +96,15 @@ _NOT_HERE: dict[str, str] = {
         gather_tensor_shape verify_operation chained_operation check_os_kernel SageMakerDistributedType
         ComputeEnvironment CustomDtype TensorInformation is_tensor_information get_data_structure get_shape
         initialize_tensors ConvertOutputsToFp32 CannotPadNestedTensorWarning is_import_timer_available
-        is_bitsandbytes_multi_backend_available is_pippy_available
+        is_bitsandbytes_multi_backend_available is_pippy_available check_device_same fallback_allocate
+        compute_module_total_buffer_size get_module_leaves get_module_size_with_ties
     """,
 }
 """Names that cannot be imported, by the alternative."""
 
 _ABSENT: dict[str, str] = {
-    "big_modeling": _BESIDE,
     "checkpointing": _FOLDER,
     "commands": _LAUNCH,
-    "hooks": _BESIDE,
     "inference": _BESIDE,
     "parallelism_config": _ONE_DEVICE,
     "test_utils": "import it from accelerate, which may be installed beside nbaccel",
@@ -120,7 +114,6 @@ _ABSENT: dict[str, str] = {
     "utils.fsdp_utils": _ONE_DEVICE,
     "utils.launch": _LAUNCH,
     "utils.megatron_lm": _ONE_DEVICE,
-    "utils.modeling": _BESIDE,
     "utils.offload": _BESIDE,
     "utils.rich": "import rich",
     "utils.torch_xla": "nbaccel does not know these devices",

@@ -110,9 +110,12 @@ GROUPS = (
         find_executable_batch_size | differs | all ranks land on one size; halves where Accelerate takes x 0.9
         FullyShardedDataParallelPlugin | differs | FSDP2 alone; options of FSDP1 are translated, or named in one warning
         DeepSpeedPlugin, ParallelismConfig | later | for models larger than one device: `strategy="fsdp"`
-        infer_auto_device_map, init_empty_weights, init_on_device, dispatch_model | no | transformers does it
-        load_checkpoint_and_dispatch, load_checkpoint_in_model | no | the same
-        cpu_offload, cpu_offload_with_hook, disk_offload, prepare_pippy | no
+        init_on_device, cpu_offload, cpu_offload_with_hook | yes
+        init_empty_weights | differs | tied parameters stay tied
+        infer_auto_device_map | differs | keeps room only where something is fetched, for two blocks; `reserve=`
+        dispatch_model, disk_offload | differs | weights that a checkpoint has are read from it, and not written again
+        load_checkpoint_and_dispatch, load_checkpoint_in_model | differs | the same; wrong shapes are refused first
+        prepare_pippy | no
         is_rich_available | no | `nbaccel.utils.is_rich_available`
         """,
     ),
@@ -250,7 +253,9 @@ GROUPS = (
         TorchDynamoPlugin | yes
         DynamoBackend, MegatronLMPlugin, BnbQuantizationConfig, TorchTensorParallelPlugin | no
         AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs | no
-        infer_auto_device_map, get_balanced_memory, get_max_memory, load_and_quantize_model, merge_fsdp_weights | no
+        infer_auto_device_map, get_balanced_memory | differs | `reserve=` keeps room for activations
+        get_max_memory | differs | less the room for a context and for activations, and without a context of CUDA
+        load_and_quantize_model, merge_fsdp_weights | no
         write_basic_config | differs | chooses for the notebooks of the folder, in its `nbaccel.toml`
         clear_environment, is_compiled_module, is_torch_version | yes
         compare_versions | differs | the first name may also be a version

@@ -36,7 +36,9 @@ LONG_ON_PURPOSE = {"train/accelerator.py": "every public method of the Accelerat
 
 ACCELERATES_MODULES = {
     "accelerator.py",
+    "big_modeling.py",
     "data_loader.py",
+    "hooks.py",
     "launchers.py",
     "local_sgd.py",
     "logging.py",

@@ -26,6 +26,7 @@ FLOORS = {
     # the top, whose files see each other too; "" is nbaccel/__init__.py
     **dict.fromkeys(["", "__main__", "utils", "logging", "data_loader", "launchers", "local_sgd", "state"], 5),
     **dict.fromkeys(["accelerator", "memory_utils", "optimizer", "scheduler", "cli", "testing"], 5),
+    **dict.fromkeys(["big_modeling", "hooks"], 5),
 }
 """Each part of the package and its layer. A part sees the layers below it; only the ground and the top also see
 their neighbours."""

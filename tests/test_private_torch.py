@@ -62,7 +62,9 @@ UNGUARDED = {
     # modules and optimizers
     "_BatchNorm": "torch.nn.modules.batchnorm._BatchNorm",
     "_NormBase": "torch.nn.modules.batchnorm._NormBase",
+    "_apply": "module._apply",
     "_buffers": "module._buffers",
+    "_non_persistent_buffers_set": "module._non_persistent_buffers_set",
     "_compiled_call_impl": "module._compiled_call_impl",
     "_modules": "module._modules",
     "_parameters": "module._parameters",
@@ -196,7 +198,7 @@ OTHERS = {
     "numpy, pandas, matplotlib, scipy": "_core _indices _ndarray _reconstruct _update_inplace",
     "transformers, accelerate, peft": """
         _hf_hook _is_accelerate_prepared _mixed_precision _move_model_to_device _n_gpu
-        _no_split_modules _original_forward _setup_devices
+        _no_split_modules _old_forward _original_forward _setup_devices
         _shared_state _train_batch_size""",
     "Lightning": """
         _AcceleratorConnector _Connector _IS_INTERACTIVE _MultiProcessingLauncher _SubprocessScriptLauncher
@@ -204,8 +206,8 @@ OTHERS = {
     "other libraries": """
         _NativeDistModel _console _dataloaders _eval_dataloaders _has_internet _is_jupyter _is_kaggle _login _params""",
     "tensorboard": "_async_writer _get_file_writer _worker",
-    "nbaccel, in the objects of others": """_fingerprint _nbaccel_lone_pass _nbaccel_made_with
-        _nbaccel_original _nbaccel_pass""",
+    "nbaccel, in the objects of others": """_fingerprint _nbaccel_dispatch _nbaccel_lone_pass
+        _nbaccel_made_with _nbaccel_original _nbaccel_pass _nbaccel_stored""",
 }
 """Private names that are not torch's."""
 

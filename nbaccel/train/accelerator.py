@@ -530,15 +530,24 @@ class Accelerator(ProcessControl):
 
     # -- what a program prepares
 
-    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+    def prepare(
+        self,
+        *objects: Any,
+        device_placement: Sequence[bool] | None = None,
+        device_map: str | Mapping[str, Any] | None = None,
+    ) -> Any:
         """Return models, optimizers, loaders and schedulers prepared for this run, in the order given; collective.
 
         Other objects are returned unchanged, and so is what is prepared already. One argument gives one object.
         device_placement: for each object, whether to move it to the device.
+        device_map: places for the parts of the one model of this call, as `dispatch_model` takes them, or "auto". What
+            waits on the host or on the disk cannot be trained, and with several processes nothing beside it.
         """
         if device_placement is not None and len(device_placement) != len(objects):
             raise ValueError(f"device_placement has {len(device_placement)} entries for {len(objects)} objects")
         self._lifecycle.join()
+        if device_map is not None:
+            self._preparer.place(objects, device_map)
         moves = device_placement or [self.device_placement] * len(objects)
         prepared = self._preparer.prepare(objects, moves, self.dataloader_config, self._scheduler_moves)
         self._resuming.resume_if_complete()

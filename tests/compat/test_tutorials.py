@@ -505,11 +505,6 @@ def test_early_stopping_is_agreed_upon() -> None:
     assert run_ranks(2, loop) == [3, 3]
 
 
-def test_a_device_map_is_no_keyword_of_prepare() -> None:
-    with pytest.raises(TypeError, match="device_map"):
-        Accelerator().prepare(Model(), device_map={"": 0})  # type: ignore[call-arg]
-
-
 def test_the_effective_batch_size_is_that_of_the_formula() -> None:
     def steps() -> int:
         accelerator = Accelerator(gradient_accumulation_steps=3)

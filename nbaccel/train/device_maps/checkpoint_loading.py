@@ -29,7 +29,7 @@ from nbaccel.train.device_maps.stored_tensors import Stored, weights_in
 from nbaccel.train.device_maps.weight_sources import SOURCE, aliases_in
 from nbaccel.train.distributed.callers import warn_user
 
-__all__ = ["load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_state_dict"]
+__all__ = ["automatic_map", "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_state_dict"]
 
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -70,7 +70,7 @@ def load_checkpoint_and_dispatch(
         ValueError: a tensor has another shape, no value, or no place.
     """
     if isinstance(device_map, str):
-        device_map = _automatic_map(
+        device_map = automatic_map(
             device_map, model, max_memory, no_split_module_classes, dtype, offload_buffers, reserve
         )
     load_checkpoint_in_model(model, checkpoint, device_map, dtype=dtype, strict=strict, offload_buffers=offload_buffers)
@@ -91,15 +91,20 @@ def _names(classes: Any) -> list[Any]:
     return [classes] if isinstance(classes, str | type) else [*(classes or ())]
 
 
-def _automatic_map(
+def automatic_map(
     kind: str,
     model: Module,
-    max_memory: Mapping[Any, Any] | None,
-    no_split_module_classes: Any,
-    dtype: str | torch.dtype | None,
-    offload_buffers: bool,
-    reserve: Any,
+    max_memory: Mapping[Any, Any] | None = None,
+    no_split_module_classes: Any = None,
+    dtype: str | torch.dtype | None = None,
+    offload_buffers: bool = False,
+    reserve: Any = None,
 ) -> dict[str, Any]:
+    """Return the device map that "auto", "balanced", "balanced_low_0" or "sequential" stands for.
+
+    Raises:
+        ValueError: `kind` is none of them.
+    """
     if kind not in _AUTOMATIC:
         raise ValueError(f"device_map is a map, or one of {listed([repr(name) for name in _AUTOMATIC])}; got {kind!r}")
     if kind != "sequential":

@@ -34,8 +34,11 @@ __all__ = [
     "disk_offload",
     "dispatch_model",
     "is_dispatched",
+    "main_device_of",
     "offloaded_names",
+    "places_of_tensors",
     "take_back",
+    "trained_beside_frozen",
 ]
 
 _MARK = "_nbaccel_dispatch"
@@ -43,7 +46,7 @@ _MARK = "_nbaccel_dispatch"
 
 @dataclass(eq=False)
 class Dispatch:
-    """Which hooks make a model run over several places. An attribute of the model; it is pickled and copied with it."""
+    """The hooks by which a model runs over several places. An attribute of the model, pickled and copied with it."""
 
     offloading: Offloading
     handles: list[RemovableHandle] = field(default_factory=list)
@@ -83,7 +86,7 @@ def dispatch_model(
     """
     _refuse_dispatched(model)
     check_device_map(model, device_map)
-    main = _main_device(device_map, main_device)
+    main = main_device_of(device_map, main_device)
     sources = WeightSources(model, state_dict, offload_dir, offload_index)
     wholes = Wholes.of(model)
     if preload_module_classes:
@@ -146,7 +149,7 @@ def _offload(
 def is_dispatched(model: Module) -> bool:
     """Return whether `model`, or a module in it, was dispatched: by this package, by transformers or by Accelerate."""
     return any(
-        _MARK in vars(part) or "_hf_hook" in vars(part) or len(_places(part)) > 1 or DISK in _places(part)
+        _MARK in vars(part) or _is_placed_by_others(part) or len(_places(part)) > 1 or DISK in _places(part)
         for part in model.modules()
     )
 
@@ -204,12 +207,14 @@ class _Dispatching:
         self._offload_buffers = offload_buffers
         self._skipped = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
         self._done = Dispatch(Offloading(main))
-        self._places = _places_of_tensors(model, device_map)
+        self._places = places_of_tensors(model, device_map)
         self._tensors = dict(every_tensor(model))  # all are kept, since they are known by their identity meanwhile
         self._made: dict[int, Tensor] = {}
         self._stays = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         if offload_buffers:
             self._stays = {name for name in self._stays if name not in model.state_dict(keep_vars=True)}
+        self._trained = trained_beside_frozen(model)
+        self._stays |= self._trained
 
     def run(self, force_hooks: bool) -> None:
         away = {DISK} if self._main.type == "cpu" else {DISK, HOST}
@@ -222,7 +227,7 @@ class _Dispatching:
         has_files = any(self._tensors[name].is_meta for name in waits)
         for name, tensor in self._tensors.items():
             if name not in waits:
-                if has_files and name in self._stays and self._places[name] in away:
+                if has_files and name in self._stays and self._places[name] in away and name not in self._trained:
                     self._sources.refresh(name, tensor)
                 self._settle(name, tensor, self._device(self._places[name], away))
         moves_inputs = len({self._device(place, away) for place in self._places.values()}) > 1
@@ -268,9 +273,15 @@ class _Dispatching:
         self._done.handles += [
             module.register_forward_pre_hook(block.before),
             module.register_forward_hook(block.after, always_call=True),
-            module.register_state_dict_post_hook(partial(fill, block)),
-            module.register_load_state_dict_pre_hook(partial(refuse_to_load, block)),
         ]
+        by_owner: dict[Module, list[Slot]] = {}
+        for slot in slots:
+            by_owner.setdefault(slot.owner, []).append(slot)
+        for owner, own in by_owner.items():
+            self._done.handles += [
+                owner.register_state_dict_post_hook(partial(fill, own)),
+                owner.register_load_state_dict_pre_hook(partial(refuse_to_load, own)),
+            ]
 
     def _slot(self, name: str, inside: str, stored: Stored) -> Slot:
         owner, leaf = owner_of(self._model, name)
@@ -323,7 +334,14 @@ def _blocks(
         yield from _blocks(f"{prefix}{child}", part, module, wholes, places)
 
 
-def _places_of_tensors(model: Module, device_map: DeviceMap) -> dict[str, Any]:
+def trained_beside_frozen(model: Module) -> set[str]:
+    """Return the trainable parameters of a model that is frozen otherwise, such as adapters: they do not wait."""
+    trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
+    is_partly_frozen = any(not each.requires_grad for each in model.parameters() if each.is_floating_point())
+    return trained if is_partly_frozen else set()
+
+
+def places_of_tensors(model: Module, device_map: DeviceMap) -> dict[str, Any]:
     """Return the place of each tensor by name, those of tied ones alike: the fastest, and the first of these.
 
     All tensors of a module that has a tied one go along, or its forward would find them apart.
@@ -363,7 +381,7 @@ def as_device(place: Any) -> torch.device:
     return torch.device("xpu" if torch.xpu.is_available() else "cuda", place)
 
 
-def _main_device(device_map: DeviceMap, chosen: Any) -> torch.device:
+def main_device_of(device_map: DeviceMap, chosen: Any) -> torch.device:
     """Return where what is offloaded computes; check that the machine has all devices of the map."""
     places = [device_key(place) for place in device_map.values()]
     main = device_key(chosen) if chosen is not None else next((place for place in places if _speed(place) == 0), HOST)
@@ -387,12 +405,18 @@ def _first_device(model: Module) -> torch.device:
 
 def _refuse_dispatched(model: Module) -> None:
     for part in model.modules():
-        if _MARK in vars(part) or "_hf_hook" in vars(part):
+        if _MARK in vars(part) or _is_placed_by_others(part):
             by = "already" if _MARK in vars(part) else "by transformers or Accelerate already"
             raise ValueError(
                 f"{type(part).__name__} was dispatched {by}, and its weights are where its hooks expect them: call "
                 "remove_hook_from_submodules(model) first, of the package that dispatched it, or load it again"
             )
+
+
+def _is_placed_by_others(part: Module) -> bool:
+    """Return whether a hook of Accelerate's kind brings the weights of `part`: one that has a device."""
+    hook = vars(part).get("_hf_hook")
+    return hasattr(hook, "execution_device") or hasattr(hook, "hooks")
 
 
 def _places(part: Module) -> set[str]:

@@ -5,7 +5,7 @@ They are classes and not functions in functions, so that models which have them 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from nbaccel.train.data.placement import to_device
-from nbaccel.train.device_maps.offloaded_block import OffloadedBlock
+from nbaccel.train.device_maps.weight_slots import Slot
 from nbaccel.train.distributed.nested import leaves
 
 __all__ = ["Bridge", "InputsTo", "StaysThere", "fill", "is_on", "refuse_to_load"]
@@ -77,17 +77,22 @@ class StaysThere:
         )
 
 
-def fill(block: OffloadedBlock, module: Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    block.fill(state, prefix)
+def fill(slots: Sequence[Slot], module: Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Put stored tensors into the state dict of the module that owns them, in place of those on the meta device."""
+    opened: dict[str, Any] = {}
+    for slot in slots:
+        held = state.get(prefix + slot.leaf)
+        if held is not None and held.is_meta:
+            state[prefix + slot.leaf] = slot.read(opened).detach()
 
 
-def refuse_to_load(block: OffloadedBlock, module: Module, state: Mapping[str, Any], prefix: str, *others: Any) -> None:
+def refuse_to_load(slots: Sequence[Slot], module: Module, state: Mapping[str, Any], prefix: str, *others: Any) -> None:
     """Refuse ``load_state_dict``, which would write into tensors that have no memory.
 
     Raises:
-        RuntimeError: `state` has a tensor of the block.
+        RuntimeError: `state` has one of them.
     """
-    if any(prefix + slot.name in state for slot in block.slots):
+    if any(prefix + slot.leaf in state for slot in slots):
         raise RuntimeError(
             f"{prefix.removesuffix('.') or type(module).__name__} waits on the host or on the disk: load the weights "
             "before the model is dispatched, or by load_checkpoint_and_dispatch"

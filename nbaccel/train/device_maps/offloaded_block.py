@@ -67,13 +67,6 @@ class OffloadedBlock:
         for slot in self.slots:
             slot.put(slot.placeholder)
 
-    def fill(self, state: dict[str, Any], prefix: str) -> None:
-        """Put the stored tensors into a state dict, in place of those on the meta device."""
-        opened: dict[str, Any] = {}
-        for slot in self.slots:
-            if prefix + slot.name in state:
-                state[prefix + slot.name] = slot.read(opened).detach()
-
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_depth": 0, "_recorded": None}
 

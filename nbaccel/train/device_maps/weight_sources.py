@@ -33,7 +33,7 @@ SOURCE = "_nbaccel_stored"
 
 
 class WeightSources:
-    """Where the tensors of a model are that it does not have in memory, or shall not have there."""
+    """The places of the tensors that a model does not have in memory, or shall not have there."""
 
     def __init__(
         self,

@@ -40,8 +40,10 @@ _QUANTISED_MARKS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit", "h
 _NOWHERE = frozenset({"meta", "disk"})
 
 
-def admit(model: Module, world: World, device: torch.device) -> Module:
+def admit(model: Module, world: World, device: torch.device, trains: bool = True) -> Module:
     """Return `model` as it can be prepared in this rank: without ``nn.DataParallel``.
+
+    trains: its gradients will be synchronised. Otherwise parts of it may wait on the host or on the disk.
 
     Raises:
         ValueError: the model is spread over several devices, and there are several ranks.
@@ -54,14 +56,23 @@ def admit(model: Module, world: World, device: torch.device) -> Module:
             )
         model = model.module
     if world.is_distributed:
-        _refuse_spread(model, world, device)
+        _refuse_spread(model, world, device, trains)
         _warn_of_neighbour(model, world, device)
     return model
 
 
 def may_move(model: Module) -> bool:
-    """Return whether we may call ``model.to(device)``: not on quantised models, nor on models on several devices."""
-    return not (_is_quantised(model) or is_spread(model))
+    """Return whether we may call ``model.to(device)``: not on quantised models, nor on models on several devices.
+
+    Nor on those with parts that wait on the disk, or on the host beside a device.
+    """
+    return not (_is_quantised(model) or is_spread(model) or _waits(model))
+
+
+def _waits(model: Module) -> bool:
+    """Return whether parts of `model` are fetched for a forward: they have no memory, and a module has a map."""
+    is_empty = any(str(parameter.device) in _NOWHERE for parameter in model.parameters())
+    return is_empty and any("hf_device_map" in vars(part) or "_hf_hook" in vars(part) for part in model.modules())
 
 
 def is_spread(model: Module) -> bool:
@@ -89,9 +100,15 @@ def is_compiled_module(module: Module) -> bool:
     return "_orig_mod" in module._modules
 
 
-def _refuse_spread(model: Module, world: World, device: torch.device) -> None:
+def _refuse_spread(model: Module, world: World, device: torch.device, trains: bool) -> None:
     spread = _devices(model)
-    if len(spread) > 1:
+    if trains and _waits(model):
+        raise ValueError(
+            f"{_name(model)} has parts that wait on the host or on the disk, and there are {world.world_size} "
+            "processes, which exchange gradients of whole models: for inference accelerator.prepare_model(model, "
+            "evaluation_mode=True) takes it, one such model in each process; to train, start one process (-n 1)."
+        )
+    if len(spread) > 1 and (trains or spread - {"cpu", str(device)}):
         raise ValueError(
             f"{_name(model)} is spread over {', '.join(sorted(spread))}, and there are {world.world_size} processes "
             f"that need a whole model each: load it on one device (no device_map='auto'; device_map={{'': "

@@ -160,6 +160,7 @@ def test_the_state_dict_has_all_tensors(tmp_path: Path) -> None:
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
     part = loaded.blocks[1].state_dict()
     assert torch.equal(part["mlp.0.weight"], model.blocks[1].mlp[0].weight)
+    assert torch.equal(loaded.blocks[1].mlp[0].state_dict()["weight"], model.blocks[1].mlp[0].weight)
 
 
 def test_a_dispatched_model_is_saved_whole(tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ def test_a_dispatched_model_is_saved_whole(tmp_path: Path) -> None:
 
 def test_weights_cannot_be_loaded_into_what_is_on_the_disk(tmp_path: Path) -> None:
     loaded = disk_offload(plain(), tmp_path)
-    with pytest.raises(RuntimeError, match=r"PlacedNet waits on the host or on the disk: load the weights before"):
+    with pytest.raises(RuntimeError, match="PlacedNet waits on the host or on the disk: load the weights before"):
         loaded.load_state_dict(plain().state_dict())
 
 

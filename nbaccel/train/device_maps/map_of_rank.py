@@ -1,0 +1,111 @@
+"""The device map of a model that `prepare` gets: what it means in one process and in several. Runs in ranks.
+
+Several processes share the devices, so each may use its own and nothing else but the host and the disk. Optimizers of
+weights that wait there are refused: such weights are fetched for a forward, and nothing would train them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from nbaccel.quantities import listed
+from nbaccel.train.device_maps.checkpoint_loading import automatic_map
+from nbaccel.train.device_maps.device_plan import DISK, HOST, Device, DeviceMap, device_key, get_max_memory
+from nbaccel.train.device_maps.dispatching import (
+    dispatch_model,
+    main_device_of,
+    offloaded_names,
+    places_of_tensors,
+    trained_beside_frozen,
+)
+from nbaccel.train.distributed.callers import warn_user
+from nbaccel.world import World
+
+__all__ = ["place_for_rank", "refuse_waiting"]
+
+
+def place_for_rank(
+    model: Module, device_map: str | DeviceMap, optimizers: Sequence[Optimizer], world: World, device: torch.device
+) -> bool:
+    """Put the parts of `model` where `device_map` says in this rank; return whether some of them wait elsewhere.
+
+    A map with one accelerator means this rank's own one if there are several processes, or if the machine has none.
+    device_map: a map, or a name as `load_checkpoint_and_dispatch` takes it: made for what one process may use.
+
+    Raises:
+        ValueError: several processes, and a map over several devices; or an optimizer of weights that will wait.
+    """
+    if isinstance(device_map, str):
+        device_map = automatic_map(device_map, model, _memory_of(device) if world.is_distributed else None)
+    fast = {key for place in device_map.values() if (key := device_key(place)) not in (HOST, DISK)}
+    if len(fast) > 1 and world.is_distributed:
+        raise ValueError(
+            f"device_map spreads {type(model).__name__} over {listed(sorted(map(str, fast)))}, and there are "
+            f"{world.world_size} processes that need a whole model each: start one process (-n 1), or give "
+            f"each its own device, device_map={{'': accelerator.device}}, with 'cpu' and 'disk' for what does not fit"
+        )
+    if len(fast) == 1 and (world.is_distributed or device.type == "cpu"):
+        if device.type == "cpu" and world.is_main_process:
+            warn_user(
+                f"device_map names device {next(iter(fast))}, and this run computes on the CPU, as the model does."
+            )
+        device_map = {name: device if device_key(place) in fast else place for name, place in device_map.items()}
+    main = main_device_of(device_map, None if fast and not world.is_distributed else device)
+    _refuse_trained(model, device_map, main, optimizers, world)
+    dispatch_model(model, device_map, main)
+    return bool(offloaded_names(model))
+
+
+def _memory_of(device: torch.device) -> dict[Device, int]:
+    """Return what a rank may use: its own device, and the host."""
+    own = (device_key(device), HOST)
+    return {place: size for place, size in get_max_memory().items() if place in own}
+
+
+def _refuse_trained(
+    model: Module, device_map: DeviceMap, main: torch.device, optimizers: Iterable[Optimizer], world: World
+) -> None:
+    """Refuse optimizers of what will wait, and in several processes of anything beside it."""
+    away = (DISK,) if main.type == "cpu" else (DISK, HOST)
+    trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    places = places_of_tensors(model, device_map)
+    names = [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in trained]
+    waiting = [name for name in names if places[name] in away and name not in trained_beside_frozen(model)]
+    if waiting:
+        raise ValueError(_sentence(waiting, "device_map puts", "on the host or on the disk"))
+    if names and world.is_distributed and any(place in away for place in places.values()):
+        raise ValueError(
+            f"the optimizer trains {listed(names, 3)} of a model with parts on the host or on the disk, and there are "
+            f"{world.world_size} processes, which would not exchange its gradients: start one process (-n 1), or give "
+            "all of the model places on devices"
+        )
+
+
+def refuse_waiting(optimizers: Iterable[Optimizer], models: Iterable[Module]) -> None:
+    """Refuse optimizers of parameters that are on the meta device, which nothing would train.
+
+    Raises:
+        ValueError: names the parameters.
+    """
+    empty = {
+        id(parameter)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.is_meta
+    }
+    if empty:
+        named = [name for model in models for name, each in model.named_parameters() if id(each) in empty]
+        names = named or [f"{len(empty)} parameters"]
+        raise ValueError(_sentence(names, "the optimizer has", "which wait on the host or on the disk"))
+
+
+def _sentence(names: Sequence[str], before: str, after: str) -> str:
+    return (
+        f"{before} {listed(names, 3)} {after}, so they would never be trained: give the optimizer what has a device "
+        "alone, such as adapters (peft), or give the model places on devices alone"
+    )

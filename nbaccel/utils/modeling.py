@@ -1,0 +1,53 @@
+"""Sizes of models and device maps, for programs that ask: ``accelerate.utils.modeling``. Runs anywhere.
+
+It defines nothing; `nbaccel.utils` shows its names too.
+"""
+
+from __future__ import annotations
+
+from nbaccel.missing_names import missing_from
+from nbaccel.train.device_maps.checkpoint_loading import load_checkpoint_in_model, load_state_dict
+from nbaccel.train.device_maps.device_plan import (
+    check_device_map,
+    clean_device_map,
+    get_balanced_memory,
+    get_max_memory,
+    infer_auto_device_map,
+)
+from nbaccel.train.device_maps.model_hooks import align_module_device, has_offloaded_params
+from nbaccel.train.device_maps.module_sizes import (
+    calculate_maximum_sizes,
+    compute_module_sizes,
+    convert_file_size_to_int,
+    dtype_byte_size,
+    find_tied_parameters,
+    get_max_layer_size,
+    get_non_persistent_buffers,
+    named_module_tensors,
+    retie_parameters,
+    set_module_tensor_to_device,
+)
+
+__all__ = [
+    "align_module_device",
+    "calculate_maximum_sizes",
+    "check_device_map",
+    "clean_device_map",
+    "compute_module_sizes",
+    "convert_file_size_to_int",
+    "dtype_byte_size",
+    "find_tied_parameters",
+    "get_balanced_memory",
+    "get_max_layer_size",
+    "get_max_memory",
+    "get_non_persistent_buffers",
+    "has_offloaded_params",
+    "infer_auto_device_map",
+    "load_checkpoint_in_model",
+    "load_state_dict",
+    "named_module_tensors",
+    "retie_parameters",
+    "set_module_tensor_to_device",
+]
+
+__getattr__ = missing_from(__name__, "nbaccel.utils")
