@@ -253,13 +253,41 @@ GROUPS = (
         TorchDynamoPlugin | yes
         DynamoBackend, MegatronLMPlugin, BnbQuantizationConfig, TorchTensorParallelPlugin | no
         AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs | no
-        infer_auto_device_map, get_balanced_memory | differs | `reserve=` keeps room for activations
-        get_max_memory | differs | less the room for a context and for activations, and without a context of CUDA
         load_and_quantize_model, merge_fsdp_weights | no
         write_basic_config | differs | chooses for the notebooks of the folder, in its `nbaccel.toml`
         clear_environment, is_compiled_module, is_torch_version | yes
         compare_versions | differs | the first name may also be a version
         convert_bytes | no
+        """,
+    ),
+    Group(
+        "`from accelerate.utils.modeling import …`, and from `accelerate.utils`",
+        "accelerate.utils.modeling",
+        "nbaccel.utils.modeling",
+        """
+        infer_auto_device_map | differs | keeps room only where something is fetched, for two blocks; `reserve=`
+        get_balanced_memory | differs | the least limits with which the model is on accelerators alone; `reserve=`
+        get_max_memory | differs | less the room for a context and for activations, and without a context of CUDA
+        check_device_map | differs | names of single tensors count, and a place that is none is an error
+        clean_device_map | differs | does not change the map that it gets
+        load_checkpoint_in_model, load_state_dict | differs | files are mapped; wrong shapes are refused first
+        compute_module_sizes, calculate_maximum_sizes, get_max_layer_size, convert_file_size_to_int | yes
+        dtype_byte_size, find_tied_parameters, retie_parameters, named_module_tensors | yes
+        get_non_persistent_buffers, set_module_tensor_to_device, align_module_device, has_offloaded_params | yes
+        check_tied_parameters_in_config, check_tied_parameters_on_same_device, load_offloaded_weights | no
+        get_state_dict_from_offload, get_state_dict_offloaded_model | no | `model.state_dict()` has all tensors
+        """,
+    ),
+    Group(
+        "`from accelerate.hooks import …`",
+        "accelerate.hooks",
+        "nbaccel.hooks",
+        """
+        ModelHook, SequentialHook, CpuOffload, UserCpuOffloadHook, AlignDevicesHook | yes
+        add_hook_to_module | differs | hooked modules can be pickled
+        remove_hook_from_module, remove_hook_from_submodules | differs | what was on the disk is in memory then
+        attach_align_device_hook, attach_align_device_hook_on_blocks, attach_execution_device_hook | no
+        LayerwiseCastingHook | no
         """,
     ),
     Group(

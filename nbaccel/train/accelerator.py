@@ -547,9 +547,10 @@ class Accelerator(ProcessControl):
             raise ValueError(f"device_placement has {len(device_placement)} entries for {len(objects)} objects")
         self._lifecycle.join()
         if device_map is not None:
-            self._preparer.place(objects, device_map)
+            self._place(objects, device_map)
         moves = device_placement or [self.device_placement] * len(objects)
         prepared = self._preparer.prepare(objects, moves, self.dataloader_config, self._scheduler_moves)
+        self._refuse_waiting([thing for thing in objects if isinstance(thing, Optimizer)])
         self._resuming.resume_if_complete()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -578,8 +579,25 @@ class Accelerator(ProcessControl):
         """
         self._lifecycle.join()
         prepared = self._preparer.prepare_optimizer(optimizer)
+        self._refuse_waiting([optimizer])
         self._resuming.resume_if_complete()
         return prepared
+
+    def _place(self, objects: Sequence[Any], device_map: str | Mapping[str, Any]) -> None:
+        """Put the model of `objects` where `device_map` says; parts that wait are for inference in several ranks."""
+        from nbaccel.train.device_maps.map_of_rank import place_for_rank  # few programs need it
+
+        model = place_for_rank(objects, device_map, self.world, self.device)
+        if model is not None and self.world.is_distributed:
+            self._preparer.prepare_model(model, move=False, evaluation_mode=True)
+
+    def _refuse_waiting(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse optimizers of parameters without numbers, which only a sharded model gets later."""
+        parameters = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
+        if any(parameter.is_meta for parameter in parameters) and not self._equipment.strategy.forwards_are_collective:
+            from nbaccel.train.device_maps.map_of_rank import refuse_waiting
+
+            refuse_waiting(optimizers, self._equipment.prepared.models)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         """Return `scheduler` as one that moves when its optimizer steps; prepare the optimizer first. On every rank."""

@@ -7,6 +7,7 @@ weights that wait there are refused: such weights are fetched for a forward, and
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -29,16 +30,21 @@ __all__ = ["place_for_rank", "refuse_waiting"]
 
 
 def place_for_rank(
-    model: Module, device_map: str | DeviceMap, optimizers: Sequence[Optimizer], world: World, device: torch.device
-) -> bool:
-    """Put the parts of `model` where `device_map` says in this rank; return whether some of them wait elsewhere.
+    objects: Sequence[Any], device_map: str | DeviceMap, world: World, device: torch.device
+) -> Module | None:
+    """Put the parts of the model among `objects` where `device_map` says in this rank; return it if some of them wait.
 
     A map with one accelerator means this rank's own one if there are several processes, or if the machine has none.
     device_map: a map, or a name as `load_checkpoint_and_dispatch` takes it: made for what one process may use.
 
     Raises:
-        ValueError: several processes, and a map over several devices; or an optimizer of weights that will wait.
+        ValueError: no model or several; several processes, and a map over several devices; or an optimizer of weights
+            that will wait.
     """
+    models = [thing for thing in objects if isinstance(thing, Module)]
+    if len(models) != 1:
+        raise ValueError(f"prepare(..., device_map=...) takes one model, and there are {len(models)} in this call")
+    model, optimizers = models[0], [thing for thing in objects if isinstance(thing, Optimizer)]
     if isinstance(device_map, str):
         device_map = automatic_map(device_map, model, _memory_of(device) if world.is_distributed else None)
     fast = {key for place in device_map.values() if (key := device_key(place)) not in (HOST, DISK)}
@@ -57,7 +63,7 @@ def place_for_rank(
     main = main_device_of(device_map, None if fast and not world.is_distributed else device)
     _refuse_trained(model, device_map, main, optimizers, world)
     dispatch_model(model, device_map, main)
-    return bool(offloaded_names(model))
+    return model if offloaded_names(model) else None
 
 
 def _memory_of(device: torch.device) -> dict[Device, int]:

@@ -60,38 +60,7 @@ class Preparer:
         # Schedulers come last: they follow prepared optimizers, which may come after them in the call.
         prepared = [self.prepare_scheduler(thing, scheduler_moves) for thing in prepared]
         self._bring_states()
-        self._refuse_waiting(optimizers)
         return prepared
-
-    def place(self, objects: Sequence[Any], device_map: Any) -> None:
-        """Put the model of `objects` where `device_map` says; parts that wait are for inference in several ranks.
-
-        Raises:
-            ValueError: there are several models or none, or the map cannot be in this run.
-        """
-        from nbaccel.train.device_maps.map_of_rank import place_for_rank  # few programs need it
-
-        models = [thing for thing in objects if isinstance(thing, Module)]
-        if len(models) != 1:
-            raise ValueError(f"prepare(..., device_map=...) takes one model, and there are {len(models)} in this call")
-        optimizers = [
-            thing.optimizer if isinstance(thing, PreparedOptimizer) else thing
-            for thing in objects
-            if isinstance(thing, Optimizer)
-        ]
-        waits = place_for_rank(models[0], device_map, optimizers, self._equipment.world, self._equipment.device)
-        if waits and self._equipment.world.is_distributed:
-            self.prepare_model(models[0], move=False, evaluation_mode=True)
-
-    def _refuse_waiting(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse `optimizers` of parameters without numbers, which only a sharded model gets later."""
-        found = any(
-            each.is_meta for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
-        )
-        if found and not self._equipment.strategy.forwards_are_collective:
-            from nbaccel.train.device_maps.map_of_rank import refuse_waiting
-
-            refuse_waiting(optimizers, self._equipment.prepared.models)
 
     def prepare_model(self, model: Module, move: bool, evaluation_mode: bool) -> Module:
         """Return `model` prepared; see `Accelerator.prepare_model`. Collective where there are peers."""
@@ -105,7 +74,6 @@ class Preparer:
         """Return `optimizer` prepared; its state follows its parameters."""
         prepared = self._prepare_optimizer(optimizer)
         self._bring_states()
-        self._refuse_waiting([optimizer])
         return prepared
 
     def prepare_scheduler(self, thing: Any, moves: int) -> Any:
