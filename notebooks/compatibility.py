@@ -387,7 +387,7 @@ def check() -> str:
     for group in GROUPS:
         names = sorted({row.name for row in group.rows() if row.is_ours})
         lines.append(f'    "{group.ours}": """')
-        lines += [f"        {' '.join(names[start : start + 5])}" for start in range(0, len(names), 5)]
+        lines += [f"        {' '.join(names[start : start + 4])}" for start in range(0, len(names), 4)]
         lines.append('    """,')
     return "\n".join([*lines, "}", "", CHECK])
 

@@ -2,12 +2,13 @@
 
 Between forwards the tensors of a block are on the meta device, so that a use of them outside of the block's forward is
 an error. The block that follows is fetched while one computes: as the last forward had it, and in the first one as the
-model has them. On the CPU that means that the system reads its pages ahead; on CUDA it is copied on a side stream, as
+model has them. On the CPU that means that the system reads its file ahead; on CUDA it is copied on a side stream, as
 soon as the block before it is queued, and at most two blocks are on the device. No thread is needed for either.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from nbaccel.train.device_maps.weight_slots import RecordedWeights, Slot, placed
+from nbaccel.train.device_maps.stored_tensors import KeptTensor
+from nbaccel.train.device_maps.weight_slots import RecordedWeights, Slot
 
 __all__ = ["OffloadedBlock", "Offloading"]
+
+_ALIGNMENT_BYTES = 64
+"""Where tensors of torch begin on the CPU."""
 
 _MOST_STAGED_BYTES = 1 << 30
 """Limit for one tensor in pinned memory, which cannot be swapped out; a larger one is copied from where it is."""
@@ -85,7 +90,11 @@ class Offloading:
     def _forget(self) -> None:
         self._last: OffloadedBlock | None = None
         self._ahead: tuple[OffloadedBlock, Any] | None = None
-        self._copier = _CudaCopies(self.device) if self.device.type == "cuda" else _PlainCopies(self.device)
+        self._copier: _CudaCopies | _HostReads | _PlainCopies
+        if self.device.type == "cuda":
+            self._copier = _CudaCopies(self.device)
+        else:
+            self._copier = _HostReads() if self.device.type == "cpu" else _PlainCopies(self.device)
 
     def add(self, block: OffloadedBlock) -> None:
         if self.blocks:
@@ -128,22 +137,70 @@ class Offloading:
 
 
 class _PlainCopies:
-    """Reads tensors where they are needed. On the CPU the next block's files are mapped, and read ahead."""
+    """Reads tensors where they are needed, none ahead."""
+
+    fetches_ahead = fetches_before = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.fetches_ahead = self.fetches_before = device.type == "cpu"
 
-    def start(self, block: OffloadedBlock) -> list[Tensor]:
+    def start(self, block: OffloadedBlock) -> None:
+        """Nothing is fetched ahead."""
+
+    def finish(self, block: OffloadedBlock, started: None) -> Sequence[Tensor]:
         opened: dict[str, Any] = {}
-        return [slot.stored.read(opened) for slot in block.slots]
-
-    def finish(self, block: OffloadedBlock, started: list[Tensor]) -> Sequence[Tensor]:
-        started.reverse()  # so that the pages of each are given back as soon as it is copied
-        return [placed(started.pop(), slot.placeholder.dtype, self._device) for slot in block.slots]
+        return [slot.on(self._device, opened) for slot in block.slots]
 
     def computed(self) -> None:
         """Note that a block is queued: nothing to do."""
+
+
+class _HostReads:
+    """Reads blocks into the host's memory, where they compute; the system reads the next one ahead.
+
+    The memory of the last block is used again, unless somebody has a tensor of it still, such as an output that is a
+    part of a weight: new memory would cost a fault for each of its pages.
+    """
+
+    fetches_ahead = fetches_before = True
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self._uses = 0
+
+    def start(self, block: OffloadedBlock) -> None:
+        for slot in block.slots:
+            slot.stored.advise()
+
+    def finish(self, block: OffloadedBlock, started: None) -> Sequence[Tensor]:
+        sizes = [slot.placeholder.nbytes for slot in block.slots]
+        ends = list(itertools.accumulate(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes))
+        memory = self._of(ends[-1] if ends else 0)
+        tensors: list[Tensor] = []
+        opened: dict[str, Any] = {}
+        for slot, begin, size in zip(block.slots, [0, *ends], sizes, strict=False):
+            tensor = memory[begin : begin + size].view(slot.placeholder.dtype).view(slot.placeholder.shape)
+            slot.stored.fill(tensor, opened)
+            tensors.append(tensor)
+        return tensors
+
+    def computed(self) -> None:
+        """Note that a block is done: nothing to do."""
+
+    def _of(self, nbytes: int) -> Tensor:
+        """Return memory of at least `nbytes` that nobody uses, and of at most twice as many."""
+        memory = self._memory
+        if memory is None or _uses(memory) != self._uses or not nbytes <= memory.numel() <= 2 * nbytes:
+            del memory
+            self._memory = None  # the old memory first
+            self._memory = memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            self._uses = _uses(memory)
+        return memory
+
+
+def _uses(tensor: Tensor) -> int:
+    """Return how many references to its memory there are: one more for each other tensor that shares it."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 class _CudaCopies:
@@ -168,7 +225,7 @@ class _CudaCopies:
             self._queued.pop(0).synchronize()
         opened: dict[str, Any] = {}
         with torch.cuda.stream(self._beside):
-            tensors = [self._pinned(slot.read(opened)).to(self._device, non_blocking=True) for slot in block.slots]
+            tensors = [self._pinned(slot, opened).to(self._device, non_blocking=True) for slot in block.slots]
             return tensors, self._beside.record_event()
 
     def finish(self, block: OffloadedBlock, started: tuple[Sequence[Tensor], torch.cuda.Event]) -> Sequence[Tensor]:
@@ -182,10 +239,15 @@ class _CudaCopies:
     def computed(self) -> None:
         self._queued.append(torch.cuda.current_stream(self._device).record_event())
 
-    def _pinned(self, tensor: Tensor) -> Tensor:
-        if self._can_pin and tensor.device.type == "cpu" and tensor.nbytes <= _MOST_STAGED_BYTES:
+    def _pinned(self, slot: Slot, opened: dict[str, Any]) -> Tensor:
+        """Return a tensor in pinned memory, which torch keeps for the next ones; or where it is, if that cannot be."""
+        empty = slot.placeholder
+        if self._can_pin and not isinstance(slot.stored, KeptTensor) and empty.nbytes <= _MOST_STAGED_BYTES:
             try:
-                return tensor if tensor.is_pinned() else tensor.pin_memory()
+                staged = torch.empty(empty.shape, dtype=empty.dtype, device="cpu", pin_memory=True)
             except RuntimeError:  # the system has no more memory to pin, or does not let this process
                 self._can_pin = False
-        return tensor
+            else:
+                slot.stored.fill(staged, opened)
+                return staged
+        return slot.read(opened)

@@ -7,6 +7,7 @@ Fetched weights themselves cannot be trained, which a backward that comes to one
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,21 +19,7 @@ from torch.nn import Module, Parameter
 
 from nbaccel.train.device_maps.stored_tensors import Stored
 
-__all__ = ["RecordedWeights", "Slot", "placed"]
-
-_ALIGNMENT_BYTES = 64
-"""Where torch's memory on the CPU begins."""
-
-
-def placed(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor that was read, on the device that computes.
-
-    On the CPU a view of a file is copied, unless it begins where torch's own memory would: products of matrices that
-    begin elsewhere are rounded otherwise, and the outputs would differ from the plain model's in their last bit.
-    """
-    found = tensor.to(device, dtype)
-    is_plain = found.device.type != "cpu" or found.data_ptr() % _ALIGNMENT_BYTES == 0
-    return found if is_plain else found.clone()
+__all__ = ["RecordedWeights", "Slot"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,8 +48,20 @@ class Slot:
         return parameter
 
     def read(self, opened: dict[str, Any]) -> Tensor:
-        """Return the tensor as the model has it, in the type of its placeholder."""
+        """Return the tensor as the model has it, in the type of its placeholder; it may be a view of a file."""
         return self.stored.read(opened).to(self.placeholder.dtype)
+
+    def on(self, device: torch.device, opened: dict[str, Any]) -> Tensor:
+        """Return the tensor in memory of torch on `device`.
+
+        Not a view of a file, although it would do: products of matrices that begin elsewhere than torch's memory are
+        rounded otherwise, and the outputs would differ from the plain model's in their last bit.
+        """
+        if device.type != "cpu":
+            return self.read(opened).to(device)
+        made = torch.empty(self.placeholder.shape, dtype=self.placeholder.dtype, device="cpu")
+        self.stored.fill(made, opened)
+        return made
 
 
 class RecordedWeights:
@@ -73,12 +72,11 @@ class RecordedWeights:
 
     def __init__(self, block: str, slots: Sequence[Slot], tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
-        self._by_storage = {
-            tensor.untyped_storage().data_ptr(): (slot, int(tensor.storage_offset()), tensor.device)
-            for slot, tensor in zip(slots, tensors, strict=True)
-            if tensor.numel()
-        }
+        self._by_storage: dict[int, list[tuple[range, Slot, torch.device]]] = defaultdict(list)
         for slot, tensor in zip(slots, tensors, strict=True):
+            begin = int(tensor.storage_offset()) * tensor.itemsize
+            place = range(begin, begin + tensor.nbytes), slot, tensor.device
+            self._by_storage[tensor.untyped_storage().data_ptr()].append(place)
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(_CannotTrain(f"{block}.{slot.name}" if block else slot.name))
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
@@ -92,11 +90,14 @@ class RecordedWeights:
                 tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
     def _pack(self, tensor: Tensor) -> Tensor | _Reference:
-        found = self._by_storage.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
-        if found is None:
+        if tensor.layout is not torch.strided:
             return tensor
-        slot, begin, device = found
-        return _Reference(slot, tensor.size(), tensor.stride(), int(tensor.storage_offset()) - begin, device)
+        begin = int(tensor.storage_offset()) * tensor.itemsize
+        for places, slot, device in self._by_storage.get(tensor.untyped_storage().data_ptr(), ()):
+            if begin in places:
+                offset = (begin - places.start) // tensor.itemsize
+                return _Reference(slot, tensor.size(), tensor.stride(), offset, device)
+        return tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +114,7 @@ class _Reference:
     device: torch.device
 
     def tensor(self) -> Tensor:
-        read = placed(self.slot.stored.read({}), self.slot.placeholder.dtype, self.device)
+        read = self.slot.on(self.device, {})
         return read.detach().as_strided(self.size, self.stride, int(read.storage_offset()) + self.offset)
 
 

@@ -17,6 +17,7 @@ from nbaccel.train.device_maps.model_hooks import (
     CpuOffload,
     ModelHook,
     SequentialHook,
+    UserCpuOffloadHook,
     add_hook_to_module,
     align_module_device,
     cpu_offload_with_hook,
@@ -122,6 +123,7 @@ def test_models_of_a_pipeline_take_turns() -> None:
     second_hook.remove()
     assert not hasattr(second, "_hf_hook")
     assert isinstance(first._hf_hook, CpuOffload)
+    assert isinstance(first_hook, UserCpuOffloadHook)
 
 
 def test_the_hooks_of_a_dispatched_model_are_removed(tmp_path: Path) -> None:
