@@ -26,6 +26,7 @@ REPORTS = (
     "memory",
     "planner",
     "checkpoints",
+    "offloading",
     "history",
     "executable",
     "telemetry",
