@@ -26,6 +26,7 @@ from nbaccel.train.device_maps.device_plan import (
 from nbaccel.train.device_maps.dispatching import as_device, dispatch_model, is_dispatched
 from nbaccel.train.device_maps.module_sizes import dtype_of, every_tensor, owner_of
 from nbaccel.train.device_maps.stored_tensors import Stored, weights_in
+from nbaccel.train.device_maps.weight_slots import waiting
 from nbaccel.train.device_maps.weight_sources import SOURCE, aliases_in
 from nbaccel.train.distributed.callers import warn_user
 
@@ -237,7 +238,9 @@ class _Loading:
                 continue
             if place == DISK and (offload_buffers or name not in buffers):
                 left[name] = stored
-                self._set(name, tensor, lambda old: torch.empty_like(old, dtype=self._type(name, old), device="meta"))  # noqa: B023
+                empty = torch.empty_like(tensor, dtype=self._type(name, tensor), device="meta")
+                kept = waiting(Parameter(empty, tensor.requires_grad) if isinstance(tensor, Parameter) else empty)
+                self._set(name, tensor, kept)
                 continue
             device = tensor.device if not moves and not tensor.is_meta else as_device("cpu" if place == DISK else place)
             with torch.no_grad():
@@ -252,13 +255,16 @@ class _Loading:
             if id(tensor) not in self._made:
                 self._made[id(tensor)] = tensor.copy_(stored.read(opened))
             return
-        self._set(name, tensor, lambda old: stored.read(opened).to(device, dtype, copy=True))
+        if id(tensor) in self._made:
+            self._set(name, tensor, self._made[id(tensor)])
+            return
+        new = stored.read(opened).to(device, dtype, copy=True)
+        self._set(name, tensor, Parameter(new, tensor.requires_grad) if isinstance(tensor, Parameter) else new)
 
-    def _set(self, name: str, tensor: Tensor, make: Any) -> None:
+    def _set(self, name: str, tensor: Tensor, new: Tensor) -> None:
+        """Put `new` in place of `tensor` under one of its names; what was put there first, under the others."""
         key = id(tensor)
-        if key not in self._made:
-            new = make(tensor)
-            self._made[key] = Parameter(new, tensor.requires_grad) if isinstance(tensor, Parameter) else new
+        self._made.setdefault(key, new)
         owner, leaf = owner_of(self._model, name)
         if leaf in owner._parameters:
             owner._parameters[leaf] = self._made[key]  # type: ignore[assignment]

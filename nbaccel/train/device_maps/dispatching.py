@@ -25,7 +25,7 @@ from nbaccel.train.device_maps.forward_hooks import Bridge, InputsTo, StaysThere
 from nbaccel.train.device_maps.module_sizes import every_tensor, owner_of
 from nbaccel.train.device_maps.offloaded_block import OffloadedBlock, Offloading
 from nbaccel.train.device_maps.stored_tensors import Stored
-from nbaccel.train.device_maps.weight_slots import Slot
+from nbaccel.train.device_maps.weight_slots import Slot, WaitingParameter, waiting
 from nbaccel.train.device_maps.weight_sources import SOURCE, WeightSources
 
 __all__ = [
@@ -274,6 +274,11 @@ class _Dispatching:
             module.register_forward_pre_hook(block.before),
             module.register_forward_hook(block.after, always_call=True),
         ]
+        for part, lone in block.parts():
+            self._done.handles += [
+                part.register_forward_pre_hook(lone.before),
+                part.register_forward_hook(lone.after, always_call=True),
+            ]
         by_owner: dict[Module, list[Slot]] = {}
         for slot in slots:
             by_owner.setdefault(slot.owner, []).append(slot)
@@ -286,10 +291,9 @@ class _Dispatching:
     def _slot(self, name: str, inside: str, stored: Stored) -> Slot:
         owner, leaf = owner_of(self._model, name)
         held = self._tensors[name]
-        if not held.is_meta and id(held) not in self._made:
-            empty = torch.empty_like(held, device="meta")
-            self._made[id(held)] = Parameter(empty, held.requires_grad) if isinstance(held, Parameter) else empty
-        return Slot(owner, leaf, inside, self._made.get(id(held), held), stored)
+        if id(held) not in self._made:
+            self._made[id(held)] = waiting(held)
+        return Slot(owner, leaf, inside, self._made[id(held)], stored, held.shape, held.dtype)
 
     def _move_inputs(self, module: Module, device: torch.device) -> None:
         hook = module.register_forward_pre_hook(InputsTo(device, self._skipped), with_kwargs=True)
@@ -306,7 +310,7 @@ class _Dispatching:
     def _refuse_quantised(self, names: Iterable[str]) -> None:
         for name in names:
             kind = type(self._tensors[name])
-            if kind not in (Parameter, Tensor):
+            if kind not in (Parameter, Tensor, WaitingParameter):
                 raise ValueError(
                     f"{name} is a {kind.__name__}, which is quantised or of a kind of its own, and cannot wait on the "
                     "host or on the disk: give all of the model places on devices, or load it without quantisation"
@@ -324,7 +328,7 @@ def _blocks(
     below = [prefix + leaf for leaf, _ in every_tensor(module)]
     children = [(child, part) for child, part in module._modules.items() if part is not None]
     is_uniform = len({places[each] for each in below}) == 1
-    if below and is_uniform and (not children or (name and wholes.keeps(module, parent, 0))):
+    if below and is_uniform and (not children or wholes.keeps(module, parent, 0)):
         yield name, module, True, below
         return
     own = [prefix + leaf for leaf in (*module._parameters, *module._buffers) if prefix + leaf in places]

@@ -113,5 +113,5 @@ def refuse_waiting(optimizers: Iterable[Optimizer], models: Iterable[Module]) ->
 def _sentence(names: Sequence[str], before: str, after: str) -> str:
     return (
         f"{before} {listed(names, 3)} {after}, so they would never be trained: give the optimizer what has a device "
-        "alone, such as adapters (peft), or give the model places on devices alone"
+        "alone, such as adapters (peft), made before the model is dispatched, or give the model places on devices alone"
     )

@@ -9,12 +9,12 @@ soon as the block before it is queued, and at most two blocks are on the device.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, MultiheadAttention
 
 from nbaccel.train.device_maps.stored_tensors import KeptTensor
 from nbaccel.train.device_maps.weight_slots import RecordedWeights, Slot
@@ -61,6 +61,10 @@ class OffloadedBlock:
         if self._depth == 0:
             self._offloading.give_back(self)
 
+    @property
+    def device(self) -> torch.device:
+        return self._offloading.device
+
     def release(self) -> None:
         """Put the placeholders back."""
         recorded, self._recorded = self._recorded, None
@@ -72,8 +76,49 @@ class OffloadedBlock:
         for slot in self.slots:
             slot.put(slot.placeholder)
 
+    @property
+    def is_filled(self) -> bool:
+        """True while the forward of the block runs."""
+        return self._depth > 0
+
+    def parts(self) -> Iterator[tuple[Module, LonePart]]:
+        """Yield each module inside of the block that has tensors of its own, and what fetches them for it alone."""
+        owners = dict.fromkeys(slot.owner for slot in self.slots if slot.owner is not self.module)
+        for owner in owners:
+            inside = set(owner.modules()) if isinstance(owner, MultiheadAttention) else {owner}
+            yield owner, LonePart(self, [slot for slot in self.slots if slot.owner in inside])
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_depth": 0, "_recorded": None}
+
+
+class LonePart:
+    """Fetches the tensors of one module whose forward runs outside of its block's. Its methods are hooks of the module.
+
+    So it is where activations are computed again in the backward, since transformers calls the block's forward without
+    its hooks then, and where a program calls a module inside of a block by itself.
+    """
+
+    def __init__(self, block: OffloadedBlock, slots: Sequence[Slot]) -> None:
+        self._block = block
+        self._slots = slots
+        self._depth = 0
+
+    def before(self, module: Module, args: Any) -> None:
+        if self._block.is_filled:
+            return
+        if self._depth == 0:
+            opened: dict[str, Any] = {}
+            for slot in self._slots:
+                slot.put(slot.on(self._block.device, opened))
+        self._depth += 1
+
+    def after(self, module: Module, args: Any, output: Any) -> None:
+        if self._depth:
+            self._depth -= 1
+            if self._depth == 0:
+                for slot in self._slots:
+                    slot.put(slot.placeholder)
 
 
 class Offloading:
@@ -173,13 +218,13 @@ class _HostReads:
             slot.stored.advise()
 
     def finish(self, block: OffloadedBlock, started: None) -> Sequence[Tensor]:
-        sizes = [slot.placeholder.nbytes for slot in block.slots]
+        sizes = [slot.nbytes for slot in block.slots]
         ends = list(itertools.accumulate(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes))
         memory = self._of(ends[-1] if ends else 0)
         tensors: list[Tensor] = []
         opened: dict[str, Any] = {}
         for slot, begin, size in zip(block.slots, [0, *ends], sizes, strict=False):
-            tensor = memory[begin : begin + size].view(slot.placeholder.dtype).view(slot.placeholder.shape)
+            tensor = memory[begin : begin + size].view(slot.dtype).view(slot.shape)
             slot.stored.fill(tensor, opened)
             tensors.append(tensor)
         return tensors
@@ -241,10 +286,9 @@ class _CudaCopies:
 
     def _pinned(self, slot: Slot, opened: dict[str, Any]) -> Tensor:
         """Return a tensor in pinned memory, which torch keeps for the next ones; or where it is, if that cannot be."""
-        empty = slot.placeholder
-        if self._can_pin and not isinstance(slot.stored, KeptTensor) and empty.nbytes <= _MOST_STAGED_BYTES:
+        if self._can_pin and not isinstance(slot.stored, KeptTensor) and slot.nbytes <= _MOST_STAGED_BYTES:
             try:
-                staged = torch.empty(empty.shape, dtype=empty.dtype, device="cpu", pin_memory=True)
+                staged = torch.empty(slot.shape, dtype=slot.dtype, device="cpu", pin_memory=True)
             except RuntimeError:  # the system has no more memory to pin, or does not let this process
                 self._can_pin = False
             else:

@@ -19,14 +19,56 @@ from torch.nn import Module, Parameter
 
 from nbaccel.train.device_maps.stored_tensors import Stored
 
-__all__ = ["RecordedWeights", "Slot"]
+__all__ = ["RecordedWeights", "Slot", "WaitingParameter", "waiting"]
+
+
+class WaitingParameter(Parameter):
+    """A parameter between forwards: on the meta device, with a shape and a type.
+
+    It can be looked at, but not computed with: some products of torch (2.13, on the CPU) take a tensor on the meta
+    device for one with numbers, and return what happens to be in memory.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = [*args, *(kwargs or {}).values()]
+        tensors = [
+            each
+            for value in values
+            for each in (value if isinstance(value, list | tuple) else [value])
+            if isinstance(each, Tensor)
+        ]
+        if any(not isinstance(each, cls) and not each.is_meta for each in tensors):
+            shape = next(tuple(each.shape) for each in tensors if isinstance(each, cls))
+            raise RuntimeError(
+                f"a weight of the shape {shape} waits on the host or on the disk, and is used by "
+                f"{getattr(func, '__name__', func)} outside of the forward of its module: name the class of the module "
+                "whose forward uses it in preload_module_classes, or give it a place on a device in the map"
+            )
+        # Tensor's, by which views are of this class too: that of Parameter makes plain tensors of them.
+        of_tensors: Any = Tensor.__torch_function__
+        return of_tensors.__func__(cls, func, types, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _waiting, (tuple(self.shape), self.dtype, self.requires_grad)
+
+
+def _waiting(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> WaitingParameter:
+    return WaitingParameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
+
+
+def waiting(tensor: Tensor) -> Tensor:
+    """Return what stands for `tensor` between forwards."""
+    if isinstance(tensor, Parameter):
+        return _waiting(tensor.shape, tensor.dtype, tensor.requires_grad)
+    return torch.empty_like(tensor, device="meta")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
     """The place of one tensor in a model.
 
-    name: from the block on.  placeholder: what is there between forwards, a tensor on the meta device.
+    name: from the block on.  placeholder: what is there between forwards; shape and dtype are its own.
     """
 
     owner: Module
@@ -34,6 +76,12 @@ class Slot:
     name: str
     placeholder: Tensor
     stored: Stored
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
 
     def put(self, tensor: Tensor) -> Tensor:
         """Put a tensor there, and return it; a parameter is made of it if there was one.
@@ -49,7 +97,7 @@ class Slot:
 
     def read(self, opened: dict[str, Any]) -> Tensor:
         """Return the tensor as the model has it, in the type of its placeholder; it may be a view of a file."""
-        return self.stored.read(opened).to(self.placeholder.dtype)
+        return self.stored.read(opened).to(self.dtype)
 
     def on(self, device: torch.device, opened: dict[str, Any]) -> Tensor:
         """Return the tensor in memory of torch on `device`.
@@ -59,7 +107,7 @@ class Slot:
         """
         if device.type != "cpu":
             return self.read(opened).to(device)
-        made = torch.empty(self.placeholder.shape, dtype=self.placeholder.dtype, device="cpu")
+        made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.stored.fill(made, opened)
         return made
 

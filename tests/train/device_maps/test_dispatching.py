@@ -276,10 +276,45 @@ def test_a_module_that_the_model_has_twice_is_one_block(tmp_path: Path) -> None:
     assert offloaded[0] is offloaded[2]
 
 
-def test_a_module_inside_of_a_block_that_is_called_by_itself_fails_with_torchs_words(tmp_path: Path) -> None:
+def test_a_module_inside_of_a_block_is_called_by_itself(tmp_path: Path) -> None:
     model = disk_offload(plain(), tmp_path)
-    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        model.blocks[0].mlp(torch.ones(1, 24)).sum().item()
+    x = torch.ones(1, 5, 24)
+    with torch.no_grad():
+        assert torch.equal(model.blocks[0].mlp(x), plain().blocks[0].mlp(x))
+        attention, same = model.blocks[1].attention, plain().blocks[1].attention
+        assert torch.equal(attention(x, x, x)[0], same(x, x, x)[0])
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_weight_that_is_used_outside_of_its_module_is_an_error(tmp_path: Path) -> None:
+    """torch would compute a product with it, from what happens to be in memory."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 4)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.embed(ids) @ self.embed.weight.T
+
+    says = (
+        r"a weight of the shape \(4, 8\) waits on the host or on the disk, and is used by matmul outside of the forward"
+    )
+    for model in (disk_offload(Tied(), tmp_path), copy.deepcopy(disk_offload(Tied(), tmp_path / "again"))):
+        with pytest.raises(RuntimeError, match=says):
+            model(torch.arange(3))
+    weight = pickle.loads(pickle.dumps(disk_offload(nn.Linear(4, 4), tmp_path))).weight
+    for use in (
+        lambda: torch.ones(4) * weight,
+        lambda: torch.cat([torch.ones(1, 4), weight]),
+        lambda: weight.copy_(weight + torch.ones(4)),
+    ):
+        with pytest.raises(RuntimeError, match="waits on the host or on the disk, and is used by"):
+            use()
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.shape, weight.dtype, weight.is_meta) == ((4, 4), torch.float32, True)
+    mended = disk_offload(Tied(), tmp_path / "mended", preload_module_classes=["Tied"])
+    assert mended(torch.arange(3)).shape == (3, 8)
 
 
 def test_classes_whose_weights_come_together_are_named(tmp_path: Path) -> None:
@@ -383,6 +418,29 @@ def test_activations_may_be_recomputed_in_the_backward(tmp_path: Path) -> None:
         leaf = torch.ones(2, 4, requires_grad=True)
         each(leaf).square().sum().backward()
         grads.append(leaf.grad)
+    assert torch.equal(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before the map", "after the map"])
+def test_activations_are_recomputed_by_an_accelerator(tmp_path: Path, is_before: bool) -> None:
+    from nbaccel import Accelerator
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)))
+    model.requires_grad_(False)
+    accelerator = Accelerator(cpu=True)
+    grads = []
+    for kind in ("plain", "offloaded"):
+        each = copy.deepcopy(model)
+        if is_before:
+            accelerator.gradient_checkpointing(each, blocks=list(each))
+        if kind == "offloaded":
+            disk_offload(each, tmp_path)
+        if not is_before:
+            accelerator.gradient_checkpointing(each, blocks=list(each))
+        leaf = torch.ones(2, 4, requires_grad=True)
+        each(leaf).square().sum().backward()
+        grads.append(leaf.grad)
+        assert kind == "plain" or all(parameter.is_meta for parameter in each.parameters())
     assert torch.equal(grads[0], grads[1])
 
 
