@@ -112,6 +112,14 @@ def test_waits_are_counted_step_by_step(rehearse: Callable[[str, str], Any]) -> 
     assert waits["prepared, fp16"] == waits["prepared, no"] + 1
 
 
+def test_models_larger_than_a_card_compute_what_plain_ones_do(rehearse: Callable[[str, str], Any]) -> None:
+    for case in ("host", "disk"):
+        found = rehearse("device_maps", case)
+        assert set(found["off"]) == {0.0}
+    assert rehearse("device_maps", "memory")["blocks"] == 0
+    assert rehearse("device_maps", "cards") == {"cards": 0, "off": []}
+
+
 @pytest.mark.slow
 def test_shortages_leave_nothing_and_read_as_shortages(rehearse: Callable[[str, str], Any]) -> None:
     cycles = rehearse("memory", "cycles")
