@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import pickle
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel import CheckpointCorrupt, NoSuchDevice
+from nbaccel import CannotSave, CheckpointCorrupt, NoSuchDevice
 from nbaccel.train.device_maps.checkpoint_loading import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
@@ -613,12 +614,31 @@ def test_a_file_that_changes_under_a_model_is_an_error_and_not_the_end_of_the_pr
     model = load_checkpoint_and_dispatch(empty(), folder, {"": "disk"})
     outputs(model)
     file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(CheckpointCorrupt, match=r"has changed since the model was loaded from it"):
-        outputs(model)
+    contents = file.read_bytes()
+    for changed in (contents[:-4] + b"\x00\x00\x80\x3f", contents[:100]):
+        file.write_bytes(changed)
+        os.utime(file, ns=(0, 0))  # however coarse the clock of this file system is
+        with pytest.raises(CheckpointCorrupt, match=r"has changed since the model was loaded from it"):
+            outputs(model)
+        with pytest.raises(CheckpointCorrupt, match=r"has changed since the model was loaded from it"):
+            model.state_dict()
     file.unlink()
     with pytest.raises(CheckpointCorrupt, match="cannot be opened: No such file"):
         outputs(model)
+
+
+def test_a_full_disk_is_an_error_before_the_model_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nbaccel.train.device_maps import weight_sources
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model = plain()
+    monkeypatch.setattr(weight_sources, "save_file", full)
+    with pytest.raises(CannotSave, match="offloaded"):
+        disk_offload(model, tmp_path / "offloaded")
+    assert torch.equal(outputs(model), outputs(plain()))
+    assert not is_dispatched(model)
 
 
 def test_quantised_weights_cannot_wait(tmp_path: Path) -> None:

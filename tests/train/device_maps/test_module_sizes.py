@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -125,3 +127,10 @@ def test_modules_show_accelerates_names() -> None:
     assert nbaccel.load_checkpoint_in_model is load_checkpoint_in_model
     assert nbaccel.utils.modeling.check_device_map is check_device_map
     assert nbaccel.utils.modeling.get_balanced_memory is get_balanced_memory
+
+
+def test_a_program_that_needs_none_of_it_imports_none_of_it() -> None:
+    code = "import sys, nbaccel, nbaccel.utils; nbaccel.Accelerator; "
+    code += "print([name for name in sys.modules if 'device_maps' in name])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout.strip() == "[]", run.stderr

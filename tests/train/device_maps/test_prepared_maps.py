@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,22 @@ def test_the_inference_of_the_tutorials(tmp_path: Path) -> None:
     with state.split_between_processes(["prompt"] * 3) as inputs:
         found = [outputs(model) for _ in inputs]
     assert all(torch.equal(each, outputs(plain())) for each in found)
+
+
+def test_the_inference_of_the_tutorials_in_two_ranks() -> None:
+    def infer() -> tuple[int, bool]:
+        state, accelerator = PartialState(), Accelerator()
+        model = plain().to(state.device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the map's device, which a machine without a GPU does not have
+            device_map = infer_auto_device_map(model, max_memory={0: "16GiB", 1: "16GiB"})
+            model = accelerator.prepare(model, device_map=device_map)
+        with state.split_between_processes(["prompt"] * 4) as inputs:
+            found = torch.stack([outputs(model) for _ in inputs])
+        gathered = accelerator.gather(found)
+        return len(gathered), all(torch.allclose(each, outputs(plain())) for each in gathered)
+
+    assert run_ranks(2, infer) == [(4, True)] * 2
 
 
 def test_a_model_is_prepared_on_the_disk(tmp_path: Path) -> None:
