@@ -13,16 +13,18 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from nbaccel.quantities import listed
+from nbaccel.quantities import listed, plural
 from nbaccel.train.device_maps.checkpoint_loading import automatic_map
 from nbaccel.train.device_maps.device_plan import DISK, HOST, Device, DeviceMap, device_key, get_max_memory
 from nbaccel.train.device_maps.dispatching import (
     dispatch_model,
+    is_dispatched,
     main_device_of,
     offloaded_names,
     places_of_tensors,
     trained_beside_frozen,
 )
+from nbaccel.train.device_maps.weight_slots import WaitingParameter
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.world import World
 
@@ -92,21 +94,18 @@ def _refuse_trained(
 
 
 def refuse_waiting(optimizers: Iterable[Optimizer], models: Iterable[Module]) -> None:
-    """Refuse optimizers of parameters that are on the meta device, which nothing would train.
+    """Refuse optimizers of parameters of dispatched models that are on the meta device, which nothing would train.
 
     Raises:
         ValueError: names the parameters.
     """
-    empty = {
-        id(parameter)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.is_meta
-    }
-    if empty:
-        named = [name for model in models for name, each in model.named_parameters() if id(each) in empty]
-        names = named or [f"{len(empty)} parameters"]
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    empty = {id(each): each for parameters in groups for each in parameters if each.is_meta}
+    dispatched = [model for model in models if is_dispatched(model)]
+    names = [name for model in dispatched for name, each in model.named_parameters() if id(each) in empty]
+    unnamed = sum(isinstance(each, WaitingParameter) for each in empty.values())
+    if names or unnamed:
+        names = names or [plural(unnamed, "parameter")]
         raise ValueError(_sentence(names, "the optimizer has", "which wait on the host or on the disk"))
 
 
