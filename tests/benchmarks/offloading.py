@@ -63,19 +63,32 @@ MAP = {"": "cpu", "blocks": "disk"}
 
 
 def dispatch(package: str, folder: Path, blocks: int, width: int) -> Callable[[], nn.Module]:
-    """Return what loads the model with the blocks on the disk; what it needs is imported, and an empty model made."""
+    """Return what loads the model with the blocks on the disk; what it needs is imported, and an empty model made.
+
+    package: "torch" for the plain model, in memory.
+    """
     library = __import__(package)
+    if package == "torch":
+        return lambda: _plain(folder, blocks, width)
     with library.init_empty_weights():
         model = Model(blocks, width)
     places = {"embed": "cpu", "head": "cpu", "blocks": "disk"}
 
     def load() -> nn.Module:
         loaded: nn.Module = library.load_checkpoint_and_dispatch(
-            model, str(folder / "model.safetensors"), device_map=places, offload_folder=folder / "offloaded"
+            model, str(folder / "model.safetensors"), device_map=places, offload_folder=folder / f"offloaded-{package}"
         )
         return loaded.eval()
 
     return load
+
+
+def _plain(folder: Path, blocks: int, width: int) -> nn.Module:
+    from safetensors.torch import load_file
+
+    model = Model(blocks, width).eval()
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model
 
 
 def ids() -> Tensor:
@@ -89,13 +102,17 @@ def write(folder: Path, blocks: int = BLOCKS, width: int = WIDTH) -> int:
     torch.manual_seed(0)
     model = Model(blocks, width).eval()
     save_file(model.state_dict(), folder / "model.safetensors")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in `measured`: products are rounded otherwise with more
     with torch.no_grad():
         torch.save(model(ids()), folder / "logits.pt")
+    torch.set_num_threads(threads)
     return sum(parameter.nbytes for parameter in model.blocks[0].parameters())
 
 
 def measured(package: str, folder: Path, blocks: int, width: int) -> dict[str, Any]:
-    """In a process of its own: what loading and forwards took."""
+    """In a process of its own: what loading and forwards took, with one thread, since two would wait for each other."""
+    torch.set_num_threads(1)
     load = dispatch(package, folder, blocks, width)
     with torch.no_grad():
         Model(1, width)(ids())  # threads and work spaces
@@ -111,7 +128,7 @@ def measured(package: str, folder: Path, blocks: int, width: int) -> dict[str, A
         with torch.no_grad():
             logits = model(ids())
         seconds.append(time.perf_counter() - begun)
-    written = sum(path.stat().st_size for path in (folder / "offloaded").rglob("*") if path.is_file())
+    written = sum(path.stat().st_size for path in (folder / f"offloaded-{package}").rglob("*") if path.is_file())
     return {
         "bytes": _memory("VmHWM") - before,
         "load_s": loaded,
@@ -138,7 +155,9 @@ def in_a_process(package: str, folder: Path, blocks: int = BLOCKS, width: int = 
 
 
 def findings(rounds: int) -> Iterator[Finding]:
-    packages = installed({"nbaccel": "nbaccel", "Accelerate": "accelerate"}, {"Accelerate": "accelerate"})
+    packages = installed(
+        {"nbaccel": "nbaccel", "Accelerate": "accelerate", "the model in memory": "torch"}, {"Accelerate": "accelerate"}
+    )
     for turn in range(rounds):
         with tempfile.TemporaryDirectory(prefix="nbaccel-bench-") as folder:
             block = write(Path(folder))
