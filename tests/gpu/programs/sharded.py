@@ -1,4 +1,4 @@
-"""``sharded.py cuda|cpu conform|repeated|ahead|short|memory``: models that are sharded over two ranks (FSDP).
+"""``sharded.py cuda|cpu conform|repeated|ahead|short|alone|memory``: models that are sharded over two ranks (FSDP).
 
 By NCCL, on two cards or on one that it takes for two machines' (`one_card`). ``cpu`` runs the same by gloo, where the
 host does not run ahead of the device: that proves these programs, and not what they are for.
@@ -17,7 +17,7 @@ from one_card import enter, let_ranks_share
 from torch import Tensor, nn
 
 from gpu.facts import fact, tell_cases
-from nbaccel import Accelerator, find_executable_batch_size
+from nbaccel import Accelerator, find_executable_batch_size, launch
 from nbaccel.events import Event, OutOfMemory, outlet
 from nbaccel.hardware import Survey
 from nbaccel.testing import Faults, conformance, run_ranks
@@ -321,6 +321,57 @@ def memory(device: str) -> dict[str, Any]:
     return told
 
 
+# A rank that asks alone -----------------------------------------------------------------------------------------------
+
+
+def _asked_alone(device: str, what: str) -> None:
+    """Rank 0 alone does what needs the rows of both; its peer goes on training."""
+    accelerator = _accelerator(device, strategy="fsdp")
+    bare = _net(device)
+    model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.01))
+    for step in range(4):
+        if step == 2 and accelerator.is_main_process:
+            if what == "state":
+                accelerator.get_state_dict(model)
+            elif what == "item":
+                float(next(model.parameters()).detach().norm())
+            else:
+                model.eval()
+                with torch.no_grad():
+                    float(model(_batch(device, 4, 0, 0).to(accelerator.device)).sum())
+                model.train()
+        loss = model(_batch(device, _BATCH, accelerator.process_index, step).to(accelerator.device)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+    accelerator.end_training()
+
+
+def alone(device: str) -> dict[str, Any]:
+    """How a run ends in which rank 0 alone reads the state, evaluates, or reads a number of a parameter."""
+    told: dict[str, Any] = {}
+    for what in ("state", "evaluation", "item"):
+        began = time.monotonic()
+        try:
+            launch(
+                _asked_alone,
+                2,
+                (device, what),
+                cpu=device == "cpu",
+                start_method="fork",
+                setup="nbaccel.train.setup:setup_rank",
+                timeout_s=40.0,
+                hang_timeout_s={"cuda": 12.0, "cpu": 3.0}[device],
+            )
+            error = ""
+        except Exception as raised:
+            error = "\n".join([f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])])[:3000]
+        told[what] = {"error": error, "took_s": round(time.monotonic() - began, 1)}
+        fact(what, told[what])
+    return told
+
+
 def conform(device: str) -> dict[str, Any]:
     """The programs of `nbaccel.testing.conformance`; one process trains on the host."""
 
@@ -335,7 +386,7 @@ def conform(device: str) -> dict[str, Any]:
     return told
 
 
-CASES = {case.__name__: case for case in (conform, repeated, ahead, short, memory)}
+CASES = {case.__name__: case for case in (conform, repeated, ahead, short, alone, memory)}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Abandon a step of a sharded model that did not end, and move its shards to another process group. Runs in ranks.
 
 A rank that runs out of memory does so between two gathers, and its peers wait in the next one. Once they are woken,
-each rank abandons the step (`abandon`), and the shards go on in a process group that was formed again
-(`move_to_group`). torch 2.13 has the first half, but leaves gradients of gathered parameters behind, which the next
+each rank abandons the step (`abandon`), and the shards go on in process groups that were formed again
+(`move_to_groups`). torch 2.13 has the first half, but leaves gradients of gathered parameters behind, which the next
 step would add; for an older one it is done here.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch.nn import Module
 from torch.torch_version import TorchVersion
 
-__all__ = ["abandon", "move_to_group", "why_not"]
+__all__ = ["abandon", "move_to_groups", "why_not"]
 
 _OLDEST = "2.10"
 """The oldest torch whose private names are those that are used here."""
@@ -24,7 +24,7 @@ _OLDEST = "2.10"
 def why_not(models: Sequence[Module], description: str) -> str:
     """Return the reason why a step of `models` cannot be abandoned; empty if it can.
 
-    description: of the process group in which they have to communicate.
+    description: of the process group in which their steps have to communicate.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -64,22 +64,23 @@ def abandon(model: Any) -> None:
                 gathered.grad = None
 
 
-def move_to_group(model: Module, process_group: Any) -> None:
-    """Let the shards of `model` communicate in `process_group`, which has the same ranks in the same order.
+def move_to_groups(model: Module, steps: Any, reads: Any) -> None:
+    """Let the shards of `model` communicate in other process groups, of the same ranks in the same order.
 
-    The mesh is changed in place, since each parameter, gradient and state of an optimizer refers to it.
+    steps: for forwards and backwards.  reads: for operations of the program on parameters. Their mesh is changed in
+    place, since each parameter, gradient and state of an optimizer refers to it.
     """
     for group in _groups(model):
         for info in {id(info): info for info in _infos(group)}.values():
             mesh = info.mesh
-            mesh._dim_group_names[:] = [process_group.group_name]
+            mesh._dim_group_names[:] = [reads.group_name]
             known = getattr(mesh, "_pg_registry", None)  # of torch 2.13 and later
             if known is not None:
                 known.clear()
-                known[process_group.group_name] = process_group
-            info.shard_process_group = process_group
+                known[reads.group_name] = reads
+            info.shard_process_group = steps
             if getattr(info, "reduce_scatter_process_group", None) is not None:
-                info.reduce_scatter_process_group = process_group
+                info.reduce_scatter_process_group = steps
 
 
 def _reset(root: Any) -> None:
