@@ -60,6 +60,15 @@ def test_a_rank_with_less_memory_makes_all_of_them_go_on_in_smaller_parts(
     assert roomy["size"] == tight["size"] >= 8
 
 
+@pytest.mark.takes(50)
+def test_a_rank_that_asks_alone_ends_with_the_lines_of_both(program: Callable[..., Any], two_ranks: str) -> None:
+    """On the card nothing holds the host in a gather that the peer does not enter, and it would end with half of it."""
+    for what, found in program("sharded.py", "alone").items():
+        assert "in _asked_alone" in found["error"], (what, found)
+        assert "rank 0: " in found["error"], (what, found)
+        assert found["took_s"] < 38, (what, found)
+
+
 @pytest.mark.takes(27)
 def test_an_estimate_is_not_below_what_the_card_counts(program: Callable[..., Any], two_ranks: str) -> None:
     told = program("sharded.py", "memory")

@@ -30,7 +30,7 @@ from nbaccel.train.strategies.single import is_sharded
 
 __all__ = ["ByteCount", "CannotFake", "FakeModel"]
 
-_ATTENTION = "_scaled_dot_product"
+_ATTENTION = "scaled_dot_product"
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _HOOKS = tuple(name for name in vars(Module()) if name.endswith("_hooks"))
 _TOUCHED_BY = ("torch.distributed", "nbaccel.")
@@ -61,7 +61,7 @@ class ByteCount(MemLimit):
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
-        if self._on_gpu and name.startswith(_ATTENTION) and "backward" not in name:
+        if self._on_gpu and _ATTENTION in name and "backward" not in name:
             self._count_again(result[0].untyped_storage())
         return result
 
