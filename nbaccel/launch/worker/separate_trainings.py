@@ -532,8 +532,9 @@ class UpdatesByHand:
 
 
 def _is_sharded(leaf: Any) -> bool:
-    tensors: Any = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(leaf, tensors.DTensor)
+    """Return whether the leaf is a rank's part: a DTensor, or what FSDP1 computes with in place of its parameters."""
+    tensors, fsdp = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
+    return isinstance(leaf, (*((tensors.DTensor,) if tensors else ()), *((fsdp.FlatParameter,) if fsdp else ())))
 
 
 def _is_freed(leaf: Any) -> bool:
