@@ -298,9 +298,9 @@ def keep_ended_groups() -> None:
 
     The destructor of a gloo group joins its threads, for which one of them may be waiting to drop the last collective's
     tensors under Python's lock: who calls it with that lock held never returns. Before torch 2.8 that was every
-    `dist.destroy_process_group()` (https://github.com/pytorch/pytorch/pull/154976). Since then it is what drops the last
-    reference in C++, as a `DistributedDataParallel` does that a function leaves behind: one of three launches on a
-    machine under load. The destructor is not called while a reference to the group exists.
+    `dist.destroy_process_group()`, see https://github.com/pytorch/pytorch/pull/154976. Since then it is what drops the
+    last reference in C++, as a `DistributedDataParallel` does that a function leaves behind: one of three launches on
+    a machine under load. The destructor is not called while a reference to the group exists.
     """
     when_loaded({"torch.distributed.distributed_c10d": _keep})
 
