@@ -120,9 +120,10 @@ def lightnings_fabric() -> None:
         (ddp_of_its_own, "the program wraps its model in DistributedDataParallel", "the bare model to prepare"),
         (accelerates_accelerator, "Accelerate's own Accelerator does not read it", "`from nbaccel import Accelerator`"),
         (transformers_trainer, "transformers' Trainer does not read it", "TrainingArguments(fsdp=True), which needs"),
-        (lightnings_fabric, "Lightning's Fabric does not read it", 'Fabric(strategy="fsdp"), which needs GPUs'),
+        pytest.param(lightnings_fabric, "Lightning's Fabric does not read it", 'Fabric(strategy="fsdp"), which needs',
+                     marks=pytest.mark.full),
     ],
-)
+)  # fmt: skip
 def test_who_trains_whole_models_is_told_once_how_to_shard_them(
     program: Callable[[], None], who: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +178,7 @@ def test_other_strategies_say_nothing() -> None:
     assert told_rank_0(ddp_of_its_own, None) == []
 
 
-@pytest.mark.parametrize("wraps", [True, False])
+@pytest.mark.parametrize("wraps", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_script_is_told_as_well(tmp_path: Path, wraps: bool) -> None:
     (tmp_path / "train.py").write_text(
         "import torch, torch.distributed as dist\n"

@@ -1,4 +1,4 @@
-"""A device that counts its memory, where there is no card: a program that measures its peak asks for one of three kinds.
+"""A device that counts its memory, where there is no card: a program that measures its peak asks for one of three.
 
 The library under test says that there is an NPU; what is counted is nothing.
 """
