@@ -252,16 +252,19 @@ def test_a_compiled_model_trains_the_same() -> None:
     assert _furthest(_alone(Net), run_ranks(2, train, timeout_s=120)[0]) < 1e-5
 
 
-def test_gradients_stay_in_their_rank_under_no_sync_and_are_reduced_by_the_next_backward() -> None:
+@pytest.mark.parametrize("is_of_model", [False, True], ids=["accelerator", "model"])
+def test_gradients_stay_in_their_rank_under_no_sync_and_are_reduced_by_the_next_backward(is_of_model: bool) -> None:
+    """The model's own method is that of DDP and of FSDP1, which programs call."""
+
     def train() -> list[torch.Tensor]:
         accelerator = Accelerator(strategy="fsdp")
         torch.manual_seed(3)
         model = accelerator.prepare(nn.Linear(3, 2))
         x = torch.full((1, 3), 1.0 + accelerator.process_index)
-        with accelerator.no_sync(model):
+        with model.no_sync() if is_of_model else accelerator.no_sync(model):
             accelerator.backward(model(x).sum())
             held = model.weight.grad is None
-            with accelerator.no_sync(model):
+            with model.no_sync() if is_of_model else accelerator.no_sync(model):
                 accelerator.backward(model(x).sum())
             accelerator.backward(model(x).sum())
             held = held and model.weight.grad is None

@@ -116,6 +116,9 @@ class FullySharded(Strategy):
         evaluates = evaluation_hook(model, self._collectives, list(running_statistics([model])))
         model.register_forward_pre_hook(evaluates, prepend=True)
         assert isinstance(model, FSDPModule)
+        kind: Any = type(model)  # torch's, for sharded models of this class
+        if "no_sync" in vars(kind) or not hasattr(model, "no_sync"):
+            kind.no_sync = lambda module: self.no_sync(module)  # as models of DDP and of FSDP1 have it
         now = dict(model.named_parameters(remove_duplicate=False))
         self._replaced.add(model, {old: now[name] for name, old in replaced.items()})
 
