@@ -36,6 +36,7 @@ UNGUARDED = {
     "_is_in_bad_fork": "torch.cuda._is_in_bad_fork()",
     "_lazy_call": "torch.cuda._lazy_call",
     "_engine_run_backward": "torch.autograd._engine_run_backward",
+    "_functional_call": "torch.nn.utils.stateless._functional_call",
     "_disable_current_modes": "python_dispatch._disable_current_modes",
     "_get_current_dispatch_mode_stack": "python_dispatch._get_current_dispatch_mode_stack()",
     "_python_dispatch": "torch.utils._python_dispatch.TorchDispatchMode",

@@ -55,6 +55,13 @@ def test_a_number_that_a_rank_cannot_see_ends_in_the_line_to_change() -> None:
         ("RuntimeError: .numpy() is not supported for tensor subclasses.", ".full_tensor()"),
         ("TypeError: unsupported format string passed to DTensor.__format__", ".full_tensor()"),
         ("RuntimeError: Cannot flatten unevenly sharded tensor: dimension 0 (size 5)", ".full_tensor()"),
+        ("RuntimeError: aten.pow_.Scalar: in-place operations that require placement changes are not", "Adafactor"),
+        (
+            "NotImplementedError: Operator aten.t_.default does not have a sharding strategy registered.",
+            "before prepare",
+        ),
+        ("RuntimeError: as_strided not supported with DTensor", "before prepare"),
+        ("AttributeError: 'Parameter' object has no attribute '_local_tensor'", "without assign=True"),
         ("AssertionError: FSDP does not support deepcopy. Please use state dict for serialization.", "--out model"),
         ("PicklingError: Can't pickle <class 'torch.distributed.fsdp._fully_shard._fsdp_init.FSDPNet'>", "--out model"),
         ("RuntimeError: _apply(): Couldn't swap FSDPLinear.weight", "cast it before"),
