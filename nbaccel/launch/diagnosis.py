@@ -245,6 +245,11 @@ _SHARDED_MODEL = (
     "accelerator.get_state_dict(model), called on every rank, fills a second model, "
     "accelerator.save_model(model, folder) writes it, and --out model brings it into the notebook."
 )
+_HALF_OF_A_STATE = (
+    "The optimizer has a part of the state of a parameter only: a step of it has run out of memory while it made that "
+    "state, in the notebook's own process if not in an earlier run. The rest cannot be made up: run the cell again "
+    "that makes the optimizer, or give it a state from a checkpoint."
+)
 _FREED_WEIGHTS = (
     "A backward needs weights that FSDP had freed after the forward, as a second derivative does (create_graph=True, a "
     "gradient penalty), which FSDP2 does not support: use --strategy ddp."
@@ -276,6 +281,8 @@ _TABLE = (
     (re.compile(r"\bDTensor\b|not supported for tensor subclasses"), _SHARDED),
     (re.compile(r"has no attribute '_local_tensor'"), _REPLACED_PARAMETER),
     (re.compile(r"FSDP does not support deepcopy|pickle.*\bFSDP\w+|Couldn't swap \w+"), _SHARDED_MODEL),
+    (re.compile(r"^KeyError: '(exp_avg|exp_avg_sq|exp_inf|square_avg|grad_avg|acc_delta|momentum_buffer)'$", re.M),
+     _HALF_OF_A_STATE),
     (re.compile(r"setStorage: .* out of bounds for storage of size 0"), _FREED_WEIGHTS),
     (re.compile(r"fsdp::chunk_cat.*Sparse"), _SPARSE_GRADIENTS),
 )  # fmt: skip

@@ -30,7 +30,7 @@ HOOK_IS_LOST = (
 _DRAWN_IN = ["bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"]
 _DRAWN_LIKE = ["rand_like", "randint_like", "randn_like"]
 _DRAWN_FROM = ["bernoulli", "normal", "poisson"]
-"""Operators that draw random numbers: into a tensor, in the form of one, and with probabilities or means of one."""
+"""Operators of random numbers: drawn into a tensor, in the form of one, and with probabilities or means of one."""
 
 _TAKE_PARTS = ["__getitem__", "chunk", "narrow", "select", "split"]
 """Methods that return parts of a tensor, which share its memory in one process."""
