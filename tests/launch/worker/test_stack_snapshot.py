@@ -12,6 +12,8 @@ import torch
 from nbaccel.events import CollectiveEntered, Event
 from nbaccel.launch.ipc.reports import CollectiveCall, FrameSnapshot, StackSnapshot, ValueSummary
 from nbaccel.launch.worker.stack_snapshot import CallLog, described, left_behind, scenes
+from nbaccel.testing import run_ranks
+from nbaccel.train.distributed.partial_state import PartialState
 
 
 def trace_of(function: Any) -> TracebackType | None:
@@ -148,3 +150,30 @@ def test_the_last_twenty_collectives_are_kept_with_the_line_of_the_user() -> Non
     assert [call.operation for call in log.last()] == [f"gather {number}" for number in range(5, 25)]
     assert {call.file for call in log.last()} == {__file__}
     assert len(heard) == 25
+
+
+def _described_alone() -> list[ValueSummary]:
+    """What rank 0 says of sharded values, when rank 1 has come to nothing of the kind."""
+    from torch.distributed.fsdp import fully_shard
+
+    state = PartialState()
+    state.wait_for_everyone()  # forms the process group
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")  # of rank 0
+    fully_shard(model)
+    values = {"weight": model[0].weight, "norm": model[0].bias.norm(), "bias": model[1].bias, "model": model}
+    state.wait_for_everyone()
+    if not state.is_main_process:
+        return []
+    return [described(name, value) for name, value in values.items()]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP of torch 2.6 runs on devices with streams only"
+)
+def test_of_a_sharded_tensor_a_rank_reads_its_own_rows_and_waits_for_no_other_rank() -> None:
+    weight, norm, bias, model = run_ranks(2, _described_alone)[0]
+    assert (weight.form, weight.flaw) == ("float32 (3, 2) on cpu, 24 B", "NaN")
+    assert (norm.text, norm.flaw, bias.text, bias.flaw) == ("", "", "", "")
+    assert (model.form.partition(",")[0], model.flaw) == ("FSDPSequential of 13 parameters", "NaN in 0.weight")
