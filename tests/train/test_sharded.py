@@ -579,6 +579,41 @@ def test_what_is_done_to_parameters_by_hand_is_done_to_whole_ones(habit: str) ->
     assert max(float((one - other).abs().max()) for one, other in zip(wanted, got, strict=True)) < 1e-5
 
 
+def _in_odd_order(strategy: str, order: str, **fields: Any) -> dict[str, torch.Tensor]:
+    """Train where torch leaves the parameters of no block gathered: in front of a backward, or after an evaluation."""
+    accelerator = Accelerator(strategy=strategy, fsdp_plugin=plugin(**fields) if strategy == "fsdp" else None)
+    torch.manual_seed(3)
+    net = Net()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.3))
+    words = torch.randint(0, 11, (4, 4), generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        loss = F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+        if order == "zero_grad":
+            model.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        if order == "evaluation":
+            with torch.no_grad():
+                model(words)
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.1, 0.1)
+            optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.2))
+            optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize(
+    ("order", "fields"),
+    [("zero_grad", {}), ("zero_grad", {"reshard_after_forward": False}), ("evaluation", {})],
+    ids=["zero_grad", "zero_grad, kept", "evaluation"],
+)
+def test_parameters_that_are_gathered_meanwhile_are_no_others(order: str, fields: dict[str, Any]) -> None:
+    def train(strategy: str) -> dict[str, torch.Tensor]:
+        return _in_odd_order(strategy, order, **fields)
+
+    assert _furthest(run_ranks(1, train, "auto")[0], run_ranks(2, train, "fsdp")[0]) < 1e-5
+
+
 def test_a_sharded_model_may_be_told_its_device_again() -> None:
     def train() -> dict[str, torch.Tensor]:
         accelerator = Accelerator(strategy="fsdp")

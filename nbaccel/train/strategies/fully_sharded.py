@@ -28,7 +28,7 @@ from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.step.recompute import recompute_activations
 from nbaccel.train.strategies.fsdp.groups import BY_CLASS, GroupPolicy, choose_groups, ignored
-from nbaccel.train.strategies.fsdp.joint_calls import HOOK_IS_LOST, evaluation_hook, treat_as_whole
+from nbaccel.train.strategies.fsdp.joint_calls import HOOK_IS_LOST, evaluation_hook, show_shards, treat_as_whole
 from nbaccel.train.strategies.fsdp.recovery import abandon, move_to_group, why_not
 from nbaccel.train.strategies.fsdp.replacements import Replacements, make_whole
 from nbaccel.train.strategies.replicated import living_modules
@@ -113,6 +113,7 @@ class FullySharded(Strategy):
                     parameter.data = parameter.data.new_empty(0)  # an optimizer may hold it: not the whole model too
         evaluates = evaluation_hook(model, self._collectives, list(running_statistics([model])))
         model.register_forward_pre_hook(evaluates, prepend=True)
+        show_shards(model, frees=getattr(self.plugin, "reshard_after_forward", True) is not False)
         assert isinstance(model, FSDPModule)
         now = dict(model.named_parameters(remove_duplicate=False))
         self._replaced.add(model, {old: now[name] for name, old in replaced.items()})

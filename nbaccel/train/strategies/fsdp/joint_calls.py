@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from nbaccel.train.distributed.collectives import Collectives
 
-__all__ = ["HOOK_IS_LOST", "evaluation_hook", "treat_as_whole"]
+__all__ = ["HOOK_IS_LOST", "evaluation_hook", "show_shards", "treat_as_whole"]
 
 HOOK_IS_LOST = (
     "register_hook: the gradient of a sharded parameter is summed over the ranks outside of autograd, which would "
@@ -301,6 +301,39 @@ def _refuse_functional_call(module: Module, values: dict[str, Tensor], *args: An
                 "for the call, or use strategy='ddp'"
             )
     return _functional_call(module, values, *args, **kwargs)
+
+
+def show_shards(model: Module, frees: bool) -> None:
+    """Let programs meet the shards of `model` where torch leaves gathered weights in their place, until a backward.
+
+    Those are the parameters that no block of the model has, and all where gathered ones are kept after a forward.
+    Between a forward and its backward, ``model.zero_grad()`` forgets the gradients of the shards too. After an
+    evaluation, which no backward follows, the parameters of no block are freed: what a program writes into them by hand
+    would be lost, and an optimizer that is made then would train them.
+    frees: False keeps what is gathered after an evaluation too, for further ones.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    FSDPModule.zero_grad = _zero_grad  # type: ignore[attr-defined]
+    if frees:
+        model.register_forward_hook(_free_after_evaluation)
+
+
+def _free_after_evaluation(model: Any, inputs: Any, output: Any) -> None:
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        model.reshard()
+
+
+def _zero_grad(model: Any, set_to_none: bool = True) -> None:
+    """Forget the gradients of `model`, those of shards too in whose place gathered weights are now."""
+    from torch.distributed.fsdp import FSDPModule
+
+    super(FSDPModule, model).zero_grad(set_to_none)
+    for part in model.modules():
+        group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
+        for shard in () if group is None else [each.sharded_param for each in group.fsdp_params]:
+            if shard.grad is not None:
+                shard.grad = None if set_to_none else shard.grad.detach().zero_()
 
 
 def evaluation_hook(
