@@ -56,7 +56,7 @@ class Setting:
 
         from nbaccel.train.accelerator import Accelerator
 
-        made = Accelerator(cpu=True, **{**self.options, **options})
+        made = Accelerator(**{"cpu": True, **self.options, **options})
         torch.manual_seed(7 + made.process_index)  # rank 0's weights are those of one process
         return made
 

@@ -27,7 +27,7 @@ LONGER = ("brought back", "resumed")
 def _differences(way: str, programs: Iterable[str]) -> list[str]:
     strategy, ranks, options = WAYS[way]
     is_older = (
-        TorchVersion(torch.__version__.partition("+")[0]) < "2.13"
+        TorchVersion(torch.__version__.partition("+")[0]) < "2.10"
     )  # and cannot abandon a step of a sharded model
     chosen = [name for name in programs if name != "out of memory" or strategy != "fsdp" or not is_older]
     differences = conformance.check(strategy, chosen, ranks=ranks, options=options)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from nbaccel import Accelerator
 from nbaccel.events import CollectiveEntered, Event
 from nbaccel.launch.ipc.reports import CollectiveCall, FrameSnapshot, StackSnapshot, ValueSummary
 from nbaccel.launch.worker.stack_snapshot import CallLog, described, left_behind, scenes
 from nbaccel.testing import run_ranks
-from nbaccel.train.distributed.partial_state import PartialState
 
 
 def trace_of(function: Any) -> TracebackType | None:
@@ -152,28 +152,22 @@ def test_the_last_twenty_collectives_are_kept_with_the_line_of_the_user() -> Non
     assert len(heard) == 25
 
 
-def _described_alone() -> list[ValueSummary]:
-    """What rank 0 says of sharded values, when rank 1 has come to nothing of the kind."""
-    from torch.distributed.fsdp import fully_shard
+def test_a_sharded_tensor_is_described_by_one_rank_alone() -> None:
+    """By its own rows: the rank has failed, and its peers are elsewhere."""
 
-    state = PartialState()
-    state.wait_for_everyone()  # forms the process group
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
-    with torch.no_grad():
-        model[0].weight[0, 0] = float("nan")  # of rank 0
-    fully_shard(model)
-    values = {"weight": model[0].weight, "norm": model[0].bias.norm(), "bias": model[1].bias, "model": model}
-    state.wait_for_everyone()
-    if not state.is_main_process:
-        return []
-    return [described(name, value) for name, value in values.items()]
+    def describe() -> list[str]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
 
+        accelerator = Accelerator(strategy="fsdp")
+        accelerator.prepare(torch.nn.Linear(2, 2))  # from now on a number of a sharded tensor is that of the whole
+        values = torch.tensor([1.0, 2.0, float("nan"), 4.0])
+        tensor = distribute_tensor(values, init_device_mesh("cpu", (2,)), [Shard(0)])
+        single = distribute_tensor(torch.ones(1), init_device_mesh("cpu", (2,)), [Shard(0)])
+        told = []
+        if accelerator.process_index == 1:
+            told = [described("x", tensor).flaw, described("x", {"a": tensor}).flaw, described("x", single).text]
+        accelerator.wait_for_everyone()
+        return told
 
-@pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP of torch 2.6 runs on devices with streams only"
-)
-def test_of_a_sharded_tensor_a_rank_reads_its_own_rows_and_waits_for_no_other_rank() -> None:
-    weight, norm, bias, model = run_ranks(2, _described_alone)[0]
-    assert (weight.form, weight.flaw) == ("float32 (3, 2) on cpu, 24 B", "NaN")
-    assert (norm.text, norm.flaw, bias.text, bias.flaw) == ("", "", "", "")
-    assert (model.form.partition(",")[0], model.flaw) == ("FSDPSequential of 13 parameters", "NaN in 0.weight")
+    assert run_ranks(2, describe, timeout_s=30) == [[], ["NaN", "NaN in a", ""]]
