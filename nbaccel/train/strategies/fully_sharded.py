@@ -28,7 +28,7 @@ from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.step.recompute import recompute_activations
 from nbaccel.train.strategies.fsdp.groups import BY_CLASS, GroupPolicy, choose_groups, ignored
-from nbaccel.train.strategies.fsdp.joint_calls import HOOK_IS_LOST, evaluation_hook, treat_as_whole
+from nbaccel.train.strategies.fsdp.joint_calls import HOOK_IS_LOST, evaluation_hook, show_shards, treat_as_whole
 from nbaccel.train.strategies.fsdp.recovery import abandon, move_to_groups, why_not
 from nbaccel.train.strategies.fsdp.replacements import Replacements, make_whole
 from nbaccel.train.strategies.replicated import living_modules
@@ -115,6 +115,7 @@ class FullySharded(Strategy):
         move_to_groups(model, *self._groups)
         evaluates = evaluation_hook(model, self._collectives, list(running_statistics([model])))
         model.register_forward_pre_hook(evaluates, prepend=True)
+        show_shards(model, frees=getattr(self.plugin, "reshard_after_forward", True) is not False)
         assert isinstance(model, FSDPModule)
         kind: Any = type(model)  # torch's, for sharded models of this class
         if "no_sync" in vars(kind) or not hasattr(model, "no_sync"):
