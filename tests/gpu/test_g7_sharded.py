@@ -16,7 +16,7 @@ GROUP = "G7"
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl2, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.takes(16)
+@pytest.mark.takes(30)
 def test_the_programs_of_conformance_train_as_in_one_process(program: Callable[..., Any], two_ranks: str) -> None:
     for name, found in program("sharded.py", "conform").items():
         limit = 3e-2 if name in ("fp16", "bf16") else 1e-4
