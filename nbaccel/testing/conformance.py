@@ -225,7 +225,8 @@ def _trained(accelerator: Accelerator, *models: Module) -> dict[str, Any]:
     for number, model in enumerate(models):
         state = accelerator.get_state_dict(model)
         if accelerator.is_main_process:
-            trained |= {f"{number}.{name}": value.detach().clone().double() for name, value in state.items()}
+            # On the host: a process that has received tensors of a device cannot fork ranks for it any more.
+            trained |= {f"{number}.{name}": value.detach().cpu().clone().double() for name, value in state.items()}
     return trained
 
 
