@@ -168,7 +168,7 @@ def sharded_by_itself_as_the_first_version_did() -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [prepared, prepared_by_ddp_of_its_choice, sharded_by_itself, sharded_by_itself_as_the_first_version_did],
+    [sharded_by_itself, prepared, sharded_by_itself_as_the_first_version_did, prepared_by_ddp_of_its_choice],
 )
 def test_who_shards_or_chooses_by_itself_is_told_nothing(program: Callable[[], None]) -> None:
     assert told_rank_0(program) == []
