@@ -789,3 +789,23 @@ def test_sharers_in_different_blocks_are_one_group() -> None:
 
 def test_a_module_of_another_type_is_a_group_of_its_own() -> None:
     assert _names(_half_of_one_block(), GroupPolicy(), uniform_dtype=True) == [["blocks.1.down"], *BLOCKS, ["root"]]
+
+
+def _with_a_block_sharded_before() -> tuple[list[str], bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    names = list(mesh._dim_group_names)
+    fully_shard(model[0], mesh=mesh)
+    model = accelerator.prepare(model)
+    accelerator.backward(model(torch.ones(2, 4)).mean())
+    return [*names, *mesh._dim_group_names], all(p.grad is not None for p in model.parameters())
+
+
+def test_a_block_that_the_program_has_sharded_keeps_its_process_groups() -> None:
+    for names, has_gradients in run_ranks(2, _with_a_block_sharded_before):
+        assert names[:2] == names[2:]
+        assert has_gradients

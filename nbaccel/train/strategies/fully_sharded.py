@@ -112,7 +112,7 @@ class FullySharded(Strategy):
             for parameter in before.values():
                 if parameter not in left_out and not _is_shard(parameter):
                     parameter.data = parameter.data.new_empty(0)  # an optimizer may hold it: not the whole model too
-        move_to_groups(model, *self._groups)
+        move_to_groups(model, self._groups[0], self._groups[1], only_mesh=mesh)
         evaluates = evaluation_hook(model, self._collectives, list(running_statistics([model])))
         model.register_forward_pre_hook(evaluates, prepend=True)
         show_shards(model, frees=getattr(self.plugin, "reshard_after_forward", True) is not False)

@@ -64,17 +64,20 @@ def abandon(model: Any) -> None:
                 gathered.grad = None
 
 
-def move_to_groups(model: Module, steps: Any, reads: Any) -> None:
+def move_to_groups(model: Module, steps: Any, reads: Any, only_mesh: Any = None) -> None:
     """Let the shards of `model` communicate in other process groups, of the same ranks in the same order.
 
     steps: for forwards and backwards.  reads: for operations of the program on parameters. Their mesh is changed in
     place, since each parameter, gradient and state of an optimizer refers to it.
+    only_mesh: leave shards of other meshes as they are: of blocks that the program has sharded by itself.
     """
     for group in _groups(model):
         for info in {id(info): info for info in _infos(group)}.values():
             mesh = info.mesh
+            if only_mesh is not None and mesh is not only_mesh:
+                continue
             mesh._dim_group_names[:] = [reads.group_name]
-            known = getattr(mesh, "_pg_registry", None)  # of torch 2.13 and later
+            known = getattr(mesh, "_pg_registry", None)  # of torch 2.11 and later
             if known is not None:
                 known.clear()
                 known[reads.group_name] = reads
