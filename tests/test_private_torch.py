@@ -115,7 +115,6 @@ SHARDED = {
     "_get_fsdp_state": "sharded._get_fsdp_state()",
     "_pre_forward_hook_handle": "sharded._get_fsdp_state()._pre_forward_hook_handle",
     "_post_forward_hook_handle": "sharded._get_fsdp_state()._post_forward_hook_handle",
-    "_fsdp_param_group": "sharded._get_fsdp_state()._fsdp_param_group.fsdp_params[0].sharded_param",
     "_local_tensor": "sharded.weight._local_tensor",
     "_op_dispatcher": "distributed_tensor._op_dispatcher",
     "_custom_op_handlers": "distributed_tensor._op_dispatcher._custom_op_handlers",

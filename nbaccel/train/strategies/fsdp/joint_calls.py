@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from nbaccel.train.distributed.collectives import Collectives
+from nbaccel.train.strategies.fsdp.recovery import groups_of
 
 __all__ = ["HOOK_IS_LOST", "evaluation_hook", "show_shards", "treat_as_whole"]
 
@@ -329,11 +330,9 @@ def _zero_grad(model: Any, set_to_none: bool = True) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     super(FSDPModule, model).zero_grad(set_to_none)
-    for part in model.modules():
-        group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
-        for shard in () if group is None else [each.sharded_param for each in group.fsdp_params]:
-            if shard.grad is not None:
-                shard.grad = None if set_to_none else shard.grad.detach().zero_()
+    for shard in (each.sharded_param for group in groups_of(model) for each in group.fsdp_params):
+        if shard.grad is not None:
+            shard.grad = None if set_to_none else shard.grad.detach().zero_()
 
 
 def evaluation_hook(

@@ -15,7 +15,7 @@ import torch
 from torch.nn import Module
 from torch.torch_version import TorchVersion
 
-__all__ = ["abandon", "move_to_groups", "why_not"]
+__all__ = ["abandon", "groups_of", "move_to_groups", "why_not"]
 
 _OLDEST = "2.10"
 """The oldest torch whose private names are those that are used here."""
@@ -33,7 +33,7 @@ def why_not(models: Sequence[Module], description: str) -> str:
             return f"{type(model).__name__} is not sharded by fully_shard (FSDP2)"
         if TorchVersion(torch.__version__.partition("+")[0]) < _OLDEST:
             return f"torch {torch.__version__} cannot abandon a step of a sharded model; torch {_OLDEST} can"
-        for group in _groups(model):
+        for group in groups_of(model):
             own = getattr(group.mesh_info, "shard_process_group", None)
             if getattr(own, "group_desc", "") != description or group.mesh_info.mesh.ndim != 1:
                 return f"{type(model).__name__} was sharded by the program itself, in process groups of its own"
@@ -46,7 +46,7 @@ def abandon(model: Any) -> None:
     ``parameter.grad`` of the shards stays: the caller knows which batches it has. Waits for the device, whose
     communication was aborted.
     """
-    for group in _groups(model):
+    for group in groups_of(model):
         group._all_gather_result = None  # torch would wait for it, and it has failed
         if group.device.type != "cpu":
             torch.get_device_module(group.device).synchronize(group.device)
@@ -56,7 +56,7 @@ def abandon(model: Any) -> None:
             model.reset_iter_state()
         else:
             _reset(state)
-    for group in _groups(model):
+    for group in groups_of(model):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
             gathered = getattr(parameter, "_unsharded_param", None)  # none before the first forward
@@ -71,7 +71,7 @@ def move_to_groups(model: Module, steps: Any, reads: Any, only_mesh: Any = None)
     place, since each parameter, gradient and state of an optimizer refers to it.
     only_mesh: leave shards of other meshes as they are: of blocks that the program has sharded by itself.
     """
-    for group in _groups(model):
+    for group in groups_of(model):
         for info in {id(info): info for info in _infos(group)}.values():
             mesh = info.mesh
             if only_mesh is not None and mesh is not only_mesh:
@@ -96,7 +96,7 @@ def _reset(root: Any) -> None:
     for state in root._state_ctx.all_states:
         state._modules_to_run_forward.clear()
         state._training_state = type(state._training_state).IDLE
-        for group in _groups_of(state):
+        for group in _groups_in(state):
             group._post_reduce_event = group._reshard_after_forward_event = None
             group._post_forward_indices.clear()
             group._training_state = type(group._training_state).IDLE
@@ -105,16 +105,16 @@ def _reset(root: Any) -> None:
     root._state_ctx.post_backward_final_callback_queued = False
 
 
-def _groups(model: Module) -> Iterator[Any]:
+def groups_of(model: Module) -> Iterator[Any]:
     """Yield torch's groups of the parameters of `model` that are gathered together."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            yield from _groups_of(module._get_fsdp_state())
+            yield from _groups_in(module._get_fsdp_state())
 
 
-def _groups_of(state: Any) -> Iterator[Any]:
+def _groups_in(state: Any) -> Iterator[Any]:
     several = getattr(state, "_fsdp_param_groups", None)  # of torch 2.13 and later
     group = getattr(state, "_fsdp_param_group", None)
     yield from several if several is not None else [group] if group is not None else []
