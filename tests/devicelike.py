@@ -100,6 +100,12 @@ class DeviceLike(dist.ProcessGroup):
 
     all_gather_single = _allgather_base  # its name from torch 2.13 on
 
+    def _reduce_scatter_base(self, output: Tensor, rows: Tensor, options: Any = None) -> Any:
+        sent = rows.clone()
+        return self._collective([output], lambda copies: self._gloo._reduce_scatter_base(copies[0], sent, options))
+
+    reduce_scatter_single = _reduce_scatter_base  # its name from torch 2.13 on
+
     def barrier(self, opts: Any = None) -> Any:
         return self._collective([torch.ones(1)], lambda copies: self._gloo.allreduce(copies))
 

@@ -36,6 +36,7 @@ UNGUARDED = {
     "_is_in_bad_fork": "torch.cuda._is_in_bad_fork()",
     "_lazy_call": "torch.cuda._lazy_call",
     "_engine_run_backward": "torch.autograd._engine_run_backward",
+    "_functional_call": "torch.nn.utils.stateless._functional_call",
     "_disable_current_modes": "python_dispatch._disable_current_modes",
     "_get_current_dispatch_mode_stack": "python_dispatch._get_current_dispatch_mode_stack()",
     "_python_dispatch": "torch.utils._python_dispatch.TorchDispatchMode",
@@ -127,13 +128,26 @@ SHARDED = {
 
 ABANDONED = {
     "_is_root": "sharded._get_fsdp_state()._is_root",
-    "_fsdp_param_groups": "sharded._get_fsdp_state()._fsdp_param_groups",
-    "_all_gather_result": "sharded._get_fsdp_state()._fsdp_param_groups[0]._all_gather_result",
-    "_unsharded_param": "sharded._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0]._unsharded_param",
+    "_comm_ctx": "sharded._get_fsdp_state()._comm_ctx.all_gather_state",
+    "_state_ctx": "sharded._get_fsdp_state()._state_ctx.iter_forward_root",
+    "_modules_to_run_forward": "sharded._get_fsdp_state()._modules_to_run_forward",
+    "_all_gather_result": "group._all_gather_result",
+    "_post_reduce_event": "group._post_reduce_event",
+    "_reshard_after_forward_event": "group._reshard_after_forward_event",
+    "_post_forward_indices": "group._post_forward_indices",
+    "_training_state": "(group._training_state, sharded._get_fsdp_state()._training_state)",
+    "_to_sharded": "group._to_sharded",
+    "_unsharded_param": "group.fsdp_params[0]._unsharded_param",
     "_dim_group_names": "sharded.weight.device_mesh._dim_group_names",
-    "_pg_registry": "sharded.weight.device_mesh._pg_registry",
 }
-"""Those by which a step of such a model is abandoned, with torch 2.13 and later."""
+"""Those by which a step of such a model is abandoned, with torch 2.10 and later."""
+
+RENAMED = {
+    "_fsdp_param_group": ("2.10", "2.12", "sharded._get_fsdp_state()._fsdp_param_group"),
+    "_fsdp_param_groups": ("2.13", "", "sharded._get_fsdp_state()._fsdp_param_groups"),
+    "_pg_registry": ("2.11", "", "sharded.weight.device_mesh._pg_registry"),
+}
+"""Further ones that only some versions have: the first one, and the last one if there is any."""
 
 GUARDED = {
     "_cuda_clearCublasWorkspaces": ("2.6", "torch._C._cuda_clearCublasWorkspaces if torch.version.cuda else None"),
@@ -296,6 +310,11 @@ class Live:
         return model
 
     @property
+    def group(self) -> Any:
+        state = self.sharded._get_fsdp_state()
+        return state._fsdp_param_groups[0] if is_at_least("2.13") else state._fsdp_param_group
+
+    @property
     def distributed_tensor(self) -> Any:
         from torch.distributed.tensor import DTensor
 
@@ -442,7 +461,10 @@ def test_a_lookup_that_fails_does_not_hide_the_next() -> None:
 
 def test_every_name_that_nbaccel_relies_on_is_there() -> None:
     assert missing(UNGUARDED) == {}, f"this is torch {torch.__version__}"
-    of_shards = SHARDED | ABANDONED if is_at_least("2.13") else SHARDED
+    of_shards = SHARDED | ABANDONED if is_at_least("2.10") else SHARDED
+    for name, (first, last, expression) in RENAMED.items():
+        if is_at_least(first) and (not last or not is_at_least(f"{last}.99")):
+            of_shards = of_shards | {name: expression}
     assert run_ranks(1, missing, of_shards) == [{}], f"this is torch {torch.__version__}"
 
 
@@ -453,7 +475,7 @@ def test_every_name_that_nbaccel_asks_for_is_there_from_its_version_on() -> None
 
 def test_no_private_name_of_torchs_is_used_that_is_not_listed_here() -> None:
     of_torch, foreign = names_used()
-    listed = UNGUARDED.keys() | GUARDED.keys() | SHARDED.keys() | ABANDONED.keys()
+    listed = UNGUARDED.keys() | GUARDED.keys() | SHARDED.keys() | ABANDONED.keys() | RENAMED.keys()
     elsewhere = {name for names in OTHERS.values() for name in names.split()}
     unlisted = {name: at for name, at in of_torch.items() if name not in listed}
     unlisted |= {name: at for name, at in foreign.items() if name not in listed | elsewhere}
@@ -467,5 +489,11 @@ def test_no_name_is_listed_that_is_not_used() -> None:
     }
     others = {name for names in OTHERS.values() for name in names.split()}
     assert (
-        UNGUARDED.keys() | SHARDED.keys() | ABANDONED.keys() | GUARDED.keys() | VERSIONED.keys() | others
+        UNGUARDED.keys()
+        | SHARDED.keys()
+        | ABANDONED.keys()
+        | RENAMED.keys()
+        | GUARDED.keys()
+        | VERSIONED.keys()
+        | others
     ) - words == set()

@@ -14,7 +14,7 @@ from public_programs import server as server_module
 from public_programs.__main__ import main
 from public_programs.copies import change_import, notebook_script, with_settings
 from public_programs.manifest import DRIVERS, STAND_INS, Manifest, Program, read_manifest
-from public_programs.runs import Run, Runner, last_words, runs_of
+from public_programs.runs import SHARDED, Run, Runner, last_words, runs_of
 from public_programs.table import Comparison, table
 
 CLIENT = Path(server_module.__file__).with_name("client.py")
@@ -207,6 +207,49 @@ def test_what_counts_as_a_defect(comparison: Comparison, is_defect: bool, verdic
     assert comparison.verdict() == verdict
     assert comparison.is_defect == is_defect
     assert verdict in "\n".join(table([comparison]))
+
+
+SHARDED_RUN = Run(Program("p", "a/b", "0", "p.py", sharded="some"), "nbaccel", "fsdp", 2)
+REFUSED_RUN = Run(Program("p", "a/b", "0", "p.py", sharded="some", refused_sharded="LocalSGD"), "nbaccel", "fsdp", 2)
+REFUSAL = {"ok": False, "error": "NotImplementedError: LocalSGD averages whole models", "ranks": []}
+
+
+@pytest.mark.parametrize(
+    ("comparison", "is_defect", "verdict"),
+    [
+        (Comparison(SHARDED_RUN, result([1.0]), result([2.0]), result([2.0])), False, f"of replicas: {EQUAL}"),
+        (
+            Comparison(SHARDED_RUN, result([1.0]), result([2.0], ends="bb"), result([2.2])),
+            True,
+            f"of replicas: {OTHER}",
+        ),
+        (Comparison(SHARDED_RUN, result([1.0]), result([1.1], ends="bb"), None), False, OTHER),
+        (Comparison(SHARDED_RUN, result([1.0]), REFUSAL, result([1.0])), True, REFUSAL["error"]),
+        (Comparison(REFUSED_RUN, result([1.0]), REFUSAL, result([1.0])), False, f"refused: {REFUSAL['error']}"),
+        (Comparison(REFUSED_RUN, result([1.0]), result([1.0]), result([1.0])), True, "works, and was to be refused"),
+        (Comparison(REFUSED_RUN, result([1.0]), {**REFUSAL, "error": "E: no"}, None), True, "E: no"),
+    ],
+)
+def test_losses_in_shards_are_those_of_replicas(comparison: Comparison, is_defect: bool, verdict: str) -> None:
+    assert comparison.verdict() == verdict
+    assert comparison.is_defect == is_defect
+    assert verdict in "\n".join(table([comparison]))
+
+
+def test_sharded_runs_have_the_replicated_one_beside_them() -> None:
+    some, all_ = (Program("p", "a/b", "0", "p.py", sharded=sharded) for sharded in ("some", "all"))
+    assert [run.starter for run in runs_of(some, "nbaccel")] == ["plain", "torchrun", "fsdp"]
+    assert [run.starter for run in runs_of(some, "accelerate")] == ["plain", "torchrun"]
+    runs = [run for run in runs_of(all_, "nbaccel") if run.starter in SHARDED]
+    assert [(run.starter, run.ranks, run.replicated) for run in runs] == [
+        ("fsdp", 2, "p torchrun 2"),
+        ("fsdp_config", 2, "p torchrun 2"),
+        ("fsdp_cell", 2, "p torchrun 2"),
+    ]
+    by_flags, by_file, by_cell = (run.command(["python"], ["train.py"], Path("clone")) for run in runs)
+    assert "--use_fsdp" in by_flags
+    assert by_file[by_file.index("--config_file") + 1].startswith("clone/examples")
+    assert by_cell == ["python", "train.py"]
 
 
 def test_programs_for_every_starter_are_compared_with_as_many_ranks() -> None:

@@ -225,13 +225,30 @@ _SHARDED = (
     "The parameters are sharded (strategy fsdp): outside of the model's forward each is a DTensor with this rank's "
     "rows, which does not compute with plain tensors. .full_tensor(), called on every rank, is the whole one, and "
     "accelerator.get_state_dict(model) has all of them. A penalty on weights cannot be added to the loss: use the "
-    "optimizer's weight_decay, or add its gradient to parameter.grad. --strategy ddp keeps parameters whole."
+    "optimizer's weight_decay, or add its gradient to parameter.grad. A copy of the model that averages its weights "
+    "has to be prepared too. --strategy ddp keeps parameters whole."
+)
+_WHOLE_MATRICES = (
+    "torch does not compute this with a parameter of which each rank has rows (strategy fsdp). Initialise, prune and "
+    "parametrize (weight_norm, spectral_norm) before prepare; .full_tensor(), called on every rank, is the whole "
+    "parameter. AdamW, SGD, Adagrad and RMSprop train shards; Adafactor, Muon and LBFGS compute with whole matrices: "
+    "use --strategy ddp."
+)
+_REPLACED_PARAMETER = (
+    "A parameter of a sharded model (strategy fsdp) was replaced by another one, which its forward does not gather: "
+    "write the values into the parameter, by load_state_dict without assign=True or by parameter.data = …, or replace "
+    "it before prepare."
 )
 _SHARDED_MODEL = (
     "The model is sharded (strategy fsdp), and cannot be copied or pickled, nor cast by .half(), .bfloat16() or "
     ".double() after prepare: cast it before. A copy of its state dict keeps the best weights, "
     "accelerator.get_state_dict(model), called on every rank, fills a second model, "
     "accelerator.save_model(model, folder) writes it, and --out model brings it into the notebook."
+)
+_HALF_OF_A_STATE = (
+    "The optimizer has a part of the state of a parameter only: a step of it has run out of memory while it made that "
+    "state, in the notebook's own process if not in an earlier run. The rest cannot be made up: run the cell again "
+    "that makes the optimizer, or give it a state from a checkpoint."
 )
 _FREED_WEIGHTS = (
     "A backward needs weights that FSDP had freed after the forward, as a second derivative does (create_graph=True, a "
@@ -259,9 +276,13 @@ _TABLE = (
                 r"device_ids\[0\].* found one of them on device: cuda|got device_ids .*module parameters .*cuda", re.S),
      _OTHER_CARD),
     (re.compile(r"CUDA error: invalid device ordinal"), _NO_SUCH_CARD),
-    (re.compile(r"\bDTensor\b|not supported for tensor subclasses|unevenly sharded|along the sharded dimension"),
-     _SHARDED),
+    (re.compile(r"unevenly sharded|along the sharded dimension|require placement changes|as_strided not supported with|"
+                r"not have a sharding strategy|Sharding propagation failed"), _WHOLE_MATRICES),
+    (re.compile(r"\bDTensor\b|not supported for tensor subclasses"), _SHARDED),
+    (re.compile(r"has no attribute '_local_tensor'"), _REPLACED_PARAMETER),
     (re.compile(r"FSDP does not support deepcopy|pickle.*\bFSDP\w+|Couldn't swap \w+"), _SHARDED_MODEL),
+    (re.compile(r"^KeyError: '(exp_avg|exp_avg_sq|exp_inf|square_avg|grad_avg|acc_delta|momentum_buffer)'$", re.M),
+     _HALF_OF_A_STATE),
     (re.compile(r"setStorage: .* out of bounds for storage of size 0"), _FREED_WEIGHTS),
     (re.compile(r"fsdp::chunk_cat.*Sparse"), _SPARSE_GRADIENTS),
 )  # fmt: skip

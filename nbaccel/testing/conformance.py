@@ -1,14 +1,16 @@
 """Programs that any strategy must train like one process, for strategies of other packages too. Runs in test processes.
 
 Each program is a small training with something that real ones have: an optimizer made before `prepare`, windows of
-accumulation, clipping, tied and frozen parameters, two models. `check` runs it with a strategy in several ranks and in
-one process on the same samples, and compares what both have trained and told.
+accumulation, clipping, tied and frozen parameters, two models, a checkpoint that others go on from. `check` runs it
+with a strategy in several ranks and in one process on the same samples, and compares what both have trained and told.
 """
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.testing.ranks import run_ranks
@@ -20,11 +22,13 @@ if TYPE_CHECKING:
 
     from nbaccel.train.accelerator import Accelerator
 
-__all__ = ["PROGRAMS", "ProgramResult", "Setting", "check"]
+__all__ = ["PROGRAMS", "ConformanceProgram", "ProgramResult", "Setting", "check"]
 
 _STEPS = 7
 _BATCH = 8
 _WORDS = 11  # odd: no number of ranks divides it
+_PARTS = ((0, 2), (2, 4), (4, _STEPS))
+"""Parts of a training that goes on in other numbers of ranks: each one's first step, and the one after its last."""
 
 
 _Result = tuple[dict[str, Any], Any]
@@ -33,10 +37,18 @@ _Result = tuple[dict[str, Any], Any]
 
 @frozen
 class Setting:
-    """The way in which one process of a program trains: its Accelerator, and the number of ranks."""
+    """The way in which one process of a program trains: its Accelerator, and the number of ranks.
+
+    part: of a training that goes on in other numbers of ranks, the one that is made here.
+    folder: where each part of it saves; empty in one process, which trains in one go.
+    is_launched: this process launches the ranks, and trains nothing itself.
+    """
 
     ranks: int
     options: Mapping[str, Any]
+    part: int = 0
+    folder: str = ""
+    is_launched: bool = False
 
     def accelerator(self, **options: Any) -> Accelerator:
         """Return the Accelerator of this process, with random numbers that start alike in every setting."""
@@ -44,7 +56,7 @@ class Setting:
 
         from nbaccel.train.accelerator import Accelerator
 
-        made = Accelerator(cpu=True, **{**self.options, **options})
+        made = Accelerator(**{"cpu": True, **self.options, **options})
         torch.manual_seed(7 + made.process_index)  # rank 0's weights are those of one process
         return made
 
@@ -55,6 +67,20 @@ class Setting:
 
         words = torch.randint(0, _WORDS, (samples, 5), generator=torch.Generator().manual_seed(1), device="cpu")
         return DataLoader(words, batch_size=_BATCH // self.ranks)  # type: ignore[arg-type]
+
+
+@frozen
+class ConformanceProgram:
+    """A training, and how far its numbers may be from those of one process.
+
+    moves: it goes on in one rank, and then in twice as many, from what it has saved.
+    is_launched: it runs in one process, like a notebook, which launches the ranks.
+    """
+
+    train: Callable[[Setting], _Result]
+    limit: float
+    moves: bool = False
+    is_launched: bool = False
 
 
 @frozen
@@ -102,29 +128,37 @@ def check(
     True
     """
     chosen = list(PROGRAMS if programs is None else programs)
+    forked = [name for name in chosen if not PROGRAMS[name].is_launched]
+    moving = [name for name in forked if PROGRAMS[name].moves]
 
-    def alone() -> list[_Result]:
-        return [_run(program, Setting(1, {})) for program in chosen]
+    def alone() -> dict[str, _Result]:
+        return {name: _run(name, Setting(1, {})) for name in chosen}
 
-    def shared() -> list[_Result]:
-        return [_run(program, Setting(ranks, {"strategy": strategy, **options()})) for program in chosen]
+    def shared(names: Iterable[str], ranks: int, **more: Any) -> dict[str, _Result]:
+        return {name: _run(name, Setting(ranks, {"strategy": strategy, **options()}, **more)) for name in names}
 
     [wanted] = run_ranks(1, alone, timeout_s=timeout_s)
-    by_rank = run_ranks(ranks, shared, timeout_s=timeout_s)
-    return [
-        _compare(program, wanted[number], [results[number] for results in by_rank])
-        for number, program in enumerate(chosen)
-    ]
+    got: dict[str, list[_Result]] = {}
+    if launching := [name for name in chosen if name not in forked]:
+        [launched] = run_ranks(1, partial(shared, launching, ranks, is_launched=True), timeout_s=timeout_s)
+        got |= {name: [result] for name, result in launched.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        for part, (names, number) in enumerate([(forked, ranks), (moving, 1), (moving, 2 * ranks)]):
+            if names:
+                train = partial(shared, names, number, part=part, folder=folder)
+                by_rank = run_ranks(number, train, timeout_s=timeout_s)
+                got |= {name: [results[name] for results in by_rank] for name in names}
+    return [_compare(name, wanted[name], got[name]) for name in chosen]
 
 
 def _run(program: str, setting: Setting) -> _Result:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of losses that are not finite on purpose
-        return PROGRAMS[program][0](setting)
+        warnings.simplefilter("ignore")  # of losses that are not finite on purpose, and of ranks that are new
+        return PROGRAMS[program].train(setting)
 
 
 def _compare(program: str, alone: _Result, by_rank: Sequence[_Result]) -> ProgramResult:
-    limit = PROGRAMS[program][1]
+    limit = PROGRAMS[program].limit
     (wanted, wanted_facts), got = alone, by_rank[0][0]
     other = [] if wanted.keys() == got.keys() else [f"trained {sorted(got)}, wanted {sorted(wanted)}"]
     other += [
@@ -191,7 +225,8 @@ def _trained(accelerator: Accelerator, *models: Module) -> dict[str, Any]:
     for number, model in enumerate(models):
         state = accelerator.get_state_dict(model)
         if accelerator.is_main_process:
-            trained |= {f"{number}.{name}": value.detach().clone().double() for name, value in state.items()}
+            # On the host: a process that has received tensors of a device cannot fork ranks for it any more.
+            trained |= {f"{number}.{name}": value.detach().cpu().clone().double() for name, value in state.items()}
     return trained
 
 
@@ -440,21 +475,84 @@ def _out_of_memory(setting: Setting) -> _Result:
     return _trained(accelerator, model), [losses, accelerator.is_last_process <= (not faults.pending)]
 
 
+def _resumed(setting: Setting) -> _Result:
+    """Train in parts, each of new processes, which go on within the epoch where the last part has saved."""
+    import torch
+
+    accelerator = setting.accelerator()
+    torch.manual_seed(7 + setting.part)  # what is loaded is not what a part would begin with
+    model = _language_model(tied=True)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)  # which has state at its birth
+    model, optimizer, loader = accelerator.prepare(model, optimizer, setting.loader())
+    first, end = _PARTS[setting.part] if setting.folder else (0, _STEPS)
+    if first:
+        accelerator.load_state(setting.folder)
+    step = first
+    for step, words in enumerate(loader, first + 1):
+        accelerator.backward(_loss(model, words))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == end < _STEPS:
+            accelerator.save_state(setting.folder)
+            break
+    return _trained(accelerator, model), step
+
+
+def _brought_back(setting: Setting) -> _Result:
+    """Train objects of this process in ranks; they are trained here afterwards, as ``--out`` of a cell does it."""
+    import torch
+    from torch import nn
+
+    from nbaccel.launch.api import launch
+    from nbaccel.launch.launcher import default_launcher
+    from nbaccel.notebook.results import install
+
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Embedding(_WORDS, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, _WORDS, bias=False))
+    model[3].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train() -> tuple[Any, Any]:
+        accelerator = setting.accelerator()
+        prepared, stepping, loader = accelerator.prepare(model, optimizer, setting.loader())
+        for words in loader:
+            accelerator.backward(_loss(prepared, words))
+            stepping.step()
+            stepping.zero_grad()
+        return prepared, stepping
+
+    names: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    before = [model, optimizer, *model.parameters()]
+    if setting.is_launched:
+        came = launch(train, setting.ranks, cpu=True).value
+        default_launcher().close()
+        install(dict(zip(names, came, strict=True)), names, {})
+    else:
+        train()
+    kept = zip(before, [names["model"], names["optimizer"], *names["model"].parameters()], strict=True)
+    trained = {name: value.detach().double() for name, value in model.state_dict().items()}
+    moments = optimizer.state_dict()["state"]
+    trained |= {f"{number}.{name}": value.double() for number, each in moments.items() for name, value in each.items()}
+    return trained, [all(one is other for one, other in kept), model[3].weight is model[0].weight]
+
+
 _FP32, _HALF = 1e-5, 2e-2
 
-PROGRAMS: Mapping[str, tuple[Callable[[Setting], _Result], float]] = {
-    "plain": (_plain, _FP32),
-    "optimizer first": (_optimizer_first, _FP32),
-    "accumulation": (_accumulation, _FP32),
-    "clipping": (_clipping, _FP32),
-    "fp16": (_half("fp16"), _HALF),
-    "bf16": (_half("bf16"), _HALF),
-    "not finite": (_not_finite, _FP32),
-    "frozen and tied": (_frozen_and_tied, _FP32),
-    "statistics": (_statistics, _FP32),
-    "two models": (_two_models, _FP32),
-    "unused": (_unused, _FP32),
-    "adapters": (_adapters, _FP32),
-    "out of memory": (_out_of_memory, _FP32),
+PROGRAMS: Mapping[str, ConformanceProgram] = {
+    "plain": ConformanceProgram(_plain, _FP32),
+    "optimizer first": ConformanceProgram(_optimizer_first, _FP32),
+    "accumulation": ConformanceProgram(_accumulation, _FP32),
+    "clipping": ConformanceProgram(_clipping, _FP32),
+    "fp16": ConformanceProgram(_half("fp16"), _HALF),
+    "bf16": ConformanceProgram(_half("bf16"), _HALF),
+    "not finite": ConformanceProgram(_not_finite, _FP32),
+    "frozen and tied": ConformanceProgram(_frozen_and_tied, _FP32),
+    "statistics": ConformanceProgram(_statistics, _FP32),
+    "resumed": ConformanceProgram(_resumed, _FP32, moves=True),
+    "two models": ConformanceProgram(_two_models, _FP32),
+    "unused": ConformanceProgram(_unused, _FP32),
+    "adapters": ConformanceProgram(_adapters, _FP32),
+    "brought back": ConformanceProgram(_brought_back, _FP32, is_launched=True),
+    "out of memory": ConformanceProgram(_out_of_memory, _FP32),
 }
 """By name: what trains, and how far its numbers may be from those of one process."""

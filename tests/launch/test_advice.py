@@ -48,6 +48,19 @@ def test_a_number_that_a_rank_cannot_see_ends_in_the_line_to_change() -> None:
     assert said.endswith("Leave the number out: device = 'cuda'.")
 
 
+def test_an_optimizer_that_an_error_of_memory_left_half_made_ends_in_the_line_to_run_again() -> None:
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.state[weight].update(step=torch.tensor(0.0), exp_avg=torch.zeros(2))  # no room was left for the other
+    weight.grad = torch.ones(2)
+    with pytest.raises(KeyError) as error:
+        optimizer.step()
+    assert "run the cell again that makes the optimizer" in said_of(f"KeyError: {error.value}")
+    assert said_of("KeyError: 'labels'") == ""
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -55,6 +68,13 @@ def test_a_number_that_a_rank_cannot_see_ends_in_the_line_to_change() -> None:
         ("RuntimeError: .numpy() is not supported for tensor subclasses.", ".full_tensor()"),
         ("TypeError: unsupported format string passed to DTensor.__format__", ".full_tensor()"),
         ("RuntimeError: Cannot flatten unevenly sharded tensor: dimension 0 (size 5)", ".full_tensor()"),
+        ("RuntimeError: aten.pow_.Scalar: in-place operations that require placement changes are not", "Adafactor"),
+        (
+            "NotImplementedError: Operator aten.t_.default does not have a sharding strategy registered.",
+            "before prepare",
+        ),
+        ("RuntimeError: as_strided not supported with DTensor", "before prepare"),
+        ("AttributeError: 'Parameter' object has no attribute '_local_tensor'", "without assign=True"),
         ("AssertionError: FSDP does not support deepcopy. Please use state dict for serialization.", "--out model"),
         ("PicklingError: Can't pickle <class 'torch.distributed.fsdp._fully_shard._fsdp_init.FSDPNet'>", "--out model"),
         ("RuntimeError: _apply(): Couldn't swap FSDPLinear.weight", "cast it before"),

@@ -35,7 +35,7 @@ def test_a_model_is_enough() -> None:
     said = report("model")
     assert [line.split()[:2] for line in said.splitlines()[1:3]] == [["single", "1"], ["ddp", "2"]]
     assert said.endswith("and there is 2 x 15.0 GB (T4).")
-    assert "with 0.90 GB for the driver" in said
+    assert "with 0.80 GB for the driver" in said
 
 
 @pytest.mark.parametrize("line", ["model optimizer batch", "model batch optimizer --loss_fn loss"])

@@ -98,7 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = [run for run in wanted if options.names or not results[run.library].get(run, run.key)]
         _carry_out(missing, manifest, results, again=bool(options.names))
     comparisons = [
-        Comparison(run, results["accelerate"].get(run, run.reference), results["nbaccel"].get(run, run.key))
+        Comparison(
+            run,
+            results["accelerate"].get(run, run.reference),
+            results["nbaccel"].get(run, run.key),
+            results["nbaccel"].get(run, run.replicated) if run.replicated != run.key else None,
+        )
         for program in programs
         for run in runs_of(program, "nbaccel")
     ]

@@ -31,7 +31,7 @@ __all__ = ["DRIVERS", "STAND_INS", "Manifest", "Program", "read_manifest"]
 _HERE = Path(__file__).parent
 DRIVERS, STAND_INS = _HERE / "drivers", _HERE / "stand_ins"
 
-_IS_NO_CALL = {"name", "starters", "timeout_s", "steps_follow_losses"}
+_IS_NO_CALL = {"name", "starters", "sharded", "refused_sharded", "timeout_s", "steps_follow_losses"}
 """Fields of a program that do not change what it computes."""
 
 
@@ -47,6 +47,9 @@ class Program:
     uses_trainer: the loop is that of transformers' Trainer, which has an Accelerator of its own.
     steps_follow_losses: how many there are depends on the losses, which with several ranks are those of another order.
     starters: "some" for plain and torchrun, or "all".
+    sharded: "some" for a run with its model in shards (FSDP) too, by flags of the launcher; "all" also by a
+    configuration file of Accelerate's repository and by a cell; "" for none.
+    refused_sharded: words of the error by which a sharded run is refused.
     """
 
     name: str
@@ -64,11 +67,15 @@ class Program:
     uses_trainer: bool = False
     steps_follow_losses: bool = False
     starters: str = "some"
+    sharded: str = ""
+    refused_sharded: str = ""
     timeout_s: float = 180
 
     def __post_init__(self) -> None:
         if self.starters not in ("some", "all"):
             raise ValueError(f"starters of {self.name} is 'some' or 'all', got {self.starters!r}")
+        if self.sharded not in ("", "some", "all"):
+            raise ValueError(f"sharded of {self.name} is '', 'some' or 'all', got {self.sharded!r}")
 
     @property
     def call(self) -> str:

@@ -19,6 +19,7 @@ import random
 import runpy
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,16 @@ class Record:
 
 
 def fingerprint(optimizer: torch.optim.Optimizer) -> tuple[float, str]:
-    """The parameters of `optimizer`: the sum of their magnitudes in float64, and a hash of their bits."""
+    """The parameters of `optimizer`: the sum of their magnitudes in float64, and a hash of their bits.
+
+    Those of a model in shards are joined, which all ranks do together, as they step.
+    """
     total, bits = 0.0, hashlib.sha256()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            values = parameter.detach().cpu().contiguous()
+            whole = parameter.detach()
+            whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+            values = whole.cpu().contiguous()
             total += values.double().abs().sum().item()
             bits.update(values.flatten().view(torch.uint8).numpy().tobytes())
     return total, bits.hexdigest()[:16]
@@ -96,6 +102,16 @@ def run(task: dict[str, Any], record: Record) -> None:
         record.write()
 
 
+def run_in_cell(line: str, program: Callable[[], None]) -> None:
+    """Call `program` in a cell that begins with ``%%accelerate LINE``, of a notebook without a front end."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell.instance()
+    shell.run_line_magic("load_ext", "nbaccel")
+    shell.user_ns["program"] = program
+    shell.run_cell(f"%%accelerate {line}\nprogram()").raise_error()
+
+
 def main(task: dict[str, Any]) -> None:
     sys.path[:0] = [str(Path(task["script"]).parent)]
     for module in task["stand_ins"]:
@@ -110,6 +126,8 @@ def main(task: dict[str, Any]) -> None:
 
     if ranks := task["notebook_launcher"]:
         importlib.import_module(task["library"]).notebook_launcher(program, num_processes=ranks)
+    elif line := task["cell"]:
+        run_in_cell(line, program)
     else:
         program()
 

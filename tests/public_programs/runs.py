@@ -22,9 +22,17 @@ from public_programs.copies import change_import, copy_of, notebook_script, with
 from public_programs.manifest import DRIVERS, STAND_INS, Manifest, Program
 from public_programs.server import end_session
 
-__all__ = ["STARTERS", "Run", "Runner", "last_words", "runs_of"]
+__all__ = ["SHARDED", "STARTERS", "Run", "Runner", "last_words", "runs_of"]
 
 STARTERS = ("plain", "torchrun", "launch", "notebook_launcher")
+
+SHARDED = ("fsdp", "fsdp_config", "fsdp_cell")
+"""Starters with the model in shards, of nbaccel alone: on CPUs Accelerate trains replicas where FSDP is asked for."""
+
+_CONFIG = "examples/config_yaml_templates/fsdp.yaml"
+"""In Accelerate's repository. Its precision is bf16, with which losses would not be those of other starters."""
+
+_SHARDED_FLAGS = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
 
 _HERE = Path(__file__).parent
 _OUTPUT = 8_000
@@ -33,7 +41,7 @@ _OUTPUT = 8_000
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """library: "accelerate" or "nbaccel"; starter: one of `STARTERS`."""
+    """library: "accelerate" or "nbaccel"; starter: one of `STARTERS` or `SHARDED`."""
 
     program: Program
     library: str
@@ -49,13 +57,24 @@ class Run:
         """The key of Accelerate's run with as many ranks: how it was started makes no difference there."""
         return f"{self.program.name} {STARTERS[self.ranks > 1]} {self.ranks}"
 
-    def command(self, served: Sequence[str], script: Sequence[str]) -> list[str]:
-        """What to execute; `served` before a script has the server run it. The recorder calls `notebook_launcher`."""
+    @property
+    def replicated(self) -> str:
+        """The key of the run of the same library that holds the model on every rank; the run's own if it does."""
+        return self.reference if self.starter in SHARDED else self.key
+
+    def command(self, served: Sequence[str], script: Sequence[str], repository: Path) -> list[str]:
+        """What to execute; `served` before a script has the server run it. The recorder calls `notebook_launcher`.
+
+        repository: the copy of the program's repository.
+        """
         ranks = str(self.ranks)
         if self.starter == "torchrun":
             return [*served, torchrun.__file__, "--standalone", "--nproc-per-node", ranks, *served[1:], *script]
-        if self.starter == "launch":
-            flags = ["launch", "--cpu", "-n", ranks]
+        sharding = {"launch": (), "fsdp": _SHARDED_FLAGS}
+        if self.starter == "fsdp_config":
+            sharding[self.starter] = ("--config_file", str(repository / _CONFIG), "--mixed_precision", "no")
+        if self.starter in sharding:
+            flags = ["launch", "--cpu", "-n", ranks, *sharding[self.starter]]
             return [
                 served[0],
                 "-c",
@@ -68,10 +87,12 @@ class Run:
 
 
 def runs_of(program: Program, library: str) -> list[Run]:
-    """Plain alone and by torchrun in two ranks; with nbaccel, where the program asks for it, by each starter."""
+    """Plain alone and by torchrun in two ranks; with nbaccel, where the program says so, by others and in shards."""
     kinds = [("plain", 1), ("torchrun", 2)]
     if program.starters == "all" and library == "nbaccel":
         kinds += [("torchrun", 1), *((starter, ranks) for starter in STARTERS[2:] for ranks in (1, 2))]
+    if program.sharded and library == "nbaccel":
+        kinds += [(starter, 2) for starter in (SHARDED if program.sharded == "all" else SHARDED[:1])]
     return [Run(program, library, starter, ranks) for starter, ranks in kinds]
 
 
@@ -136,6 +157,7 @@ class Runner:
             "arguments": program.arguments,
             "stand_ins": program.stand_ins,
             "notebook_launcher": run.ranks if run.starter == "notebook_launcher" else 0,
+            "cell": f"-n {run.ranks} --cpu --strategy fsdp" if run.starter == "fsdp_cell" else "",
         }
         (work / "task.json").write_text(json.dumps(task), encoding="utf-8")
         imports = [
@@ -146,7 +168,7 @@ class Runner:
         ]
         environ = {**self._environ, "PYTHONPATH": os.pathsep.join(map(str, imports)), **program.environ}
         served = [sys.executable, str(_HERE / "client.py"), str(self._socket)]
-        command = run.command(served, [str(_HERE / "recorder.py"), str(work / "task.json")])
+        command = run.command(served, [str(_HERE / "recorder.py"), str(work / "task.json")], copies[0])
         started = time.monotonic()
         status, output = _finish(command, work, environ, program.timeout_s)
         result = {

@@ -7,18 +7,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from public_programs.runs import Run
+from public_programs.runs import SHARDED, Run
 
 __all__ = ["Comparison", "table"]
+
+_ROUNDING = 1e-3
+"""Relative difference of a loss that the order of sums explains: rows are reduced in other pieces than a replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """theirs, ours: results of `carry_out`, None where the run was not made."""
+    """theirs, ours: results of `carry_out`, None where the run was not made.
+
+    replicated: nbaccel's result with the model on every rank, of a run that shards it; None otherwise.
+    """
 
     run: Run
     theirs: dict[str, Any] | None
     ours: dict[str, Any] | None
+    replicated: dict[str, Any] | None = None
 
     @property
     def theirs_works(self) -> bool:
@@ -28,12 +35,33 @@ class Comparison:
     def is_defect(self) -> bool:
         """Whether it works with Accelerate and was found not to work with nbaccel.
 
-        With several ranks losses are no part of it: the order of a shuffled loader is nbaccel's own.
+        With several ranks losses are no part of it: the order of a shuffled loader is nbaccel's own. In shards they
+        have to be those of the same program without.
         """
         if not self.theirs_works or self.ours is None:
             return False
+        if self.is_to_be_refused:
+            return not self.is_refused
+        if self.ours["ok"] and self._is_replicated_known and self._distance_to_replicated() > _ROUNDING:
+            return True
         ranks_are_equal = self.ranks_end_equal(self.ours) or not self.ranks_end_equal(self.theirs)
         return not (self.ours["ok"] and ranks_are_equal and self.steps_are_equal)
+
+    @property
+    def is_to_be_refused(self) -> bool:
+        return self.run.starter in SHARDED and self.run.program.refused_sharded != ""
+
+    @property
+    def is_refused(self) -> bool:
+        return self.ours is not None and not self.ours["ok"] and self.run.program.refused_sharded in self.ours["error"]
+
+    @property
+    def _is_replicated_known(self) -> bool:
+        return self.replicated is not None and self.replicated["ok"]
+
+    def _distance_to_replicated(self) -> float:
+        theirs, ours = _losses(self.replicated), _losses(self.ours)
+        return max(map(_distance, theirs, ours), default=0.0) if len(theirs) == len(ours) else math.inf
 
     @property
     def steps_are_equal(self) -> bool:
@@ -49,6 +77,10 @@ class Comparison:
     def verdict(self) -> str:
         if self.ours is None:
             return "not run"
+        if self.is_to_be_refused and self.is_refused:
+            return f"refused: {self.ours['error']}"
+        if self.is_to_be_refused and self.ours["ok"]:
+            return "works, and was to be refused"
         if not self.ours["ok"]:
             return self.ours["error"]
         if not self.ranks_end_equal(self.ours):
@@ -57,18 +89,23 @@ class Comparison:
             return "works" if self.theirs else "works, not compared"
         if not self.steps_are_equal:
             return f"steps {_steps(self.ours)}, with Accelerate {_steps(self.theirs)}"
-        return ", ".join([self._losses(), self._parameters()])
+        if self._is_replicated_known:
+            return "of replicas: " + ", ".join(self._compared(self.replicated))
+        return ", ".join(self._compared(self.theirs))
 
-    def _losses(self) -> str:
-        theirs, ours = _losses(self.theirs), _losses(self.ours)
+    def _compared(self, other: dict[str, Any] | None) -> list[str]:
+        return [self._losses(other), self._parameters(other)]
+
+    def _losses(self, other: dict[str, Any] | None) -> str:
+        theirs, ours = _losses(other), _losses(self.ours)
         if theirs == ours or (len(theirs) == len(ours) and all(map(_same, theirs, ours))):
             return f"{len(ours)} losses equal"
         if len(theirs) != len(ours):
             return f"{len(ours)} losses for {len(theirs)}"
         return f"losses differ by up to {max(map(_distance, theirs, ours)):.1g}"
 
-    def _parameters(self) -> str:
-        theirs, ours = (_ends(r) for r in (self.theirs, self.ours))
+    def _parameters(self, other: dict[str, Any] | None) -> str:
+        theirs, ours = (_ends(r) for r in (other, self.ours))
         if not ours:
             return "nothing trained"
         if [end["hash"] for end in theirs] == [end["hash"] for end in ours]:

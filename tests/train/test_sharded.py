@@ -252,16 +252,19 @@ def test_a_compiled_model_trains_the_same() -> None:
     assert _furthest(_alone(Net), run_ranks(2, train, timeout_s=120)[0]) < 1e-5
 
 
-def test_gradients_stay_in_their_rank_under_no_sync_and_are_reduced_by_the_next_backward() -> None:
+@pytest.mark.parametrize("is_of_model", [False, True], ids=["accelerator", "model"])
+def test_gradients_stay_in_their_rank_under_no_sync_and_are_reduced_by_the_next_backward(is_of_model: bool) -> None:
+    """The model's own method is that of DDP and of FSDP1, which programs call."""
+
     def train() -> list[torch.Tensor]:
         accelerator = Accelerator(strategy="fsdp")
         torch.manual_seed(3)
         model = accelerator.prepare(nn.Linear(3, 2))
         x = torch.full((1, 3), 1.0 + accelerator.process_index)
-        with accelerator.no_sync(model):
+        with model.no_sync() if is_of_model else accelerator.no_sync(model):
             accelerator.backward(model(x).sum())
             held = model.weight.grad is None
-            with accelerator.no_sync(model):
+            with model.no_sync() if is_of_model else accelerator.no_sync(model):
                 accelerator.backward(model(x).sum())
             accelerator.backward(model(x).sum())
             held = held and model.weight.grad is None
@@ -473,6 +476,7 @@ NUMBERS: list[Callable[[nn.Module], Any]] = [
     lambda net: net[0].weight.grad.norm().item(),
     lambda net: math.sqrt(sum(p.grad.norm().item() ** 2 for p in net.parameters())),
     lambda net: sum(p.norm() for p in net.parameters()).item(),
+    lambda net: f"{net[0].weight.norm():.6f}",
 ]
 
 
@@ -493,6 +497,46 @@ def test_a_number_that_is_read_of_a_sharded_tensor_is_that_of_the_whole_one_on_e
         assert got == pytest.approx(whole, abs=1e-5, nan_ok=True)
 
 
+def _other_weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).state_dict()
+
+
+def _by_hand_in_steps(accelerator: Accelerator, model: nn.Module, net: nn.Module, habit: str) -> None:
+    if habit == "draws like":
+        with torch.no_grad():
+            net[0].weight += 0.1 * torch.randn_like(net[0].weight)
+            net[0].bias.add_(torch.rand_like(net[0].bias.data), alpha=0.1)
+            net[2].weight.mul_(torch.bernoulli(torch.full_like(net[2].weight, 0.5)))
+            net[2].weight.add_(torch.empty_like(net[2].weight).bernoulli_(0.5)).add_(F.dropout(net[2].weight, 0.3))
+            nn.init.eye_(net[2].weight)
+            net[0].weight[1:3] *= torch.randint_like(net[0].weight[1:3], 3)
+    elif habit == "loads":
+        model.load_state_dict(_other_weights())
+    elif habit == "loads a part":
+        net[0].load_state_dict({"weight": _other_weights()["0.weight"]}, strict=False)
+        net[2].bias.data.copy_(torch.tensor(0.25))
+    elif habit == "averages":
+        average = {name: value.clone() for name, value in model.state_dict().items()}
+        kept = torch.empty(5, 4)
+        kept.copy_(net[0].weight.data)  # a whole tensor of every rank's own
+        model.load_state_dict(_other_weights())
+        for name, value in model.state_dict().items():
+            average[name].mul_(0.9).add_(value, alpha=0.1)
+        average["0.weight"] += kept.to(average["0.bias"].dtype).mean().item()
+        model.load_state_dict(average)
+    elif habit == "sharpness":
+        kept = [parameter.data.clone() for parameter in net.parameters()]
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        norm = torch.norm(torch.stack([parameter.grad.norm(p=2) for parameter in net.parameters()]), p=2)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(parameter.grad * (0.05 / (norm + 1e-12)))
+                parameter.grad.div_(parameter.grad.norm() + 1e-6).add_(parameter, alpha=0.01)
+        for parameter, before in zip(net.parameters(), kept, strict=True):
+            parameter.data = before
+
+
 def _by_hand(strategy: str, habit: str) -> list[torch.Tensor]:
     """Train one step after or with something that programs do to parameters by hand."""
     accelerator = Accelerator(strategy=strategy)
@@ -511,16 +555,66 @@ def _by_hand(strategy: str, habit: str) -> list[torch.Tensor]:
             net[0].weight[3, 1:3] = torch.tensor([0.5, 0.25])
             net[0].bias[1:] = net[0].bias[0]
         net[2].weight.data[net[2].weight.data.abs() < 0.2] = 0.0  # as pruning does
+    else:
+        _by_hand_in_steps(accelerator, model, net, habit)
     accelerator.backward(model(torch.ones(2, 4)).sum())
     for parameter in net.parameters():
         parameter.data = parameter.data - 0.1 * parameter.grad
     return list(accelerator.get_state_dict(model).values())
 
 
-@pytest.mark.parametrize("habit", ["draws anew", "whole values", "elements", "steps"])
+HABITS = [
+    "draws anew",
+    "draws like",
+    "whole values",
+    "elements",
+    "loads",
+    "loads a part",
+    "averages",
+    "sharpness",
+    "steps",
+]
+
+
+@pytest.mark.parametrize("habit", HABITS)
 def test_what_is_done_to_parameters_by_hand_is_done_to_whole_ones(habit: str) -> None:
     wanted, got = run_ranks(1, _by_hand, "auto", habit)[0], run_ranks(2, _by_hand, "fsdp", habit)[0]
     assert max(float((one - other).abs().max()) for one, other in zip(wanted, got, strict=True)) < 1e-5
+
+
+def _in_odd_order(strategy: str, order: str, **fields: Any) -> dict[str, torch.Tensor]:
+    """Train where torch leaves the parameters of no block gathered: in front of a backward, or after an evaluation."""
+    accelerator = Accelerator(strategy=strategy, fsdp_plugin=plugin(**fields) if strategy == "fsdp" else None)
+    torch.manual_seed(3)
+    net = Net()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.3))
+    words = torch.randint(0, 11, (4, 4), generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        loss = F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+        if order == "zero_grad":
+            model.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        if order == "evaluation":
+            with torch.no_grad():
+                model(words)
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.1, 0.1)
+            optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.2))
+            optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize(
+    ("order", "fields"),
+    [("zero_grad", {}), ("zero_grad", {"reshard_after_forward": False}), ("evaluation", {})],
+    ids=["zero_grad", "zero_grad, kept", "evaluation"],
+)
+def test_parameters_that_are_gathered_meanwhile_are_no_others(order: str, fields: dict[str, Any]) -> None:
+    def train(strategy: str) -> dict[str, torch.Tensor]:
+        return _in_odd_order(strategy, order, **fields)
+
+    assert _furthest(run_ranks(1, train, "auto")[0], run_ranks(2, train, "fsdp")[0]) < 1e-5
 
 
 def test_a_sharded_model_may_be_told_its_device_again() -> None:
@@ -546,6 +640,89 @@ def test_data_of_another_shape_or_type_is_refused() -> None:
         return True
 
     assert run_ranks(2, refused) == [True, True]
+
+
+WRITES: list[Callable[[nn.Module], Any]] = [
+    lambda model: model.weight[0].zero_(),
+    lambda model: model.weight.data[1].fill_(0.5),
+    lambda model: nn.init.normal_(model.weight[1:3]),
+    lambda model: model.weight.narrow(0, 1, 2).copy_(torch.ones(2, 4)),
+    lambda model: model.weight.chunk(3)[0].mul_(2.0),
+    lambda model: model.weight[0].__setitem__(1, 0.0),
+]
+
+
+def test_a_write_into_a_part_that_is_a_copy_is_refused_and_one_that_reaches_the_parameter_is_made() -> None:
+    def write() -> list[torch.Tensor]:
+        model = Accelerator(strategy="fsdp").prepare(nn.Linear(4, 6))
+        before = model.weight.full_tensor().detach().clone()
+        with torch.no_grad():
+            for number, each in enumerate(WRITES):
+                with pytest.raises(NotImplementedError, match=r"copy, and the tensor would stay .*: weight\[0\] = 0.0"):
+                    each(model)
+                assert torch.equal(model.weight.full_tensor(), before), number
+            model.weight[0] = 0.0
+            model.weight[1:3] += 1.0
+            model.weight[:, 2].zero_()  # no copy
+            assert model.weight[3].norm().item() == pytest.approx(model.weight.full_tensor()[3].norm().item())
+        return [before, model.weight.full_tensor().detach()]
+
+    for before, after in run_ranks(2, write):
+        before[0] = 0.0
+        before[1:3] += 1.0
+        before[:, 2] = 0.0
+        assert torch.equal(before, after)
+
+
+def _without_words_about_a_gradient(model: nn.Module) -> Any:
+    return torch.autograd.grad(model(X).sum(), model.parameters(), allow_unused=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "refusal"),
+    [
+        (_without_words_about_a_gradient, r"torch.autograd.grad of sharded parameters.*take parameter.grad"),
+        (lambda model: torch.autograd.grad(model(X).sum(), model[0].weight), r"torch.autograd.grad of sharded"),
+        (
+            lambda model: torch.func.functional_call(model, {"0.weight": model[0].weight * 2.0}, (X,)),
+            r"functional_call with another 0.weight: FSDPSequential is sharded.*strategy='ddp'",
+        ),
+    ],
+    ids=["grad", "grad of one", "functional_call"],
+)
+def test_what_torch_would_do_without_the_sharded_parameters_is_refused(
+    call: Callable[[nn.Module], Any], refusal: str
+) -> None:
+    def refused() -> list[tuple[int, ...]]:
+        model = Accelerator(strategy="fsdp").prepare(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+        with pytest.raises(NotImplementedError, match=refusal):
+            call(model)
+        x = X.clone().requires_grad_()
+        own = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+        return [tuple(one.shape) for one in torch.autograd.grad(own.sum(), x)]
+
+    assert run_ranks(2, refused) == [[(4, 3)], [(4, 3)]]
+
+
+def _minimise(strategy: str) -> dict[str, torch.Tensor]:
+    accelerator = Accelerator(strategy=strategy)
+    torch.manual_seed(3)
+    net = nn.Linear(3, 2)  # LBFGS flattens gradients, which torch can where the number of ranks divides the rows
+    model, optimizer = accelerator.prepare(net, torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(torch.eye(3)) - 1.0).square().mean()
+        accelerator.backward(loss)
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return accelerator.get_state_dict(model)
+
+
+def test_an_optimizer_that_keeps_the_list_of_its_parameters_trains_the_shards() -> None:
+    assert _furthest(run_ranks(1, _minimise, "auto")[0], run_ranks(2, _minimise, "fsdp")[0]) < 1e-5
 
 
 @pytest.mark.parametrize("when", ["before prepare", "after prepare"])
@@ -612,3 +789,23 @@ def test_sharers_in_different_blocks_are_one_group() -> None:
 
 def test_a_module_of_another_type_is_a_group_of_its_own() -> None:
     assert _names(_half_of_one_block(), GroupPolicy(), uniform_dtype=True) == [["blocks.1.down"], *BLOCKS, ["root"]]
+
+
+def _with_a_block_sharded_before() -> tuple[list[str], bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    names = list(mesh._dim_group_names)
+    fully_shard(model[0], mesh=mesh)
+    model = accelerator.prepare(model)
+    accelerator.backward(model(torch.ones(2, 4)).mean())
+    return [*names, *mesh._dim_group_names], all(p.grad is not None for p in model.parameters())
+
+
+def test_a_block_that_the_program_has_sharded_keeps_its_process_groups() -> None:
+    for names, has_gradients in run_ranks(2, _with_a_block_sharded_before):
+        assert names[:2] == names[2:]
+        assert has_gradients

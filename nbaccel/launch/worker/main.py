@@ -58,6 +58,7 @@ from nbaccel.launch.worker.reporter import Reporter
 from nbaccel.launch.worker.separate_trainings import OneTraining
 from nbaccel.launch.worker.stack_snapshot import CallLog, is_data, left_behind, scenes
 from nbaccel.launch.worker.streams import RankStreams
+from nbaccel.launch.worker.whole_models import WholeModels
 from nbaccel.settings import RunSettings
 
 __all__ = [
@@ -141,6 +142,7 @@ class _Rank:
         self._renewal: tuple[int, int] | None = None
         self.calls = CallLog(self._peers)
         self._one_training = OneTraining(self.page, boot.world, self._collectives)
+        self._whole_models = WholeModels(boot.world, self._one_training.wrappers)
         self._leaving = Leaving(boot.world.world_size)
         self._leaving.watch()
         self._one_bar = OneBar(boot.world)
@@ -151,6 +153,7 @@ class _Rank:
         attach_to_foreign_trainers()
         if boot.world.is_distributed and not RunSettings.from_env(boot.environ).independent:
             self._one_training.watch()
+            self._whole_models.watch()
             self._one_bar.watch()
             self._lone_metrics.watch()
             write_one_run(boot.world, boot.store_path)
@@ -217,6 +220,7 @@ class _Rank:
                 if watch is not None:
                     watch.begin(task.namespace)
                 self._one_training.begin(self._excluded_ranks, watch)
+                self._whole_models.begin()
                 self._one_bar.begin(task.knows_ranks)
                 self._lone_metrics.begin(task.knows_ranks, watch)
                 task.begin(self.rank)

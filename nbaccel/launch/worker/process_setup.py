@@ -294,25 +294,27 @@ _kept: list[Any] = []
 
 
 def keep_ended_groups() -> None:
-    """Keep all groups of this process from being destructed. Called once per process.
+    """Keep groups of this process from being destructed. Called once per process.
 
-    Before torch 2.8 the destructor of a gloo group joins its threads while it holds Python's lock, for which one of
-    them may be waiting to drop the last collective's tensors: `dist.destroy_process_group()` then never returns (one of
-    eight times on a machine under load). The destructor is not called while a reference to the group exists.
-    https://github.com/pytorch/pytorch/pull/154976
+    The destructor of a gloo group joins its threads, for which one of them may be waiting to drop the last collective's
+    tensors under Python's lock: who calls it with that lock held never returns. Before torch 2.8 that was every
+    `dist.destroy_process_group()`, see https://github.com/pytorch/pytorch/pull/154976. Since then it is what drops the
+    last reference in C++, as a `DistributedDataParallel` does that a function leaves behind: one of three launches on
+    a machine under load. The destructor is not called while a reference to the group exists.
     """
     when_loaded({"torch.distributed.distributed_c10d": _keep})
 
 
 def _keep(c10d: Any) -> None:
-    if c10d.torch.__version__ >= "2.8":
-        return
+    only_gloo = c10d.torch.__version__ >= "2.8"
     update = c10d._update_default_pg
 
     def keep_and_update(group: Any) -> None:
         """Keep the groups; called with None while the groups that end are still listed."""
         if group is None:
-            _kept.extend(c10d._world.pg_map)
+            _kept.extend(
+                ended for ended, (backend, _) in c10d._world.pg_map.items() if "gloo" in backend or not only_gloo
+            )
         update(group)
 
     c10d._update_default_pg = keep_and_update

@@ -18,12 +18,15 @@ import os
 import runpy
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nbaccel.failures import Failure, classify
 from nbaccel.launch.worker.lifetime import end_as_the_interpreter
+from nbaccel.settings import FSDP, RunSettings
+from nbaccel.world import World
 
 __all__ = ["main"]
 
@@ -39,6 +42,7 @@ find the lost peer.
 def main(words: Sequence[str]) -> NoReturn:
     """Run the program in `words`, and end with its exit status."""
     status = 0
+    _watch_whole_models()
     try:
         _run_module(*words[1:]) if words[0] == "-m" else _run_script(*words)
     except SystemExit as end:
@@ -51,6 +55,18 @@ def main(words: Sequence[str]) -> NoReturn:
         status = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     end_as_the_interpreter()
     os._exit(status & 0xFF)
+
+
+def _watch_whole_models() -> None:
+    """Have the program told if the launch is to shard models, and it trains a whole one in every rank."""
+    if RunSettings.from_env().strategy != FSDP:
+        return
+    from nbaccel.launch.worker.separate_trainings import note_wrappers
+    from nbaccel.launch.worker.whole_models import WholeModels
+
+    wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
+    note_wrappers(wrappers)
+    WholeModels(World.from_env(), wrappers).watch()
 
 
 def _run_script(path: str, *arguments: str) -> None:

@@ -33,6 +33,9 @@ __all__ = [
     "Judge",
     "OneTraining",
     "UpdatesByHand",
+    "library_that_trains",
+    "note_wrappers",
+    "warn_at_users_line",
 ]
 
 _LONGEST_WAIT_S = 5.0
@@ -55,6 +58,8 @@ class OneTraining:
     notice says which. A rank whose peers take no such step within 5 s steps alone, and says so.
 
     collectives: returns the number of collectives that this rank has entered, of every kind that can be counted.
+
+    wrappers: models that the program has wrapped in one of the classes that synchronise, as long as they live.
     """
 
     def __init__(self, page: ControlPage, world: World, collectives: Callable[[], int]) -> None:
@@ -64,7 +69,7 @@ class OneTraining:
         self._peers: Sequence[int] = [rank for rank in range(world.world_size) if rank != world.rank]
         self._settled: dict[int, weakref.ref[Any]] = {}  # by id, since the user's class may have no hash
         self._waits: dict[int, weakref.ref[Any]] = {}  # stepped once, after ranks had exchanged something
-        self._wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._judged: Counter[int] = Counter()  # optimizers by their kind and shapes
         self._laid: list[int] = []  # keys of this rank, in their order
         self._begun_with = 0
@@ -82,9 +87,9 @@ class OneTraining:
             {
                 "torch.autograd": lambda _: self._watch_backwards(),
                 "torch.optim.optimizer": self._hook,
-                **{module: functools.partial(self._note_wrappers, name) for module, name in _SYNCHRONISE.items()},
             }
         )
+        note_wrappers(self.wrappers)
 
     def begin(self, excluded_ranks: Sequence[int] = (), equal_watch: TaskWatch | None = None) -> None:
         """Begin a task.  excluded_ranks: ranks without a part in it.  equal_watch: keeps it equal, if any."""
@@ -123,21 +128,11 @@ class OneTraining:
             "exchanged": self.has_exchanged() or self._is_implicit,
             "implicit": self._is_implicit,
             "was_warned": self._was_warned or self._has_said,
-            "has_prepared": bool(self._wrappers),
+            "has_prepared": bool(self.wrappers),
         }
 
     def _hook(self, module: Any) -> None:
         module.register_optimizer_step_pre_hook(self._before_step)
-
-    def _note_wrappers(self, name: str, module: Any) -> None:
-        kind, wrappers = getattr(module, name), self._wrappers
-
-        def make(cls: Any, *args: Any, **kwargs: Any) -> Any:  # no `__init__`: its warnings would name this file
-            wrapper = object.__new__(cls)
-            wrappers.add(wrapper)
-            return wrapper
-
-        kind.__new__ = staticmethod(make)
 
     # -- before a step
 
@@ -145,7 +140,7 @@ class OneTraining:
         if id(optimizer) in self._settled or not self._peers:
             return None
         parameters = self._alone(optimizer)
-        if not parameters or (self._wrappers and not _has_model(parameters)):
+        if not parameters or (self.wrappers and not _has_model(parameters)):
             # Tensors that nothing synchronises, of no model, beside a synchronised model: inputs, for example.
             self._settle(optimizer)
             return None
@@ -231,7 +226,7 @@ class OneTraining:
     def settled(self) -> set[int]:
         optimizers = [optimizer for known in (*self._settled.values(), *self._waits.values()) if (optimizer := known())]
         stepped = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
-        return stepped | {id(parameter) for wrapper in self._wrappers for parameter in _kept_together(wrapper)}
+        return stepped | {id(parameter) for wrapper in self.wrappers for parameter in _kept_together(wrapper)}
 
     def compare_values(self, key: int, found: int) -> tuple[list[int], list[int]]:
         _, apart, missing = self._wait_for_peers(key, found)
@@ -246,7 +241,7 @@ class OneTraining:
     def say_apart(self, apart: Sequence[int]) -> None:
         self._was_warned = True
         if self._world.is_main_process:
-            _warn(
+            warn_at_users_line(
                 f"the tensors that this backward reaches have changed since the last one, in {_ranks(apart)} otherwise "
                 "than here: each rank trains its own. To train one, average "
                 'gradients before each update: p.grad = accelerator.reduce(p.grad, "mean").'
@@ -254,7 +249,7 @@ class OneTraining:
 
     def say_same(self, is_model: bool) -> None:
         if not self._has_said and self._world.is_main_process:
-            _warn(
+            warn_at_users_line(
                 f"what this backward reaches has changed alike in all {self._world.world_size} ranks, and they have "
                 "exchanged nothing: each does the same work on the same data. "
                 f"{_once_or_together() if is_model else '-n 1 does it once.'}"
@@ -265,7 +260,7 @@ class OneTraining:
 
     def _alone(self, optimizer: Any) -> list[Any]:
         """Return parameters that nothing is known to synchronise."""
-        known = {id(parameter) for wrapper in self._wrappers for parameter in _kept_together(wrapper)}
+        known = {id(parameter) for wrapper in self.wrappers for parameter in _kept_together(wrapper)}
         tensors: Any = sys.modules.get("torch.distributed.tensor")
         sharded = () if tensors is None else (tensors.DTensor,)
         return [
@@ -290,7 +285,7 @@ class OneTraining:
         )
 
     def _raise(self, found: str) -> None:
-        library = _library_that_trains()
+        library = library_that_trains()
         remedy = (
             f"{library} trains by itself, and shares nothing out among ranks: run this cell with -n 1 or without the "
             "magic, or write the loop with accelerator.prepare.\n"
@@ -310,7 +305,7 @@ class OneTraining:
     def _say_alone(self, optimizer: Any, missing: Sequence[int]) -> None:
         who = _ranks(missing)
         self._was_warned = True
-        _warn(
+        warn_at_users_line(
             f"rank {self._world.rank} of {self._world.world_size} steps {type(optimizer).__name__} alone: {who} took "
             f"no such step within {_LONGEST_WAIT_S:g} s, and nothing synchronises what it steps. What it trains stays "
             "in this rank."
@@ -323,15 +318,29 @@ class OneTraining:
         self._has_said = True
         name, ranks = type(optimizer).__name__, self._world.world_size
         if not self.has_exchanged():
-            _warn(
+            warn_at_users_line(
                 f"{name} steps with equal gradients in all {ranks} ranks, and they have exchanged nothing: each does "
                 f"the same work on the same data. {_once_or_together()}"
             )
         else:
-            _warn(
+            warn_at_users_line(
                 f"{name} steps what was not prepared, with equal gradients in all {ranks} ranks: it is taken for "
                 "synchronised by hand, and is not checked again before the cell ends."
             )
+
+
+def note_wrappers(wrappers: weakref.WeakSet[Any]) -> None:
+    """Have every model that the program wraps for several ranks added to `wrappers`. Called once per process."""
+
+    def watch(name: str, module: Any) -> None:
+        def make(cls: Any, *args: Any, **kwargs: Any) -> Any:  # no `__init__`: its warnings would name this file
+            wrapper = object.__new__(cls)
+            wrappers.add(wrapper)
+            return wrapper
+
+        getattr(module, name).__new__ = staticmethod(make)
+
+    when_loaded({module: functools.partial(watch, name) for module, name in _SYNCHRONISE.items()})
 
 
 def _kept_together(wrapper: Any) -> Iterator[Any]:
@@ -371,13 +380,13 @@ def _ranks(peers: Sequence[int]) -> str:
 
 def _once_or_together() -> str:
     """Return what to do instead of the same work in every rank."""
-    library = _library_that_trains()
+    library = library_that_trains()
     if library:
         return f"{library} trains by itself, and shares nothing out among ranks: -n 1 does it once."
     return "model, optimizer, loader = accelerator.prepare(model, optimizer, loader) before the loop shares it out."
 
 
-def _warn(text: str) -> None:
+def warn_at_users_line(text: str) -> None:
     """Warn at the user's line."""
     frame, _ = _users_line()
     with unignored():
@@ -387,7 +396,7 @@ def _warn(text: str) -> None:
             warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 
 
-def _library_that_trains() -> str:
+def library_that_trains() -> str:
     """Return the library's function that runs the loop, as "fit of skorch"; "" for a loop of the user's own."""
     frame, below = _users_line()
     if frame is None or not below:
@@ -532,8 +541,9 @@ class UpdatesByHand:
 
 
 def _is_sharded(leaf: Any) -> bool:
-    tensors: Any = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(leaf, tensors.DTensor)
+    """Return whether the leaf is a rank's part: a DTensor, or what FSDP1 computes with in place of its parameters."""
+    tensors, fsdp = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
+    return isinstance(leaf, (*((tensors.DTensor,) if tensors else ()), *((fsdp.FlatParameter,) if fsdp else ())))
 
 
 def _is_freed(leaf: Any) -> bool:

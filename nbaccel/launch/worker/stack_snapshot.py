@@ -168,7 +168,7 @@ def _text(value: Any, depth: int = 0) -> str:
     """Return a repr of plain data, and of one number in a tensor on the host."""
     torch = sys.modules.get("torch")
     if torch is not None and _is(value, torch.Tensor):
-        is_one = value.numel() == 1 and value.device.type == "cpu" and not depth
+        is_one = value.numel() == 1 and value.device.type == "cpu" and not depth and _own(value) is value
         return f"{value.detach().item():.6g}" if is_one and not value.is_complex() else ""
     if type(value) in (str, bytes):
         shown = repr(value[:_TEXT]) + ("..." if len(value) > _TEXT else "")
@@ -214,10 +214,15 @@ def _flaw_of_tensor(tensor: Any) -> str:
     is_safe = tensor.device.type == "cpu" and tensor.numel() <= _READ_ELEMENTS and not tensor.is_sparse
     if not is_safe or not (tensor.is_floating_point() or tensor.is_complex()):
         return ""
-    numbers = tensor.detach()
+    numbers = _own(tensor).detach()
     if bool(numbers.isnan().any()):
         return "NaN"
     return "inf" if bool(numbers.isinf().any()) else ""
+
+
+def _own(tensor: Any) -> Any:
+    """Return this rank's rows of a sharded tensor, any other tensor as it is: the whole would wait for all ranks."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _hides(name: str, value: Any) -> bool:

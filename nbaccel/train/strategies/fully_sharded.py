@@ -28,8 +28,8 @@ from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.step.recompute import recompute_activations
 from nbaccel.train.strategies.fsdp.groups import BY_CLASS, GroupPolicy, choose_groups, ignored
-from nbaccel.train.strategies.fsdp.joint_calls import HOOK_IS_LOST, evaluation_hook, treat_as_whole
-from nbaccel.train.strategies.fsdp.recovery import abandon, move_to_group, why_not
+from nbaccel.train.strategies.fsdp.joint_calls import HOOK_IS_LOST, evaluation_hook, show_shards, treat_as_whole
+from nbaccel.train.strategies.fsdp.recovery import abandon, move_to_groups, why_not
 from nbaccel.train.strategies.fsdp.replacements import Replacements, make_whole
 from nbaccel.train.strategies.replicated import living_modules
 from nbaccel.train.strategies.single import INSTEAD, Strategy, gradients_of, is_parallel, is_sharded, without_compile
@@ -37,8 +37,9 @@ from nbaccel.world import World
 
 __all__ = ["FullySharded"]
 
-_GROUP = "nbaccel_shards"
-"""Description of the process group in which sharded models communicate."""
+_STEPS, _READS = "nbaccel_steps", "nbaccel_reads"
+"""Descriptions of the process groups in which sharded models communicate: in their forwards and backwards, and where
+a program reads or writes parameters as whole ones."""
 
 _QUANTISED = frozenset({"Params4bit", "Int8Params"})
 
@@ -59,8 +60,8 @@ class FullySharded(Strategy):
         super().__init__(world, device, handlers, plugin)
         self._replaced = Replacements()
         self._half: torch.dtype | None = None
-        self._group: Any = None
-        self._retired: Any = None
+        self._groups: list[Any] = []
+        self._retired: list[Any] = []
         self._holding: weakref.WeakSet[Module] = weakref.WeakSet()  # those under no_sync; torch has no way to ask
         treat_as_whole()
 
@@ -94,8 +95,8 @@ class FullySharded(Strategy):
             _raise_precision(model, self.world.is_main_process)
         if getattr(self.plugin, "activation_checkpointing", False):
             recompute_activations(model, groups.blocks or None)
-        self._group = _group_of_all()
-        mesh = DeviceMesh.from_group(self._group, self.device.type)
+        self._groups = [_group_of_all(_STEPS), _group_of_all(_READS)]
+        mesh = DeviceMesh.from_group(self._groups[1], self.device.type)
         for modules in groups.groups:
             self._bring_from_main(modules, left_out)
             if model not in modules:
@@ -111,9 +112,14 @@ class FullySharded(Strategy):
             for parameter in before.values():
                 if parameter not in left_out and not _is_shard(parameter):
                     parameter.data = parameter.data.new_empty(0)  # an optimizer may hold it: not the whole model too
+        move_to_groups(model, self._groups[0], self._groups[1], only_mesh=mesh)
         evaluates = evaluation_hook(model, self._collectives, list(running_statistics([model])))
         model.register_forward_pre_hook(evaluates, prepend=True)
+        show_shards(model, frees=getattr(self.plugin, "reshard_after_forward", True) is not False)
         assert isinstance(model, FSDPModule)
+        kind: Any = type(model)  # torch's, for sharded models of this class
+        if "no_sync" in vars(kind) or not hasattr(model, "no_sync"):
+            kind.no_sync = lambda module: self.no_sync(module)  # as models of DDP and of FSDP1 have it
         now = dict(model.named_parameters(remove_duplicate=False))
         self._replaced.add(model, {old: now[name] for name, old in replaced.items()})
 
@@ -230,7 +236,7 @@ class FullySharded(Strategy):
         return _sync(module, True, self._holding) if is_sharded(module) else nullcontext()
 
     def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
-        if reason := why_not(plain := [*map(without_compile, models)], _GROUP):
+        if reason := why_not(plain := [*map(without_compile, models)], _STEPS):
             raise CannotSplit(
                 "forward_backward repeats a batch that did not fit, on all ranks where a model is sharded (FSDP), and "
                 f"{reason}. {INSTEAD}"
@@ -242,10 +248,10 @@ class FullySharded(Strategy):
             abandon(model)
 
     def rejoin(self, models: Sequence[Module]) -> None:
-        group = _group_of_all()
+        groups = [_group_of_all(_STEPS), _group_of_all(_READS)]
         for model in map(without_compile, models):
-            move_to_group(model, group)
-        self._retired, self._group = self._group, group  # gloo's threads may still drop the last tensors of the old one
+            move_to_groups(model, *groups)
+        self._retired, self._groups = self._groups, groups  # gloo's threads may still drop the last tensors of the old
 
     def norm(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
         from torch.distributed.tensor import DTensor
@@ -284,16 +290,17 @@ class FullySharded(Strategy):
             self._replaced.bring(optimizer)
 
 
-def _group_of_all() -> Any:
-    """Return the process group of sharded models, one for all Accelerators. Collective where there is none yet.
+def _group_of_all(description: str) -> Any:
+    """Return the process group of that description, one for all Accelerators. Collective where there is none yet.
 
-    A forward that some ranks do not enter would otherwise meet another collective of theirs: gloo ends the process
-    then, and NCCL mixes up what was sent. With its own group it waits, and who watches the ranks can say where.
+    A forward that some ranks do not enter, or a parameter that one rank reads, would otherwise meet another collective
+    of theirs: gloo ends the process then, and NCCL mixes up what was sent. In groups of their own they wait, and who
+    watches the ranks can say where.
     """
     from torch.distributed import distributed_c10d, new_group
 
-    known = (group for group in distributed_c10d._world.pg_map if getattr(group, "group_desc", "") == _GROUP)
-    return next(known, None) or new_group(group_desc=_GROUP)
+    known = (group for group in distributed_c10d._world.pg_map if getattr(group, "group_desc", "") == description)
+    return next(known, None) or new_group(group_desc=description)
 
 
 @contextmanager

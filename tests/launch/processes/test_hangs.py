@@ -327,6 +327,34 @@ def test_a_call_of_a_sharded_model_on_one_rank_ends_with_the_lines_of_all(
     assert "hang timeout" not in said
 
 
+def reads_on_rank_0_alone_while_the_other_trains(what: str) -> None:
+    accelerator = Accelerator(strategy="fsdp")
+    net = torch.nn.Sequential(torch.nn.Linear(4, 96), torch.nn.Linear(96, 96), torch.nn.Linear(96, 4))
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for step in range(3):
+        accelerator.backward(model(torch.ones(2, 4)).mean())
+        if step == 1 and accelerator.is_main_process:
+            ALONE[what](accelerator, model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [name for name in ALONE if not name.startswith("model(")])
+def test_what_one_rank_reads_while_the_other_trains_does_not_meet_its_step(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In one process group gloo would take rows of one for those of the other, or end a rank by SIGABRT."""
+    monkeypatch.setattr(hangs, "_CERTAIN_S", 2.0)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RanksFailed) as caught:
+        launch(reads_on_rank_0_alone_while_the_other_trains, 2, (what,), cpu=True, timeout_s=60)
+    said = str(caught.value)
+    assert "waits in a sharded model for ranks that wait in another call" in said
+    assert re.search(rf"rank 0: .*{re.escape(what.partition('(')[0])}", said)
+    assert re.search(r"rank 1: .*in reads_on_rank_0_alone_while_the_other_trains: ", said)
+
+
 def evaluates_on_rank_0_alone(mode: str) -> None:
     accelerator = Accelerator(strategy="fsdp")
     net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))

@@ -145,6 +145,14 @@ def fsdp() -> None:
     train(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
+def fsdp_of_original_parameters() -> None:
+    """The graph has what FSDP1 computes with, and the optimizer the parameters that programs see (use_orig_params)."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(make(), device_id=torch.device("cpu"), use_orig_params=True)
+    train(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
 def fsdp_of_dtensors() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -293,6 +301,7 @@ GOES_ON = [
     models_that_are_averaged,
     parts_of_a_sharded_optimizer,
     fsdp,
+    fsdp_of_original_parameters,
     *(
         pytest.param(
             program,

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from nbaccel import Accelerator
 from nbaccel.events import CollectiveEntered, Event
 from nbaccel.launch.ipc.reports import CollectiveCall, FrameSnapshot, StackSnapshot, ValueSummary
 from nbaccel.launch.worker.stack_snapshot import CallLog, described, left_behind, scenes
+from nbaccel.testing import run_ranks
 
 
 def trace_of(function: Any) -> TracebackType | None:
@@ -148,3 +150,24 @@ def test_the_last_twenty_collectives_are_kept_with_the_line_of_the_user() -> Non
     assert [call.operation for call in log.last()] == [f"gather {number}" for number in range(5, 25)]
     assert {call.file for call in log.last()} == {__file__}
     assert len(heard) == 25
+
+
+def test_a_sharded_tensor_is_described_by_one_rank_alone() -> None:
+    """By its own rows: the rank has failed, and its peers are elsewhere."""
+
+    def describe() -> list[str]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        accelerator = Accelerator(strategy="fsdp")
+        accelerator.prepare(torch.nn.Linear(2, 2))  # from now on a number of a sharded tensor is that of the whole
+        values = torch.tensor([1.0, 2.0, float("nan"), 4.0])
+        tensor = distribute_tensor(values, init_device_mesh("cpu", (2,)), [Shard(0)])
+        single = distribute_tensor(torch.ones(1), init_device_mesh("cpu", (2,)), [Shard(0)])
+        told = []
+        if accelerator.process_index == 1:
+            told = [described("x", tensor).flaw, described("x", {"a": tensor}).flaw, described("x", single).text]
+        accelerator.wait_for_everyone()
+        return told
+
+    assert run_ranks(2, describe, timeout_s=30) == [[], ["NaN", "NaN in a", ""]]

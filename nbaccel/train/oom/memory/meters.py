@@ -376,6 +376,16 @@ class MemLimit(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self._live)
         return 0
 
+    def _count_again(self, storage: torch.UntypedStorage) -> None:
+        """Count the bytes of `storage` once more, for as long as it lives."""
+        key = -storage._cdata  # no storage has such an address
+        if key not in self._storages:
+            known = self._storages[key] = _Counted()
+            weakref.finalize(storage, self._forget, key).atexit = False
+            known.size = storage.nbytes()
+            self._live += known.size
+            self.peak_bytes = max(self.peak_bytes, self._live)
+
     def _forget(self, key: int) -> None:
         size = self._storages.pop(key).size  # not within the next line: storages also die in gloo's threads, and a
         self._live -= size  # thread may be suspended after a call, but not between reading and writing this

@@ -43,7 +43,7 @@ class LockStepEngine(StepEngine):
 
     def _run(self, task: MicroBatchTask, gradients: Gradients) -> Tensor:
         if self._recovery is None:
-            self._recovery = GroupRecovery(_CALL)
+            self._recovery = GroupRecovery(_CALL, self._strategy.device)
         if self._window.weight and gradients.were_zeroed:
             self._window = OpenWindow()
         recovery = self._recovery
@@ -72,8 +72,9 @@ class LockStepEngine(StepEngine):
             else:
                 if shortage is None:
                     return self._close(task, gradients, batch)
-            batch.forget(shortage)
             # Every rank is in this batch: none has read that all are done, since this one is not.
+            recovery.wake()
+            batch.forget(shortage)
             recovery.regroup()
             self._collectives = process_group.talk or self._collectives
             self._strategy.abandon(self.models)
@@ -134,6 +135,8 @@ class _Batch:
         parts = self._agree()
         if not window.calls:
             self._gradients.open()
+        assert engine._recovery is not None
+        engine._recovery.begin()
         for start, stop in self._slices(parts):
             self._failed_size = stop - start
             outcome, weight = self._run_part(start, stop)

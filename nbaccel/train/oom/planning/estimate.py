@@ -2,8 +2,8 @@
 
 `estimate_memory` counts parameters, gradients, optimizer states and, if a batch is given, activations; it computes
 nothing, uses no device and calls no collective. `MemoryEstimate` is the result: a table, and which of the strategies
-fits on the devices of this machine. Not counted: what kernels need inside of one operation, and what an allocator
-loses between blocks.
+fits on the devices of this machine. Not counted: what kernels need inside of one operation (of cuBLAS it is), and what
+an allocator loses between blocks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,14 @@ __all__ = ["EstimateSetting", "EstimatedDevices", "MemoryEstimate", "StrategyUse
 
 SINGLE, DDP, ZERO2, FSDP = "single", "ddp", "fsdp zero2", "fsdp"
 
-_DRIVER_BYTES = 900_000_000
-"""Share of CUDA in each process: a context (300 to 500 MB), and kernels and workspaces that torch's allocator does not
-know (100 to 400 MB)."""
+_DRIVER_BYTES = 800_000_000
+"""Share of CUDA in each process: a context, and the kernels that it has loaded; 790 MB on an H100 (CUDA 13.0)."""
+
+_NCCL_BYTES = 400_000_000
+"""More of it in each of several processes: the buffers of NCCL; 390 MB there."""
+
+_CUBLAS_BYTES = 75_000_000
+"""Workspaces of cuBLAS, which come from torch's allocator: 72 MB on an H100, of which older cards take 8."""
 
 _MOST_RANKS = 4096
 
@@ -61,13 +66,15 @@ class EstimateSetting:
 class EstimatedDevices:
     """Devices to fit on.
 
-    count: how many; 0 for the CPU, whose memory all ranks share.  nbytes: of each.  driver_bytes: CUDA's share of it.
+    count: how many; 0 for the CPU, whose memory all ranks share.  nbytes: of each.
+    driver_bytes: CUDA's share of it.  nccl_bytes: more of it where there are several ranks.
     """
 
     count: int
     nbytes: int
     name: str = ""
     driver_bytes: int = 0
+    nccl_bytes: int = 0
 
     @classmethod
     def here(cls, survey: Survey | None = None) -> EstimatedDevices:
@@ -76,11 +83,15 @@ class EstimatedDevices:
         if not found.gpus:
             return cls(0, found.ram.available_bytes, "CPU")
         least = min(found.gpus, key=lambda gpu: gpu.total_bytes)
-        return cls(len(found.gpus), least.total_bytes, least.name, _DRIVER_BYTES)
+        return cls(len(found.gpus), least.total_bytes, least.name, _DRIVER_BYTES, _NCCL_BYTES)
 
     def room(self, ranks: int) -> int:
         """Return the bytes that each of `ranks` ranks may take."""
-        return self.nbytes - self.driver_bytes if self.count else self.nbytes // ranks
+        return self.nbytes - self.share(ranks) if self.count else self.nbytes // ranks
+
+    def share(self, ranks: int) -> int:
+        """Return the bytes of each device that CUDA takes for one of `ranks` ranks."""
+        return self.driver_bytes + (self.nccl_bytes if ranks > 1 else 0)
 
     def __str__(self) -> str:
         if not self.count:
@@ -167,13 +178,14 @@ class MemoryEstimate:
     def verdict(self) -> str:
         """One sentence: the cheapest strategy that fits, or what would."""
         devices, row = self.devices, self.cheapest
-        share = f"with {gigabytes(devices.driver_bytes)} for the driver" if devices.driver_bytes else ""
+        least = min(self.rows, key=lambda row: row.use.peak)
+        share_bytes = devices.share((row or least).ranks)
+        share = f"with {gigabytes(share_bytes)} for the driver" if share_bytes else ""
         without = "" if share else "without the driver's share"
         if row is not None:
             where = "in one process" if row.ranks == 1 else f"on {row.ranks} ranks"
             said = f"{row.strategy} {where} is the cheapest that fits: {in_units(row.use.peak)} per rank"
             return f"{said} ({share or without}), and there is {devices}."
-        least = min(self.rows, key=lambda row: row.use.peak)
         said = (
             f"It does not fit on {devices} under any strategy: {least.strategy} on {least.ranks} ranks takes "
             f"{in_units(least.use.peak)} per rank ({share or without})"
@@ -222,7 +234,9 @@ class _Estimate:
     def __init__(self, model: Module, optimizer: Any, setting: EstimateSetting, devices: EstimatedDevices) -> None:
         self._model, self._setting, self._devices = model, setting, devices
         self._notes: list[str] = []
-        self._fake = FakeModel(model, setting.mixed_precision, setting.policy)
+        on_gpu = setting.device_type != "cpu"
+        self._cublas = _CUBLAS_BYTES if on_gpu else 0
+        self._fake = FakeModel(model, setting.mixed_precision, setting.policy, on_gpu)
         self._optimizer = optimizer_class(optimizer) if isinstance(optimizer, str) else optimizer
         self._tried: dict[int, OptimizerUse] = {}
 
@@ -230,12 +244,11 @@ class _Estimate:
         whole, rows_wise, sample_bytes = self._schedules(batch, loss_fn)
         setting = self._setting
         one = self._optimizer_use(1)
-        rows = [
-            StrategyUse(SINGLE, 1, replicated(whole, one.states, one.temporaries, buckets=False, keeps=setting.keeps))
-        ]
+        alone = replicated(whole, one.states, one.temporaries, buckets=False, keeps=setting.keeps)
+        rows = [StrategyUse(SINGLE, 1, self._with_cublas(alone))]
         for count in (count for count in ranks if count > 1):
             use = replicated(whole, one.states, one.temporaries, buckets=True, views=setting.views, keeps=setting.keeps)
-            rows.append(StrategyUse(DDP, count, use))
+            rows.append(StrategyUse(DDP, count, self._with_cublas(use)))
             rows += [
                 StrategyUse(name, count, self._sharded(rows_wise, count, reshards))
                 for name, reshards in ((ZERO2, False), (FSDP, True))
@@ -252,16 +265,20 @@ class _Estimate:
         return replace(estimate, needed_ranks=self._needed(rows_wise, max(ranks)))
 
     def _sharded(self, schedule: StepSchedule, ranks: int, reshards: bool) -> StepUse:
-        use = self._optimizer_use(ranks)
-        return sharded(
+        of_optimizer = self._optimizer_use(ranks)
+        use = sharded(
             schedule,
             ranks,
-            use.states,
-            use.temporaries,
+            of_optimizer.states,
+            of_optimizer.temporaries,
             reshards=reshards,
             keeps=self._setting.keeps,
             on_cpu=self._setting.device_type == "cpu",
         )
+        return self._with_cublas(use)
+
+    def _with_cublas(self, use: StepUse) -> StepUse:
+        return replace(use, peak=use.peak + self._cublas)
 
     def _needed(self, schedule: StepSchedule, ranks: int) -> int | None:
         """Return with how many ranks fsdp fits, doubled from `ranks`; their optimizer is reckoned, not tried."""
@@ -272,7 +289,7 @@ class _Estimate:
             use = sharded(
                 schedule, count, int(one.states * part), int(one.temporaries * part), keeps=self._setting.keeps
             )
-            if use.peak <= self._devices.room(count):
+            if use.peak + self._cublas <= self._devices.room(count):
                 return count
             count *= 2
         return None

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from nbaccel.train.strategies.single import is_sharded
 
 __all__ = ["ByteCount", "CannotFake", "FakeModel"]
 
+_ATTENTION = "scaled_dot_product"
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _HOOKS = tuple(name for name in vars(Module()) if name.endswith("_hooks"))
 _TOUCHED_BY = ("torch.distributed", "nbaccel.")
@@ -41,7 +42,28 @@ class CannotFake(Exception):
 
 
 class ByteCount(MemLimit):
-    """Counts the bytes that tensors without memory, of the meta device or fake, would have. Refuses nothing."""
+    """Counts the bytes that tensors without memory, of the meta device or fake, would have. Refuses nothing.
+
+    on_gpu: the output of attention counts twice. Kernels of a GPU keep it in their own order of dimensions for the
+        backward, and the next layer keeps a copy in its order; that of the CPU makes one tensor for both.
+    """
+
+    def __init__(self, on_gpu: bool = False) -> None:
+        super().__init__()
+        self._on_gpu = on_gpu
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if self._on_gpu and _ATTENTION in name and "backward" not in name:
+            self._count_again(result[0].untyped_storage())
+        return result
 
     def _admit(self, leaves: Iterable[Any]) -> None:
         from torch._subclasses.fake_tensor import FakeTensor
@@ -55,15 +77,18 @@ class FakeModel:
     """A copy of `model` on fake tensors, as `mixed_precision` and FSDP's groups would have it.
 
     model: a bare module; its tensors may be anywhere, also on the meta device or in shards.
-    policy: of FSDP's groups.
+    policy: of FSDP's groups.  on_gpu: the step is one on a GPU.
 
     Raises:
         ValueError: a parameter has no shape yet.
     """
 
-    def __init__(self, model: Module, mixed_precision: str = "no", policy: GroupPolicy | None = None) -> None:
+    def __init__(
+        self, model: Module, mixed_precision: str = "no", policy: GroupPolicy | None = None, on_gpu: bool = False
+    ) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
+        self.on_gpu = on_gpu
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._precision = mixed_precision
         self.model, self.copies = _copied(model, self._mode)
@@ -121,7 +146,7 @@ class _Recording:
 
     def __init__(self, fake: FakeModel, mode: Any) -> None:
         self._fake, self._mode = fake, mode
-        self._count = ByteCount()
+        self._count = ByteCount(fake.on_gpu)
         self._moments: list[tuple[str, int, int]] = []
         self._peaks: list[int] = []
         self._gradients: dict[int, int] = {}

@@ -99,7 +99,7 @@ class StepSchedule:
 
 @frozen
 class StepUse:
-    """Bytes of one rank: the most of each part, and the peak of a step, which is at most their sum.
+    """Bytes of one rank: the most of each part, and the peak of a step, which is at most their sum, and cuBLAS.
 
     exchange: buckets of DDP, or what FSDP has gathered and sends.  temporaries: of the optimizer's step.
     """

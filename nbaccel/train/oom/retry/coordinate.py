@@ -25,13 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbaccel.aborting import abort_device_groups, is_aborted, settle, uses_device
-from nbaccel.errors import CollectiveMismatch, NbaccelError, PeerFailed
+from nbaccel.aborting import abort_device_groups, settle, uses_device
+from nbaccel.errors import CollectiveMismatch, PeerFailed
 from nbaccel.events import Event, Sink, Waiting, outlet
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
-from nbaccel.train.oom.retry.disconnect import AttemptStore, Failed, Watcher, handled
+from nbaccel.train.oom.retry.disconnect import SETTLE_S, AttemptStore, Failed, Watcher, may_result_from_waking
 from nbaccel.values import frozen
 
 __all__ = [
@@ -48,9 +48,6 @@ _PATIENCE_S = 1800.0
 
 _EXIT_S = 10.0
 """Time that rank 0 waits for peers that know already that all are done; one that was killed does not answer."""
-
-_SETTLE_S = 10.0
-"""Time that the device of a rank that failed may still work; a peer may be late for a sum that it has begun."""
 
 
 @frozen
@@ -172,7 +169,7 @@ class DistributedRetry(LocalRetry):
         is_complete = self._messages.wait("report", call, self._has_waited_enough)
         self._heed_errors(None)
         if not is_complete:
-            held = self._stuck()
+            held = self._messages.stuck("report")
             late = held or sorted({*range(self._world_size)} - {*self._messages.posted("report")})
             patience_s = 2 * _DEVICE_PATIENCE_S if held else _PATIENCE_S
             error = self._cannot_go_on(mine, f"rank {_listed(late)} did not come back within {patience_s:g} s")
@@ -198,13 +195,7 @@ class DistributedRetry(LocalRetry):
         """Return whether to stop waiting: a rank stuck in its device never comes, one that computes may take long."""
         if self._is_failed or waited_s > _PATIENCE_S:
             return True
-        return waited_s > 2 * _DEVICE_PATIENCE_S and bool(self._stuck())
-
-    def _stuck(self) -> list[int]:
-        """Return the ranks that have posted neither a report nor the end of their abort; none without a device."""
-        if not uses_device():
-            return []
-        return sorted({*range(self._world_size)} - {*self._messages.posted("report"), *self._messages.posted("free")})
+        return waited_s > 2 * _DEVICE_PATIENCE_S and bool(self._messages.stuck("report"))
 
     def close(self) -> None:
         process_group.recoveries.remove(self)
@@ -228,7 +219,7 @@ class DistributedRetry(LocalRetry):
 
         For a step that itself ran out of memory it is unknown how far it came.
         """
-        return settle(_SETTLE_S) and shortage.place is not ShortagePlace.OPTIMIZER
+        return settle(SETTLE_S) and shortage.place is not ShortagePlace.OPTIMIZER
 
     def _wake(self) -> None:
         """Wake the peers, if this attempt is over, and not only the one around it."""
@@ -251,22 +242,13 @@ class DistributedRetry(LocalRetry):
         return self._messages.failed is not None or (self._outer is not None and self._outer._is_given_up)
 
     def _is_consequence(self, error: BaseException) -> bool:
-        """Return whether `error` only results from waking this rank: it comes after the flag, and from torch.
-
-        An error of the program's own that happens to come after the flag is most likely raised again in the next
-        attempt; one that torch cannot have raised is not deferred. On a device any error may result from what an abort
-        has left: a loss that is not finite, an index that is out of range.
-        """
+        """Return whether `error` only results from waking this rank: it comes after the flag."""
         if not self._is_given_up:
             return False
         failed = self._messages.failed  # read after the flag, which a peer that fails sets after its error
         if failed is not None and failed.text == _text(error):
             return False  # all ranks may fail alike: then each has its own error
-        if is_aborted() and isinstance(error, Exception):
-            return True
-        return any(isinstance(link, RuntimeError | OSError | PeerFailed) for link in handled(error)) and not (
-            isinstance(error, NbaccelError) and not isinstance(error, PeerFailed)
-        )
+        return may_result_from_waking(error)
 
     def _heed_errors(self, error: BaseException | None) -> None:
         """Raise if another rank's error has ended this call, or the attempt around it is over."""
@@ -301,7 +283,7 @@ class DistributedRetry(LocalRetry):
 
 _NOBODY_IS_SOUND = (
     "a model that was made outside of the function may hold half a sum on every rank, for the device of no rank that "
-    f"ran out of memory was done with its work within {_SETTLE_S:g} s; make the model inside"
+    f"ran out of memory was done with its work within {SETTLE_S:g} s; make the model inside"
 )
 
 

@@ -22,17 +22,20 @@ from typing import Any, Self
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from nbaccel.aborting import abort_device_groups, await_aborts, uses_device
+from nbaccel.aborting import abort_device_groups, await_aborts, is_aborted, uses_device
+from nbaccel.errors import NbaccelError, PeerFailed
 from nbaccel.events import Waiting, emit
 from nbaccel.values import frozen
 
 __all__ = [
+    "SETTLE_S",
     "AttemptStore",
     "Failed",
     "PeerConnections",
     "Watcher",
     "backends",
     "handled",
+    "may_result_from_waking",
 ]
 
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
@@ -112,6 +115,10 @@ _POLL_S = 0.05
 _PEERS_ANSWER_S = 2.0
 _ABORT_S = 2.0
 _LATE_ABORT_S = 10.0
+
+SETTLE_S = 10.0
+"""Time that a device may still work on steps that are complete; a peer may be late for a sum that it has begun."""
+
 _ANSWER_POLL_S = 0.005
 
 
@@ -119,11 +126,18 @@ class Watcher:
     """Polls the flag 20 times a second until it is set, then cuts the connections; once.
 
     messages: with its own connection to the store.  store_port: connections to this port are not cut.
+    settle: called in the thread before this rank's device is aborted, and by all ranks before the first of them is: it
+    returns once the device is done with what has to be whole afterwards, and False if that took `SETTLE_S`.
+    is_whole: what it returned.
     """
 
-    def __init__(self, messages: AttemptStore, store_port: int | None) -> None:
+    def __init__(
+        self, messages: AttemptStore, store_port: int | None, settle: Callable[[], bool] | None = None
+    ) -> None:
+        self.is_whole = True
         self._messages = messages
         self._store_port = store_port
+        self._settle = settle
         self._look = threading.Event()
         self._is_over = False
         self._has_cut = threading.Event()
@@ -133,7 +147,7 @@ class Watcher:
     def wake_everybody(self) -> None:
         """Wait, when the flag is set, until this rank's connections are cut, which wakes the peers."""
         self._look.set()
-        self._has_cut.wait(2 * _PEERS_ANSWER_S + _ABORT_S)
+        self._has_cut.wait(2 * _PEERS_ANSWER_S + _ABORT_S + 2 * self._settle_s)
 
     def stop(self) -> None:
         """End the watch: the attempt is over without a flag."""
@@ -165,18 +179,24 @@ class Watcher:
         if uses_device():
             # All at about the same time: a peer on another machine that sees a connection of NCCL's close before it
             # has begun to abort takes that for an error, and torch's watchdog ends its process for it.
+            if self._settle is not None:
+                self.is_whole = self._settle()
             self._messages.post("abort", True)
-            self._await_peers("abort")
+            self._await_peers("abort", _PEERS_ANSWER_S + self._settle_s)
             abort_device_groups(_ABORT_S)
         if "gloo" in backends():
             with PeerConnections(self._store_port) as wires:
                 self._messages.post("wires", wires.ends)
-                answered = self._await_peers("wires")
+                answered = self._await_peers("wires", _PEERS_ANSWER_S)
                 wires.cut(tuple(ends) for ends in self._ends(answered))
 
-    def _await_peers(self, kind: str) -> list[int]:
+    @property
+    def _settle_s(self) -> float:
+        return SETTLE_S if self._settle is not None and uses_device() else 0.0
+
+    def _await_peers(self, kind: str, limit_s: float) -> list[int]:
         """Return the ranks that have posted `kind`: all of them, or those in time. One that died cannot answer."""
-        deadline = time.monotonic() + _PEERS_ANSWER_S
+        deadline = time.monotonic() + limit_s
         while len(answered := self._messages.posted(kind)) < self._messages.world_size and time.monotonic() < deadline:
             time.sleep(_ANSWER_POLL_S)
         return answered
@@ -252,6 +272,12 @@ class AttemptStore:
         """Return what `rank` posted; it must have posted."""
         return json.loads(self.store.get(f"{kind}/{rank}"))
 
+    def stuck(self, kind: str) -> list[int]:
+        """Return the ranks that have posted neither `kind` nor the end of their abort; none without a device."""
+        if not uses_device():
+            return []
+        return sorted({*range(self.world_size)} - {*self.posted(kind), *self.posted("free")})
+
     def wait(self, kind: str, call: str, is_enough: Callable[[float], bool]) -> bool:
         """Wait for all ranks. Return True once every rank has posted, False once `is_enough`, given the seconds so far.
 
@@ -280,3 +306,17 @@ def handled(error: BaseException) -> list[BaseException]:
         links.append(link)
         link = link.__cause__ or link.__context__
     return links
+
+
+def may_result_from_waking(error: BaseException) -> bool:
+    """Return whether `error`, which was raised after the flag, may only result from waking this rank.
+
+    An error of the program's own that happens to come after the flag is most likely raised again when the attempt is
+    repeated; one that torch cannot have raised is not deferred. On a device any error may result from what an abort has
+    left: a loss that is not finite, an index that is out of range.
+    """
+    if is_aborted() and isinstance(error, Exception):
+        return True
+    return any(isinstance(link, RuntimeError | OSError | PeerFailed) for link in handled(error)) and not (
+        isinstance(error, NbaccelError) and not isinstance(error, PeerFailed)
+    )

@@ -2,20 +2,33 @@
 
 The same messages and the same watcher as for an attempt of `find_executable_batch_size`, for a step that all ranks
 repeat. What is repeated, and with which sizes, is decided by the engine.
+
+On a device the host runs ahead: when a rank runs out of memory in a step, its peers' devices may still sum gradients of
+the step before, and an abort would leave half of a sum there, on which their optimizers then step. So no rank aborts
+before the devices of all ranks are done with what they were given before this attempt (`begin`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from nbaccel.errors import NbaccelError, PeerFailed
+from nbaccel.aborting import abort_device_groups
+from nbaccel.errors import PeerFailed
 from nbaccel.train.distributed.process_group import process_group
-from nbaccel.train.oom.retry.disconnect import AttemptStore, Watcher, handled
+from nbaccel.train.oom.retry.disconnect import SETTLE_S, AttemptStore, Watcher, may_result_from_waking
 
 __all__ = ["GroupRecovery"]
+
+_DEVICE_PATIENCE_S = 10.0
+"""Time that an aborted NCCL communicator may take to release a rank."""
+
+_POLL_S = 0.005
 
 _PATIENCE_S = 1800.0
 """Time that a peer may compute before its next collective: torch's own time limit for gloo."""
@@ -24,11 +37,13 @@ _PATIENCE_S = 1800.0
 class GroupRecovery:
     """The connection of this rank to its peers outside of their process group. Made by all ranks in the same order.
 
-    call: what the ranks do together, for messages.
+    call: what the ranks do together, for messages.  device: of this rank.
     """
 
-    def __init__(self, call: str) -> None:
+    def __init__(self, call: str, device: torch.device) -> None:
         self._call = call
+        self._device = device
+        self._before: Any = None  # event of the device behind what was queued before this attempt
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         outer = process_group.recoveries[-1] if process_group.recoveries else None
         self._place = process_group.meeting_place() if outer is None else outer.place_within()
@@ -53,16 +68,33 @@ class GroupRecovery:
                 watcher.stop()
 
     def _watch(self) -> None:
-        self._watcher = Watcher(self._heard, self._here.port)
+        self._watcher = Watcher(self._heard, self._here.port, self._settle)
+
+    def begin(self) -> None:
+        """Begin an attempt: whatever this rank's device was given so far belongs to steps that count."""
+        if self._device.type != "cpu":
+            self._before = torch.get_device_module(self._device).Event()
+            self._before.record()
+
+    def _settle(self) -> bool:
+        """Return whether the device is done, within `SETTLE_S`, with what it was given before this attempt."""
+        before, deadline = self._before, time.monotonic() + SETTLE_S
+        try:
+            while before is not None and not before.query():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_POLL_S)
+        except RuntimeError:  # an error of the device: what it was computing is lost
+            return False
+        return True
 
     def is_consequence(self, error: BaseException) -> bool:
-        """Return whether `error` only results from waking this rank: it comes after a peer's failure, and from torch.
+        """Return whether `error` only results from waking this rank: it comes after a peer's failure.
 
         Raises:
             PeerFailed: a peer has failed with an error that ends the training.
         """
-        is_torchs = any(isinstance(link, RuntimeError | OSError) for link in handled(error))
-        if not is_torchs or isinstance(error, NbaccelError) or not self._messages.is_flagged:
+        if not self._messages.is_flagged or not may_result_from_waking(error):
             return False
         self._heed_errors(error)
         return True
@@ -75,23 +107,37 @@ class GroupRecovery:
             return
         self._wake()
 
-    def regroup(self) -> None:
-        """Wake the peers, and form the process group again. Collective, of the rank that failed and those it wakes.
-
-        Raises:
-            PeerFailed: a peer's error has ended the step, or it does not come.
+    def wake(self) -> None:
+        """End the waits of all ranks in this attempt. Called before anything waits for the device: a gather may be
+        queued there that no peer enters any more.
         """
         self._messages.raise_flag()
         self._wake()
-        self._messages.post("here", True)
+
+    def regroup(self) -> None:
+        """Form the process group again, after `wake`. Collective, of the rank that failed and those it wakes.
+
+        Raises:
+            PeerFailed: a peer's error has ended the step, it does not come, or its weights are not whole.
+        """
+        is_free = abort_device_groups(_DEVICE_PATIENCE_S)
+        is_whole = self._watcher is None or self._watcher.is_whole
+        self._messages.post("here", is_free and is_whole)
         call = f"the other ranks, to repeat {self._call} in smaller parts"
         is_complete = self._messages.wait("here", call, self._has_waited_enough)
         self._heed_errors(None)
         if not is_complete:
-            late = sorted({*range(self._world_size)} - {*self._messages.posted("here")})
+            late = self._messages.stuck("here") or {*range(self._world_size)} - {*self._messages.posted("here")}
+            patience_s = 2 * _DEVICE_PATIENCE_S if self._messages.stuck("here") else _PATIENCE_S
             raise PeerFailed(
-                f"rank {self._rank} of {self._world_size} waited {_PATIENCE_S:g} s to repeat {self._call}, and rank "
-                f"{', '.join(map(str, late))} did not come"
+                f"rank {self._rank} of {self._world_size} waited {patience_s:g} s to repeat {self._call}, and rank "
+                f"{_listed(late)} did not come"
+            )
+        if torn := [rank for rank in range(self._world_size) if not self._messages.read("here", rank)]:
+            raise PeerFailed(
+                f"{self._call} cannot be repeated in smaller parts: the device of rank {_listed(torn)} was not done "
+                f"with the step before after {SETTLE_S:g} s, so weights may hold half of a sum. Start again from a "
+                "checkpoint, with a smaller batch."
             )
         process_group.drop()
         process_group.renew(self._here.within("group").store)
@@ -100,7 +146,9 @@ class GroupRecovery:
         self._watch()
 
     def _has_waited_enough(self, waited_s: float) -> bool:
-        return self._messages.failed is not None or waited_s > _PATIENCE_S
+        if self._messages.failed is not None or waited_s > _PATIENCE_S:
+            return True
+        return waited_s > 2 * _DEVICE_PATIENCE_S and bool(self._messages.stuck("here"))
 
     def _wake(self) -> None:
         if self._watcher is not None:
@@ -114,3 +162,7 @@ class GroupRecovery:
                 f"{self._rank} was stopped with it. The traceback of rank {failed.rank} says where; the process group "
                 "is over."
             ) from error
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

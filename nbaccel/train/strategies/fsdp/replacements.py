@@ -49,7 +49,7 @@ class Replacements:
         State of a parameter's shape is sharded like it, each rank keeping its rows; the rest, step counters, stays.
         """
         for group in optimizer.param_groups:
-            group["params"] = [self._newest(parameter) for parameter in group["params"]]
+            group["params"][:] = map(self._newest, group["params"])  # LBFGS keeps the list
         for old in list(optimizer.state):
             new = self._newest(old)
             if new is not old:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import AdamW
@@ -11,7 +12,7 @@ from torch.optim import AdamW
 from nbaccel import Accelerator
 from nbaccel.testing import MemLimit, run_ranks
 from nbaccel.train.oom.memory import holdings
-from nbaccel.utils import find_executable_batch_size
+from nbaccel.utils import FullyShardedDataParallelPlugin, find_executable_batch_size
 
 DIM, BLOCKS = 64, 8
 BLOCK_BYTES = 4 * (DIM * DIM + DIM)
@@ -96,9 +97,11 @@ def test_a_gathered_block_counts_until_it_is_freed() -> None:
         assert all(1 < extra < BLOCKS - 2 for extra in extra_blocks), extra_blocks  # with what is sent and received
 
 
-def test_free_memory_frees_what_an_evaluation_has_gathered() -> None:
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_an_evaluation_has_gathered_and_keeps_is_freed_by_free_memory(keeps: bool) -> None:
     def held() -> list[list[tuple[str, int]]]:
-        accelerator = Accelerator(strategy="fsdp")
+        plugin = FullyShardedDataParallelPlugin(reshard_after_forward=not keeps)
+        accelerator = Accelerator(strategy="fsdp", fsdp_plugin=plugin)
         model = accelerator.prepare(nn.Linear(DIM, DIM))
         with torch.no_grad():
             model(torch.ones(1, DIM))
@@ -108,7 +111,7 @@ def test_free_memory_frees_what_an_evaluation_has_gathered() -> None:
 
     rows = BLOCK_BYTES // 2 + MESH_BYTES
     for evaluated, freed in run_ranks(2, held):
-        assert evaluated == [("model", rows + BLOCK_BYTES)]  # its rows, and all: the root stays gathered
+        assert evaluated == [("model", rows + BLOCK_BYTES * keeps)]  # its rows, and all of them if those are kept
         assert freed == [("model", rows)]
 
 

@@ -179,7 +179,7 @@ def test_the_table_ends_with_the_cheapest_strategy_that_fits() -> None:
     ]  # fmt: skip
     assert "Without activations: accelerator.estimate(model, optimizer, batch, loss_fn=…)" in said
     assert said.endswith(
-        "single in one process is the cheapest that fits: 80.1 MB per rank (with 0.10 GB for the driver), and there is "
+        "single in one process is the cheapest that fits: 155 MB per rank (with 0.10 GB for the driver), and there is "
         "2 x 1.0 GB (Small)."
     )
 
@@ -192,17 +192,35 @@ def test_the_strategy_of_the_least_communication_comes_first() -> None:
 
 
 def test_what_does_not_fit_says_how_many_ranks_it_needs() -> None:
-    small = EstimatedDevices(2, 150_000_000)
+    small = EstimatedDevices(2, 225_000_000)
     found = estimate(Chain(24), "AdamW", devices=small, ranks=[2])
     assert found.cheapest is None
     assert found.needed_ranks == 4
-    assert "It does not fit on 2 x 0.15 GB under any strategy: fsdp on 2 ranks takes" in found.verdict
+    assert "It does not fit on 2 x 0.23 GB under any strategy: fsdp on 2 ranks takes" in found.verdict
     assert "(without the driver's share). fsdp needs about 4 ranks; mixed_precision," in found.verdict
 
 
 def test_no_number_of_ranks_divides_activations() -> None:
     found = estimate(Chain(2), "SGD", torch.ones(20_000, 1000), devices=EstimatedDevices(2, 10**8), ranks=[2])
     assert "More ranks do not help" in found.verdict
+
+
+def test_several_ranks_leave_room_for_nccl() -> None:
+    cards = EstimatedDevices(2, 10**9, "Small", 100_000_000, 50_000_000)
+    assert (cards.room(1), cards.room(2)) == (900_000_000, 850_000_000)
+    two = estimate(Chain(24), "AdamW", devices=EstimatedDevices(2, 445_000_000, "", 100_000_000, 50_000_000), ranks=[2])
+    assert "fsdp on 2 ranks is the cheapest" not in two.verdict
+    assert "(with 0.15 GB for the driver)" in two.verdict
+
+
+def test_on_a_gpu_cublas_and_a_copy_of_attention_are_in_it() -> None:
+    block = nn.TransformerEncoderLayer(64, 2, 64, dropout=0.0, batch_first=True)
+    host, card = (
+        estimate_memory(block, "SGD", torch.zeros(8, 32, 64), setting=EstimateSetting(device_type=kind)).of("single")
+        for kind in ("cpu", "cuda")
+    )
+    assert card.activations - host.activations == 8 * 32 * 64 * 4
+    assert card.peak - host.peak == 75_000_000 + 8 * 32 * 64 * 4
 
 
 def test_without_a_card_the_drivers_share_is_not_in_it() -> None:

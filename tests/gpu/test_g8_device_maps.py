@@ -1,4 +1,4 @@
-"""G7: models larger than a card: what waits elsewhere is copied beside the computation, and the numbers are right."""
+"""G8: models larger than a card: what waits elsewhere is copied beside the computation, and the numbers are right."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-GROUP = "G7"
+GROUP = "G8"
 
 CASES = ("host", "disk", "memory", "cards")
 
