@@ -70,7 +70,8 @@ def launch(
 
     num_processes: ranks to start; None for one per GPU, or one.
     start_method: "fork", "zygote", "inline" or "auto" (see docs/cells.md); the choice and its reason are in the `Run`.
-    devices: GPUs to use, "2,3".  cpu: use none.  timeout_s: stop the run after this number of seconds.
+    devices: GPUs to use, "2,3"; if they are more than ranks, each rank has an equal share.  cpu: use none.
+    timeout_s: stop the run after this number of seconds.
     hang_timeout_s: end the run when no rank has entered a step or a collective for this long; the error says where each
     rank is.
     setup: "module:function" called in every rank first; "nbaccel.train.setup:setup_rank" makes the process group.

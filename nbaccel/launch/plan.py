@@ -51,7 +51,7 @@ class LaunchPlan:
     precision_reason: empty if it was not decided here.
     bytes_to_copy: bytes that are sent to ranks that are no copy of the kernel.
     stays: the ranks exist already, and stay.
-    own_devices: each rank sees only its own GPU.  first_card: see `Task`.
+    own_devices: each rank sees only its own GPUs.  first_card: see `Task`.
     """
 
     options: RunOptions
@@ -89,6 +89,11 @@ class LaunchPlan:
             bytes_on_device=_bytes_on_device(names) if names and here.why_forks_fail and not options.free_kernel else 0,
         )
         devices = devices.started_by(start)
+        if devices.gpus_per_rank > 1 < devices.num_processes and not devices.can_be_told_apart:
+            raise LaunchRefused(
+                f"{devices.gpus_per_rank} GPUs for each rank need names by which it can be shown its own alone, and "
+                "these GPUs have none: name as many as there are ranks, or start one rank (-n 1)."
+            )
         # In this process a device that NVML does not know (MPS) may be used.
         cpu = True if not devices.gpus and start.method != "inline" else None
         return cls(
@@ -99,7 +104,8 @@ class LaunchPlan:
             threads=threads_per_rank(survey.cpu_count, devices.num_processes, here.threads),
             bytes_to_copy=size_of(names) if start.method == "zygote" else 0,
             # A program of one process may say "cuda:0" somewhere, and one for several ranks counts cards by rank.
-            own_devices=devices.can_be_told_apart and (not task.knows_ranks or bool(task.first_card)),
+            own_devices=devices.can_be_told_apart
+            and (not task.knows_ranks or bool(task.first_card) or devices.gpus_per_rank > 1),
             first_card=task.first_card if devices.can_be_told_apart else "",
         )
 
@@ -178,7 +184,10 @@ class LaunchPlan:
             yield f"NOT on a GPU: {self.devices.why_no_gpu}"
         if self.start.method != "fork" and not self.start.is_explicit:
             yield f"{self.start.method}, not fork: {self.start.reason}"
-        if self.first_card and self.own_devices and self.devices.num_processes > 1:
+        share = self.devices.gpus_per_rank
+        if share > 1 < self.devices.num_processes:
+            yield f"each rank sees its own {share} GPUs alone, as cuda:0 to cuda:{share - 1}, and computes on cuda:0"
+        elif self.first_card and self.own_devices and self.devices.num_processes > 1:
             yield f"each rank sees its own GPU alone, as cuda:0, because the cell says {self.first_card}"
         if self.settings.strategy == FSDP and self.settings.seeds_alike:
             yield "NOT sharded: the cell prepares nothing, so every rank holds the whole model; prepare shards it"
@@ -206,6 +215,8 @@ class LaunchPlan:
         """Return what "cuda:0" means in the ranks, if that matters."""
         if not self.own_devices or self.devices.num_processes == 1:
             return ""
+        if self.devices.gpus_per_rank > 1:
+            return f" (each its own as cuda:0 to cuda:{self.devices.gpus_per_rank - 1})"
         return f" (each its own as cuda:0{f': {self.first_card}' if self.first_card else ''})"
 
     @property

@@ -33,10 +33,11 @@ def choose_devices(requested_processes: int | None, devices: str | None, cpu: bo
     """Return the number of ranks, and their devices.
 
     requested_processes: None for as many as there are devices.
-    devices: numbers in CUDA's order or UUIDs, "2,3"; None for all that are visible.
+    devices: numbers in CUDA's order or UUIDs, "2,3"; None for as many of the visible ones as there are ranks. If more
+        are named than there are ranks, each rank has an equal share of them.
 
     Raises:
-        NoSuchDevice: more processes than GPUs, or a GPU that does not exist.
+        NoSuchDevice: more processes than GPUs, a GPU that does not exist, or named ones that have no equal shares.
         LaunchRefused: fewer than one process, or a request that contradicts itself.
     """
     if requested_processes is not None and requested_processes < 1:
@@ -54,7 +55,13 @@ def choose_devices(requested_processes: int | None, devices: str | None, cpu: bo
             f"{wanted} processes were asked for (-n {wanted}), but there {_are(len(gpus), 'GPU')}: {_listed(gpus)}. "
             f"Each rank needs its own: use -n {len(gpus)}, or --cpu to run {wanted} ranks on the CPU."
         )
-    return Devices(wanted, gpus[:wanted])
+    if devices is not None and len(gpus) % wanted:
+        fewer = len(gpus) - len(gpus) % wanted
+        raise NoSuchDevice(
+            f"--devices {devices} names {len(gpus)} GPUs for {wanted} ranks (-n {wanted}), and each has as many as the "
+            f"others: name {fewer}{f' or {fewer + wanted}' if fewer + wanted <= len(survey.gpus) else ''} of them."
+        )
+    return Devices(wanted, gpus[:wanted] if devices is None else gpus)
 
 
 def choose_start(

@@ -149,7 +149,7 @@ def loaders_in(code: str, names: Mapping[str, Any]) -> Iterator[Loader]:
 
 
 def _devices_held(plan: LaunchPlan, holdings: Sequence[KernelHolding], aside: SetAside) -> Iterator[str]:
-    used = {f"cuda:{gpu.index}": (rank, gpu) for rank, gpu in enumerate(plan.devices.gpus)}
+    used = {f"cuda:{gpu.index}": (rank, gpu) for rank, gpu in plan.devices.each()}
     for holding in holdings:
         if holding.device not in used:
             continue
@@ -227,7 +227,7 @@ def _carried(
             f"{name} is spread over {where}, and each of {ranks} ranks needs it whole on one device: "
             f"{_move(place, name)}, without device_map."
         )
-    for rank, gpu in enumerate(plan.devices.gpus):
+    for rank, gpu in plan.devices.each():
         if not gpu.total_bytes:  # the driver does not tell
             continue
         movable = aside.bytes_on(f"cuda:{gpu.index}")

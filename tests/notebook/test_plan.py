@@ -190,6 +190,17 @@ def test_each_rank_of_a_cell_that_says_cuda_0_sees_its_own_gpu_alone_and_is_told
     assert [counts.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["0,1"] * 2
 
 
+@pytest.mark.parametrize("survey", [[fakes.FakeGpu(uuid=f"GPU-{letter}") for letter in "abcd"]], indirect=True)
+def test_devices_that_are_named_are_shared_out(planned: Any) -> None:
+    spec = planned.plan("%%accelerate -n 2 -d 0,1,2,3\nmodel.to(accelerator.device)")
+    assert [spec.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["0,1", "2,3"]
+    told = planned.run("%%accelerate -n 2 -d 0,1,2,3\nx = 1").stdout.splitlines()
+    assert told[0].startswith("2 ranks on GPU 0-3, 2 each (Tesla T4), fork, ")
+    assert told[1] == "each rank sees its own 2 GPUs alone, as cuda:0 to cuda:1, and computes on cuda:0"
+    assert planned.plan("%%accelerate -n 1 -d 2,3\nx = 1").environ_of(0)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "names 4 GPUs for 3 ranks (-n 3)" in str(planned.run("%%accelerate -n 3 -d 0,1,2,3\nx = 1").error)
+
+
 def test_hundreds_of_ranks_on_a_few_cores_are_refused_before_any_is_started(planned: Any, recorder: Any) -> None:
     error = planned.run("%%accelerate -n 500\nx = 1").error
     assert isinstance(error, LaunchRefused)

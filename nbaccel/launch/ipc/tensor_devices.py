@@ -76,7 +76,7 @@ def device_here(there: str) -> Any:
         return device if torch.cuda.is_initialized() else torch.device(_HOST)
     if not torch.cuda.is_available():
         return torch.device(_HOST)
-    own = torch.device("cuda", world.local_rank if world.local_rank < torch.cuda.device_count() else 0)
+    own = torch.device("cuda", world.device_number(torch.cuda.device_count()))
     _notebooks.setdefault(str(own), there)
     return own
 

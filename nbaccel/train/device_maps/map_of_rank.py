@@ -1,7 +1,7 @@
 """The device map of a model that `prepare` gets: what it means in one process and in several. Runs in ranks.
 
-Several processes share the devices, so each may use its own and nothing else but the host and the disk. Optimizers of
-weights that wait there are refused: such weights are fetched for a forward, and nothing would train them.
+Several processes share the devices, so each may use its own, one or several, beside the host and the disk. Optimizers
+of weights that wait there are refused: such weights are fetched for a forward, and nothing would train them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def place_for_rank(
 ) -> Module | None:
     """Put the parts of the model among `objects` where `device_map` says in this rank; return it if some of them wait.
 
-    A map with one accelerator means this rank's own one if there are several processes, or if the machine has none.
+    A map with one accelerator means this rank's own one if there are several processes, or if the machine has none. In
+    a rank that has several for itself, the numbers 0, 1, ... are these.
     device_map: a map, or a name as `load_checkpoint_and_dispatch` takes it: made for what one process may use.
 
     Raises:
@@ -47,22 +48,25 @@ def place_for_rank(
     if len(models) != 1:
         raise ValueError(f"prepare(..., device_map=...) takes one model, and there are {len(models)} in this call")
     model, optimizers = models[0], [thing for thing in objects if isinstance(thing, Optimizer)]
+    shares = world.is_distributed and world.own_devices == 1
     if isinstance(device_map, str):
-        device_map = automatic_map(device_map, model, _memory_of(device) if world.is_distributed else None)
+        device_map = automatic_map(device_map, model, _memory_of(device) if shares else None)
     fast = {key for place in device_map.values() if (key := device_key(place)) not in (HOST, DISK)}
-    if len(fast) > 1 and world.is_distributed:
+    if len(fast) > 1 and shares:
+        numbers = ",".join(map(str, range(len(fast) * world.world_size)))
         raise ValueError(
             f"device_map spreads {type(model).__name__} over {listed(sorted(map(str, fast)))}, and there are "
-            f"{world.world_size} processes that need a whole model each: start one process (-n 1), or give "
-            f"each its own device, device_map={{'': accelerator.device}}, with 'cpu' and 'disk' for what does not fit"
+            f"{world.world_size} processes that need a whole model each: start one process that has these (-n 1 "
+            f"--devices 0,1), give each process as many (-n {world.world_size} --devices {numbers}), or give each its "
+            f"own device, device_map={{'': accelerator.device}}, with 'cpu' and 'disk' for what does not fit"
         )
-    if len(fast) == 1 and (world.is_distributed or device.type == "cpu"):
+    if len(fast) == 1 and (shares or device.type == "cpu"):
         if device.type == "cpu" and world.is_main_process:
             warn_user(
                 f"device_map names device {next(iter(fast))}, and this run computes on the CPU, as the model does."
             )
         device_map = {name: device if device_key(place) in fast else place for name, place in device_map.items()}
-    main = main_device_of(device_map, None if fast and not world.is_distributed else device)
+    main = main_device_of(device_map, None if fast and not shares else device)
     _refuse_trained(model, device_map, main, optimizers, world)
     dispatch_model(model, device_map, main)
     return model if offloaded_names(model) else None

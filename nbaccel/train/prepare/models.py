@@ -108,13 +108,15 @@ def _refuse_spread(model: Module, world: World, device: torch.device, trains: bo
             "processes, which exchange gradients of whole models: for inference accelerator.prepare_model(model, "
             "evaluation_mode=True) takes it, one such model in each process; to train, start one process (-n 1)."
         )
-    if len(spread) > 1 and (trains or spread - {"cpu", str(device)}):
+    own = _own_devices(world, device)
+    if len(spread) > 1 and spread - own - (set() if trains else {"cpu"}):
         raise ValueError(
             f"{_name(model)} is spread over {', '.join(sorted(spread))}, and there are {world.world_size} processes "
             f"that need a whole model each: load it on one device (no device_map='auto'; device_map={{'': "
-            f"accelerator.device}}), or start one process (-n 1)."
+            f"accelerator.device}}), start one process that has several (-n 1 --devices 0,1), or give each process "
+            f"as many (-n {world.world_size} --devices {','.join(map(str, range(2 * world.world_size)))})."
         )
-    if _is_quantised(model) and spread and spread != {str(device)} and device.type != "cpu":
+    if _is_quantised(model) and spread - own and device.type != "cpu":
         raise ValueError(
             f"{_name(model)} is quantised and lies on {spread.pop()}, so it cannot be moved to {device} of rank "
             f"{world.rank}: load it there, device_map={{'': accelerator.device}}."
@@ -122,13 +124,18 @@ def _refuse_spread(model: Module, world: World, device: torch.device, trains: bo
 
 
 def _warn_of_neighbour(model: Module, world: World, device: torch.device) -> None:
-    foreign = {place for place in _devices(model) if place.startswith("cuda") and place != str(device)}
+    foreign = {place for place in _devices(model) if place.startswith("cuda")} - _own_devices(world, device)
     if foreign and device.type == "cuda":
         warn_user(
             f"rank {world.rank} of {world.world_size} made {_name(model)} on {foreign.pop()}, where another rank "
             f"trains: prepare moves it to {device}, but what it took there is not given back. Leave .cuda() out, or "
             "use .to(accelerator.device).",
         )
+
+
+def _own_devices(world: World, device: torch.device) -> set[str]:
+    """Return the names of this rank's devices: `device`, and with several of its own these."""
+    return {str(device), *(f"{device.type}:{number}" for number in range(world.own_devices) if world.own_devices > 1)}
 
 
 def _is_quantised(model: Module) -> bool:

@@ -77,11 +77,9 @@ class Replicated(Strategy):
     def _replicated(self, model: Module) -> Module:
         if is_parallel(model) or not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # DDP refuses a module without gradients, and there is nothing to average
-        replica = Replica(
-            model,
-            device_ids=[self.device] if next(iter(model.parameters())).device.type == "cuda" else None,
-            **self._options(),
-        )
+        devices = {parameter.device for parameter in model.parameters()}
+        is_on_one = len(devices) == 1 and next(iter(devices)).type == "cuda"  # DDP takes no list for one on several
+        replica = Replica(model, device_ids=[self.device] if is_on_one else None, **self._options())
         self._compress(replica)
         return replica
 

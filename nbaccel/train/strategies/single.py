@@ -210,6 +210,12 @@ def lendable(models: Sequence[Module], kind: type[_M]) -> list[_M]:
                     "parameters from all ranks. A rank that ran out of memory would repeat its forward alone, and "
                     f"wait for peers that do not. {INSTEAD}"
                 )
+        devices = sorted({str(parameter.device) for parameter in model.parameters() if parameter.requires_grad})
+        if len(devices) > 1:
+            raise CannotSplit(
+                f"forward_backward cannot lead {_name(model)}: what it trains is on {' and '.join(devices)}, and "
+                f"gradients of one device are exchanged. {INSTEAD}"
+            )
         if isinstance(model, kind):
             found.append(model)
         elif is_parallel(model):

@@ -13,7 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from nbaccel import Accelerator, PartialState, dispatch_model, infer_auto_device_map, load_checkpoint_and_dispatch
+from nbaccel.errors import NoSuchDevice
 from nbaccel.testing import run_ranks
+from nbaccel.train.device_maps import map_of_rank
+from nbaccel.world import World
 from placed_models import PlacedNet, empty, ids, outputs, plain, saved
 
 
@@ -171,4 +174,21 @@ def test_what_several_processes_cannot_do_is_said(tmp_path: Path) -> None:
         assert (
             "device_map spreads PlacedNet over 0, 1, and there are 2 processes that need a whole model" in sentences[1]
         )
+        assert "(-n 1 --devices 0,1), give each process as many (-n 2 --devices 0,1,2,3)" in sentences[1]
         assert "start one process (-n 1)" in sentences[2]
+
+
+@pytest.mark.parametrize("device_map", [{"": 0, "blocks": 1}, {"": 1}])
+def test_a_rank_with_two_devices_of_its_own_means_these_by_their_numbers(
+    monkeypatch: pytest.MonkeyPatch, device_map: dict[str, int]
+) -> None:
+    """On a machine that is made up: what would be put where, and that the map stays as it is."""
+    seen: list[Any] = []
+    monkeypatch.setattr(map_of_rank, "dispatch_model", lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    world = World(1, 2, 1, 2, own_devices=2)
+    model = plain()
+    assert map_of_rank.place_for_rank([model], device_map, world, torch.device("cuda", 0)) is None
+    assert seen == [(model, device_map, torch.device("cuda", device_map[""]))]
+    with pytest.raises(NoSuchDevice, match="device_map names device 2, and this machine has devices 0 to 1"):
+        map_of_rank.place_for_rank([model], {"": 2}, world, torch.device("cuda", 0))
