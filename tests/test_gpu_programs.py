@@ -53,6 +53,7 @@ def rehearse(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Any]:
 def launcher() -> Iterator[None]:
     """Start the reaper before the first test that launches: it lives as long as the process that has one."""
     default_launcher().resources.guard("+0")  # nobody has the number 0
+    default_launcher().resources.guard("-0")
     yield
     default_launcher().close()
     default_launcher.__globals__["_launcher_of"].cache_clear()
