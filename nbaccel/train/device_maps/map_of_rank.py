@@ -26,16 +26,19 @@ from nbaccel.train.device_maps.dispatching import (
 )
 from nbaccel.train.device_maps.weight_slots import WaitingParameter
 from nbaccel.train.distributed.callers import warn_user
+from nbaccel.train.strategies.single import is_parallel, without_compile
 from nbaccel.world import World
 
-__all__ = ["place_for_rank", "refuse_waiting"]
+__all__ = ["place_for_rank", "refuse_unexchanged", "refuse_waiting"]
 
 
 def place_for_rank(
-    objects: Sequence[Any], device_map: str | DeviceMap, world: World, device: torch.device
+    objects: Sequence[Any], device_map: str | DeviceMap, world: World, device: torch.device, shards: bool = False
 ) -> Module | None:
-    """Put the parts of the model among `objects` where `device_map` says in this rank; return it if some of them wait.
+    """Put the parts of the model among `objects` where `device_map` says; return the model if it is for inference.
 
+    It is if some of them wait, and in several processes if none of `objects` is an optimizer of the model, unless the
+    strategy `shards` models, whose forwards need all ranks anyway.
     A map with one accelerator means this rank's own one if there are several processes, or if the machine has none.
     device_map: a map, or a name as `load_checkpoint_and_dispatch` takes it: made for what one process may use.
 
@@ -65,7 +68,14 @@ def place_for_rank(
     main = main_device_of(device_map, None if fast and not world.is_distributed else device)
     _refuse_trained(model, device_map, main, optimizers, world)
     dispatch_model(model, device_map, main)
-    return model if offloaded_names(model) else None
+    is_trained = bool(trained_names(optimizers, model)) or not world.is_distributed or shards
+    return model if offloaded_names(model) or not is_trained else None
+
+
+def trained_names(optimizers: Iterable[Optimizer], model: Module) -> list[str]:
+    """Return the parameters of `model`, under all their names, that one of `optimizers` trains."""
+    trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    return [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in trained]
 
 
 def _memory_of(device: torch.device) -> dict[Device, int]:
@@ -79,9 +89,8 @@ def _refuse_trained(
 ) -> None:
     """Refuse optimizers of what will wait, and in several processes of anything beside it."""
     away = (DISK,) if main.type == "cpu" else (DISK, HOST)
-    trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     places = places_of_tensors(model, device_map)
-    names = [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in trained]
+    names = trained_names(optimizers, model)
     waiting = [name for name in names if places[name] in away and name not in trained_beside_frozen(model)]
     if waiting:
         raise ValueError(_sentence(waiting, "device_map puts", "on the host or on the disk"))
@@ -107,6 +116,24 @@ def refuse_waiting(optimizers: Iterable[Optimizer], models: Iterable[Module]) ->
     if names or unnamed:
         names = names or [plural(unnamed, "parameter")]
         raise ValueError(_sentence(names, "the optimizer has", "which wait on the host or on the disk"))
+
+
+def refuse_unexchanged(optimizers: Iterable[Optimizer], models: Iterable[Module], world: World) -> None:
+    """Refuse optimizers of models with a map that were prepared for inference: ranks would train apart, unnoticed.
+
+    models: as prepared; one that exchanges gradients is a DDP module around the user's.
+
+    Raises:
+        ValueError: names the parameters.
+    """
+    for model in models:
+        is_mapped = "hf_device_map" in vars(without_compile(model))
+        if is_mapped and not is_parallel(model) and (names := trained_names(optimizers, model)):
+            raise ValueError(
+                f"the optimizer trains {listed(names, 3)} of {type(without_compile(model)).__name__}, which has a "
+                f"device_map and was prepared for inference, and there are {world.world_size} processes, which would "
+                "not exchange its gradients: pass both in one call, prepare(model, optimizer, device_map=...)"
+            )
 
 
 def _sentence(names: Sequence[str], before: str, after: str) -> str:
