@@ -541,9 +541,9 @@ class Accelerator(ProcessControl):
         Other objects are returned unchanged, and so is what is prepared already. One argument gives one object.
         device_placement: for each object, whether to move it to the device.
         device_map: places for the parts of the one model of this call, as `dispatch_model` takes them, or "auto". What
-            waits on the host or on the disk cannot be trained, and with several processes nothing beside it. With
-            several processes and no optimizer in the call the model is for inference, as by `prepare_model` with
-            evaluation_mode: it keeps its methods (``model.generate``).
+            waits on the host or on the disk cannot be trained; adapters beside it can. With several processes and no
+            optimizer in the call the model is for inference, as by `prepare_model` with evaluation_mode: it keeps its
+            methods (``model.generate``).
         """
         if device_placement is not None and len(device_placement) != len(objects):
             raise ValueError(f"device_placement has {len(device_placement)} entries for {len(objects)} objects")
@@ -592,7 +592,7 @@ class Accelerator(ProcessControl):
         trainers = [thing.optimizer for thing in self._equipment.prepared.optimizers]
         shards = self._equipment.strategy.forwards_are_collective
         model = place_for_rank([*objects, *trainers], device_map, self.world, self.device, shards)
-        if model is not None and self.world.is_distributed:
+        if model is not None:
             self._preparer.prepare_model(model, move=False, evaluation_mode=True)
 
     def _refuse_waiting(self, optimizers: Sequence[Optimizer]) -> None:

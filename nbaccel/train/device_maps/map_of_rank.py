@@ -37,8 +37,8 @@ def place_for_rank(
 ) -> Module | None:
     """Put the parts of the model among `objects` where `device_map` says; return the model if it is for inference.
 
-    It is if some of them wait, and in several processes if none of `objects` is an optimizer of the model, unless the
-    strategy `shards` models, whose forwards need all ranks anyway.
+    It is in several processes if none of `objects` is an optimizer of the model; if the strategy `shards` models, which
+    takes whole ones, it is where parts of the model wait.
     A map with one accelerator means this rank's own one if there are several processes, or if the machine has none.
     device_map: a map, or a name as `load_checkpoint_and_dispatch` takes it: made for what one process may use.
 
@@ -66,10 +66,10 @@ def place_for_rank(
             )
         device_map = {name: device if device_key(place) in fast else place for name, place in device_map.items()}
     main = main_device_of(device_map, None if fast and not world.is_distributed else device)
-    _refuse_trained(model, device_map, main, optimizers, world)
+    _refuse_trained(model, device_map, main, optimizers, world, shards)
     dispatch_model(model, device_map, main)
-    is_trained = bool(trained_names(optimizers, model)) or not world.is_distributed or shards
-    return model if offloaded_names(model) or not is_trained else None
+    is_for_inference = bool(offloaded_names(model)) if shards else not trained_names(optimizers, model)
+    return model if is_for_inference and world.is_distributed else None
 
 
 def trained_names(optimizers: Iterable[Optimizer], model: Module) -> list[str]:
@@ -85,21 +85,30 @@ def _memory_of(device: torch.device) -> dict[Device, int]:
 
 
 def _refuse_trained(
-    model: Module, device_map: DeviceMap, main: torch.device, optimizers: Iterable[Optimizer], world: World
+    model: Module,
+    device_map: DeviceMap,
+    main: torch.device,
+    optimizers: Iterable[Optimizer],
+    world: World,
+    shards: bool,
 ) -> None:
-    """Refuse optimizers of what will wait, and in several processes of anything beside it."""
+    """Refuse optimizers of what will wait, and in several processes of anything beside it that is not frozen."""
     away = (DISK,) if main.type == "cpu" else (DISK, HOST)
     places = places_of_tensors(model, device_map)
     names = trained_names(optimizers, model)
     waiting = [name for name in names if places[name] in away and name not in trained_beside_frozen(model)]
     if waiting:
         raise ValueError(_sentence(waiting, "device_map puts", "on the host or on the disk"))
-    if names and world.is_distributed and any(place in away for place in places.values()):
-        raise ValueError(
-            f"the optimizer trains {listed(names, 3)} of a model with parts on the host or on the disk, and there are "
-            f"{world.world_size} processes, which would not exchange its gradients: start one process (-n 1), or give "
-            "all of the model places on devices"
-        )
+    if names and world.is_distributed:
+        free = [name for name, each in model.named_parameters() if places[name] in away and each.requires_grad]
+        free = [name for name in free if name not in trained_beside_frozen(model)]
+        if free or (shards and any(place in away for place in places.values())):
+            raise ValueError(
+                f"the optimizer trains {listed(names, 3)} of a model with parts on the host or on the disk, and there "
+                f"are {world.world_size} processes, which exchange gradients of whole models: freeze what waits "
+                "(requires_grad_(False)) and use --strategy ddp, start one process (-n 1), or give all of the model "
+                "places on devices"
+            )
 
 
 def refuse_waiting(optimizers: Iterable[Optimizer], models: Iterable[Module]) -> None:

@@ -210,13 +210,19 @@ def test_a_prepared_model_generates_what_the_plain_one_does(max_memory: Any, wor
     assert run_ranks(world_size, generate) == [[True, True]] * world_size
 
 
-@pytest.mark.parametrize("device_map", [None, {"": "cpu"}], ids=["no map", "map"])
-def test_adapters_in_two_ranks_are_those_of_one_process(device_map: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("place", ["", "cpu", "disk"], ids=["no map", "cpu", "disk"])
+def test_adapters_in_two_ranks_are_those_of_one_process(place: str, tmp_path: Path) -> None:
+    """Also where all layers wait on the disk: what is exchanged are the adapters, which do not."""
     pytest.importorskip("peft")
+    places = {"": "cpu", "base_model.model.model.layers": place}
 
     def of_a_rank(of_ranks: int) -> dict[str, Tensor]:
         """Those of all texts, or of this rank's half."""
         model, rank = adapted(whole()), Accelerator(cpu=True).process_index
+        if place == "disk" and of_ranks > 1:
+            dispatch_model(model, places, offload_dir=tmp_path / str(rank))
+            assert sum(parameter.is_meta for parameter in model.parameters()) > 20
+        device_map = places if place == "cpu" else None
         return trained(model, longer_prompts().chunk(of_ranks)[rank], device_map)
 
     (wanted,) = run_ranks(1, of_a_rank, 1)

@@ -172,3 +172,27 @@ def test_what_several_processes_cannot_do_is_said(tmp_path: Path) -> None:
             "device_map spreads PlacedNet over 0, 1, and there are 2 processes that need a whole model" in sentences[1]
         )
         assert "start one process (-n 1)" in sentences[2]
+
+
+def test_what_is_frozen_may_wait_in_several_processes(tmp_path: Path) -> None:
+    saved(plain(), tmp_path)
+
+    def trained() -> tuple[bool, bool, str]:
+        accelerator = Accelerator()
+        model = load_checkpoint_and_dispatch(empty(), tmp_path, {"": "cpu", "blocks": "disk"}).requires_grad_(False)
+        model.head.requires_grad_(True)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.head.parameters(), 0.1))
+        accelerator.backward(model(ids().flip(0)[accelerator.process_index :])["logits"].square().mean())
+        optimizer.step()
+        inner = accelerator.unwrap_model(model)
+        is_equal = torch.equal(*accelerator.gather(inner.head.weight.detach()[None]))
+        try:  # rows of what waits cannot be cut
+            Accelerator(strategy="fsdp").prepare(inner)
+        except ValueError as error:
+            return is_equal, not hasattr(inner, "_ddp_params_and_buffers_to_ignore"), str(error)
+        return is_equal, True, ""
+
+    for is_equal, may_be_plain_again, sentence in run_ranks(2, trained):
+        assert is_equal
+        assert may_be_plain_again
+        assert "freeze what waits (requires_grad_(False)) and use --strategy ddp" in sentence
