@@ -19,7 +19,7 @@ from nbaccel.settings import RunSettings
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.step.kwargs_handlers import KwargsHandler
 from nbaccel.train.step.precision import restore_forward
-from nbaccel.train.strategies.single import without_compile
+from nbaccel.train.strategies.single import waiting_names, without_compile
 from nbaccel.values import frozen
 from nbaccel.world import World
 
@@ -40,10 +40,11 @@ _QUANTISED_MARKS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit", "h
 _NOWHERE = frozenset({"meta", "disk"})
 
 
-def admit(model: Module, world: World, device: torch.device, trains: bool = True) -> Module:
+def admit(model: Module, world: World, device: torch.device, trains: bool = True, shards: bool = False) -> Module:
     """Return `model` as it can be prepared in this rank: without ``nn.DataParallel``.
 
-    trains: its gradients will be synchronised. Otherwise parts of it may wait on the host or on the disk.
+    trains: its gradients will be synchronised. Then parts that wait on the host or on the disk have to be frozen.
+    shards: the strategy cuts it into rows, for which all of it has to be present.
 
     Raises:
         ValueError: the model is spread over several devices, and there are several ranks.
@@ -56,6 +57,8 @@ def admit(model: Module, world: World, device: torch.device, trains: bool = True
             )
         model = model.module
     if world.is_distributed:
+        if trains:
+            _refuse_waiting(model, world, shards)
         _refuse_spread(model, world, device, trains)
         _warn_of_neighbour(model, world, device)
     return model
@@ -66,13 +69,7 @@ def may_move(model: Module) -> bool:
 
     Nor on those with parts that wait on the disk, or on the host beside a device.
     """
-    return not (_is_quantised(model) or is_spread(model) or _waits(model))
-
-
-def _waits(model: Module) -> bool:
-    """Return whether parts of `model` are fetched for a forward: they have no memory, and a module has a map."""
-    is_empty = any(str(parameter.device) in _NOWHERE for parameter in model.parameters())
-    return is_empty and any("hf_device_map" in vars(part) or "_hf_hook" in vars(part) for part in model.modules())
+    return not (_is_quantised(model) or is_spread(model) or waiting_names(model))
 
 
 def is_spread(model: Module) -> bool:
@@ -100,15 +97,21 @@ def is_compiled_module(module: Module) -> bool:
     return "_orig_mod" in module._modules
 
 
-def _refuse_spread(model: Module, world: World, device: torch.device, trains: bool) -> None:
-    spread = _devices(model)
-    if trains and _waits(model):
+def _refuse_waiting(model: Module, world: World, shards: bool) -> None:
+    waiting = set(waiting_names(model))
+    is_trained = any(each.requires_grad for name, each in model.named_parameters() if name in waiting)
+    if waiting and (is_trained or shards):
         raise ValueError(
             f"{_name(model)} has parts that wait on the host or on the disk, and there are {world.world_size} "
             "processes, which exchange gradients of whole models: for inference accelerator.prepare_model(model, "
-            "evaluation_mode=True) takes it, one such model in each process; to train, start one process (-n 1)."
+            "evaluation_mode=True) takes it, one such model in each process; to train adapters, freeze what waits "
+            "(requires_grad_(False)) and use --strategy ddp; to train all of it, start one process (-n 1) with "
+            "places on devices alone."
         )
-    own = _own_devices(world, device)
+
+
+def _refuse_spread(model: Module, world: World, device: torch.device, trains: bool) -> None:
+    spread, own = _devices(model), _own_devices(world, device)
     if len(spread) > 1 and spread - own - (set() if trains else {"cpu"}):
         raise ValueError(
             f"{_name(model)} is spread over {', '.join(sorted(spread))}, and there are {world.world_size} processes "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +19,12 @@ from nbaccel.train.step.gradient_buckets import Buckets
 from nbaccel.train.step.gradients import Gradients
 from nbaccel.train.step.kwargs_handlers import DDPCommunicationHookType
 from nbaccel.train.strategies.ddp_options import explain_twice_ready, explain_unused
-from nbaccel.train.strategies.single import Strategy, is_parallel, lendable, without_compile
+from nbaccel.train.strategies.single import Strategy, is_parallel, lendable, waiting_names, without_compile
 
 __all__ = ["Replica", "Replicated", "living_modules"]
+
+_LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
+"""The attribute by which torch's DDP is told what it leaves out."""
 
 
 class Replica(DistributedDataParallel):
@@ -75,11 +78,13 @@ class Replicated(Strategy):
         return [self._replicated(model) for model in super().setup(models, optimizers, moves)]
 
     def _replicated(self, model: Module) -> Module:
-        if is_parallel(model) or not any(parameter.requires_grad for parameter in model.parameters()):
+        present = [parameter for parameter in model.parameters() if not parameter.is_meta]
+        if is_parallel(model) or not any(parameter.requires_grad for parameter in present):
             return model  # DDP refuses a module without gradients, and there is nothing to average
-        devices = {parameter.device for parameter in model.parameters()}
+        devices = {parameter.device for parameter in present}
         is_on_one = len(devices) == 1 and next(iter(devices)).type == "cuda"  # DDP takes no list for one on several
-        replica = Replica(model, device_ids=[self.device] if is_on_one else None, **self._options())
+        with _left_out(model, waiting_names(model)):
+            replica = Replica(model, device_ids=[self.device] if is_on_one else None, **self._options())
         self._compress(replica)
         return replica
 
@@ -179,6 +184,23 @@ class Replicated(Strategy):
     def finds_parallel(self) -> bool:
         # Takes some 10 ms, so it is called once, before refusing.
         return any(is_parallel(module) for module in living_modules())
+
+
+@contextmanager
+def _left_out(model: Module, names: Sequence[str]) -> Iterator[None]:
+    """Let DDP, made inside, leave tensors out that wait on the host or on the disk: they have nothing to exchange.
+
+    DDP reads its list while it is made. Later the model may be a plain one again, which another DDP has to take whole.
+    """
+    before = vars(model).get(_LEFT_OUT)
+    if names:
+        setattr(model, _LEFT_OUT, [*(before or ()), *names])
+    try:
+        yield
+    finally:
+        vars(model).pop(_LEFT_OUT, None)
+        if before is not None:
+            setattr(model, _LEFT_OUT, before)
 
 
 def _replicated_modules() -> list[Module]:

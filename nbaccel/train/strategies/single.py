@@ -30,6 +30,7 @@ __all__ = [
     "is_parallel",
     "is_sharded",
     "lendable",
+    "waiting_names",
     "without_compile",
 ]
 
@@ -230,6 +231,17 @@ def is_parallel(model: Module) -> bool:
     """Return whether `model` synchronises its own gradients: DDP, or FSDP of either generation, ours or the user's."""
     module = without_compile(model)
     return isinstance(module, DistributedDataParallel) or is_sharded(module)
+
+
+def waiting_names(model: Module) -> list[str]:
+    """Return the parameters and buffers of `model`, under all names, that a device map has fetched for forwards alone.
+
+    They are on the meta device between forwards. Empty for a model without a map: what is there has no numbers at all.
+    """
+    if not any("hf_device_map" in vars(part) or "_hf_hook" in vars(part) for part in model.modules()):
+        return []
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return [name for name, tensor in tensors if tensor.is_meta]
 
 
 def is_sharded(module: Module) -> bool:

@@ -192,3 +192,27 @@ def test_a_rank_with_two_devices_of_its_own_means_these_by_their_numbers(
     assert seen == [(model, device_map, torch.device("cuda", device_map[""]))]
     with pytest.raises(NoSuchDevice, match="device_map names device 2, and this machine has devices 0 to 1"):
         map_of_rank.place_for_rank([model], {"": 2}, world, torch.device("cuda", 0))
+
+
+def test_what_is_frozen_may_wait_in_several_processes(tmp_path: Path) -> None:
+    saved(plain(), tmp_path)
+
+    def trained() -> tuple[bool, bool, str]:
+        accelerator = Accelerator()
+        model = load_checkpoint_and_dispatch(empty(), tmp_path, {"": "cpu", "blocks": "disk"}).requires_grad_(False)
+        model.head.requires_grad_(True)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.head.parameters(), 0.1))
+        accelerator.backward(model(ids().flip(0)[accelerator.process_index :])["logits"].square().mean())
+        optimizer.step()
+        inner = accelerator.unwrap_model(model)
+        is_equal = torch.equal(*accelerator.gather(inner.head.weight.detach()[None]))
+        try:  # rows of what waits cannot be cut
+            Accelerator(strategy="fsdp").prepare(inner)
+        except ValueError as error:
+            return is_equal, not hasattr(inner, "_ddp_params_and_buffers_to_ignore"), str(error)
+        return is_equal, True, ""
+
+    for is_equal, may_be_plain_again, sentence in run_ranks(2, trained):
+        assert is_equal
+        assert may_be_plain_again
+        assert "freeze what waits (requires_grad_(False)) and use --strategy ddp" in sentence
