@@ -26,6 +26,7 @@ from nbaccel.launch.ipc.unpicklable import (
     CannotJoin,
     Refused,
     depth_bounded,
+    refuse_quantised_weights,
     refuse_what_knows_the_ranks,
     refuse_what_lives_here,
     what_it_is,
@@ -150,6 +151,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             if reduced := reduce_to_what_was_written(obj):
                 return reduced
             refuse_what_knows_the_ranks(obj)
+            refuse_quantised_weights(obj)
             if is_sharded(obj):
                 return self._reduce_sharded(obj)
         if reduced := reduce_of_a_library(obj) or reduce_writer(obj):

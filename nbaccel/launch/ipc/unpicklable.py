@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from nbaccel.errors import StayedInRank
 from nbaccel.launch.objects.wrappers import is_lightnings_callback
+from nbaccel.quantised import is_quantised_tensor
 from nbaccel.quantities import with_article
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "depth_bounded",
     "in_words",
     "reason",
+    "refuse_quantised_weights",
     "refuse_what_knows_the_ranks",
     "refuse_what_lives_here",
     "what_it_is",
@@ -118,6 +120,17 @@ def refuse_what_knows_the_ranks(obj: Any) -> None:
     is_data = kind.__name__ in _KNOW_NONE or module.startswith("accelerate.utils.") or is_lightnings_callback(kind)
     if not is_data:
         raise Refused(f"{with_article(kind.__name__)} that knows its rank", obj)
+
+
+def refuse_quantised_weights(obj: Any) -> None:
+    """Raise `Refused` for a quantised weight, of which a model would be sent without it: it is the base."""
+    torch = sys.modules.get("torch")
+    if torch is not None and issubclass(type(obj), torch.Tensor) and is_quantised_tensor(obj):
+        raise Refused(
+            f"{with_article(type(obj).__name__)}, a quantised weight, which stays in the ranks: make the optimizer of "
+            "trained parameters alone, and send the model, of which the trained tensors come",
+            obj,
+        )
 
 
 def what_it_is(error: Exception, obj: Any) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from nbaccel.quantised import base_of
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.step.gradient_buckets import Buckets
 from nbaccel.train.step.gradients import Gradients
@@ -77,11 +78,12 @@ class Replicated(Strategy):
     def _replicated(self, model: Module) -> Module:
         if is_parallel(model) or not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # DDP refuses a module without gradients, and there is nothing to average
-        replica = Replica(
-            model,
-            device_ids=[self.device] if next(iter(model.parameters())).device.type == "cuda" else None,
-            **self._options(),
-        )
+        with _ignored(model, base_of(model)):
+            replica = Replica(
+                model,
+                device_ids=[self.device] if next(iter(model.parameters())).device.type == "cuda" else None,
+                **self._options(),
+            )
         self._compress(replica)
         return replica
 
@@ -190,6 +192,29 @@ def _replicated_modules() -> list[Module]:
 def living_modules() -> Iterator[Module]:
     """Yield every module of this process. By type(): a lazy object's ``__class__`` may import its target."""
     return (thing for thing in gc.get_objects() if issubclass(type(thing), Module))
+
+
+@contextmanager
+def _ignored(model: Module, names: Collection[str]) -> Iterator[None]:
+    """Let a DDP module that is made in the block leave out these parameters and buffers of `model`.
+
+    It neither sends them, at its beginning and in every forward, nor looks at their type. The attribute is torch's own,
+    and is not left on the program's model.
+    """
+    if not names:
+        yield
+        return
+    before = getattr(model, _IGNORED, ())
+    setattr(model, _IGNORED, {*before, *names})
+    try:
+        yield
+    finally:
+        delattr(model, _IGNORED)
+        if before:
+            setattr(model, _IGNORED, before)
+
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 class _NoReduce:
