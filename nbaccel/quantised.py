@@ -2,7 +2,7 @@
 
 Runs in ranks and in the kernel. A quantised base is trained by adapters beside it. The base itself does not change,
 each process loads its own, and the libraries that quantise have moved and cast it already. So it is left where it is:
-gradients, checkpoints and results of a run have the trained tensors alone. It imports neither torch nor these libraries.
+gradients, checkpoints and results of a run have the trained tensors alone. Imports neither torch nor these libraries.
 """
 
 from __future__ import annotations

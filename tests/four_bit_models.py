@@ -1,7 +1,7 @@
 """A model with weights of four bits, as bitsandbytes makes them, that computes on a CPU without it.
 
-`Params4bit` has the name, the attributes and the habits of bitsandbytes' class: packed bytes, scales beside them that no
-`parameters()` shows, a `to` of its own, entries of its own in the state dict. Moving and casting it is an error here.
+`Params4bit` has the name, the attributes and the habits of bitsandbytes' class: packed bytes, scales beside them that
+no `parameters()` shows, a `to` of its own, more entries in the state dict. Moving and casting it is an error here.
 """
 
 from __future__ import annotations

@@ -147,11 +147,11 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             return _there, ("globals",)
         if type(obj) is _ModuleThere:
             return _globals_of_module, (obj.name,)
+        refuse_quantised_weights(obj, leaves_rank=self._as_written)
         if self._as_written:
             if reduced := reduce_to_what_was_written(obj):
                 return reduced
             refuse_what_knows_the_ranks(obj)
-            refuse_quantised_weights(obj)
             if is_sharded(obj):
                 return self._reduce_sharded(obj)
         if reduced := reduce_of_a_library(obj) or reduce_writer(obj):
