@@ -47,7 +47,12 @@ def install(values: Mapping[str, Any], namespace: dict[str, Any], sizes: Mapping
         for name in in_order:
             if name not in how and kind.handles(values[name]):
                 how[name] = _settle(kind, name, values[name], namespace, moving)
-    return [Arrival(name, how[name], sizes.get(name, 0)) for name in values]
+    return [Arrival(name, how[name], _size(values[name], sizes.get(name, 0))) for name in values]
+
+
+def _size(value: Any, size: int) -> int:
+    """Return the bytes that came of `value`.  size: those that it had in the rank."""
+    return value.nbytes if type(value) is TrainedTensors else size
 
 
 @dataclass(slots=True)

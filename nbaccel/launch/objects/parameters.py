@@ -21,7 +21,7 @@ from typing import Any
 
 from nbaccel.launch.objects.kinds import attributes_of
 from nbaccel.launch.objects.wrappers import plain
-from nbaccel.quantised import is_quantised_tensor
+from nbaccel.quantised import is_quantised, is_quantised_tensor
 
 __all__ = [
     "checksum",
@@ -61,12 +61,19 @@ def checksum(value: Any) -> int | None:
     Beside quantised weights, which nothing trains, those count that are trained.
     """
     weights = parameters_of(value)
-    if any(map(is_quantised_tensor, weights)):
+    if _has_base(value, weights):
         weights = [weight for weight in weights if weight.requires_grad]
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     if tensors is not None and any(isinstance(weight, tensors.DTensor) for weight in weights):
         return None
     return fingerprint(weights)
+
+
+def _has_base(value: Any, weights: Iterable[Any]) -> bool:
+    """Return whether `weights`, those of `value`, are of a quantised model."""
+    if _is_itself(value) and issubclass(type(value), sys.modules["torch"].nn.Module):
+        return is_quantised(value)
+    return any(map(is_quantised_tensor, weights))
 
 
 def checksums(named: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
