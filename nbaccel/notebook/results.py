@@ -15,6 +15,7 @@ from typing import Any
 
 from nbaccel.launch.objects.wrappers import plain
 from nbaccel.launch.plan import amount
+from nbaccel.quantised import TrainedTensors
 
 __all__ = ["Arrival", "install"]
 
@@ -42,11 +43,16 @@ def install(values: Mapping[str, Any], namespace: dict[str, Any], sizes: Mapping
     # Of several names for one object, the name under which the notebook has a similar object decides.
     in_order = sorted(values, key=lambda name: type(plain(namespace.get(name))) is not type(values[name]))
     how: dict[str, str] = {}
-    for kind in (_Module(), _Optimizer(), _Stateful(), _Plain()):
+    for kind in (_Trained(), _Module(), _Optimizer(), _Stateful(), _Plain()):
         for name in in_order:
             if name not in how and kind.handles(values[name]):
                 how[name] = _settle(kind, name, values[name], namespace, moving)
-    return [Arrival(name, how[name], sizes.get(name, 0)) for name in values]
+    return [Arrival(name, how[name], _size(values[name], sizes.get(name, 0))) for name in values]
+
+
+def _size(value: Any, size: int) -> int:
+    """Return the bytes that came of `value`.  size: those that it had in the rank."""
+    return value.nbytes if type(value) is TrainedTensors else size
 
 
 @dataclass(slots=True)
@@ -71,8 +77,15 @@ class _Plain:
     changed = ""
     """Text for the case that an object of the same type existed and could not be loaded."""
 
+    came = ""
+    """Text for a new object of which only a part came."""
+
     def handles(self, new: Any) -> bool:
         return True
+
+    def meets(self, old: Any, new: Any) -> bool:
+        """Return whether `old`, which has the name, is of a kind into which `new` may be loaded."""
+        return type(old) is type(new)
 
     def fits(self, old: Any, new: Any, moving: _Moving) -> bool:
         return False
@@ -112,6 +125,28 @@ class _Stateful(_Plain):
         moving.replaces.add(id(new))
         if id(getattr(new, "optimizer", None)) in moving.stays:
             new.optimizer = moving.home(new.optimizer)
+
+
+class _Trained(_Plain):
+    """What was trained of a quantised model; it fits the notebook's model that trains tensors of the same names."""
+
+    changed = "what was trained, whose names or shapes are not those of the model here"
+    came = "what was trained; the quantised base stays in the ranks"
+
+    def handles(self, new: Any) -> bool:
+        return type(new) is TrainedTensors
+
+    def meets(self, old: Any, new: Any) -> bool:
+        return _Module().handles(old)
+
+    def fits(self, old: Any, new: Any, moving: _Moving) -> bool:
+        return _Module().handles(old)
+
+    def load(self, old: Any, new: Any, moving: _Moving) -> None:
+        new.load_into(old)
+        own = dict(old.named_parameters(remove_duplicate=False))
+        moving.stays |= {id(tensor): own[name] for name, tensor in new.items() if name in own}
+        moving.stays[id(new)] = old
 
 
 class _Module(_Stateful):
@@ -171,12 +206,12 @@ def _settle(kind: _Plain, name: str, new: Any, namespace: dict[str, Any], moving
         namespace[name] = moving.home(new)
         return "updated in place" if id(new) in moving.stays else ""
     old = plain(namespace.get(name))
-    is_like = type(old) is type(new)
+    is_like = kind.meets(old, new)
     if is_like and _succeeds(kind.load_if_it_fits, old, new, moving):
         return "updated in place"
     kind.adopt(new, moving)
     namespace[name] = new
-    return f"new object: {kind.changed}" if is_like and kind.changed else ""
+    return f"new object: {kind.changed}" if is_like and kind.changed else kind.came
 
 
 def _succeeds(load: Callable[..., bool], old: Any, new: Any, moving: _Moving) -> bool:

@@ -782,6 +782,7 @@ class Accelerator(ProcessControl):
         Rank 0 writes; the others do nothing, but every rank calls it where the model is sharded: its tensors are
         gathered, one at a time, into rank 0's host memory. `nbaccel.utils.load_model` reads it, and so does
         ``from_pretrained`` where there is a config.json beside it.
+        Of a quantised model with adapters, the trained tensors are written: its base stays in the files it came from.
         max_shard_size: of one file, in bytes or as "10GB"; a larger tensor has a file of its own.
         safe_serialization: False writes ``pytorch_model.bin``, a pickle.
 
@@ -796,7 +797,7 @@ class Accelerator(ProcessControl):
         ...     os.listdir(folder)
         ['model.safetensors']
         """
-        state = self.get_state_dict(model)
+        state = self._checkpoints.without_base(model, self.get_state_dict(model))
         if self._checkpoints.writes:
             save_weights(state, Path(save_directory), max_shard_size, safe_serialization)
 

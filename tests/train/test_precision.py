@@ -552,3 +552,12 @@ def test_after_a_step_that_came_to_no_end_gradients_are_of_true_size(
 
 def test_a_fused_step_that_fails_leaves_the_next_one_of_true_size() -> None:
     assert _before_and_after(_fail_in_step, fused=True) == [-(2.0**-7), -(2.0**-7) * 2]
+
+
+def test_trained_parameters_in_fp16_say_what_to_do() -> None:
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1).half(), torch.nn.Linear(1, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    with pytest.raises(ValueError, match=r"2 of the 4 trained ones are of float16: .* parameter\.data\.float\(\)"):
+        optimizer.step()

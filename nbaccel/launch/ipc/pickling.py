@@ -26,6 +26,7 @@ from nbaccel.launch.ipc.unpicklable import (
     CannotJoin,
     Refused,
     depth_bounded,
+    refuse_quantised_weights,
     refuse_what_knows_the_ranks,
     refuse_what_lives_here,
     what_it_is,
@@ -146,6 +147,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             return _there, ("globals",)
         if type(obj) is _ModuleThere:
             return _globals_of_module, (obj.name,)
+        refuse_quantised_weights(obj, leaves_rank=self._as_written)
         if self._as_written:
             if reduced := reduce_to_what_was_written(obj):
                 return reduced

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from nbaccel.errors import StayedInRank
 from nbaccel.launch.objects.wrappers import is_lightnings_callback
+from nbaccel.quantised import is_quantised_tensor
 from nbaccel.quantities import with_article
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "depth_bounded",
     "in_words",
     "reason",
+    "refuse_quantised_weights",
     "refuse_what_knows_the_ranks",
     "refuse_what_lives_here",
     "what_it_is",
@@ -92,7 +94,10 @@ class Refused(Exception):
 
 
 class CannotJoin(Refused):
-    """Raised for a sharded tensor whose rows cannot be joined: a value without it would be wrong, not incomplete."""
+    """Raised for a sharded tensor whose rows cannot be joined, and for a quantised weight.
+
+    A value without it would be wrong, not incomplete.
+    """
 
     def __init__(self, message: str, culprit: Any = None) -> None:
         super().__init__(message, culprit)
@@ -118,6 +123,26 @@ def refuse_what_knows_the_ranks(obj: Any) -> None:
     is_data = kind.__name__ in _KNOW_NONE or module.startswith("accelerate.utils.") or is_lightnings_callback(kind)
     if not is_data:
         raise Refused(f"{with_article(kind.__name__)} that knows its rank", obj)
+
+
+def refuse_quantised_weights(obj: Any, leaves_rank: bool) -> None:
+    """Raise `CannotJoin` for a quantised weight that cannot be sent, or must not be.
+
+    leaves_rank: it would go to the notebook. Models are sent there without such weights, and an optimizer of them would
+        be wrong. On the way to a rank some are sent; but torch makes a plain `Parameter` of bitsandbytes' classes.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not issubclass(type(obj), torch.Tensor) or not is_quantised_tensor(obj):
+        return
+    what = f"it holds {with_article(type(obj).__name__)}, a quantised weight"
+    if leaves_rank:
+        raise CannotJoin(
+            f"{what}, which stays in the ranks: make the optimizer of trained parameters alone, and send the model, of "
+            "which the trained tensors come",
+            obj,
+        )
+    if type(obj).__reduce_ex__ is torch.nn.Parameter.__reduce_ex__:
+        raise CannotJoin(f"{what}, which cannot be sent to another process: load the model in the cell", obj)
 
 
 def what_it_is(error: Exception, obj: Any) -> str:

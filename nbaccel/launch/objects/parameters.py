@@ -21,6 +21,7 @@ from typing import Any
 
 from nbaccel.launch.objects.kinds import attributes_of
 from nbaccel.launch.objects.wrappers import plain
+from nbaccel.quantised import is_quantised, is_quantised_tensor
 
 __all__ = [
     "checksum",
@@ -57,12 +58,22 @@ def checksum(value: Any) -> int | None:
 
     Parameters are those of a model or an optimizer, tensors that require a gradient, and such values in a list, a
     dictionary or the attributes of an object. It is also None if ranks hold different parts of them: FSDP, DTensors.
+    Beside quantised weights, which nothing trains, those count that are trained.
     """
     weights = parameters_of(value)
+    if _has_base(value, weights):
+        weights = [weight for weight in weights if weight.requires_grad]
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     if tensors is not None and any(isinstance(weight, tensors.DTensor) for weight in weights):
         return None
     return fingerprint(weights)
+
+
+def _has_base(value: Any, weights: Iterable[Any]) -> bool:
+    """Return whether `weights`, those of `value`, are of a quantised model."""
+    if _is_itself(value) and issubclass(type(value), sys.modules["torch"].nn.Module):
+        return is_quantised(value)
+    return any(map(is_quantised_tensor, weights))
 
 
 def checksums(named: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:

@@ -24,6 +24,7 @@ from typing import Any
 import cloudpickle
 
 from nbaccel.launch.objects.wrappers import is_made_anew, is_put_there, itself, plain, reduce_accelerate, users_class
+from nbaccel.quantised import TrainedTensors, base_of, trained_state
 
 __all__ = ["reduce_of_a_library", "reduce_to_what_was_written", "with_slots"]
 
@@ -40,6 +41,8 @@ def reduce_to_what_was_written(obj: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is None or not issubclass(type(obj), torch.nn.Module):
         return None
+    if base := _base_of(obj):
+        return TrainedTensors, (type(obj).__name__, trained_state(obj, obj.state_dict(keep_vars=True), base))
     kind, own = type(obj), users_class(type(obj))
     put_there = [name for name, value in vars(obj).items() if is_put_there(name, value)]
     hooks = _hooks_put_there(obj)
@@ -52,6 +55,17 @@ def reduce_to_what_was_written(obj: Any) -> Any:
         case (make, args, *rest) if kind is not own:
             return *_made_as(own, kind, make, args), *rest
     return None  # the user's own __reduce__ or __getstate__ takes precedence
+
+
+def _base_of(module: Any) -> frozenset[str]:
+    """Return the names of the base of a quantised model; empty for any other module.
+
+    A module inside of such a model is never asked: of the model only the trained tensors are sent.
+    """
+    try:
+        return base_of(module)
+    except Exception:  # a class of the user's, or one whose __init__ was not called
+        return frozenset()
 
 
 def _made_as(own: type, kind: type, make: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

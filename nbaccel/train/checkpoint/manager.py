@@ -24,6 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from nbaccel.aborting import refuse_if_aborted
 from nbaccel.errors import CannotSave
+from nbaccel.quantised import trained_state
+from nbaccel.quantities import plural
 from nbaccel.train.checkpoint import rng_files
 from nbaccel.train.checkpoint.accelerate_format import read_foreign, restore_foreign_generators
 from nbaccel.train.checkpoint.atomic_folder import SUBFOLDER, may_write_below, sayable
@@ -184,6 +186,21 @@ class Checkpoints:
         options = {name: value for name, value in load_model_func_kwargs.items() if name != "map_location"}
         self.load(choice, trust, was_chosen=input_dir is None, options=options)
         self.directory.go_on_at(free)
+
+    def without_base(self, model: Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the trained part of the state dict of a quantised model, and say so; of any other model the whole."""
+        training = self.training()
+        module = training.strategy.unwrap(model)
+        base = training.prepared.base_of(model, training.strategy)
+        trained = trained_state(module, state, base) if base else {}
+        if not trained:
+            return state
+        nbytes = sum(tensor.nbytes for tensor in trained.values() if isinstance(tensor, torch.Tensor))
+        self._say(
+            f"of {type(module).__name__} only what was trained is written: {plural(len(trained), 'tensor')}, "
+            f"{nbytes:,} bytes. Its base is quantised; load that from where it came, and then load_model puts these in"
+        )
+        return trained
 
     # -- how
 
@@ -422,6 +439,12 @@ class Checkpoints:
             place = in_words(training.step, training.prepared.loaders) if was_chosen else ""
             for line in _news(choice.folder, choice.manifest, self._equipment.state.num_processes, place, reorders):
                 self._say(line)
+            for model, facts in zip(training.prepared.models, content.progress.get("bases", ()), strict=False):
+                if facts is not None:
+                    self._say(
+                        f"the checkpoint has what was trained of {type(training.strategy.unwrap(model)).__name__}; its "
+                        f"base, {facts['tensors']} tensors of {facts['nbytes']:,} bytes, is the one that is here"
+                    )
 
     def _refuse_other_objects(self, choice: FoundCheckpoint, content: Content) -> None:
         held, registered = len(content.customs), len(self.registered.objects)

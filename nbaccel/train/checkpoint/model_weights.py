@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from nbaccel.aborting import refuse_if_aborted
+from nbaccel.quantised import base_of, trained_state
+from nbaccel.quantities import listed
 from nbaccel.train.checkpoint.atomic_folder import sayable
 from nbaccel.train.checkpoint.content import load_pickle, load_tensors, read_part
 from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest, sync
@@ -29,6 +31,7 @@ from nbaccel.train.checkpoint.shards import first_names, is_sharded_tensor, unsh
 
 __all__ = [
     "load_model",
+    "load_trained",
     "load_weights",
     "parse_size",
     "read_weights",
@@ -130,12 +133,42 @@ def load_weights(model: Module, state: dict[str, Tensor], strict: bool = True) -
     Raises:
         RuntimeError: with `strict`, other names or shapes; torch's own message.
     """
-    return list(model.load_state_dict(with_tied(model, without_prefix(state)), strict=strict).missing_keys)
+    state = with_tied(model, without_prefix(state))
+    base = base_of(model)
+    if base and base.isdisjoint(state):
+        return load_trained(model, state, base, strict)
+    return list(model.load_state_dict(state, strict=strict).missing_keys)
+
+
+def load_trained(
+    model: Module, state: Mapping[str, Any], base: frozenset[str], strict: bool = True, **options: Any
+) -> list[str]:
+    """Load into `model` a state that was saved without the base; return the names of the model that it did not hold.
+
+    base: names of the tensors of `model` that stay as they are.  options: for its ``load_state_dict``.
+    Raises:
+        RuntimeError: with `strict`, a trained tensor has no place in the model, or one is missing.
+    """
+    own = model.state_dict()
+    missing = sorted(name for name in trained_state(model, own, base) if name not in state)
+    odd = sorted(name for name in state if name not in own)
+    if strict and (missing or odd):
+        faults = [
+            f"{len(names)} {what} ({listed(names, 4)})"
+            for what, names in (("missing", missing), ("unknown", odd))
+            if names
+        ]
+        raise RuntimeError(
+            f"these are the trained tensors of a model with other adapters than this {type(model).__name__}: "
+            f"{', '.join(faults)}. Make the same adapters (LoraConfig) as in the training, before prepare."
+        )
+    return list(model.load_state_dict(state, strict=False, **options).missing_keys)
 
 
 def load_model(model: Module, path: str | os.PathLike[str], strict: bool = True) -> list[str]:
     """Load the weights that `Accelerator.save_model` wrote into `model`; called on every rank that has the model.
 
+    Trained tensors of a quantised model are loaded beside the base that `model` has.
     path: the folder, or one .safetensors or .bin file. Returns the names that were not in it.
     Raises:
         FileNotFoundError: there are no weights at `path`.

@@ -16,10 +16,10 @@ from torch.nn import Module
 
 from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.manifest import Lineage, Manifest
-from nbaccel.train.checkpoint.model_weights import with_tied
+from nbaccel.train.checkpoint.model_weights import load_trained, with_tied
 from nbaccel.train.checkpoint.rng_files import Stamp, State, read
 from nbaccel.train.checkpoint.shards import holds_shards, is_sharded_module, load_module, load_optimizer, may_be_sharded
-from nbaccel.train.prepare.prepared import Prepared
+from nbaccel.train.prepare.prepared import Prepared, frozen_names
 from nbaccel.train.step.accumulation import Accumulation, StepClock
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.strategies import Strategy
@@ -103,6 +103,7 @@ class TrainingState:
             {
                 "step": self.step,
                 "models": len(prepared.models),  # hooks may take some of them out of what is written
+                **prepared.bases_left_out(self.strategy),
                 "epoch": epochs.under_way if is_inside else epochs.next(accumulation.clock),
                 "seed": torch.initial_seed(),
                 "precision": self.precision.state_dict(),
@@ -144,6 +145,22 @@ class TrainingState:
         self.epochs.load(progress.get("epoch", 0), clock)
         self.remembered.load_state_dict(content.remembered)
 
+    def _base_left_out(self, model: Module, content: Content) -> frozenset[str]:
+        """Return the names of the base of `model`, if `content` has been saved without it; empty if it is whole.
+
+        Raises:
+            ValueError: it was saved without another base than that of `model`.
+        """
+        bases = content.progress.get("bases", ())
+        pairs = zip(self.prepared.models, bases, strict=False)
+        stored = next((facts for known, facts in pairs if known is model), None)
+        if stored is None:
+            return frozenset()
+        module = self.strategy.unwrap(model)
+        base = self.prepared.base_of(model, self.strategy) or frozen_names(module)  # the same base, not quantised
+        self.prepared.bases.facts(module, base).refuse_another(stored, type(module).__name__)
+        return base
+
     def reorders(self, content: Content) -> bool:
         """Return whether a loader saved in the middle of an epoch now gets its order in another way.
 
@@ -176,6 +193,8 @@ class TrainingState:
             module = strategy.unwrap(model)
             if by_rows:
                 load_module(module, with_tied(module, state), **options)
+            elif base := self._base_left_out(model, content):
+                load_trained(module, with_tied(module, state), base, **options)
             else:
                 strategy.load_state_dict(model, with_tied(module, state), **options)
         for optimizer, state in zip(prepared.optimizers, content.optimizers, strict=True):

@@ -1,7 +1,7 @@
 """Models as programs pass them to `prepare`: in DataParallel, quantised, on several devices, compiled. Runs in ranks.
 
 This module decides what `prepare` may do with a model before a strategy takes it, and refuses what cannot be trained
-here. It reads attributes with which transformers, bitsandbytes and accelerate mark such models and imports none of
+here. It reads attributes with which transformers and accelerate mark such models and imports none of
 them. It also compiles prepared models by ``torch.compile`` (`Compiling`).
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch.nn import DataParallel, Module, ModuleList
 from torch.nn.parallel import DistributedDataParallel
 
+from nbaccel.quantised import is_quantised
 from nbaccel.settings import RunSettings
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.step.kwargs_handlers import KwargsHandler
@@ -33,9 +34,6 @@ __all__ = [
     "keep_compiled",
     "may_move",
 ]
-
-_QUANTISED_MARKS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit", "hf_quantizer", "quantization_method")
-"""Attributes that are set, and true, on a model with quantised weights."""
 
 _NOWHERE = frozenset({"meta", "disk"})
 
@@ -69,7 +67,7 @@ def may_move(model: Module) -> bool:
 
     Nor on those with parts that wait on the disk, or on the host beside a device.
     """
-    return not (_is_quantised(model) or is_spread(model) or waiting_names(model))
+    return not (is_quantised(without_compile(model)) or is_spread(model) or waiting_names(model))
 
 
 def is_spread(model: Module) -> bool:
@@ -119,7 +117,7 @@ def _refuse_spread(model: Module, world: World, device: torch.device, trains: bo
             f"accelerator.device}}), start one process that has several (-n 1 --devices 0,1), or give each process "
             f"as many (-n {world.world_size} --devices {','.join(map(str, range(2 * world.world_size)))})."
         )
-    if _is_quantised(model) and spread - own and device.type != "cpu":
+    if spread - own and device.type != "cpu" and is_quantised(without_compile(model)):
         raise ValueError(
             f"{_name(model)} is quantised and lies on {spread.pop()}, so it cannot be moved to {device} of rank "
             f"{world.rank}: load it there, device_map={{'': accelerator.device}}."
@@ -141,14 +139,6 @@ def _own_devices(world: World, device: torch.device) -> set[str]:
     return {str(device), *(f"{device.type}:{number}" for number in range(world.own_devices) if world.own_devices > 1)}
 
 
-def _is_quantised(model: Module) -> bool:
-    inner = without_compile(model)
-    config = getattr(inner, "config", None)
-    if getattr(config, "quantization_config", None) is not None:
-        return True
-    return any(bool(getattr(inner, mark, None)) for mark in _QUANTISED_MARKS)
-
-
 def _devices(model: Module) -> set[str]:
     """Return the devices of the model: by transformers' map if it has one, else by its parameters.
 
@@ -156,7 +146,8 @@ def _devices(model: Module) -> set[str]:
     in a map they are intended.
     """
     mapped = getattr(without_compile(model), "hf_device_map", None)
-    if isinstance(mapped, dict):
+    # "cuda" means the current device of the process, and the parameters know which one that was.
+    if isinstance(mapped, dict) and not any(str(place) in ("cuda", "xpu") for place in mapped.values()):
         return {_device_name(place) for place in mapped.values()} - _NOWHERE
     places = {str(parameter.device) for parameter in model.parameters()} - _NOWHERE
     return places - {"cpu"} or places

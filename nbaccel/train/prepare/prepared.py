@@ -12,7 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Module
 
+from nbaccel.quantised import base_of, trained_state
 from nbaccel.train.data import PreparedLoader
+from nbaccel.train.prepare.frozen_base import KnownBases
+from nbaccel.train.prepare.models import may_move
 from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.step.accumulation import Window
 from nbaccel.train.strategies import Strategy
@@ -20,6 +23,7 @@ from nbaccel.train.strategies.single import is_parallel
 
 __all__ = [
     "Prepared",
+    "frozen_names",
     "remembered",
 ]
 
@@ -28,12 +32,16 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, weakref_slot=True)
 class Prepared:
-    """Prepared objects by kind; false while there are none."""
+    """Prepared objects by kind; false while there are none.
+
+    bases: what is known of the bases of quantised models.
+    """
 
     models: list[Module] = field(default_factory=list)
     optimizers: list[PreparedOptimizer] = field(default_factory=list)
     schedulers: list[PreparedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
+    bases: KnownBases = field(default_factory=KnownBases)
 
     def __bool__(self) -> bool:
         return bool(self.models or self.optimizers or self.schedulers or self.loaders)
@@ -71,7 +79,8 @@ class Prepared:
     def move_to(self, device: torch.device) -> None:
         """Move to the device of another process, or move pickled tensors that arrived on the CPU."""
         for model in self.models:
-            model.to(device)
+            if may_move(model):
+                model.to(device)
         for optimizer in self.optimizers:
             optimizer.load_state_dict(optimizer.state_dict())  # casts the state to its parameters' device
         for loader in self.loaders:
@@ -86,18 +95,38 @@ class Prepared:
         return is_ours or strategy.finds_parallel()
 
     def model_states(self, strategy: Strategy) -> list[dict[str, Any]]:
-        """Return the state of each model as this rank holds it: its rows, where it is sharded. No collective."""
-        return [strategy.state_dict(model) for model in self.models]
+        """Return the state of each model as this rank holds it: its rows, where it is sharded. No collective.
+
+        Of a quantised model it is that of the trained tensors, and of buffers that change.
+        """
+        return [
+            trained_state(strategy.unwrap(model), strategy.state_dict(model), base)
+            if (base := self.base_of(model, strategy))
+            else strategy.state_dict(model)
+            for model in self.models
+        ]
+
+    def base_of(self, model: Module, strategy: Strategy) -> frozenset[str]:
+        """Return the names of the tensors of `model` that no checkpoint needs; empty unless it is quantised.
+
+        A parameter that an optimizer has stepped belongs to the trained ones, though it is frozen now.
+        """
+        stepped = {id(parameter) for optimizer in self.optimizers for parameter in optimizer.optimizer.state}
+        return base_of(strategy.unwrap(model), stepped)
+
+    def bases_left_out(self, strategy: Strategy) -> dict[str, Any]:
+        """Return the facts of the bases that `model_states` leaves out, for a checkpoint; empty if there are none.
+
+        Under "bases" is one entry for each model, None for one without a base. A base is read once.
+        """
+        named = [(strategy.unwrap(model), self.base_of(model, strategy)) for model in self.models]
+        if not any(base for _, base in named):
+            return {}
+        return {"bases": [self.bases.facts(module, base).to_json() if base else None for module, base in named]}
 
     def frozen(self, strategy: Strategy) -> list[frozenset[str]]:
         """Return for each model the names of its parameters that need no gradient."""
-        modules = [strategy.unwrap(model) for model in self.models]
-        return [
-            frozenset(
-                name for name, weight in module.named_parameters(remove_duplicate=False) if not weight.requires_grad
-            )
-            for module in modules
-        ]
+        return [frozen_names(strategy.unwrap(model)) for model in self.models]
 
     def loader_states(self, window: Window, since: int | None = None) -> list[dict[str, Any]]:
         """Return the position of each loader; batches of an open accumulation `window` count as not yet handed out.
@@ -110,6 +139,12 @@ class Prepared:
         if since is None:
             return [loader.state_dict(count) for loader, count in zip(self.loaders, unseen, strict=True)]
         return [loader.state_in_epoch(since, count) for loader, count in zip(self.loaders, unseen, strict=True)]
+
+
+def frozen_names(module: Module) -> frozenset[str]:
+    """Return the names of the parameters of `module` that need no gradient."""
+    named = module.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, weight in named if not weight.requires_grad)
 
 
 def _inner(prepared: Any, strategy: Strategy) -> Any:

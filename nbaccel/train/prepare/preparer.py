@@ -19,6 +19,7 @@ from nbaccel.train.data import DataLoaderConfiguration, LoaderFacts, PreparedLoa
 from nbaccel.train.data.dispatch import SliceFunction
 from nbaccel.train.data.unprepared import watch_loaders
 from nbaccel.train.prepare.equipment import Equipment
+from nbaccel.train.prepare.frozen_base import refuse_other_bases, refuse_untrained
 from nbaccel.train.prepare.models import admit, may_move
 from nbaccel.train.prepare.optimizer import Guard, PreparedOptimizer, PreparedScheduler, follow_parameters
 from nbaccel.train.prepare.prepared import remembered
@@ -113,9 +114,12 @@ class Preparer:
         for model in admitted.values():
             self._agree_on_names()
             equipment.collectives.agree(f"prepare {type(model).__name__} of {len(list(model.parameters()))} parameters")
+            if equipment.strategy.has_peers:
+                refuse_other_bases(model, equipment.prepared.bases, equipment.collectives)
         inner = [
             optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer for optimizer in optimizers
         ]
+        refuse_untrained(list(admitted.values()), inner)
         known = [prepared.optimizer for prepared in equipment.prepared.optimizers]
         ready = equipment.strategy.setup(list(admitted.values()), [*known, *inner], moves)
         prepared = {key: self._compiled(model) for key, model in zip(admitted, ready, strict=True)}
@@ -154,6 +158,7 @@ class Preparer:
             if optimizer.accumulation is equipment.accumulation:
                 return remembered(optimizer, equipment.prepared.optimizers)
             optimizer = optimizer.optimizer  # prepared by another Accelerator, or for another world
+        refuse_untrained(equipment.prepared.models, [optimizer])
         equipment.strategy.setup([], [optimizer], [])  # whose model may have been prepared before
         return remembered(
             PreparedOptimizer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from nbaccel.quantised import base_of
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.step.gradient_buckets import Buckets
 from nbaccel.train.step.gradients import Gradients
@@ -23,7 +24,7 @@ from nbaccel.train.strategies.single import Strategy, is_parallel, lendable, wai
 
 __all__ = ["Replica", "Replicated", "living_modules"]
 
-_LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute by which torch's DDP is told what it leaves out."""
 
 
@@ -83,7 +84,7 @@ class Replicated(Strategy):
             return model  # DDP refuses a module without gradients, and there is nothing to average
         devices = {parameter.device for parameter in present}
         is_on_one = len(devices) == 1 and next(iter(devices)).type == "cuda"  # DDP takes no list for one on several
-        with _left_out(model, waiting_names(model)):
+        with _ignored(model, {*waiting_names(model), *base_of(model)}):
             replica = Replica(model, device_ids=[self.device] if is_on_one else None, **self._options())
         self._compress(replica)
         return replica
@@ -186,23 +187,6 @@ class Replicated(Strategy):
         return any(is_parallel(module) for module in living_modules())
 
 
-@contextmanager
-def _left_out(model: Module, names: Sequence[str]) -> Iterator[None]:
-    """Let DDP, made inside, leave tensors out that wait on the host or on the disk: they have nothing to exchange.
-
-    DDP reads its list while it is made. Later the model may be a plain one again, which another DDP has to take whole.
-    """
-    before = vars(model).get(_LEFT_OUT)
-    if names:
-        setattr(model, _LEFT_OUT, [*(before or ()), *names])
-    try:
-        yield
-    finally:
-        vars(model).pop(_LEFT_OUT, None)
-        if before is not None:
-            setattr(model, _LEFT_OUT, before)
-
-
 def _replicated_modules() -> list[Module]:
     return [thing.module for thing in living_modules() if isinstance(thing, Replica)]
 
@@ -210,6 +194,27 @@ def _replicated_modules() -> list[Module]:
 def living_modules() -> Iterator[Module]:
     """Yield every module of this process. By type(): a lazy object's ``__class__`` may import its target."""
     return (thing for thing in gc.get_objects() if issubclass(type(thing), Module))
+
+
+@contextmanager
+def _ignored(model: Module, names: Collection[str]) -> Iterator[None]:
+    """Let a DDP module that is made in the block leave out these parameters and buffers of `model`.
+
+    It neither sends them, at its beginning and in every forward, nor looks at their type: they wait on the host or on
+    the disk, or are a quantised base. The attribute is torch's own, and is not left on the program's model, which may
+    be a plain one again that another DDP has to take whole.
+    """
+    if not names:
+        yield
+        return
+    before = getattr(model, _IGNORED, ())
+    setattr(model, _IGNORED, {*before, *names})
+    try:
+        yield
+    finally:
+        delattr(model, _IGNORED)
+        if before:
+            setattr(model, _IGNORED, before)
 
 
 class _NoReduce:

@@ -188,7 +188,7 @@ def test_a_rank_with_two_devices_of_its_own_means_these_by_their_numbers(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     world = World(1, 2, 1, 2, own_devices=2)
     model = plain()
-    assert map_of_rank.place_for_rank([model], device_map, world, torch.device("cuda", 0)) is None
+    assert map_of_rank.place_for_rank([model], device_map, world, torch.device("cuda", 0)) is model  # for inference
     assert seen == [(model, device_map, torch.device("cuda", device_map[""]))]
     with pytest.raises(NoSuchDevice, match="device_map names device 2, and this machine has devices 0 to 1"):
         map_of_rank.place_for_rank([model], {"": 2}, world, torch.device("cuda", 0))

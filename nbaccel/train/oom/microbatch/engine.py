@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbaccel.errors import CannotSplit, PeerFailed
 from nbaccel.events import OutOfMemory, emit
+from nbaccel.quantised import base_of
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.oom.memory import release_unused
 from nbaccel.train.oom.microbatch.loss_weights import shifts_labels
@@ -305,7 +306,7 @@ class StepEngine:
             self.release()
         gradients = self._gradients = self._strategy.lend_gradients(self.models, self._collectives)
         models = [self._strategy.unwrap(model) for model in self.models]
-        buffers = [buffer for model in models for buffer in model.buffers()]
+        buffers = [buffer for model in models for name, buffer in model.named_buffers() if name not in base_of(model)]
         self._at_start = ForwardSnapshot(buffers, self._strategy.device)
         self._at_part = ForwardSnapshot(buffers, self._strategy.device)
         self._strategy.recovers = True

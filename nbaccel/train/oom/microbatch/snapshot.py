@@ -10,6 +10,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import IO, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from nbaccel.quantised import base_of
 from nbaccel.train.checkpoint import rng_files
 from nbaccel.train.distributed.nested import children, is_container, map_children
 
@@ -33,7 +35,8 @@ class TrainingSnapshot:
     """State of `models` and `optimizers`; `restore` as often as needed, and once more at the end of the block.
 
     It keeps parameters, buffers, gradients, optimizer state (also that there was none) and the random generators of
-    Python, NumPy and torch. It does not know other state of a program: lists it appends to, generators of its own.
+    Python, NumPy and torch. It does not know other state of a program: lists it appends to, generators of its own. The
+    base of a quantised model is not copied, since no trial changes it.
 
     The values are stored where trials do not need the memory: those of a device in host memory, those of the CPU in a
     temporary file. Tensors keep their identity, so views into them (flat gradient buckets) stay valid.
@@ -55,6 +58,7 @@ class TrainingSnapshot:
         self._restores: list[_Restore] = []
         try:
             for model in models:
+                self._leave_out(model)
                 self._restores += [self._module(module) for module in model.modules()]
             self._restores += [self._optimizer(optimizer) for optimizer in optimizers]
         except BaseException:
@@ -80,6 +84,13 @@ class TrainingSnapshot:
             self.restore()
         finally:
             self.close()
+
+    def _leave_out(self, model: Module) -> None:
+        """Copy no tensor of a quantised model's base."""
+        base = base_of(model)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()) if base else ():
+            if name in base:
+                self._kept[id(tensor)] = partial(_itself, tensor)
 
     def _module(self, module: Module) -> _Restore:
         tables = [(table, {name: self._value(value) for name, value in table.items()}) for table in _tables(module)]
@@ -160,6 +171,10 @@ class TrainingSnapshot:
             return tensor
 
         return from_file
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _tables(module: Module) -> list[dict[str, Any]]:

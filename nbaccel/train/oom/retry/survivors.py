@@ -216,7 +216,8 @@ def rejoin_at_next_forward(module: DistributedDataParallel, source: int = 0) -> 
 def _rejoin(module: DistributedDataParallel, source: int) -> None:
     if "reducer" in vars(module):  # otherwise its gradients are lent, and it makes one when they are returned
         _make_reducer(module)
-    for tensor in [*module.module.parameters(), *module.module.buffers()]:
+    tensors = [*module.module.named_parameters(), *module.module.named_buffers()]
+    for tensor in [each for name, each in tensors if name not in module.parameters_to_ignore]:
         _share(tensor.detach(), source)
     for optimizer in _agreed_optimizers(module):
         _share_state(optimizer, source)
