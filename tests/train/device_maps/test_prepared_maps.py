@@ -96,6 +96,23 @@ def test_adapters_are_trained_beside_weights_that_wait(tmp_path: Path) -> None:
     assert torch.equal(trained(mapped, Accelerator(cpu=True)), wanted)
 
 
+def test_a_graph_does_not_keep_the_weights_that_were_read(tmp_path: Path) -> None:
+    """The memory of one block is used by the next one, also while autograd records."""
+    model = load_checkpoint_and_dispatch(empty(), saved(plain(), tmp_path), {"": "cpu", "blocks": "disk"})
+    model.requires_grad_(False).embed.requires_grad_(True)
+    places = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda block, *_: places.append(block.mlp[0].weight.data_ptr()), prepend=True)
+    loss = model(ids())["logits"].square().mean()
+    assert len(places) == len(model.blocks)
+    assert len(set(places)) == 1
+    loss.backward()
+    wanted = plain()
+    wanted.requires_grad_(False).embed.requires_grad_(True)
+    wanted(ids())["logits"].square().mean().backward()
+    assert torch.equal(model.embed.weight.grad, wanted.embed.weight.grad)
+
+
 def test_weights_that_will_wait_are_not_trained(tmp_path: Path) -> None:
     model = load_checkpoint_and_dispatch(empty(), saved(plain(), tmp_path), {"": "cpu", "blocks": "disk"})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
