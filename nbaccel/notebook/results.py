@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.launch.objects.wrappers import plain
-from nbaccel.launch.plan import amount
+from nbaccel.quantities import amount
 
 __all__ = ["Arrival", "install"]
 
