@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from nbaccel.hardware import usable_memory
+from nbaccel.launch.earlier_models import is_quantised, places_of
 from nbaccel.launch.ipc.nbytes import sizes_on_devices
 from nbaccel.launch.ipc.tensor_devices import away_from, storage_on
 from nbaccel.launch.objects.arrays import has_plain_memory
@@ -24,16 +25,12 @@ from nbaccel.launch.objects.wrappers import plain
 from nbaccel.launch.processes.interaction import uninterrupted
 
 __all__ = [
-    "QUANTISED",
     "Cards",
     "KernelHolding",
     "SetAside",
     "held_here",
     "kernel_freed",
 ]
-
-QUANTISED = ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
-"""Attributes that transformers sets on a model that it loaded quantised (modeling_utils.py)."""
 
 _MOST_OF_THE_HOST = 0.8
 """Share of the host's available memory that models may take: the loaders of the ranks need some, too."""
@@ -344,12 +341,9 @@ def _tensors_of(model: Any) -> Iterator[Any]:
 
 def _why_not(model: Any, tensors: Iterable[Any]) -> str:
     """Return why a model cannot be moved by its tensors alone; empty if it can."""
-    if any(vars(model).get(mark) is True for mark in QUANTISED):
+    if is_quantised(model):
         return "it was loaded quantised"
-    spread = vars(model).get("hf_device_map")
-    if (spread and len(set(map(str, spread.values()))) > 1) or any(
-        "_hf_hook" in vars(part) for part in model.modules()
-    ):
+    if places_of(model) or any("_hf_hook" in vars(part) for part in model.modules()):
         return "it is spread over devices"
     return "" if all(map(_is_plain, tensors)) else "its tensors are of a kind of their own"
 

@@ -72,6 +72,7 @@ def choose_start(
     why_forks_fail: str | None,
     since: str | None = None,
     bytes_on_device: int = 0,
+    stays_here: str = "",
 ) -> Start:
     """Return the start method of the ranks.
 
@@ -80,6 +81,7 @@ def choose_start(
     why_forks_fail: the reason why ranks forked from this process would fail; None if they would not.
     since: the origin of that reason, "cell [7]", if known.
     bytes_on_device: bytes on a device of the names that the cell reads.
+    stays_here: a model that it reads and that cannot be sent, in words; empty if there is none.
 
     Raises:
         CannotFork: forked ranks were insisted on and could not work.
@@ -108,6 +110,8 @@ def choose_start(
         return Start("fork", "the notebook has not used CUDA")
     if world_size == 1 and bytes_on_device > COPY_LIMIT_BYTES:
         return Start("inline", f"the names it reads hold {_gb(bytes_on_device)} on the device, too much to copy")
+    if world_size == 1 and stays_here:
+        return Start("inline", f"{stays_here}, and cannot be sent")
     return Start("zygote", f"{why_forks_fail}{f' since {since}' if since else ''}")
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import fakes
+import nbaccel.launch.plan
 from nbaccel import forkable
 from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 from nbaccel.hardware import Survey
@@ -358,23 +359,13 @@ def test_a_context_older_than_the_extension_is_blamed_on_no_cell(planned: Any) -
 def test_one_rank_runs_inline_rather_than_copy_a_gigabyte_of_device_memory(
     planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
-    class Storage:
-        def nbytes(self) -> int:
-            return 600_000_000
-
-        def data_ptr(self) -> int:
-            return id(self)
-
-    class OnDevice(torch.Tensor):
-        device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
-
-        def untyped_storage(self) -> Any:
-            return self.__dict__.setdefault("its_storage", Storage())
-
-    tensors = [torch.zeros(1).as_subclass(OnDevice) for _ in range(2)]
-    planned.names.update({"one": {"a": tensors[0]}, "two": [tensors[1], tensors[0]], "result": None})
+    sizes = {"one": 600_000_000, "two": 600_000_000}
+    monkeypatch.setattr(
+        nbaccel.launch.plan,
+        "sizes_on_devices",
+        lambda values: {"cuda:0": Counter({name: sizes.get(name, 0) for name in values})},
+    )
+    planned.names.update({"one": 1, "two": 2, "result": None})
     monkeypatch.setattr(planned.session, "_run_inline", lambda *given: "inline")
     ran = planned.run("%%accelerate\none, two")
     assert ran.value == "inline"

@@ -107,6 +107,7 @@ def pack_what_can_travel(
     places: Places | None = None,
     may_lack: Collection[str] = (),
     sharded: ShardedTensors | None = None,
+    unneeded: Collection[str] = (),
 ) -> tuple[Payload, dict[str, str]]:
     """Return the payload of every value that can be sent, and the names of the others, each with the reason.
 
@@ -116,11 +117,12 @@ def pack_what_can_travel(
     as written.
     may_lack: names whose values are sent without the parts that cannot be sent, rather than not at all: see `Absent`.
     sharded: tensors of which this rank's rows are sent, whether `values` lead to them or not.
+    unneeded: names of `namespace` whose values do not come along with functions that read them.
     """
     rest = values
     refused: dict[str, str] = {}
     lacking: set[str] = set()
-    make = _packers(by_reference or {}, namespace, as_written, places, lacking, sharded)
+    make = _packers(by_reference or {}, namespace, as_written, places, lacking, sharded, unneeded)
     while True:
         try:
             return _write(rest, make), refused
@@ -242,10 +244,11 @@ def _packers(
     places: Places | None = None,
     may_lack: Collection[str] = (),
     sharded: ShardedTensors | None = None,
+    unneeded: Collection[str] = (),
 ) -> _MakePacker:
     if places is not None:
         return lambda file: PlacingPacker(file, by_reference, namespace, places, may_lack)
-    return lambda file: Packer(file, by_reference, namespace, as_written, may_lack, sharded)
+    return lambda file: Packer(file, by_reference, namespace, as_written, may_lack, sharded, unneeded)
 
 
 def _culprits(values: dict[str, Any], make: _MakePacker, namespace: dict[str, Any] | None) -> dict[str, str]:

@@ -8,7 +8,6 @@ already; that of prepared objects and of libraries is in `reductions`.
 from __future__ import annotations
 
 import functools
-import importlib
 import mmap
 import pickle
 import sys
@@ -32,7 +31,13 @@ from nbaccel.launch.ipc.unpicklable import (
     what_it_is,
 )
 from nbaccel.launch.objects.arrays import Values, has_plain_memory
-from nbaccel.launch.objects.reductions import reduce_of_a_library, reduce_to_what_was_written, with_slots
+from nbaccel.launch.objects.reductions import (
+    globals_of_module,
+    module_of_maker,
+    reduce_of_a_library,
+    reduce_to_what_was_written,
+    with_slots,
+)
 from nbaccel.launch.objects.sharded_tensors import Piece, ShardedTensors, is_sharded
 from nbaccel.launch.objects.wrappers import is_lightnings_trainer, itself
 
@@ -66,6 +71,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
     packages: those whose classes, functions and modules the pickle refers to.
     sharded: the tensors of which only this rank's rows are sent; of others no part is sent.
     rows: these rows by the key of their tensor: the index of the block, and which rows it holds.
+    unneeded: names of the notebook's that functions of it do not bring along.
     """
 
     def __init__(
@@ -76,8 +82,10 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         as_written: bool = False,
         may_lack: Collection[str] = (),
         sharded: ShardedTensors | None = None,
+        unneeded: Collection[str] = (),
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._add_buffer)
+        self._unneeded = unneeded
         self.at = ""
         self.lacks: dict[str, list[str]] = {}
         self.packages: set[str] = set()
@@ -146,7 +154,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         if obj is self._namespace_there:
             return _there, ("globals",)
         if type(obj) is _ModuleThere:
-            return _globals_of_module, (obj.name,)
+            return globals_of_module, (obj.name,)
         refuse_quantised_weights(obj, leaves_rank=self._as_written)
         if self._as_written:
             if reduced := reduce_to_what_was_written(obj):
@@ -159,7 +167,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         if reduced := self._reduce_array(obj) or self._reduce_tensor(obj) or self._reduce_of_a_device(obj):
             return reduced
         refuse_what_lives_here(obj)
-        module = _module_of(obj)
+        module = module_of_maker(obj)
         if module is not None:
             self.globals_ref.setdefault(id(obj.__globals__), _ModuleThere(module))
         reduced = super().reducer_override(obj)
@@ -169,6 +177,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             make, args, state, items, pairs, set_state = reduced
             if module is not None:
                 state[1]["__globals__"].clear()
+            for name in self._unneeded:
+                state[1]["__globals__"].pop(name, None)
             return make, args, (set_state, state), items, pairs, _set_function_state
         return with_slots(obj, reduced) if issubclass(type(obj), type) else reduced
 
@@ -407,24 +417,6 @@ class _ModuleThere:
 
     def __init__(self, name: str) -> None:
         self.name = name
-
-
-def _module_of(obj: Any) -> str | None:
-    """Return the installed module in which a function was made by another function of it; None for anything else.
-
-    The code of such a function is sent. In the receiver it reads that process's module: cloudpickle would send copies
-    of the values, and the function would share them with no other code.
-    """
-    if not issubclass(type(obj), types.FunctionType) or obj.__module__ == "__main__":
-        return None
-    module = sys.modules.get(obj.__module__)  # an entry may be anything
-    if getattr(module, "__dict__", None) is not obj.__globals__ or getattr(module, "__spec__", None) is None:
-        return None
-    return str(obj.__module__)
-
-
-def _globals_of_module(name: str) -> dict[str, Any]:
-    return vars(importlib.import_module(name))
 
 
 def _there(what: str, *args: Any) -> Any:

@@ -21,7 +21,7 @@ from nbaccel.hardware import Gpu
 from nbaccel.launch.ipc.payload import Payload, pack, unpack
 from nbaccel.launch.ipc.pickling import Places
 from nbaccel.launch.objects.kind import Change
-from nbaccel.launch.objects.names import codes_of, says_first_card
+from nbaccel.launch.objects.names import codes_of, names_read, says_first_card, with_their_own
 from nbaccel.quantities import plural
 from nbaccel.settings import OOM_CHOICES, STOP, RunSettings
 from nbaccel.world import World
@@ -127,6 +127,10 @@ class Task(ABC):
         """Return the names of `namespace` that a process which is no copy of the kernel needs."""
         return []
 
+    def values_to_send(self) -> dict[str, Any]:
+        """Return what such a process gets, by name: also what functions and classes among it read of the notebook."""
+        return {}
+
     def left_behind(self) -> tuple[str, dict[str, Any]]:
         """Return a file, and the names that its top level has bound, in a rank whose work is over."""
         return "", {}
@@ -205,6 +209,12 @@ class FunctionTask(Task):
 
     def results(self, rank: int) -> Results:
         return Results(values={"value": self.value})
+
+    def values_to_send(self) -> dict[str, Any]:
+        main = vars(sys.modules["__main__"])
+        names = with_their_own(names_read(list(codes_of(self.function))), main)
+        read = {name: main[name] for name in sorted(names) if name in main}
+        return read | {"function": self.function, "args": self.args, "kwargs": self.kwargs}
 
     def pack(self) -> Payload:
         return pack({"function": self.function, "args": self.args, "kwargs": self.kwargs, "debugged": self.debugged})
