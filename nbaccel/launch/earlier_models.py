@@ -4,7 +4,7 @@ Many notebooks load a model in one cell, onto a GPU or over all of them, and tra
 sent to ranks: its memory goes to the host once, and all ranks share that copy. One that is quantised or spread over
 GPUs cannot; it is refused before anything is copied, with the lines that move its loading into the cell.
 
-Packages that quantise or dispatch models are recognised by what they leave in a model, and are not imported. No model$
+Packages that quantise or dispatch models are recognised by what they leave in a model, and are not imported. No model
 is kept here: a plan outlives the notebook's names.
 """
 
