@@ -157,5 +157,5 @@ def test_the_base_is_recognised_and_merging_gives_a_plain_model(library: str, lo
     wanted = prepared(input_ids=ids).logits
     merged = accelerator.unwrap_model(prepared).merge_and_unload()  # type: ignore[operator]
     assert not any("lora_" in name for name, _ in merged.named_parameters())
-    rounding = float((merged(input_ids=ids).logits - wanted).abs().max())  # merged weights are quantised again
-    assert rounding < 0.2 * float(wanted.abs().max())
+    answers = merged(input_ids=ids).logits  # its weights are quantised again, with the adapters in them
+    assert torch.cosine_similarity(answers.flatten(), wanted.flatten(), dim=0) > 0.8
