@@ -18,7 +18,7 @@ FLOORS = {
     # the ground, which everything may use; its files see each other
     **dict.fromkeys(["aborting", "asking_cuda", "demand", "errors", "events", "failures", "forkable"], 0),
     **dict.fromkeys(["gpu_driver", "hardware", "missing_names", "notices", "quantities", "room", "settings"], 0),
-    **dict.fromkeys(["storage", "tracking", "values", "world"], 0),
+    **dict.fromkeys(["quantised", "storage", "tracking", "values", "world"], 0),
     **dict.fromkeys(["output", "options"], 1),
     "display": 2,
     **dict.fromkeys(["train", "launch", "trackers"], 3),

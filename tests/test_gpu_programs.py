@@ -132,6 +132,15 @@ def test_models_larger_than_a_card_compute_what_plain_ones_do(rehearse: Callable
         assert rehearse("device_maps", case) == {"cards": 0, "off": []}
 
 
+def test_adapters_beside_four_bits_are_trained_saved_and_resumed(rehearse: Callable[[str, str], Any]) -> None:
+    found = rehearse("quantised", "trained")
+    assert not found["is_real"]
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["off"] == [0.0] * 3
+    assert found["base"]
+    assert len(found["names"]) == found["wanted"]
+
+
 @pytest.mark.slow
 def test_shortages_leave_nothing_and_read_as_shortages(rehearse: Callable[[str, str], Any]) -> None:
     cycles = rehearse("memory", "cycles")
@@ -441,8 +450,8 @@ def test_tests_of_a_card_run_in_the_order_of_their_groups(monkeypatch: pytest.Mo
 @pytest.mark.full
 def test_every_group_is_collected_in_its_turn() -> None:
     files = [line.partition("::")[0] for line in _collected("--collect-only") if "::" in line]
-    groups = [Path(file).name[5:7].upper() for file in dict.fromkeys(files)]
-    assert groups == list(on_a_card.ORDER)
+    groups = dict.fromkeys(Path(file).name[5:7].upper() for file in files)
+    assert list(groups) == list(on_a_card.ORDER)
 
 
 def test_all_tests_of_a_card_say_what_they_take_and_sum_up_to_thirteen_minutes_at_most() -> None:

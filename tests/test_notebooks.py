@@ -10,7 +10,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from environments import ENVIRONMENTS, REPOSITORY, Environment
+from environments import ENVIRONMENTS, NEWEST, REPOSITORY, Environment
 from headless import execute
 
 NOTEBOOKS = REPOSITORY / "notebooks"
@@ -195,6 +195,17 @@ def test_six_traps_end_in_right_numbers_or_in_a_sentence(environment: Environmen
     assert "saved: checkpoint_0 checkpoint_1 checkpoint_2 checkpoint_3" in said
     assert "and a single sample would not fit either" in "\n".join(too_large.traceback)
     assert "gradient checkpointing" in "\n".join(too_large.traceback)
+
+
+@pytest.mark.full
+def test_adapters_beside_four_bits_are_trained_resumed_and_merged(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    said = text(run("13_fine_tune_a_4_bit_model.ipynb", NEWEST, tmp_path, num_processes=2))
+    assert "the loss goes down: True" in said
+    assert "no base in the checkpoint: True" in said
+    assert "the second epoch as before: True" in said
+    assert "files and --out have the same adapters: True" in said
+    assert re.search("the next cell trains( nothing)?\n", said)
 
 
 @pytest.mark.full

@@ -67,6 +67,7 @@ UNGUARDED = {
     "_buffers": "module._buffers",
     "_non_persistent_buffers_set": "module._non_persistent_buffers_set",
     "_compiled_call_impl": "module._compiled_call_impl",
+    "_extra_state": "torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX",
     "_modules": "module._modules",
     "_parameters": "module._parameters",
     "_opt_called": "stepped._opt_called",

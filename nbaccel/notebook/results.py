@@ -128,7 +128,7 @@ class _Stateful(_Plain):
 
 
 class _Trained(_Plain):
-    """What was trained of a quantised model; it fits the notebook's model that trains tensors of the same names."""
+    """Trained tensors of a quantised model. They fit the notebook's model that trains tensors of the same names."""
 
     changed = "what was trained, whose names or shapes are not those of the model here"
     came = "what was trained; the quantised base stays in the ranks"

@@ -74,3 +74,12 @@ def test_a_notebooks_own_model_is_trained_in_place_or_is_to_be_loaded_in_the_cel
     assert "model (updated in place, " in cell.stdout
     assert kernel.value("[model is kept, bytes(base.data.reshape(-1).tolist()) == before]") == [True, True]
     assert kernel.value(f"abs({COUNTS.format('trained_of(model)')} - total) < 1e-9")
+
+
+def test_a_cell_that_prepares_nothing_trains_the_adapters_of_one_model(kernel: RealKernel, start: str) -> None:
+    body = TRAINS.replace("model, optimizer, data = accelerator.prepare(model, optimizer, data)", "model.norm.eval()")
+    body = body.replace("accelerator.backward(model(ids).square().mean())", "model(ids).square().mean().backward()")
+    kernel.do(f"{body.replace('total', 'alone')}\ndel model, optimizer, data")
+    cell = kernel.do(accelerate(body, start, flags="--out model,total"), timeout_s=60)
+    assert "model (what was trained; the quantised base stays in the ranks, " in cell.stdout
+    assert kernel.value("abs(total - alone) < 1e-4 * alone")

@@ -146,16 +146,24 @@ def _train_head(load: Any, folder: Path) -> Any:
 
 
 @LIBRARIES
-def test_the_base_is_recognised_and_merging_gives_a_plain_model(library: str, load: Any, checkpoint: Path) -> None:
+def test_the_base_is_recognised(library: str, load: Any, checkpoint: Path) -> None:
     pytest.importorskip(library)
-    model = adapted(load, checkpoint, init_lora_weights=False)
+    model = adapted(load, checkpoint)
     assert is_quantised(model)
-    assert not any("lora_" in name for name in base_of(model))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name in model.state_dict() if "lora_" in name}
+    assert base_of(model) == {name for name, _ in model.named_parameters(remove_duplicate=False)} - trained
+
+
+def test_merging_after_prepare_gives_a_model_without_adapters(checkpoint: Path) -> None:
+    """Of torchao's weights peft merges those that transformers has quantised."""
+    pytest.importorskip("bitsandbytes")
+    model = adapted(four_bit, checkpoint, init_lora_weights=False)
     ids = torch.arange(8)[None]
     accelerator = Accelerator(cpu=True)
     prepared: Any = accelerator.prepare(model)
     wanted = prepared(input_ids=ids).logits
-    merged = accelerator.unwrap_model(prepared).merge_and_unload()  # type: ignore[operator]
+    merged: Any = accelerator.unwrap_model(prepared).merge_and_unload()  # type: ignore[operator]
     assert not any("lora_" in name for name, _ in merged.named_parameters())
-    rounding = float((merged(input_ids=ids).logits - wanted).abs().max())  # merged weights are quantised again
-    assert rounding < 0.2 * float(wanted.abs().max())
+    answers = merged(input_ids=ids).logits  # its weights are quantised again, with the adapters in them
+    assert torch.cosine_similarity(answers.flatten(), wanted.flatten(), dim=0) > 0.8
