@@ -228,7 +228,8 @@ class RecordedWeights:
         for tensor in self._tensors:
             if tensor.requires_grad:
                 tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-        self._tensors = ()  # the graph has this object: torch keeps the hook of what it saves
+        # The graph has this object: torch keeps the hook with what the hook has packed.
+        self._tensors = ()
         self._by_storage.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor | _Reference:
