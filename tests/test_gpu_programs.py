@@ -287,6 +287,9 @@ def test_notebooks_of_every_history_train_as_on_the_host(one_kernel: RealKernel,
 def test_a_notebook_itself_trains_as_on_the_host(one_kernel: RealKernel) -> None:
     trained = launches.inline(one_kernel, "cpu")
     assert (trained.start, trained.off) == ("inline", 0.0)
+    lent = launches.lent(one_kernel, "cpu")
+    assert lent["where"] == ["cpu", "cpu"]
+    assert abs(lent["grew"] - 1) <= 1e-6
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from typing import Any
 from nbaccel.hardware import usable_memory
 from nbaccel.launch.earlier_models import is_quantised, places_of
 from nbaccel.launch.ipc.nbytes import sizes_on_devices
-from nbaccel.launch.ipc.tensor_devices import away_from, storage_on
+from nbaccel.launch.ipc.payload import HostFile
+from nbaccel.launch.ipc.tensor_devices import InFile, away_from, storage_on
 from nbaccel.launch.objects.arrays import has_plain_memory
 from nbaccel.launch.objects.inventory import belongs_to_ipython
 from nbaccel.launch.objects.wrappers import plain
@@ -179,19 +180,30 @@ class SetAside:
         if available and nbytes > _MOST_OF_THE_HOST * available:
             self.left |= dict.fromkeys(self.names, f"the host has {_gb(available)} GB available")
             self._memories = []
-        for memory in self._memories:
-            memory.host = self._cards.to_host(memory.storage)
         try:
-            with uninterrupted():
-                _move([(memory, memory.host) for memory in self._memories])
-                homes = {memory.host.data_ptr(): memory.device for memory in self._memories}
-                self._homes.enter_context(away_from(homes))
             if self._memories:
+                places = self._copied_to_the_host()
+                with uninterrupted():
+                    _move([(memory, memory.host) for memory in self._memories])
+                    homes = {memory.host.data_ptr(): memory.device for memory in self._memories}
+                    self._homes.enter_context(away_from(homes, places))
                 self._cards.release()
         except BaseException:
             self._come_back()
             raise
         return self
+
+    def _copied_to_the_host(self) -> dict[int, InFile]:
+        """Copy everything into one file of the host, and return the places by address: ranks share this copy."""
+        file = HostFile()
+        self._homes.callback(file.close)
+        for memory in self._memories:
+            file.add(self._cards.to_host(memory.storage))
+        places = {}
+        for memory, (storage, place) in zip(self._memories, file.storages(), strict=True):
+            memory.host = storage
+            places[storage.data_ptr()] = place
+        return places
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -87,14 +87,21 @@ def refuse_what_cannot_fit(
         for model in plan.models
         if (line := _carried(plan, model, where_made(model.own_name or model.name, history), aside))
     ]
-    _refuse_a_full_host(plan, names, survey, history)
+    stay = {name: nbytes for name, nbytes in aside.names.items() if name not in names}
+    _refuse_a_full_host(plan, names, survey, history, sum(stay.values()) if plan.options.free_kernel else 0)
     return lines
 
 
-def _refuse_a_full_host(plan: LaunchPlan, names: Mapping[str, Any], survey: Survey, history: Sequence[str]) -> None:
-    """Refuse a copy that the host cannot hold: one of all memory, which ranks share, and of the rest one in each."""
+def _refuse_a_full_host(
+    plan: LaunchPlan, names: Mapping[str, Any], survey: Survey, history: Sequence[str], moved_bytes: int
+) -> None:
+    """Refuse a copy that the host cannot hold: one of all memory, which ranks share, and of the rest one in each.
+
+    moved_bytes: those that come to the host from the devices for other reasons. Models that the ranks get and that
+    leave their device for the run are there once.
+    """
     ranks, available = plan.devices.num_processes, survey.ram.available_bytes
-    if not names or not 0 < available < plan.bytes_to_copy + ranks * plan.bytes_of_each:
+    if not names or not 0 < available < plan.bytes_to_copy + ranks * plan.bytes_of_each + moved_bytes:
         return
     largest = max(names, key=lambda name: size_of(names[name]))
     in_each = f", {amount(plan.bytes_of_each)} of it in each of {plural(ranks, 'rank')} too" * (plan.bytes_of_each > 0)

@@ -142,3 +142,16 @@ def test_two_ranks_hold_one_copy_of_a_model_until_they_write_to_it(kernel: RealK
     shares = kernel.value("shares")
     assert len(shares) == 2
     assert 0.5 * 4 * count <= sum(shares) <= 1.2 * 4 * count, shares
+
+
+def test_ranks_that_stay_are_not_sent_one_either(kernel: RealKernel) -> None:
+    kernel.do(f"{MAKES}\nmodel = quantised()")
+    kernel.do("%accelerate start --cpu -n 2 --start zygote", timeout_s=60)
+    try:
+        assert STAYS in kernel.run("%%accelerate\nmodel(x)").failed("LaunchRefused").text
+        assert STAYS in kernel.run("%accelerate push model").failed("LaunchRefused").text
+        kernel.do(
+            "%%accelerate\nnet = quantised()\nfound = type(net[0].weight).__name__, net(x).shape[0]\nprint(found)"
+        )
+    finally:
+        kernel.do("%accelerate stop")

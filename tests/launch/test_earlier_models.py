@@ -335,3 +335,18 @@ def test_memory_is_shared_and_other_objects_are_built_in_each_rank() -> None:
     assert shared == 4_000_000
     assert 1_000_000 <= own < 1_100_000
     assert sizes_on_devices({"x": Packed(torch.zeros(3, device="meta"))})["meta"]["x"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_adapters_on_a_plain_model_can_be_sent_and_on_a_quantised_one_cannot(on_cards: Any) -> None:
+    peft = pytest.importorskip("peft")
+    on_cards(cuda_0=GB)
+    adapted = [
+        peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["1"]))
+        for model in (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), in_4_bit())
+    ]
+    (plain,) = models_in({"model": adapted[0]})
+    assert (plain.kind, plain.stays_here, str(plain)) == ("PeftModel", False, "lies on cuda:0 (1.0 GB)")
+    (quantised,) = models_in({"trainer": Trainer(adapted[1])}, {"model": adapted[1]})
+    assert (quantised.own_name, quantised.is_quantised) == ("model", True)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import cloudpickle
 
 from nbaccel.launch.ipc.event_files import reduce_writer
-from nbaccel.launch.ipc.tensor_devices import device_here, device_there, storage_on
+from nbaccel.launch.ipc.tensor_devices import InFile, device_here, device_there, in_file, storage_on
 from nbaccel.launch.ipc.unpicklable import (
     Absent,
     CannotJoin,
@@ -62,6 +62,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
     """Writes objects to `file`, and collects the memory that has to follow them.
 
     blocks: each returns its bytes when its turn to be written comes, so a device tensor is copied to the host late.
+    in_file: places of blocks that are in a file already, by index.
     buffers: indices of blocks that are out-of-band buffers of the pickle protocol, in its order.
     as_written: send what a cell left as the user wrote it: wrappers that training put around objects are left out, at
     any depth in a value, and a tensor of a graph is sent without the graph.
@@ -94,6 +95,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         self._absent: dict[int, tuple[str, Any]] = {}  # by id: objects replaced by `Absent`, and why
         self.blocks: list[Callable[[], memoryview]] = []
         self.buffers: list[int] = []
+        self.in_file: dict[int, InFile] = {}
         self.rows: dict[str, tuple[int, Piece]] = {}
         self._sharded = sharded
         self._index: dict[tuple[str, int, int], int] = {}
@@ -260,7 +262,10 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         """Return the number of the block, and the device that the memory shall be on."""
         address = storage.data_ptr() or id(storage)  # storages without memory are not one storage
         read = functools.partial(_storage_bytes, storage)
-        return self._block(str(storage.device), address, storage.nbytes(), read), device_there(storage.device, address)
+        index = self._block(str(storage.device), address, storage.nbytes(), read)
+        if (place := in_file(address)) is not None:
+            self.in_file[index] = place
+        return index, device_there(storage.device, address)
 
     def _reduce_of_a_device(self, obj: Any) -> Any:
         """Reduce an object that would be sent with its device's name: the other side has other devices, or none yet.
@@ -438,7 +443,8 @@ def _set_function_state(function: types.FunctionType, wrapped: tuple[Callable[[A
 class Contents:
     """The contents of one payload, and the methods that the pickle in it calls by `_there`.
 
-    mapping: the payload, beginning with the pickle.  places: offset and length of each block.  buffers: as in `Packer`.
+    mapping: the payload.  begin: where the pickle is in it.  places: offset and length of each block.
+    buffers: as in `Packer`.
     is_lasting: blocks that are less than half of the payload are copied out, so that none keeps a larger rest alive.
     Nothing here refers to the unpickler: with a cycle the memory would stay until the collector runs.
     """
@@ -453,7 +459,9 @@ class Contents:
         placed: Callable[[Any], Any] | None = None,
         is_lasting: bool = False,
         joined: Joined | None = None,
+        begin: int = 0,
     ) -> None:
+        self.begin = begin
         self._placed = placed
         self._joined = joined
         self._copied_below = max(_COPIED_IF_LASTING, len(mapping) // 2) if is_lasting else _COPIED_BELOW
@@ -582,6 +590,7 @@ class Unpacker(pickle.Unpickler):
     """Reads the objects of `contents` straight from the mapping."""
 
     def __init__(self, contents: Contents) -> None:
+        contents.mapping.seek(contents.begin)
         super().__init__(contents.mapping, buffers=contents.buffers())
         self._contents = contents
 
