@@ -21,27 +21,18 @@ from typing import Any
 from nbaccel.errors import LaunchRefused
 from nbaccel.launch.ipc.nbytes import met_in, sizes_on_devices
 from nbaccel.launch.objects.wrappers import plain
+from nbaccel.quantised import cannot_be_sent, is_quantised
 from nbaccel.quantities import amount, listed, plural
 
 __all__ = [
     "EarlierModel",
     "MadeAt",
-    "is_quantised",
     "models_in",
     "parsed",
     "places_of",
     "refuse_what_stays_here",
     "where_made",
 ]
-
-_MARKS = ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
-"""Attributes that transformers sets on a model that it loaded quantised (modeling_utils.py)."""
-
-_QUANTISER = "hf_quantizer"
-"""The attribute that has the quantiser of such a model; it is deleted when the model is dequantised."""
-
-_LOSES_ITS_CLASS = frozenset({"Params4bit", "Int8Params"})
-"""Classes of bitsandbytes. Pickled, they become plain parameters of packed bytes, and the numbers are lost."""
 
 _NO_CARD = frozenset({"cpu", "disk", "meta"})
 
@@ -139,7 +130,7 @@ def _weighed(name: str, own_name: str, model: Any) -> EarlierModel | None:
     with suppress(Exception):  # a module whose __init__ was not called has no parameters to ask for
         sizes = sizes_on_devices({name: model})
         on_devices = {device: counted[name] for device, counted in sizes.items() if device != "meta"}
-        quantised = _of_bitsandbytes(model) or (bool(on_devices) and is_quantised(model))
+        quantised = cannot_be_sent(model) or (bool(on_devices) and is_quantised(model))
         cards = places_of(model, on_devices)
         if on_devices or quantised or cards:
             kind = type(model)
@@ -149,27 +140,6 @@ def _weighed(name: str, own_name: str, model: Any) -> EarlierModel | None:
 
 
 # --- recognising ----------------------------------------------------------------------------------------------------
-
-
-def is_quantised(model: Any) -> bool:
-    """Return whether transformers, bitsandbytes, torchao or their like have quantised weights of a module."""
-    for part in _parts(model):
-        marks = vars(part)
-        if any(marks.get(mark) is True for mark in _MARKS) or marks.get(_QUANTISER) is not None:
-            return True
-    return any(map(_is_of_a_quantiser, _tensors(model)))
-
-
-def _of_bitsandbytes(model: Any) -> bool:
-    return any(type(tensor).__name__ in _LOSES_ITS_CLASS for tensor in _tensors(model))
-
-
-def _is_of_a_quantiser(tensor: Any) -> bool:
-    """Return whether it is of a class of another package that consists of other tensors, such as torchao's."""
-    kind = type(tensor)
-    if kind.__name__ in _LOSES_ITS_CLASS:
-        return True
-    return hasattr(kind, "__tensor_flatten__") and kind.__module__.partition(".")[0] not in ("torch", "nbaccel")
 
 
 def places_of(model: Any, on_devices: Mapping[str, int] | None = None) -> tuple[str, ...]:

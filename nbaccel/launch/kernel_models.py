@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from nbaccel.hardware import usable_memory
-from nbaccel.launch.earlier_models import is_quantised, places_of
+from nbaccel.launch.earlier_models import places_of
 from nbaccel.launch.ipc.nbytes import sizes_on_devices
 from nbaccel.launch.ipc.payload import HostFile
 from nbaccel.launch.ipc.tensor_devices import InFile, away_from, storage_on
@@ -24,6 +24,7 @@ from nbaccel.launch.objects.arrays import has_plain_memory
 from nbaccel.launch.objects.inventory import belongs_to_ipython
 from nbaccel.launch.objects.wrappers import plain
 from nbaccel.launch.processes.interaction import uninterrupted
+from nbaccel.quantised import is_quantised
 
 __all__ = [
     "Cards",

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
 from nbaccel.launch import api, earlier_models
-from nbaccel.launch.earlier_models import EarlierModel, is_quantised, models_in, places_of, refuse_what_stays_here
+from nbaccel.launch.earlier_models import EarlierModel, models_in, places_of, refuse_what_stays_here
 from nbaccel.launch.ipc.nbytes import bytes_by_sharing, met_in, sizes_on_devices
 from nbaccel.launch.ipc.spec import FunctionTask
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.preflight import ProcessState, choose_start
 from nbaccel.options.run_options import RunOptions
+from nbaccel.quantised import is_quantised
 
 GB = 10**9
 

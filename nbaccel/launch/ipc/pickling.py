@@ -30,7 +30,7 @@ from nbaccel.launch.ipc.unpicklable import (
     refuse_what_lives_here,
     what_it_is,
 )
-from nbaccel.launch.objects.arrays import Values, has_plain_memory
+from nbaccel.launch.objects.arrays import Values, is_as_it_lies
 from nbaccel.launch.objects.reductions import (
     globals_of_module,
     module_of_maker,
@@ -243,7 +243,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             if not self._as_written:
                 raise Refused("part of an autograd graph; send x.detach()", obj)
             obj = obj.detach()
-        if not _is_as_it_lies(obj):
+        if not is_as_it_lies(obj):
             return None
         index, device = self._block_of_storage(obj.untyped_storage())
         layout = (obj.storage_offset(), tuple(obj.size()), obj.stride())
@@ -337,7 +337,7 @@ class PlacingPacker(Packer):
         """Reduce a tensor to a view of one of the notebook's tensors, if all its elements are in that one's memory."""
         if self._of_memory is None:
             self._of_memory = {_memory(each): each for each in self._places.tensors()}
-        if type(tensor) is not sys.modules["torch"].Tensor or not _is_as_it_lies(tensor) or not tensor.numel():
+        if type(tensor) is not sys.modules["torch"].Tensor or not is_as_it_lies(tensor) or not tensor.numel():
             return None
         known = self._of_memory.get(_memory(tensor))
         if known is None or known.dtype != tensor.dtype or not known.is_contiguous():
@@ -373,11 +373,6 @@ class Joined(Protocol):
 
 def _set_gradient(tensor: Any, gradient: Any) -> None:
     tensor.grad = gradient
-
-
-def _is_as_it_lies(tensor: Any) -> bool:
-    """Return whether its values are those in its memory: in conjugate and negative views a bit changes them."""
-    return has_plain_memory(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _memory(tensor: Any) -> tuple[str, int]:
