@@ -27,6 +27,7 @@ from nbaccel.launch.ipc.unpicklable import (
     Refused,
     depth_bounded,
     refuse_quantised_weights,
+    refuse_to_send_nothing,
     refuse_what_knows_the_ranks,
     refuse_what_lives_here,
     what_it_is,
@@ -34,7 +35,7 @@ from nbaccel.launch.ipc.unpicklable import (
 from nbaccel.launch.objects.arrays import Values, has_plain_memory
 from nbaccel.launch.objects.reductions import reduce_of_a_library, reduce_to_what_was_written, with_slots
 from nbaccel.launch.objects.sharded_tensors import Piece, ShardedTensors, is_sharded
-from nbaccel.launch.objects.wrappers import is_lightnings_trainer, itself
+from nbaccel.launch.objects.wrappers import is_lightnings_trainer, itself, plain
 
 __all__ = [
     "Contents",
@@ -150,6 +151,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         refuse_quantised_weights(obj, leaves_rank=self._as_written)
         if self._as_written:
             if reduced := reduce_to_what_was_written(obj):
+                refuse_to_send_nothing(reduced, obj, is_whole=obj is plain(self._whole))
                 return reduced
             refuse_what_knows_the_ranks(obj)
             if is_sharded(obj):
