@@ -151,7 +151,10 @@ def refuse_to_send_nothing(reduced: tuple[Any, ...], obj: Any, is_whole: bool) -
 
     reduced: its reduction.
     """
-    if is_whole and reduced[0] is TrainedTensors and not reduced[1][1]:
+    if not is_whole or reduced[0] is not TrainedTensors:
+        return
+    _, tensors = reduced[1]
+    if not any(getattr(tensor, "requires_grad", False) for tensor in tensors.values()):  # buffers alone are no result
         raise CannotJoin(
             f"{with_article(type(obj).__name__)} with quantised weights, of which nothing is trained: save it in the "
             "cell, model.save_pretrained(folder)",
