@@ -19,6 +19,7 @@ from nbaccel.launch.objects.inventory import ObjectPlace, found_at, writes_of
 from nbaccel.launch.objects.kinds import attributes_of
 from nbaccel.launch.processes.interaction import uninterrupted
 from nbaccel.launch.processes.launch_result import Returned
+from nbaccel.quantised import TrainedTensors
 from nbaccel.quantities import amount, listed
 
 __all__ = ["LeftByCell"]
@@ -113,7 +114,7 @@ class LeftByCell:
         others = {name: value for name, value in self._others.items() if name not in self._not_come}
         came = [f"{place} trained in place ({self._size(model)})" for place, model in self._trained.items()]
         came += [f"{name} ({self._size(value)})" for name, value in others.items() if _is_module(value)]
-        came += [name for name, value in others.items() if not _is_module(value)]
+        came += [_in_words(name, value) for name, value in others.items() if not _is_module(value)]
         by_reason: dict[str, list[str]] = {}
         for name, why in self._not_come.items():
             by_reason.setdefault(why.removesuffix(_CANNOT).removeprefix(f"{name} is "), []).append(name)
@@ -182,6 +183,12 @@ class LeftByCell:
             or issubclass(type(value), _OF_NO_NEWS)
             or _is_loader(value)
         )
+
+
+def _in_words(name: str, value: Any) -> str:
+    if type(value) is TrainedTensors:
+        return f"{name} (what was trained, {amount(value.nbytes)}; the quantised base stays in the ranks)"
+    return name
 
 
 def _parameters(module: Any) -> list[Any]:

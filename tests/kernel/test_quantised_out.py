@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from kernel.harness import RealKernel, accelerate
@@ -80,6 +81,13 @@ def test_a_cell_that_prepares_nothing_trains_the_adapters_of_one_model(kernel: R
     body = TRAINS.replace("model, optimizer, data = accelerator.prepare(model, optimizer, data)", "model.norm.eval()")
     body = body.replace("accelerator.backward(model(ids).square().mean())", "model(ids).square().mean().backward()")
     kernel.do(f"{body.replace('total', 'alone')}\ndel model, optimizer, data")
-    cell = kernel.do(accelerate(body, start, flags="--out model,total"), timeout_s=60)
-    assert "model (what was trained; the quantised base stays in the ranks, " in cell.stdout
-    assert kernel.value("abs(total - alone) < 1e-4 * alone")
+    cell = kernel.do(accelerate(body, start), timeout_s=60)
+    assert re.search(r"brought back: .*model \(what was trained, [\d.]+ kB; the quantised base stays", cell.stdout)
+    assert kernel.value("[abs(total - alone) < 1e-4 * alone, type(model).__name__]") == [True, "TrainedTensors"]
+
+
+def test_a_model_of_which_nothing_is_trained_is_to_be_saved_in_the_cell(kernel: RealKernel, start: str) -> None:
+    body = f"{FINDS}\nfrom four_bit_models import made\nmodel = accelerator.prepare(made(adapted=False))"
+    cell = kernel.run(accelerate(body, start, flags="--out model"), timeout_s=60)
+    assert cell.error is not None
+    assert "a FourBitNet with quantised weights, of which nothing is trained: save it in the cell" in cell.error.text

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from four_bit_models import FourBitNet, Params4bit, made, names_of_base, samples, trained_of
@@ -315,10 +315,24 @@ def test_save_model_writes_what_was_trained_and_load_model_puts_it_beside_the_ba
     assert other.eval()(ids).equal(model.eval()(ids))
 
 
+def test_weights_that_were_saved_with_the_base_are_compared_and_what_is_trained_is_loaded(tmp_path: Path) -> None:
+    model = made()
+    save_file(
+        {name: tensor.detach().as_subclass(Tensor) for name, tensor in model.state_dict().items()},
+        tmp_path / "m.safetensors",
+    )
+    other = made()
+    with torch.no_grad():
+        trained_of(other)[0].zero_()
+    load_model(other, tmp_path / "m.safetensors")
+    assert trained_of(other)[0].equal(trained_of(model)[0])
+    with pytest.raises(RuntimeError, match=r"the checkpoint has other frozen weights than this FourBitNet, .*: embed"):
+        load_model(made(seed=1), tmp_path / "m.safetensors")
+
+
 def test_save_model_of_a_model_without_adapters_writes_it_whole(tmp_path: Path) -> None:
-    frozen = nn.Sequential(made(adapted=False).blocks[0])
-    Accelerator(cpu=True).save_model(frozen, tmp_path)
-    assert "0.weight" in load_file(tmp_path / "model.safetensors")
+    Accelerator(cpu=True).save_model(made(adapted=False), tmp_path)
+    assert "blocks.0.weight" in load_file(tmp_path / "model.safetensors")
 
 
 # --- memory that runs out -------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from nbaccel.launch.ipc.unpicklable import (
     Refused,
     depth_bounded,
     refuse_quantised_weights,
+    refuse_to_send_nothing,
     refuse_what_knows_the_ranks,
     refuse_what_lives_here,
     what_it_is,
@@ -39,7 +40,7 @@ from nbaccel.launch.objects.reductions import (
     with_slots,
 )
 from nbaccel.launch.objects.sharded_tensors import Piece, ShardedTensors, is_sharded
-from nbaccel.launch.objects.wrappers import is_lightnings_trainer, itself
+from nbaccel.launch.objects.wrappers import is_lightnings_trainer, itself, plain
 
 __all__ = [
     "Contents",
@@ -160,6 +161,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         refuse_quantised_weights(obj, leaves_rank=self._as_written)
         if self._as_written:
             if reduced := reduce_to_what_was_written(obj):
+                refuse_to_send_nothing(reduced, obj, is_whole=obj is plain(self._whole))
                 return reduced
             refuse_what_knows_the_ranks(obj)
             if is_sharded(obj):

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from nbaccel.errors import CannotSend, StayedInRank
 from nbaccel.launch.objects.wrappers import is_lightnings_callback
-from nbaccel.quantised import is_quantised_tensor
+from nbaccel.quantised import TrainedTensors, is_quantised_tensor
 from nbaccel.quantities import with_article
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "in_words",
     "reason",
     "refuse_quantised_weights",
+    "refuse_to_send_nothing",
     "refuse_what_knows_the_ranks",
     "refuse_what_lives_here",
     "what_it_is",
@@ -144,6 +145,22 @@ def refuse_quantised_weights(obj: Any, leaves_rank: bool) -> None:
         )
     if type(obj).__reduce_ex__ is torch.nn.Parameter.__reduce_ex__:
         raise CannotJoin(f"{what}, which cannot be sent to another process: load the model in the cell", obj)
+
+
+def refuse_to_send_nothing(reduced: tuple[Any, ...], obj: Any, is_whole: bool) -> None:
+    """Raise `CannotJoin` for a quantised model without trained tensors, if it is the value of a name.
+
+    reduced: its reduction.
+    """
+    if not is_whole or reduced[0] is not TrainedTensors:
+        return
+    _, tensors = reduced[1]
+    if not any(getattr(tensor, "requires_grad", False) for tensor in tensors.values()):  # buffers alone are no result
+        raise CannotJoin(
+            f"{with_article(type(obj).__name__)} with quantised weights, of which nothing is trained: save it in the "
+            "cell, model.save_pretrained(folder)",
+            obj,
+        )
 
 
 def what_it_is(error: Exception, obj: Any) -> str:

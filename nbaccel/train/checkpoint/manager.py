@@ -192,9 +192,9 @@ class Checkpoints:
         training = self.training()
         module = training.strategy.unwrap(model)
         base = training.prepared.base_of(model, training.strategy)
-        trained = trained_state(module, state, base) if base else {}
-        if not trained:
+        if not base or not any(parameter.requires_grad for parameter in module.parameters()):
             return state
+        trained = trained_state(module, state, base)
         nbytes = sum(tensor.nbytes for tensor in trained.values() if isinstance(tensor, torch.Tensor))
         self._say(
             f"of {type(module).__name__} only what was trained is written: {plural(len(trained), 'tensor')}, "

@@ -37,6 +37,7 @@ __all__ = [
     "read_weights",
     "save_weights",
     "with_tied",
+    "without_base",
     "without_prefix",
     "write_object",
     "write_then_rename",
@@ -134,9 +135,8 @@ def load_weights(model: Module, state: dict[str, Tensor], strict: bool = True) -
         RuntimeError: with `strict`, other names or shapes; torch's own message.
     """
     state = with_tied(model, without_prefix(state))
-    base = base_of(model)
-    if base and base.isdisjoint(state):
-        return load_trained(model, state, base, strict)
+    if base := base_of(model):
+        return load_trained(model, without_base(model, state, base), base, strict)
     return list(model.load_state_dict(state, strict=strict).missing_keys)
 
 
@@ -163,6 +163,32 @@ def load_trained(
             f"{', '.join(faults)}. Make the same adapters (LoraConfig) as in the training, before prepare."
         )
     return list(model.load_state_dict(state, strict=False, **options).missing_keys)
+
+
+def without_base(model: Module, state: dict[str, Any], base: frozenset[str]) -> dict[str, Any]:
+    """Return what is trained in a state of a quantised `model`, which other libraries save with the base.
+
+    Raises:
+        RuntimeError: the base in `state` is another one, as its tensors that are not packed show.
+    """
+    if base.isdisjoint(state):
+        return state
+    own = model.state_dict()
+    others = sorted(name for name in base & state.keys() & own.keys() if _differs(own[name], state[name]))
+    if others:
+        raise RuntimeError(
+            f"the checkpoint has other frozen weights than this {type(model).__name__}, whose quantised base stays as "
+            f"it is: {listed(others, 4)}. Load the model from the files from which the training loaded it."
+        )
+    described = own.keys() - trained_state(model, own, base).keys()
+    return {name: value for name, value in state.items() if name not in described}
+
+
+def _differs(own: Any, stored: Any) -> bool:
+    """Return whether a frozen tensor that is not packed has other numbers in a checkpoint."""
+    if type(own) is not Tensor or not own.is_floating_point() or own.dtype != stored.dtype:
+        return False
+    return own.shape != stored.shape or not torch.equal(own.cpu(), stored.cpu())
 
 
 def load_model(model: Module, path: str | os.PathLike[str], strict: bool = True) -> list[str]:

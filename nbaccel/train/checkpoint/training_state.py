@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.manifest import Lineage, Manifest
-from nbaccel.train.checkpoint.model_weights import load_trained, with_tied
+from nbaccel.train.checkpoint.model_weights import load_trained, with_tied, without_base
 from nbaccel.train.checkpoint.rng_files import Stamp, State, read
 from nbaccel.train.checkpoint.shards import holds_shards, is_sharded_module, load_module, load_optimizer, may_be_sharded
 from nbaccel.train.prepare.prepared import Prepared, frozen_names
@@ -195,6 +195,8 @@ class TrainingState:
                 load_module(module, with_tied(module, state), **options)
             elif base := self._base_left_out(model, content):
                 load_trained(module, with_tied(module, state), base, **options)
+            elif base := prepared.base_of(model, strategy):
+                load_trained(module, without_base(module, with_tied(module, state), base), base, **options)
             else:
                 strategy.load_state_dict(model, with_tied(module, state), **options)
         for optimizer, state in zip(prepared.optimizers, content.optimizers, strict=True):

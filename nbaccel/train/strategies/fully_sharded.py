@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from nbaccel.errors import CannotSplit
+from nbaccel.quantised import is_quantised_tensor
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives, GroupCollectives
 from nbaccel.train.step.gradient_buckets import running_statistics
@@ -40,8 +41,6 @@ __all__ = ["FullySharded"]
 _STEPS, _READS = "nbaccel_steps", "nbaccel_reads"
 """Descriptions of the process groups in which sharded models communicate: in their forwards and backwards, and where
 a program reads or writes parameters as whole ones."""
-
-_QUANTISED = frozenset({"Params4bit", "Int8Params"})
 
 
 class FullySharded(Strategy):
@@ -338,7 +337,7 @@ def _not_a_view(module: Module, inputs: Any, output: Any) -> Any:
 
 def _refuse_quantised(model: Module) -> None:
     for name, parameter in model.named_parameters():
-        if type(parameter).__name__ in _QUANTISED:
+        if is_quantised_tensor(parameter) and not hasattr(parameter, "fsdp_pre_all_gather"):  # torch's own protocol
             raise ValueError(
                 f"{name} is quantised ({type(parameter).__name__}), and rows of packed weights cannot be cut and "
                 "joined: train it with strategy='ddp', one whole quantised model per device with adapters (QLoRA); or, "
