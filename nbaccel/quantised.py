@@ -11,7 +11,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-__all__ = ["TrainedTensors", "base_of", "is_quantised", "is_quantised_tensor", "trained_state"]
+__all__ = ["TrainedTensors", "base_of", "cannot_be_sent", "is_quantised", "is_quantised_tensor", "trained_state"]
 
 _MARKS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit", "hf_quantizer", "quantization_method")
 """Attributes that transformers sets, to something true, on a model with quantised weights."""
@@ -33,9 +33,14 @@ def is_quantised(model: Any) -> bool:
     inner = _unwrapped(model)
     if getattr(getattr(inner, "config", None), "quantization_config", None) is not None:
         return True
-    if any(bool(getattr(inner, mark, None)) for mark in _MARKS):
+    if any(marks.get(mark) for marks in map(vars, inner.modules()) for mark in _MARKS):  # peft's wrapper has none
         return True
     return any(map(is_quantised_tensor, inner.parameters()))
+
+
+def cannot_be_sent(model: Any) -> bool:
+    """Return whether `model` has weights of bitsandbytes' classes: pickled, they lose their class and their numbers."""
+    return any(type(parameter).__name__ in _KINDS for parameter in model.parameters())
 
 
 def _unwrapped(model: Any) -> Any:
@@ -55,11 +60,18 @@ def is_quantised_tensor(tensor: Any) -> bool:
     """
     torch: Any = sys.modules["torch"]
     kind = type(tensor)
-    if kind is torch.nn.Parameter or not any(
-        base.__name__ in _KINDS or base.__module__.partition(".")[0] in _PACKAGES for base in kind.__mro__
-    ):
+    if kind is torch.nn.Parameter or not (_consists_of_others(kind) or any(map(_is_of_a_library, kind.__mro__))):
         return False
     return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+
+
+def _is_of_a_library(kind: type) -> bool:
+    return kind.__name__ in _KINDS or kind.__module__.partition(".")[0] in _PACKAGES
+
+
+def _consists_of_others(kind: type) -> bool:
+    """Return whether it is a class of another package whose tensors consist of others, such as torchao's."""
+    return hasattr(kind, "__tensor_flatten__") and kind.__module__.partition(".")[0] not in ("torch", "nbaccel")
 
 
 def base_of(model: Any, kept: Collection[int] = ()) -> frozenset[str]:

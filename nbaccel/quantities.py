@@ -12,6 +12,7 @@ from nbaccel.values import frozen
 __all__ = [
     "Period",
     "Steps",
+    "amount",
     "duration",
     "gigabytes",
     "listed",
@@ -186,6 +187,18 @@ def rate(per_s: float, noun: str) -> str:
     if per_s >= 100:
         return f"{per_s:,.0f} {noun}/s"
     return f"{per_s:.1f} {noun}/s" if per_s >= 1 else f"{per_s:.2g} {noun}/s"
+
+
+def amount(nbytes: int) -> str:
+    """Format a number of bytes.
+
+    >>> amount(44_700_000), amount(2_100), amount(12)
+    ('44.7 MB', '2 kB', '12 bytes')
+    """
+    for unit, scale, digits in (("GB", 1e9, 1), ("MB", 1e6, 1), ("kB", 1e3, 0)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.{digits}f} {unit}"
+    return f"{nbytes} bytes"
 
 
 def plural(count: int, noun: str) -> str:

@@ -17,6 +17,7 @@ __all__ = ["LAUNCH_ID", "World", "is_notebook_kernel"]
 LAUNCH_ID = "NBACCEL_LAUNCH_ID"
 """Variable set by nbaccel's launcher in every rank; it distinguishes new rank numbers from those of a dead program."""
 
+_OWN_DEVICES = "NBACCEL_OWN_DEVICES"
 _TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
@@ -28,6 +29,7 @@ class World:
     rank: global number, 0-based.  world_size: number of ranks on all nodes.
     local_rank, local_world_size: the same within this node.  node_rank: number of this node.
     launch_id: identifies the run; empty for a process that was not launched.
+    own_devices: the devices that this rank has for itself. With several it sees no others, and the first is number 0.
 
     >>> World().is_distributed
     False
@@ -41,6 +43,7 @@ class World:
     local_world_size: int = 1
     node_rank: int = 0
     launch_id: str = ""
+    own_devices: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -69,6 +72,18 @@ class World:
     def is_last_process(self) -> bool:
         return self.rank == self.world_size - 1
 
+    def device_number(self, visible: int) -> int:
+        """Return the number of this rank's device, the first of its own, among `visible` ones of a kind.
+
+        A single visible device is this rank's own: a launcher may hide the others from it.
+
+        >>> World(1, 2, 1, 2).device_number(4), World(1, 2, 1, 2).device_number(1)
+        (1, 0)
+        >>> World(1, 2, 1, 2, own_devices=2).device_number(2)
+        0
+        """
+        return self.local_rank if self.own_devices == 1 and self.local_rank < visible else 0
+
     def environ(self, port: int = 29500) -> dict[str, str]:
         """Return the variables by which torchrun programs recognise this world.
 
@@ -84,6 +99,7 @@ class World:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             LAUNCH_ID: self.launch_id,
+            _OWN_DEVICES: str(self.own_devices),
         }
 
     @classmethod
@@ -117,6 +133,7 @@ class World:
             local_world_size=numbers.get("LOCAL_WORLD_SIZE", world_size if "LOCAL_RANK" in numbers else 1),
             node_rank=numbers.get("GROUP_RANK", 0),
             launch_id=env.get(LAUNCH_ID, ""),
+            own_devices=int(env.get(_OWN_DEVICES) or 1),
         )
 
 

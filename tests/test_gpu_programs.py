@@ -28,6 +28,7 @@ from gpu.launches import HISTORIES
 from kernel.harness import RealKernel
 from nbaccel.hardware import Gpu, Survey
 from nbaccel.launch import plan
+from nbaccel.launch.launcher import default_launcher
 from nbaccel.testing import run_ranks
 from nbaccel.train import setup
 
@@ -46,6 +47,16 @@ def rehearse(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Any]:
         return function("cpu") if name in FORKS or case == "one_card" else run_ranks(1, function, "cpu")[0]
 
     return run
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[None]:
+    """Start the reaper before the first test that launches: it lives as long as the process that has one."""
+    default_launcher().resources.guard("+0")  # nobody has the number 0
+    default_launcher().resources.guard("-0")
+    yield
+    default_launcher().close()
+    default_launcher.__globals__["_launcher_of"].cache_clear()
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -117,7 +128,8 @@ def test_models_larger_than_a_card_compute_what_plain_ones_do(rehearse: Callable
         found = rehearse("device_maps", case)
         assert set(found["off"]) == {0.0}
     assert rehearse("device_maps", "memory")["blocks"] == 0
-    assert rehearse("device_maps", "cards") == {"cards": 0, "off": []}
+    for case in ("cards", "pairs"):
+        assert rehearse("device_maps", case) == {"cards": 0, "off": []}
 
 
 def test_adapters_beside_four_bits_are_trained_saved_and_resumed(rehearse: Callable[[str, str], Any]) -> None:
@@ -185,7 +197,7 @@ def test_sharded_models_go_on_when_one_rank_is_short(rehearse: Callable[[str, st
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_sharded_models_are_trained_counted_and_repeated(rehearse: Callable[[str, str], Any]) -> None:
+def test_sharded_models_are_trained_counted_and_repeated(rehearse: Callable[[str, str], Any], launcher: None) -> None:
     repeated = rehearse("sharded", "repeated")
     assert max(found["off"] for found in repeated.values()) <= 1e-6, repeated
     assert sum(sum(found["fired"]) for found in repeated.values()) == 11
@@ -275,6 +287,9 @@ def test_notebooks_of_every_history_train_as_on_the_host(one_kernel: RealKernel,
 def test_a_notebook_itself_trains_as_on_the_host(one_kernel: RealKernel) -> None:
     trained = launches.inline(one_kernel, "cpu")
     assert (trained.start, trained.off) == ("inline", 0.0)
+    lent = launches.lent(one_kernel, "cpu")
+    assert lent["where"] == ["cpu", "cpu"]
+    assert abs(lent["grew"] - 1) <= 1e-6
 
 
 @pytest.mark.slow

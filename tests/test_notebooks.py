@@ -156,6 +156,26 @@ def test_a_model_that_one_device_cannot_hold_trains_on_two_and_goes_on_in_one(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
+def test_a_model_on_the_disk_writes_texts_and_gets_adapters(
+    environment: Environment, num_processes: int, tmp_path: Path
+) -> None:
+    notebook = run("09_models_larger_than_a_card.ipynb", environment, tmp_path, num_processes)
+    said = text(notebook)
+    (size,) = re.findall(r"^(\d+) MB of weights in model.safetensors", said, re.M)
+    (memory,) = re.findall(r"^(\d+) MB of memory to load the model", said, re.M)
+    assert int(memory) < int(size)
+    assert re.search(r"^disk blocks\.\d+ .*head$", said, re.M)
+    assert "between forwards: meta and cpu" in said
+    assert "bytes as those of the whole model: True" in said
+    assert "the loss goes down: True" in said
+    assert len(re.findall(r"\d+ MB", re.search(r"memory by rank, with activations: (.*)", said)[1])) == num_processes
+    assert "texts as in one process: True" in said
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_six_traps_end_in_right_numbers_or_in_a_sentence(environment: Environment, tmp_path: Path) -> None:
     notebook = run("11_six_traps.ipynb", environment, tmp_path, num_processes=2)

@@ -12,8 +12,9 @@ import pytest
 
 from public_programs import server as server_module
 from public_programs.__main__ import main
+from public_programs.big_model_names import names_table
 from public_programs.copies import change_import, notebook_script, with_settings
-from public_programs.manifest import DRIVERS, STAND_INS, Manifest, Program, read_manifest
+from public_programs.manifest import DRIVERS, STAND_INS, BigModelProgram, Manifest, Program, read_manifest
 from public_programs.runs import SHARDED, Run, Runner, last_words, runs_of
 from public_programs.table import Comparison, table
 
@@ -93,6 +94,38 @@ def test_what_is_missing_is_said_before_anything_is_run(tmp_path: Path, capsys: 
     assert captured.out.count("git clone") == 3
     assert captured.err == "3 repositories are missing: `| sh` fetches them\n"
     assert not any(tmp_path.iterdir())
+
+
+CELLS = ["!python main.py \\\n  --model 7b", "import accelerate\naccelerate.hooks.add_hook_to_module(m, h)"]
+READER = """
+from accelerate import Accelerator, infer_auto_device_map as planned
+from accelerate.utils.offload import offload_weight
+
+def late():
+    from accelerate.big_modeling import init_empty_weights
+"""
+
+
+def test_names_of_the_big_model_api_are_counted_by_program(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    readers = [BigModelProgram("someone/loads", "0", ["load.py", "demo.ipynb"])]
+    manifest = Manifest(tmp_path, [], big_models=readers)
+    assert len(manifest.clone_commands(readers)) == 1
+    folder = manifest.repository("someone/loads")
+    folder.mkdir(parents=True)
+    (folder / "load.py").write_text(READER, encoding="utf-8")
+    cells = [{"cell_type": "code", "source": [cell]} for cell in CELLS]
+    (folder / "demo.ipynb").write_text(json.dumps({"cells": cells}), encoding="utf-8")
+    *rows, _, sums = list(names_table(manifest))[2:]
+    assert [row.split(" | ")[0].removeprefix("| accelerate.") for row in rows] == [
+        "big_modeling.init_empty_weights",
+        "hooks.add_hook_to_module",
+        "utils.modeling.infer_auto_device_map",
+        "utils.offload.offload_weight",
+    ]
+    assert [row.endswith("| 1 | someone/loads | here |") for row in rows] == [True, True, True, False]
+    assert "nbaccel.utils.offload has no offload_weight" in rows[-1]
+    assert sums == "1 programs use 4 names of the big-model API; 1 of them are not here."
 
 
 WAITS = "import time; print('here', flush=True); time.sleep(600)"

@@ -316,6 +316,7 @@ def _elastic(choices: _Choices, program: Program) -> Elastic:
         raise UsageError("--cpu and --multi_gpu contradict each other: leave one of them out.")
     survey = Survey.take()
     devices = devices_of(options, survey)
+    devices = replace(devices, gpus=devices.gpus[: devices.num_processes])  # all ranks see the same ones there
     settings = _compiling(others).over(settings_of(options, _precision(options, devices)))
     threads = others.num_cpu_threads_per_process or threads_per_rank(survey.cpu_count, devices.num_processes)
     environ = {"OMP_NUM_THREADS": str(threads)} if others.num_cpu_threads_per_process else {}

@@ -20,6 +20,7 @@ from nbaccel.display.summary import RunFacts
 from nbaccel.errors import ResultsMissing, RunStopped
 from nbaccel.hardware import Survey
 from nbaccel.launch.diagnosis import PostMortem, failed_alike
+from nbaccel.launch.earlier_models import refuse_what_stays_here
 from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.inline import ends_its_group, post_mortem_here, run_inline
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
@@ -70,7 +71,8 @@ def launch(
 
     num_processes: ranks to start; None for one per GPU, or one.
     start_method: "fork", "zygote", "inline" or "auto" (see docs/cells.md); the choice and its reason are in the `Run`.
-    devices: GPUs to use, "2,3".  cpu: use none.  timeout_s: stop the run after this number of seconds.
+    devices: GPUs to use, "2,3"; if they are more than ranks, each rank has an equal share.  cpu: use none.
+    timeout_s: stop the run after this number of seconds.
     hang_timeout_s: end the run when no rank has entered a step or a collective for this long; the error says where each
     rank is.
     setup: "module:function" called in every rank first; "nbaccel.train.setup:setup_rank" makes the process group.
@@ -109,7 +111,7 @@ def launch(
         oom=oom,
     )
     survey, task = Survey.take(looks_for_gpus=not cpu), FunctionTask(function, args, kwargs)
-    spec = LaunchPlan.of(options, task, survey, ProcessState.now()).spec(task, setup, wants_results=True)
+    spec = _planned(options, task, survey).spec(task, setup, wants_results=True)
     if spec.start.method == "inline":
         return _launch_inline(spec, survey, check=check)
     aside = _set_aside(spec) if free_kernel else None
@@ -127,6 +129,15 @@ def launch(
             if run.error is not None and check:
                 raise run.error
     return run
+
+
+def _planned(options: RunOptions, task: FunctionTask, survey: Survey) -> LaunchPlan:
+    """Return the plan of a run; refuse one whose ranks would lack a model that they need."""
+    plan = LaunchPlan.of(options, task, survey, ProcessState.now())
+    history: Any = getattr(shell_here(), "history_manager", None)
+    cells = list(getattr(history, "input_hist_raw", ()))  # none in a script
+    refuse_what_stays_here(plan.left_out, plan.devices.num_processes, cells, "the function", "num_processes=1")
+    return plan
 
 
 def _set_aside(spec: LaunchSpec) -> SetAside:

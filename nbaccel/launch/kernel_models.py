@@ -16,24 +16,23 @@ from types import TracebackType
 from typing import Any
 
 from nbaccel.hardware import usable_memory
+from nbaccel.launch.earlier_models import places_of
 from nbaccel.launch.ipc.nbytes import sizes_on_devices
-from nbaccel.launch.ipc.tensor_devices import away_from, storage_on
+from nbaccel.launch.ipc.payload import HostFile
+from nbaccel.launch.ipc.tensor_devices import InFile, away_from, storage_on
 from nbaccel.launch.objects.arrays import has_plain_memory
 from nbaccel.launch.objects.inventory import belongs_to_ipython
 from nbaccel.launch.objects.wrappers import plain
 from nbaccel.launch.processes.interaction import uninterrupted
+from nbaccel.quantised import is_quantised
 
 __all__ = [
-    "QUANTISED",
     "Cards",
     "KernelHolding",
     "SetAside",
     "held_here",
     "kernel_freed",
 ]
-
-QUANTISED = ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
-"""Attributes that transformers sets on a model that it loaded quantised (modeling_utils.py)."""
 
 _MOST_OF_THE_HOST = 0.8
 """Share of the host's available memory that models may take: the loaders of the ranks need some, too."""
@@ -182,19 +181,30 @@ class SetAside:
         if available and nbytes > _MOST_OF_THE_HOST * available:
             self.left |= dict.fromkeys(self.names, f"the host has {_gb(available)} GB available")
             self._memories = []
-        for memory in self._memories:
-            memory.host = self._cards.to_host(memory.storage)
         try:
-            with uninterrupted():
-                _move([(memory, memory.host) for memory in self._memories])
-                homes = {memory.host.data_ptr(): memory.device for memory in self._memories}
-                self._homes.enter_context(away_from(homes))
             if self._memories:
+                places = self._copied_to_the_host()
+                with uninterrupted():
+                    _move([(memory, memory.host) for memory in self._memories])
+                    homes = {memory.host.data_ptr(): memory.device for memory in self._memories}
+                    self._homes.enter_context(away_from(homes, places))
                 self._cards.release()
         except BaseException:
             self._come_back()
             raise
         return self
+
+    def _copied_to_the_host(self) -> dict[int, InFile]:
+        """Copy everything into one file of the host, and return the places by address: ranks share this copy."""
+        file = HostFile()
+        self._homes.callback(file.close)
+        for memory in self._memories:
+            file.add(self._cards.to_host(memory.storage))
+        places = {}
+        for memory, (storage, place) in zip(self._memories, file.storages(), strict=True):
+            memory.host = storage
+            places[storage.data_ptr()] = place
+        return places
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -344,12 +354,9 @@ def _tensors_of(model: Any) -> Iterator[Any]:
 
 def _why_not(model: Any, tensors: Iterable[Any]) -> str:
     """Return why a model cannot be moved by its tensors alone; empty if it can."""
-    if any(vars(model).get(mark) is True for mark in QUANTISED):
+    if is_quantised(model):
         return "it was loaded quantised"
-    spread = vars(model).get("hf_device_map")
-    if (spread and len(set(map(str, spread.values()))) > 1) or any(
-        "_hf_hook" in vars(part) for part in model.modules()
-    ):
+    if places_of(model) or any("_hf_hook" in vars(part) for part in model.modules()):
         return "it is spread over devices"
     return "" if all(map(_is_plain, tensors)) else "its tensors are of a kind of their own"
 

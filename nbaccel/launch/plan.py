@@ -8,24 +8,23 @@ For a cell `LaunchPlan.of_cell` decides also what its flags left open: precision
 from __future__ import annotations
 
 import random
-import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from nbaccel.display.summary import RunFacts
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey, best_precision
-from nbaccel.launch.ipc.nbytes import size_of
+from nbaccel.launch.earlier_models import EarlierModel, models_in
+from nbaccel.launch.ipc.nbytes import bytes_by_sharing, sizes_on_devices
 from nbaccel.launch.ipc.spec import Devices, LaunchSpec, Start, Task
+from nbaccel.launch.objects.wrappers import modules_in
 from nbaccel.launch.preflight import ProcessState, choose_devices, choose_start, threads_per_rank
 from nbaccel.options.run_options import AUTO, RunOptions
+from nbaccel.quantities import amount
 from nbaccel.settings import FSDP, SHRINK, STOP, RunSettings
 
 __all__ = [
     "LaunchPlan",
-    "amount",
     "choose_precision",
     "devices_of",
     "draws_as_here",
@@ -34,7 +33,6 @@ __all__ = [
 ]
 
 _WORTH_SAYING_BYTES = 1_000_000_000
-_MOST_SECONDS = 0.3
 _DRAWN_SEEDS = 1_000_000
 _BF16_SINCE = (8, 0)
 _RANKS_PER_CORE = 16
@@ -49,9 +47,11 @@ class LaunchPlan:
     """One planned run.
 
     precision_reason: empty if it was not decided here.
-    bytes_to_copy: bytes that are sent to ranks that are no copy of the kernel.
+    bytes_to_copy: bytes that are sent to ranks that are no copy of the kernel.  bytes_of_each: those that each rank
+    builds anew, since only memory of tensors and arrays is shared.  bytes_on_device: those that are on devices now.
+    models: those that earlier cells have put on devices, if the ranks need them.
     stays: the ranks exist already, and stay.
-    own_devices: each rank sees only its own GPU.  first_card: see `Task`.
+    own_devices: each rank sees only its own GPUs.  first_card: see `Task`.
     """
 
     options: RunOptions
@@ -61,6 +61,9 @@ class LaunchPlan:
     threads: int
     precision_reason: str = ""
     bytes_to_copy: int = 0
+    bytes_of_each: int = 0
+    bytes_on_device: int = 0
+    models: tuple[EarlierModel, ...] = ()
     stays: bool = False
     own_devices: bool = False
     first_card: str = ""
@@ -77,8 +80,12 @@ class LaunchPlan:
             LaunchRefused: the machine or the process cannot do what was asked; the message says what is possible.
         """
         devices = devices_of(options, survey)
-        namespace = task.namespace or {}
-        names = {name: namespace[name] for name in task.names_to_send()}
+        values = task.values_to_send()
+        if not here.why_forks_fail and options.start != "zygote":
+            values = modules_in(values)  # of copies of this process nothing is asked but whether they can train
+        models = models_in(values, task.namespace)
+        sizes = sizes_on_devices(values) if values and here.why_forks_fail else {}
+        on_device = sum(sum(counted.values()) for device, counted in sizes.items() if device != "meta")
         start = choose_start(
             options.start or AUTO,
             world_size=devices.num_processes,
@@ -86,9 +93,16 @@ class LaunchPlan:
             why_forks_fail=here.why_forks_fail,
             since=since,
             # Models that are moved to the host leave memory for the copies.
-            bytes_on_device=_bytes_on_device(names) if names and here.why_forks_fail and not options.free_kernel else 0,
+            bytes_on_device=0 if options.free_kernel or task.namespace is None else on_device,
+            stays_here=next((f"{model.name} {model}" for model in models if model.stays_here), ""),
         )
         devices = devices.started_by(start)
+        if devices.gpus_per_rank > 1 < devices.num_processes and not devices.can_be_told_apart:
+            raise LaunchRefused(
+                f"{devices.gpus_per_rank} GPUs for each rank need names by which it can be shown its own alone, and "
+                "these GPUs have none: name as many as there are ranks, or start one rank (-n 1)."
+            )
+        shared, of_each = bytes_by_sharing(values) if start.method == "zygote" else (0, 0)
         # In this process a device that NVML does not know (MPS) may be used.
         cpu = True if not devices.gpus and start.method != "inline" else None
         return cls(
@@ -97,9 +111,13 @@ class LaunchPlan:
             start=start,
             settings=settings_of(options, options.mixed_precision).over(RunSettings(cpu=cpu)),
             threads=threads_per_rank(survey.cpu_count, devices.num_processes, here.threads),
-            bytes_to_copy=size_of(names) if start.method == "zygote" else 0,
+            bytes_to_copy=shared + of_each,
+            bytes_of_each=of_each,
+            bytes_on_device=on_device,
+            models=models,
             # A program of one process may say "cuda:0" somewhere, and one for several ranks counts cards by rank.
-            own_devices=devices.can_be_told_apart and (not task.knows_ranks or bool(task.first_card)),
+            own_devices=devices.can_be_told_apart
+            and (not task.knows_ranks or bool(task.first_card) or devices.gpus_per_rank > 1),
             first_card=task.first_card if devices.can_be_told_apart else "",
         )
 
@@ -178,7 +196,10 @@ class LaunchPlan:
             yield f"NOT on a GPU: {self.devices.why_no_gpu}"
         if self.start.method != "fork" and not self.start.is_explicit:
             yield f"{self.start.method}, not fork: {self.start.reason}"
-        if self.first_card and self.own_devices and self.devices.num_processes > 1:
+        share = self.devices.gpus_per_rank
+        if share > 1 < self.devices.num_processes:
+            yield f"each rank sees its own {share} GPUs alone, as cuda:0 to cuda:{share - 1}, and computes on cuda:0"
+        elif self.first_card and self.own_devices and self.devices.num_processes > 1:
             yield f"each rank sees its own GPU alone, as cuda:0, because the cell says {self.first_card}"
         if self.settings.strategy == FSDP and self.settings.seeds_alike:
             yield "NOT sharded: the cell prepares nothing, so every rank holds the whole model; prepare shards it"
@@ -206,7 +227,20 @@ class LaunchPlan:
         """Return what "cuda:0" means in the ranks, if that matters."""
         if not self.own_devices or self.devices.num_processes == 1:
             return ""
+        if self.devices.gpus_per_rank > 1:
+            return f" (each its own as cuda:0 to cuda:{self.devices.gpus_per_rank - 1})"
         return f" (each its own as cuda:0{f': {self.first_card}' if self.first_card else ''})"
+
+    @property
+    def left_out(self) -> list[EarlierModel]:
+        """Return the models that the ranks need and cannot get; ranks that are copies of this process lack none.
+
+        A copy of this process has a model that is spread over devices, too, but several ranks cannot train it.
+        """
+        if self.start.method == "inline":
+            return []
+        is_copy, several = self.start.method == "fork", self.devices.num_processes > 1
+        return [model for model in self.models if model.stays_here and (not is_copy or (several and model.cards))]
 
     @property
     def strategy(self) -> str:
@@ -310,50 +344,3 @@ def _automatic(draws_seed: bool, is_raw: bool) -> RunSettings:
         seed=random.SystemRandom().randrange(_DRAWN_SEEDS) if draws_seed else None,
         seeds_alike=True if is_raw else None,
     )
-
-
-def amount(nbytes: int) -> str:
-    """Format a number of bytes.
-
-    >>> amount(44_700_000), amount(2_100), amount(12)
-    ('44.7 MB', '2 kB', '12 bytes')
-    """
-    for unit, scale, digits in (("GB", 1e9, 1), ("MB", 1e6, 1), ("kB", 1e3, 0)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.{digits}f} {unit}"
-    return f"{nbytes} bytes"
-
-
-def _bytes_on_device(values: Mapping[str, Any]) -> int:
-    """Return the bytes on devices of the tensors in `values`; memory that several share counts once."""
-    storages = {
-        storage.data_ptr(): storage.nbytes()
-        for tensor in _tensors(values)
-        if tensor.device.type not in ("cpu", "meta")
-        for storage in [tensor.untyped_storage()]
-    }
-    return sum(storages.values())
-
-
-def _tensors(values: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the tensors in containers, modules and optimizers, found within 0.3 s. By true types, see `nbytes`."""
-    torch = sys.modules["torch"]
-    todo, seen = [dict(values)], {}
-    until = time.monotonic() + _MOST_SECONDS
-    while todo and time.monotonic() < until:
-        value: Any = todo.pop()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        kind = type(value)
-        if issubclass(kind, torch.Tensor):
-            yield value
-        elif issubclass(kind, torch.nn.Module):
-            todo += [*torch.nn.Module.parameters(value), *torch.nn.Module.buffers(value)]
-        elif issubclass(kind, torch.optim.Optimizer):
-            todo += [value.state]
-        elif issubclass(kind, dict):
-            todo += dict.values(value)
-        else:
-            container: Any = next((base for base in (list, tuple, set) if issubclass(kind, base)), None)
-            todo += [] if container is None else container.__iter__(value)

@@ -33,10 +33,11 @@ def choose_devices(requested_processes: int | None, devices: str | None, cpu: bo
     """Return the number of ranks, and their devices.
 
     requested_processes: None for as many as there are devices.
-    devices: numbers in CUDA's order or UUIDs, "2,3"; None for all that are visible.
+    devices: numbers in CUDA's order or UUIDs, "2,3"; None for as many of the visible ones as there are ranks. If more
+        are named than there are ranks, each rank has an equal share of them.
 
     Raises:
-        NoSuchDevice: more processes than GPUs, or a GPU that does not exist.
+        NoSuchDevice: more processes than GPUs, a GPU that does not exist, or named ones that have no equal shares.
         LaunchRefused: fewer than one process, or a request that contradicts itself.
     """
     if requested_processes is not None and requested_processes < 1:
@@ -54,7 +55,13 @@ def choose_devices(requested_processes: int | None, devices: str | None, cpu: bo
             f"{wanted} processes were asked for (-n {wanted}), but there {_are(len(gpus), 'GPU')}: {_listed(gpus)}. "
             f"Each rank needs its own: use -n {len(gpus)}, or --cpu to run {wanted} ranks on the CPU."
         )
-    return Devices(wanted, gpus[:wanted])
+    if devices is not None and len(gpus) % wanted:
+        fewer = len(gpus) - len(gpus) % wanted
+        raise NoSuchDevice(
+            f"--devices {devices} names {len(gpus)} GPUs for {wanted} ranks (-n {wanted}), and each has as many as the "
+            f"others: name {fewer}{f' or {fewer + wanted}' if fewer + wanted <= len(survey.gpus) else ''} of them."
+        )
+    return Devices(wanted, gpus[:wanted] if devices is None else gpus)
 
 
 def choose_start(
@@ -65,6 +72,7 @@ def choose_start(
     why_forks_fail: str | None,
     since: str | None = None,
     bytes_on_device: int = 0,
+    stays_here: str = "",
 ) -> Start:
     """Return the start method of the ranks.
 
@@ -73,6 +81,7 @@ def choose_start(
     why_forks_fail: the reason why ranks forked from this process would fail; None if they would not.
     since: the origin of that reason, "cell [7]", if known.
     bytes_on_device: bytes on a device of the names that the cell reads.
+    stays_here: a model that it reads and that cannot be sent, in words; empty if there is none.
 
     Raises:
         CannotFork: forked ranks were insisted on and could not work.
@@ -101,6 +110,8 @@ def choose_start(
         return Start("fork", "the notebook has not used CUDA")
     if world_size == 1 and bytes_on_device > COPY_LIMIT_BYTES:
         return Start("inline", f"the names it reads hold {_gb(bytes_on_device)} on the device, too much to copy")
+    if world_size == 1 and stays_here:
+        return Start("inline", f"{stays_here}, and cannot be sent")
     return Start("zygote", f"{why_forks_fail}{f' since {since}' if since else ''}")
 
 

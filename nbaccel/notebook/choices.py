@@ -71,10 +71,14 @@ def precisions(options: RunOptions, survey: Survey) -> list[Offer]:
 
 
 def process_counts(options: RunOptions, survey: Survey) -> list[Offer]:
-    """Return as many ranks as there are devices, and every smaller number; on the CPU, as many as there are cores."""
+    """Return as many ranks as there are devices, and every smaller number; on the CPU, as many as there are cores.
+
+    Of devices that were named each rank has an equal share, so their number is a multiple of the ranks'.
+    """
     automatic = _devices(RunOptions(devices=options.devices, cpu=options.cpu), survey)
     most = len(automatic.gpus) or min(survey.cpu_count, _MOST_CPU_RANKS)
-    counts = {*range(1, most + 1), *([options.world_size] if options.world_size else [])}
+    fitting = [count for count in range(1, most + 1) if options.devices is None or most % count == 0]
+    counts = {*fitting, *([options.world_size] if options.world_size else [])}
     return [Offer(AUTO, str(automatic)), *(Offer(str(count)) for count in sorted(counts))]
 
 

@@ -17,11 +17,10 @@ from nbaccel.launch.ipc.cell_task import RANDOM, CellTask
 from nbaccel.launch.ipc.kernel_state import set_random_states
 from nbaccel.launch.objects.inventory import ObjectPlace, found_at, writes_of
 from nbaccel.launch.objects.kinds import attributes_of
-from nbaccel.launch.plan import amount
 from nbaccel.launch.processes.interaction import uninterrupted
 from nbaccel.launch.processes.launch_result import Returned
 from nbaccel.quantised import TrainedTensors
-from nbaccel.quantities import listed
+from nbaccel.quantities import amount, listed
 
 __all__ = ["LeftByCell"]
 

@@ -20,8 +20,8 @@ from IPython.core.error import UsageError
 from nbaccel.events import Event, Listener, Memory
 from nbaccel.gpu_driver import is_holder
 from nbaccel.hardware import Gpu, Survey, best_precision
-from nbaccel.launch.plan import amount
 from nbaccel.options.run_options import RunOptions
+from nbaccel.quantities import amount
 
 if TYPE_CHECKING:
     from nbaccel.train.oom.memory import Holding

@@ -19,19 +19,21 @@ from IPython.core.error import UsageError
 from nbaccel.errors import LaunchRefused, ResultsMissing
 from nbaccel.hardware import Survey
 from nbaccel.launch.diagnosis import ranks_in_words
+from nbaccel.launch.earlier_models import models_in, refuse_what_stays_here
 from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.ipc.cell_task import CellSource, CellTask
 from nbaccel.launch.ipc.namespace_tasks import InitTask, Pull, Push
 from nbaccel.launch.ipc.spec import LaunchSpec, SharedNamespace, Task
 from nbaccel.launch.launcher import Launcher, refuse_nested_launch
 from nbaccel.launch.persistent_workers import PersistentWorkers
-from nbaccel.launch.plan import LaunchPlan, amount, draws_as_here
+from nbaccel.launch.plan import LaunchPlan, draws_as_here
 from nbaccel.launch.preflight import ProcessState
 from nbaccel.launch.processes.launch_result import LaunchResult
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.notebook.results import install
 from nbaccel.options.run_options import AUTO, RunOptions, expanded
 from nbaccel.output.screens import ConsoleScreen
+from nbaccel.quantities import amount
 
 __all__ = [
     "OF_THE_START",
@@ -202,7 +204,9 @@ class PersistentSession:
         if draws_as_here(of_the_cell, task):
             task.draw_as_here()
             settings = replace(settings, seed=None)
-        return persistent_run, replace(plan, options=of_the_cell, settings=settings, stays=True), task
+        models = models_in(task.values_to_send(), self._notebook) if plan.start.method == "zygote" else ()
+        plan = replace(plan, options=of_the_cell, settings=settings, stays=True, models=models)
+        return persistent_run, plan, task
 
     def after(self, error: BaseException | None) -> None:
         """Print the state of the ranks, if a cell has affected them."""
@@ -244,6 +248,11 @@ class PersistentSession:
         persistent = self.persistent
         if trouble := persistent.trouble:
             raise LaunchRefused(f"{trouble}; {self._ways_out()}.")
+        plan = self._plan
+        if plan is not None and plan.start.method == "zygote":
+            pushed = models_in({name: self._notebook[name] for name in names}, self._notebook)
+            stay = [model for model in pushed if model.stays_here]
+            refuse_what_stays_here(stay, persistent.spec.world_size, [""], "a cell of the ranks")
         push = Push(persistent.home, names)
         self._do(push, "%accelerate push").close()
         push.has_arrived()

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.launch.objects.wrappers import plain
-from nbaccel.launch.plan import amount
 from nbaccel.quantised import TrainedTensors
+from nbaccel.quantities import amount
 
 __all__ = ["Arrival", "install"]
 

@@ -220,7 +220,7 @@ class Session:
     def _needed(self, task: CellTask, source: CellSource) -> dict[str, Any]:
         """Return the names that the cell reads from the notebook, with their present values."""
         made = made_before_read(source.code)
-        return {name: self.shell.user_ns[name] for name in task.names_to_send() if name not in made}
+        return {name: value for name, value in task.values_to_send().items() if name not in made}
 
     def _say_what_is_short(
         self,

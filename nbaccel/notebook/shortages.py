@@ -16,32 +16,21 @@ from typing import Any
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
-from nbaccel.launch.ipc.nbytes import size_of, sizes_on_devices
-from nbaccel.launch.kernel_models import QUANTISED, KernelHolding, SetAside
-from nbaccel.launch.plan import LaunchPlan, amount
-from nbaccel.quantities import listed
+from nbaccel.launch.earlier_models import EarlierModel, MadeAt, parsed, refuse_what_stays_here, where_made
+from nbaccel.launch.ipc.nbytes import size_of
+from nbaccel.launch.kernel_models import KernelHolding, SetAside
+from nbaccel.launch.plan import LaunchPlan
+from nbaccel.quantities import amount, listed, plural
 
-__all__ = ["Loader", "MadeAt", "loaders_in", "refuse_what_cannot_fit", "shortages", "where_made"]
+__all__ = ["Loader", "loaders_in", "refuse_what_cannot_fit", "shortages"]
 
 _MUCH_OF_A_DEVICE = 0.1
 """Share of a device's available memory from which on the notebook's own part is reported before a run."""
 
+_MUCH_MORE = 1.1
+"""Ratio of what the cell reads on devices to a model from which on the rest is said: an optimizer's states, data."""
+
 _WORTH_A_WORD_BYTES = 1_000_000
-
-_PYTHON_HERE = ("%%time", "%%capture", "%%prun")
-"""Cell magics whose cells bind names of the notebook."""
-
-
-@dataclass(frozen=True, slots=True)
-class MadeAt:
-    """The place where the notebook made a name: the cell's number, the line in it (from 1) and its text."""
-
-    cell: int
-    line: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"line {self.line} of Cell In[{self.cell}], `{self.text}`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,40 +79,37 @@ def refuse_what_cannot_fit(
         LaunchRefused: a model cannot be moved to the ranks' devices, or does not fit beside the notebook's own copy,
         or what has to be copied is more than the host's memory.
     """
+    refuse_what_stays_here(plan.left_out, plan.devices.num_processes, history)
     if plan.start.method != "zygote":
         return []
     lines = [
         line
-        for name, model in names.items()
-        if _is_module(model) and (on_device := _bytes_by_device(name, model))
-        if (line := _carried(plan, name, model, on_device, where_made(name, history), aside))
+        for model in plan.models
+        if (line := _carried(plan, model, where_made(model.own_name or model.name, history), aside))
     ]
-    available = survey.ram.available_bytes
-    if 0 < available < plan.bytes_to_copy:
-        largest = max(names, key=lambda name: size_of(names[name]))
-        place = where_made(largest, history)
-        raise LaunchRefused(
-            f"the names that the cell reads are {amount(plan.bytes_to_copy)}, which has to be copied for ranks that "
-            f"start from a clean process, and the host has {amount(available)} available. The largest is {largest}: "
-            f"{_move(place, largest)}."
-        )
+    stay = {name: nbytes for name, nbytes in aside.names.items() if name not in names}
+    _refuse_a_full_host(plan, names, survey, history, sum(stay.values()) if plan.options.free_kernel else 0)
     return lines
 
 
-def where_made(name: str, history: Sequence[str]) -> MadeAt | None:
-    """Return the last assignment to `name` in the notebook's cells; None if the text shows none.
+def _refuse_a_full_host(
+    plan: LaunchPlan, names: Mapping[str, Any], survey: Survey, history: Sequence[str], moved_bytes: int
+) -> None:
+    """Refuse a copy that the host cannot hold: one of all memory, which ranks share, and of the rest one in each.
 
-    >>> where_made("model", ["", "import torch", "x = 1\\nmodel = torch.nn.Linear(2, 1).cuda()"])
-    MadeAt(cell=2, line=2, text='model = torch.nn.Linear(2, 1).cuda()')
+    moved_bytes: those that come to the host from the devices for other reasons. Models that the ranks get and that
+    leave their device for the run are there once.
     """
-    for number in range(len(history) - 1, 0, -1):
-        tree = _parsed(history[number])
-        if tree is None:
-            continue
-        lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assign) and _binds(node, name)]
-        if lines:
-            return MadeAt(number, lines[-1], history[number].splitlines()[lines[-1] - 1].strip())
-    return None
+    ranks, available = plan.devices.num_processes, survey.ram.available_bytes
+    if not names or not 0 < available < plan.bytes_to_copy + ranks * plan.bytes_of_each + moved_bytes:
+        return
+    largest = max(names, key=lambda name: size_of(names[name]))
+    in_each = f", {amount(plan.bytes_of_each)} of it in each of {plural(ranks, 'rank')} too" * (plan.bytes_of_each > 0)
+    raise LaunchRefused(
+        f"the names that the cell reads are {amount(plan.bytes_to_copy)}, which has to be copied for ranks that "
+        f"start from a clean process{in_each}, and the host has {amount(available)} available. The largest is "
+        f"{largest}: {_move(where_made(largest, history), largest)}."
+    )
 
 
 def loaders_in(code: str, names: Mapping[str, Any]) -> Iterator[Loader]:
@@ -135,7 +121,7 @@ def loaders_in(code: str, names: Mapping[str, Any]) -> Iterator[Loader]:
     for name, value in names.items():
         if _is_of(value, "torch.utils.data", "DataLoader") and value.num_workers > 0:
             yield Loader(name, value.num_workers, value.dataset)
-    for node in ast.walk(_parsed(code) or ast.Module([], [])):
+    for node in ast.walk(parsed(code) or ast.Module([], [])):
         if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("DataLoader"):
             continue
         workers = next((_constant(word.value, names) for word in node.keywords if word.arg == "num_workers"), None)
@@ -149,7 +135,7 @@ def loaders_in(code: str, names: Mapping[str, Any]) -> Iterator[Loader]:
 
 
 def _devices_held(plan: LaunchPlan, holdings: Sequence[KernelHolding], aside: SetAside) -> Iterator[str]:
-    used = {f"cuda:{gpu.index}": (rank, gpu) for rank, gpu in enumerate(plan.devices.gpus)}
+    used = {f"cuda:{gpu.index}": (rank, gpu) for rank, gpu in plan.devices.each()}
     for holding in holdings:
         if holding.device not in used:
             continue
@@ -211,38 +197,33 @@ def _workers(ranks: int, loaders: Iterator[Loader], survey: Survey) -> Iterator[
 # --- models on devices ----------------------------------------------------------------------------------------------
 
 
-def _carried(
-    plan: LaunchPlan, name: str, model: Any, on_device: Mapping[str, int], place: MadeAt | None, aside: SetAside
-) -> str:
-    nbytes, where = sum(on_device.values()), " and ".join(on_device)
-    ranks = plan.devices.num_processes
-    if any(vars(model).get(mark) is True for mark in QUANTISED):
-        raise LaunchRefused(
-            f"{name} was loaded quantised and lies on {where} ({amount(nbytes)}): its weights cannot be sent to ranks. "
-            f"Each rank has to load it onto its own device: {_move(place, name)}, with "
-            "device_map={'': accelerator.process_index}."
-        )
-    if len(on_device) > 1:
-        raise LaunchRefused(
-            f"{name} is spread over {where}, and each of {ranks} ranks needs it whole on one device: "
-            f"{_move(place, name)}, without device_map."
-        )
-    for rank, gpu in enumerate(plan.devices.gpus):
+def _carried(plan: LaunchPlan, model: EarlierModel, place: MadeAt | None, aside: SetAside) -> str:
+    """Return the line about a model that is copied to the devices of all ranks; empty if it is said elsewhere.
+
+    Raises:
+        LaunchRefused: it does not fit there beside what the notebook holds.
+    """
+    name, nbytes = model.own_name or model.name, model.nbytes
+    if not nbytes:
+        return ""
+    total = max(nbytes, plan.bytes_on_device)
+    beside = f" and what lies there beside it ({amount(total)})" * (total > _MUCH_MORE * nbytes)
+    for rank, gpu in plan.devices.each():
         if not gpu.total_bytes:  # the driver does not tell
             continue
         movable = aside.bytes_on(f"cuda:{gpu.index}")
         free = gpu.total_bytes - gpu.used_bytes
-        if nbytes > free + movable * bool(plan.options.free_kernel):
-            flag = "" if plan.options.free_kernel or nbytes > free + movable else "add --free-kernel, or "
+        if total > free + movable * bool(plan.options.free_kernel):
+            flag = "" if plan.options.free_kernel or total > free + movable else "add --free-kernel, or "
             raise LaunchRefused(
-                f"{name} ({amount(nbytes)}, on {where}) would be copied to every rank, and rank {rank}'s device, "
-                f"GPU {gpu.index} {gpu.name}, has {amount(free)} of {amount(gpu.total_bytes)} left beside what the "
-                f"notebook holds: {flag}{_move(place, name)}, or call {name}.cpu() before it."
+                f"{name} ({amount(nbytes)}, on {model.where}){beside} would be copied to every rank, and rank {rank}'s "
+                f"device, GPU {gpu.index} {gpu.name}, has {amount(free)} of {amount(gpu.total_bytes)} left beside what "
+                f"the notebook holds: {flag}{_move(place, name)}, or call {name}.cpu() before it."
             )
     if plan.options.free_kernel and name in aside.names:
         return ""  # the notebook's own model is reported when it moves
     return (
-        f"{name} lies on {where} ({amount(nbytes)}): each rank gets a copy on its own device, and the notebook's "
+        f"{name} lies on {model.where} ({amount(nbytes)}): each rank gets a copy on its own device, and the notebook's "
         f"stays; to save that, {_move(place, name)}"
     )
 
@@ -258,10 +239,6 @@ def _bytes_of_weights(model: Any) -> int:
     return sum(weight.nbytes for weight in weights.values())
 
 
-def _bytes_by_device(name: str, model: Any) -> dict[str, int]:
-    return {device: sizes[name] for device, sizes in sizes_on_devices({name: model}).items() if device != "meta"}
-
-
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
@@ -273,21 +250,6 @@ def _is_of(value: Any, module: str, kind: str) -> bool:
 
 def _is_module(value: Any) -> bool:
     return _is_of(value, "torch.nn", "Module")
-
-
-def _parsed(text: str) -> ast.Module | None:
-    if text.lstrip().startswith("%%") and not text.lstrip().startswith(_PYTHON_HERE):
-        return None
-    lines = ["" if line.lstrip().startswith(("%", "!")) else line for line in text.splitlines()]
-    try:
-        return ast.parse("\n".join(lines))
-    except (SyntaxError, ValueError):  # shell commands inside of blocks, or a mistake
-        return None
-
-
-def _binds(node: ast.Assign, name: str) -> bool:
-    leaves = [leaf for target in node.targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)]
-    return any(leaf.id == name and isinstance(leaf.ctx, ast.Store) for leaf in leaves)  # not `name.attribute = ...`
 
 
 def _constant(node: ast.expr, names: Mapping[str, Any]) -> Any:

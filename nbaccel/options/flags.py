@@ -199,7 +199,7 @@ _SETTINGS = (
     _flag("-r", "--ranks", metavar="RANKS", type=read_ranks,
           help="whose output is shown: 0, all, or a list 0,2-3; default all"),
     _flag("-d", "--devices", metavar="GPUS",
-          help="GPUs to use, by number or UUID: 2,3; default all that are visible"),
+          help="GPUs to use, by number or UUID: 2,3; shared equally among ranks; default one per rank"),
     _flag("--cpu", action="store_true", default=None,
           help="use no GPU; default off"),
     _flag("--free-kernel", action="store_true", default=None,

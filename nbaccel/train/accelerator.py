@@ -541,7 +541,9 @@ class Accelerator(ProcessControl):
         Other objects are returned unchanged, and so is what is prepared already. One argument gives one object.
         device_placement: for each object, whether to move it to the device.
         device_map: places for the parts of the one model of this call, as `dispatch_model` takes them, or "auto". What
-            waits on the host or on the disk cannot be trained, and with several processes nothing beside it.
+            waits on the host or on the disk cannot be trained; adapters beside it can. With several processes and no
+            optimizer in the call the model is for inference, as by `prepare_model` with evaluation_mode: it keeps its
+            methods (``model.generate``).
         """
         if device_placement is not None and len(device_placement) != len(objects):
             raise ValueError(f"device_placement has {len(device_placement)} entries for {len(objects)} objects")
@@ -584,20 +586,29 @@ class Accelerator(ProcessControl):
         return prepared
 
     def _place(self, objects: Sequence[Any], device_map: str | Mapping[str, Any]) -> None:
-        """Put the model of `objects` where `device_map` says; parts that wait are for inference in several ranks."""
+        """Put the model of `objects` where `device_map` says; with several ranks prepare it if it is for inference."""
         from nbaccel.train.device_maps.map_of_rank import place_for_rank  # few programs need it
 
-        model = place_for_rank(objects, device_map, self.world, self.device)
-        if model is not None and self.world.is_distributed:
+        trainers = [thing.optimizer for thing in self._equipment.prepared.optimizers]
+        shards = self._equipment.strategy.forwards_are_collective
+        model = place_for_rank([*objects, *trainers], device_map, self.world, self.device, shards)
+        if model is not None:
             self._preparer.prepare_model(model, move=False, evaluation_mode=True)
 
     def _refuse_waiting(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers of parameters without numbers, which only a sharded model gets later."""
+        """Refuse optimizers of parameters that would not be trained, or by each rank apart: see `map_of_rank`."""
+        if self._equipment.strategy.forwards_are_collective:
+            return  # a sharded model gets its numbers later, and exchanges gradients
+        models = self._equipment.prepared.models
+        if optimizers and self.world.is_distributed and any(hasattr(model, "hf_device_map") for model in models):
+            from nbaccel.train.device_maps.map_of_rank import refuse_unexchanged
+
+            refuse_unexchanged(optimizers, models, self.world)
         parameters = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
-        if any(parameter.is_meta for parameter in parameters) and not self._equipment.strategy.forwards_are_collective:
+        if any(parameter.is_meta for parameter in parameters):
             from nbaccel.train.device_maps.map_of_rank import refuse_waiting
 
-            refuse_waiting(optimizers, self._equipment.prepared.models)
+            refuse_waiting(optimizers, models)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         """Return `scheduler` as one that moves when its optimizer steps; prepare the optimizer first. On every rank."""

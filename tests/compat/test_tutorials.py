@@ -22,8 +22,16 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
-from nbaccel import Accelerator, PartialState, RanksFailed
+from nbaccel import (
+    Accelerator,
+    PartialState,
+    RanksFailed,
+    infer_auto_device_map,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
 from nbaccel.testing import run_ranks
+from nbaccel.utils import gather_object
 
 in_one_rank_and_two = pytest.mark.parametrize("world_size", [1, 2])
 
@@ -132,6 +140,113 @@ def _inference() -> Any:
 @in_one_rank_and_two
 def test_inputs_are_split_and_outputs_gathered_by_the_state(world_size: int) -> None:
     assert run(world_size, _inference) == [(100 // world_size, (100, 1))] * world_size
+
+
+class YourLargeModel(nn.Module):
+    """Continues texts of one length, greedily; a byte is a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(40))
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+    @torch.no_grad()
+    def generate(self, prompts: list[str]) -> Tensor:
+        ids = torch.tensor([list(prompt.encode()) for prompt in prompts])
+        for _ in range(4):
+            ids = torch.cat([ids, self(ids)[:, -1:].argmax(-1)], 1)
+        return ids
+
+
+def large() -> YourLargeModel:
+    torch.manual_seed(0)
+    return YourLargeModel()
+
+
+def _maps_and_generates(max_memory: dict[int | str, str]) -> Any:
+    accelerator = Accelerator()
+    state = PartialState()
+    model = large().to(state.device)
+    # For very large models
+    device_map = infer_auto_device_map(model, max_memory=max_memory)
+    with warnings.catch_warnings():  # of the map's device, on a machine without one
+        warnings.filterwarnings("ignore", message="device_map names device 0")
+        model = accelerator.prepare(model, device_map=device_map)
+    inputs = ["prompt"] * 100
+    with state.split_between_processes(inputs) as local_inputs:
+        outputs = model.generate(local_inputs)
+    all_outputs = state.gather(outputs)
+    return len(local_inputs), torch.equal(all_outputs, large().generate(inputs))
+
+
+@in_one_rank_and_two
+@pytest.mark.parametrize(
+    "max_memory", [{0: "16GiB", 1: "16GiB"}, {0: "16GiB", "cpu": "30GiB"}, {"cpu": "30GiB"}], ids=str
+)
+def test_inputs_are_split_over_models_with_a_device_map(world_size: int, max_memory: dict[int | str, str]) -> None:
+    answers = run(world_size, lambda: _maps_and_generates(max_memory))
+    assert answers == [(100 // world_size, True)] * world_size
+
+
+def test_a_map_that_needs_both_devices_takes_one_process() -> None:
+    """Of a model that is larger than one, whose ranks would need both."""
+    with pytest.raises(RanksFailed, match="device_map spreads YourLargeModel over 0, 1, and there are 2 processes"):
+        run(2, lambda: _maps_and_generates({0: "50KB", 1: "50KB"}))
+
+
+def _trains_after_a_map() -> Any:
+    accelerator = Accelerator()
+    model = accelerator.prepare(large(), device_map={"": "cpu"})
+    return accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_a_model_with_a_map_is_trained_with_an_optimizer_of_the_same_call() -> None:
+    """Without one it is for inference: its methods are at hand, and gradients would stay apart."""
+    with pytest.raises(
+        RanksFailed, match=r"trains embed\.weight, .* of YourLargeModel, .* prepare\(model, optimizer, device_map"
+    ):
+        run(2, _trains_after_a_map)
+
+    def trained() -> list[float]:
+        accelerator = Accelerator()
+        model = large()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = accelerator.prepare(model, optimizer, device_map={"": "cpu"})
+        accelerator.backward(model(torch.arange(4) + accelerator.process_index).square().mean())
+        optimizer.step()
+        return weights(accelerator.unwrap_model(model))
+
+    answers = run_ranks(2, trained)
+    assert answers[0] == answers[1]
+
+
+def _prompts_of_a_model_on_the_disk(checkpoint: Path) -> Any:
+    """Prompts as in Accelerate's guide to distributed inference, for a model that is larger than the memory."""
+    distributed_state = PartialState()
+    with init_empty_weights():
+        model = YourLargeModel()
+    device_map = infer_auto_device_map(model, max_memory={"cpu": "60KB"})
+    assert "disk" in device_map.values()
+    model = load_checkpoint_and_dispatch(model, checkpoint, device_map=device_map)
+    prompts = ["roses", "are red", "violets", "blue", "sugar"]
+    with distributed_state.split_between_processes(prompts, apply_padding=True) as my_prompts:
+        completions = [bytes(row.tolist()) for prompt in my_prompts for row in model.generate([prompt])]
+    gathered = gather_object(completions)[: len(prompts)]
+    return gathered == [bytes(large().generate([prompt])[0].tolist()) for prompt in prompts]
+
+
+@in_one_rank_and_two
+def test_prompts_are_split_over_models_on_the_disk(world_size: int, tmp_path: Path) -> None:
+    Accelerator(cpu=True).save_model(large(), tmp_path)
+    assert run(world_size, lambda: _prompts_of_a_model_on_the_disk(tmp_path)) == [True] * world_size
 
 
 class Tokenizer:

@@ -17,7 +17,7 @@ from kernel.harness import Cell, RealKernel
 from nbaccel.hardware import Survey
 
 __all__ = [
-    *("HISTORIES", "TENSOR_HISTORY", "Trained"),
+    *("HISTORIES", "TENSOR_HISTORY", "Trained", "lent"),
     *("inline", "interrupted", "killed", "mislabelled", "staying", "stopped", "trained"),
 ]
 
@@ -185,6 +185,27 @@ def inline(kernel: RealKernel, device: str, tell: Callable[..., None] = fact) ->
     told = Trained(start_of(cell), losses, kernel.value("history"), cell.text)
     tell("off", told.off)
     return told
+
+
+_LENDS = """
+big = nn.Linear(8000, 4000, bias=False, device=device)
+at_first = big.weight.detach().double().mean().item()
+"""
+
+_BORROWS = """
+with torch.no_grad():
+    big.weight += 1
+where = big.weight.device.type
+"""
+
+
+def lent(kernel: RealKernel, device: str, tell: Callable[..., None] = fact) -> dict[str, Any]:
+    """Let a model of the notebook leave its card while a rank changes it: where it was, and how far it got."""
+    kernel.do(f"device = {device!r}\n{_LENDS}")
+    cell = kernel.do(f"{line(device, '--free-kernel --start zygote', ranks=1)}\n{_BORROWS}", _CELL_S)
+    grew = kernel.value("big.weight.detach().double().mean().item() - at_first")
+    tell("lent_grew", round(grew, 6))
+    return {"grew": grew, "where": kernel.value("[where, big.weight.device.type]"), "text": cell.text}
 
 
 _ENDLESS = """

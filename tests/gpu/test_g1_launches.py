@@ -27,11 +27,17 @@ def test_ranks_start_as_the_notebooks_history_demands_and_train(
     assert trained.start == HISTORIES[history].start, trained.text
 
 
-@pytest.mark.takes(10)
-def test_inline_trains_in_the_notebooks_own_process(kernel: RealKernel, tell: Callable[..., None]) -> None:
+@pytest.mark.takes(14)
+def test_inline_trains_in_the_notebooks_own_process_whose_model_then_leaves_the_card_for_a_rank(
+    kernel: RealKernel, tell: Callable[..., None]
+) -> None:
     trained = launches.inline(kernel, "cuda", tell=tell)
     assert trained.off <= launches.TENSOR_HISTORY.tolerance, trained
     assert trained.start == "inline", trained.text
+    lent = launches.lent(kernel, "cuda", tell=tell)
+    assert lent["where"] == ["cuda", "cuda"], lent
+    assert abs(lent["grew"] - 1) <= 1e-6, lent
+    assert "on the host until the run is over: " in lent["text"], lent
 
 
 @pytest.mark.takes(22)

@@ -39,3 +39,11 @@ def test_one_model_is_on_two_cards(program: Callable[..., Any]) -> None:
         pytest.skip("needs two cards")
     assert found["off"] == [0.0] * len(found["off"]), found
     assert found["graded"]
+
+
+@pytest.mark.takes(4)
+def test_two_ranks_have_two_cards_each(program: Callable[..., Any]) -> None:
+    found = program("device_maps.py", "pairs")  # alone: a process that has used a card starts no forks
+    if found["cards"] < 4:
+        pytest.skip("needs four cards")
+    assert max(found["off"]) <= 1e-6, found

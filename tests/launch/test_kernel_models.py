@@ -16,8 +16,8 @@ from fakes import FakeCards
 from nbaccel.hardware import MemoryInfo
 from nbaccel.launch import api, kernel_models
 from nbaccel.launch.ipc import pickling
-from nbaccel.launch.ipc.payload import pack, unpack
-from nbaccel.launch.ipc.tensor_devices import away_from, device_there
+from nbaccel.launch.ipc.payload import pack, unpack, unpack_what_can_be_rebuilt
+from nbaccel.launch.ipc.tensor_devices import InFile, away_from, device_there
 from nbaccel.launch.kernel_models import Cards, SetAside, kernel_freed
 from nbaccel.launch.run import Run
 
@@ -216,11 +216,11 @@ def test_what_happens_after_the_move_brings_models_back_and_forgets_where_they_w
     cards.put(*model.parameters())
     hosts: list[int] = []
 
-    def away(homes: Mapping[int, str]) -> Any:
+    def away(homes: Mapping[int, str], places: Mapping[int, InFile]) -> Any:
         hosts.extend(homes)
         if where == "away_from":
             happens()
-        return away_from(homes)
+        return away_from(homes, places)
 
     monkeypatch.setattr(kernel_models, "away_from", away)
     cards.fails = {"release": happens} if where == "release" else {}
@@ -444,6 +444,61 @@ def test_what_was_set_aside_is_sent_as_if_it_was_on_the_card_still(monkeypatch: 
         assert "cpu" in asked, "the others"
     travel()
     assert "cuda:0" not in asked
+
+
+def test_the_copy_on_the_host_is_the_one_that_ranks_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards, model = FakeCards(), torch.nn.Linear(1000, 1000, bias=False)
+    other = torch.nn.Linear(1000, 1000, bias=False)
+    cards.put(model.weight, other.weight)
+    value = model.weight.detach().clone()
+    with SetAside({"model": model, "other": other}, cards):
+        blocks = []
+        for text in ("first", "and the second, when ranks start again"):
+            payload = pack({"text": text, "model": model, "data": torch.ones(100_000)})
+            blocks.append(os.fstat(payload.fd).st_blocks * 512)
+            values = unpack(payload.fd)
+            os.close(payload.fd)
+            assert values["text"] == text
+            assert torch.equal(values["data"], torch.ones(100_000))
+        assert max(blocks) <= 8_000_000 + 400_000 + 100_000, "both models, the data and the pickle, each once"
+        there = values["model"].weight
+        with torch.no_grad():
+            there += 1
+        assert torch.equal(model.weight, value), "a rank's own pages"
+        with torch.no_grad():
+            other.weight.zero_()
+            model.weight.zero_()
+        assert torch.equal(there, value + 1)
+        assert not pack_has_a_copy({"x": torch.ones(3)})
+    assert torch.equal(there, value + 1), "the file is closed, and stays where it is mapped"
+    assert cards.device_of(model.weight.untyped_storage())
+
+
+def pack_has_a_copy(values: dict[str, Any]) -> bool:
+    payload = pack(values)
+    try:
+        return os.fstat(payload.fd).st_size > 1_000_000
+    finally:
+        os.close(payload.fd)
+
+
+def test_what_cannot_be_rebuilt_is_left_out_of_a_payload_behind_a_file_too() -> None:
+    cards, model = FakeCards(), torch.nn.Linear(2, 2)
+    cards.put(*model.parameters())
+    with SetAside({"model": model}, cards):
+        payload = pack({"model": model, "broken": Broken()})
+        values, refused = unpack_what_can_be_rebuilt(payload.fd)
+        os.close(payload.fd)
+    assert torch.equal(values["model"].weight, model.weight)
+    assert "on purpose" in refused["broken"]
+
+
+class Broken:
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("on purpose")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"a": 1}
 
 
 def test_launch_sets_models_of_the_script_aside_where_it_is_asked_to(

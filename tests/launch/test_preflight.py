@@ -66,6 +66,34 @@ def test_named_devices_are_taken_in_the_order_named(devices: str, chosen: list[s
     assert [gpu.uuid for gpu in choose_devices(None, devices, False, TWO_T4S).gpus] == chosen
 
 
+FOUR_T4S = Survey(tuple(Gpu(index, f"GPU-{index}", "Tesla T4", 16 * GB, number=index) for index in range(4)))
+
+
+def test_named_devices_are_shared_out_equally() -> None:
+    devices = choose_devices(2, "0,1,2,3", False, FOUR_T4S)
+    assert [[gpu.index for gpu in devices.of_rank(rank)] for rank in range(2)] == [[0, 1], [2, 3]]
+    assert devices.names() == ("GPU 0, 1", "GPU 2, 3")
+    assert [rank for rank, _ in devices.each()] == [0, 0, 1, 1]
+    assert devices.in_short(60) == "2 ranks on GPU 0-3, 2 each (Tesla T4)"
+    assert str(choose_devices(1, "1,0", False, FOUR_T4S)) == "1 rank on GPU 1 Tesla T4, GPU 0 Tesla T4"
+    assert len(choose_devices(2, None, False, FOUR_T4S).gpus) == 2  # as many as there are ranks
+
+
+@pytest.mark.parametrize(
+    ("named", "ranks", "message"),
+    [
+        ("0,1,2", 2, "--devices 0,1,2 names 3 GPUs for 2 ranks (-n 2), and each has as many as the others: "
+                     "name 2 or 4 of them."),
+        ("0,1,2,3", 3, "--devices 0,1,2,3 names 4 GPUs for 3 ranks (-n 3), and each has as many as the others: "
+                       "name 3 of them."),
+    ],
+)  # fmt: skip
+def test_named_devices_without_equal_shares_are_refused(named: str, ranks: int, message: str) -> None:
+    with pytest.raises(NoSuchDevice) as refused:
+        choose_devices(ranks, named, False, FOUR_T4S)
+    assert str(refused.value) == message
+
+
 def test_device_numbers_count_what_is_visible() -> None:
     (gpu,) = choose_devices(None, "0", False, survey(two_t4s(), "1")).gpus
     assert gpu.uuid == "GPU-aabb2222"

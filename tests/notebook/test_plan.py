@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import fakes
+import nbaccel.launch.plan
 from nbaccel import forkable
 from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 from nbaccel.hardware import Survey
@@ -190,6 +191,17 @@ def test_each_rank_of_a_cell_that_says_cuda_0_sees_its_own_gpu_alone_and_is_told
     assert [counts.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["0,1"] * 2
 
 
+@pytest.mark.parametrize("survey", [[fakes.FakeGpu(uuid=f"GPU-{letter}") for letter in "abcd"]], indirect=True)
+def test_devices_that_are_named_are_shared_out(planned: Any) -> None:
+    spec = planned.plan("%%accelerate -n 2 -d 0,1,2,3\nmodel.to(accelerator.device)")
+    assert [spec.environ_of(rank)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["0,1", "2,3"]
+    told = planned.run("%%accelerate -n 2 -d 0,1,2,3\nx = 1").stdout.splitlines()
+    assert told[0].startswith("2 ranks on GPU 0-3, 2 each (Tesla T4), fork, ")
+    assert told[1] == "each rank sees its own 2 GPUs alone, as cuda:0 to cuda:1, and computes on cuda:0"
+    assert planned.plan("%%accelerate -n 1 -d 2,3\nx = 1").environ_of(0)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "names 4 GPUs for 3 ranks (-n 3)" in str(planned.run("%%accelerate -n 3 -d 0,1,2,3\nx = 1").error)
+
+
 def test_hundreds_of_ranks_on_a_few_cores_are_refused_before_any_is_started(planned: Any, recorder: Any) -> None:
     error = planned.run("%%accelerate -n 500\nx = 1").error
     assert isinstance(error, LaunchRefused)
@@ -347,23 +359,13 @@ def test_a_context_older_than_the_extension_is_blamed_on_no_cell(planned: Any) -
 def test_one_rank_runs_inline_rather_than_copy_a_gigabyte_of_device_memory(
     planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
-    class Storage:
-        def nbytes(self) -> int:
-            return 600_000_000
-
-        def data_ptr(self) -> int:
-            return id(self)
-
-    class OnDevice(torch.Tensor):
-        device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
-
-        def untyped_storage(self) -> Any:
-            return self.__dict__.setdefault("its_storage", Storage())
-
-    tensors = [torch.zeros(1).as_subclass(OnDevice) for _ in range(2)]
-    planned.names.update({"one": {"a": tensors[0]}, "two": [tensors[1], tensors[0]], "result": None})
+    sizes = {"one": 600_000_000, "two": 600_000_000}
+    monkeypatch.setattr(
+        nbaccel.launch.plan,
+        "sizes_on_devices",
+        lambda values: {"cuda:0": Counter({name: sizes.get(name, 0) for name in values})},
+    )
+    planned.names.update({"one": 1, "two": 2, "result": None})
     monkeypatch.setattr(planned.session, "_run_inline", lambda *given: "inline")
     ran = planned.run("%%accelerate\none, two")
     assert ran.value == "inline"

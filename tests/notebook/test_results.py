@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.launch.plan import amount
 from nbaccel.notebook.results import Arrival, install
+from nbaccel.quantities import amount
 
 SIZES = {"model": 1000}
 

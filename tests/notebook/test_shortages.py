@@ -12,16 +12,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import nbaccel.launch.earlier_models
 import nbaccel.launch.kernel_models
+import nbaccel.launch.plan
 import nbaccel.notebook.session
-import nbaccel.notebook.shortages
 from fakes import FakeCards
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Gpu, MemoryInfo, Survey
+from nbaccel.launch.earlier_models import MadeAt, where_made
 from nbaccel.launch.kernel_models import KernelHolding, SetAside
 from nbaccel.launch.objects.names import made_before_read
 from nbaccel.launch.preflight import ProcessState
-from nbaccel.notebook.shortages import loaders_in, where_made
+from nbaccel.notebook.shortages import loaders_in
 
 GB = 10**9
 TWO_T4 = tuple(Gpu(number, f"GPU-{number}", "Tesla T4", 15 * GB, 9 * GB, (7, 5)) for number in range(2))
@@ -49,7 +51,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Any:
                     found.setdefault(device, Counter())[name] = nbytes
             return found
 
-        monkeypatch.setattr(nbaccel.notebook.shortages, "sizes_on_devices", by_device)
+        monkeypatch.setattr(nbaccel.launch.earlier_models, "sizes_on_devices", by_device)
 
     return pretend
 
@@ -314,14 +316,99 @@ def test_a_quantised_model_and_one_on_several_devices_are_refused_with_the_line_
 ) -> None:
     planned.run(MAKES_IT)
     on_a_device(model={"cuda:0": GB, "cuda:1": GB})
-    assert "model is spread over cuda:0 and cuda:1, and each of 2 ranks needs it whole" in str(
-        planned.run(TRAINS).error
+    assert str(planned.run(TRAINS).error).startswith(
+        "model is spread over cuda:0 and cuda:1 (2.0 GB): 2 ranks need it whole, each on one device. Move line 2 of "
     )
     on_a_device(model={"cuda:0": GB})
     planned.names["model"].is_loaded_in_4bit = True
     error = str(planned.run(TRAINS).error)
     assert error.startswith("model was loaded quantised and lies on cuda:0 (1.0 GB): ")
-    assert error.endswith("into this cell, with device_map={'': accelerator.process_index}.")
+    assert "into this cell, onto accelerator.device:\n  accelerator = Accelerator()\n  model = torch.nn.Lin" in error
+    assert "Nothing was copied or started." in error
+    (line,) = planned.session.launcher.specs or ["none"]
+    assert line == "none"
+
+
+QUANTISED = """
+import torch
+class Params4bit(torch.nn.Parameter):
+    pass
+def load(**how):
+    made = torch.nn.Linear(2, 1)
+    made.weight = Params4bit(made.weight.detach(), requires_grad=False)
+    return made
+model = load(device_map="auto")
+def train():
+    return model(torch.ones(2))
+def work():
+    return train()
+held = {"a": [model]}
+"""
+BY_ZYGOTE = "%%accelerate --start zygote -n 2\n"
+
+
+@pytest.mark.parametrize(
+    ("cell", "is_refused"),
+    [
+        ("model", True),
+        ("train()", True),
+        ("work()", True),
+        ("held['a']", True),
+        ("print('model')", False),
+        ("del model", False),
+        ("del model\nmodel = load()\nmodel.train()", False),
+        ("if 'model' in globals():\n    del model\nmodel = load()\ntrain()", False),
+        ("model = load(device_map={'': accelerator.device})\ntrain()", False),
+        ("train()\nmodel = load()", True),
+        ("print(model)\ndel model", True),
+        ("if held is None:\n    del model\nprint(model)", True),
+        ("if held2:\n    model = load()\ntrain()", True),
+        ("%time train()\nmodel = load()", True),
+        ("x = 1", False),
+    ],
+)
+def test_a_model_that_cannot_be_sent_is_refused_where_the_cell_needs_its_value(
+    planned: Any, cell: str, is_refused: bool
+) -> None:
+    assert planned.run(QUANTISED).error is None
+    planned.names["held2"] = []
+    error = planned.run(f"{BY_ZYGOTE}{cell}").error
+    assert isinstance(error, LaunchRefused)
+    assert ("was loaded quantised" in str(error)) is is_refused, error
+    assert bool(planned.session.launcher.specs) is not is_refused
+    if is_refused:
+        assert "\n  accelerator = Accelerator()\n  model = load(device_map={'': accelerator.device})\n" in str(error)
+
+
+@with_gpus
+def test_the_states_of_an_optimizer_count_for_the_room_that_ranks_need(
+    planned: Any, on_a_device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned.run(MAKES_IT)
+    on_a_device(model={"cuda:0": 2 * GB}, optimizer={"cuda:0": 5 * GB})
+    planned.names["optimizer"] = [1]
+    monkeypatch.setattr(nbaccel.launch.plan, "sizes_on_devices", nbaccel.launch.earlier_models.sizes_on_devices)
+    error = str(planned.run(f"{TRAINS}\noptimizer").error)
+    assert error.startswith("model (2.0 GB, on cuda:0) and what lies there beside it (7.0 GB) would be copied to every")
+
+
+@pytest.mark.parametrize("survey", [Survey(cpu_count=4, ram=MemoryInfo(GB, 2_000_000))], indirect=True)
+@pytest.mark.parametrize(
+    ("made", "is_refused"),
+    [
+        ("data = torch.zeros(300_000)", False),  # 60 % of the host, which all ranks share
+        ("data = torch.zeros(600_000)", True),
+        ("data = b'x' * 1_200_000", True),  # 60 % of it, in each rank
+        ("data = b'x' * 400_000", False),
+    ],
+)
+def test_what_ranks_share_is_weighed_once_and_what_each_builds_for_every_rank(
+    planned: Any, made: str, is_refused: bool
+) -> None:
+    planned.run(f"import torch\n{made}")
+    error = str(planned.run(f"{BY_ZYGOTE}len(data)").error)
+    assert ("2.0 MB available. The largest is data: move line 2 of " in error) is is_refused, error
+    assert is_refused or error == "recorded"
 
 
 @with_gpus
@@ -405,6 +492,9 @@ def test_the_last_line_that_made_a_name_is_found_also_among_magics() -> None:
     assert place is not None
     assert (place.cell, place.line, place.text) == (2, 3, "a, (x, b) = 1, (2, 3)")
     assert where_made("nowhere", history) is None
+    inside = "x = 1\ndef f():\n    x = 2\nif x:\n    y = 3\nclass C:\n    y = 4"
+    assert where_made("x", ["", inside]) == MadeAt(1, 1, "x = 1")
+    assert where_made("y", ["", inside]) == MadeAt(1, 5, "y = 3")
 
 
 def test_workers_of_other_calls_and_of_unknown_numbers_are_left_alone() -> None:

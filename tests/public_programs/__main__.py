@@ -83,8 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.names:
         programs = [program for program in programs if program.name in options.names.split(",")]
     libraries = [options.only] if options.only else ["accelerate", "nbaccel"]
+    read = [] if options.names else manifest.big_models
     if not options.table:
-        if commands := manifest.clone_commands(programs):
+        if commands := manifest.clone_commands([*programs, *read]):
             print("mkdir -p", folder / "repositories")
             print("\n".join(commands))
             print(f"{len(commands)} repositories are missing: `| sh` fetches them", file=sys.stderr)
@@ -108,6 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in runs_of(program, "nbaccel")
     ]
     print("\n".join(table(comparisons)))
+    if not options.names:
+        from public_programs.big_model_names import names_table  # it imports Accelerate
+
+        print("", *names_table(manifest), sep="\n")
     return int(any(comparison.is_defect for comparison in comparisons))
 
 

@@ -12,6 +12,11 @@
     path = "examples/nlp_example.py"            # a script, or a notebook: its code cells are run
     arguments = ["--cpu"]
 
+    [[big_models]]                              # read only, see big_model_names.py
+    repository = "mit-han-lab/llm-awq"
+    commit = "d6e797a42b9e"
+    paths = ["awq/entry.py"]
+
 The other keys are the fields of `Program`. `drivers` beside this file has scripts that call a repository that is a
 library only, and `stand_ins` the modules that a program imports first, to replace models and data that would be
 downloaded.
@@ -26,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-__all__ = ["DRIVERS", "STAND_INS", "Manifest", "Program", "read_manifest"]
+__all__ = ["DRIVERS", "STAND_INS", "BigModelProgram", "Manifest", "Program", "read_manifest"]
 
 _HERE = Path(__file__).parent
 DRIVERS, STAND_INS = _HERE / "drivers", _HERE / "stand_ins"
@@ -85,24 +90,35 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
+class BigModelProgram:
+    """A public program whose names of Accelerate's big-model API are counted. paths: the files that use them."""
+
+    repository: str
+    commit: str
+    paths: list[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The programs, and the folder with their repositories, in which they are run.
 
     commits: of the repositories that programs need beside their own.
+    big_models: programs that are read only.
     """
 
     folder: Path
     programs: list[Program]
     preload: list[str] = field(default_factory=list)
     commits: dict[str, str] = field(default_factory=dict)
+    big_models: list[BigModelProgram] = field(default_factory=list)
 
     def repository(self, name: str) -> Path:
         return self.folder / "repositories" / name.replace("/", "+")
 
-    def clone_commands(self, programs: Sequence[Program]) -> list[str]:
+    def clone_commands(self, programs: Sequence[Program | BigModelProgram]) -> list[str]:
         """Return a shell line for each repository of `programs` that the folder lacks."""
         commits = {program.repository: program.commit for program in programs}
-        commits |= {name: self.commits[name] for program in programs for name in program.needs}
+        commits |= {name: self.commits[name] for program in programs for name in getattr(program, "needs", ())}
         lines = []
         for name, commit in sorted(commits.items()):
             if not self.repository(name).is_dir():
@@ -116,4 +132,5 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the programs of `programs.toml`, to be run in `folder`."""
     manifest = tomllib.loads((_HERE / "programs.toml").read_text(encoding="utf-8"))
     programs = [Program(**entry) for entry in manifest["program"]]
-    return Manifest(folder, programs, manifest["preload"], manifest["commits"])
+    big_models = [BigModelProgram(**entry) for entry in manifest["big_models"]]
+    return Manifest(folder, programs, manifest["preload"], manifest["commits"], big_models)

@@ -40,9 +40,25 @@ def test_a_model_spread_over_devices_is_refused_in_several_processes() -> None:
     with pytest.raises(ValueError, match="Linear is spread over cuda:0, cuda:1, and there are 2 processes") as caught:
         admit(spread, SECOND, CPU)
     assert "no device_map='auto'" in str(caught.value)
-    assert "start one process (-n 1)" in str(caught.value)
+    assert "start one process that has several (-n 1 --devices 0,1)" in str(caught.value)
+    assert "as many (-n 2 --devices 0,1,2,3)" in str(caught.value)
     mixed = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, device="meta"))
     assert admit(mixed, SECOND, CPU) is mixed  # nothing lies on meta
+
+
+def test_a_rank_with_two_devices_of_its_own_takes_a_model_that_is_spread_over_them() -> None:
+    world = World(1, 2, 1, 2, own_devices=2)
+    spread = _marked(hf_device_map={"encoder": 0, "decoder": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert admit(spread, world, torch.device("cuda", 0)) is spread
+    assert not may_move(spread)
+    with pytest.raises(ValueError, match="Linear is spread over cuda:0, cuda:2, and there are 2 processes"):
+        admit(_marked(hf_device_map={"encoder": 0, "decoder": 2}), world, torch.device("cuda", 0))
+    waits = _marked(hf_device_map={"encoder": 0, "decoder": 1, "head": "cpu"})
+    assert admit(waits, world, torch.device("cuda", 0), trains=False) is waits
+    with pytest.raises(ValueError, match="is spread over cpu, cuda:0, cuda:1"):
+        admit(waits, world, torch.device("cuda", 0))
 
 
 def test_a_device_map_over_several_devices_is_recognised() -> None:

@@ -80,7 +80,7 @@ def test_weights_are_recognised_without_marks_and_marks_without_weights() -> Non
     assert not is_quantised(layer)
     layer.hf_quantizer = object()  # type: ignore[assignment]
     assert is_quantised(layer)
-    assert not is_quantised(nn.Sequential(layer))  # marks are on the whole model
+    assert is_quantised(nn.Sequential(layer))  # as inside of a wrapper of peft
     assert is_quantised_tensor(made().blocks[0].base_layer.weight)  # type: ignore[union-attr]
     assert not is_quantised_tensor(nn.Parameter(torch.ones(2)))
 

@@ -28,6 +28,8 @@ from nbaccel.launch.ipc.kernel_state import random_states, set_random_states
 from nbaccel.launch.ipc.nbytes import size_of, sizes_of
 from nbaccel.launch.ipc.payload import Payload, pack_what_can_travel, unpack_what_can_be_rebuilt
 from nbaccel.launch.ipc.spec import Results, SharedNamespace, Task, by_reference_of
+from nbaccel.launch.ipc.unpicklable import cannot_be_rebuilt
+from nbaccel.launch.ipc.user_code import new_main
 from nbaccel.launch.objects.arrays import TensorChange
 from nbaccel.launch.objects.inventory import Baseline, ObjectPlace, belongs_to_ipython, found_at
 from nbaccel.launch.objects.kind import Change
@@ -38,6 +40,7 @@ from nbaccel.launch.objects.names import (
     names_assigned,
     names_in_magics,
     names_read,
+    not_read,
     says_first_card,
     seeds,
     with_their_own,
@@ -50,14 +53,13 @@ from nbaccel.launch.objects.parameters import (
     parameters_of,
 )
 from nbaccel.launch.objects.sharded_tensors import held_in_shards
-from nbaccel.launch.objects.wrappers import PYRO, is_wrapper, kept_apart, plain
+from nbaccel.launch.objects.wrappers import PYRO, is_wrapper, kept_apart, modules_in, plain
 
 __all__ = [
     "RANDOM",
     "RESULT",
     "CellSource",
     "CellTask",
-    "new_main",
 ]
 
 RESULT, RANDOM = "<last expression>", "<random states>"
@@ -383,6 +385,19 @@ class CellTask(Task):
             wanted -= self.home.there
         return sorted(name for name in wanted if name in self.namespace and not belongs_to_ipython(name))
 
+    def values_to_send(self) -> dict[str, Any]:
+        names = with_their_own(self.names_to_send(), self.namespace) - self._not_needed
+        there = [name for name in sorted(names) if name in self.namespace and not belongs_to_ipython(name)]
+        return {name: self.namespace[name] for name in there}
+
+    @cached_property
+    def _not_needed(self) -> set[str]:
+        """Return names whose values the ranks do not need: the cell makes them anew, or only deletes them."""
+        if self.home is not None:  # later cells may need what this one does not
+            return set()
+        brought_back = set(self.out) - made_before_read(self.source.code)
+        return not_read(self.source.code, self.namespace) - {*brought_back, *self.extra}
+
     def pack(self) -> Payload:
         out = None if self.leaves_all else self.out
         head: dict[str, Any] = {"source": self.source, "out": out, "result_rank": self.result_rank, "unsent": {}}
@@ -390,10 +405,18 @@ class CellTask(Task):
         return self._packed(head)
 
     def _packed(self, head: dict[str, Any]) -> Payload:
-        values = {f"in:{name}": self.namespace[name] for name in self.names_to_send() if name not in head["unsent"]}
+        unneeded = self._not_needed
+        values = {  # a name that is deleted has to be there, with any value
+            f"in:{name}": None if name in unneeded else self.namespace[name]
+            for name in self.names_to_send()
+            if name not in head["unsent"]
+        }
         by_reference = None if self.home is None else self.home.by_reference
         payload, refused = pack_what_can_travel(
-            {"head": head} | values, by_reference=by_reference, namespace=self.namespace
+            {"head": head} | values,
+            by_reference=by_reference,
+            namespace=self.namespace,
+            unneeded=modules_in({name: self.namespace.get(name) for name in unneeded}),
         )
         if self.home is not None:  # the ranks may not need these names: the cell may be about to make them
             came = {name.removeprefix("in:"): value for name, value in values.items() if name not in refused}
@@ -475,31 +498,6 @@ def _loop_is_running() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def cannot_be_rebuilt(refused: Mapping[str, str]) -> CannotSend:
-    """Return the error of a rank that got names and could not rebuild them."""
-    names = {name.removeprefix("in:"): reason for name, reason in refused.items()}
-    listed = "".join(f"\n  {name}: {reason}" for name, reason in names.items())
-    return CannotSend(
-        f"{len(names)} of the names that were sent to the ranks cannot be rebuilt there:{listed}\n"
-        "  Make such objects in the cell that uses them, or send the data they were made from.",
-        names,
-    )
-
-
-def new_main() -> dict[str, Any]:
-    """Return the names of a new and empty `__main__`, in a rank that is no copy of the notebook."""
-    main = types.ModuleType("__main__")
-    namespace = vars(main)
-    sys.modules["__main__"] = main
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    if ipython is not None and shell is not None:
-        namespace["get_ipython"] = ipython.get_ipython
-        shell.user_ns = namespace
-        shell.user_module = main
-    return namespace
 
 
 def _formatted(value: Any) -> dict[str, Any]:

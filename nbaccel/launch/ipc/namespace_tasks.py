@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-from nbaccel.launch.ipc.cell_task import cannot_be_rebuilt, new_main
 from nbaccel.launch.ipc.nbytes import sizes_of
 from nbaccel.launch.ipc.payload import Payload, pack, unpack, unpack_what_can_be_rebuilt
 from nbaccel.launch.ipc.spec import Results, SharedNamespace, Task
+from nbaccel.launch.ipc.unpicklable import cannot_be_rebuilt
+from nbaccel.launch.ipc.user_code import new_main
 from nbaccel.launch.objects.names import first_card_in
 from nbaccel.launch.objects.wrappers import plain
 

@@ -24,6 +24,8 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 __all__ = [
+    "bytes_by_sharing",
+    "met_in",
     "size_of",
     "sizes_of",
     "sizes_on_devices",
@@ -105,25 +107,64 @@ def sizes_on_devices(values: Mapping[str, Any]) -> dict[str, Counter[str]]:
     return sizes
 
 
+def bytes_by_sharing(value: Any) -> tuple[int, int]:
+    """Return the bytes of `value` that all ranks share when it is sent to them, and those that each gets for itself.
+
+    Memory of tensors and arrays is mapped, and each process copies a page when it writes to it; other objects are built
+    in every process.
+
+    >>> bytes_by_sharing(b"x" * 1000)[0], bytes_by_sharing(b"x" * 1000)[1] >= 1000
+    (0, True)
+    """
+    weight, nbytes = _weight(value, _MOST_SECONDS)
+    shared = min(nbytes, weight.memory_bytes)
+    return round(shared), round(nbytes - shared)
+
+
+def met_in(values: Mapping[str, Any], kinds: type | tuple[type, ...]) -> dict[str, list[Any]]:
+    """Return the objects of `kinds` to which each of `values` leads, in the order in which they are met.
+
+    An object of several names is returned for the first. Classes of the notebook are read with their attributes, which
+    are sent with them. Nothing is sampled, and what is not reached within 0.3 s is left out.
+
+    >>> met_in({"x": [1, {"y": "text"}], "z": None}, dict)
+    {'x': [{'y': 'text'}]}
+    """
+    scale = _Scale(time.monotonic() + _MOST_SECONDS, sample=_MOST_OBJECTS, reads_classes=True)
+    found: dict[str, list[Any]] = {}
+    for name, value in values.items():
+        met = [obj for obj in scale.newly_met(value) if issubclass(type(obj), kinds)]
+        if met:
+            found[name] = met
+    return found
+
+
 def _weighed(value: Any, seconds: float) -> float:
     """Return the bytes of `value` by the largest sample for which the time is enough."""
+    return _weight(value, seconds)[1]
+
+
+def _weight(value: Any, seconds: float) -> tuple[_Weight, float]:
+    """Return the last weight of `value`, and its bytes by the best of all passes."""
     began, least = time.monotonic(), 0.0
     for sample, share in _PASSES:
         weight = _Scale(began + share * seconds, sample).measure(value)
         least = max(least, weight.met_bytes)
         if weight.is_whole:
             break
-    return max(weight.nbytes, least)
+    return weight, max(weight.nbytes, least)
 
 
 class _Weight(NamedTuple):
     """Bytes of a value: of the objects that were read, and with an estimate of the rest.
 
+    memory_bytes: those of them that are memory of tensors and arrays.
     is_whole: there is no rest, except for what the sample leaves out.
     """
 
     met_bytes: float
     nbytes: float
+    memory_bytes: float
     is_whole: bool
 
 
@@ -131,16 +172,24 @@ class _Scale:
     """Adds up the bytes of objects, each memory and each object once.
 
     until: the time to stop, in `time.monotonic()`.  sample: elements of a container that are read.
+    reads_classes: the attributes of the notebook's classes belong to what leads to the class.
     on_devices: bytes by device that is not the host, of objects added since it was cleared.
     """
 
-    def __init__(self, until: float, sample: int) -> None:
+    def __init__(self, until: float, sample: int, reads_classes: bool = False) -> None:
         self.on_devices: Counter[str] = Counter()
+        self._reads_classes = reads_classes
         self._until = until
         self._sample = sample
         self._seen: dict[int, Any] = {}  # keeps what it has seen, so that no other object gets its id
         self._memory: set[tuple[str, int]] = set()
         self._ways: dict[int, _Way] = {}  # by the id of the type: a metaclass may have a hash of its own
+
+    def newly_met(self, value: Any) -> Iterable[Any]:
+        """Measure `value`, and return the objects that were not measured before."""
+        before = len(self._seen)
+        self.measure(value)
+        return islice(self._seen.values(), before, None)
 
     def measure(self, value: Any) -> _Weight:
         """Return the bytes of `value` and its parts; `share` is the number of elements a sampled one stands for."""
@@ -153,7 +202,7 @@ class _Scale:
                 continue
             self._seen[id(obj)] = obj
             kind = type(obj)
-            way = self._ways.get(id(kind)) or self._ways.setdefault(id(kind), _way_into(kind))
+            way = self._ways.get(id(kind)) or self._ways.setdefault(id(kind), self._way_into(kind))
             try:
                 anatomy = way(obj)
                 parts = list(islice(anatomy.parts, self._sample))
@@ -167,7 +216,10 @@ class _Scale:
                 share *= anatomy.holds / len(parts)
                 todo.extend((part, share) for part in parts)
         rest = sum(share for _, share in todo)
-        return _Weight(memory + own, memory + own * (1 + rest / max(1.0, met)), is_whole=not todo)
+        return _Weight(memory + own, memory + own * (1 + rest / max(1.0, met)), memory, is_whole=not todo)
+
+    def _way_into(self, kind: type) -> _Way:
+        return _class if self._reads_classes and issubclass(kind, type) else _way_into(kind)
 
     def _measure_memory(self, device: str, address: int, nbytes: int) -> int:
         if (device, address) in self._memory:
@@ -220,6 +272,14 @@ def _way_into(kind: type) -> _Way:
         if issubclass(kind, base):
             return functools.partial(_container, base, is_exact=kind is base)
     return functools.partial(_object, _size_in_memory(kind))
+
+
+def _class(kind: Any) -> _Anatomy:
+    """Read the attributes of a class that the notebook has defined: it is sent with them, another one by its name."""
+    if type.__dict__["__module__"].__get__(kind) != "__main__":
+        return _Anatomy()
+    parts = list(type.__dict__["__dict__"].__get__(kind).values())
+    return _Anatomy(0, len(parts), parts)
 
 
 def _is_of_sharding(kind: type) -> bool:
@@ -288,6 +348,8 @@ def _array(array: Any) -> _Anatomy:
 
 def _tensor(tensor: Any) -> _Anatomy:
     torch = sys.modules["torch"]
+    if inside := _tensors_inside(tensor, torch):
+        return _Anatomy(0, len(inside), inside)
     with torch._C.DisableTorchFunctionSubclass():  # classes derived from it may answer in any way
         device = str(tensor.device)
         try:
@@ -296,6 +358,18 @@ def _tensor(tensor: Any) -> _Anatomy:
             parts = _SPARSE_PARTS.get(str(tensor.layout).removeprefix("torch."), ())
             held = [getattr(torch.Tensor, name)(tensor) for name in parts] or [tensor]
             return _Anatomy(memory=(device, id(tensor), sum(part.element_size() * part.numel() for part in held)))
+
+
+def _tensors_inside(tensor: Any, torch: Any) -> list[Any]:
+    """Return the tensors of which a tensor of another package's class consists, as quantised ones do.
+
+    Its own storage has no memory, and the bytes of the type that it stands for. Classes of torch are not asked: of a
+    sharded tensor the rows of this process would be counted as the whole.
+    """
+    kind = type(tensor)
+    if not hasattr(kind, "__tensor_flatten__") or kind.__module__.partition(".")[0] == "torch":
+        return []
+    return [part for part in list(vars(tensor).values()) if issubclass(type(part), torch.Tensor)]
 
 
 def _storage(storage: Any) -> _Anatomy:

@@ -25,11 +25,13 @@ from typing import Any, ClassVar
 from nbaccel.errors import CannotSend
 from nbaccel.launch.ipc.nbytes import size_of
 from nbaccel.launch.ipc.pickling import Contents, Joined, Packer, Places, PlacingPacker, Unpacker, is_ours
+from nbaccel.launch.ipc.tensor_devices import InFile
 from nbaccel.launch.ipc.unpicklable import CannotJoin, in_words, reason
 from nbaccel.launch.objects.kind import Change
 from nbaccel.launch.objects.sharded_tensors import Piece, ShardedTensors
 
 __all__ = [
+    "HostFile",
     "Payload",
     "pack",
     "pack_what_can_travel",
@@ -107,6 +109,7 @@ def pack_what_can_travel(
     places: Places | None = None,
     may_lack: Collection[str] = (),
     sharded: ShardedTensors | None = None,
+    unneeded: Collection[str] = (),
 ) -> tuple[Payload, dict[str, str]]:
     """Return the payload of every value that can be sent, and the names of the others, each with the reason.
 
@@ -116,11 +119,12 @@ def pack_what_can_travel(
     as written.
     may_lack: names whose values are sent without the parts that cannot be sent, rather than not at all: see `Absent`.
     sharded: tensors of which this rank's rows are sent, whether `values` lead to them or not.
+    unneeded: names of `namespace` whose values do not come along with functions that read them.
     """
     rest = values
     refused: dict[str, str] = {}
     lacking: set[str] = set()
-    make = _packers(by_reference or {}, namespace, as_written, places, lacking, sharded)
+    make = _packers(by_reference or {}, namespace, as_written, places, lacking, sharded, unneeded)
     while True:
         try:
             return _write(rest, make), refused
@@ -189,13 +193,13 @@ def _why_not_rebuilt(error: Exception) -> str:
 
 def packages_in(fd: int) -> list[str]:
     """Return the packages of the payload behind `fd` that a user installed, in the order of their import."""
-    _, (_, _, packages, _) = _opened(fd)
+    _, (_, _, packages, _, _) = _opened(fd)
     return packages
 
 
 def rows_in(fd: int) -> dict[str, tuple[memoryview, Piece]]:
     """Return the rows of sharded tensors in the payload behind `fd`, by the key of the tensor; nothing is copied."""
-    mapping, (places, _, _, rows) = _opened(fd)
+    mapping, (places, _, _, rows, _) = _opened(fd)
     found = {}
     for key, (index, piece) in rows.items():
         offset, nbytes = places[index]
@@ -203,11 +207,11 @@ def rows_in(fd: int) -> dict[str, tuple[memoryview, Piece]]:
     return found
 
 
-_Table = tuple[list[tuple[int, int]], list[int], list[str], dict[str, tuple[int, Piece]]]
+_Table = tuple[list[tuple[int, int]], list[int], list[str], dict[str, tuple[int, Piece]], int]
 
 
 def _opened(fd: int) -> tuple[mmap.mmap, _Table]:
-    """Open the payload behind `fd`; return it with its table: places, buffers, packages and rows."""
+    """Open the payload behind `fd`; return it with its table: places, buffers, packages, rows, begin of the pickle."""
     mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
     magic, table = _FOOTER.unpack_from(mapping, len(mapping) - _FOOTER.size)
     if magic != _MAGIC:
@@ -223,12 +227,12 @@ def _contents(
     is_lasting: bool,
     joined: Joined | None = None,
 ) -> Contents:
-    mapping, (places, buffers, packages, _) = _opened(fd)
+    mapping, (places, buffers, packages, _, begin) = _opened(fd)
     for name in packages:
         if name not in sys.modules:
             with suppress(Exception):  # if it is needed, the pickle raises a better error
                 importlib.import_module(name)
-    return Contents(mapping, places, buffers, namespace, anchored, placed, is_lasting, joined)
+    return Contents(mapping, places, buffers, namespace, anchored, placed, is_lasting, joined, begin)
 
 
 _MakePacker = Callable[[Any], Packer]
@@ -242,10 +246,11 @@ def _packers(
     places: Places | None = None,
     may_lack: Collection[str] = (),
     sharded: ShardedTensors | None = None,
+    unneeded: Collection[str] = (),
 ) -> _MakePacker:
     if places is not None:
         return lambda file: PlacingPacker(file, by_reference, namespace, places, may_lack)
-    return lambda file: Packer(file, by_reference, namespace, as_written, may_lack, sharded)
+    return lambda file: Packer(file, by_reference, namespace, as_written, may_lack, sharded, unneeded)
 
 
 def _culprits(values: dict[str, Any], make: _MakePacker, namespace: dict[str, Any] | None) -> dict[str, str]:
@@ -265,7 +270,10 @@ def _culprits(values: dict[str, Any], make: _MakePacker, namespace: dict[str, An
 
 
 def _write(values: dict[str, Any], make: _MakePacker) -> Payload:
-    """Write the pickle first, then the blocks, then the table that finds them, then the place of the table."""
+    """Write the pickle first, then the blocks, then the table that finds them, then the place of the table.
+
+    If blocks are in a file already (`HostFile`), the rest is written behind them, and they are not copied.
+    """
     fd = os.memfd_create("nbaccel-payload", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file:
@@ -274,20 +282,76 @@ def _write(values: dict[str, Any], make: _MakePacker) -> Payload:
                 packer.dump_names(values)
                 packer.add_rows()
             end = file.tell()
+        begin, host_file = 0, next(iter(packer.in_file.values()), None)
+        if host_file is not None:
+            fd, begin = _moved_behind(host_file, fd, end)
+            end += begin
         places = []
-        for block in packer.blocks:
+        for index, block in enumerate(packer.blocks):
             with block() as source:
+                if index in packer.in_file:
+                    places.append((packer.in_file[index].offset, source.nbytes))
+                    continue
                 offset = _aligned(end, source.nbytes)
                 _write_all(fd, source, offset)
                 end = offset + source.nbytes
             places.append((offset, end - offset))
         packer.forget()
-        table = pickle.dumps((places, packer.buffers, _in_order_of_import(packer.packages), packer.rows))
+        table = pickle.dumps((places, packer.buffers, _in_order_of_import(packer.packages), packer.rows, begin))
         _write_all(fd, memoryview(table + _FOOTER.pack(_MAGIC, end)), end)
         return Payload(fd, end + len(table) + _FOOTER.size, packer.lacks)
     except BaseException:
         os.close(fd)
         raise
+
+
+def _moved_behind(host_file: InFile, fd: int, length: int) -> tuple[int, int]:
+    """Move the content of `fd` behind the blocks of a file, and return another descriptor of that, and where it is.
+
+    What an earlier payload has written there is cut off: the ranks that had mapped it have ended.
+    """
+    begin = _aligned(host_file.size, _PAGE)
+    os.ftruncate(host_file.fd, host_file.size)
+    with mmap.mmap(fd, length, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as content:
+        _write_all(host_file.fd, content, begin)
+    target = os.dup(host_file.fd)
+    os.close(fd)
+    return target, begin
+
+
+class HostFile:
+    """Memory of the host in a file without a name, for objects that ranks need and this process keeps.
+
+    A payload does not copy what is in it: ranks map the file, and so does this process, each copy-on-write.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("nbaccel-host", os.MFD_CLOEXEC)
+        self._places: list[tuple[int, int]] = []
+        self._end = 0
+
+    def add(self, storage: Any) -> None:
+        """Write the bytes of a storage of the host."""
+        torch: Any = sys.modules["torch"]
+        with memoryview(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()) as source:
+            offset = _aligned(self._end, source.nbytes)
+            _write_all(self._fd, source, offset)
+            self._places.append((offset, source.nbytes))
+            self._end = offset + source.nbytes
+
+    def storages(self) -> list[tuple[Any, InFile]]:
+        """Return a storage of this process for each that was added, and its place in the file."""
+        torch: Any = sys.modules["torch"]
+        mapping = mmap.mmap(self._fd, self._end, access=mmap.ACCESS_COPY)
+        flat = [
+            torch.frombuffer(mapping, dtype=torch.uint8, offset=offset, count=nbytes) for offset, nbytes in self._places
+        ]
+        places = [InFile(self._fd, offset, self._end) for offset, _ in self._places]
+        return [(each.untyped_storage(), place) for each, place in zip(flat, places, strict=True)]
+
+    def close(self) -> None:
+        """Close the file; what was mapped stays."""
+        os.close(self._fd)
 
 
 def _in_order_of_import(packages: Set[str]) -> list[str]:
@@ -394,7 +458,7 @@ class _Salvager(_Reader):  # type: ignore[misc]
         dispatch[_code[0]] = _guarded(dispatch[_code[0]])
 
     def __init__(self, contents: Contents) -> None:
-        contents.mapping.seek(0)
+        contents.mapping.seek(contents.begin)
         super().__init__(contents.mapping, buffers=contents.buffers())
         self._contents = contents
         self._errors: dict[int, Exception] = {}  # by the id of the object that could not be filled

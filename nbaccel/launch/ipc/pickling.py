@@ -8,7 +8,6 @@ already; that of prepared objects and of libraries is in `reductions`.
 from __future__ import annotations
 
 import functools
-import importlib
 import mmap
 import pickle
 import sys
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 import cloudpickle
 
 from nbaccel.launch.ipc.event_files import reduce_writer
-from nbaccel.launch.ipc.tensor_devices import device_here, device_there, storage_on
+from nbaccel.launch.ipc.tensor_devices import InFile, device_here, device_there, in_file, storage_on
 from nbaccel.launch.ipc.unpicklable import (
     Absent,
     CannotJoin,
@@ -32,8 +31,14 @@ from nbaccel.launch.ipc.unpicklable import (
     refuse_what_lives_here,
     what_it_is,
 )
-from nbaccel.launch.objects.arrays import Values, has_plain_memory
-from nbaccel.launch.objects.reductions import reduce_of_a_library, reduce_to_what_was_written, with_slots
+from nbaccel.launch.objects.arrays import Values, is_as_it_lies
+from nbaccel.launch.objects.reductions import (
+    globals_of_module,
+    module_of_maker,
+    reduce_of_a_library,
+    reduce_to_what_was_written,
+    with_slots,
+)
 from nbaccel.launch.objects.sharded_tensors import Piece, ShardedTensors, is_sharded
 from nbaccel.launch.objects.wrappers import is_lightnings_trainer, itself, plain
 
@@ -58,6 +63,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
     """Writes objects to `file`, and collects the memory that has to follow them.
 
     blocks: each returns its bytes when its turn to be written comes, so a device tensor is copied to the host late.
+    in_file: places of blocks that are in a file already, by index.
     buffers: indices of blocks that are out-of-band buffers of the pickle protocol, in its order.
     as_written: send what a cell left as the user wrote it: wrappers that training put around objects are left out, at
     any depth in a value, and a tensor of a graph is sent without the graph.
@@ -67,6 +73,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
     packages: those whose classes, functions and modules the pickle refers to.
     sharded: the tensors of which only this rank's rows are sent; of others no part is sent.
     rows: these rows by the key of their tensor: the index of the block, and which rows it holds.
+    unneeded: names of the notebook's that functions of it do not bring along.
     """
 
     def __init__(
@@ -77,8 +84,10 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         as_written: bool = False,
         may_lack: Collection[str] = (),
         sharded: ShardedTensors | None = None,
+        unneeded: Collection[str] = (),
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._add_buffer)
+        self._unneeded = unneeded
         self.at = ""
         self.lacks: dict[str, list[str]] = {}
         self.packages: set[str] = set()
@@ -87,6 +96,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         self._absent: dict[int, tuple[str, Any]] = {}  # by id: objects replaced by `Absent`, and why
         self.blocks: list[Callable[[], memoryview]] = []
         self.buffers: list[int] = []
+        self.in_file: dict[int, InFile] = {}
         self.rows: dict[str, tuple[int, Piece]] = {}
         self._sharded = sharded
         self._index: dict[tuple[str, int, int], int] = {}
@@ -147,7 +157,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         if obj is self._namespace_there:
             return _there, ("globals",)
         if type(obj) is _ModuleThere:
-            return _globals_of_module, (obj.name,)
+            return globals_of_module, (obj.name,)
         refuse_quantised_weights(obj, leaves_rank=self._as_written)
         if self._as_written:
             if reduced := reduce_to_what_was_written(obj):
@@ -161,7 +171,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         if reduced := self._reduce_array(obj) or self._reduce_tensor(obj) or self._reduce_of_a_device(obj):
             return reduced
         refuse_what_lives_here(obj)
-        module = _module_of(obj)
+        module = module_of_maker(obj)
         if module is not None:
             self.globals_ref.setdefault(id(obj.__globals__), _ModuleThere(module))
         reduced = super().reducer_override(obj)
@@ -171,6 +181,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             make, args, state, items, pairs, set_state = reduced
             if module is not None:
                 state[1]["__globals__"].clear()
+            for name in self._unneeded:
+                state[1]["__globals__"].pop(name, None)
             return make, args, (set_state, state), items, pairs, _set_function_state
         return with_slots(obj, reduced) if issubclass(type(obj), type) else reduced
 
@@ -233,7 +245,7 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             if not self._as_written:
                 raise Refused("part of an autograd graph; send x.detach()", obj)
             obj = obj.detach()
-        if not _is_as_it_lies(obj):
+        if not is_as_it_lies(obj):
             return None
         index, device = self._block_of_storage(obj.untyped_storage())
         layout = (obj.storage_offset(), tuple(obj.size()), obj.stride())
@@ -252,7 +264,10 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
         """Return the number of the block, and the device that the memory shall be on."""
         address = storage.data_ptr() or id(storage)  # storages without memory are not one storage
         read = functools.partial(_storage_bytes, storage)
-        return self._block(str(storage.device), address, storage.nbytes(), read), device_there(storage.device, address)
+        index = self._block(str(storage.device), address, storage.nbytes(), read)
+        if (place := in_file(address)) is not None:
+            self.in_file[index] = place
+        return index, device_there(storage.device, address)
 
     def _reduce_of_a_device(self, obj: Any) -> Any:
         """Reduce an object that would be sent with its device's name: the other side has other devices, or none yet.
@@ -324,7 +339,7 @@ class PlacingPacker(Packer):
         """Reduce a tensor to a view of one of the notebook's tensors, if all its elements are in that one's memory."""
         if self._of_memory is None:
             self._of_memory = {_memory(each): each for each in self._places.tensors()}
-        if type(tensor) is not sys.modules["torch"].Tensor or not _is_as_it_lies(tensor) or not tensor.numel():
+        if type(tensor) is not sys.modules["torch"].Tensor or not is_as_it_lies(tensor) or not tensor.numel():
             return None
         known = self._of_memory.get(_memory(tensor))
         if known is None or known.dtype != tensor.dtype or not known.is_contiguous():
@@ -360,11 +375,6 @@ class Joined(Protocol):
 
 def _set_gradient(tensor: Any, gradient: Any) -> None:
     tensor.grad = gradient
-
-
-def _is_as_it_lies(tensor: Any) -> bool:
-    """Return whether its values are those in its memory: in conjugate and negative views a bit changes them."""
-    return has_plain_memory(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _memory(tensor: Any) -> tuple[str, int]:
@@ -411,24 +421,6 @@ class _ModuleThere:
         self.name = name
 
 
-def _module_of(obj: Any) -> str | None:
-    """Return the installed module in which a function was made by another function of it; None for anything else.
-
-    The code of such a function is sent. In the receiver it reads that process's module: cloudpickle would send copies
-    of the values, and the function would share them with no other code.
-    """
-    if not issubclass(type(obj), types.FunctionType) or obj.__module__ == "__main__":
-        return None
-    module = sys.modules.get(obj.__module__)  # an entry may be anything
-    if getattr(module, "__dict__", None) is not obj.__globals__ or getattr(module, "__spec__", None) is None:
-        return None
-    return str(obj.__module__)
-
-
-def _globals_of_module(name: str) -> dict[str, Any]:
-    return vars(importlib.import_module(name))
-
-
 def _there(what: str, *args: Any) -> Any:
     """Stand in a payload for a call of `Contents` on the other side; ``_there("array", …)`` for its method `array`."""
     raise pickle.UnpicklingError(
@@ -448,7 +440,8 @@ def _set_function_state(function: types.FunctionType, wrapped: tuple[Callable[[A
 class Contents:
     """The contents of one payload, and the methods that the pickle in it calls by `_there`.
 
-    mapping: the payload, beginning with the pickle.  places: offset and length of each block.  buffers: as in `Packer`.
+    mapping: the payload.  begin: where the pickle is in it.  places: offset and length of each block.
+    buffers: as in `Packer`.
     is_lasting: blocks that are less than half of the payload are copied out, so that none keeps a larger rest alive.
     Nothing here refers to the unpickler: with a cycle the memory would stay until the collector runs.
     """
@@ -463,7 +456,9 @@ class Contents:
         placed: Callable[[Any], Any] | None = None,
         is_lasting: bool = False,
         joined: Joined | None = None,
+        begin: int = 0,
     ) -> None:
+        self.begin = begin
         self._placed = placed
         self._joined = joined
         self._copied_below = max(_COPIED_IF_LASTING, len(mapping) // 2) if is_lasting else _COPIED_BELOW
@@ -592,6 +587,7 @@ class Unpacker(pickle.Unpickler):
     """Reads the objects of `contents` straight from the mapping."""
 
     def __init__(self, contents: Contents) -> None:
+        contents.mapping.seek(contents.begin)
         super().__init__(contents.mapping, buffers=contents.buffers())
         self._contents = contents
 

@@ -21,7 +21,7 @@ from nbaccel.hardware import Gpu
 from nbaccel.launch.ipc.payload import Payload, pack, unpack
 from nbaccel.launch.ipc.pickling import Places
 from nbaccel.launch.objects.kind import Change
-from nbaccel.launch.objects.names import codes_of, says_first_card
+from nbaccel.launch.objects.names import codes_of, names_read, says_first_card, with_their_own
 from nbaccel.quantities import plural
 from nbaccel.settings import OOM_CHOICES, STOP, RunSettings
 from nbaccel.world import World
@@ -127,6 +127,10 @@ class Task(ABC):
         """Return the names of `namespace` that a process which is no copy of the kernel needs."""
         return []
 
+    def values_to_send(self) -> dict[str, Any]:
+        """Return what such a process gets, by name: also what functions and classes among it read of the notebook."""
+        return {}
+
     def left_behind(self) -> tuple[str, dict[str, Any]]:
         """Return a file, and the names that its top level has bound, in a rank whose work is over."""
         return "", {}
@@ -206,6 +210,12 @@ class FunctionTask(Task):
     def results(self, rank: int) -> Results:
         return Results(values={"value": self.value})
 
+    def values_to_send(self) -> dict[str, Any]:
+        main = vars(sys.modules["__main__"])
+        names = with_their_own(names_read(list(codes_of(self.function))), main)
+        read = {name: main[name] for name in sorted(names) if name in main}
+        return read | {"function": self.function, "args": self.args, "kwargs": self.kwargs}
+
     def pack(self) -> Payload:
         return pack({"function": self.function, "args": self.args, "kwargs": self.kwargs, "debugged": self.debugged})
 
@@ -232,9 +242,9 @@ class FunctionTask(Task):
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices of the ranks of a run: local rank r on `gpus[r]`, or all of them on the CPU.
+    """The devices of the ranks of a run: an equal share of GPUs for each, see `of_rank`, or all of them on the CPU.
 
-    gpus: as many as there are ranks, or none.  hides_gpus: ranks must not see the existing GPUs.
+    gpus: a multiple of the number of ranks, or none.  hides_gpus: ranks must not see the existing GPUs.
     why_no_gpu: see `Survey.why_no_gpu`; empty if the CPU was asked for.  is_here: it is a run in this process.
     """
 
@@ -253,12 +263,27 @@ class Devices:
         """Return the GPU that limits the precision of all ranks; None on the CPU."""
         return min(self.gpus, key=lambda gpu: gpu.compute_capability, default=None)
 
+    @property
+    def gpus_per_rank(self) -> int:
+        """Return the number of GPUs of each rank, 0 on the CPU."""
+        return len(self.gpus) // self.num_processes
+
+    def of_rank(self, rank: int) -> tuple[Gpu, ...]:
+        """Return the GPUs of local rank `rank`; it computes on the first of them."""
+        return self.gpus[rank * self.gpus_per_rank : (rank + 1) * self.gpus_per_rank]
+
+    def each(self) -> Iterator[tuple[int, Gpu]]:
+        """Yield every GPU with the local rank that has it."""
+        for number, gpu in enumerate(self.gpus):
+            yield number // self.gpus_per_rank, gpu
+
     def names(self) -> tuple[str, ...]:
         """Return the device of each rank, as a person calls it; empty on the CPU."""
-        return tuple(f"GPU {gpu.index}" for gpu in self.gpus)
+        ranks = range(self.num_processes) if self.gpus else ()
+        return tuple(f"GPU {_numbers([gpu.index for gpu in self.of_rank(rank)])}" for rank in ranks)
 
     def environ(self) -> dict[str, str]:
-        """Return the variables that show every rank these devices, numbered by local rank.
+        """Return the variables that show every rank these devices, in their order.
 
         They are numbers where these are certain to mean these devices, since some libraries read them; else UUIDs,
         because numbers mean something else once CUDA_VISIBLE_DEVICES or CUDA_DEVICE_ORDER changes. Nothing is set if a
@@ -299,7 +324,7 @@ class Devices:
     def __str__(self) -> str:
         ranks = plural(self.num_processes, "rank")
         if self.gpus:
-            return f"{ranks} on {', '.join(f'GPU {gpu.index} {gpu.name}' for gpu in self.gpus)}"
+            return f"{ranks} on {', '.join(f'GPU {gpu.index} {gpu.name}' for gpu in self.gpus)}{self._shares}"
         return f"{ranks} on the CPU{self.why_no_gpu and f', NOT on a GPU: {self.why_no_gpu}'}"
 
     def in_short(self, width: int) -> str:
@@ -310,13 +335,20 @@ class Devices:
         >>> t4s = tuple(Gpu(index, f"GPU-{index}", "Tesla T4", 16 * 10**9) for index in range(4))
         >>> Devices(4, t4s).in_short(40), Devices(4, t4s).in_short(20)
         ('4 ranks on GPU 0-3 (Tesla T4)', '4 ranks on GPU 0-3')
+        >>> Devices(2, t4s).in_short(40)
+        '2 ranks on GPU 0-3, 2 each (Tesla T4)'
         """
         ranks = plural(self.num_processes, "rank")
         if not self.gpus:
             return f"{ranks} on CPU"
-        plain = f"{ranks} on GPU {_numbers([gpu.index for gpu in self.gpus])}"
+        plain = f"{ranks} on GPU {_numbers([gpu.index for gpu in self.gpus])}{self._shares}"
         named = f"{plain} ({', '.join(dict.fromkeys(gpu.name for gpu in self.gpus))})"
         return named if len(named) <= width else plain
+
+    @property
+    def _shares(self) -> str:
+        """Return how many GPUs each of several ranks has, if that is not one."""
+        return f", {self.gpus_per_rank} each" if self.gpus_per_rank > 1 < self.num_processes else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +365,7 @@ class LaunchSpec:
     hang_timeout_s: seconds without a step or a collective on any rank after which the run is ended, None for never.
     stays: the ranks stay when the task is done, and wait for the next.
     program_limit: a limit that an earlier attempt of this run had set itself.
-    own_devices: each rank sees only its own device, as the first; otherwise every rank sees all of them.
+    own_devices: each rank sees only its own devices, the first as number 0; otherwise every rank sees all of them.
     """
 
     task: Task
@@ -363,7 +395,9 @@ class LaunchSpec:
         """Return the variables of one rank, made where its process is started: its settings and its devices."""
         devices = self.devices.environ()
         if self.own_devices:
-            devices[VISIBLE_DEVICES] = devices[VISIBLE_DEVICES].split(",")[rank]
+            share = self.devices.gpus_per_rank
+            own = devices[VISIBLE_DEVICES].split(",")[rank * share : (rank + 1) * share]
+            devices[VISIBLE_DEVICES] = ",".join(own)
         return self.settings.environ() | devices
 
 
@@ -371,7 +405,7 @@ class LaunchSpec:
 class WorkerBoot:
     """The facts that one rank gets at its start. Descriptors are valid in the rank's process.
 
-    sees_one_card: as `LaunchSpec.own_devices`, among several ranks.
+    sees_one_card: this rank, one of several, sees a single device, its own.
     run_nonce: marks places in the output pipe where a rich message belongs.
     store_path: the file through which the ranks of the run find each other.
     """

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbaccel.world import World
 
 __all__ = [
+    "InFile",
     "away_from",
     "device_here",
     "device_there",
+    "in_file",
     "storage_on",
 ]
 
@@ -26,19 +28,35 @@ _notebooks: dict[str, str] = {}
 """In a rank: the notebook's device of the first tensor that arrived on the rank's own device, by the rank's device."""
 
 
-_away: dict[int, str] = {}
+_away: dict[int, tuple[str, InFile | None]] = {}
 """In the notebook: memory that is on the host for a while, by its address; the device that it came from."""
 
 
+class InFile(NamedTuple):
+    """The place of memory in a file that other processes can map.  size: of the file, as long as nothing is added."""
+
+    fd: int
+    offset: int
+    size: int
+
+
 @contextmanager
-def away_from(homes: Mapping[int, str]) -> Iterator[None]:
-    """Send memory of the host, by its address, as if it were on a device.  homes: device by address."""
-    _away.update(homes)
+def away_from(homes: Mapping[int, str], places: Mapping[int, InFile] | None = None) -> Iterator[None]:
+    """Send memory of the host, by its address, as if it were on a device.
+
+    homes: device by address.  places: the file in which the memory is, by address, if it is in one.
+    """
+    _away.update({address: (home, (places or {}).get(address)) for address, home in homes.items()})
     try:
         yield
     finally:
         for address in homes:
             del _away[address]
+
+
+def in_file(address: int) -> InFile | None:
+    """Return the file in which memory is that is away from its device; None for any other memory."""
+    return _away[address][1] if address in _away else None
 
 
 def device_there(device: Any, address: int = 0) -> str:
@@ -51,7 +69,7 @@ def device_there(device: Any, address: int = 0) -> str:
     ('cuda:1', 'cpu')
     """
     if address and address in _away:  # 0 is the address of all memory of no bytes, and of objects without memory
-        return _away[address]
+        return _away[address][0]
     if device.type == _HOST or not World.from_env().launch_id:
         return str(device)
     return _notebooks.get(str(device), _HOST)
@@ -76,7 +94,7 @@ def device_here(there: str) -> Any:
         return device if torch.cuda.is_initialized() else torch.device(_HOST)
     if not torch.cuda.is_available():
         return torch.device(_HOST)
-    own = torch.device("cuda", world.local_rank if world.local_rank < torch.cuda.device_count() else 0)
+    own = torch.device("cuda", world.device_number(torch.cuda.device_count()))
     _notebooks.setdefault(str(own), there)
     return own
 

@@ -15,11 +15,11 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from nbaccel.errors import StayedInRank
+from nbaccel.errors import CannotSend, StayedInRank
 from nbaccel.launch.objects.wrappers import is_lightnings_callback
 from nbaccel.quantised import TrainedTensors, is_quantised_tensor
 from nbaccel.quantities import with_article
@@ -28,6 +28,7 @@ __all__ = [
     "Absent",
     "CannotJoin",
     "Refused",
+    "cannot_be_rebuilt",
     "depth_bounded",
     "in_words",
     "reason",
@@ -233,3 +234,14 @@ class Absent:
         )
 
     __call__ = __enter__ = __exit__ = __iter__ = __next__ = __len__ = __getitem__ = __contains__ = _refuse
+
+
+def cannot_be_rebuilt(refused: Mapping[str, str]) -> CannotSend:
+    """Return the error of a rank that got names and could not rebuild them."""
+    names = {name.removeprefix("in:"): reason for name, reason in refused.items()}
+    listed = "".join(f"\n  {name}: {reason}" for name, reason in names.items())
+    return CannotSend(
+        f"{len(names)} of the names that were sent to the ranks cannot be rebuilt there:{listed}\n"
+        "  Make such objects in the cell that uses them, or send the data they were made from.",
+        names,
+    )

@@ -6,11 +6,12 @@ import os
 import signal
 import sys
 import sysconfig
+import types
 from typing import Any
 
 from nbaccel.notices import PACKAGE_DIR
 
-__all__ = ["ASK", "cell_name", "is_users", "question_path", "stack_path"]
+__all__ = ["ASK", "cell_name", "is_users", "new_main", "question_path", "stack_path"]
 
 _LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
@@ -59,3 +60,17 @@ def stack_path(store_path: str, rank: int) -> str:
 def question_path(store_path: str, rank: int) -> str:
     """Return the FIFO through which a rank is asked for its stacks."""
     return os.path.join(os.path.dirname(store_path), f"questions-{rank}")
+
+
+def new_main() -> dict[str, Any]:
+    """Return the names of a new and empty `__main__`, in a rank that is no copy of the notebook."""
+    main = types.ModuleType("__main__")
+    namespace = vars(main)
+    sys.modules["__main__"] = main
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if ipython is not None and shell is not None:
+        namespace["get_ipython"] = ipython.get_ipython
+        shell.user_ns = namespace
+        shell.user_module = main
+    return namespace

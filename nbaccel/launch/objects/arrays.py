@@ -26,6 +26,7 @@ __all__ = [
     "TensorChange",
     "Values",
     "has_plain_memory",
+    "is_as_it_lies",
     "kind_of_memory",
 ]
 
@@ -329,6 +330,11 @@ def has_plain_memory(tensor: Any) -> bool:
         and tensor.device.type != "meta"
         and not tensor.is_quantized
     )
+
+
+def is_as_it_lies(tensor: Any) -> bool:
+    """Return whether its values are those in its memory: in conjugate and negative views a bit changes them."""
+    return has_plain_memory(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _overlaps(tensor: Any) -> bool:

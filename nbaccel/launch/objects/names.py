@@ -28,6 +28,7 @@ __all__ = [
     "names_assigned",
     "names_in_magics",
     "names_read",
+    "not_read",
     "says_first_card",
     "seeds",
     "with_their_own",
@@ -225,55 +226,90 @@ def loop_variables(code: str) -> set[str]:
     return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
 
 
-def made_before_read(code: str) -> set[str]:
+def made_before_read(code: str, namespace: Mapping[str, Any] | None = None) -> set[str]:
     """Return the names that the cell always binds before it reads them: their earlier values are not needed.
+
+    namespace: the notebook's; a name of a function or class in it counts as reading all that its code reads.
 
     >>> sorted(made_before_read("model = build()\\nmodel.train()\\nif x:\\n    y = 1\\nprint(y)"))
     ['model']
     """
+    order = _Order(namespace or {})
+    order.follow(_statements_of(code))
+    return order.made
+
+
+def not_read(code: str, namespace: Mapping[str, Any]) -> set[str]:
+    """Return the names whose values of before the cell does not need, though it may name them first to delete them.
+
+    >>> sorted(not_read("del model\\nmodel = build()\\nmodel.train()", {}))
+    ['model']
+    >>> sorted(not_read("print(model)\\ndel model", {}))
+    []
+    """
+    order = _Order(namespace, needs_to_delete=False)
+    order.follow(statements := _statements_of(code))
+    in_magics = with_their_own(names_in_magics(code), namespace) if statements else set()
+    return (order.made | order.deleted) - order.read - in_magics
+
+
+def _statements_of(code: str) -> list[ast.stmt]:
     try:
-        body = ast.parse(code).body
+        return ast.parse(code).body
     except SyntaxError:  # compiling gives a better error
-        return set()
-    read: set[str] = set()
-    made: set[str] = set()
-    _follow(body, read, made)
-    return made
+        return []
 
 
-def _follow(body: list[ast.stmt], read: set[str], made: set[str]) -> None:
-    """Add to `read` the names that `body` reads before they are in `made`, and to `made` what it binds for certain."""
-    for statement in body:
-        match statement:
-            case ast.With() | ast.AsyncWith():
-                _take(statement.items, read, made)
-                _follow(statement.body, read, made)
-            case ast.For() | ast.AsyncFor() | ast.While() | ast.If() | ast.Try() | ast.Match():
-                inside = set(made)
-                for part in ast.iter_child_nodes(statement):
-                    if not isinstance(part, ast.stmt):
-                        _take([part], read, inside)
-                    else:
-                        _follow([part], read, inside)
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                _take([statement], read, made)
-                made |= {statement.name} - read
-            case ast.Import() | ast.ImportFrom():
-                bound = {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
-                made |= bound - read
-            case _:
-                _take([statement], read, made)
+class _Order:
+    """The names of a cell in the order of its text.
 
+    read: those that are read before they are in `made`.  made: those that are bound for certain before that.
+    deleted: those that are deleted anywhere.
+    needs_to_delete: deleting a name reads its value; otherwise it is like binding it.
+    """
 
-def _take(nodes: Sequence[ast.AST], read: set[str], made: set[str]) -> None:
-    """Account for the names in `nodes`: those that are read first, then those that are bound."""
-    names = [leaf for node in nodes for leaf in ast.walk(node) if isinstance(leaf, ast.Name)]
-    changed = {
-        node.target.id for node in nodes if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
-    }
-    read |= ({name.id for name in names if not isinstance(name.ctx, ast.Store)} | changed) - made
-    if not any(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) for node in nodes):
-        made |= {name.id for name in names if isinstance(name.ctx, ast.Store)} - read
+    def __init__(self, namespace: Mapping[str, Any], needs_to_delete: bool = True) -> None:
+        self.read: set[str] = set()
+        self.made: set[str] = set()
+        self.deleted: set[str] = set()
+        self._namespace = namespace
+        self._binds = (ast.Store,) if needs_to_delete else (ast.Store, ast.Del)
+
+    def follow(self, body: list[ast.stmt]) -> None:
+        """Take the statements one after the other."""
+        for statement in body:
+            match statement:
+                case ast.With() | ast.AsyncWith():
+                    self._take(statement.items)
+                    self.follow(statement.body)
+                case ast.For() | ast.AsyncFor() | ast.While() | ast.If() | ast.Try() | ast.Match():
+                    outside = set(self.made)
+                    for part in ast.iter_child_nodes(statement):
+                        if not isinstance(part, ast.stmt):
+                            self._take([part])
+                        else:
+                            self.follow([part])
+                    self.made = outside
+                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                    self._take([statement])
+                    self.made |= {statement.name} - self.read
+                case ast.Import() | ast.ImportFrom():
+                    bound = {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
+                    self.made |= bound - self.read
+                case _:
+                    self._take([statement])
+
+    def _take(self, nodes: Sequence[ast.AST]) -> None:
+        """Account for the names in `nodes`: those that are read first, then those that are bound."""
+        names = [leaf for node in nodes for leaf in ast.walk(node) if isinstance(leaf, ast.Name)]
+        changed = {
+            node.target.id for node in nodes if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
+        }
+        self.deleted |= {name.id for name in names if isinstance(name.ctx, ast.Del)}
+        read = {name.id for name in names if not isinstance(name.ctx, self._binds)} | changed
+        self.read |= with_their_own(read - self.made, self._namespace) - self.made
+        if not any(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) for node in nodes):
+            self.made |= {name.id for name in names if isinstance(name.ctx, self._binds)} - self.read
 
 
 _FIRST = "cuda:0"

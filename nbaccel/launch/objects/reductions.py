@@ -26,7 +26,7 @@ import cloudpickle
 from nbaccel.launch.objects.wrappers import is_made_anew, is_put_there, itself, plain, reduce_accelerate, users_class
 from nbaccel.quantised import TrainedTensors, base_of, trained_state
 
-__all__ = ["reduce_of_a_library", "reduce_to_what_was_written", "with_slots"]
+__all__ = ["globals_of_module", "module_of_maker", "reduce_of_a_library", "reduce_to_what_was_written", "with_slots"]
 
 
 def reduce_to_what_was_written(obj: Any) -> Any:
@@ -237,3 +237,21 @@ def with_slots(kind: type, reduced: Any) -> Any:
             body |= {"__slots__": own.pop("__slots__")}
             return make, (meta, name, bases, body, *of_skeleton), (own, extra), *how
     return reduced
+
+
+def module_of_maker(obj: Any) -> str | None:
+    """Return the installed module in which a function was made by another function of it; None for anything else.
+
+    The code of such a function is sent. In the receiver it reads that process's module: cloudpickle would send copies
+    of the values, and the function would share them with no other code.
+    """
+    if not issubclass(type(obj), types.FunctionType) or obj.__module__ == "__main__":
+        return None
+    module = sys.modules.get(obj.__module__)  # an entry may be anything
+    if getattr(module, "__dict__", None) is not obj.__globals__ or getattr(module, "__spec__", None) is None:
+        return None
+    return str(obj.__module__)
+
+
+def globals_of_module(name: str) -> dict[str, Any]:
+    return vars(importlib.import_module(name))

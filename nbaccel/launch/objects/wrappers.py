@@ -13,6 +13,7 @@ import importlib
 import pickle
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "is_wrapper",
     "itself",
     "kept_apart",
+    "modules_in",
     "plain",
     "reduce_accelerate",
     "take_off_forward",
@@ -36,6 +38,13 @@ __all__ = [
     "wrapped_as",
     "wraps",
 ]
+
+
+def modules_in(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are modules of torch, without the wrappers that training has put around them."""
+    torch = sys.modules.get("torch")
+    found = {name: plain(value) for name, value in values.items()} if torch is not None else {}
+    return {name: value for name, value in found.items() if issubclass(type(value), sys.modules["torch"].nn.Module)}
 
 
 def plain(value: Any) -> Any:

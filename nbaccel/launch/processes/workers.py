@@ -74,12 +74,13 @@ class WorkerGroup:
                 err_read, err_write = os.pipe()
                 mine.append((Channel(here), out_read, err_read))
                 theirs += [there.detach(), out_write, err_write, self.rings.add()]
-                world = World(rank, self._world_size, rank, self._world_size, 0, launch_id)
+                share = spec.devices.gpus_per_rank if spec.own_devices and self._world_size > 1 else 0
+                world = World(rank, self._world_size, rank, self._world_size, 0, launch_id, own_devices=max(1, share))
                 boots.append(
                     WorkerBoot(
                         world=world,
                         environ=spec.environ_of(rank) | world.environ(port),
-                        sees_one_card=spec.own_devices and self._world_size > 1,
+                        sees_one_card=share == 1,
                         setup=spec.setup,
                         threads=spec.threads,
                         run_nonce=nonce,

@@ -207,7 +207,7 @@ class _Loading:
             raise ValueError(
                 f"{self._checkpoint} has no value for {listed(empty or missing, 3)} of {kind}, "
                 f"{'which are on the meta device' if empty else 'and strict=True'}: it is another model's, or saved "
-                f"under other names; it begins with {listed([*self._stored], 3)}"
+                f"under other names; it begins with {listed([*self._stored], 3)}{self._instead()}"
             )
         for name, tensor in self._tensors.items():
             stored = self.find(name)
@@ -222,6 +222,13 @@ class _Loading:
                     f"{self._checkpoint} has {listed(unused, 3)}, which {kind} does not have (strict=True)"
                 )
             warn_user(f"{self._checkpoint} has {listed(unused, 3)}, which {kind} does not have; left out.")
+
+    def _instead(self) -> str:
+        """Return what loads files with the names of older versions of a library."""
+        if not hasattr(type(self._model), "from_pretrained"):
+            return ""
+        kind = type(self._model).__name__
+        return f". {kind}.from_pretrained(..., device_map=...) knows the names under which its library saves weights"
 
     def run(self, device_map: DeviceMap, moves: bool, offload_buffers: bool) -> None:
         """Give each tensor its numbers at its place.
@@ -239,8 +246,9 @@ class _Loading:
             if place == DISK and (offload_buffers or name not in buffers):
                 left[name] = stored
                 empty = torch.empty_like(tensor, dtype=self._type(name, tensor), device="meta")
-                kept = waiting(Parameter(empty, tensor.requires_grad) if isinstance(tensor, Parameter) else empty)
-                self._set(name, tensor, kept)
+                if isinstance(tensor, Parameter):
+                    empty = Parameter(empty, tensor.requires_grad)
+                self._set(name, tensor, waiting(empty, name, stored))
                 continue
             device = tensor.device if not moves and not tensor.is_meta else as_device("cpu" if place == DISK else place)
             with torch.no_grad():

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, MultiheadAttention, Sequential
+from torch.nn.utils.parametrize import is_parametrized
 
 from nbaccel.quantities import gigabytes, listed
 from nbaccel.train.device_maps.module_sizes import (
@@ -102,8 +103,8 @@ class Wholes:
 
     def keeps(self, module: Module, parent: Module | None, nbytes: int) -> bool:
         """Return whether `module`, of this size and inside of `parent`, stays whole."""
-        if type(module).__name__ in self.names or isinstance(module, MultiheadAttention):
-            return True  # attention of torch reads the weights of a module below it, whose forward does not run
+        if type(module).__name__ in self.names or isinstance(module, MultiheadAttention) or is_parametrized(module):
+            return True  # they read the weights of modules below them, whose forwards do not run or only give weights
         is_member = isinstance(parent, _CONTAINERS) and not isinstance(module, _CONTAINERS)
         return self.members and is_member and nbytes <= self.most
 

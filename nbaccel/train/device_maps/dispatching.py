@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module, Parameter, ParameterDict, ParameterList
 from torch.utils.hooks import RemovableHandle
 
 from nbaccel.errors import NoSuchDevice
@@ -41,6 +41,7 @@ __all__ = [
     "trained_beside_frozen",
 ]
 
+_LISTS = (ParameterList, ParameterDict)
 _MARK = "_nbaccel_dispatch"
 
 
@@ -271,12 +272,12 @@ class _Dispatching:
         block = OffloadedBlock(name, module, slots, self._done.offloading)
         self._done.offloading.add(block)
         self._done.handles += [
-            module.register_forward_pre_hook(block.before),
+            module.register_forward_pre_hook(block.before, prepend=True),  # others may read the weights
             module.register_forward_hook(block.after, always_call=True),
         ]
         for part, lone in block.parts():
             self._done.handles += [
-                part.register_forward_pre_hook(lone.before),
+                part.register_forward_pre_hook(lone.before, prepend=True),
                 part.register_forward_hook(lone.after, always_call=True),
             ]
         by_owner: dict[Module, list[Slot]] = {}
@@ -292,7 +293,7 @@ class _Dispatching:
         owner, leaf = owner_of(self._model, name)
         held = self._tensors[name]
         if id(held) not in self._made:
-            self._made[id(held)] = waiting(held)
+            self._made[id(held)] = waiting(held, name, stored)
         return Slot(owner, leaf, inside, self._made[id(held)], stored, held.shape, held.dtype)
 
     def _move_inputs(self, module: Module, device: torch.device) -> None:
@@ -331,18 +332,29 @@ def _blocks(
     if below and is_uniform and (not children or wholes.keeps(module, parent, 0)):
         yield name, module, True, below
         return
-    own = [prefix + leaf for leaf in (*module._parameters, *module._buffers) if prefix + leaf in places]
-    if own:
+    lists = [(f"{prefix}{child}.", part) for child, part in children if isinstance(part, _LISTS)]
+    owners = [(prefix, module), *lists]  # a list of parameters has no forward: that of the module above reads them
+    own = [before + leaf for before, part in owners for leaf in (*part._parameters, *part._buffers)]
+    if own := [each for each in own if each in places]:
         yield name, module, False, own
     for child, part in children:
+        if isinstance(part, _LISTS):
+            continue
         yield from _blocks(f"{prefix}{child}", part, module, wholes, places)
 
 
 def trained_beside_frozen(model: Module) -> set[str]:
-    """Return the trainable parameters of a model that is frozen otherwise, such as adapters: they do not wait."""
-    trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
-    is_partly_frozen = any(not each.requires_grad for each in model.parameters() if each.is_floating_point())
-    return trained if is_partly_frozen else set()
+    """Return the trainable parameters of a model that is frozen for the most part, such as adapters: they do not wait.
+
+    Some models freeze a table of positions and nothing else, which makes the rest no adapters.
+    """
+    frozen, trained = (
+        sum(each.nbytes for each in model.parameters() if each.requires_grad is is_trained)
+        for is_trained in (False, True)
+    )
+    if trained > frozen:
+        return set()
+    return {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
 
 
 def places_of_tensors(model: Module, device_map: DeviceMap) -> dict[str, Any]:

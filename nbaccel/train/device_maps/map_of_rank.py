@@ -1,7 +1,7 @@
 """The device map of a model that `prepare` gets: what it means in one process and in several. Runs in ranks.
 
-Several processes share the devices, so each may use its own and nothing else but the host and the disk. Optimizers of
-weights that wait there are refused: such weights are fetched for a forward, and nothing would train them.
+Several processes share the devices, so each may use its own, one or several, beside the host and the disk. Optimizers
+of weights that wait there are refused: such weights are fetched for a forward, and nothing would train them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ from nbaccel.train.device_maps.dispatching import (
 )
 from nbaccel.train.device_maps.weight_slots import WaitingParameter
 from nbaccel.train.distributed.callers import warn_user
+from nbaccel.train.strategies.single import is_parallel, without_compile
 from nbaccel.world import World
 
-__all__ = ["place_for_rank", "refuse_waiting"]
+__all__ = ["place_for_rank", "refuse_unexchanged", "refuse_waiting"]
 
 
 def place_for_rank(
-    objects: Sequence[Any], device_map: str | DeviceMap, world: World, device: torch.device
+    objects: Sequence[Any], device_map: str | DeviceMap, world: World, device: torch.device, shards: bool = False
 ) -> Module | None:
-    """Put the parts of the model among `objects` where `device_map` says in this rank; return it if some of them wait.
+    """Put the parts of the model among `objects` where `device_map` says; return the model if it is for inference.
 
-    A map with one accelerator means this rank's own one if there are several processes, or if the machine has none.
+    It is in several processes if none of `objects` is an optimizer of the model; if the strategy `shards` models, which
+    takes whole ones, it is where parts of the model wait.
+    A map with one accelerator means this rank's own one if there are several processes, or if the machine has none. In
+    a rank that has several for itself, the numbers 0, 1, ... are these.
     device_map: a map, or a name as `load_checkpoint_and_dispatch` takes it: made for what one process may use.
 
     Raises:
@@ -47,25 +51,35 @@ def place_for_rank(
     if len(models) != 1:
         raise ValueError(f"prepare(..., device_map=...) takes one model, and there are {len(models)} in this call")
     model, optimizers = models[0], [thing for thing in objects if isinstance(thing, Optimizer)]
+    is_shared = world.is_distributed and world.own_devices == 1
     if isinstance(device_map, str):
-        device_map = automatic_map(device_map, model, _memory_of(device) if world.is_distributed else None)
+        device_map = automatic_map(device_map, model, _memory_of(device) if is_shared else None)
     fast = {key for place in device_map.values() if (key := device_key(place)) not in (HOST, DISK)}
-    if len(fast) > 1 and world.is_distributed:
+    if len(fast) > 1 and is_shared:
+        numbers = ",".join(map(str, range(len(fast) * world.world_size)))
         raise ValueError(
             f"device_map spreads {type(model).__name__} over {listed(sorted(map(str, fast)))}, and there are "
-            f"{world.world_size} processes that need a whole model each: start one process (-n 1), or give "
-            f"each its own device, device_map={{'': accelerator.device}}, with 'cpu' and 'disk' for what does not fit"
+            f"{world.world_size} processes that need a whole model each: start one process that has these (-n 1 "
+            f"--devices 0,1), give each process as many (-n {world.world_size} --devices {numbers}), or give each its "
+            f"own device, device_map={{'': accelerator.device}}, with 'cpu' and 'disk' for what does not fit"
         )
-    if len(fast) == 1 and (world.is_distributed or device.type == "cpu"):
+    if len(fast) == 1 and (is_shared or device.type == "cpu"):
         if device.type == "cpu" and world.is_main_process:
             warn_user(
                 f"device_map names device {next(iter(fast))}, and this run computes on the CPU, as the model does."
             )
         device_map = {name: device if device_key(place) in fast else place for name, place in device_map.items()}
-    main = main_device_of(device_map, None if fast and not world.is_distributed else device)
-    _refuse_trained(model, device_map, main, optimizers, world)
+    main = main_device_of(device_map, None if fast and not is_shared else device)
+    _refuse_trained(model, device_map, main, optimizers, world, shards)
     dispatch_model(model, device_map, main)
-    return model if offloaded_names(model) else None
+    is_for_inference = bool(offloaded_names(model)) if shards else not trained_names(optimizers, model)
+    return model if is_for_inference and world.is_distributed else None
+
+
+def trained_names(optimizers: Iterable[Optimizer], model: Module) -> list[str]:
+    """Return the parameters of `model`, under all their names, that one of `optimizers` trains."""
+    trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    return [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in trained]
 
 
 def _memory_of(device: torch.device) -> dict[Device, int]:
@@ -75,22 +89,30 @@ def _memory_of(device: torch.device) -> dict[Device, int]:
 
 
 def _refuse_trained(
-    model: Module, device_map: DeviceMap, main: torch.device, optimizers: Iterable[Optimizer], world: World
+    model: Module,
+    device_map: DeviceMap,
+    main: torch.device,
+    optimizers: Iterable[Optimizer],
+    world: World,
+    shards: bool,
 ) -> None:
-    """Refuse optimizers of what will wait, and in several processes of anything beside it."""
+    """Refuse optimizers of what will wait, and in several processes of anything beside it that is not frozen."""
     away = (DISK,) if main.type == "cpu" else (DISK, HOST)
-    trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     places = places_of_tensors(model, device_map)
-    names = [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in trained]
+    names = trained_names(optimizers, model)
     waiting = [name for name in names if places[name] in away and name not in trained_beside_frozen(model)]
     if waiting:
         raise ValueError(_sentence(waiting, "device_map puts", "on the host or on the disk"))
-    if names and world.is_distributed and any(place in away for place in places.values()):
-        raise ValueError(
-            f"the optimizer trains {listed(names, 3)} of a model with parts on the host or on the disk, and there are "
-            f"{world.world_size} processes, which would not exchange its gradients: start one process (-n 1), or give "
-            "all of the model places on devices"
-        )
+    if names and world.is_distributed:
+        free = [name for name, each in model.named_parameters() if places[name] in away and each.requires_grad]
+        free = [name for name in free if name not in trained_beside_frozen(model)]
+        if free or (shards and any(place in away for place in places.values())):
+            raise ValueError(
+                f"the optimizer trains {listed(names, 3)} of a model with parts on the host or on the disk, and there "
+                f"are {world.world_size} processes, which exchange gradients of whole models: freeze what waits "
+                "(requires_grad_(False)) and use --strategy ddp, start one process (-n 1), or give all of the model "
+                "places on devices"
+            )
 
 
 def refuse_waiting(optimizers: Iterable[Optimizer], models: Iterable[Module]) -> None:
@@ -107,6 +129,24 @@ def refuse_waiting(optimizers: Iterable[Optimizer], models: Iterable[Module]) ->
     if names or unnamed:
         names = names or [plural(unnamed, "parameter")]
         raise ValueError(_sentence(names, "the optimizer has", "which wait on the host or on the disk"))
+
+
+def refuse_unexchanged(optimizers: Iterable[Optimizer], models: Iterable[Module], world: World) -> None:
+    """Refuse optimizers of models with a map that were prepared for inference: ranks would train apart, unnoticed.
+
+    models: as prepared; one that exchanges gradients is a DDP module around the user's.
+
+    Raises:
+        ValueError: names the parameters.
+    """
+    for model in models:
+        is_mapped = "hf_device_map" in vars(without_compile(model))
+        if is_mapped and not is_parallel(model) and (names := trained_names(optimizers, model)):
+            raise ValueError(
+                f"the optimizer trains {listed(names, 3)} of {type(without_compile(model)).__name__}, which has a "
+                f"device_map and was prepared for inference, and there are {world.world_size} processes, which would "
+                "not exchange its gradients: pass both in one call, prepare(model, optimizer, device_map=...)"
+            )
 
 
 def _sentence(names: Sequence[str], before: str, after: str) -> str:

@@ -8,14 +8,14 @@ Fetched weights themselves cannot be trained, which a backward that comes to one
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Module, Parameter
+from torch.nn import Module, Parameter, RNNBase
 
 from nbaccel.train.device_maps.stored_tensors import Stored
 
@@ -25,43 +25,140 @@ __all__ = ["RecordedWeights", "Slot", "WaitingParameter", "waiting"]
 class WaitingParameter(Parameter):
     """A parameter between forwards: on the meta device, with a shape and a type.
 
-    It can be looked at, but not computed with: some products of torch (2.13, on the CPU) take a tensor on the meta
-    device for one with numbers, and return what happens to be in memory.
+    Where another module than its own computes with it, or with a part of it, it is read for that, each time. It cannot
+    be changed. Without this class some products of torch (2.13, on the CPU) take a tensor on the meta device for one
+    with numbers, and return what happens to be in memory.
     """
+
+    name = ""
+    stored: Stored | None = None
+    """Where its numbers are."""
+
+    made_by: _Call | None = None
+    """The call that gives its numbers, for what was computed from waiting parameters alone."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        values = [*args, *(kwargs or {}).values()]
-        tensors = [
-            each
-            for value in values
-            for each in (value if isinstance(value, list | tuple) else [value])
-            if isinstance(each, Tensor)
-        ]
-        if any(not isinstance(each, cls) and not each.is_meta for each in tensors):
-            shape = next(tuple(each.shape) for each in tensors if isinstance(each, cls))
+        call = _Call(func, args, kwargs or {})
+        tensors = list(_tensors((args, kwargs)))
+        waiting = [each for each in tensors if isinstance(each, cls)]
+        device = next((each.device for each in tensors if not isinstance(each, cls) and not each.is_meta), None)
+        if getattr(func, "__name__", "") in _TELLS:
+            device = torch.device("cpu")
+        if waiting and call.changes(also_marks=device is not None):
             raise RuntimeError(
-                f"a weight of the shape {shape} waits on the host or on the disk, and is used by "
-                f"{getattr(func, '__name__', func)} outside of the forward of its module: name the class of the module "
-                "whose forward uses it in preload_module_classes, or give it a place on a device in the map"
+                f"{waiting[0].name or 'a weight'} waits on the host or on the disk, and "
+                f"{getattr(func, '__name__', func)} would change what is only read from there: give it a place on a "
+                "device in the map, or change it before the model is dispatched"
             )
-        # Tensor's, by which views are of this class too: that of Parameter makes plain tensors of them.
+        if device is not None:
+            return call.on(device)
+        # Tensor's, by which results are of this class too: that of Parameter makes plain tensors of them.
         of_tensors: Any = Tensor.__torch_function__
-        return of_tensors.__func__(cls, func, types, args, kwargs or {})
+        result = of_tensors.__func__(cls, func, types, args, kwargs or {})
+        parts = result if isinstance(result, list | tuple) else [result]
+        for number, part in enumerate(parts):
+            if isinstance(part, cls) and part.stored is None and part.made_by is None:
+                part.made_by = call if part is result else _Call(_nth, (call, number), {})
+        return result
+
+    def read(self, device: torch.device) -> Tensor:
+        """Return its numbers on `device`, as a tensor whose gradient is refused."""
+        if self.made_by is not None:
+            made: Tensor = self.made_by.on(device)
+            return made
+        if self.stored is None:
+            raise RuntimeError(f"a weight of the shape {tuple(self.shape)} has no numbers: it is on the meta device")
+        read = Parameter(on_device(self.stored, self.shape, self.dtype, device, {}), self.requires_grad)
+        if read.requires_grad and torch.is_grad_enabled():
+            read.register_post_accumulate_grad_hook(_CannotTrain(self.name))
+        return read
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _waiting, (tuple(self.shape), self.dtype, self.requires_grad)
+        return _waiting, (tuple(self.shape), self.dtype, self.requires_grad, self.name, self.stored)
 
 
-def _waiting(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> WaitingParameter:
-    return WaitingParameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
+def _waiting(
+    shape: Sequence[int], dtype: torch.dtype, requires_grad: bool, name: str, stored: Stored | None
+) -> WaitingParameter:
+    parameter = WaitingParameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
+    parameter.name, parameter.stored = name, stored
+    return parameter
 
 
-def waiting(tensor: Tensor) -> Tensor:
-    """Return what stands for `tensor` between forwards."""
+def waiting(tensor: Tensor, name: str, stored: Stored) -> Tensor:
+    """Return what stands for `tensor` between forwards.  name: in the model."""
     if isinstance(tensor, Parameter):
-        return _waiting(tensor.shape, tensor.dtype, tensor.requires_grad)
+        return _waiting(tensor.shape, tensor.dtype, tensor.requires_grad, name, stored)
     return torch.empty_like(tensor, device="meta")
+
+
+_MARKS = ("__set__", "requires_grad_", "detach_")
+"""Functions that change what is known of a tensor and not its numbers, unless they get a tensor that has some."""
+
+_TELLS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__")
+"""Functions that say what the numbers of a tensor are."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """A function of torch with its arguments, some of them waiting."""
+
+    function: Any
+    args: Any
+    kwargs: dict[str, Any]
+
+    def changes(self, also_marks: bool) -> bool:
+        """Return whether the function changes its first argument, by its name."""
+        name = getattr(self.function, "__name__", "")
+        if name in _MARKS:
+            return also_marks
+        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+    def on(self, device: torch.device) -> Any:
+        """Return the result with the numbers of what waits, on `device`."""
+        return self.function(*_read(self.args, device), **_read(self.kwargs, device))
+
+
+def _nth(results: Sequence[Any], number: int) -> Any:
+    return results[number]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments of a function of torch."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
+
+
+def _read(value: Any, device: torch.device) -> Any:
+    """Return arguments with the numbers of what waits, on `device`."""
+    if isinstance(value, WaitingParameter):
+        return value.read(device)
+    if isinstance(value, _Call):
+        return value.on(device)
+    if isinstance(value, dict):
+        return {name: _read(each, device) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_read(each, device) for each in value) if type(value) in (list, tuple) else value
+    return value
+
+
+def on_device(
+    stored: Stored, shape: torch.Size, dtype: torch.dtype, device: torch.device, opened: dict[str, Any]
+) -> Tensor:
+    """Return a stored tensor in memory of torch on `device`.
+
+    Not a view of a file, although it would do: products of matrices that begin elsewhere than torch's memory are
+    rounded otherwise, and the outputs would differ from the plain model's in their last bit.
+    """
+    if device.type != "cpu":
+        return stored.read(opened).to(dtype).to(device)
+    made = torch.empty(shape, dtype=dtype, device="cpu")
+    stored.fill(made, opened)
+    return made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +189,10 @@ class Slot:
             self.owner._buffers[self.leaf] = tensor
             return tensor
         parameter = tensor if isinstance(tensor, Parameter) else Parameter(tensor, self.placeholder.requires_grad)
-        self.owner._parameters[self.leaf] = parameter
+        if isinstance(self.owner, RNNBase):
+            setattr(self.owner, self.leaf, parameter)  # which lists its weights a second time
+        else:
+            self.owner._parameters[self.leaf] = parameter
         return parameter
 
     def read(self, opened: dict[str, Any]) -> Tensor:
@@ -100,16 +200,8 @@ class Slot:
         return self.stored.read(opened).to(self.dtype)
 
     def on(self, device: torch.device, opened: dict[str, Any]) -> Tensor:
-        """Return the tensor in memory of torch on `device`.
-
-        Not a view of a file, although it would do: products of matrices that begin elsewhere than torch's memory are
-        rounded otherwise, and the outputs would differ from the plain model's in their last bit.
-        """
-        if device.type != "cpu":
-            return self.read(opened).to(device)
-        made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        self.stored.fill(made, opened)
-        return made
+        """Return the tensor in memory of torch on `device`."""
+        return on_device(self.stored, self.shape, self.dtype, device, opened)
 
 
 class RecordedWeights:
@@ -136,6 +228,9 @@ class RecordedWeights:
         for tensor in self._tensors:
             if tensor.requires_grad:
                 tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        # The graph has this object: torch keeps the hook with what the hook has packed.
+        self._tensors = ()
+        self._by_storage.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor | _Reference:
         if tensor.layout is not torch.strided:

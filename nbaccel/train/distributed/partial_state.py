@@ -193,13 +193,12 @@ def _choose_device(world: World) -> torch.device:
         if not world.is_distributed:
             # current_device() would make a CUDA context, which a notebook kernel must not have by accident.
             return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
-        if count > 1 and world.local_rank >= count:
+        if count > 1 and world.own_devices == 1 and world.local_rank >= count:
             raise NoSuchDevice(
                 f"local rank {world.local_rank} of {world.local_world_size} has no GPU: this machine shows {count}. "
                 f"Start at most {count} processes here, or ask for the CPU."
             )
-        # A single visible device is this rank's own: a launcher may hide the others from it.
-        device = torch.device("cuda", world.local_rank if count > 1 else 0)
+        device = torch.device("cuda", world.device_number(count))
         torch.cuda.set_device(device)
         return device
     if torch.backends.mps.is_available():

@@ -157,6 +157,6 @@ def use_own_device(world: World) -> None:
 
     def choose() -> None:
         if world.local_rank < torch.cuda.device_count():
-            torch.cuda.set_device(world.local_rank)
+            torch.cuda.set_device(world.device_number(torch.cuda.device_count()))
 
     torch.cuda._lazy_call(choose)

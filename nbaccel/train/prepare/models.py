@@ -20,7 +20,7 @@ from nbaccel.settings import RunSettings
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.step.kwargs_handlers import KwargsHandler
 from nbaccel.train.step.precision import restore_forward
-from nbaccel.train.strategies.single import without_compile
+from nbaccel.train.strategies.single import waiting_names, without_compile
 from nbaccel.values import frozen
 from nbaccel.world import World
 
@@ -38,10 +38,11 @@ __all__ = [
 _NOWHERE = frozenset({"meta", "disk"})
 
 
-def admit(model: Module, world: World, device: torch.device, trains: bool = True) -> Module:
+def admit(model: Module, world: World, device: torch.device, trains: bool = True, shards: bool = False) -> Module:
     """Return `model` as it can be prepared in this rank: without ``nn.DataParallel``.
 
-    trains: its gradients will be synchronised. Otherwise parts of it may wait on the host or on the disk.
+    trains: its gradients will be synchronised. Then parts that wait on the host or on the disk have to be frozen.
+    shards: the strategy cuts it into rows, for which all of it has to be present.
 
     Raises:
         ValueError: the model is spread over several devices, and there are several ranks.
@@ -54,6 +55,8 @@ def admit(model: Module, world: World, device: torch.device, trains: bool = True
             )
         model = model.module
     if world.is_distributed:
+        if trains:
+            _refuse_waiting(model, world, shards)
         _refuse_spread(model, world, device, trains)
         _warn_of_neighbour(model, world, device)
     return model
@@ -64,13 +67,7 @@ def may_move(model: Module) -> bool:
 
     Nor on those with parts that wait on the disk, or on the host beside a device.
     """
-    return not (is_quantised(without_compile(model)) or is_spread(model) or _waits(model))
-
-
-def _waits(model: Module) -> bool:
-    """Return whether parts of `model` are fetched for a forward: they have no memory, and a module has a map."""
-    is_empty = any(str(parameter.device) in _NOWHERE for parameter in model.parameters())
-    return is_empty and any("hf_device_map" in vars(part) or "_hf_hook" in vars(part) for part in model.modules())
+    return not (is_quantised(without_compile(model)) or is_spread(model) or waiting_names(model))
 
 
 def is_spread(model: Module) -> bool:
@@ -98,21 +95,29 @@ def is_compiled_module(module: Module) -> bool:
     return "_orig_mod" in module._modules
 
 
-def _refuse_spread(model: Module, world: World, device: torch.device, trains: bool) -> None:
-    spread = _devices(model)
-    if trains and _waits(model):
+def _refuse_waiting(model: Module, world: World, shards: bool) -> None:
+    waiting = set(waiting_names(model))
+    is_trained = any(each.requires_grad for name, each in model.named_parameters() if name in waiting)
+    if waiting and (is_trained or shards):
         raise ValueError(
             f"{_name(model)} has parts that wait on the host or on the disk, and there are {world.world_size} "
             "processes, which exchange gradients of whole models: for inference accelerator.prepare_model(model, "
-            "evaluation_mode=True) takes it, one such model in each process; to train, start one process (-n 1)."
+            "evaluation_mode=True) takes it, one such model in each process; to train adapters, freeze what waits "
+            "(requires_grad_(False)) and use --strategy ddp; to train all of it, start one process (-n 1) with "
+            "places on devices alone."
         )
-    if len(spread) > 1 and (trains or spread - {"cpu", str(device)}):
+
+
+def _refuse_spread(model: Module, world: World, device: torch.device, trains: bool) -> None:
+    spread, own = _devices(model), _own_devices(world, device)
+    if len(spread) > 1 and spread - own - (set() if trains else {"cpu"}):
         raise ValueError(
             f"{_name(model)} is spread over {', '.join(sorted(spread))}, and there are {world.world_size} processes "
             f"that need a whole model each: load it on one device (no device_map='auto'; device_map={{'': "
-            f"accelerator.device}}), or start one process (-n 1)."
+            f"accelerator.device}}), start one process that has several (-n 1 --devices 0,1), or give each process "
+            f"as many (-n {world.world_size} --devices {','.join(map(str, range(2 * world.world_size)))})."
         )
-    if spread and spread != {str(device)} and device.type != "cpu" and is_quantised(without_compile(model)):
+    if spread - own and device.type != "cpu" and is_quantised(without_compile(model)):
         raise ValueError(
             f"{_name(model)} is quantised and lies on {spread.pop()}, so it cannot be moved to {device} of rank "
             f"{world.rank}: load it there, device_map={{'': accelerator.device}}."
@@ -120,13 +125,18 @@ def _refuse_spread(model: Module, world: World, device: torch.device, trains: bo
 
 
 def _warn_of_neighbour(model: Module, world: World, device: torch.device) -> None:
-    foreign = {place for place in _devices(model) if place.startswith("cuda") and place != str(device)}
+    foreign = {place for place in _devices(model) if place.startswith("cuda")} - _own_devices(world, device)
     if foreign and device.type == "cuda":
         warn_user(
             f"rank {world.rank} of {world.world_size} made {_name(model)} on {foreign.pop()}, where another rank "
             f"trains: prepare moves it to {device}, but what it took there is not given back. Leave .cuda() out, or "
             "use .to(accelerator.device).",
         )
+
+
+def _own_devices(world: World, device: torch.device) -> set[str]:
+    """Return the names of this rank's devices: `device`, and with several of its own these."""
+    return {str(device), *(f"{device.type}:{number}" for number in range(world.own_devices) if world.own_devices > 1)}
 
 
 def _devices(model: Module) -> set[str]:

@@ -141,7 +141,8 @@ class Preparer:
     def _admit(self, model: Module, trains: bool = True) -> Module:
         """Return `model` as it can be prepared, with its forward in the run's precision."""
         equipment = self._equipment
-        model = admit(model, equipment.world, equipment.device, trains)
+        shards = equipment.strategy.forwards_are_collective
+        model = admit(model, equipment.world, equipment.device, trains, shards)
         restore_forward(equipment.strategy.unwrap(model))  # of another precision, before
         equipment.precision.wrap_forward(equipment.strategy.unwrap(model))
         return model

@@ -20,9 +20,12 @@ from nbaccel.train.step.gradient_buckets import Buckets
 from nbaccel.train.step.gradients import Gradients
 from nbaccel.train.step.kwargs_handlers import DDPCommunicationHookType
 from nbaccel.train.strategies.ddp_options import explain_twice_ready, explain_unused
-from nbaccel.train.strategies.single import Strategy, is_parallel, lendable, without_compile
+from nbaccel.train.strategies.single import Strategy, is_parallel, lendable, waiting_names, without_compile
 
 __all__ = ["Replica", "Replicated", "living_modules"]
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""The attribute by which torch's DDP is told what it leaves out."""
 
 
 class Replica(DistributedDataParallel):
@@ -76,14 +79,13 @@ class Replicated(Strategy):
         return [self._replicated(model) for model in super().setup(models, optimizers, moves)]
 
     def _replicated(self, model: Module) -> Module:
-        if is_parallel(model) or not any(parameter.requires_grad for parameter in model.parameters()):
+        present = [parameter for parameter in model.parameters() if not parameter.is_meta]
+        if is_parallel(model) or not any(parameter.requires_grad for parameter in present):
             return model  # DDP refuses a module without gradients, and there is nothing to average
-        with _ignored(model, base_of(model)):
-            replica = Replica(
-                model,
-                device_ids=[self.device] if next(iter(model.parameters())).device.type == "cuda" else None,
-                **self._options(),
-            )
+        devices = {parameter.device for parameter in present}
+        is_on_one = len(devices) == 1 and next(iter(devices)).type == "cuda"  # DDP takes no list for one on several
+        with _ignored(model, {*waiting_names(model), *base_of(model)}):
+            replica = Replica(model, device_ids=[self.device] if is_on_one else None, **self._options())
         self._compress(replica)
         return replica
 
@@ -198,8 +200,9 @@ def living_modules() -> Iterator[Module]:
 def _ignored(model: Module, names: Collection[str]) -> Iterator[None]:
     """Let a DDP module that is made in the block leave out these parameters and buffers of `model`.
 
-    It neither sends them, at its beginning and in every forward, nor looks at their type. The attribute is torch's own,
-    and is not left on the program's model.
+    It neither sends them, at its beginning and in every forward, nor looks at their type: they wait on the host or on
+    the disk, or are a quantised base. The attribute is torch's own, and is not left on the program's model, which may
+    be a plain one again that another DDP has to take whole.
     """
     if not names:
         yield
@@ -212,9 +215,6 @@ def _ignored(model: Module, names: Collection[str]) -> Iterator[None]:
         delattr(model, _IGNORED)
         if before:
             setattr(model, _IGNORED, before)
-
-
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 class _NoReduce:

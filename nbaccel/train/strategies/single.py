@@ -30,6 +30,7 @@ __all__ = [
     "is_parallel",
     "is_sharded",
     "lendable",
+    "waiting_names",
     "without_compile",
 ]
 
@@ -210,6 +211,12 @@ def lendable(models: Sequence[Module], kind: type[_M]) -> list[_M]:
                     "parameters from all ranks. A rank that ran out of memory would repeat its forward alone, and "
                     f"wait for peers that do not. {INSTEAD}"
                 )
+        devices = sorted({str(parameter.device) for parameter in model.parameters() if parameter.requires_grad})
+        if len(devices) > 1:
+            raise CannotSplit(
+                f"forward_backward cannot lead {_name(model)}: what it trains is on {' and '.join(devices)}, and "
+                f"gradients of one device are exchanged. {INSTEAD}"
+            )
         if isinstance(model, kind):
             found.append(model)
         elif is_parallel(model):
@@ -224,6 +231,17 @@ def is_parallel(model: Module) -> bool:
     """Return whether `model` synchronises its own gradients: DDP, or FSDP of either generation, ours or the user's."""
     module = without_compile(model)
     return isinstance(module, DistributedDataParallel) or is_sharded(module)
+
+
+def waiting_names(model: Module) -> list[str]:
+    """Return the parameters and buffers of `model`, under all names, that a device map has fetched for forwards alone.
+
+    They are on the meta device between forwards. Empty for a model without a map: what is there has no numbers at all.
+    """
+    if not any("hf_device_map" in vars(part) or "_hf_hook" in vars(part) for part in model.modules()):
+        return []
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return [name for name, tensor in tensors if tensor.is_meta]
 
 
 def is_sharded(module: Module) -> bool:

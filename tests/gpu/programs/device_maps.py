@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.offloading import Model, ids
 from gpu.facts import fact, tell_cases
-from nbaccel import Accelerator, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
+from nbaccel import Accelerator, dispatch_model, init_empty_weights, launch, load_checkpoint_and_dispatch
 
 _BLOCKS, _WIDTH = 12, {"cuda": 2048, "cpu": 64}
 _TURNS = 5
@@ -106,7 +106,37 @@ def cards(device: str) -> dict[str, Any]:
     return {"cards": count, "off": found["off"], "graded": graded}
 
 
-CASES = {case.__name__: case for case in (host, disk, memory, cards)}
+def pairs(device: str) -> dict[str, Any]:
+    """Two ranks train a model over two cards each; with the same samples they end as one process on one card."""
+    count = torch.cuda.device_count() if device == "cuda" else 0  # by NVML: the ranks are forks
+    if count < 4:
+        return {"cards": count, "off": []}
+    run = launch(_trained_over_two, 2, devices="0,1,2,3", setup="nbaccel.train.setup:setup_rank", timeout_s=100.0)
+    model = _plain(device).to(device)
+    _train(model, torch.optim.SGD(model.parameters(), lr=0.1), device)
+    wanted = [parameter.detach().cpu() for parameter in model.parameters()]
+    off = [float((one - other).abs().max()) for got in run.values for one, other in zip(got, wanted, strict=True)]
+    return {"cards": count, "off": [max(off)]}
+
+
+def _trained_over_two() -> list[Tensor]:
+    accelerator = Accelerator()
+    model = dispatch_model(_plain("cuda"), {"": 0, **{f"blocks.{number}": 1 for number in range(_BLOCKS // 2)}})
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    _train(model, optimizer, "cuda")
+    found = [parameter.detach().cpu() for parameter in model.parameters()]
+    accelerator.end_training()
+    return found
+
+
+def _train(model: nn.Module, optimizer: Any, device: str) -> None:
+    for _ in range(3):
+        model(ids().to(device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+CASES = {case.__name__: case for case in (pairs, host, disk, memory, cards)}
 
 
 if __name__ == "__main__":

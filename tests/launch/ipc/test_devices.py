@@ -27,25 +27,25 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """``cards(count)``: a process that sees so many, and has used them or not; ``rank=1``: it is a rank."""
     monkeypatch.setattr(tensor_devices, "_notebooks", {})
 
-    def be(count: int, is_used: bool = False, rank: int | None = None) -> None:
+    def be(count: int, is_used: bool = False, rank: int | None = None, own: int = 1) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_used)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        world = World() if rank is None else World(rank, 2, rank, 2, launch_id="this")
+        world = World() if rank is None else World(rank, 2, rank, 2, launch_id="this", own_devices=own)
         monkeypatch.setattr(World, "from_env", lambda: world)
 
     return be
 
 
 @pytest.mark.parametrize(
-    ("seen", "own"),
-    [(2, "cuda:1"), (1, "cuda:0"), (0, "cpu")],
-    ids=["each sees all", "each sees its own, or they share one", "ranks on the host"],
+    ("seen", "own", "device"),
+    [(2, 1, "cuda:1"), (1, 1, "cuda:0"), (2, 2, "cuda:0"), (0, 1, "cpu")],
+    ids=["each sees all", "each sees its own, or they share one", "each has two", "ranks on the host"],
 )
-def test_in_a_rank_it_is_the_ranks_own(cards: Callable[..., None], seen: int, own: str) -> None:
-    cards(seen, rank=1)
-    assert device_here("cuda:0") == torch.device(own)
-    assert device_here("cuda:3") == torch.device(own)
+def test_in_a_rank_it_is_the_ranks_own(cards: Callable[..., None], seen: int, own: int, device: str) -> None:
+    cards(seen, rank=1, own=own)
+    assert device_here("cuda:0") == torch.device(device)
+    assert device_here("cuda:3") == torch.device(device)
     assert device_here("mps:0") == CPU
 
 

@@ -21,6 +21,7 @@ from nbaccel.launch.processes.start import MainThread
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
 from nbaccel.testing import run_ranks
+from nbaccel.world import World
 
 
 @pytest.fixture(params=[True, False], ids=["on", "off"])
@@ -135,6 +136,19 @@ def test_a_rank_sees_its_own_device_or_all(
         assert values == [(device, str(rank)) for rank, device in enumerate(seen)]
     finally:
         outcome.close()
+
+
+def test_each_rank_has_two_devices_of_its_own(monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:
+    four = Survey(tuple(Gpu(number, f"GPU-{number}", "Tesla T4", 16 * 10**9) for number in range(4)))
+    monkeypatch.setattr(Survey, "take", lambda **options: four)
+
+    def found() -> tuple[str, int, int]:
+        world = World.from_env()
+        return os.environ["CUDA_VISIBLE_DEVICES"], world.own_devices, world.device_number(2)
+
+    run = launch(found, 2, devices="0,1,2,3", start_method=start_method)
+    assert run.values == [("GPU-0,GPU-1", 2, 0), ("GPU-2,GPU-3", 2, 0)]
+    assert launch(found, 1, devices="0,1", start_method=start_method).values == [("GPU-0,GPU-1", 1, 0)]
 
 
 @pytest.mark.parametrize(("says", "seen"), [("cuda:0", ["GPU-0", "GPU-1"]), ("cuda", ["GPU-0,GPU-1"] * 2)])

@@ -6,6 +6,7 @@ import copy
 import errno
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -287,35 +288,98 @@ def test_a_module_inside_of_a_block_is_called_by_itself(tmp_path: Path) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_weight_that_is_used_outside_of_its_module_is_an_error(tmp_path: Path) -> None:
-    """torch would compute a product with it, from what happens to be in memory."""
+class UsesParts(nn.Module):
+    """Computes with weights of modules inside, and with parts of them; torch would use what happens to be in memory."""
 
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(8, 4)
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.inner = nn.Linear(4, 4)
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.embed(ids) @ self.embed.weight.T
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.inner(self.embed(ids))
+        first, second = self.embed.weight.chunk(2)
+        scale, _ = torch.stack([self.inner.bias, self.inner.bias * 2]).unbind()
+        found = [
+            x @ self.embed.weight.T,
+            nn.functional.linear(x, torch.cat([second, first])),
+            torch.einsum("td,vd->tv", x * scale, self.embed.weight[:3]),
+            x + nn.functional.layer_norm(self.inner.weight[0], (4,)),
+        ]
+        return torch.cat(found, dim=-1)
 
-    says = (
-        r"a weight of the shape \(4, 8\) waits on the host or on the disk, and is used by matmul outside of the forward"
-    )
-    for model in (disk_offload(Tied(), tmp_path), copy.deepcopy(disk_offload(Tied(), tmp_path / "again"))):
-        with pytest.raises(RuntimeError, match=says):
-            model(torch.arange(3))
-    weight = pickle.loads(pickle.dumps(disk_offload(nn.Linear(4, 4), tmp_path))).weight
-    for use in (
-        lambda: torch.ones(4) * weight,
-        lambda: torch.cat([torch.ones(1, 4), weight]),
-        lambda: weight.copy_(weight + torch.ones(4)),
-    ):
-        with pytest.raises(RuntimeError, match="waits on the host or on the disk, and is used by"):
-            use()
+
+def test_a_weight_that_is_used_outside_of_its_module_is_read_for_that(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, ids = UsesParts(), torch.arange(3)
+    wanted = model(ids)
+    offloaded = disk_offload(copy.deepcopy(model), tmp_path)
+    together = disk_offload(copy.deepcopy(model), tmp_path / "other", preload_module_classes=["UsesParts"])
+    for each in (offloaded, copy.deepcopy(offloaded), pickle.loads(pickle.dumps(offloaded)), together):
+        assert torch.equal(each(ids), wanted)
+        assert all(parameter.is_meta for parameter in each.parameters())
+
+
+def test_a_waiting_weight_tells_its_numbers_and_is_not_changed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    weight: Any = disk_offload(copy.deepcopy(model), tmp_path).weight
     assert isinstance(weight, nn.Parameter)
     assert (weight.shape, weight.dtype, weight.is_meta) == ((4, 4), torch.float32, True)
-    mended = disk_offload(Tied(), tmp_path / "mended", preload_module_classes=["Tied"])
-    assert mended(torch.arange(3)).shape == (3, 8)
+    assert weight.norm().item() == model.weight.norm().item()
+    assert torch.equal(weight.cpu(), model.weight)
+    assert weight[1].tolist() == model.weight[1].tolist()
+    assert bool((weight == model.weight).all())
+    changes: list[Callable[[], Any]] = [
+        lambda: weight.copy_(torch.ones(4)),
+        lambda: nn.init.zeros_(weight),
+        lambda: weight.__setitem__(0, 0.0),
+        lambda: setattr(weight, "data", torch.ones(4, 4)),
+    ]
+    for change in changes:
+        with pytest.raises(
+            RuntimeError, match=r"^weight waits on the host or on the disk, and \w+ would change what is"
+        ):
+            change()
+    assert not weight.requires_grad_(False).requires_grad
+    with pytest.raises(RuntimeError, match="waits on the host or on the disk, so it cannot be trained"):
+        (torch.ones(4) * weight.requires_grad_()).sum().backward()
+
+
+class ListsWeights(nn.Module):
+    """Modules whose weights are read by others: weights that are computed, in lists, in torch's recurrent ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.by_hook = nn.utils.weight_norm(nn.Linear(4, 4))
+        self.listed = nn.ParameterList([torch.ones(4), torch.full((4,), 2.0)])
+        self.named = nn.ParameterDict({"shift": torch.ones(4)})
+        self.recurrent = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.by_hook(self.normed(x)) * self.listed[1] + self.named["shift"]
+        found: torch.Tensor = self.recurrent(x)[0]
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_weights_that_other_modules_read_come_with_these(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = ListsWeights().eval(), torch.ones(1, 2, 4)
+    wanted = model(x)
+    model = disk_offload(model, tmp_path)
+    for _ in range(2):
+        assert torch.equal(model(x), wanted)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert all(parameter.is_meta for parameter in model.recurrent._flat_weights)  # else they would stay in memory
+
+
+def test_a_table_that_is_frozen_makes_the_rest_of_a_model_no_adapters(tmp_path: Path) -> None:
+    """As in Whisper, whose table of positions is frozen."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    assert all(parameter.is_meta for parameter in disk_offload(model, tmp_path).parameters())
 
 
 def test_classes_whose_weights_come_together_are_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,14 @@ def adapted(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
-def trained(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+def longer_prompts() -> Tensor:
+    return torch.arange(2, 26).view(4, 6)
+
+
+def trained(model: nn.Module, ids: Tensor, device_map: dict[str, Any] | None = None) -> dict[str, Tensor]:
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer, device_map=device_map)
     for _ in range(2):
         accelerator.backward(model(ids, labels=ids).loss)
         optimizer.step()
@@ -184,6 +189,46 @@ def test_two_ranks_generate_what_one_does(checkpoint: Path) -> None:
         return torch.equal(Accelerator().gather(texts), wanted)
 
     assert run_ranks(2, shared) == [True, True]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("max_memory", [None, {0: "1GB", 1: "1GB"}, {"cpu": "1GB"}], ids=str)
+def test_a_prepared_model_generates_what_the_plain_one_does(max_memory: Any, world_size: int) -> None:
+    def generate() -> list[bool]:
+        accelerator = Accelerator(cpu=True)
+        model, wanted = whole(), generated(whole())
+        if max_memory is None:
+            model = accelerator.prepare_model(model, evaluation_mode=True)
+        else:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="device_map names device 0")  # which is not there
+                model = accelerator.prepare(model, device_map=infer_auto_device_map(model, max_memory=max_memory))
+        with accelerator.split_between_processes(prompts()) as mine:
+            texts = model.generate(mine, max_new_tokens=8, do_sample=False)
+        return [torch.equal(accelerator.gather(texts), wanted), torch.equal(generated(model), wanted)]
+
+    assert run_ranks(world_size, generate) == [[True, True]] * world_size
+
+
+@pytest.mark.parametrize("place", ["", "cpu", "disk"], ids=["no map", "cpu", "disk"])
+def test_adapters_in_two_ranks_are_those_of_one_process(place: str, tmp_path: Path) -> None:
+    """Also where all layers wait on the disk: what is exchanged are the adapters, which do not."""
+    pytest.importorskip("peft")
+    places = {"": "cpu", "base_model.model.model.layers": place}
+
+    def of_a_rank(of_ranks: int) -> dict[str, Tensor]:
+        """Those of all texts, or of this rank's half."""
+        model, rank = adapted(whole()), Accelerator(cpu=True).process_index
+        if place == "disk" and of_ranks > 1:
+            dispatch_model(model, places, offload_dir=tmp_path / str(rank))
+            assert sum(parameter.is_meta for parameter in model.parameters()) > 20
+        device_map = places if place == "cpu" else None
+        return trained(model, longer_prompts().chunk(of_ranks)[rank], device_map)
+
+    (wanted,) = run_ranks(1, of_a_rank, 1)
+    for found in run_ranks(2, of_a_rank, 2):
+        assert found.keys() == wanted.keys()
+        assert all(torch.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
 
 
 def test_a_model_that_transformers_has_dispatched_is_not_moved(checkpoint: Path, tmp_path: Path) -> None:

@@ -13,7 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from nbaccel import Accelerator, PartialState, dispatch_model, infer_auto_device_map, load_checkpoint_and_dispatch
+from nbaccel.errors import NoSuchDevice
 from nbaccel.testing import run_ranks
+from nbaccel.train.device_maps import map_of_rank
+from nbaccel.world import World
 from placed_models import PlacedNet, empty, ids, outputs, plain, saved
 
 
@@ -91,6 +94,23 @@ def test_adapters_are_trained_beside_weights_that_wait(tmp_path: Path) -> None:
     wanted = trained(model, Accelerator(cpu=True))
     assert torch.equal(trained(loaded, Accelerator(cpu=True)), wanted)
     assert torch.equal(trained(mapped, Accelerator(cpu=True)), wanted)
+
+
+def test_a_graph_does_not_keep_the_weights_that_were_read(tmp_path: Path) -> None:
+    """The memory of one block is used by the next one, also while autograd records."""
+    model = load_checkpoint_and_dispatch(empty(), saved(plain(), tmp_path), {"": "cpu", "blocks": "disk"})
+    model.requires_grad_(False).embed.requires_grad_(True)
+    places = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda block, *_: places.append(block.mlp[0].weight.data_ptr()), prepend=True)
+    loss = model(ids())["logits"].square().mean()
+    assert len(places) == len(model.blocks)
+    assert len(set(places)) == 1
+    loss.backward()
+    wanted = plain()
+    wanted.requires_grad_(False).embed.requires_grad_(True)
+    wanted(ids())["logits"].square().mean().backward()
+    assert torch.equal(model.embed.weight.grad, wanted.embed.weight.grad)
 
 
 def test_weights_that_will_wait_are_not_trained(tmp_path: Path) -> None:
@@ -171,4 +191,45 @@ def test_what_several_processes_cannot_do_is_said(tmp_path: Path) -> None:
         assert (
             "device_map spreads PlacedNet over 0, 1, and there are 2 processes that need a whole model" in sentences[1]
         )
+        assert "(-n 1 --devices 0,1), give each process as many (-n 2 --devices 0,1,2,3)" in sentences[1]
         assert "start one process (-n 1)" in sentences[2]
+
+
+@pytest.mark.parametrize("device_map", [{"": 0, "blocks": 1}, {"": 1}])
+def test_a_rank_with_two_devices_of_its_own_means_these_by_their_numbers(
+    monkeypatch: pytest.MonkeyPatch, device_map: dict[str, int]
+) -> None:
+    """On a machine that is made up: what would be put where, and that the map stays as it is."""
+    seen: list[Any] = []
+    monkeypatch.setattr(map_of_rank, "dispatch_model", lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    world = World(1, 2, 1, 2, own_devices=2)
+    model = plain()
+    assert map_of_rank.place_for_rank([model], device_map, world, torch.device("cuda", 0)) is model  # for inference
+    assert seen == [(model, device_map, torch.device("cuda", device_map[""]))]
+    with pytest.raises(NoSuchDevice, match="device_map names device 2, and this machine has devices 0 to 1"):
+        map_of_rank.place_for_rank([model], {"": 2}, world, torch.device("cuda", 0))
+
+
+def test_what_is_frozen_may_wait_in_several_processes(tmp_path: Path) -> None:
+    saved(plain(), tmp_path)
+
+    def trained() -> tuple[bool, bool, str]:
+        accelerator = Accelerator()
+        model = load_checkpoint_and_dispatch(empty(), tmp_path, {"": "cpu", "blocks": "disk"}).requires_grad_(False)
+        model.head.requires_grad_(True)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.head.parameters(), 0.1))
+        accelerator.backward(model(ids().flip(0)[accelerator.process_index :])["logits"].square().mean())
+        optimizer.step()
+        inner = accelerator.unwrap_model(model)
+        is_equal = torch.equal(*accelerator.gather(inner.head.weight.detach()[None]))
+        try:  # rows of what waits cannot be cut
+            Accelerator(strategy="fsdp").prepare(inner)
+        except ValueError as error:
+            return is_equal, not hasattr(inner, "_ddp_params_and_buffers_to_ignore"), str(error)
+        return is_equal, True, ""
+
+    for is_equal, may_be_plain_again, sentence in run_ranks(2, trained):
+        assert is_equal
+        assert may_be_plain_again
+        assert "freeze what waits (requires_grad_(False)) and use --strategy ddp" in sentence

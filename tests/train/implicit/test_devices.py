@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,12 +25,12 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return chosen
 
 
-@pytest.mark.parametrize(("visible", "current"), [(2, [1]), (1, [])])
+@pytest.mark.parametrize(("visible", "own", "current"), [(2, 1, [1]), (1, 1, []), (2, 2, [0])])
 def test_cuda_without_a_number_is_the_ranks_own_as_soon_as_it_is_used(
-    chosen: list[Any], monkeypatch: pytest.MonkeyPatch, visible: int, current: list[int]
+    chosen: list[Any], monkeypatch: pytest.MonkeyPatch, visible: int, own: int, current: list[int]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    use_own_device(SECOND)
+    use_own_device(replace(SECOND, own_devices=own))
     assert not torch.cuda.is_initialized()
     assert chosen == []
     ((choose, _),) = torch.cuda._queued_calls
@@ -37,12 +38,14 @@ def test_cuda_without_a_number_is_the_ranks_own_as_soon_as_it_is_used(
     assert chosen == current
 
 
-@pytest.mark.parametrize(("visible", "index"), [(2, 1), (1, 0)])
+@pytest.mark.parametrize(("visible", "own", "index"), [(2, 1, 1), (1, 1, 0), (2, 2, 0)])
 def test_a_prepared_loop_finds_its_device_among_those_it_sees(
-    chosen: list[Any], monkeypatch: pytest.MonkeyPatch, visible: int, index: int
+    chosen: list[Any], monkeypatch: pytest.MonkeyPatch, visible: int, own: int, index: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     state = PartialState()
-    monkeypatch.setattr("nbaccel.train.distributed.partial_state.current_world", lambda: SECOND)
+    monkeypatch.setattr(
+        "nbaccel.train.distributed.partial_state.current_world", lambda: replace(SECOND, own_devices=own)
+    )
     assert state.device == torch.device("cuda", index)
     assert chosen == [torch.device("cuda", index)]

@@ -464,6 +464,9 @@ def test_c18_a_model_that_talks_in_its_forward_is_refused_with_the_reason() -> N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ddp, sharded = run_ranks(2, refused)[0]
+    spread = torch.nn.Sequential(torch.nn.Linear(1, 1, device="meta"), torch.nn.Linear(1, 1, device="cpu"))
+    with pytest.raises(CannotSplit, match="cannot lead Sequential: what it trains is on cpu and meta, and gradients"):
+        lendable([spread], torch.nn.Module)
     with pytest.raises(CannotSplit) as caught:  # DDP refuses the layer on a CPU, so it is asked for alone
         lendable([torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))], DistributedDataParallel)
     sync = str(caught.value)

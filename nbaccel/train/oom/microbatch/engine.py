@@ -306,7 +306,13 @@ class StepEngine:
             self.release()
         gradients = self._gradients = self._strategy.lend_gradients(self.models, self._collectives)
         models = [self._strategy.unwrap(model) for model in self.models]
-        buffers = [buffer for model in models for name, buffer in model.named_buffers() if name not in base_of(model)]
+        bases = map(base_of, models)
+        buffers = [
+            buffer
+            for model, base in zip(models, bases, strict=True)
+            for name, buffer in model.named_buffers()
+            if name not in base
+        ]
         self._at_start = ForwardSnapshot(buffers, self._strategy.device)
         self._at_part = ForwardSnapshot(buffers, self._strategy.device)
         self._strategy.recovers = True
