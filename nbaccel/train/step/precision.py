@@ -207,28 +207,13 @@ class Fp16(Bf16):
         for optimizer in optimizers:
             is_meant = wanted is None or any(id(parameter) in wanted for parameter in _parameters(optimizer))
             if is_meant and _has_gradients(optimizer) and id(optimizer) not in self._unscaled:
-                self._unscale(optimizer)
+                try:
+                    self.scaler.unscale_(optimizer)
+                except ValueError as error:
+                    if (explained := _explained(optimizer)) is None:
+                        raise
+                    raise explained from error
                 self._unscaled[id(optimizer)] = weakref.ref(optimizer)
-
-    def _unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of `optimizer` by the scale.
-
-        Raises:
-            ValueError: trained parameters are of fp16 themselves.
-        """
-        try:
-            self.scaler.unscale_(optimizer)
-        except ValueError as error:
-            trained = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
-            halves = sum(parameter.dtype == torch.float16 for parameter in trained)
-            if not halves:
-                raise
-            raise ValueError(
-                f"mixed_precision='fp16' trains parameters of float32, and {halves} of the {len(trained)} trained ones "
-                "are of float16: their updates would be lost to rounding. Before prepare, for these alone: "
-                "parameter.data = parameter.data.float() (peft's get_peft_model does it for adapters, with "
-                "autocast_adapter_dtype=True)."
-            ) from error
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
         if closure is not None:
@@ -239,7 +224,12 @@ class Fp16(Bf16):
             self._update()
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if not is_fused and id(optimizer) not in self._unscaled:  # a fused one unscales in its kernel
-            self._unscale(optimizer)  # as its `step` would; after an error there nothing would record it
+            try:
+                self.scaler.unscale_(optimizer)  # as its `step` would; after an error there nothing would record it
+            except ValueError as error:
+                if (explained := _explained(optimizer)) is None:
+                    raise
+                raise explained from error
             self._unscaled[id(optimizer)] = weakref.ref(optimizer)
         taken: list[bool] = []
         hook = optimizer.register_step_post_hook(lambda *_: taken.append(True))
@@ -315,6 +305,19 @@ class Fp16(Bf16):
             "The loss itself is probably infinite: lower the learning rate, clip gradients, or use "
             "mixed_precision='bf16'."
         )
+
+
+def _explained(optimizer: Optimizer) -> ValueError | None:
+    """Return what to raise where torch's scaler refuses gradients; None if no trained parameter is of fp16 itself."""
+    trained = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
+    halves = sum(parameter.dtype == torch.float16 for parameter in trained)
+    if not halves:
+        return None
+    return ValueError(
+        f"mixed_precision='fp16' trains parameters of float32, and {halves} of the {len(trained)} trained ones are of "
+        "float16: their updates would be lost to rounding. Before prepare, for these alone: parameter.data = "
+        "parameter.data.float() (peft's get_peft_model does it for adapters, with autocast_adapter_dtype=True)."
+    )
 
 
 class _Scaler(torch.amp.GradScaler):
