@@ -51,9 +51,8 @@ _UNDER_A_FLAG: dict[str, str] = {
 _NOT_HERE: dict[str, str] = {
     _BESIDE: """
         attach_layerwise_casting_hooks LayerwiseCastingHook attach_execution_device_hook
-        attach_align_device_hook attach_align_device_hook_on_blocks check_tied_parameters_in_config
-        check_tied_parameters_on_same_device offload_state_dict offload_weight load_offloaded_weight
-        load_offloaded_weights save_offload_index extract_submodules_state_dict OffloadedWeightsLoader
+        attach_align_device_hook attach_align_device_hook_on_blocks
+        load_offloaded_weights extract_submodules_state_dict OffloadedWeightsLoader
         PrefixedDataset get_state_dict_offloaded_model get_state_dict_from_offload id_tensor_storage
         ensure_weights_retied prepare_pippy replace_with_bnb_layers get_quantized_model_device_map
         get_keys_to_not_convert has_4bit_bnb_layers compile_regions compile_regions_deepspeed
@@ -114,7 +113,6 @@ _ABSENT: dict[str, str] = {
     "utils.fsdp_utils": _ONE_DEVICE,
     "utils.launch": _LAUNCH,
     "utils.megatron_lm": _ONE_DEVICE,
-    "utils.offload": _BESIDE,
     "utils.rich": "import rich",
     "utils.torch_xla": "nbaccel does not know these devices",
     "utils.transformer_engine": _FP8,

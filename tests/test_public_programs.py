@@ -99,7 +99,7 @@ def test_what_is_missing_is_said_before_anything_is_run(tmp_path: Path, capsys: 
 CELLS = ["!python main.py \\\n  --model 7b", "import accelerate\naccelerate.hooks.add_hook_to_module(m, h)"]
 READER = """
 from accelerate import Accelerator, infer_auto_device_map as planned
-from accelerate.utils.offload import offload_weight
+from accelerate.utils.offload import PrefixedDataset
 
 def late():
     from accelerate.big_modeling import init_empty_weights
@@ -121,10 +121,10 @@ def test_names_of_the_big_model_api_are_counted_by_program(tmp_path: Path) -> No
         "big_modeling.init_empty_weights",
         "hooks.add_hook_to_module",
         "utils.modeling.infer_auto_device_map",
-        "utils.offload.offload_weight",
+        "utils.offload.PrefixedDataset",
     ]
     assert [row.endswith("| 1 | someone/loads | here |") for row in rows] == [True, True, True, False]
-    assert "nbaccel.utils.offload has no offload_weight" in rows[-1]
+    assert "nbaccel.utils.offload has no PrefixedDataset" in rows[-1]
     assert sums == "1 programs use 4 names of the big-model API; 1 of them are not here."
 
 

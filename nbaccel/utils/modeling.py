@@ -9,6 +9,7 @@ from nbaccel.missing_names import missing_from
 from nbaccel.train.device_maps.checkpoint_loading import load_checkpoint_in_model, load_state_dict
 from nbaccel.train.device_maps.device_plan import (
     check_device_map,
+    check_tied_parameters_on_same_device,
     clean_device_map,
     get_balanced_memory,
     get_max_memory,
@@ -17,6 +18,7 @@ from nbaccel.train.device_maps.device_plan import (
 from nbaccel.train.device_maps.model_hooks import align_module_device, has_offloaded_params
 from nbaccel.train.device_maps.module_sizes import (
     calculate_maximum_sizes,
+    check_tied_parameters_in_config,
     compute_module_sizes,
     convert_file_size_to_int,
     dtype_byte_size,
@@ -32,6 +34,8 @@ __all__ = [
     "align_module_device",
     "calculate_maximum_sizes",
     "check_device_map",
+    "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device",
     "clean_device_map",
     "compute_module_sizes",
     "convert_file_size_to_int",

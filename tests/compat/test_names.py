@@ -61,7 +61,7 @@ def test_every_public_name_is_here_or_is_refused_with_what_to_use_instead(theirs
     ("statement", "says"),
     [
         ("from nbaccel import prepare_pippy", "nbaccel has no prepare_pippy: it works on models, whoever"),
-        ("from nbaccel.utils import offload_state_dict", "nbaccel.utils has no offload_state_dict: it works on"),
+        ("from nbaccel.utils import PrefixedDataset", "nbaccel.utils has no PrefixedDataset: it works on"),
         (
             "from nbaccel.hooks import attach_align_device_hook",
             "import it from accelerate, which may be installed beside",
@@ -83,7 +83,7 @@ def test_an_import_that_fails_says_what_to_use_instead(statement: str, says: str
 
 
 def test_attributes_are_missing_as_attributes_are() -> None:
-    assert not hasattr(nbaccel.utils, "offload_state_dict")
+    assert not hasattr(nbaccel.utils, "PrefixedDataset")
     assert not hasattr(nbaccel, "prepare_pippy")
     with pytest.raises(AttributeError, match=r"nbaccel\.hooks has no LayerwiseCastingHook: it works on"):
         nbaccel.hooks.LayerwiseCastingHook  # noqa: B018

@@ -36,6 +36,7 @@ __all__ = [
     "Part",
     "Wholes",
     "check_device_map",
+    "check_tied_parameters_on_same_device",
     "clean_device_map",
     "device_key",
     "get_balanced_memory",
@@ -457,6 +458,18 @@ def check_device_map(model: Module, device_map: DeviceMap) -> None:
             f"device_map has no place for {listed(unplaced, 3)} of {type(model).__name__}: name them, or the modules "
             "above them, or begin with {'': 'cpu'} for everything else"
         )
+
+
+def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: DeviceMap) -> None:
+    """Warn of tensors that are one and have several places in `device_map`; `dispatch_model` takes the fastest.
+
+    tied_params: the names of each such tensor, as `find_tied_parameters` returns them.
+    """
+    for names in tied_params:
+        places = {name: place_of(name, device_map) for name in names}
+        if len(set(places.values())) > 1:
+            told = [f"{name} on {place}" for name, place in places.items()]
+            warn_user(f"tied parameters are in several places, {listed(told)}: give their modules one place")
 
 
 def clean_device_map(device_map: Mapping[str, Any], module_name: str = "") -> dict[str, Any]:

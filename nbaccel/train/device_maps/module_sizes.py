@@ -17,6 +17,7 @@ from torch.nn import Module, Parameter
 
 __all__ = [
     "calculate_maximum_sizes",
+    "check_tied_parameters_in_config",
     "compute_module_sizes",
     "convert_file_size_to_int",
     "dtype_byte_size",
@@ -184,6 +185,17 @@ def find_tied_parameters(model: Module, **kwargs: Any) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     return [sorted(group) for group in names.values() if len(group) > 1]
+
+
+def check_tied_parameters_in_config(model: Module) -> bool:
+    """Return whether the configuration of a model of transformers says that weights of it are one tensor."""
+    config = getattr(model, "config", None)
+    if config is None or not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+        return False
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    ties_words = bool(getattr(text, "tie_word_embeddings", False)) and model.get_output_embeddings() is not None  # type: ignore[operator]
+    ties_decoder = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
+    return ties_words or bool(ties_decoder) or any(hasattr(part, "_tie_weights") for part in model.modules())
 
 
 def retie_parameters(model: Module, tied_params: Sequence[Sequence[str]]) -> None:

@@ -29,7 +29,16 @@ from nbaccel.train.checkpoint.content import load_pickle
 from nbaccel.train.checkpoint.model_weights import without_prefix
 from nbaccel.train.checkpoint.serialization import frozen_file
 
-__all__ = ["KeptTensor", "MappedTensor", "PickledTensor", "Stored", "from_offload_index", "weight_files", "weights_in"]
+__all__ = [
+    "KeptTensor",
+    "MappedTensor",
+    "PickledTensor",
+    "Stored",
+    "bytes_in",
+    "from_offload_index",
+    "weight_files",
+    "weights_in",
+]
 
 _LONGEST_HEADER = 100_000_000
 _LENGTH_BYTES = 8
@@ -269,13 +278,22 @@ def from_offload_index(
             heads.setdefault(file, _mapped(Path(file)))
             found[name] = heads[file][entry.get("weight_name", name)]
             continue
-        path = Path(folder or ".") / f"{name}.dat"
-        shape, dtype = torch.Size(entry["shape"] or ()), getattr(torch, str(entry["dtype"]).removeprefix("torch."))
-        stamp = _stamp(path)
-        found[name] = MappedTensor(str(path.absolute()), shape, dtype, 0, stamp)
-        if stamp[0] != max(1, shape.numel()) * dtype.itemsize:
-            raise CheckpointCorrupt(f"{path} does not have the bytes of {tuple(shape)} numbers of {dtype}", str(path))
+        found[name] = bytes_in(Path(folder or ".") / f"{name}.dat", entry)
     return found
+
+
+def bytes_in(path: Path, entry: Mapping[str, Any]) -> MappedTensor:
+    """Return the tensor in a file that has its bytes alone.  entry: its "shape" and its "dtype", a name of torch's.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointCorrupt: it has another number of bytes.
+    """
+    shape, dtype = torch.Size(entry["shape"] or ()), getattr(torch, str(entry["dtype"]).removeprefix("torch."))
+    stamp = _stamp(path)
+    if stamp[0] != max(1, shape.numel()) * dtype.itemsize:
+        raise CheckpointCorrupt(f"{path} does not have the bytes of {tuple(shape)} numbers of {dtype}", str(path))
+    return MappedTensor(str(path.absolute()), shape, dtype, 0, stamp)
 
 
 def _mapped(path: Path) -> dict[str, Stored]:

@@ -14,6 +14,8 @@ from torch import nn
 from nbaccel.utils import modeling as ours
 from nbaccel.utils.modeling import (
     calculate_maximum_sizes,
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
     compute_module_sizes,
     convert_file_size_to_int,
     dtype_byte_size,
@@ -112,6 +114,28 @@ def test_names_are_tied_again() -> None:
     retie_parameters(model, groups)
     assert model.embed.weight is model.head.weight
     assert not model.embed.weight.is_meta
+
+
+def test_tied_parameters_in_several_places_are_warned_of() -> None:
+    groups = ours.find_tied_parameters(plain(tied=True))
+    with pytest.warns(UserWarning, match=r"several places, embed.weight on 0 and head.weight on 1: give their modules"):
+        check_tied_parameters_on_same_device(groups, {"": 0, "head": 1})
+    check_tied_parameters_on_same_device(groups, {"": 0})
+
+
+def test_a_configuration_says_whether_weights_are_tied() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+    }
+    for ties in (False, True):
+        config = transformers.LlamaConfig(**sizes, tie_word_embeddings=ties)
+        assert check_tied_parameters_in_config(transformers.LlamaForCausalLM(config)) is ties
+    assert not check_tied_parameters_in_config(plain(tied=True))
 
 
 def test_modules_show_accelerates_names() -> None:

@@ -1,0 +1,18 @@
+"""Folders of offloaded weights, for programs that write them: ``accelerate.utils.offload``. It defines nothing.
+
+Runs anywhere.
+"""
+
+from __future__ import annotations
+
+from nbaccel.missing_names import missing_from
+from nbaccel.train.device_maps.offload_folder import (
+    load_offloaded_weight,
+    offload_state_dict,
+    offload_weight,
+    save_offload_index,
+)
+
+__all__ = ["load_offloaded_weight", "offload_state_dict", "offload_weight", "save_offload_index"]
+
+__getattr__ = missing_from(__name__, "nbaccel.utils")
