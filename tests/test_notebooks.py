@@ -159,8 +159,10 @@ def test_a_model_that_one_device_cannot_hold_trains_on_two_and_goes_on_in_one(
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_a_model_on_the_disk_writes_texts_and_gets_adapters(
-    environment: Environment, num_processes: int, tmp_path: Path
+    environment: Environment, num_processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # as in the test of notebook 04
+    monkeypatch.setenv("KMP_BLOCKTIME", "0")
     notebook = run("09_models_larger_than_a_card.ipynb", environment, tmp_path, num_processes)
     said = text(notebook)
     (size,) = re.findall(r"^(\d+) MB of weights in model.safetensors", said, re.M)

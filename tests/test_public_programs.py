@@ -213,6 +213,12 @@ def result(losses: list[float], steps: int = 2, ends: str = "aa") -> dict[str, A
     return {"ok": True, "seconds": 1.0, "error": "", "ranks": ranks}
 
 
+def generated(*outputs: str) -> dict[str, Any]:
+    """An inference in two ranks, by the hashes of what the first one has generated."""
+    ranks = [{"losses": [], "optimizers": [], "outputs": [*outputs]}, {"losses": [], "optimizers": [], "outputs": []}]
+    return {"ok": True, "seconds": 1.0, "error": "", "ranks": ranks}
+
+
 def compared(theirs: dict[str, Any], ours: dict[str, Any], **about: Any) -> Comparison:
     program = Program("p", "a/b", "0", "p.py", **about)
     return Comparison(Run(program, "nbaccel", "torchrun", 2), theirs, ours)
@@ -234,6 +240,8 @@ UNEQUAL = "ranks end unequal"
         (compared(result([1.0]), result([1.0], steps=1), steps_follow_losses=True), False, EQUAL),
         (compared(result([1.0]), {"ok": False, "error": "E: no", "ranks": []}), True, "E: no"),
         (compared({"ok": False, "error": "E", "ranks": []}, result([1.0])), False, "works"),
+        (compared(generated("a", "b"), generated("a", "b")), False, "2 outputs equal"),
+        (compared(generated("a", "b"), generated("a", "c")), True, "2 outputs, unlike Accelerate's 2"),
     ],
 )  # fmt: skip
 def test_what_counts_as_a_defect(comparison: Comparison, is_defect: bool, verdict: str) -> None:

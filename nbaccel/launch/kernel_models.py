@@ -216,6 +216,9 @@ class SetAside:
             self._homes.close()
             if away := [memory for memory in self._memories if memory.storage is memory.host]:
                 self._bring_back(away)
+            for memory in self._memories:
+                if memory.storage is not memory.host:  # an error's frames may keep this object
+                    memory.host = None
 
     def _bring_back(self, away: Sequence[_Memory]) -> None:
         """Move everything back or nothing, and then set `trouble`: a model that is half on the host cannot compute."""

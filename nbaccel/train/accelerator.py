@@ -603,7 +603,7 @@ class Accelerator(ProcessControl):
         if optimizers and self.world.is_distributed and any(hasattr(model, "hf_device_map") for model in models):
             from nbaccel.train.device_maps.map_of_rank import refuse_unexchanged
 
-            refuse_unexchanged(optimizers, models, self.world)
+            refuse_unexchanged(optimizers, models, self.world, self._equipment.strategy)
         parameters = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
         if any(parameter.is_meta for parameter in parameters):
             from nbaccel.train.device_maps.map_of_rank import refuse_waiting

@@ -452,15 +452,18 @@ def test_the_copy_on_the_host_is_the_one_that_ranks_map(monkeypatch: pytest.Monk
     cards.put(model.weight, other.weight)
     value = model.weight.detach().clone()
     with SetAside({"model": model, "other": other}, cards):
-        blocks = []
+        blocks, files = [], set()
         for text in ("first", "and the second, when ranks start again"):
             payload = pack({"text": text, "model": model, "data": torch.ones(100_000)})
-            blocks.append(os.fstat(payload.fd).st_blocks * 512)
+            status = os.fstat(payload.fd)
+            blocks.append(status.st_blocks * 512)
+            files.add(status.st_ino)
             values = unpack(payload.fd)
             os.close(payload.fd)
             assert values["text"] == text
             assert torch.equal(values["data"], torch.ones(100_000))
         assert max(blocks) <= 8_000_000 + 400_000 + 100_000, "both models, the data and the pickle, each once"
+        assert len(files) == 1, "the models are not written again"
         there = values["model"].weight
         with torch.no_grad():
             there += 1
@@ -470,6 +473,12 @@ def test_the_copy_on_the_host_is_the_one_that_ranks_map(monkeypatch: pytest.Monk
             model.weight.zero_()
         assert torch.equal(there, value + 1)
         assert not pack_has_a_copy({"x": torch.ones(3)})
+        with monkeypatch.context() as fork:
+            fork.setattr(os, "getpid", lambda: -1)
+            payload = pack({"model": model})
+        sent = unpack(payload.fd)["model"].weight
+        os.close(payload.fd)
+        assert not sent.any(), "what a fork has written is not in the file"
     assert torch.equal(there, value + 1), "the file is closed, and stays where it is mapped"
     assert cards.device_of(model.weight.untyped_storage())
 

@@ -22,8 +22,11 @@ first run it makes `hub` in FOLDER (`hub.py`): tiny models and data that the pro
 The result of every run is added to `results/accelerate.json` or `results/nbaccel-COMMIT.json` there as soon as it ends.
 A run that has a result is not repeated: an interrupted call goes on where it stopped, several may run side by side, and
 each commit has results of its own. They are comparable within one `hub` and one set of packages. What fails with
-Accelerate is not tried with nbaccel. Ends with 1 where a program that works with Accelerate does not work with nbaccel,
-and with 2 where a repository is missing.
+Accelerate is not tried with nbaccel. After the table of runs stands one of names: those of Accelerate's big-model API
+that further programs use, which are read and not run (`big_model_names.py`).
+
+Ends with 1 where a program that works with Accelerate does not work with nbaccel, and with 2 where a repository is
+missing.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def llama(hub: Path) -> None:
         bos_token_id=0,
         eos_token_id=0,
     )
-    names = ["llama", "HuggingFaceTB/SmolLM-360M", "HuggingFaceTB/SmolLM2-135M"]
+    names = ["llama", "HuggingFaceTB/SmolLM-360M", "HuggingFaceTB/SmolLM2-135M", "microsoft/phi-2"]
     _save(hub, names, transformers.LlamaForCausalLM(config), tokenizer)
 
 
@@ -253,6 +253,7 @@ def stable_diffusion(hub: Path) -> None:
         feature_extractor=None,
         requires_safety_checker=False,
     ).save_pretrained(hub / "sd")
+    shutil.copytree(hub / "sd", hub / "stable-diffusion-v1-5/stable-diffusion-v1-5")
     diffusers.StableDiffusionXLPipeline(
         vae=vae,
         text_encoder=text_encoder,
@@ -397,7 +398,11 @@ def preferences(hub: Path) -> None:
         question = {"role": "user", "content": _sentence(6)}
         return {answer: [question, {"role": "assistant", "content": _sentence(6)}] for answer in ("chosen", "rejected")}
 
-    _dataset(hub / "tiny/preferences", {"train": [row() for _ in range(24)]})
+    rows = [row() for _ in range(24)]
+    _dataset(hub / "tiny/preferences", {"train": rows})
+    _dataset(hub / "tiny/messages", {"train": [{"messages": row["chosen"]} for row in rows]})
+    instructions = [dict.fromkeys(("instruction", "input", "output"), "") | {"output": _sentence(6)} for _ in range(24)]
+    _dataset(hub / "tiny/instructions", {"train": instructions})
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
     python recorder.py task.json
 
 A starter (python, torchrun, `nbaccel launch`, ...) runs this file in the program's place, so the same hooks see
-Accelerate and nbaccel. A rank's record holds every loss given to `Accelerator.backward`, and per optimizer the number
-of its steps and the parameters after the last one: their sum in float64 and a hash of their bits. They are read right
-after each step, because a program may have dropped its model by the end. What changes parameters otherwise is not seen.
+Accelerate and nbaccel. A rank's record holds every loss given to `Accelerator.backward`, a hash of what each call of
+transformers' `generate` and of a pipeline of diffusers returned, and per optimizer the number of its steps and the
+parameters after the last one: their sum in float64 and a hash of their bits. They are read right after each step,
+because a program may have dropped its model by the end. What changes parameters otherwise is not seen.
 """
 
 from __future__ import annotations
@@ -35,11 +36,16 @@ class Record:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._losses: list[float] = []
+        self._outputs: list[str] = []
         self._optimizers: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._optimizer_records: list[dict[str, Any]] = []
 
     def add_loss(self, loss: torch.Tensor) -> None:
         self._losses.append(loss.detach().double().sum().item())
+
+    def add_output(self, output: Any) -> None:
+        self._outputs.append(hashlib.sha256(repr(output).encode()).hexdigest()[:16])
+        self.write()
 
     def add_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if optimizer not in self._optimizers:
@@ -51,8 +57,9 @@ class Record:
         self.write()
 
     def write(self) -> None:
-        if self._losses or self._optimizer_records:
-            text = json.dumps({"losses": self._losses, "optimizers": self._optimizer_records})
+        if self._losses or self._optimizer_records or self._outputs:
+            record = {"losses": self._losses, "optimizers": self._optimizer_records, "outputs": self._outputs}
+            text = json.dumps(record)
             (self._folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(text, encoding="utf-8")
 
 
@@ -83,6 +90,28 @@ def watch_backward(library: str, record: Record) -> None:
         return original(self, loss, *arguments, **options)
 
     accelerator.backward = backward
+
+
+def watch_generation(record: Record) -> None:
+    """Have `record` see what transformers and diffusers generate, where a program has imported them."""
+
+    def watch(owner: Any, name: str, plain: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def watched(*arguments: Any, **options: Any) -> Any:
+            found = original(*arguments, **options)
+            record.add_output(plain(found))
+            return found
+
+        setattr(owner, name, watched)
+
+    if "transformers" in sys.modules:
+        mixin = importlib.import_module("transformers").GenerationMixin
+        watch(mixin, "generate", lambda found: getattr(found, "sequences", found).tolist())
+    if "diffusers" in sys.modules:
+        pipeline = importlib.import_module("diffusers").StableDiffusionPipeline
+        watch(pipeline, "__call__", lambda found: [picture.tobytes() for picture in found.images])
 
 
 def run(task: dict[str, Any], record: Record) -> None:
@@ -120,6 +149,7 @@ def main(task: dict[str, Any]) -> None:
     register_optimizer_step_post_hook(record.add_step)
     for library in task["watched"]:
         watch_backward(library, record)
+    watch_generation(record)
 
     def program() -> None:
         run(task, record)

@@ -36,13 +36,15 @@ class Comparison:
         """Whether it works with Accelerate and was found not to work with nbaccel.
 
         With several ranks losses are no part of it: the order of a shuffled loader is nbaccel's own. In shards they
-        have to be those of the same program without.
+        have to be those of the same program without. What an inference generates has to be Accelerate's.
         """
         if not self.theirs_works or self.ours is None:
             return False
         if self.is_to_be_refused:
             return not self.is_refused
         if self.ours["ok"] and self._is_replicated_known and self._distance_to_replicated() > _ROUNDING:
+            return True
+        if not _ends(self.ours) and _outputs(self.ours) != _outputs(self.theirs):
             return True
         ranks_are_equal = self.ranks_end_equal(self.ours) or not self.ranks_end_equal(self.theirs)
         return not (self.ours["ok"] and ranks_are_equal and self.steps_are_equal)
@@ -94,7 +96,17 @@ class Comparison:
         return ", ".join(self._compared(self.theirs))
 
     def _compared(self, other: dict[str, Any] | None) -> list[str]:
+        if not _ends(self.ours) and _outputs(self.ours):  # inference
+            return [self._generated(other)]
         return [self._losses(other), self._parameters(other)]
+
+    def _generated(self, other: dict[str, Any] | None) -> str:
+        theirs, ours = _outputs(other), _outputs(self.ours)
+        return (
+            f"{len(ours)} outputs equal"
+            if theirs == ours
+            else f"{len(ours)} outputs, unlike Accelerate's {len(theirs)}"
+        )
 
     def _losses(self, other: dict[str, Any] | None) -> str:
         theirs, ours = _losses(other), _losses(self.ours)
@@ -123,6 +135,11 @@ def _ends(result: dict[str, Any] | None) -> list[dict[str, Any]]:
 def _losses(result: dict[str, Any] | None) -> list[float]:
     """Of all ranks, one after the other."""
     return [loss for rank in result["ranks"] for loss in rank["losses"]] if result else []
+
+
+def _outputs(result: dict[str, Any] | None) -> list[str]:
+    """Hashes of what was generated, of all ranks, one after the other."""
+    return [output for rank in result["ranks"] for output in rank.get("outputs", ())] if result else []
 
 
 def _steps(result: dict[str, Any] | None) -> list[int]:

@@ -322,7 +322,8 @@ def _moved_behind(host_file: InFile, fd: int, length: int) -> tuple[int, int]:
 class HostFile:
     """Memory of the host in a file without a name, for objects that ranks need and this process keeps.
 
-    A payload does not copy what is in it: ranks map the file, and so does this process, each copy-on-write.
+    A payload does not copy what is in it: ranks map the file, and so does this process, each copy-on-write. So what any
+    of them writes later is not in the file, and this process packs no such object that it has changed since.
     """
 
     def __init__(self) -> None:
@@ -346,7 +347,7 @@ class HostFile:
         flat = [
             torch.frombuffer(mapping, dtype=torch.uint8, offset=offset, count=nbytes) for offset, nbytes in self._places
         ]
-        places = [InFile(self._fd, offset, self._end) for offset, _ in self._places]
+        places = [InFile(self._fd, offset, self._end, os.getpid()) for offset, _ in self._places]
         return [(each.untyped_storage(), place) for each, place in zip(flat, places, strict=True)]
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ that has not used CUDA: otherwise no rank could be forked from it any more.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -33,11 +34,15 @@ _away: dict[int, tuple[str, InFile | None]] = {}
 
 
 class InFile(NamedTuple):
-    """The place of memory in a file that other processes can map.  size: of the file, as long as nothing is added."""
+    """The place of memory in a file that other processes can map.
+
+    size: of the file, as long as nothing is added.  pid: of the process whose memory it is.
+    """
 
     fd: int
     offset: int
     size: int
+    pid: int
 
 
 @contextmanager
@@ -55,8 +60,12 @@ def away_from(homes: Mapping[int, str], places: Mapping[int, InFile] | None = No
 
 
 def in_file(address: int) -> InFile | None:
-    """Return the file in which memory is that is away from its device; None for any other memory."""
-    return _away[address][1] if address in _away else None
+    """Return the file in which memory is that is away from its device; None for any other memory.
+
+    None in a fork of this process, too: it has inherited the addresses, and what it writes is in its own pages alone.
+    """
+    place = _away[address][1] if address in _away else None
+    return place if place is not None and place.pid == os.getpid() else None
 
 
 def device_there(device: Any, address: int = 0) -> str:

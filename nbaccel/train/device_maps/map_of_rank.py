@@ -26,7 +26,7 @@ from nbaccel.train.device_maps.dispatching import (
 )
 from nbaccel.train.device_maps.weight_slots import WaitingParameter
 from nbaccel.train.distributed.callers import warn_user
-from nbaccel.train.strategies.single import is_parallel, without_compile
+from nbaccel.train.strategies.single import Strategy, without_compile
 from nbaccel.world import World
 
 __all__ = ["place_for_rank", "refuse_unexchanged", "refuse_waiting"]
@@ -131,17 +131,19 @@ def refuse_waiting(optimizers: Iterable[Optimizer], models: Iterable[Module]) ->
         raise ValueError(_sentence(names, "the optimizer has", "which wait on the host or on the disk"))
 
 
-def refuse_unexchanged(optimizers: Iterable[Optimizer], models: Iterable[Module], world: World) -> None:
+def refuse_unexchanged(
+    optimizers: Iterable[Optimizer], models: Iterable[Module], world: World, strategy: Strategy
+) -> None:
     """Refuse optimizers of models with a map that were prepared for inference: ranks would train apart, unnoticed.
 
-    models: as prepared; one that exchanges gradients is a DDP module around the user's.
+    models: as prepared.
 
     Raises:
         ValueError: names the parameters.
     """
     for model in models:
         is_mapped = "hf_device_map" in vars(without_compile(model))
-        if is_mapped and not is_parallel(model) and (names := trained_names(optimizers, model)):
+        if is_mapped and not strategy.keeps_together(model) and (names := trained_names(optimizers, model)):
             raise ValueError(
                 f"the optimizer trains {listed(names, 3)} of {type(without_compile(model)).__name__}, which has a "
                 f"device_map and was prepared for inference, and there are {world.world_size} processes, which would "

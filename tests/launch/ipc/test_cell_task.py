@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 
 from nbaccel.launch.ipc.cell_task import CellSource, CellTask
+from nbaccel.launch.ipc.payload import unpack
 from nbaccel.launch.objects.wrappers import plain
 
 
@@ -50,3 +52,34 @@ def test_a_model_is_taken_out_of_a_subclass_of_torchs_wrapper() -> None:
 
     model = torch.nn.Linear(2, 1)
     assert plain(Own(model)) is model
+
+
+def sent(code: str, out: tuple[str, ...] = (), **names: Any) -> dict[str, Any]:
+    """What a rank that is no copy of the notebook gets for a cell."""
+    task = CellTask(CellSource(code, "Cell In[1]"), names, out)
+    payload = task.pack()
+    try:
+        values = unpack(payload.fd, namespace={})
+    finally:
+        os.close(payload.fd)
+    return {name.removeprefix("in:"): value for name, value in values.items() if name != "head"}
+
+
+def test_a_name_that_the_cell_deletes_before_it_reads_it_is_there_without_its_value() -> None:
+    model = torch.nn.Linear(2, 1)
+    assert sent("del model", model=model) == {"model": None}
+    assert sent("if True:\n    del model\nmodel = 1\nprint(model)", model=model) == {"model": None}
+    assert isinstance(sent("print(model)\ndel model", model=model)["model"], torch.nn.Linear)
+    assert isinstance(sent("if rare:\n    del model", ("model",), model=model, rare=0)["model"], torch.nn.Linear)
+
+
+def test_a_function_brings_no_model_along_that_the_cell_makes_anew() -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__", "model": torch.nn.Linear(500, 500)}
+    exec("def use():\n    return model", namespace)
+    namespace["use"].__module__ = "__main__"
+    sizes = {}
+    for code in ("use()", "model = 1\nuse()", "use()\nmodel = 1"):
+        payload = CellTask(CellSource(code, "Cell In[1]"), namespace).pack()
+        os.close(payload.fd)
+        sizes[code] = payload.nbytes > 1_000_000
+    assert sizes == {"use()": True, "model = 1\nuse()": False, "use()\nmodel = 1": True}
