@@ -9,7 +9,7 @@ import pytest
 
 GROUP = "G8"
 
-CASES = ("host", "disk", "memory", "cards")
+CASES = ("host", "disk", "memory", "cards", "trained")  # the last one is of test_g8_quantised.py
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(200)]
 

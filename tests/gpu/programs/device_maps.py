@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from device import allocated_bytes, busy, exactly, wait
+from quantised import trained
 from torch import Tensor, nn
 
 from benchmarks.offloading import Model, ids
@@ -136,7 +137,7 @@ def _train(model: nn.Module, optimizer: Any, device: str) -> None:
         optimizer.zero_grad()
 
 
-CASES = {case.__name__: case for case in (pairs, host, disk, memory, cards)}
+CASES = {case.__name__: case for case in (pairs, host, disk, memory, cards, trained)}
 
 
 if __name__ == "__main__":
