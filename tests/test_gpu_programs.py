@@ -262,7 +262,8 @@ def one_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKernel]
     """One for all: on the host no history decides how ranks start."""
     made = RealKernel(NEWEST, tmp_path_factory.mktemp("kernel"))
     made.do(f"import sys; sys.path[:0] = [{str(PROGRAMS)!r}, {str(REPOSITORY)!r}]")
-    made.do("import nbaccel; nbaccel.launch(int, 1, cpu=True)")  # what lives as long as it is there now
+    for start in ("fork", "zygote"):  # what lives as long as it is there now
+        made.do(f"import nbaccel; nbaccel.launch(int, 1, cpu=True, start_method={start!r})")
     yield made
     made.close()
 
