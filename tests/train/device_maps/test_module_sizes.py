@@ -118,7 +118,7 @@ def test_names_are_tied_again() -> None:
 
 def test_tied_parameters_in_several_places_are_warned_of() -> None:
     groups = ours.find_tied_parameters(plain(tied=True))
-    with pytest.warns(UserWarning, match=r"several places, embed.weight on 0 and head.weight on 1: give their modules"):
+    with pytest.warns(UserWarning, match=r"several places, embed.weight on 0, head.weight on 1: give their modules"):
         check_tied_parameters_on_same_device(groups, {"": 0, "head": 1})
     check_tied_parameters_on_same_device(groups, {"": 0})
 
