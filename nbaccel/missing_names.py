@@ -42,9 +42,6 @@ _UNDER_A_FLAG: dict[str, str] = {
     """,
     _FOLDER: "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer merge_fsdp_weights",
     _FP8: "FP8RecipeKwargs AORecipeKwargs TERecipeKwargs MSAMPRecipeKwargs",
-    "quantise with transformers: from_pretrained(..., quantization_config=BitsAndBytesConfig(...))": """
-        BnbQuantizationConfig load_and_quantize_model
-    """,
 }
 """Names that can be imported and refuse when they are called, by the alternative."""
 
@@ -108,7 +105,6 @@ _ABSENT: dict[str, str] = {
     "parallelism_config": _ONE_DEVICE,
     "test_utils": "import it from accelerate, which may be installed beside nbaccel",
     "utils.ao": _FP8,
-    "utils.bnb": _BESIDE,
     "utils.deepspeed": _ONE_DEVICE,
     "utils.fsdp_utils": _ONE_DEVICE,
     "utils.launch": _LAUNCH,

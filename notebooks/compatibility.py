@@ -251,9 +251,11 @@ GROUPS = (
         FullyShardedDataParallelPlugin | differs | FSDP2 alone; options of FSDP1 are translated, or named in one warning
         DeepSpeedPlugin | later
         TorchDynamoPlugin | yes
-        DynamoBackend, MegatronLMPlugin, BnbQuantizationConfig, TorchTensorParallelPlugin | no
+        DynamoBackend, MegatronLMPlugin, TorchTensorParallelPlugin | no
         AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs | no
-        load_and_quantize_model, merge_fsdp_weights | no
+        merge_fsdp_weights | no
+        BnbQuantizationConfig | yes
+        load_and_quantize_model | differs | on a CPU too; parts on the host and on the disk are not quantised
         write_basic_config | differs | chooses for the notebooks of the folder, in its `nbaccel.toml`
         clear_environment, is_compiled_module, is_torch_version | yes
         compare_versions | differs | the first name may also be a version

@@ -153,5 +153,5 @@ __getattr__ = missing_from(
     "nbaccel.train.distributed.partial_state",
     "nbaccel.train.prepare.contexts",
     "nbaccel.train.strategies.fsdp.plugin",
-    inside=("constants", "imports", "memory", "operations", "other", "modeling", "offload"),
+    inside=("constants", "imports", "memory", "operations", "other", "modeling", "offload", "bnb"),
 )

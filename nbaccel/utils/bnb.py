@@ -1,0 +1,13 @@
+"""Models that bitsandbytes quantises, for programs that ask: ``accelerate.utils.bnb``. It defines nothing.
+
+Runs in ranks and scripts.
+"""
+
+from __future__ import annotations
+
+from nbaccel.missing_names import missing_from
+from nbaccel.train.device_maps.quantising import BnbQuantizationConfig, load_and_quantize_model
+
+__all__ = ["BnbQuantizationConfig", "load_and_quantize_model"]
+
+__getattr__ = missing_from(__name__, "nbaccel.utils")
