@@ -49,7 +49,7 @@ _NOT_HERE: dict[str, str] = {
     _BESIDE: """
         attach_layerwise_casting_hooks LayerwiseCastingHook attach_execution_device_hook
         attach_align_device_hook attach_align_device_hook_on_blocks
-        load_offloaded_weights extract_submodules_state_dict OffloadedWeightsLoader
+        extract_submodules_state_dict OffloadedWeightsLoader quantize_and_offload_8bit get_parameter_device
         PrefixedDataset get_state_dict_offloaded_model get_state_dict_from_offload id_tensor_storage
         ensure_weights_retied prepare_pippy replace_with_bnb_layers get_quantized_model_device_map
         get_keys_to_not_convert has_4bit_bnb_layers compile_regions compile_regions_deepspeed

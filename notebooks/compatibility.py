@@ -276,8 +276,7 @@ GROUPS = (
         compute_module_sizes, calculate_maximum_sizes, get_max_layer_size, convert_file_size_to_int | yes
         dtype_byte_size, find_tied_parameters, retie_parameters, named_module_tensors | yes
         get_non_persistent_buffers, set_module_tensor_to_device, align_module_device, has_offloaded_params | yes
-        check_tied_parameters_in_config, check_tied_parameters_on_same_device | yes
-        load_offloaded_weights | no
+        check_tied_parameters_in_config, check_tied_parameters_on_same_device, load_offloaded_weights | yes
         get_state_dict_from_offload, get_state_dict_offloaded_model | no | `model.state_dict()` has all tensors
         """,
     ),

@@ -214,7 +214,7 @@ OTHERS = {
     "transformers, accelerate, peft": """
         _hf_hook _is_accelerate_prepared _mixed_precision _move_model_to_device _n_gpu
         _no_split_modules _old_forward _original_forward _setup_devices
-        _shared_state _train_batch_size""",
+        _shared_state _tie_weights _train_batch_size""",
     "Lightning": """
         _AcceleratorConnector _Connector _IS_INTERACTIVE _MultiProcessingLauncher _SubprocessScriptLauncher
         _accelerator_connector _devices_flag _num_nodes_flag _start_method _trainer""",

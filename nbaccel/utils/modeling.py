@@ -29,6 +29,7 @@ from nbaccel.train.device_maps.module_sizes import (
     retie_parameters,
     set_module_tensor_to_device,
 )
+from nbaccel.train.device_maps.offload_folder import load_offloaded_weights
 
 __all__ = [
     "align_module_device",
@@ -48,6 +49,7 @@ __all__ = [
     "has_offloaded_params",
     "infer_auto_device_map",
     "load_checkpoint_in_model",
+    "load_offloaded_weights",
     "load_state_dict",
     "named_module_tensors",
     "retie_parameters",

@@ -14,12 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from nbaccel.train.checkpoint.atomic_folder import sayable
+from nbaccel.train.device_maps.module_sizes import set_module_tensor_to_device
 from nbaccel.train.device_maps.stored_tensors import bytes_in
 from nbaccel.train.device_maps.weight_slots import on_device
 
-__all__ = ["load_offloaded_weight", "offload_state_dict", "offload_weight", "save_offload_index"]
+__all__ = [
+    "load_offloaded_weight",
+    "load_offloaded_weights",
+    "offload_state_dict",
+    "offload_weight",
+    "save_offload_index",
+]
 
 INDEX = "index.json"
 
@@ -66,6 +74,19 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     """
     stored = bytes_in(Path(weight_file), weight_info)
     return on_device(stored, stored.shape, stored.dtype, torch.device("cpu"), {})
+
+
+def load_offloaded_weights(
+    model: Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
+) -> None:
+    """Put the tensors of a folder into `model`, on the host.  index: their entries by name; nothing if it is empty.
+
+    Raises:
+        ValueError: the model does not have such a tensor, or it has another shape.
+    """
+    for name, entry in (index or {}).items():
+        value = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", entry)
+        set_module_tensor_to_device(model, name, "cpu", value=value)
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:

@@ -30,7 +30,7 @@ _USUAL_THRESHOLD = 6.0
 
 @dataclass
 class BnbQuantizationConfig:
-    """How bitsandbytes quantises a model: in 4 or in 8 bits, one of them.
+    """Choices for quantising by bitsandbytes: in 4 or in 8 bits, one of them.
 
     llm_int8_threshold: of 8 bits: columns of inputs with larger numbers are computed in half precision.
     bnb_4bit_quant_type: "fp4" or "nf4".  bnb_4bit_use_double_quant: quantise the scales, too.

@@ -11,6 +11,7 @@ import torch
 
 from nbaccel import CheckpointCorrupt, dispatch_model
 from nbaccel.utils import load_offloaded_weight, offload_state_dict, offload_weight, save_offload_index
+from nbaccel.utils.modeling import load_offloaded_weights
 from placed_models import empty, outputs, plain
 
 STATE = {
@@ -48,6 +49,14 @@ def test_a_model_is_dispatched_from_a_folder(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, plain().state_dict())
     model = dispatch_model(empty(), {"": "disk"}, offload_dir=tmp_path)
     assert torch.equal(outputs(model), outputs(plain()))
+
+
+def test_a_model_gets_the_tensors_of_a_folder(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, plain().state_dict())
+    model = empty()
+    load_offloaded_weights(model, json.loads((tmp_path / "index.json").read_text()), tmp_path)
+    assert torch.equal(outputs(model), outputs(plain()))
+    load_offloaded_weights(model, None, tmp_path)
 
 
 def test_an_index_keeps_the_entries_that_were_there(tmp_path: Path) -> None:
