@@ -254,8 +254,6 @@ GROUPS = (
         DynamoBackend, MegatronLMPlugin, TorchTensorParallelPlugin | no
         AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs | no
         merge_fsdp_weights | no
-        BnbQuantizationConfig | yes
-        load_and_quantize_model | differs | on a CPU too; parts on the host and on the disk are not quantised
         write_basic_config | differs | chooses for the notebooks of the folder, in its `nbaccel.toml`
         clear_environment, is_compiled_module, is_torch_version | yes
         compare_versions | differs | the first name may also be a version
@@ -287,6 +285,16 @@ GROUPS = (
         """
         offload_state_dict, offload_weight, load_offloaded_weight, save_offload_index | yes
         extract_submodules_state_dict, OffloadedWeightsLoader, PrefixedDataset | no | weights wait in their checkpoint
+        """,
+    ),
+    Group(
+        "`from accelerate.utils.bnb import …`, and from `accelerate.utils`",
+        "accelerate.utils.bnb",
+        "nbaccel.utils.bnb",
+        """
+        BnbQuantizationConfig | yes
+        load_and_quantize_model | differs | on a CPU too; parts on the host and on the disk are not quantised
+        quantize_and_offload_8bit | no | what waits is not quantised
         """,
     ),
     Group(
