@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from four_bit_models import FourBitNet, Params4bit, made, names_of_base, samples, trained_of
 from nbaccel import Accelerator, find_executable_batch_size
-from nbaccel.errors import RanksFailed
+from nbaccel.errors import CollectiveMismatch, RanksFailed
 from nbaccel.quantised import TrainedTensors, base_of, is_quantised, is_quantised_tensor, trained_state
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.model_weights import load_model
@@ -179,6 +179,24 @@ def test_an_optimizer_of_all_parameters_trains_the_adapters() -> None:
     model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader(8))
     losses = steps(accelerator, model, optimizer, data)
     assert losses[-1] < losses[0]
+
+
+def quantised_on_one_rank() -> str:
+    accelerator = Accelerator()
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    model.is_quantized = accelerator.is_main_process  # type: ignore[assignment]
+    try:
+        accelerator.prepare(model)
+    except CollectiveMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_is_quantised_on_one_rank_alone_is_refused() -> None:
+    """Its rank would wait for the others, to compare bases."""
+    for sentence in run_ranks(2, quantised_on_one_rank):
+        assert "prepare Linear of 2 parameters, with a quantised base of 1 tensors" in sentence
 
 
 def other_bases() -> None:

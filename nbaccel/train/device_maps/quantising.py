@@ -173,13 +173,9 @@ def _cast(model: Module, packed: set[str], config: BnbQuantizationConfig) -> Non
 
 def _heads(model: Module) -> list[str]:
     """Return the last module of the model, its head, and what is tied to it: quantised, they lose the most."""
-    names = [name for name, part in model.named_modules() if name and not [*part.children()]]
-    if not names:
-        return []
-    tensors = {id(tensor) for tensor in model.get_submodule(names[-1]).parameters()}
-    return [name for name in names if tensors & {id(each) for each in model.get_submodule(name).parameters()}] or names[
-        -1:
-    ]
+    owned = {name: {*map(id, part.parameters(recurse=False))} for name, part in model.named_modules() if name}
+    last = next((tensors for tensors in reversed(owned.values()) if tensors), set())
+    return [name for name, tensors in owned.items() if tensors & last]
 
 
 def _is_among(name: str, kept: Sequence[str] | set[str]) -> bool:

@@ -96,6 +96,9 @@ def waiting(tensor: Tensor, name: str, stored: Stored) -> Tensor:
 _MARKS = ("__set__", "requires_grad_", "detach_")
 """Functions that change what is known of a tensor and not its numbers, unless they get a tensor that has some."""
 
+_ASSIGNS = frozenset({"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow"))})
+"""Functions of operators that change their first argument."""
+
 _TELLS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__")
 """Functions that say what the numbers of a tensor are."""
 
@@ -109,11 +112,13 @@ class _Call:
     kwargs: dict[str, Any]
 
     def changes(self, also_marks: bool) -> bool:
-        """Return whether the function changes its first argument, by its name."""
+        """Return whether the function, by its name, changes its first argument, and that is one that waits."""
+        if not (self.args and isinstance(self.args[0], WaitingParameter)):
+            return False
         name = getattr(self.function, "__name__", "")
         if name in _MARKS:
             return also_marks
-        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        return name in _ASSIGNS or (name.endswith("_") and not name.endswith("__"))
 
     def on(self, device: torch.device) -> Any:
         """Return the result with the numbers of what waits, on `device`."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from nbaccel.quantised import base_of, is_quantised, is_quantised_tensor
+from nbaccel.quantised import is_quantised, is_quantised_tensor
 from nbaccel.quantities import gigabytes
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives
@@ -139,15 +139,14 @@ class KnownBases:
         return known[1]
 
 
-def refuse_other_bases(model: Module, known: KnownBases, collectives: Collectives) -> None:
-    """Refuse a quantised model whose base differs between ranks: nothing sends it. Collective for such a model.
+def refuse_other_bases(model: Module, base: frozenset[str], known: KnownBases, collectives: Collectives) -> None:
+    """Refuse a quantised model whose base differs between ranks: nothing sends it. Collective.
+
+    base: the names of its tensors in `model`.
 
     Raises:
         ValueError: on every rank, with the ranks that differ from rank 0.
     """
-    base = base_of(model)
-    if not base:
-        return
     mine = known.facts(model, base)
     everyones: list[BaseFacts] = collectives.gather_objects([mine])
     others = [rank for rank, facts in enumerate(everyones) if facts != everyones[0]]

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from nbaccel.quantised import base_of
 from nbaccel.train.data import DataLoaderConfiguration, LoaderFacts, PreparedLoader, prepare_loader
 from nbaccel.train.data.dispatch import SliceFunction
 from nbaccel.train.data.unprepared import watch_loaders
@@ -113,9 +114,13 @@ class Preparer:
         moves = [new[key][1] and may_move(model) for key, model in admitted.items()]
         for model in admitted.values():
             self._agree_on_names()
-            equipment.collectives.agree(f"prepare {type(model).__name__} of {len(list(model.parameters()))} parameters")
-            if equipment.strategy.has_peers:
-                refuse_other_bases(model, equipment.prepared.bases, equipment.collectives)
+            base = base_of(model) if equipment.strategy.has_peers else frozenset()
+            quantised = f", with a quantised base of {len(base)} tensors" if base else ""
+            equipment.collectives.agree(
+                f"prepare {type(model).__name__} of {len(list(model.parameters()))} parameters{quantised}"
+            )
+            if base:  # on every rank then
+                refuse_other_bases(model, base, equipment.prepared.bases, equipment.collectives)
         inner = [
             optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer for optimizer in optimizers
         ]

@@ -334,6 +334,7 @@ def test_a_waiting_weight_tells_its_numbers_and_is_not_changed(tmp_path: Path) -
         lambda: weight.copy_(torch.ones(4)),
         lambda: nn.init.zeros_(weight),
         lambda: weight.__setitem__(0, 0.0),
+        lambda: weight.__iadd__(1.0),
         lambda: setattr(weight, "data", torch.ones(4, 4)),
     ]
     for change in changes:
@@ -341,6 +342,11 @@ def test_a_waiting_weight_tells_its_numbers_and_is_not_changed(tmp_path: Path) -
             RuntimeError, match=r"^weight waits on the host or on the disk, and \w+ would change what is"
         ):
             change()
+    copy_of = torch.zeros(4, 4)
+    with torch.no_grad():
+        copy_of.copy_(weight).add_(weight)[0] = weight[0]  # others may be changed by it
+    assert torch.equal(copy_of[1:], 2 * model.weight.detach()[1:])
+    assert torch.equal(copy_of[0], model.weight.detach()[0])
     assert not weight.requires_grad_(False).requires_grad
     with pytest.raises(RuntimeError, match="waits on the host or on the disk, so it cannot be trained"):
         (torch.ones(4) * weight.requires_grad_()).sum().backward()

@@ -140,6 +140,12 @@ def test_eight_bits_and_names_that_are_left_out(bnb: Any, tmp_path: Path) -> Non
     assert (model.is_loaded_in_8bit, model.is_loaded_in_4bit) == (True, False)
 
 
+def test_a_head_is_the_last_module_with_parameters(bnb: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Dropout())
+    loaded: Any = load_and_quantize_model(model, BnbQuantizationConfig(**NF4))
+    assert [type(layer.weight).__name__ for layer in loaded[:2]] == ["Params4bit", "Parameter"]
+
+
 def test_a_head_that_is_tied_is_left_as_it_is(bnb: Any) -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
     model[2].weight = model[0].weight
