@@ -63,7 +63,7 @@ def trained(device: str) -> dict[str, Any]:
     accelerator = Accelerator(mixed_precision="fp16" if is_real else "no", cpu=not is_real)
     model: Any = _made(device)
     before = _bits(model)
-    optimizer: Any = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
+    optimizer: Any = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4)
     model, optimizer = accelerator.prepare(model, optimizer)
     inputs = torch.linspace(-1, 1, _WIDTH[device]).repeat(4, 1).to(accelerator.device)
 
