@@ -24,6 +24,7 @@ __all__ = [
     "Event",
     "Gauge",
     "GroupRenewed",
+    "ItemsDone",
     "Listener",
     "LoopEntered",
     "Loss",
@@ -33,6 +34,7 @@ __all__ = [
     "OutOfMemory",
     "Phase",
     "Progress",
+    "RankRestarted",
     "RecordsLost",
     "Reports",
     "Restarted",
@@ -217,6 +219,28 @@ class Restarted(Event):
     """Restart of all ranks of the run; reported by the kernel itself.
 
     line: the reason and the changes, as shown to the user.
+    """
+
+    line: str = ""
+
+
+@frozen
+class ItemsDone(Event):
+    """Progress of this rank in a map: the items that it has finished since its process began.
+
+    done: items with an answer.  failed: items that were given up.  seconds: time in the user's function.
+    """
+
+    done: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+
+
+@frozen
+class RankRestarted(Event):
+    """Start of a new process for this rank alone, after the one before died; reported by the kernel itself.
+
+    line: the end of the process, and what follows, as shown to the user.
     """
 
     line: str = ""

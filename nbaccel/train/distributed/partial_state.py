@@ -37,7 +37,8 @@ class PartialState(ProcessControl):
     by default the backend that fits the device, torch's timeout, and the rendezvous of the launcher.
 
     In a rank the process group is formed here, by all ranks together; a group that the program made itself is
-    used, and left alone at the end.
+    used, and left alone at the end. In a run whose ranks are started again one by one (`RunSettings.restarts_ranks`)
+    the first collective forms it.
 
     >>> state = PartialState()
     >>> state.num_processes, state.is_main_process
@@ -58,7 +59,7 @@ class PartialState(ProcessControl):
         self._world = World()
         self._chosen = RunSettings()
         self._device: torch.device | None = None
-        if current_world().is_distributed:
+        if current_world().is_distributed and not RunSettings.from_env().restarts_ranks:
             self.form_group()
             process_group.warn_of_others(self._options)
 
