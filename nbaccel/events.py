@@ -154,6 +154,18 @@ class Phase(Event):
 
 
 @frozen
+class ItemsDone(Event):
+    """Items of a map that this rank has finished since it was started.
+
+    done: items with an answer.  failed: items that failed each time.  size: items in one call of the function now.
+    """
+
+    done: int = 0
+    failed: int = 0
+    size: int = 0
+
+
+@frozen
 class OutOfMemory(Event):
     """Shortage of memory in this rank, which goes on with the same step in smaller pieces; no work is lost.
 
@@ -222,18 +234,6 @@ class Restarted(Event):
     """
 
     line: str = ""
-
-
-@frozen
-class ItemsDone(Event):
-    """Progress of this rank in a map: the items that it has finished since its process began.
-
-    done: items with an answer.  failed: items that were given up.  seconds: time in the user's function.
-    """
-
-    done: int = 0
-    failed: int = 0
-    seconds: float = 0.0
 
 
 @frozen

@@ -127,7 +127,7 @@ def test_progress_allows_as_many_restarts_again(launcher: Launcher, tmp_path: Pa
         if tries > 2 * MOST_RESTARTS:
             return tries
         if tries == MOST_RESTARTS + 1:
-            emit(ItemsDone(done=1, failed=0, seconds=0.1))
+            emit(ItemsDone(done=1, failed=0))
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
