@@ -24,6 +24,7 @@ __all__ = [
     "Event",
     "Gauge",
     "GroupRenewed",
+    "ItemsDone",
     "Listener",
     "LoopEntered",
     "Loss",
@@ -149,6 +150,18 @@ class Phase(Event):
     """
 
     name: str = ""
+
+
+@frozen
+class ItemsDone(Event):
+    """Items of a map that this rank has finished since it was started.
+
+    done: items with an answer.  failed: items that failed each time.  size: items in one call of the function now.
+    """
+
+    done: int = 0
+    failed: int = 0
+    size: int = 0
 
 
 @frozen
