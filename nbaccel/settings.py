@@ -75,7 +75,7 @@ class RunSettings:
     resume: the checkpoint to continue from: "" for the newest in `checkpoint_dir`, or a checkpoint or a folder of some.
     seeds_alike: all ranks' generators start at `seed` itself, for a program that does not know ranks.
     strategy: one of `STRATEGIES`, or the name of an installed one; the rank that looks it up refuses an unknown name.
-    restarts_ranks: a rank that dies is started again alone; the process group is formed at the first collective only.
+    restarts_ranks: a rank that dies is started again alone, while the others work; for independent ranks only.
     dynamo_backend and the four below: options for compiling prepared models, as in `TorchDynamoPlugin`.
 
     >>> both = RunSettings(mixed_precision="fp16").over(RunSettings(mixed_precision="no", seed=7))

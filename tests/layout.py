@@ -332,7 +332,7 @@ def kernel_files_that_import_train(layout: Layout) -> Iterator[str]:
         if name.startswith(("launch/", "notebook/", "options/", "output/", "display/")) and name != SHOWS_HELP:
             for target in sorted(targets):
                 may = target.startswith(("train/memory/", "train/oom/memory/"))
-                may |= target in ("train/setup.py", "train/mapping/map_worker.py", "train/oom/planning/estimate.py")
+                may |= target in ("train/setup.py", "train/oom/planning/estimate.py")
                 if target.startswith("train/") and not may:
                     yield f"{name} -> {target}"
 

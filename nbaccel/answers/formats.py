@@ -139,7 +139,7 @@ class InMemory:
 
     def _value(self, record: Record) -> Any:
         if record.is_failed:
-            return Failed(record.index, record.payload.decode("utf-8", "surrogatepass"))
+            return Failed(record.item, record.payload.decode("utf-8", "surrogatepass"))
         return pickle.loads(record.payload)
 
 

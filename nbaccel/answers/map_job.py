@@ -227,12 +227,19 @@ class MapJob:
         self._in_folder.unlink()  # first: from here on the folder is not looked at again
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def close(self) -> None:
-        """Let other calls overwrite `out`, and remove the folder of answers in memory, once they have been read."""
+    def close(self, reader: int = 0, readers: int = 1) -> None:
+        """Let other calls overwrite `out`; the last of `readers` removes the folder of answers in memory.
+
+        reader: the number of this process among them.
+        """
         if self._presence is not None:
             self._presence.close()
-        if self.out is None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self.out is not None:
+            return
+        with suppress(FileNotFoundError):
+            (self.folder / f"read-{reader}").touch()
+            if sum(1 for _ in self.folder.glob("read-*")) >= readers:
+                shutil.rmtree(self.folder, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove the folder if it has no answer: a function that failed at once may be mended, and `out` used again."""
@@ -264,7 +271,8 @@ class MapJob:
             self._check(_read(self._manifest_path), self.out)
             return
         while True:
-            (self.folder / "records").mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            (self.folder / "records").mkdir(mode=0o700, exist_ok=True)
             with suppress(FileNotFoundError), locked(self._lock):
                 if not self._lock.exists():  # another process has joined, and removed the folder, meanwhile
                     continue

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from nbaccel.values import frozen
-
 __all__ = [
     "AnswerIndex",
     "Record",
@@ -36,22 +34,21 @@ _SYNC_S = 1.0
 _MOST_OPEN = 64
 
 
-@frozen
-class Record:
+class Record(NamedTuple):
     """The answer to one item.
 
-    index: the item's number, 0-based.  payload: the answer, or the error, as the format of the map writes it.
+    item: its number, 0-based.  payload: the answer, or the error, as the format of the map writes it.
     is_failed: the payload is an error.  round: how often the map had asked failed items again, see `ClaimLog`.
     """
 
-    index: int
+    item: int
     payload: bytes
     is_failed: bool = False
     round: int = 0
 
     def packed(self) -> bytes:
         flags = _FAILED if self.is_failed else 0
-        head = _UNCHECKED.pack(_MARK, flags, self.round, self.index, len(self.payload))
+        head = _UNCHECKED.pack(_MARK, flags, self.round, self.item, len(self.payload))
         return head + struct.pack("<I", zlib.crc32(self.payload, zlib.crc32(head))) + self.payload
 
 

@@ -40,7 +40,7 @@ from nbaccel.world import World
 
 __all__ = ["MapTask", "map"]
 
-_WORKER = "nbaccel.train.mapping.map_worker:work_in_rank"
+_WORKER = "nbaccel.train.setup:map_in_rank"
 _SETUP = "nbaccel.train.setup:setup_rank"
 _DRAWN_SEEDS = 1_000_000
 _MOST_ROUNDS = 3

@@ -11,16 +11,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from nbaccel.answers import MapJob
+from nbaccel.answers import Answers, MapJob
 from nbaccel.answers.claim_log import Claim
 from nbaccel.answers.fingerprint import length_of
+from nbaccel.answers.map_job import as_items
 from nbaccel.answers.records import Record
 from nbaccel.errors import CannotSave
 from nbaccel.events import ItemsDone, emit
@@ -32,18 +36,42 @@ from nbaccel.train.mapping.item_source import source_of_items
 from nbaccel.train.oom.memory import release_unused
 from nbaccel.train.oom.retry.attempt import Attempt
 
-__all__ = ["MapWorker", "work", "work_in_rank"]
+__all__ = ["MapWorker", "map_in_ranks", "work"]
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.01, 0.5
 _REPORT_S = 0.2
 _LONGEST_ERROR = 2000
 
 
-def work_in_rank(job: MapJob, items: Any, function: Callable[..., Any], setup: Callable[..., Any] | None) -> None:
-    """Work on a map in a rank that the launcher starts again if it dies. The launcher names this by a string."""
-    from nbaccel.train.accelerator import Accelerator
+def map_in_ranks(
+    accelerator: Any,
+    function: Callable[..., Any],
+    items: Any,
+    setup: Callable[..., Any] | None,
+    out: str | os.PathLike[str] | None,
+    **options: Any,
+) -> Answers:
+    """Map in the ranks that call this together, and return the answers in each of them.
 
-    work(Accelerator(), job, items, function, setup, is_restarted=True)
+    One collective at the beginning tells the ranks that this is one call; afterwards none waits for another's share.
+    options: as `MapJob.open` takes them.
+    """
+    items, world = as_items(items), accelerator.world
+    token, folder = "", None
+    if world.is_distributed:
+        token = accelerator.collectives.broadcast_objects([uuid.uuid4().hex])[0]
+        folder = Path(tempfile.gettempdir()) / f"nbaccel-map-{token}"
+        if out is None and world.local_world_size != world.world_size:
+            raise ValueError(
+                f"rank {world.rank} of {world.world_size} is on another machine than rank 0 or others: name a file in "
+                'a folder that all machines share, out="shared/answers.jsonl"'
+            )
+    job = MapJob.open(items, function, setup, out=out, token=token, folder=folder, **options)
+    try:
+        work(accelerator, job, items, function, setup)
+        return job.answers()
+    finally:
+        job.close(world.rank, world.world_size)
 
 
 def work(
