@@ -25,7 +25,7 @@ from nbaccel.hardware import Survey
 from nbaccel.launch.api import as_run, keep_run, planned, show_run
 from nbaccel.launch.diagnosis import PostMortem
 from nbaccel.launch.inline import ends_its_group, post_mortem_here, run_inline
-from nbaccel.launch.ipc.payload import Payload
+from nbaccel.launch.ipc.payload import Payload, pack
 from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, load_named
 from nbaccel.launch.launcher import Launcher, LaunchResult, default_launcher
 from nbaccel.launch.objects.names import codes_of, names_read, says_first_card, with_their_own
@@ -117,7 +117,7 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
         items, function, setup, out=out, key=key, overwrite=overwrite, retry_failed=retry_failed, tries=tries,
         batch_size=batch_size,
     )  # fmt: skip
-    with _removed_if_in_memory(job):
+    with _closed_after(job):
         if job.is_finished:
             answers = job.answers()
             failed = f", {_failed(answers)}" if answers.failed else ""
@@ -155,7 +155,24 @@ class MapTask(FunctionTask):
                 "list(items), or restart the kernel and call map before the notebook uses CUDA",
                 {"items": "a stream cannot be sent"},
             )
-        return super().pack()
+        try:
+            return super().pack()
+        except CannotSend as error:
+            raise self._unsent(error) from error
+
+    def _unsent(self, error: CannotSend) -> CannotSend:
+        """Return the error with the argument of the call that cannot be sent."""
+        _, items, function, setup = self.args
+        for name, value in {"function": function, "setup": setup, "items": items}.items():
+            try:
+                os.close(pack({name: value}).fd)
+            except CannotSend as found:
+                return CannotSend(
+                    f"map cannot send {name} to ranks that start from a clean process: {found.names[name]}. Let setup "
+                    "make such objects in the rank, or call map before the notebook uses CUDA: then ranks are forked",
+                    found.names,
+                )
+        return error
 
 
 # --- before a run ------------------------------------------------------------------------------------------------
@@ -188,18 +205,17 @@ def _check_call(function: Any, setup: Any, background: bool) -> None:
 
 
 @contextmanager
-def _removed_if_in_memory(job: MapJob) -> Iterator[None]:
-    """Remove the files of answers that the caller wants in memory, also if this process is killed."""
-    if job.out is not None:
-        yield
-        return
-    folder, guard = str(job.folder), default_launcher().resources.guard
-    guard(folder)
+def _closed_after(job: MapJob) -> Iterator[None]:
+    """Let go of a map after the block; files of answers that the caller wants in memory go also at a kill."""
+    folder, guard = str(job.folder), default_launcher().resources.guard if job.out is None else None
+    if guard is not None:
+        guard(folder)
     try:
         yield
     finally:
         job.close()
-        guard(f"-{folder}")
+        if guard is not None:
+            guard(f"-{folder}")
 
 
 # --- the run -----------------------------------------------------------------------------------------------------
