@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         launch as launch,
     )
     from nbaccel.notebook.magics import panel as panel
+    from nbaccel.notebook.map_items import map as map
     from nbaccel.settings import RunSettings as RunSettings
     from nbaccel.tracking import GeneralTracker as GeneralTracker
     from nbaccel.train.accelerator import Accelerator as Accelerator
@@ -161,6 +162,7 @@ _HOME = {
     "launch": "nbaccel.launch",
     "load_checkpoint_and_dispatch": "nbaccel.train.device_maps.checkpoint_loading",
     "load_checkpoint_in_model": "nbaccel.train.device_maps.checkpoint_loading",
+    "map": "nbaccel.notebook.map_items",
     "notebook_launcher": "nbaccel.launch.accelerate_launchers",
     "panel": "nbaccel.notebook.magics",
     "set_seed": "nbaccel.train.distributed.rng",
@@ -196,7 +198,7 @@ _missing = missing_from(__name__, "nbaccel.utils")
 
 sys.meta_path.append(AbsentModules("nbaccel.utils"))
 
-__all__ = sorted(_HOME)
+__all__ = sorted(_HOME.keys() - {"map"})  # a star import must not replace Python's own map
 
 
 def __getattr__(name: str) -> Any:
@@ -235,7 +237,7 @@ def _last_run() -> Run | None:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "last_run", "__version__", "load_ipython_extension", "unload_ipython_extension"]
+    return [*__all__, "map", "last_run", "__version__", "load_ipython_extension", "unload_ipython_extension"]
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:

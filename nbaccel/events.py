@@ -34,6 +34,7 @@ __all__ = [
     "OutOfMemory",
     "Phase",
     "Progress",
+    "RankRestarted",
     "RecordsLost",
     "Reports",
     "Restarted",
@@ -230,6 +231,16 @@ class Restarted(Event):
     """Restart of all ranks of the run; reported by the kernel itself.
 
     line: the reason and the changes, as shown to the user.
+    """
+
+    line: str = ""
+
+
+@frozen
+class RankRestarted(Event):
+    """Start of a new process for this rank alone, after the one before died; reported by the kernel itself.
+
+    line: the end of the process, and what follows, as shown to the user.
     """
 
     line: str = ""

@@ -225,7 +225,10 @@ class MapJob:
         os.replace(joined, self.out)
         _write(self._manifest_path, self._manifest, joined=total, bytes=size, failed=found.failures())
         self._in_folder.unlink()  # first: from here on the folder is not looked at again
-        shutil.rmtree(self.folder, ignore_errors=True)
+        gone = self.folder.with_name(f".{self.folder.name}.joined")
+        shutil.rmtree(gone, ignore_errors=True)  # of a process that was killed here
+        os.rename(self.folder, gone)  # so that no other worker makes a file in what is being removed
+        shutil.rmtree(gone, ignore_errors=True)
 
     def close(self, reader: int = 0, readers: int = 1) -> None:
         """Let other calls overwrite `out`; the last of `readers` removes the folder of answers in memory.

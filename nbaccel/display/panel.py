@@ -95,8 +95,11 @@ class Panel:
 
     def _progress(self, seconds: float, state: RunState) -> str:
         nothing = "no number was reported" if state.is_over and not self.history.has_curves else ""
+        items = self.history.items
+        if items is not None and not self.history.has_curves:
+            nothing = ""
         places = list(filter(None, [*where(self.history), nothing])) or ([] if state.is_over else ["running"])
-        done = self.history.phase.bar.value
+        done = self.history.phase.bar.value if items is None else items.part
         label = escape(", ".join(places)) or "progress"
         return (
             f'<div class="row at"><span class="fits">{_parts(places)}</span>'
@@ -111,7 +114,7 @@ class Panel:
         series = self.history.phase.series
         if names:
             plots = "".join(self._plot(name, series.get(name), _POINTS // len(names)) for name in names)
-        elif state.is_over:
+        elif state.is_over or self.history.items is not None:
             return ""  # no empty place for curves that never come
         else:
             plots = self._figure('<div class="row soft">no numbers yet</div>')
@@ -157,7 +160,9 @@ class Panel:
     def _table(self, names: list[str]) -> str:
         ranks = range(self.history.world_size)
         first = names[:1] if len(ranks) > 1 else []  # of one rank, the number stands above the plot
-        heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in ["rank", *first, "memory", "in use", "peak"])
+        of_items = [] if self.history.items is None else ["items", "items/s", "failed"]
+        columns = ["rank", *of_items, *first, "memory", "in use", "peak"]
+        heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in columns)
         scrolls = ' tabindex="0" role="region" aria-label="all ranks"' if len(ranks) > _MOST_ROWS else ""
         return (
             f'<div class="ranks" style="max-height:{self._table_px}px"{scrolls}><table><thead><tr>{heads}</tr></thead>'
@@ -168,6 +173,8 @@ class Panel:
         history = self.history
         series = [history.phase.series.get(name) for name in names]
         values = [None if one is None else one.last.get(rank) for one in series]
+        if (items := history.items) is not None:
+            values = [items.finished_by(rank), items.per_s(rank), items.failed_of(rank), *values]
         numbers = "".join(f"<td>{'' if value is None else number(value)}</td>" for value in values)
         swatch = _swatch(rank) if history.world_size > 1 else ""
         lag = lag_words(history, rank)

@@ -391,6 +391,11 @@ class LaunchSpec:
     def world_size(self) -> int:
         return self.devices.num_processes
 
+    @property
+    def restarts_ranks(self) -> bool:
+        """Return whether a rank that dies is started again alone, while the others work."""
+        return bool(self.settings.restarts_ranks)
+
     def environ_of(self, rank: int) -> dict[str, str]:
         """Return the variables of one rank, made where its process is started: its settings and its devices."""
         devices = self.devices.environ()

@@ -101,6 +101,9 @@ def work(
     try:
         while not job.finish():
             MapWorker(job, items, call, accelerator.process_index, accelerator.num_processes, is_restarted).run()
+    except FileNotFoundError:
+        if not job.is_finished:  # another worker has joined the answers meanwhile, and removed the folder
+            raise
     except OSError as error:  # of our own files: those of the function stay with its items
         raise CannotSave(
             f"rank {accelerator.process_index} cannot write to {job.folder}: {error.strerror or error}. What was "
