@@ -24,7 +24,7 @@ _SHOWN_CHARACTERS = 200
 
 @frozen
 class Failed:
-    """What stands in the place of an answer to an item that failed each time it was tried.
+    """The place of an answer to an item that failed each time it was tried.
 
     index: the item's number.  error: the class and the text of its last error.
     """

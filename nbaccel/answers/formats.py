@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nbaccel.answers.answer_list import Answers, Failed, LinesOnDisk, read_line
-from nbaccel.answers.records import AnswerIndex, Record
+from nbaccel.answers.records import AnswerIndex, AnswerRecord
 from nbaccel.values import frozen
 
-__all__ = ["Format", "InMemory", "JsonLines", "Parquet", "format_of"]
+__all__ = ["Format", "InMemoryFormat", "JsonLinesFormat", "ParquetFormat", "format_of"]
 
 _ROWS = 100_000
 _BUFFER_BYTES = 1 << 20
 
 
 class Format(Protocol):
-    """How answers become bytes, and bytes become the result."""
+    """A form in which answers become bytes, and bytes become the result."""
 
     def pack(self, index: int, answer: Any) -> bytes:
         """Return the bytes of an answer.
@@ -43,7 +43,7 @@ class Format(Protocol):
         """Return the answers that `join` has written."""
 
 
-class JsonLines:
+class JsonLinesFormat:
     """A line for each item: ``{"index": 7, "answer": ...}`` or ``{"index": 7, "error": "..."}``."""
 
     def pack(self, index: int, answer: Any) -> bytes:
@@ -64,7 +64,7 @@ class JsonLines:
         return Answers(LinesOnDisk(source, read_line), source)
 
 
-class Parquet:
+class ParquetFormat:
     """A folder of Parquet files with the columns index, answer (or one for each key, where answers are dicts), error.
 
     Raises:
@@ -82,10 +82,10 @@ class Parquet:
         self._table = pyarrow.Table
 
     def pack(self, index: int, answer: Any) -> bytes:
-        return JsonLines().pack(index, answer)
+        return JsonLinesFormat().pack(index, answer)
 
     def pack_error(self, index: int, error: str) -> bytes:
-        return JsonLines().pack_error(index, error)
+        return JsonLinesFormat().pack_error(index, error)
 
     def join(self, records: AnswerIndex, target: Path) -> None:
         target.mkdir()
@@ -118,7 +118,7 @@ def _columns(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @frozen
-class InMemory:
+class InMemoryFormat:
     """Answers of any class, for the program that asked; in a private folder until they are joined."""
 
     def pack(self, index: int, answer: Any) -> bytes:
@@ -137,7 +137,7 @@ class InMemory:
         index.read(source, grows=True)
         return Answers([self._value(record) for record in index.records()])
 
-    def _value(self, record: Record) -> Any:
+    def _value(self, record: AnswerRecord) -> Any:
         if record.is_failed:
             return Failed(record.item, record.payload.decode("utf-8", "surrogatepass"))
         return pickle.loads(record.payload)
@@ -150,11 +150,11 @@ def format_of(out: Path | None) -> Format:
         ValueError: it chooses none.
     """
     if out is None:
-        return InMemory()
+        return InMemoryFormat()
     if out.suffix in (".jsonl", ".ndjson"):
-        return JsonLines()
+        return JsonLinesFormat()
     if out.suffix in (".parquet", ".pq"):
-        return Parquet()
+        return ParquetFormat()
     raise ValueError(f'out names a file of answers, "answers.jsonl" or "answers.parquet"; got {str(out)!r}')
 
 

@@ -24,20 +24,20 @@ from nbaccel.answers.answer_list import Answers
 from nbaccel.answers.claim_log import ClaimLog, LifeLock, locked
 from nbaccel.answers.fingerprint import checksum_of, checksum_of_sample, length_of, source_of
 from nbaccel.answers.formats import Format, format_of
-from nbaccel.answers.records import AnswerIndex, Record, RecordFile
+from nbaccel.answers.records import AnswerIndex, AnswerRecord, RecordFile
 from nbaccel.errors import CannotContinue
 from nbaccel.quantities import plural
 from nbaccel.values import frozen
 
-__all__ = ["Manifest", "MapJob", "as_items"]
+__all__ = ["MapJob", "MapManifest", "as_items"]
 
 _VERSION = 1
 _READ_WHOLE = ("builtins", "numpy", "torch", "pandas")
 
 
 @frozen
-class Manifest:
-    """What must be the same for answers to belong to a call.
+class MapManifest:
+    """The facts that must be the same for answers to belong to a call.
 
     total: number of items; None for a stream.  items: their checksum; empty for a stream, whose blocks have their own.
     function, setup: their sources.  key: what the program says about weights and settings.
@@ -49,7 +49,7 @@ class Manifest:
     setup: str
     key: str
 
-    def difference(self, other: Manifest) -> str:
+    def difference(self, other: MapManifest) -> str:
         """Return in words what is different in `other`; empty if nothing is."""
         if self.total != other.total:
             here = "a stream" if self.total is None else plural(self.total, "item")
@@ -73,7 +73,7 @@ class MapJob:
     """
 
     def __init__(
-        self, out: Path | None, folder: Path, manifest: Manifest, order: Sequence[int] | None, tries: int,
+        self, out: Path | None, folder: Path, manifest: MapManifest, order: Sequence[int] | None, tries: int,
         batch_size: int | None,
     ) -> None:  # fmt: skip
         self.out = out
@@ -124,7 +124,7 @@ class MapJob:
         checksum = ""
         if not is_stream:
             checksum = checksum_of(items) if is_read else checksum_of_sample(items)  # type: ignore[arg-type]
-        manifest = Manifest(total, checksum, source_of(function), source_of(setup), repr(key))
+        manifest = MapManifest(total, checksum, source_of(function), source_of(setup), repr(key))
         if target is None:
             folder = folder or Path(tempfile.mkdtemp(prefix="nbaccel-map-"))
         else:
@@ -335,8 +335,8 @@ class MapJob:
         form, failed = self.format, frozenset(known["failed"])
         try:
             file.append(
-                Record(index, form.pack(index, answer)) if index not in failed
-                else Record(index, form.pack_error(index, answer.error), is_failed=True)
+                AnswerRecord(index, form.pack(index, answer)) if index not in failed
+                else AnswerRecord(index, form.pack_error(index, answer.error), is_failed=True)
                 for index, answer in enumerate(form.read(self.out))
             )  # fmt: skip
         finally:
@@ -366,7 +366,9 @@ class MapJob:
             )
 
     def _difference(self, known: Mapping[str, Any]) -> str:
-        return self._manifest.difference(Manifest(**{name: known[name] for name in Manifest.__dataclass_fields__}))
+        return self._manifest.difference(
+            MapManifest(**{name: known[name] for name in MapManifest.__dataclass_fields__})
+        )
 
     def _clear(self) -> None:
         """Remove all but the lock, which is held."""
@@ -432,7 +434,7 @@ def _check_numbers(tries: int, batch_size: int | None) -> None:
             raise ValueError(f"{name} must be a whole number from 1, got {number!r}")
 
 
-def _write(path: Path, manifest: Manifest, **more: Any) -> None:
+def _write(path: Path, manifest: MapManifest, **more: Any) -> None:
     fields = {name: getattr(manifest, name) for name in manifest.__dataclass_fields__}
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     unfinished.write_text(json.dumps({"version": _VERSION, **fields, **more}, indent=1))

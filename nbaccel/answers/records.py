@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 __all__ = [
     "AnswerIndex",
-    "Record",
+    "AnswerRecord",
     "RecordFile",
     "read_record",
     "scan_records",
@@ -34,7 +34,7 @@ _SYNC_S = 1.0
 _MOST_OPEN = 64
 
 
-class Record(NamedTuple):
+class AnswerRecord(NamedTuple):
     """The answer to one item.
 
     item: its number, 0-based.  payload: the answer, or the error, as the format of the map writes it.
@@ -64,7 +64,7 @@ class RecordFile:
         self._end = os.fstat(self._fd).st_size
         self._synced = time.monotonic()
 
-    def append(self, records: Iterable[Record]) -> None:
+    def append(self, records: Iterable[AnswerRecord]) -> None:
         """Write records with one call, so that they outlive this process; on the disk within a second of writing."""
         data = b"".join(record.packed() for record in records)
         rest = memoryview(data)
@@ -92,7 +92,7 @@ class RecordFile:
 
 
 class _Place(NamedTuple):
-    """Where a record lies in its file.  offset: of its header, in bytes.  size: of the payload."""
+    """The place of a record in its file.  offset: of its header, in bytes.  size: of the payload."""
 
     offset: int
     item: int
@@ -116,20 +116,20 @@ def scan_records(path: Path) -> Iterator[_Place]:
             offset += _HEADER.size + size
 
 
-def read_record(fd: int, offset: int) -> Record:
+def read_record(fd: int, offset: int) -> AnswerRecord:
     """Return the record at `offset` of an open file, which `scan_records` has found whole."""
     mark, flags, turn, index, size, _checksum = _HEADER.unpack(os.pread(fd, _HEADER.size, offset))
     assert mark == _MARK
     payload = os.pread(fd, size, offset + _HEADER.size)
     assert len(payload) == size
-    return Record(index, payload, bool(flags & _FAILED), turn)
+    return AnswerRecord(index, payload, bool(flags & _FAILED), turn)
 
 
 _NOTHING, _HAS_FAILED, _ANSWERED = 0, 1, 2
 
 
 class AnswerIndex:
-    """Where the answer to each item lies, in ten bytes an item.
+    """An index of the answers by item: where each one lies, in twelve bytes an item.
 
     An answer counts once: of several for one item the first, and any answer before an error; of errors the newest.
     failed: how many items have an error and no answer.  answered: how many have an answer.
@@ -191,7 +191,7 @@ class AnswerIndex:
         """Return the items that have an error and no answer."""
         return [index for index, state in enumerate(self._states) if state == _HAS_FAILED]
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[AnswerRecord]:
         """Yield the record of each item that has one, in the order of the items."""
         fds: dict[int, int] = {}
         try:

@@ -19,6 +19,14 @@ class ChunkSize:
 
     batch_size: most items of one call, as the program chose; None: a claim is one call.
     ranks: that share what is left.
+
+    >>> size = ChunkSize(None, ranks=2)
+    >>> size.took(1, seconds=0.01, shortest=400)
+    >>> size.next(remaining=1000), size.next(remaining=4)
+    (2, 1)
+    >>> size.does_not_fit(64, longest=400)
+    >>> size.in_one_call
+    32
     """
 
     def __init__(self, batch_size: int | None, ranks: int) -> None:

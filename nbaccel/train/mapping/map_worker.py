@@ -25,7 +25,7 @@ from nbaccel.answers import Answers, MapJob
 from nbaccel.answers.claim_log import Claim
 from nbaccel.answers.fingerprint import length_of
 from nbaccel.answers.map_job import as_items
-from nbaccel.answers.records import Record
+from nbaccel.answers.records import AnswerRecord
 from nbaccel.errors import CannotSave
 from nbaccel.events import ItemsDone, emit
 from nbaccel.failures import Recovery, recovery_of
@@ -192,7 +192,7 @@ class MapWorker:
         most = self._size.in_one_call
         return [indices[start : start + most] for start in range(0, len(indices), most)][::-1]
 
-    def _records_of(self, part: Sequence[int]) -> list[Record]:
+    def _records_of(self, part: Sequence[int]) -> list[AnswerRecord]:
         """Call the function; return the records of its answers.
 
         Raises:
@@ -209,7 +209,7 @@ class MapWorker:
         if len(answers) != len(part):
             raise TypeError(f"the function returned {plural(len(answers), 'answer')} for {plural(len(part), 'item')}")
         pack = self._format.pack
-        return [Record(index, pack(index, _on_host(one)), round=self._claims.round)
+        return [AnswerRecord(index, pack(index, _on_host(one)), round=self._claims.round)
                 for index, one in zip(part, answers, strict=True)]  # fmt: skip
 
     def _after(self, attempt: Attempt, part: Sequence[int], claim: Claim) -> list[Sequence[int]]:
@@ -284,7 +284,7 @@ class MapWorker:
 
     # -- what was done
 
-    def _write(self, records: Sequence[Record]) -> None:
+    def _write(self, records: Sequence[AnswerRecord]) -> None:
         self._records.append(records)
         if not self._done:
             self._job.note_answers()
@@ -292,7 +292,7 @@ class MapWorker:
 
     def _write_failed(self, index: int, text: str) -> None:
         packed = self._format.pack_error(index, text)
-        self._records.append([Record(index, packed, is_failed=True, round=self._claims.round)])
+        self._records.append([AnswerRecord(index, packed, is_failed=True, round=self._claims.round)])
         self._failed += 1
 
     def _report(self) -> None:
