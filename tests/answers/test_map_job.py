@@ -103,9 +103,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", DIFFERENT)
 @pytest.mark.parametrize("is_over", [True, False])
-def test_what_belongs_to_something_else_is_refused_with_both_ways_out(
-    tmp_path: Path, case: str, is_over: bool
-) -> None:
+def test_what_belongs_to_something_else_is_refused_with_both_ways_out(tmp_path: Path, case: str, is_over: bool) -> None:
     options, words = DIFFERENT[case]
     if is_over:
         finished(tmp_path / "a.jsonl")
