@@ -42,8 +42,8 @@ def run_restartable(
     launcher: Launcher, function: Callable[..., Any], *args: Any, n: int = 2, start: str = "fork"
 ) -> tuple[LaunchResult, Told]:
     told = Told()
-    settings = RunSettings(cpu=True, independent=True, restarts_ranks=True)
-    spec = LaunchSpec(FunctionTask(function, args), Devices(n), Start(start, "a test"), settings)
+    settings = RunSettings(cpu=True, independent=True)
+    spec = LaunchSpec(FunctionTask(function, args), Devices(n), Start(start, "a test"), settings, restarts_ranks=True)
     watching = RunObservers(ConsoleScreen(), notice=told.lines.append, listeners=[told])
     return launcher.run(spec, watching), told
 
