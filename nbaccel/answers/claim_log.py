@@ -90,13 +90,20 @@ def is_held(path: Path) -> bool:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock at `path` during the block; waits for the process that holds it, which may die meanwhile."""
-    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+    """Hold the lock at `path` during the block; waits for the process that holds it, which may die meanwhile.
+
+    Raises:
+        FileNotFoundError: its folder is gone.
+    """
+    while True:
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if path.exists() and os.path.samestat(os.fstat(fd), os.stat(path)):
+                yield
+                return
+        finally:
+            os.close(fd)
 
 
 @frozen

@@ -223,12 +223,16 @@ class MapJob:
         if self.out.is_dir() or joined.is_dir():
             _remove(self.out)
         os.replace(joined, self.out)
-        _write(self._manifest_path, self._manifest, joined=total, bytes=size, failed=found.failures())
+        self._write(self._manifest_path, joined=total, bytes=size, failed=found.failures())
         self._in_folder.unlink()  # first: from here on the folder is not looked at again
-        gone = self.folder.with_name(f".{self.folder.name}.joined")
-        shutil.rmtree(gone, ignore_errors=True)  # of a process that was killed here
-        os.rename(self.folder, gone)  # so that no other worker makes a file in what is being removed
-        shutil.rmtree(gone, ignore_errors=True)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        """Remove the folder, whose lock is held, under another name, so that no other worker adds a file meanwhile."""
+        rest = self.folder.with_name(f".{self.folder.name}.joined")
+        shutil.rmtree(rest, ignore_errors=True)  # of a process that was killed here
+        os.rename(self.folder, rest)
+        shutil.rmtree(rest, ignore_errors=True)
 
     def close(self, reader: int = 0, readers: int = 1) -> None:
         """Let other calls overwrite `out`; the last of `readers` removes the folder of answers in memory.
@@ -270,19 +274,16 @@ class MapJob:
         return self.out.exists() and self._manifest_path.exists() and not self._in_folder.exists()
 
     def _begin(self, overwrite: bool, retry_failed: bool, token: str) -> None:
-        if self.out is not None and self._is_joined() and not overwrite and not retry_failed:
-            self._check(_read(self._manifest_path), self.out)
-            return
         while True:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            (self.folder / "records").mkdir(mode=0o700, exist_ok=True)
-            with suppress(FileNotFoundError), locked(self._lock):
-                if not self._lock.exists():  # another process has joined, and removed the folder, meanwhile
-                    continue
-                self._begin_locked(overwrite, retry_failed, token)
-                break
-        if self.out is not None and self._is_joined():
-            shutil.rmtree(self.folder, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another process has joined, and removed the folder, meanwhile
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+                (self.folder / "records").mkdir(mode=0o700, exist_ok=True)
+                with locked(self._lock):
+                    try:
+                        return self._begin_locked(overwrite, retry_failed, token)
+                    finally:
+                        if not self._in_folder.exists():  # refused, or finished
+                            self._remove_folder()
 
     def _begin_locked(self, overwrite: bool, retry_failed: bool, token: str) -> None:
         claims = self.claims()
@@ -301,9 +302,9 @@ class MapJob:
         if known is None and self.out is not None and self.out.exists():
             known = self._reopen(overwrite, retry_failed)
             if known is None and self._is_joined():
-                return  # finished
+                return
         if known is None:
-            _write(self._in_folder, self._manifest, token=token)
+            self._write(self._in_folder, token=token)
         else:
             self._check(known, self.folder)
             self._go_on(claims, retry_failed, token)
@@ -312,7 +313,8 @@ class MapJob:
     def _go_on(self, claims: ClaimLog, retry_failed: bool, token: str) -> None:
         if retry_failed and (failed := self.records().failures()):
             claims.ask_again(failed, token, new_round=True)
-        if self.is_stream and not claims.anyone():
+        if not claims.anyone():
+            shutil.rmtree(self.folder / "failing", ignore_errors=True)
             shutil.rmtree(self.folder / "blocks", ignore_errors=True)  # of another session: they are drawn again
 
     def _reopen(self, overwrite: bool, retry_failed: bool) -> dict[str, Any] | None:
@@ -344,7 +346,7 @@ class MapJob:
         claims = self.claims()
         claims.skip_to(known["joined"])
         self.note_answers()
-        _write(self._in_folder, self._manifest)
+        self._write(self._in_folder)
         _remove(self._manifest_path)
         return _read(self._in_folder)
 
@@ -364,6 +366,14 @@ class MapJob:
                 f"{place.name} was changed after it was written ({known['bytes']:,} bytes then, "
                 f"{_size(self.out):,} now): {ways}"
             )
+
+    def _write(self, path: Path, **more: Any) -> None:
+        """Write the manifest, with more facts, at once and on the disk. The lock is held."""
+        fields = {name: getattr(self._manifest, name) for name in self._manifest.__dataclass_fields__}
+        unfinished = self.folder / "manifest.unfinished"
+        unfinished.write_text(json.dumps({"version": _VERSION, **fields, **more}, indent=1))
+        _sync(unfinished)
+        os.replace(unfinished, path)
 
     def _difference(self, known: Mapping[str, Any]) -> str:
         return self._manifest.difference(
@@ -432,14 +442,6 @@ def _check_numbers(tries: int, batch_size: int | None) -> None:
     for name, number in {"tries": tries, "batch_size": batch_size}.items():
         if number is not None and (not isinstance(number, int) or number < 1):
             raise ValueError(f"{name} must be a whole number from 1, got {number!r}")
-
-
-def _write(path: Path, manifest: MapManifest, **more: Any) -> None:
-    fields = {name: getattr(manifest, name) for name in manifest.__dataclass_fields__}
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps({"version": _VERSION, **fields, **more}, indent=1))
-    _sync(unfinished)
-    os.replace(unfinished, path)
 
 
 def _read(path: Path) -> dict[str, Any]:

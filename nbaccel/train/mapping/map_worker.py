@@ -101,10 +101,9 @@ def work(
     try:
         while not job.finish():
             MapWorker(job, items, call, accelerator.process_index, accelerator.num_processes, is_restarted).run()
-    except FileNotFoundError:
-        if not job.is_finished:  # another worker has joined the answers meanwhile, and removed the folder
-            raise
     except OSError as error:  # of our own files: those of the function stay with its items
+        if isinstance(error, FileNotFoundError) and job.is_finished:
+            return  # another worker has joined the answers meanwhile, and removed the folder
         raise CannotSave(
             f"rank {accelerator.process_index} cannot write to {job.folder}: {error.strerror or error}. What was "
             "answered is there: make room, or mend the folder, and the same call goes on",
@@ -134,7 +133,6 @@ class MapWorker:
         self._done = self._failed = 0
         self._reported = 0.0
         self._is_tested = False
-        self._broken: Exception | None = None
         name = self._claims.enter()
         self._records = job.record_file(name)
 
@@ -153,10 +151,10 @@ class MapWorker:
                     self._items.drop(claim.indices)
                     wait_s = _FIRST_WAIT_S
                 else:
+                    if not self._done:
+                        self._say_it_fails("")  # nothing is left for this rank: it does not keep others waiting
                     time.sleep(wait_s)  # others work on the rest, or have died: that is looked at again
                     wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-                if self._broken is not None:
-                    self._raise_if_all_fail_alike(self._broken)
         finally:
             self._report()
             self._items.close()
@@ -268,19 +266,23 @@ class MapWorker:
             attempt.forget()
             if not is_alike:
                 return
-        self._broken = error
-        folder = self._job.folder / "fails-alike"
+        self._say_it_fails(place)
+        while not (self._job.has_answers or self._others_fail_otherwise(place)):
+            if len(self._failing()) >= self._ranks:
+                raise error
+            time.sleep(_LONGEST_WAIT_S / 5)  # the other ranks still begin; what they find decides
+
+    def _say_it_fails(self, place: str) -> None:
+        """Tell the other ranks where the function fails with all that this rank has tried; empty: it has nothing."""
+        folder = self._job.folder / "failing"
         folder.mkdir(exist_ok=True)
         (folder / str(self._rank)).write_text(place)
-        self._raise_if_all_fail_alike(error)
 
-    def _raise_if_all_fail_alike(self, error: Exception) -> None:
-        if self._done or self._job.has_answers:
-            self._broken = None
-            return
-        places = [path.read_text() for path in (self._job.folder / "fails-alike").iterdir()]
-        if len(places) >= self._ranks and len(set(places)) == 1:
-            raise error
+    def _failing(self) -> list[str]:
+        return [path.read_text() for path in (self._job.folder / "failing").iterdir()]
+
+    def _others_fail_otherwise(self, place: str) -> bool:
+        return not set(self._failing()) <= {place, ""}
 
     # -- what was done
 
