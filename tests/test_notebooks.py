@@ -179,6 +179,18 @@ def test_a_model_on_the_disk_writes_texts_and_gets_adapters(
 
 @pytest.mark.full
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
+def test_a_map_loses_no_text_to_a_killed_process_or_a_stop(environment: Environment, tmp_path: Path) -> None:
+    said = text(run("10_inference_on_every_card.ipynb", environment, tmp_path, num_processes=2))
+    assert "already: no rank was started" in said
+    assert "rank 0 was killed by SIGKILL; started again" in said or "rank 1 was killed by SIGKILL" in said
+    assert "[Failed(index=100, error='ValueError: not a text')]" in said
+    assert "all others as before: True" in said
+    assert "all there: True" in said
+    assert "slow.jsonl has answers with key=None, now key='weights of Monday'" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_six_traps_end_in_right_numbers_or_in_a_sentence(environment: Environment, tmp_path: Path) -> None:
     notebook = run("11_six_traps.ipynb", environment, tmp_path, num_processes=2)
     said = text(notebook)

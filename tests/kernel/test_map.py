@@ -82,7 +82,7 @@ def test_stop_keeps_what_is_done_and_the_same_cell_goes_on(kernel: RealKernel, t
     assert "are in answers.jsonl.parts; the same line goes on" in error.text
     kernel.do("Model.answer = lambda self, items: [f'{item} on {self.device}' for item in items]")
     cell = kernel.do(MAPS.format(count=3000, out=str(out)))
-    assert " of them before or elsewhere" in cell.stdout
+    assert " of them before" in cell.stdout
     check(out, 3000)
 
 
@@ -99,7 +99,7 @@ def test_a_second_kernel_goes_on_where_the_first_was_killed(new_kernel: Kernels,
     second = new_kernel()
     second.do(DEFINES.format(seconds=0.005))
     cell = second.do(MAPS.format(count=2000, out=str(out)))
-    assert " of them before or elsewhere" in cell.stdout
+    assert " of them before" in cell.stdout
     check(out, 2000)
     assert sorted(path.name for path in tmp_path.glob("answers*")) == ["answers.jsonl", "answers.jsonl.manifest.json"]
 
@@ -113,7 +113,6 @@ def test_a_second_notebook_with_the_same_call_joins_in(new_kernel: Kernels, tmp_
     runs: list[Any] = [each.begin(MAPS.format(count=3000, out=str(out))) for each in kernels]
     cells = [run.end(timeout_s=60).succeeded() for run in runs]
     assert all(cell.stdout.startswith("3,000 items in ") for cell in cells)
-    assert any(" of them before or elsewhere" in cell.stdout for cell in cells)
     check(out, 3000)
 
 

@@ -80,7 +80,7 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
     items: a list, or anything with a length and numbers; a generator is read once, by one of the ranks.
     setup: ``setup(accelerator)``, called once in each process; returns the state, such as a model on
         ``accelerator.device``. There is no process group: a collective ends the run when a rank has died.
-    out: a file that ends in .jsonl, or a folder of parquet files; None keeps the answers in memory.
+    out: "answers.jsonl", or "answers.parquet" for a folder of Parquet files; None keeps the answers in memory.
     num_processes, devices, cpu: as for `launch`; by default one rank for each GPU, or one.
     batch_size: most items in one call of the function; None to choose it by time and memory.
     key: what the answers also depend on, as a text or a number.
@@ -313,10 +313,10 @@ def _run_here(spec: LaunchSpec, task: MapTask, launcher: Launcher, shown: RunVie
 
 def _say_end(job: MapJob, end: _End, launcher: Launcher, shown: RunView) -> None:
     """Show how a run ended, and complete the text of an error that only says that it was stopped."""
-    seconds = end.run.seconds
+    seconds, items = end.run.seconds, shown.history.items
     sentence = ""
     if end.error is None and job.is_finished:
-        sentence = _finished(job.answers(), seconds, shown.history.items)
+        sentence = _finished(job.answers(), seconds, 0 if items is None else items.before)
     elif end.error is not None:
         is_kept = _what_stays(job)
         if end.word == "stopped":
@@ -329,13 +329,16 @@ def _say_end(job: MapJob, end: _End, launcher: Launcher, shown: RunView) -> None
     keep_run(end.run, end.post_mortem, shown, launcher)
 
 
-def _finished(answers: Answers, seconds: float, items: ItemCount | None) -> str:
-    """Return the last line of a map: "1,000 items in 42 s (23.8/s), 3 failed: answers.failed"."""
-    done = 0 if items is None else items.finished
-    pace = f" ({rate(done / seconds, 'items').split()[0]}/s)" if done and seconds > 0 else ""
-    before = f", {len(answers) - done:,} of them before or elsewhere" if done < len(answers) else ""
+def _finished(answers: Answers, seconds: float, before: int) -> str:
+    """Return the last line of a map: "1,000 items in 42 s (23.8/s), 3 failed: answers.failed".
+
+    before: items that were finished before this call.
+    """
+    done = len(answers) - before
+    pace = f" ({rate(done / seconds, 'items').split()[0]}/s)" if done > 0 and seconds > 0 else ""
+    earlier = f", {before:,} of them before" if before else ""
     failed = f", {_failed(answers)}" if answers.failed else ""
-    return f"{plural(len(answers), 'item')} in {_time(seconds)}{pace}{before}{failed}"
+    return f"{plural(len(answers), 'item')} in {_time(seconds)}{pace}{earlier}{failed}"
 
 
 def _failed(answers: Answers) -> str:
