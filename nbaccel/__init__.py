@@ -48,8 +48,8 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         Run as Run,
         launch as launch,
     )
+    from nbaccel.notebook.jobs.map_items import map as map
     from nbaccel.notebook.magics import panel as panel
-    from nbaccel.notebook.map_items import map as map
     from nbaccel.settings import RunSettings as RunSettings
     from nbaccel.tracking import GeneralTracker as GeneralTracker
     from nbaccel.train.accelerator import Accelerator as Accelerator
@@ -162,7 +162,7 @@ _HOME = {
     "launch": "nbaccel.launch",
     "load_checkpoint_and_dispatch": "nbaccel.train.device_maps.checkpoint_loading",
     "load_checkpoint_in_model": "nbaccel.train.device_maps.checkpoint_loading",
-    "map": "nbaccel.notebook.map_items",
+    "map": "nbaccel.notebook.jobs.map_items",
     "notebook_launcher": "nbaccel.launch.accelerate_launchers",
     "panel": "nbaccel.notebook.magics",
     "set_seed": "nbaccel.train.distributed.rng",

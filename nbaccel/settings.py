@@ -75,7 +75,6 @@ class RunSettings:
     resume: the checkpoint to continue from: "" for the newest in `checkpoint_dir`, or a checkpoint or a folder of some.
     seeds_alike: all ranks' generators start at `seed` itself, for a program that does not know ranks.
     strategy: one of `STRATEGIES`, or the name of an installed one; the rank that looks it up refuses an unknown name.
-    restarts_ranks: a rank that dies is started again alone, while the others work; for independent ranks only.
     dynamo_backend and the four below: options for compiling prepared models, as in `TorchDynamoPlugin`.
 
     >>> both = RunSettings(mixed_precision="fp16").over(RunSettings(mixed_precision="no", seed=7))
@@ -103,7 +102,6 @@ class RunSettings:
     dynamo_use_dynamic: bool | None = None
     dynamo_use_regional_compilation: bool | None = None
     strategy: str | None = None
-    restarts_ranks: bool | None = None
 
     def __post_init__(self) -> None:
         if self.mixed_precision is not None and self.mixed_precision not in PRECISIONS:
@@ -142,7 +140,6 @@ class RunSettings:
             "NBACCEL_SEEDS_ALIKE": None if self.seeds_alike is None else str(int(self.seeds_alike)),
             "NBACCEL_SPLIT": self.split,
             "NBACCEL_STRATEGY": self.strategy,
-            "NBACCEL_RESTARTS_RANKS": None if self.restarts_ranks is None else str(int(self.restarts_ranks)),
             "NBACCEL_CHECKPOINT_EVERY": self.checkpoint_every,
             "NBACCEL_CHECKPOINT_DIR": self.checkpoint_dir,
             "NBACCEL_KEEP": self.keep,
@@ -175,7 +172,6 @@ class RunSettings:
             debug=flag("ACCELERATE_DEBUG_MODE"),
             independent=flag("NBACCEL_INDEPENDENT"),
             strict=flag("NBACCEL_STRICT"),
-            restarts_ranks=flag("NBACCEL_RESTARTS_RANKS"),
             batches=env.get("NBACCEL_BATCHES") or None,
             split=number("NBACCEL_SPLIT"),
             # Accelerate's own launcher, and transformers, name this strategy by a variable of its own.

@@ -21,7 +21,7 @@ from nbaccel.errors import CannotContinue, CannotSave, CannotSend, LaunchRefused
 from nbaccel.launch.api import launch
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.plan import LaunchPlan
-from nbaccel.notebook import map_items
+from nbaccel.notebook.jobs import map_items
 
 AT_MOST_S = 60.0
 

@@ -42,8 +42,8 @@ def run_restartable(
     launcher: Launcher, function: Callable[..., Any], *args: Any, n: int = 2, start: str = "fork"
 ) -> tuple[LaunchResult, Told]:
     told = Told()
-    settings = RunSettings(cpu=True, independent=True, restarts_ranks=True)
-    spec = LaunchSpec(FunctionTask(function, args), Devices(n), Start(start, "a test"), settings)
+    settings = RunSettings(cpu=True, independent=True)
+    spec = LaunchSpec(FunctionTask(function, args), Devices(n), Start(start, "a test"), settings, restarts_ranks=True)
     watching = RunObservers(ConsoleScreen(), notice=told.lines.append, listeners=[told])
     return launcher.run(spec, watching), told
 
@@ -110,6 +110,7 @@ def test_a_rank_without_progress_ends_the_run_after_three_restarts(launcher: Lau
         if int(os.environ["RANK"]) == 0:
             time.sleep(60)
         tries_of(str(tmp_path))
+        emit(ItemsDone())  # a report without an item is no progress
         os.kill(os.getpid(), signal.SIGKILL)
 
     result, told = run_restartable(launcher, always_dies)

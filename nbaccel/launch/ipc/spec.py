@@ -366,6 +366,7 @@ class LaunchSpec:
     stays: the ranks stay when the task is done, and wait for the next.
     program_limit: a limit that an earlier attempt of this run had set itself.
     own_devices: each rank sees only its own devices, the first as number 0; otherwise every rank sees all of them.
+    restarts_ranks: a rank that dies is started again alone, while the others work; for independent ranks only.
     """
 
     task: Task
@@ -382,6 +383,7 @@ class LaunchSpec:
     stays: bool = False
     program_limit: ProgramLimit | None = None
     own_devices: bool = False
+    restarts_ranks: bool = False
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:
@@ -390,11 +392,6 @@ class LaunchSpec:
     @property
     def world_size(self) -> int:
         return self.devices.num_processes
-
-    @property
-    def restarts_ranks(self) -> bool:
-        """Return whether a rank that dies is started again alone, while the others work."""
-        return bool(self.settings.restarts_ranks)
 
     def environ_of(self, rank: int) -> dict[str, str]:
         """Return the variables of one rank, made where its process is started: its settings and its devices."""

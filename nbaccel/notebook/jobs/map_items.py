@@ -265,8 +265,8 @@ def _spec(options: RunOptions, task: MapTask, survey: Survey) -> LaunchSpec:
     """Return the spec of a run whose ranks do not need each other; each draws its own random numbers."""
     spec = planned(options, task, survey).spec(task, _SETUP)
     seed = random.SystemRandom().randrange(_DRAWN_SEEDS)  # drawing it must not change the notebook's numbers
-    settings = RunSettings(independent=True, restarts_ranks=True, seed=seed).over(spec.settings)
-    return replace(spec, settings=settings, oom=STOP)
+    settings = RunSettings(independent=True, seed=seed).over(spec.settings)
+    return replace(spec, settings=settings, oom=STOP, restarts_ranks=True)
 
 
 def _run_in_ranks(spec: LaunchSpec, task: MapTask, launcher: Launcher, shown: RunView) -> _End:
