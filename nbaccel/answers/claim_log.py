@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from nbaccel.answers.records import AnswerIndex
 from nbaccel.values import frozen
@@ -106,12 +107,11 @@ def locked(path: Path) -> Iterator[None]:
             os.close(fd)
 
 
-@frozen
-class Leftover:
+class Leftover(NamedTuple):
     """An item whose worker died.  deaths: workers that died with it.  alone: those that had claimed nothing else."""
 
-    index: int
-    deaths: int = 1
+    item: int
+    deaths: int = 0
     alone: int = 0
 
 
@@ -132,7 +132,7 @@ class _State:
     """The sum of all lines.
 
     cursor: positions of the order before this one were claimed.  available: those before this one may be, in a stream.
-    open: the claim of each worker that has neither claimed something else nor ended.
+    open: the claim of each worker that has neither claimed something else nor ended; bare numbers are claimed first.
     left: items of dead workers that nobody has claimed since, by deaths and by number.
     round: how often failed items were asked again; tokens: the calls that asked.
     blocks: those of a stream that were drawn, by their first item: the item after the last, checksum of the items.
@@ -141,7 +141,7 @@ class _State:
     cursor: int = 0
     available: int = 0
     total: int | None = None
-    open: dict[str, list[Leftover]] = field(default_factory=dict)
+    open: dict[str, Sequence[Leftover | int]] = field(default_factory=dict)
     left: dict[int, dict[int, Leftover]] = field(default_factory=dict)
     round: int = 0
     tokens: set[str] = field(default_factory=set)
@@ -149,12 +149,12 @@ class _State:
 
     def leave(self, items: Iterable[Leftover]) -> None:
         for item in items:
-            self.left.setdefault(item.deaths, {})[item.index] = item
+            self.left.setdefault(item.deaths, {})[item.item] = item
 
     def take(self, items: Iterable[Leftover]) -> None:
         for item in items:
             if (alike := self.left.get(item.deaths)) is not None:
-                alike.pop(item.index, None)
+                alike.pop(item.item, None)
                 if not alike:
                     del self.left[item.deaths]
 
@@ -274,8 +274,8 @@ class ClaimLog:
         else:
             count = 1
         taken = list(islice(alike.values(), count))
-        self._append([_TAKE, self._me, [[item.index, item.deaths, item.alone] for item in taken]])
-        return Claim([item.index for item in taken], taken[0].alone if len(taken) == 1 else 0)
+        self._append([_TAKE, self._me, [[item.item, item.deaths, item.alone] for item in taken]])
+        return Claim([item.item for item in taken], taken[0].alone if len(taken) == 1 else 0)
 
     def _find_dead(self) -> None:
         """Give up the claims of workers that are dead."""
@@ -288,9 +288,9 @@ class ClaimLog:
                 answered.read(path, grows=True)
             is_alone = len(claimed) == 1
             left = [
-                [item.index, item.deaths + 1, item.alone + is_alone]
-                for item in claimed
-                if not answered.is_done(item.index, self._state.round)
+                [item.item, item.deaths + 1, item.alone + is_alone]
+                for item in (each if isinstance(each, Leftover) else Leftover(each) for each in claimed)
+                if not answered.is_done(item.item, self._state.round)
             ]
             self._append([_DEAD, worker, left])
 
@@ -373,7 +373,7 @@ class ClaimLog:
         state = self._state
         match line:
             case ["claim", str(worker), int(start), int(stop)]:
-                state.open[worker] = [Leftover(index, 0) for index in self._positions(start, stop)]
+                state.open[worker] = self._positions(start, stop)
                 state.cursor = max(state.cursor, stop)
             case ["take", str(worker), list(items)]:
                 taken = [Leftover(*item) for item in items]
@@ -387,7 +387,7 @@ class ClaimLog:
             case ["again", str(token), int(turn), list(indices)]:
                 state.tokens.add(token)
                 state.round = turn
-                state.leave(Leftover(index, 0) for index in indices)
+                state.leave(Leftover(index) for index in indices)
             case ["block", int(start), int(stop), str(checksum)]:
                 if start == state.available:  # another drawer was as far already
                     state.blocks[start] = stop, checksum

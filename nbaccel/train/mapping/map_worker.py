@@ -24,6 +24,7 @@ from torch import Tensor
 from nbaccel.answers import Answers, MapJob
 from nbaccel.answers.claim_log import Claim
 from nbaccel.answers.fingerprint import length_of
+from nbaccel.answers.formats import InMemoryFormat
 from nbaccel.answers.map_job import as_items
 from nbaccel.answers.records import AnswerRecord
 from nbaccel.errors import CannotSave
@@ -41,6 +42,7 @@ __all__ = ["MapWorker", "map_in_ranks", "work"]
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.01, 0.5
 _REPORT_S = 0.2
 _LONGEST_ERROR = 2000
+_PLAIN = (str, int, float, bytes)
 
 
 def map_in_ranks(
@@ -206,8 +208,10 @@ class MapWorker:
         answers = list(answers)
         if len(answers) != len(part):
             raise TypeError(f"the function returned {plural(len(answers), 'answer')} for {plural(len(part), 'item')}")
+        if isinstance(self._format, InMemoryFormat):
+            answers = [one if isinstance(one, _PLAIN) else _on_host(one) for one in answers]
         pack = self._format.pack
-        return [AnswerRecord(index, pack(index, _on_host(one)), round=self._claims.round)
+        return [AnswerRecord(index, pack(index, one), round=self._claims.round)
                 for index, one in zip(part, answers, strict=True)]  # fmt: skip
 
     def _after(self, attempt: Attempt, part: Sequence[int], claim: Claim) -> list[Sequence[int]]:
