@@ -4,9 +4,9 @@
 compute: a constant for each call, and a constant for each character of the padded batch; so two ranks are two devices
 here, however many cores there are. All ways have batches of 16.
 
-equal shares: ``accelerator.split_between_processes`` and a gather of the results, as Accelerate's example of distributed
-inference has it. by hand: what a person writes who knows the lengths: two processes, each with every second text of
-the sorted list, nothing shared. Memory is that of a million items of which none computes anything.
+equal shares: ``accelerator.split_between_processes`` and a gather of the results, as in Accelerate's example of
+distributed inference. by hand: what a person writes who knows the lengths: two processes, each with every second text
+of the sorted list, nothing shared. Memory is that of a million items of which none computes anything.
 """
 
 from __future__ import annotations
