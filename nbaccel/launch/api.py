@@ -37,6 +37,8 @@ from nbaccel.settings import STOP, RunSettings
 
 __all__ = [
     "Run",
+    "as_run",
+    "how_it_ended",
     "launch",
     "launch_as_accelerate",
 ]
@@ -167,9 +169,9 @@ def _conclude(outcome: LaunchResult, spec: LaunchSpec, launcher: Launcher, shown
     seconds = shown.elapsed_s
     try:
         values = [outcome.values(rank).get("value") for rank in range(spec.world_size)]
-        error, word = _how_it_ended(outcome, seconds)
+        error, word = how_it_ended(outcome, seconds)
         post_mortem = PostMortem.of(title, word, error, outcome.ended)
-        run = _as_run(outcome, values, shown.history, error, seconds)
+        run = as_run(outcome, values, shown.history, error, seconds)
     finally:
         outcome.close()
     if run.stopped:
@@ -195,7 +197,7 @@ def _without_gpus(devices: Devices) -> list[str]:
     return [str(devices)] if devices.why_no_gpu else []
 
 
-def _how_it_ended(outcome: LaunchResult, seconds: float) -> tuple[BaseException | None, str]:
+def how_it_ended(outcome: LaunchResult, seconds: float) -> tuple[BaseException | None, str]:
     """Return the exception that the run raises, and its end in one word."""
     ended = outcome.ended
     if ended.is_interrupted:
@@ -222,9 +224,10 @@ def _briefly(value: Any) -> str:
     return repr(value) if isinstance(value, int | float | str) and len(repr(value)) < _LONGEST_ARGUMENT else "…"
 
 
-def _as_run(
+def as_run(
     outcome: LaunchResult, values: list[Any], history: History, error: BaseException | None, seconds: float
 ) -> Run:
+    """Return a finished run as `launch` returns it."""
     ended = outcome.ended
     return Run(
         values=values,

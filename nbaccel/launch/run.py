@@ -46,6 +46,9 @@ class Run:
     restarts: a line for each time that memory ran out and the run was started again; values are of the last attempt.
     stopped: the line on its end at the time limit that its Accelerator had set; empty if it did not end so.
     checkpoint: the newest that it wrote; empty if it wrote none.
+    config: the values that a sweep gave this run, by name; empty otherwise.  seed: the run's, in a sweep.
+    left: what a swept cell left by ``--out``, by name.
+    runs: of a sweep as a whole, each of its runs, in the order of the configurations.
     facts, state: the texts of the panel beside its numbers.
 
         run = nbaccel.last_run
@@ -74,6 +77,10 @@ class Run:
     restarts: list[str] = field(default_factory=list)
     stopped: str = ""
     checkpoint: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    left: dict[str, Any] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
     facts: RunFacts = field(default_factory=RunFacts)
     state: RunState | None = None
 
@@ -130,7 +137,14 @@ class Run:
 
     def light(self) -> Run:
         """Return the same run without anything that could keep a frame, a module or a tensor alive."""
-        return replace(self, values=[light_value(value) for value in self.values], error=_in_words(self.error))
+        return replace(
+            self,
+            values=[light_value(value) for value in self.values],
+            error=_in_words(self.error),
+            config={name: light_value(value) for name, value in self.config.items()},
+            left={name: light_value(value) for name, value in self.left.items()},
+            runs=[run.light() for run in self.runs],
+        )
 
     def __repr__(self) -> str:
         title = "" if self.facts == RunFacts() else f"{self.facts.title}, "

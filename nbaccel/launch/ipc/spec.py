@@ -182,8 +182,15 @@ class TaskWatch(Protocol):
         """Return why the watch does not keep equal what ranks train separately; empty if there is nothing to say."""
 
 
+_ACCELERATOR = "nbaccel.train.accelerator:Accelerator"
+"""By its name: what starts ranks does not know what trains in them."""
+
+
 class FunctionTask(Task):
-    """Calls a function in every rank and sends its value back."""
+    """Calls a function in every rank and sends its value back.
+
+    gives_accelerator: the function also gets the rank's `accelerator`, by keyword.
+    """
 
     reference = "nbaccel.launch.ipc.spec:FunctionTask"
 
@@ -193,8 +200,10 @@ class FunctionTask(Task):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
         debugged: int | None = None,
+        gives_accelerator: bool = False,
     ) -> None:
         self.function = function
+        self.gives_accelerator = gives_accelerator
         self.debugged = debugged
         self.args = args
         self.kwargs = kwargs or {}
@@ -205,7 +214,8 @@ class FunctionTask(Task):
         return says_first_card(list(codes_of(self.function)), vars(sys.modules["__main__"]))
 
     def run(self) -> None:
-        self.value = self.function(*self.args, **self.kwargs)
+        given = {"accelerator": load_named(_ACCELERATOR)()} if self.gives_accelerator else {}
+        self.value = self.function(*self.args, **self.kwargs, **given)
 
     def results(self, rank: int) -> Results:
         return Results(values={"value": self.value})
@@ -217,7 +227,8 @@ class FunctionTask(Task):
         return read | {"function": self.function, "args": self.args, "kwargs": self.kwargs}
 
     def pack(self) -> Payload:
-        return pack({"function": self.function, "args": self.args, "kwargs": self.kwargs, "debugged": self.debugged})
+        names = ("function", "args", "kwargs", "debugged", "gives_accelerator")
+        return pack({name: getattr(self, name) for name in names})
 
     @classmethod
     def unpack(cls, fd: int, home: SharedNamespace | None = None) -> Self:
