@@ -192,7 +192,7 @@ class SweepView:
         self.table = table
         self._screen = screen
         self._slot = slot
-        self._is_live = is_live and slot is not None
+        self.is_live = is_live and slot is not None
         self._frames = frames or PanelSink()
         self._clock = clock
         self._due = table.began_at
@@ -204,7 +204,7 @@ class SweepView:
     def ended(self, number: int) -> None:
         """Take note that run `number`, 1 for the first, is over."""
         row = self.table.rows[number - 1]
-        if not self._is_live and not row.is_found:
+        if not self.is_live and not row.is_found:
             self.say(f"{number}. {row.line(self._clock())}")
 
     def due_in(self, now: float) -> float:
@@ -215,7 +215,7 @@ class SweepView:
         """Show what is due."""
         if now < self._due - TICK_SLACK_S:
             return
-        if not self._is_live:
+        if not self.is_live:
             if now > self.table.began_at + TICK_SLACK_S:
                 self.say(f"{self.table.title}: {self.table.counts}, {duration(now - self.table.began_at)}")
             self._due = now + _LINE_S

@@ -23,7 +23,6 @@ from nbaccel.events import Loss, Metric
 from nbaccel.launch.ipc.spec import load_named
 from nbaccel.launch.objects.names import names_read
 from nbaccel.launch.run import Run
-from nbaccel.quantities import number
 from nbaccel.settings import RunSettings
 
 __all__ = [
@@ -177,7 +176,7 @@ def _value_in_words(value: Any) -> str:
     if isinstance(value, str):
         return value
     if type(value) is float:
-        short = number(value)
+        short = f"{value:g}"
         return short if float(short) == value else repr(value)
     if isinstance(value, type | types.FunctionType):
         return value.__name__

@@ -34,10 +34,14 @@ from nbaccel.quantities import amount, plural
 from nbaccel.settings import STOP
 
 __all__ = [
+    "FOLDER",
     "configurations",
     "refuse_a_full_host",
     "sweep",
 ]
+
+FOLDER = ".nbaccel/sweeps"
+"""Default folder of the runs, in the working directory."""
 
 _SEED, _ACCELERATOR = "seed", "accelerator"
 _SETUP = "nbaccel.train.setup:setup_rank"
@@ -54,7 +58,7 @@ def sweep(
     devices: str | None = None,
     cpu: bool = False,
     seed: Any = 0,
-    folder: str = ".nbaccel/sweeps",
+    folder: str = FOLDER,
     check: bool = False,
     hang_timeout_s: float | None = None,
     start_method: str = "auto",

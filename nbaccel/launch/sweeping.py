@@ -102,7 +102,10 @@ class Sweeping:
     """One sweep, from its first run to its last.
 
     configs: the values of each run.  slots: where runs go, with the plan of a run at each.
-    finished: what earlier sweeps have done, and the folders of the runs.  options: what was chosen for each run.
+    finished: what earlier sweeps have done, and the folders of the runs.
+    checkpoint_dir: the folder in which each run has one for its checkpoints; None for the run's own.
+    plots: names of the curves to draw.
+    runs: the result, also of a sweep that was interrupted; None before its end.  seconds: its duration.
     """
 
     def __init__(
@@ -122,6 +125,8 @@ class Sweeping:
         self.plans = plans
         self.finished = finished
         self.title = f"sweep of {work.name}"
+        self.runs: SweepRuns | None = None
+        self.seconds = 0.0
         self._survey = survey
         self._checkpoint_dir = checkpoint_dir
         self._plots = plots
@@ -172,7 +177,7 @@ class Sweeping:
                 self._conclude(queued, table, view, launcher)
                 raise
             runs, seconds = self._conclude(queued, table, view, launcher)
-            for line in self._last_lines(runs, seconds):
+            for line in self._last_lines(runs, seconds, with_failures=view.is_live):
                 view.say(line)
         if presses:
             raise KeyboardInterrupt(f"the sweep was interrupted after {duration(seconds)}: {counted(runs)}")
@@ -181,8 +186,8 @@ class Sweeping:
     def _conclude(
         self, queued: Sequence[_QueuedRun], table: SweepTable, view: SweepView, launcher: Launcher
     ) -> tuple[SweepRuns, float]:
-        runs = SweepRuns([each.taken() for each in queued], self.title)
-        seconds = time.monotonic() - table.began_at
+        self.runs = runs = SweepRuns([each.taken() for each in queued], self.title)
+        self.seconds = seconds = time.monotonic() - table.began_at
         view.end()
         launcher.remember(self._as_one(runs, seconds), self._post_mortem(queued))
         return runs, seconds
@@ -228,11 +233,12 @@ class Sweeping:
     def _post_mortem(self, queued: Sequence[_QueuedRun]) -> PostMortem | None:
         return next((each.post_mortem for each in queued if each.post_mortem is not None), None)
 
-    def _last_lines(self, runs: SweepRuns, seconds: float) -> Iterator[str]:
+    def _last_lines(self, runs: SweepRuns, seconds: float, with_failures: bool) -> Iterator[str]:
+        """Yield the lines at the end.  with_failures: no line has said yet how each run ended."""
         side = f" on {plural(len(self.slots), 'slot')}" if len(self.slots) > 1 else ""
         yield f"{self.title}: {counted(runs)}{side}, {duration(seconds)}; what they printed: {self.finished.folder}"
         for at, run in enumerate(runs, 1):
-            if run.error is not None and run.state is not None and run.state.word == "failed":
+            if with_failures and run.error is not None and run.state is not None and run.state.word == "failed":
                 yield f"{at}. {line_of(run)}"
         for words, why in list(self.finished.unkept.items())[:1]:
             count = len(self.finished.unkept)
