@@ -80,7 +80,7 @@ class FinishedRuns:
             tensors = _read_tensors(folder / _TENSORS) if record["has_tensors"] else {}
             value, left = load_named(f"{_CODEC}:unpack")(record["value"], tensors)
             history = _history_of(record["curves"], record["rows"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or one that was damaged
+        except Exception:  # there is none, or it was damaged in any way: then it is done again
             return None
         return Run(
             [value],
