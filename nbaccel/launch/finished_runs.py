@@ -12,8 +12,9 @@ import hashlib
 import json
 import os
 import re
+import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,6 @@ _FORMAT = 1
 _LONGEST_NAME = 80
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (tuple, list, set, frozenset, dict)
-_CODEC = "nbaccel.train.checkpoint.serialization"
-"""Module that turns values into JSON and tensors, and back; it is loaded with the first finished run."""
 
 
 class FinishedRuns:
@@ -70,42 +69,32 @@ class FinishedRuns:
         """Return the path of the file for all that the run prints."""
         return str(folder / _LOG)
 
-    def find(self, config: Mapping[str, Any], key: str) -> Run | None:
-        """Return the run with this key that has ended well; None if there is none that can be read."""
+    def find(self, config: Mapping[str, Any], key: str) -> tuple[Run, dict[str, Any]] | None:
+        """Return the run with this key that has ended well, and what it has left; None if none can be read."""
         folder = self.folder_of(config, key)
         try:
             record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
             if record["format"] != _FORMAT or record["key"] != key:
                 return None
             tensors = _read_tensors(folder / _TENSORS) if record["has_tensors"] else {}
-            value, left = load_named(f"{_CODEC}:unpack")(record["value"], tensors)
+            value, left = _rebuilt(record["value"], tensors)
             history = _history_of(record["curves"], record["rows"])
         except Exception:  # there is none, or it was damaged in any way: then it is done again
             return None
-        return Run(
-            [value],
-            history,
-            None,
-            record["start_method"],
-            "",
-            str(folder / _LOG),
-            record["seconds"],
-            checkpoint=record["checkpoint"],
-            left=left,
-        )
+        log, seconds = str(folder / _LOG), record["seconds"]
+        found = Run([value], history, None, record["start_method"], "", log, seconds, checkpoint=record["checkpoint"])
+        return found, left
 
-    def keep(self, run: Run, key: str) -> None:
+    def keep(self, run: Run, left: Mapping[str, Any], key: str) -> None:
         """Keep a run that ended well; the record is complete or absent, whenever this process ends.
 
         A value that is not plain data is no error: `unkept` has it, and the next sweep does the run again.
         """
         folder = self.folder_of(run.config, key)
         try:
-            packed = load_named(f"{_CODEC}:pack")((run.value, run.left))
-            if packed.rows:
-                raise TypeError("it is sharded over ranks")
-            if packed.tensors:
-                tensors = {name: tensor.clone() for name, tensor in packed.tensors.items()}
+            tensors: dict[str, Any] = {}
+            value = _taken_apart((run.value, dict(left)), tensors)
+            if tensors:
                 _write(folder / _TENSORS, load_named("safetensors.torch:save")(tensors))
             history = run.history
             curves = {name: (history.curve(name).step, history.curve(name).mean) for name in history.names}
@@ -117,8 +106,8 @@ class FinishedRuns:
                 "seconds": run.seconds,
                 "start_method": run.start_method,
                 "checkpoint": run.checkpoint,
-                "value": packed.structure,
-                "has_tensors": bool(packed.tensors),
+                "value": value,
+                "has_tensors": bool(tensors),
                 "curves": curves,
                 "rows": [row for row in history.rows if _is_plain(row)],
             }
@@ -142,6 +131,49 @@ def _write(path: Path, data: bytes) -> None:
 def _read_tensors(path: Path) -> dict[str, Any]:
     tensors: dict[str, Any] = load_named("safetensors.torch:load")(path.read_bytes())
     return tensors
+
+
+_SCALARS = (bool, int, float, str, type(None))
+_KINDS: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def _taken_apart(value: Any, tensors: dict[str, Any]) -> Any:
+    """Return a value as JSON, and add its tensors and arrays to `tensors`, on the CPU.
+
+    Raises:
+        TypeError: it holds an object of another kind.
+
+    >>> _taken_apart({"scores": (1, 2.5)}, {})
+    {'dict': ['scores', {'tuple': [1, 2.5]}]}
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is dict:
+        return {"dict": [_taken_apart(part, tensors) for item in value.items() for part in item]}
+    if kind in (list, tuple, set, frozenset):
+        return {kind.__name__: [_taken_apart(part, tensors) for part in value]}
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    name = str(len(tensors))
+    if torch is not None and kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
+        tensors[name] = value.detach().cpu().contiguous().clone()
+        return {"tensor": [name]}
+    if numpy is not None and torch is not None and (kind is numpy.ndarray or issubclass(kind, numpy.generic)):
+        tensors[name] = torch.from_numpy(numpy.array(value))
+        return {"ndarray" if kind is numpy.ndarray else "number": [name]}
+    raise TypeError(f"it holds an object of the class {kind.__name__}, which is neither data nor a tensor")
+
+
+def _rebuilt(structure: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return the value that `_taken_apart` got; it only ever builds what is named here."""
+    if type(structure) in _SCALARS:
+        return structure
+    ((kind, parts),) = structure.items()
+    if kind in ("tensor", "ndarray", "number"):
+        found = tensors[parts[0]]
+        return found if kind == "tensor" else found.numpy() if kind == "ndarray" else found.numpy()[()]
+    built = [_rebuilt(part, tensors) for part in parts]
+    return dict(zip(built[::2], built[1::2], strict=True)) if kind == "dict" else _KINDS[kind](built)
 
 
 def _is_plain(row: Mapping[str, Any]) -> bool:

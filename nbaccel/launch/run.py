@@ -47,7 +47,6 @@ class Run:
     stopped: the line on its end at the time limit that its Accelerator had set; empty if it did not end so.
     checkpoint: the newest that it wrote; empty if it wrote none.
     config: the values that a sweep gave this run, by name; empty otherwise.  seed: the run's, in a sweep.
-    left: what a swept cell left by ``--out``, by name.
     runs: of a sweep as a whole, each of its runs, in the order of the configurations.
     facts, state: the texts of the panel beside its numbers.
 
@@ -77,12 +76,11 @@ class Run:
     restarts: list[str] = field(default_factory=list)
     stopped: str = ""
     checkpoint: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
-    seed: int | None = None
-    left: dict[str, Any] = field(default_factory=dict)
-    runs: list[Run] = field(default_factory=list)
     facts: RunFacts = field(default_factory=RunFacts)
     state: RunState | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    runs: list[Run] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.state is None:
@@ -142,7 +140,6 @@ class Run:
             values=[light_value(value) for value in self.values],
             error=_in_words(self.error),
             config={name: light_value(value) for name, value in self.config.items()},
-            left={name: light_value(value) for name, value in self.left.items()},
             runs=[run.light() for run in self.runs],
         )
 

@@ -16,8 +16,8 @@ from nbaccel.launch.preflight import choose_devices
 from nbaccel.quantities import listed, plural
 
 __all__ = [
-    "Slot",
     "SlotChoice",
+    "SweepSlot",
     "choose_slots",
 ]
 
@@ -26,7 +26,7 @@ _NOISE_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class SweepSlot:
     """One place for a run.  number: 0 for the first.  devices: those of its ranks.  asked: they as `--devices`."""
 
     number: int
@@ -36,7 +36,7 @@ class Slot:
     def __str__(self) -> str:
         """Return the slot in words.
 
-        >>> str(Slot(1, Devices(1)))
+        >>> str(SweepSlot(1, Devices(1)))
         'slot 2'
         """
         gpus = [str(gpu.index) for gpu in self.devices.gpus]
@@ -47,7 +47,7 @@ class Slot:
 class SlotChoice:
     """The slots of a sweep.  notes: a line for each card that is left out."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[SweepSlot, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -84,7 +84,7 @@ def choose_slots(
     if not chosen.gpus:
         here = choose_devices(ranks or gpus_per_run, None, cpu, survey)
         count = min(slots or 1, most or slots or 1)
-        return SlotChoice(tuple(Slot(number, here) for number in range(count)))
+        return SlotChoice(tuple(SweepSlot(number, here) for number in range(count)))
     return _of_cards(slots, gpus_per_run, devices, survey, ranks, most, name_of, chosen.gpus)
 
 
@@ -119,7 +119,7 @@ def _of_cards(
     for number in range(count):
         own = free[number * gpus_per_run : (number + 1) * gpus_per_run]
         asked = ",".join(str(gpu.index) for gpu in own)
-        slot = Slot(number, choose_devices(ranks or gpus_per_run, asked, False, survey), asked)
+        slot = SweepSlot(number, choose_devices(ranks or gpus_per_run, asked, False, survey), asked)
         if count > 1 and not slot.devices.can_be_told_apart:
             raise LaunchRefused(
                 f"these cards ({listed([gpu.name for gpu in own])}) have no names by which a run can be shown its own "

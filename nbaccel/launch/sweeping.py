@@ -1,8 +1,8 @@
 """Sweeping: one function or cell for each of several configurations, some side by side. Runs in the kernel.
 
-Each configuration runs in ranks of its own, at one of the `Slot`s, as soon as one is free: own rendezvous, devices,
+Each configuration runs in ranks of its own, in a `SweepSlot`, as soon as one is free: own rendezvous, devices,
 control page, log and folder. A failure, a shortage of memory or a hang ends that run alone. All are watched by the
-calling thread, see `processes/turns.py`. `sweep.py` has the public function; the cells of a notebook come here, too.
+calling thread, see `processes/turns.py`. `sweep.py` has the public function; cells come here, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nbaccel.launch.processes.launch_result import LaunchResult
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.processes.turns import PressRelay, Turns, side_by_side
 from nbaccel.launch.run import Run
-from nbaccel.launch.slots import Slot
+from nbaccel.launch.slots import SweepSlot
 from nbaccel.launch.sweep_runs import SweepRuns, counted, line_of
 from nbaccel.quantities import duration, plural
 from nbaccel.settings import RunSettings
@@ -106,13 +106,14 @@ class Sweeping:
     checkpoint_dir: the folder in which each run has one for its checkpoints; None for the run's own.
     plots: names of the curves to draw.
     runs: the result, also of a sweep that was interrupted; None before its end.  seconds: its duration.
+    left: what each run has left by name; also of a failed one.
     """
 
     def __init__(
         self,
         work: SweepWork,
         configs: Sequence[dict[str, Any]],
-        slots: Sequence[Slot],
+        slots: Sequence[SweepSlot],
         plans: Sequence[LaunchPlan],
         survey: Survey,
         finished: FinishedRuns,
@@ -127,6 +128,7 @@ class Sweeping:
         self.title = f"sweep of {work.name}"
         self.runs: SweepRuns | None = None
         self.seconds = 0.0
+        self.left: list[dict[str, Any]] = []
         self._survey = survey
         self._checkpoint_dir = checkpoint_dir
         self._plots = plots
@@ -187,6 +189,7 @@ class Sweeping:
         self, queued: Sequence[_QueuedRun], table: SweepTable, view: SweepView, launcher: Launcher
     ) -> tuple[SweepRuns, float]:
         self.runs = runs = SweepRuns([each.taken() for each in queued], self.title)
+        self.left = [each.left for each in queued]
         self.seconds = seconds = time.monotonic() - table.began_at
         view.end()
         launcher.remember(self._as_one(runs, seconds), self._post_mortem(queued))
@@ -214,7 +217,7 @@ class Sweeping:
         seed = self.work.seed_of(config)
         return as_key(self.work.source, config, seed, plan.settings, plan.devices.num_processes)
 
-    def facts_of(self, config: Mapping[str, Any], slot: Slot | None) -> RunFacts:
+    def facts_of(self, config: Mapping[str, Any], slot: SweepSlot | None) -> RunFacts:
         """Return the texts of one run beside its numbers."""
         names = () if slot is None else slot.devices.names()
         return RunFacts(in_words(config) or self.title, self.title, names, self._plots)
@@ -248,7 +251,7 @@ class Sweeping:
 class _QueuedRun:
     """One run of a sweep: it waits, goes on, and is over.
 
-    run: its result; None before.  post_mortem: what is known of its end, if it failed.
+    run: its result; None before.  left: what it has left by name.  post_mortem: what is known of its end, if it failed.
     is_first: nothing has run before it, so if it cannot be started, nothing can.
     """
 
@@ -265,10 +268,13 @@ class _QueuedRun:
         self.view: SweepView | None = None
         facts = sweeping.facts_of(config, None)
         self.row = SweepRow(in_words(config) or "one run", facts=facts)
-        self.run = sweeping.finished.find(config, self._key) if self._key else None
-        self.is_found = self.run is not None
-        if self.run is not None:
-            self._take(self.run, "done", self.run.history, self.run.seconds)
+        self.run: Run | None = None
+        self.left: dict[str, Any] = {}
+        found = sweeping.finished.find(config, self._key) if self._key else None
+        self.is_found = found is not None
+        if found is not None:
+            run, self.left = found
+            self._take(run, "done", run.history, run.seconds)
             self.row.is_found = True
 
     def press(self) -> None:
@@ -310,7 +316,7 @@ class _QueuedRun:
             error, word = self._sweeping.work.end(outcome, seconds, shown.history)
             values, left = self._sweeping.work.results(outcome)
             run = as_run(outcome, values, shown.history, error, seconds)
-            run.left = left
+            self.left = left
             rank = None if failed_alike(outcome.ended) else outcome.ended.first_failed
             self.post_mortem = PostMortem.of(self.row.title, word, error, outcome.ended)
         finally:
@@ -318,7 +324,7 @@ class _QueuedRun:
         shown.end(word, seconds, error, rank)
         self._take(run, word, shown.history, seconds, error)
         if word == "done" and self._key:
-            self._sweeping.finished.keep(run, self._key)
+            self._sweeping.finished.keep(run, self.left, self._key)
 
     def _take(self, run: Run, word: str, history: History, seconds: float, error: BaseException | None = None) -> None:
         run.config, run.seed = dict(self.config), self._sweeping.work.seed_of(self.config)

@@ -32,7 +32,6 @@ from nbaccel.launch.plan import LaunchPlan, draws_as_here
 from nbaccel.launch.preflight import ProcessState
 from nbaccel.launch.run import Run
 from nbaccel.launch.slots import choose_slots
-from nbaccel.launch.sweep import FOLDER, configurations, refuse_a_full_host
 from nbaccel.launch.sweep_runs import counted
 from nbaccel.launch.sweeping import Sweeping
 from nbaccel.notebook.background import Background, CellScreen
@@ -40,17 +39,19 @@ from nbaccel.notebook.cell_run import (
     CellRun,
     DisplayData,
     Host,
+    how_a_cell_ended,
     interrupts_in_one_line,
     raise_if_missing,
     with_reasons,
 )
 from nbaccel.notebook.cell_source import read_cell
+from nbaccel.notebook.jobs.sweep import FOLDER, configurations, refuse_a_full_host
+from nbaccel.notebook.jobs.sweep_cell import SweptCell, line_of_lists, lists_of
 from nbaccel.notebook.memory_report import RankMemory
 from nbaccel.notebook.persistent_session import PersistentSession, of_the_start
 from nbaccel.notebook.shell_hooks import CudaWatch
 from nbaccel.notebook.shortages import refuse_what_cannot_fit, shortages
 from nbaccel.notebook.stop_control import FormerButton, StopControl, steered
-from nbaccel.notebook.sweep_cell import SweptCell, line_of_lists, lists_of
 from nbaccel.notebook.validation import (
     refuse_contradictions,
     refuse_without_input,
@@ -335,7 +336,7 @@ class Session:
                 )
             finally:
                 if (runs := sweeping.runs) is not None:
-                    self.shell.user_ns.update(lists_of(runs, out))
+                    self.shell.user_ns.update(lists_of(runs, sweeping.left, out))
                     self.last_run = LastRun(sweeping.work.name, counted(runs), sweeping.seconds)
                     if line := line_of_lists(runs, out):
                         self.say(line)
@@ -360,7 +361,7 @@ class Session:
             most=len(configs),
             name_of=holder_name,
         )
-        work = SweptCell(source, self.shell.user_ns, options, configs, self._setup)
+        work = SweptCell(source, self.shell.user_ns, options, configs, self._setup, how_a_cell_ended)
         here, task = ProcessState.now(), work.task(configs[0])
         assert isinstance(task, CellTask)
         since = self.cuda.cell_of(here.why_forks_fail)

@@ -61,7 +61,7 @@ def parse(parser: argparse.ArgumentParser, line: str) -> RunOptions:
         raise UsageError("--sweep stands twice in this line: write all its NAME=VALUES behind one.")
     try:
         known, unknown = parser.parse_known_args(
-            [*_with_keep_told_apart(arguments), *([SWEEP, *swept] if swept else [])]
+            [*_with_keep_told_apart(arguments), *(part for word in swept for part in (SWEEP, word))]
         )
     except UsageError as error:
         raise UsageError(in_our_words(str(error))) from None
@@ -220,7 +220,7 @@ _OF_OTHERS = {"--nproc-per-node": "-n", "--num-gpus": "-n"}
 _HELP = "%accelerate? lists every flag."
 
 _ARGPARSE = {
-    r"^argument (\S+): expected (one|at least one) argument$": r"\1 needs a value.",
+    r"^argument (\S+): expected one argument$": r"\1 needs a value.",
     r"^argument (\S+): ignored explicit argument (.*)$": r"\1 takes no value; got \2.",
     r"^argument (\S+): (.*)$": r"\1: \2.",
     r"^ambiguous option: (.*)$": r"\1; write it out.",

@@ -6,6 +6,7 @@ that all ranks share them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nbaccel.aborting import on_renewal
@@ -19,7 +20,7 @@ from nbaccel.train.implicit.rank_streams import use_own_device
 from nbaccel.train.oom.retry.survivors import renew
 from nbaccel.train.strategies import replicated  # noqa: F401  # the strategy of several ranks, for them to share
 
-__all__ = ["setup_rank"]
+__all__ = ["call_with_accelerator", "setup_rank"]
 
 
 def setup_rank(
@@ -46,3 +47,8 @@ def setup_rank(
     if settings.independent or settings.strict:
         return None
     return ImplicitTraining(world, settings) if world.is_distributed else LoneTraining()
+
+
+def call_with_accelerator(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the value of a function that also gets this rank's `accelerator`, by keyword; see `nbaccel.sweep`."""
+    return function(*args, **kwargs, accelerator=Accelerator())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,14 +36,17 @@ def finished_run(value: Any) -> Run:
         torch.arange(6.0).reshape(2, 3),
         [torch.ones(2), None],
         float("inf"),
+        [np.arange(3), np.float32(0.5), True],
     ],
 )
 def test_a_run_comes_back_with_its_value_and_its_curves(tmp_path: Path, value: Any) -> None:
     runs = FinishedRuns(tmp_path)
     runs.begin(CONFIG, "k" * 64)
-    runs.keep(finished_run(value), "k" * 64)
-    found = FinishedRuns(tmp_path).find(CONFIG, "k" * 64)
-    assert found is not None
+    runs.keep(finished_run(value), {"model": value}, "k" * 64)
+    both = FinishedRuns(tmp_path).find(CONFIG, "k" * 64)
+    assert both is not None
+    found, left = both
+    assert repr(left) == repr({"model": value})
     assert repr(found.value) == repr(value)
     assert found.seconds == 2.5
     assert found.curves["loss"].mean == finished_run(None).curves["loss"].mean
@@ -53,7 +57,7 @@ def test_another_key_or_a_run_that_begins_anew_finds_nothing(tmp_path: Path) -> 
     runs = FinishedRuns(tmp_path)
     assert runs.find(CONFIG, "a" * 64) is None
     runs.begin(CONFIG, "a" * 64)
-    runs.keep(finished_run(1), "a" * 64)
+    runs.keep(finished_run(1), {}, "a" * 64)
     assert runs.find(CONFIG, "a" * 10 + "b" * 54) is None
     runs.begin(CONFIG, "a" * 64)
     assert runs.find(CONFIG, "a" * 64) is None
@@ -62,7 +66,7 @@ def test_another_key_or_a_run_that_begins_anew_finds_nothing(tmp_path: Path) -> 
 def test_a_damaged_record_is_none_and_runs_no_code(tmp_path: Path) -> None:
     runs = FinishedRuns(tmp_path)
     folder = runs.begin(CONFIG, "a" * 64)
-    runs.keep(finished_run(torch.ones(2)), "a" * 64)
+    runs.keep(finished_run(torch.ones(2)), {}, "a" * 64)
     record = json.loads((folder / "run.json").read_text())
     for text in ("", "[]", "{}", json.dumps({**record, "value": {"os.system": ["true"]}})):
         (folder / "run.json").write_text(text)
@@ -75,7 +79,7 @@ def test_a_damaged_record_is_none_and_runs_no_code(tmp_path: Path) -> None:
 def test_a_value_that_is_no_data_is_not_kept_and_said(tmp_path: Path) -> None:
     runs = FinishedRuns(tmp_path)
     runs.begin(CONFIG, "a" * 64)
-    runs.keep(finished_run(object()), "a" * 64)
+    runs.keep(finished_run(object()), {}, "a" * 64)
     assert runs.find(CONFIG, "a" * 64) is None
     assert list(runs.unkept) == ["fold=0, lr=0.1"]
 

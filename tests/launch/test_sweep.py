@@ -19,7 +19,7 @@ import torch
 
 import nbaccel
 from nbaccel import Accelerator, LaunchRefused, launch
-from nbaccel.launch.sweep import refuse_a_full_host, sweep
+from nbaccel.notebook.jobs.sweep import refuse_a_full_host, sweep
 
 _SETUP = "nbaccel.train.setup:setup_rank"
 

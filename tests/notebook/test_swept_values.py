@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.notebook.sweep_cell import bound_at, refuse_bound_names
+from nbaccel.notebook.jobs.sweep_cell import bound_at, refuse_bound_names
 from nbaccel.options.flags import flags_parser
 from nbaccel.options.parsing import parse
 

@@ -182,14 +182,10 @@ class TaskWatch(Protocol):
         """Return why the watch does not keep equal what ranks train separately; empty if there is nothing to say."""
 
 
-_ACCELERATOR = "nbaccel.train.accelerator:Accelerator"
-"""By its name: what starts ranks does not know what trains in them."""
-
-
 class FunctionTask(Task):
     """Calls a function in every rank and sends its value back.
 
-    gives_accelerator: the function also gets the rank's `accelerator`, by keyword.
+    caller: "module:function" that calls it in the rank, as ``caller(function, args, kwargs)``; empty for a plain call.
     """
 
     reference = "nbaccel.launch.ipc.spec:FunctionTask"
@@ -200,10 +196,10 @@ class FunctionTask(Task):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
         debugged: int | None = None,
-        gives_accelerator: bool = False,
+        caller: str = "",
     ) -> None:
         self.function = function
-        self.gives_accelerator = gives_accelerator
+        self.caller = caller
         self.debugged = debugged
         self.args = args
         self.kwargs = kwargs or {}
@@ -214,8 +210,10 @@ class FunctionTask(Task):
         return says_first_card(list(codes_of(self.function)), vars(sys.modules["__main__"]))
 
     def run(self) -> None:
-        given = {"accelerator": load_named(_ACCELERATOR)()} if self.gives_accelerator else {}
-        self.value = self.function(*self.args, **self.kwargs, **given)
+        if self.caller:
+            self.value = load_named(self.caller)(self.function, self.args, self.kwargs)
+        else:
+            self.value = self.function(*self.args, **self.kwargs)
 
     def results(self, rank: int) -> Results:
         return Results(values={"value": self.value})
@@ -227,7 +225,7 @@ class FunctionTask(Task):
         return read | {"function": self.function, "args": self.args, "kwargs": self.kwargs}
 
     def pack(self) -> Payload:
-        names = ("function", "args", "kwargs", "debugged", "gives_accelerator")
+        names = ("function", "args", "kwargs", "debugged", "caller")
         return pack({name: getattr(self, name) for name in names})
 
     @classmethod

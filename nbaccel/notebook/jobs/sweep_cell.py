@@ -8,7 +8,7 @@ The cell ends well, whatever its runs do, unless it is interrupted.
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from nbaccel.launch.ipc.spec import Task
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.processes.launch_result import LaunchResult
 from nbaccel.launch.run import Run
-from nbaccel.notebook.cell_run import how_a_cell_ended, with_reasons
 from nbaccel.options.run_options import RunOptions
 from nbaccel.quantities import plural
 
@@ -39,7 +38,8 @@ _LARGEST_SEED = 2**32 - 1
 class SweptCell:
     """A cell as the work of a sweep.
 
-    seed: of every run; None if it is swept.  setup: see `Session`.
+    options: with the seed of every run, unless it is swept.  setup: see `Session`.
+    how_it_ended: see `cell_run.how_a_cell_ended`.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class SweptCell:
         options: RunOptions,
         configs: Sequence[Mapping[str, Any]],
         setup: str | None,
+        how_it_ended: Callable[[LaunchResult, LaunchPlan, float, int], tuple[BaseException | None, str]],
     ) -> None:
         names = configs[0].keys()
         refuse_bound_names(source.code, names)
@@ -56,6 +57,7 @@ class SweptCell:
         self.name = source.name
         self.setup = setup
         self.plan: LaunchPlan | None = None
+        self._how_it_ended = how_it_ended
         self._cell = source
         self._namespace = namespace
         self._out = options.names_back or ()
@@ -78,12 +80,12 @@ class SweptCell:
 
     def end(self, outcome: LaunchResult, seconds: float, history: History) -> tuple[BaseException | None, str]:
         assert self.plan is not None, "a cell is planned before it runs"
-        error, word = how_a_cell_ended(outcome, self.plan, seconds, history.first_step)
+        error, word = self._how_it_ended(outcome, self.plan, seconds, history.first_step)
         report = outcome.ended.reports[outcome.task.result_rank]
         missing = {} if report is None else {name: report.missing[name] for name in self._out if name in report.missing}
         if error is None and word == "done" and missing:
-            text = f"of --out this did not come: {with_reasons(missing)}"
-            return ResultsMissing(text, missing), "failed"
+            reasons = ", ".join(f"{name} ({why})" for name, why in missing.items())
+            return ResultsMissing(f"of --out this did not come: {reasons}", missing), "failed"
         return error, word
 
 
@@ -98,9 +100,13 @@ def with_values(code: str, config: Mapping[str, Any]) -> str:
     return f"{'; '.join(f'{name} = {value!r}' for name, value in config.items())}\n{rest}"
 
 
-def lists_of(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[Any]]:
-    """Return for each name of `--out` its values in the order of the runs, None for a run that failed."""
-    return {name: [run.left.get(name) if run.error is None else None for run in runs] for name in names}
+def lists_of(runs: Sequence[Run], left: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
+    """Return for each name of `--out` its values in the order of the runs, None for a run that failed.
+
+    left: what each run has left, by name.
+    """
+    pairs = list(zip(runs, left, strict=True))
+    return {name: [values.get(name) if run.error is None else None for run, values in pairs] for name in names}
 
 
 def line_of_lists(runs: Sequence[Run], names: Sequence[str]) -> str:

@@ -45,6 +45,7 @@ FOLDER = ".nbaccel/sweeps"
 
 _SEED, _ACCELERATOR = "seed", "accelerator"
 _SETUP = "nbaccel.train.setup:setup_rank"
+_CALLER = "nbaccel.train.setup:call_with_accelerator"
 _MANY = (list, tuple, range, set, frozenset)
 """Types of several values; an iterator and an array are several values, too. Any other object is one value."""
 
@@ -181,10 +182,6 @@ class _SweptFunction:
             parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values()
         )
 
-    @property
-    def _gives_accelerator(self) -> bool:
-        return _ACCELERATOR in self._parameters
-
     def refuse_wrong_names(self, configs: Sequence[Mapping[str, Any]]) -> None:
         """Refuse names that the function does not take, and a call without a value that it needs.
 
@@ -214,7 +211,7 @@ class _SweptFunction:
 
     def task(self, config: Mapping[str, Any]) -> Task:
         given = {name: value for name, value in config.items() if name != _SEED or name in self._parameters}
-        return FunctionTask(self.function, (), given, gives_accelerator=self._gives_accelerator)
+        return FunctionTask(self.function, (), given, caller=_CALLER if _ACCELERATOR in self._parameters else "")
 
     def seed_of(self, config: Mapping[str, Any]) -> int | None:
         return index(config[_SEED]) if _SEED in config else self._seed
