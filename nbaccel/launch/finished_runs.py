@@ -198,8 +198,8 @@ def _history_of(curves: Mapping[str, Any], rows: list[dict[str, Any]]) -> Histor
 def in_words(config: Mapping[str, Any]) -> str:
     """Return values in words.
 
-    >>> in_words({"fold": 0, "lr": 1e-3, "opt": "adam"})
-    'fold=0, lr=0.001, opt=adam'
+    >>> in_words({"fold": 0, "lr": 1e-3, "opt": "adam", "net": {"width": 8}})
+    'fold=0, lr=0.001, opt=adam, net={width=8}'
     """
     return ", ".join(f"{name}={_value_in_words(value)}" for name, value in config.items())
 
@@ -207,6 +207,8 @@ def in_words(config: Mapping[str, Any]) -> str:
 def _value_in_words(value: Any) -> str:
     if isinstance(value, str):
         return value
+    if type(value) is dict and all(type(name) is str for name in value):
+        return f"{{{in_words(value)}}}"
     if type(value) is float:
         short = f"{value:g}"
         return short if float(short) == value else repr(value)

@@ -69,6 +69,8 @@ def test_of_six_runs_a_crash_a_shortage_and_a_hang_end_themselves_and_the_rest_e
     runs = sweep(trains, kind=kinds, lr=0.1, slots=2, cpu=True, seed=3, hang_timeout_s=5.0)
     assert [run.config["kind"] for run in runs] == kinds
     assert [run.state.word for run in runs if run.state] == ["done", "failed", "failed", "done", "failed", "done"]
+    assert nbaccel.last_run is not None
+    assert [run.config["kind"] for run in nbaccel.last_run.runs] == kinds
     for run in runs:
         if run.error is None:
             single = launch(alone, 1, ("good", 0.1), seed=3, cpu=True, setup=_SETUP)
@@ -80,8 +82,6 @@ def test_of_six_runs_a_crash_a_shortage_and_a_hang_end_themselves_and_the_rest_e
     assert str(by_kind["crash"].error).startswith("eleven classes")
     assert isinstance(by_kind["memory"].error, torch.OutOfMemoryError)
     assert "ended by its hang timeout" in str(by_kind["hang"].error)
-    assert nbaccel.last_run is not None
-    assert [run.config["kind"] for run in nbaccel.last_run.runs] == kinds
 
 
 @pytest.mark.slow
