@@ -24,7 +24,7 @@ SHOWN = {
     "07_what_it_costs.ipynb": "x raw",
     "08_bigger_than_one_gpu.ipynb": "goes on where the ranks were: True",
     "09_models_larger_than_a_card.ipynb": "texts as in one process: True",
-    "11_six_traps.ipynb": "batch inside of accumulate: weights are equal: True",
+    "14_six_traps.ipynb": "batch inside of accumulate: weights are equal: True",
     "13_fine_tune_a_4_bit_model.ipynb": "the second epoch as before: True",
 }
 """Of each notebook something that it is there to show."""

@@ -210,8 +210,7 @@ def _value_in_words(value: Any) -> str:
     if type(value) is dict and all(type(name) is str for name in value):
         return f"{{{in_words(value)}}}"
     if type(value) is float:
-        short = f"{value:g}"
-        return short if float(short) == value else repr(value)
+        return f"{value:g}"
     if isinstance(value, type | types.FunctionType):
         return value.__name__
     text = repr(value)

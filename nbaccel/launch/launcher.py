@@ -129,6 +129,11 @@ class Launcher:
             self._occupied = outer
             self._one_at_a_time.release()
 
+    @staticmethod
+    def load(setup: str | None) -> None:
+        """Load the modules that ranks share with this process, before the seconds of the first of several runs."""
+        _load_once(setup)
+
     def remember(self, run: Run, post_mortem: PostMortem | None) -> None:
         """Keep a run that is over, as `Run.light` leaves it, and its post-mortem, if it ended badly, until the next."""
         self.last_run, self.post_mortem = run, post_mortem
@@ -138,7 +143,7 @@ class Launcher:
 
         log_path: the file that gets all output; empty for one that lasts as long as this process.
         """
-        _load_once(spec)
+        _load_once(spec.setup)
         restarting = OomRestartPolicy(lambda: held_here(spec.task.namespace))
         restarts: list[str] = []
         log_path = log_path or self.resources.new_log()
@@ -182,7 +187,7 @@ class Launcher:
         """
         refuse_nested_launch()
         with self.turn():
-            _load_once(spec)
+            _load_once(spec.setup)
             try:
                 persistent = self._settle(spec, RunObservers(screen))
             except BadFork as found:
@@ -265,20 +270,20 @@ def refuse_nested_launch() -> None:
         )
 
 
-def _load_once(spec: LaunchSpec) -> None:
+def _load_once(setup: str | None) -> None:
     """Load modules in the kernel: the first DDP model would otherwise load 0.8 s of modules in every rank.
 
     It uses a thread, which an interrupt does not reach: a half-imported torch cannot be repaired, and would break the
     notebook. The interrupt is raised when the import is complete. If everything is loaded, or is being loaded in
     another thread, which is waited for, an interrupt can break nothing.
     """
-    modules = [*_WARM_MODULES, *([] if spec.setup is None else [spec.setup.partition(":")[0]])]
+    modules = [*_WARM_MODULES, *([] if setup is None else [setup.partition(":")[0]])]
 
     def load() -> None:
         for module in modules:
             importlib.import_module(module)
-        if spec.setup is not None:
-            load_named(spec.setup)
+        if setup is not None:
+            load_named(setup)
 
     if all(module in sys.modules for module in modules):
         load()

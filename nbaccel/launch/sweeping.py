@@ -156,6 +156,7 @@ class Sweeping:
         """
         queued = [_QueuedRun(self, number, config, launcher) for number, config in enumerate(self.configs)]
         with launcher.turn():
+            launcher.load(self.work.setup)
             rows = [each.row for each in queued]
             table = SweepTable(self.title, rows, time.monotonic())
             view = launcher.views.show_sweep(shell, table, self._survey.platform, is_plain=is_plain, frames=frames)

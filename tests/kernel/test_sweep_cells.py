@@ -21,6 +21,7 @@ for step in range(4):
 if fold == 1 and lr > 0.05:
     raise ValueError("no such fold")
 score = (fold, lr, loss.item())
+print(score)
 """
 
 

@@ -17,6 +17,7 @@ from nbaccel.errors import LaunchRefused, ResultsMissing
 from nbaccel.launch.finished_runs import source_mark
 from nbaccel.launch.ipc.cell_task import RESULT, CellSource, CellTask
 from nbaccel.launch.ipc.spec import Task
+from nbaccel.launch.objects.names import made_before_read
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.processes.launch_result import LaunchResult
 from nbaccel.launch.run import Run
@@ -63,7 +64,8 @@ class SweptCell:
         self._out = options.names_back or ()
         self._inputs = options.inputs or ()
         self._seed = None if _SEED in names else options.seed
-        read = {name: value for name, value in namespace.items() if name not in names and name != _ACCELERATOR}
+        own = {*names, _ACCELERATOR, *made_before_read(source.code, namespace)}
+        read = {name: value for name, value in namespace.items() if name not in own}
         self.source = source_mark(None, tuple(source.compile()), read) + ",".join(self._out)
 
     def task(self, config: Mapping[str, Any]) -> Task:
