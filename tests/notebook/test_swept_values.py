@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from nbaccel.display.history import History
 from nbaccel.errors import LaunchRefused
-from nbaccel.notebook.jobs.sweep_cell import bound_at, refuse_bound_names
+from nbaccel.launch.run import Run
+from nbaccel.notebook.jobs.sweep_cell import bound_at, line_of_lists, lists_of, refuse_bound_names
 from nbaccel.options.flags import flags_parser
 from nbaccel.options.parsing import parse
 
@@ -105,3 +107,13 @@ def test_lines_are_those_of_the_cell() -> None:
 def test_a_future_import_is_refused() -> None:
     with pytest.raises(LaunchRefused, match="put the __future__ import into a cell of its own"):
         refuse_bound_names("\nfrom __future__ import annotations\nprint(lr)", {"lr"})
+
+
+def test_lists_have_none_where_a_run_failed_whatever_it_had_left() -> None:
+    runs = [Run([None], History(1), error, "fork", "", "", 1.0) for error in (None, ValueError("no"), None)]
+    left = [{"score": 1, "model": "a"}, {"score": 2}, {"score": 3}]
+    assert lists_of(runs, left, ("score", "model")) == {"score": [1, None, 3], "model": ["a", None, None]}
+    assert line_of_lists(runs, ("score",)) == (
+        "brought back: score (a list of 3, None for 1 run that did not end well)"
+    )
+    assert line_of_lists(runs, ()) == ""
