@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         launch as launch,
     )
     from nbaccel.notebook.jobs.map_items import map as map
+    from nbaccel.notebook.jobs.sweep import sweep as sweep
     from nbaccel.notebook.magics import panel as panel
     from nbaccel.settings import RunSettings as RunSettings
     from nbaccel.tracking import GeneralTracker as GeneralTracker
@@ -167,6 +168,7 @@ _HOME = {
     "panel": "nbaccel.notebook.magics",
     "set_seed": "nbaccel.train.distributed.rng",
     "skip_first_batches": "nbaccel.train.data",
+    "sweep": "nbaccel.notebook.jobs.sweep",
     "synchronize_rng_states": "nbaccel.train.distributed.rng",
 }
 """Each public name, and the module that defines it or that the name stands for."""

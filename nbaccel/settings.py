@@ -72,6 +72,7 @@ class RunSettings:
     split: parts that each batch of a training loop is cut into, after a run that ran out of memory.
     checkpoint_every: interval at which the training saves itself, "10min" or "500steps".  checkpoint_dir: its folder.
     keep: number of those checkpoints that are kept.
+    project_dir: the folder of an Accelerator that names none: for trackers, and for saves that it names itself.
     resume: the checkpoint to continue from: "" for the newest in `checkpoint_dir`, or a checkpoint or a folder of some.
     seeds_alike: all ranks' generators start at `seed` itself, for a program that does not know ranks.
     strategy: one of `STRATEGIES`, or the name of an installed one; the rank that looks it up refuses an unknown name.
@@ -102,6 +103,7 @@ class RunSettings:
     dynamo_use_dynamic: bool | None = None
     dynamo_use_regional_compilation: bool | None = None
     strategy: str | None = None
+    project_dir: str | None = None
 
     def __post_init__(self) -> None:
         if self.mixed_precision is not None and self.mixed_precision not in PRECISIONS:
@@ -144,6 +146,7 @@ class RunSettings:
             "NBACCEL_CHECKPOINT_DIR": self.checkpoint_dir,
             "NBACCEL_KEEP": self.keep,
             "NBACCEL_RESUME": self.resume,
+            "NBACCEL_PROJECT_DIR": self.project_dir,
             "ACCELERATE_DYNAMO_BACKEND": self.dynamo_backend,
             "ACCELERATE_DYNAMO_MODE": self.dynamo_mode,
             "ACCELERATE_DYNAMO_USE_FULLGRAPH": self.dynamo_use_fullgraph,
@@ -180,6 +183,7 @@ class RunSettings:
             checkpoint_dir=env.get("NBACCEL_CHECKPOINT_DIR"),
             keep=number("NBACCEL_KEEP"),
             resume=env.get("NBACCEL_RESUME"),
+            project_dir=env.get("NBACCEL_PROJECT_DIR") or None,
             dynamo_backend=(env.get("ACCELERATE_DYNAMO_BACKEND") or "").lower() or None,
             dynamo_mode=env.get("ACCELERATE_DYNAMO_MODE") or None,
             dynamo_use_fullgraph=flag("ACCELERATE_DYNAMO_USE_FULLGRAPH"),

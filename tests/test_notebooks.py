@@ -192,7 +192,7 @@ def test_a_map_loses_no_text_to_a_killed_process_or_a_stop(environment: Environm
 @pytest.mark.full
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_six_traps_end_in_right_numbers_or_in_a_sentence(environment: Environment, tmp_path: Path) -> None:
-    notebook = run("11_six_traps.ipynb", environment, tmp_path, num_processes=2)
+    notebook = run("14_six_traps.ipynb", environment, tmp_path, num_processes=2)
     said = text(notebook)
     unprepared, too_large = [output for output in outputs(notebook) if output.output_type == "error"]
     assert said.count("loader: each of 40 batches split over 2 ranks; gradients of model (2.4 k) averaged") == 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -216,6 +216,19 @@ class DisplaySlot:
         if not self._is_promised:
             self._is_promised = True
             self._when_it_ends(lambda: self._draw_all(screen))
+
+    def conclude_all(
+        self, screen: Screen, runs: Iterable[tuple[Panel, float, RunState]], table: Mapping[str, str]
+    ) -> None:
+        """Conclude several runs that went side by side: show one picture of all.
+
+        runs: each with its duration and its end.  table: replaces the picture if no run has a curve; its text always.
+        """
+        for panel, seconds, state in runs:
+            self.comparison.finish(panel, seconds, state)
+        data, metadata = kept_of_several(self.comparison)
+        has_picture = any(row.curve for row in self.comparison.rows)
+        self.show(screen, {**(data if has_picture else table), "text/plain": table["text/plain"]}, metadata)
 
     def _draw_all(self, screen: Screen) -> None:
         """Draw the picture of all runs. If that fails, the table stays."""

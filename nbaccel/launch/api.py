@@ -38,6 +38,7 @@ from nbaccel.settings import STOP, RunSettings
 __all__ = [
     "Run",
     "as_run",
+    "how_it_ended",
     "keep_run",
     "launch",
     "launch_as_accelerate",
@@ -181,7 +182,7 @@ def _conclude(outcome: LaunchResult, spec: LaunchSpec, launcher: Launcher, shown
     seconds = shown.elapsed_s
     try:
         values = [outcome.values(rank).get("value") for rank in range(spec.world_size)]
-        error, word = _how_it_ended(outcome, seconds)
+        error, word = how_it_ended(outcome, seconds)
         post_mortem = PostMortem.of(title, word, error, outcome.ended)
         run = as_run(outcome, values, shown.history, error, seconds)
     finally:
@@ -209,7 +210,7 @@ def _without_gpus(devices: Devices) -> list[str]:
     return [str(devices)] if devices.why_no_gpu else []
 
 
-def _how_it_ended(outcome: LaunchResult, seconds: float) -> tuple[BaseException | None, str]:
+def how_it_ended(outcome: LaunchResult, seconds: float) -> tuple[BaseException | None, str]:
     """Return the exception that the run raises, and its end in one word."""
     ended = outcome.ended
     if ended.is_interrupted:

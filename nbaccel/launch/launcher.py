@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, BinaryIO
 
 from nbaccel.display.live_panel import Views
 from nbaccel.errors import CannotFork, LaunchRefused, NestedLaunch
@@ -49,6 +49,7 @@ from nbaccel.launch.persistent_workers import PersistentWorkers
 from nbaccel.launch.processes.launch_result import LaunchResult
 from nbaccel.launch.processes.start import ForkStart, StartMethod, ZygoteStart
 from nbaccel.launch.processes.supervisor import BadFork, RunObservers, RunResult, open_log
+from nbaccel.launch.processes.turns import Turns, driven
 from nbaccel.launch.processes.workers import WorkerGroup
 from nbaccel.launch.processes.zygote import Zygote
 from nbaccel.launch.run import Run
@@ -81,6 +82,7 @@ class Launcher:
         self._one_at_a_time = threading.RLock()  # a function that runs in this process may start ranks
         self._occupied = ""
         self._persistent: list[PersistentWorkers] = []
+        self._side_by_side: list[WorkerGroup] = []
 
     @functools.cached_property
     def resources(self) -> LauncherResources:
@@ -105,7 +107,7 @@ class Launcher:
         """
         refuse_nested_launch()
         with self.turn(occupied):
-            return self._run(spec, watching)
+            return driven(self.turns(spec, watching))
 
     @contextmanager
     def turn(self, occupied: str = "") -> Iterator[None]:
@@ -127,28 +129,32 @@ class Launcher:
             self._occupied = outer
             self._one_at_a_time.release()
 
+    @staticmethod
+    def load(setup: str | None) -> None:
+        """Load the modules that ranks share with this process, before the seconds of the first of several runs."""
+        _load_once(setup)
+
     def remember(self, run: Run, post_mortem: PostMortem | None) -> None:
         """Keep a run that is over, as `Run.light` leaves it, and its post-mortem, if it ended badly, until the next."""
         self.last_run, self.post_mortem = run, post_mortem
 
-    def _run(self, spec: LaunchSpec, watching: RunObservers) -> LaunchResult:
-        _load_once(spec)
+    def turns(self, spec: LaunchSpec, watching: RunObservers, log_path: str = "") -> Turns[LaunchResult]:
+        """Do one run, see `run`, beside others that the calling thread watches; the caller holds the `turn` of all.
+
+        log_path: the file that gets all output; empty for one that lasts as long as this process.
+        """
+        _load_once(spec.setup)
         restarting = OomRestartPolicy(lambda: held_here(spec.task.namespace))
         restarts: list[str] = []
-        log_path = self.resources.new_log()
+        log_path = log_path or self.resources.new_log()
         with open_log(log_path) as log:
-
-            def attempt(spec: LaunchSpec, recorder: RunRecorder) -> RunResult:
-                with closing(self._worker_group(spec, watching)) as worker_group:
-                    return watching.watch(worker_group, spec, log, recorder)
-
             while True:
                 host, recorder = OomKillWatch(), RunRecorder()
                 try:
-                    ended = attempt(spec, recorder)
+                    ended = yield from self._attempt(spec, watching, log, recorder)
                 except BadFork as found:
                     spec = replace(spec, start=_instead_of_fork(spec.start, str(found)))
-                    ended = attempt(spec, recorder)
+                    ended = yield from self._attempt(spec, watching, log, recorder)
                 match restarting.after(LaunchAttempt(spec, ended, recorder, host)):
                     case Restart(spec, line):
                         ended.close()
@@ -162,6 +168,16 @@ class Launcher:
         error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name, report)
         return LaunchResult(spec.task, ended, spec.start, error, log_path, recorder.checkpoint, restarts)
 
+    def _attempt(
+        self, spec: LaunchSpec, watching: RunObservers, log: BinaryIO, recorder: RunRecorder
+    ) -> Turns[RunResult]:
+        with closing(self._worker_group(spec, watching)) as worker_group:
+            self._side_by_side.append(worker_group)
+            try:
+                return (yield from watching.turns(worker_group, spec, log, recorder))
+            finally:
+                self._side_by_side.remove(worker_group)
+
     def start(self, spec: LaunchSpec, screen: Screen) -> PersistentWorkers:
         """Start persistent ranks, and run their setup and the task of `spec`, which has a home.
 
@@ -171,7 +187,7 @@ class Launcher:
         """
         refuse_nested_launch()
         with self.turn():
-            _load_once(spec)
+            _load_once(spec.setup)
             try:
                 persistent = self._settle(spec, RunObservers(screen))
             except BadFork as found:
@@ -214,7 +230,9 @@ class Launcher:
         if (why := why_forks_fail()) is not None:
             # It changed after the start was chosen: by modules loaded for it, or in the notebook before a restart.
             raise BadFork(why)
-        return ForkStart([*self.resources.fds(), *(fd for persistent in self._persistent for fd in persistent.fds)])
+        of_others = [fd for persistent in self._persistent for fd in persistent.fds]
+        of_others += [fd for worker_group in self._side_by_side for fd in worker_group.fds_during_its_run()]
+        return ForkStart([*self.resources.fds(), *of_others])
 
     def close(self) -> None:
         for persistent in self._persistent:
@@ -252,20 +270,20 @@ def refuse_nested_launch() -> None:
         )
 
 
-def _load_once(spec: LaunchSpec) -> None:
+def _load_once(setup: str | None) -> None:
     """Load modules in the kernel: the first DDP model would otherwise load 0.8 s of modules in every rank.
 
     It uses a thread, which an interrupt does not reach: a half-imported torch cannot be repaired, and would break the
     notebook. The interrupt is raised when the import is complete. If everything is loaded, or is being loaded in
     another thread, which is waited for, an interrupt can break nothing.
     """
-    modules = [*_WARM_MODULES, *([] if spec.setup is None else [spec.setup.partition(":")[0]])]
+    modules = [*_WARM_MODULES, *([] if setup is None else [setup.partition(":")[0]])]
 
     def load() -> None:
         for module in modules:
             importlib.import_module(module)
-        if spec.setup is not None:
-            load_named(spec.setup)
+        if setup is not None:
+            load_named(setup)
 
     if all(module in sys.modules for module in modules):
         load()

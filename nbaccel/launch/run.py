@@ -46,6 +46,8 @@ class Run:
     restarts: a line for each time that memory ran out and the run was started again; values are of the last attempt.
     stopped: the line on its end at the time limit that its Accelerator had set; empty if it did not end so.
     checkpoint: the newest that it wrote; empty if it wrote none.
+    config: the values that a sweep gave this run, by name; empty otherwise.  seed: the run's, in a sweep.
+    runs: of a sweep as a whole, each of its runs, in the order of the configurations.
     facts, state: the texts of the panel beside its numbers.
 
         run = nbaccel.last_run
@@ -76,6 +78,9 @@ class Run:
     checkpoint: str = ""
     facts: RunFacts = field(default_factory=RunFacts)
     state: RunState | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    runs: list[Run] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.state is None:
@@ -130,7 +135,13 @@ class Run:
 
     def light(self) -> Run:
         """Return the same run without anything that could keep a frame, a module or a tensor alive."""
-        return replace(self, values=[light_value(value) for value in self.values], error=_in_words(self.error))
+        return replace(
+            self,
+            values=[light_value(value) for value in self.values],
+            error=_in_words(self.error),
+            config={name: light_value(value) for name, value in self.config.items()},
+            runs=[run.light() for run in self.runs],
+        )
 
     def __repr__(self) -> str:
         title = "" if self.facts == RunFacts() else f"{self.facts.title}, "

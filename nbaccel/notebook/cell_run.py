@@ -33,7 +33,16 @@ from nbaccel.notebook.left_in_ranks import LeftInRanks
 from nbaccel.notebook.results import install
 from nbaccel.quantities import listed
 
-__all__ = ["CellRun", "DisplayData", "Host", "briefly", "interrupts_in_one_line", "raise_if_missing", "with_reasons"]
+__all__ = [
+    "CellRun",
+    "DisplayData",
+    "Host",
+    "briefly",
+    "how_a_cell_ended",
+    "interrupts_in_one_line",
+    "raise_if_missing",
+    "with_reasons",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +124,7 @@ class CellRun:
         with interrupts_in_one_line():
             self._outcome = host.run(self.spec, watching, occupied)
         self.seconds = self.shown.elapsed_s
-        self.error, self.end = _how_it_ended(self._outcome, self.plan, self.seconds, self.shown.history.first_step)
+        self.error, self.end = how_a_cell_ended(self._outcome, self.plan, self.seconds, self.shown.history.first_step)
         self._kept = self._as_run(self._outcome).light()
         self._remember(self._kept, PostMortem.of(self.source.name, self.end, self.error, self._outcome.ended))
 
@@ -275,7 +284,7 @@ def interrupts_in_one_line() -> Iterator[None]:
         raise briefly(KeyboardInterrupt(str(interrupt) or "interrupted while no rank was running.")) from None
 
 
-def _how_it_ended(
+def how_a_cell_ended(
     outcome: LaunchResult, plan: LaunchPlan, seconds: float, first_step: int
 ) -> tuple[BaseException | None, str]:
     """Return the exception that the cell raises, and the run's end in one word.

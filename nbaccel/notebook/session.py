@@ -18,7 +18,8 @@ from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.errors import LaunchRefused, RunStopped
 from nbaccel.hardware import Survey
 from nbaccel.launch.diagnosis import PostMortem
-from nbaccel.launch.gpu_trouble import before_a_run
+from nbaccel.launch.finished_runs import FinishedRuns
+from nbaccel.launch.gpu_trouble import before_a_run, holder_name
 from nbaccel.launch.inline import post_mortem_here, run_inline
 from nbaccel.launch.ipc.cell_task import RESULT, CellSource, CellTask
 from nbaccel.launch.ipc.spec import LaunchSpec, Results
@@ -30,16 +31,22 @@ from nbaccel.launch.objects.wrappers import plain, take_off_forward
 from nbaccel.launch.plan import LaunchPlan, draws_as_here
 from nbaccel.launch.preflight import ProcessState
 from nbaccel.launch.run import Run
+from nbaccel.launch.slots import choose_slots
+from nbaccel.launch.sweep_runs import counted
+from nbaccel.launch.sweeping import Sweeping
 from nbaccel.notebook.background import Background, CellScreen
 from nbaccel.notebook.cell_run import (
     CellRun,
     DisplayData,
     Host,
+    how_a_cell_ended,
     interrupts_in_one_line,
     raise_if_missing,
     with_reasons,
 )
 from nbaccel.notebook.cell_source import read_cell
+from nbaccel.notebook.jobs.sweep import FOLDER, configurations, refuse_a_full_host
+from nbaccel.notebook.jobs.sweep_cell import SweptCell, line_of_lists, lists_of
 from nbaccel.notebook.memory_report import RankMemory
 from nbaccel.notebook.persistent_session import PersistentSession, of_the_start
 from nbaccel.notebook.shell_hooks import CudaWatch
@@ -55,6 +62,7 @@ from nbaccel.options.configuration import Configuration
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.painter import Screen
 from nbaccel.output.screens import ConsoleScreen, JupyterScreen
+from nbaccel.quantities import plural
 from nbaccel.world import is_notebook_kernel
 
 __all__ = ["LastRun", "Session"]
@@ -137,6 +145,8 @@ class Session:
             The error of the first rank that failed; KeyboardInterrupt, TimeoutError: the run was stopped;
             ResultsMissing: it ended well, but a name of `--out` did not come. Values that came are in the notebook.
         """
+        if asked.sweep:
+            return self._sweep(asked, body)
         with interrupts_in_one_line():
             host, plan, source, task, spec = self._plan(asked, body)
             if plan.options.bg:
@@ -161,15 +171,7 @@ class Session:
 
     def _plan(self, asked: RunOptions, body: str) -> tuple[Host, LaunchPlan, CellSource, CellTask, LaunchSpec]:
         """Decide on host, plan and task of a cell; refuse what cannot work, and print the notes before a run."""
-        refuse_nested_launch()
-        options = asked.over(self.configured())
-        refuse_contradictions(options)
-        refuse_wrong_places(options)
-        options, news_of_the_source = without_a_missing_source(options)
-        refuse_without_input(options, self.shell)
-        self.background.make_room(for_another=bool(options.bg))
-        source = read_cell(self.shell, body)
-        self._check_names(options, body)
+        options, source, news_of_the_source = self._read(asked, body)
         if asked.keep and not self.stay.is_on:
             self.stay.start(of_the_start(options))
         survey = self.survey()
@@ -188,6 +190,19 @@ class Session:
         if host is self.launcher:
             self._say_what_is_short(plan, source, needed, carried, survey, aside)
         return host, plan, source, task, plan.spec(task, self._setup, wants_results=task.leaves_all or bool(task.out))
+
+    def _read(self, asked: RunOptions, body: str) -> tuple[RunOptions, CellSource, str]:
+        """Return the options of a cell and its source, and a line about the checkpoint that it continues from."""
+        refuse_nested_launch()
+        options = asked.over(self.configured())
+        refuse_contradictions(options)
+        refuse_wrong_places(options)
+        options, news_of_the_source = without_a_missing_source(options)
+        refuse_without_input(options, self.shell)
+        self.background.make_room(for_another=bool(options.bg))
+        source = read_cell(self.shell, body)
+        self._check_names(options, body)
+        return options, source, news_of_the_source
 
     def _lodge(
         self, asked: RunOptions, options: RunOptions, source: CellSource, survey: Survey
@@ -296,6 +311,83 @@ class Session:
         self.rank_memory.begin(source.name)
         self.background.begin(run, host, [self.rank_memory], [button])
         self.say("in the background: %accelerate wait, status, attach and stop come back to it")
+
+    # --- one run for each of several values --------------------------------------------------------------------
+
+    def _sweep(self, asked: RunOptions, body: str) -> None:
+        """Run a cell once for each combination of the values of `--sweep`; the notebook gets lists.
+
+        Raises:
+            LaunchRefused, UsageError, SyntaxError: nothing was started.
+            KeyboardInterrupt: it was interrupted; the lists have what there is.
+        """
+        with interrupts_in_one_line():
+            options, sweeping, notes = self._plan_sweep(asked, body)
+        out = options.names_back or ()
+        with steered(self.shell, self._former_button) as (frames, beside), interrupts_in_one_line():
+            try:
+                sweeping.run(
+                    self.launcher,
+                    self.shell,
+                    notes=notes,
+                    is_plain=bool(options.plain),
+                    frames=frames,
+                    beside=beside,
+                )
+            finally:
+                if (runs := sweeping.runs) is not None:
+                    self.shell.user_ns.update(lists_of(runs, sweeping.left, out))
+                    self.last_run = LastRun(sweeping.work.name, counted(runs), sweeping.seconds)
+                    if line := line_of_lists(runs, out):
+                        self.say(line)
+
+    def _plan_sweep(self, asked: RunOptions, body: str) -> tuple[RunOptions, Sweeping, Sequence[str]]:
+        """Decide on slots and plans of a sweep; refuse what cannot work, and print the notes before it."""
+        options, source, _ = self._read(asked, body)
+        if self.stay.is_on:
+            raise LaunchRefused("ranks stay in this notebook, and a sweep needs its own: %accelerate stop ends them.")
+        configs = configurations({name: list(values) for name, values in options.sweep or ()})
+        first_seed = configs[0].get("seed", options.seed or 0)
+        options = replace(options, seed=first_seed)
+        survey = self.survey()
+        ranks = asked.world_size
+        chosen = choose_slots(
+            options.slots,
+            options.gpus_per_run or 1,
+            options.devices,
+            bool(options.cpu),
+            survey,
+            ranks=ranks,
+            most=len(configs),
+            name_of=holder_name,
+        )
+        work = SweptCell(source, self.shell.user_ns, options, configs, self._setup, how_a_cell_ended)
+        here, task = ProcessState.now(), work.task(configs[0])
+        assert isinstance(task, CellTask)
+        since = self.cuda.cell_of(here.why_forks_fail)
+        each = replace(options, num_processes=chosen.slots[0].devices.num_processes)
+        plans = [
+            LaunchPlan.of_cell(replace(each, devices=slot.asked), task, survey, here, since) for slot in chosen.slots
+        ]
+        if plans[0].start.method == "inline":
+            raise LaunchRefused(
+                f"a sweep needs processes of its own, and here none can start: {plans[0].start.reason}."
+            )
+        work.plan = plans[0]
+        needed, aside = self._needed(task, source), SetAside({}, Cards(()))
+        cells = self.shell.history_manager.input_hist_raw[:-1]
+        carried = refuse_what_cannot_fit(plans[0], needed, survey, cells, aside)
+        refuse_a_full_host(plans[0], len(plans), survey)
+        self.last_plan = plans[0]
+        seeds = "seeds as swept" if "seed" in configs[0] else f"seed {first_seed}"
+        how = str(plans[0]).replace(f"seed {first_seed}", seeds, 1)
+        self.say(f"{plural(len(configs), 'run')}, {len(plans)} at a time, each: {how}")
+        self._say_what_is_short(plans[0], source, needed, carried, survey, aside)
+        finished = FinishedRuns(FOLDER)
+        sweeping = Sweeping(
+            work, configs, chosen.slots, plans, survey, finished, options.checkpoint_dir, options.plot or ()
+        )
+        return options, sweeping, chosen.notes
 
     # --- after the run -----------------------------------------------------------------------------------------
 

@@ -33,6 +33,10 @@ _GIVEN: dict[str, Callable[[RunOptions], bool]] = {
     "--bg": lambda options: bool(options.bg),
     "--free-kernel": lambda options: bool(options.free_kernel),
     "--start inline": lambda options: options.start == "inline",
+    "--sweep": lambda options: bool(options.sweep),
+    "--keep": lambda options: bool(options.keep),
+    "--only": lambda options: options.only is not None,
+    "--resume": lambda options: options.resume is not None,
 }
 """Requests that may exclude others, and the test for each."""
 
@@ -62,6 +66,13 @@ EXCLUSIONS = (
     Exclusion("--bg", "--start inline", "the notebook's own process runs one thing at a time"),
     Exclusion("--free-kernel", "--bg", "cells that run meanwhile would find models of the notebook on the host"),
     Exclusion("--free-kernel", "--start inline", "the notebook's own process computes with its own models"),
+    Exclusion("--sweep", "--start inline", "each run needs processes of its own"),
+    Exclusion("--sweep", "--pdb", "several runs go on at once, and one person answers one debugger"),
+    Exclusion("--sweep", "--bg", "a sweep is watched by the cell that runs it"),
+    Exclusion("--sweep", "--keep", "the ranks of each run end with it"),
+    Exclusion("--sweep", "--only", "each run has ranks of its own, which do not stay"),
+    Exclusion("--sweep", "--free-kernel", "runs begin and end while others go on"),
+    Exclusion("--sweep", "--resume", "one checkpoint belongs to one run, and finished runs are found by themselves"),
 )
 
 
@@ -74,6 +85,11 @@ def refuse_contradictions(options: RunOptions) -> None:
     for exclusion in EXCLUSIONS:
         if exclusion.applies(options):
             raise UsageError(str(exclusion))
+    for flag, value in (("--slots", options.slots), ("--gpus-per-run", options.gpus_per_run)):
+        if value is not None and not options.sweep:
+            raise UsageError(
+                f"{flag} {value} is about the runs of a sweep, and this cell has no --sweep; leave it out."
+            )
 
 
 def refuse_wrong_places(options: RunOptions) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from IPython.core.magic_arguments import MagicArgumentParser, MagicHelpFormatter, argument, construct_parser, kwds
 
 from nbaccel.options.run_options import AUTO, CELL, NAMED, expanded
+from nbaccel.options.swept_values import read_swept
 from nbaccel.quantities import parse_interval, parse_seconds
 from nbaccel.settings import (
     BATCH_CHOICES,
@@ -34,6 +35,7 @@ __all__ = [
     "flags_parser",
     "one_of",
     "read_batches",
+    "read_count",
     "read_curves",
     "read_kept",
     "read_names",
@@ -165,6 +167,13 @@ def checked(read: Callable[[str], Any], keeps_text: bool = False) -> Callable[[s
     return value
 
 
+def read_count(text: str) -> int:
+    """Read a number of runs or devices."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a number is 1 or more; got {text!r}")
+    return int(text)
+
+
 def read_kept(text: str) -> int:
     """Read the number of checkpoints to keep."""
     if not text.isdecimal() or int(text) < 1:
@@ -248,6 +257,12 @@ _OF_ONE_CELL = (
           help="let the ranks stay after the cell, as %%accelerate start does before it; default off"),
     _flag("--only", metavar="RANKS", type=read_only,
           help="run on these of the ranks that stay: 0 or 0,2-3; default all"),
+    _flag("--sweep", metavar="VALUES", action="append", type=read_swept,
+          help="run the cell once for each combination: fold=0-4 lr=1e-3,1e-4; --out gives lists; default off"),
+    _flag("--slots", metavar="N", type=read_count,
+          help="how many runs of a sweep go side by side; default as many as there are free GPUs for, or one"),
+    _flag("--gpus-per-run", metavar="N", type=read_count,
+          help="GPUs, and ranks, of each run of a sweep; default 1"),
     _flag("--bg", action="store_true", default=None,
           help="return at once, the run goes on: %%accelerate wait, status, attach, stop; default off"),
 )  # fmt: skip
@@ -271,6 +286,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "time_limit": ("8h30m", "11h30m"),
     "pdb": ("0", "1"),
     "only": ("0", "0,1"),
+    "sweep": ("fold=0-4", "seed=0-4"),
+    "slots": ("2", "4", "8"),
+    "gpus_per_run": ("1", "2"),
 }
 """Examples that completion offers after a flag with too many possible values, by its name in `Options`."""
 

@@ -11,7 +11,7 @@ import argparse
 import difflib
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from IPython.core.error import UsageError
 
 from nbaccel.options.flags import settings
 from nbaccel.options.run_options import RunOptions
+from nbaccel.options.swept_values import SWEEP, SweptName, cut_out
 from nbaccel.quantities import said
 
 __all__ = [
@@ -51,17 +52,31 @@ def parse(parser: argparse.ArgumentParser, line: str) -> RunOptions:
     Raises:
         UsageError: one sentence on the first mistake.
     """
+    before, swept, after = cut_out(line)
     try:
-        arguments = shlex.split(joined(line), comments=True)
+        arguments = [word for part in (before, after) for word in shlex.split(joined(part), comments=True)]
     except ValueError as error:
         raise UsageError(f"a quote in this line is not closed ({error}): %%accelerate {line}") from None
+    if swept and SWEEP in arguments:
+        raise UsageError("--sweep stands twice in this line: write all its NAME=VALUES behind one.")
     try:
-        known, unknown = parser.parse_known_args(_with_keep_told_apart(arguments))
+        known, unknown = parser.parse_known_args(
+            [*_with_keep_told_apart(arguments), *(part for word in swept for part in (SWEEP, word))]
+        )
     except UsageError as error:
         raise UsageError(in_our_words(str(error))) from None
     if unknown:
         raise UsageError(f"{what_is_unknown(parser, *unknown[:2])} %accelerate? lists every flag.")
-    return RunOptions(**vars(known))
+    return replace(RunOptions(**vars(known)), sweep=_each_once(known.sweep))
+
+
+def _each_once(swept: Sequence[SweptName] | None) -> tuple[SweptName, ...] | None:
+    if swept is None:
+        return None
+    names = [name for name, _ in swept]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"--sweep has {twice} twice: write its values with commas, {twice}=1,2.")
+    return tuple(swept)
 
 
 def _with_keep_told_apart(arguments: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from nbaccel.errors import LaunchRefused
 
@@ -47,6 +48,8 @@ class RunOptions:
     timeout, hang_timeout, time_limit: seconds.
     resume: "" for the newest checkpoint in `checkpoint_dir`, else a path.
     pdb: the rank to debug.  bg: return at once, the run goes on.
+    sweep: names with their values; one run for each combination.  slots: how many of these go side by side.
+    gpus_per_run: GPUs, and ranks, of each of them.
     keep, only: for one cell alone. Ranks stay after it; it runs on some of the persistent ranks, "0,2-3".
     """
 
@@ -80,6 +83,9 @@ class RunOptions:
     keep: bool | None = None
     only: str | None = None
     bg: bool | None = None
+    sweep: tuple[tuple[str, tuple[Any, ...]], ...] | None = None
+    slots: int | None = None
+    gpus_per_run: int | None = None
 
     def over(self, weaker: RunOptions) -> RunOptions:
         """Return these choices, completed by those of `weaker`. "auto" is a choice."""

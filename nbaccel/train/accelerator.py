@@ -208,7 +208,8 @@ class Accelerator(ProcessControl):
         self._handlers = choices.handlers
         self.dataloader_config = DataLoaderConfiguration.chosen(dataloader_config, split_batches, even_batches)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        directory = CheckpointDirectory.chosen(project_config, project_dir)
+        # A launcher that runs several configurations gives each a folder.
+        directory = CheckpointDirectory.chosen(project_config, project_dir, RunSettings.from_env().project_dir)
         self._trackers = Trackers(log_with)
         self.last_free: Freed | None = None
         self.state = AcceleratorState(mixed_precision, cpu, **self._handlers.group.to_kwargs())

@@ -6,7 +6,7 @@ that all ranks share them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nbaccel.aborting import on_renewal
@@ -22,7 +22,7 @@ from nbaccel.train.mapping.map_worker import work
 from nbaccel.train.oom.retry.survivors import renew
 from nbaccel.train.strategies import replicated  # noqa: F401  # the strategy of several ranks, for them to share
 
-__all__ = ["map_in_rank", "setup_rank"]
+__all__ = ["call_with_accelerator", "map_in_rank", "setup_rank"]
 
 
 def setup_rank(
@@ -54,3 +54,8 @@ def setup_rank(
 def map_in_rank(job: MapJob, items: Any, function: Callable[..., Any], setup: Callable[..., Any] | None) -> None:
     """Work on a map in a rank that the launcher starts again if it dies; see `nbaccel.map`."""
     work(Accelerator(), job, items, function, setup, is_restarted=True)
+
+
+def call_with_accelerator(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the value of a function that also gets this rank's `accelerator`, by keyword; see `nbaccel.sweep`."""
+    return function(*args, **kwargs, accelerator=Accelerator())

@@ -84,7 +84,7 @@ def test_flags_are_read(line: str, expected: RunOptions) -> None:
         ("--debug=on", "--debug takes no value; got 'on'."),
         ("--cpu yes", "'yes' belongs to no flag"),
         ("--oom ignore", "--oom: what follows is shrink or stop; got 'ignore'."),
-        ("--s 3", "--s could match --start, --seed, --strict, --strategy; write it out."),
+        ("--s 3", "--s could match --start, --seed, --strict, --strategy, --sweep, --slots; write it out."),
         ("--num_processes 2", "there is no flag --num_processes; did you mean --num-processes?"),
         ("2", "'2' belongs to no flag; for 2 ranks it is -n 2."),
         ("config", "'config' is a command: %accelerate config, with one percent sign."),

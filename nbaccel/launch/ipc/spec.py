@@ -183,7 +183,10 @@ class TaskWatch(Protocol):
 
 
 class FunctionTask(Task):
-    """Calls a function in every rank and sends its value back."""
+    """Calls a function in every rank and sends its value back.
+
+    caller: "module:function" that calls it in the rank, as ``caller(function, args, kwargs)``; empty for a plain call.
+    """
 
     reference = "nbaccel.launch.ipc.spec:FunctionTask"
 
@@ -193,8 +196,10 @@ class FunctionTask(Task):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
         debugged: int | None = None,
+        caller: str = "",
     ) -> None:
         self.function = function
+        self.caller = caller
         self.debugged = debugged
         self.args = args
         self.kwargs = kwargs or {}
@@ -205,7 +210,10 @@ class FunctionTask(Task):
         return says_first_card(list(codes_of(self.function)), vars(sys.modules["__main__"]))
 
     def run(self) -> None:
-        self.value = self.function(*self.args, **self.kwargs)
+        if self.caller:
+            self.value = load_named(self.caller)(self.function, self.args, self.kwargs)
+        else:
+            self.value = self.function(*self.args, **self.kwargs)
 
     def results(self, rank: int) -> Results:
         return Results(values={"value": self.value})
@@ -217,7 +225,8 @@ class FunctionTask(Task):
         return read | {"function": self.function, "args": self.args, "kwargs": self.kwargs}
 
     def pack(self) -> Payload:
-        return pack({"function": self.function, "args": self.args, "kwargs": self.kwargs, "debugged": self.debugged})
+        names = ("function", "args", "kwargs", "debugged", "caller")
+        return pack({name: getattr(self, name) for name in names})
 
     @classmethod
     def unpack(cls, fd: int, home: SharedNamespace | None = None) -> Self:

@@ -1,7 +1,7 @@
 """Supervise the worker processes of a `WorkerGroup` during one run. Runs in the kernel.
 
 A selector waits for events (output, messages, ends of processes, the user's interrupt); nothing is polled while ranks
-only work. Whatever ends the run, `Supervisor.run` returns after every process of it is gone, except persistent ranks.
+only work. Whatever ends the run, `Supervisor.turns` returns after every process of it is gone, except persistent ranks.
 `FirstFailure` decides which rank's failure ended the run; `RunObservers` are told of everything.
 """
 
@@ -39,6 +39,7 @@ from nbaccel.launch.processes.shutdown import (
     StopAtStep,
     TimeLimits,
 )
+from nbaccel.launch.processes.turns import Turns, Wait, driven
 from nbaccel.launch.processes.workers import WorkerGroup, files_being_written
 from nbaccel.output.router import KEPT_BYTES, OutputRouter, Screen
 from nbaccel.world import is_notebook_kernel
@@ -101,7 +102,8 @@ class Supervisor:
     """Supervises the ranks of a `WorkerGroup` during one run, and shuts down those that are not persistent.
 
     notice: shows one line of the project to the user.  listeners: receive the reports of the ranks.
-    beside: other tasks to check during the run.
+    beside: other tasks to check during the run.  hears_signals: interrupts and SIGTERM concern this run; otherwise the
+    caller of `turns` handles them, for several runs side by side.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Supervisor:
         notice: Callable[[str], None],
         listeners: Sequence[Listener] = (),
         beside: Sequence[Pollable] = (),
+        hears_signals: bool = True,
     ) -> None:
         self._worker_group = worker_group
         self._page = worker_group.page
@@ -122,6 +125,7 @@ class Supervisor:
         self._notice = notice
         self._beside = beside
         self._selector = selectors.DefaultSelector()
+        self._hears_signals = hears_signals
         self._interrupts = Interrupts()
         self._losses = reaction_to_losses(spec, worker_group)
         self._lost: list[WorkerHandle] = []  # ranks that may be started again
@@ -139,8 +143,11 @@ class Supervisor:
         self._is_over = False
         self._has_grace = False  # whether the reaper lets the ranks outlive the kernel
 
-    def run(self, begin: Callable[[Collection[int]], None] | None = None) -> RunResult:
+    def turns(self, begin: Callable[[Collection[int]], None] | None = None) -> Turns[RunResult]:
         """Run to the end; afterwards no process of the run exists except persistent ranks, which are idle.
+
+        It waits for nothing itself: it yields what it waits for, so that one thread can watch several runs. If it is
+        closed before its end, the ranks are killed.
 
         begin: gives the ranks their work, if they are not started with it; it gets descriptors of the kernel that no
         rank may hold.
@@ -154,8 +161,9 @@ class Supervisor:
             owned.callback(self._interrupts.close)
             owned.callback(self._selector.close)
             self._selector.register(self._interrupts, selectors.EVENT_READ, self._interrupts.read)
-            owned.enter_context(self._interrupts.of_the_keyboard())
-            owned.enter_context(stopped_before_termination(lambda: self._page.saves_itself))
+            if self._hears_signals:
+                owned.enter_context(self._interrupts.of_the_keyboard())
+                owned.enter_context(stopped_before_termination(lambda: self._page.saves_itself))
             owned.callback(self._see_out, self._members)
             self._fds = [self._selector.fileno(), *self._interrupts.fds]
             if begin is None:
@@ -167,7 +175,7 @@ class Supervisor:
                 self._page, self._members, self._worker_group.store_path, self._spec.hang_timeout_s, self._notice, began
             )
             self._limits = TimeLimits(self._page, began, self._spec.timeout_s, self._spec.program_limit)
-            self._loop(began)
+            yield from self._loop(began)
             if self._why_fork_fails is not None:
                 raise BadFork(self._why_fork_fails)
             return self._ended(time.monotonic() - began)
@@ -184,13 +192,16 @@ class Supervisor:
 
     # --- the loop ----------------------------------------------------------------------------------------------
 
-    def _loop(self, began: float) -> None:
+    def _loop(self, began: float) -> Turns[None]:
         page = self._page
         ending: ShutdownPolicy = KeepRunning(self._members, began)
         interrupts = 0
         has_noticed = False
         while not all(member.is_through for member in self._members):
-            self._wait(ending)
+            yield Wait(self._selector, self._due_in(ending))
+            for key, _ in self._selector.select(0):
+                key.data()
+            self._start_lost_ranks_again()
             now = time.monotonic()
             if self._has_quit and not isinstance(ending, Abort | Kill):
                 ending = self._breaking_off(now)
@@ -240,8 +251,8 @@ class Supervisor:
             return RecoverPersistent(self._members, now, self._page)
         return Abort(self._members, now, self._page, self._spec.wants_results)
 
-    def _wait(self, ending: ShutdownPolicy) -> None:
-        """Wait for an event, but no longer than until something is due; then handle all events."""
+    def _due_in(self, ending: ShutdownPolicy) -> float | None:
+        """Return the seconds until something is due; None while only events matter."""
         now = time.monotonic()
         limit_at = None if self._is_timed_out else self._limits.ends_at
         waits = [
@@ -253,10 +264,7 @@ class Supervisor:
             self._causes.due_in(now),
             *(each.due_in(now) for each in self._beside),
         ]
-        due = [wait for wait in waits if wait is not None]
-        for key, _ in self._selector.select(min(due) if due else None):
-            key.data()
-        self._start_lost_ranks_again()
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def _on_output(self, pipe: MarkedPipe) -> None:
         data = pipe.read()
@@ -467,7 +475,7 @@ class RunObservers:
 
     shown_ranks: ranks whose output is shown; None for all.  notice: shows one line of the project to the user.
     listeners: receive the reports of the ranks.  beside: checked while the ranks work, by the thread that waits for
-    them.
+    them.  hears_signals: see `Supervisor`.
     """
 
     screen: Screen
@@ -475,6 +483,7 @@ class RunObservers:
     notice: Callable[[str], None] | None = None
     listeners: Sequence[Listener] = ()
     beside: Sequence[Pollable] = ()
+    hears_signals: bool = True
 
     def say(self, line: str) -> None:
         """Show one line of the project."""
@@ -492,9 +501,21 @@ class RunObservers:
         begin: Callable[[Collection[int]], None] | None = None,
         excluded_ranks: Collection[int] = (),
     ) -> RunResult:
-        """Watch one run of a `WorkerGroup`, from its beginning to its end.
+        """Watch one run of a `WorkerGroup`, from its beginning to its end; see `turns`."""
+        return driven(self.turns(worker_group, spec, log, recorder, begin, excluded_ranks))
 
-        log: gets all output.  recorder: gets each report before the listeners.  begin: see `Supervisor.run`.
+    def turns(
+        self,
+        worker_group: WorkerGroup,
+        spec: LaunchSpec,
+        log: BinaryIO,
+        recorder: Listener | None = None,
+        begin: Callable[[Collection[int]], None] | None = None,
+        excluded_ranks: Collection[int] = (),
+    ) -> Turns[RunResult]:
+        """Watch one run of a `WorkerGroup`, from its beginning to its end, beside others.
+
+        log: gets all output.  recorder: gets each report before the listeners.  begin: see `Supervisor.turns`.
         excluded_ranks: ranks that take no part.
         """
         shown: Collection[int] | None = self.shown_ranks
@@ -505,8 +526,16 @@ class RunObservers:
         kept_bytes = KEPT_BYTES if is_notebook_kernel() else None
         router = OutputRouter(spec.world_size, self.screen, shown_ranks=shown, log=log, kept_bytes=kept_bytes)
         with closing(router):
-            group = Supervisor(worker_group, spec, router, notice=self.say, listeners=heard, beside=self.beside)
-            return group.run(begin)
+            supervisor = Supervisor(
+                worker_group,
+                spec,
+                router,
+                notice=self.say,
+                listeners=heard,
+                beside=self.beside,
+                hears_signals=self.hears_signals,
+            )
+            return (yield from supervisor.turns(begin))
 
 
 def open_log(path: str) -> BinaryIO:

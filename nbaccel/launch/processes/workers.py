@@ -50,6 +50,7 @@ class WorkerGroup:
         self.folder = tempfile.mkdtemp(prefix="nbaccel-run-")  # mode 0700
         self.store_path = os.path.join(self.folder, "store")
         self._world_size = world_size
+        self._watching: list[int] = []
         self._method = method
         self._kernel_pidfd = kernel_pidfd
         self._nonce = secrets.token_hex(6)
@@ -65,6 +66,7 @@ class WorkerGroup:
         Raises:
             CannotSend: a name cannot be sent to the ranks.
         """
+        self._watching = list(kernel_fds)
         ends = [RankEnds.open(self.rings.add()) for _ in range(self._world_size)]
         for rank, (member, pipes) in enumerate(self._started(spec, dict(enumerate(ends)), kernel_fds)):
             assert member.rank == rank
@@ -166,6 +168,10 @@ class WorkerGroup:
         """Return the descriptors that only the kernel may hold while ranks live."""
         channels = [member.channel.fileno() for member in self.members if member.channel.is_open]
         return channels + [pipe.fd for pipe in self.pipes if pipe.is_open]
+
+    def fds_during_its_run(self) -> list[int]:
+        """Return `fds`, and those by which the kernel watches the first run; to be asked only until it is over."""
+        return [*self.fds(), *self._watching]
 
     def reap(self, members: Sequence[WorkerHandle] | None = None) -> None:
         """End every process that is left of `members`, by default all, and every process that they have started.

@@ -1,1 +1,1 @@
-"""Many jobs from one call: a function over many items (`map_items`). Runs in the kernel, in a notebook or a script."""
+"""Many jobs from one call: a function over many items, or over many configurations. Runs in the kernel."""

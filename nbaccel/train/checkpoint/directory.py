@@ -83,8 +83,14 @@ class CheckpointDirectory:
         self.lineage = Lineage()
 
     @classmethod
-    def chosen(cls, project: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None) -> Self:
-        """Return the checkpoints of `project`, in `project_dir` where that names no folder."""
+    def chosen(
+        cls,
+        project: ProjectConfiguration | None,
+        project_dir: str | os.PathLike[str] | None,
+        otherwise: str | None = None,
+    ) -> Self:
+        """Return the checkpoints of `project`, in `project_dir` where that names no folder, else in `otherwise`."""
+        project_dir = otherwise if project_dir is None else project_dir
         project = project or ProjectConfiguration(project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(project_dir)

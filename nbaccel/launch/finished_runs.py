@@ -1,0 +1,323 @@
+"""Finished runs of sweeps, kept in a folder so that the same call finds them again. Runs in the kernel.
+
+A run is found by a key: a hash of its source, its values, its seed and its settings. Its folder holds what it printed,
+its checkpoints and the files of its trackers; when it has ended well, also its value and its curves. These are JSON and
+safetensors: reading them runs no code that their writer chose. A value of another kind is not kept, and such a run is
+done again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nbaccel.display.history import History
+from nbaccel.events import Loss, Metric
+from nbaccel.launch.ipc.spec import load_named
+from nbaccel.launch.objects.names import names_read
+from nbaccel.launch.run import Run
+from nbaccel.settings import RunSettings
+
+__all__ = [
+    "FinishedRuns",
+    "as_key",
+    "in_words",
+    "source_mark",
+]
+
+_RECORD, _TENSORS, _LOG = "run.json", "value.safetensors", "output.log"
+_LOSS = "loss"
+_FORMAT = 1
+_LONGEST_NAME = 80
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (tuple, list, set, frozenset, dict)
+
+
+class FinishedRuns:
+    """The folder of the runs of sweeps; nothing is made before a run begins.
+
+    unkept: the names of runs that ended well and whose values could not be kept, each with the reason.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder).expanduser()
+        self.unkept: dict[str, str] = {}
+
+    def folder_of(self, config: Mapping[str, Any], key: str) -> Path:
+        """Return the folder of a run: its values in words, and a part of its key."""
+        words = re.sub(r"[^\w.,=+-]+", "_", in_words(config))[:_LONGEST_NAME].strip("_.") or "run"
+        return self.folder / f"{words}-{key[:10]}"
+
+    def begin(self, config: Mapping[str, Any], key: str) -> Path:
+        """Make the folder of a run that begins, and return it."""
+        folder = self.folder_of(config, key)
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            (folder / _RECORD).unlink()
+        return folder
+
+    @staticmethod
+    def log_in(folder: Path) -> str:
+        """Return the path of the file for all that the run prints."""
+        return str(folder / _LOG)
+
+    def find(self, config: Mapping[str, Any], key: str) -> tuple[Run, dict[str, Any]] | None:
+        """Return the run with this key that has ended well, and what it has left; None if none can be read."""
+        folder = self.folder_of(config, key)
+        try:
+            record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+            if record["format"] != _FORMAT or record["key"] != key:
+                return None
+            tensors = _read_tensors(folder / _TENSORS) if record["has_tensors"] else {}
+            value, left = _rebuilt(record["value"], tensors)
+            history = _history_of(record["curves"], record["rows"])
+        except Exception:  # there is none, or it was damaged in any way: then it is done again
+            return None
+        log, seconds = str(folder / _LOG), record["seconds"]
+        found = Run([value], history, None, record["start_method"], "", log, seconds, checkpoint=record["checkpoint"])
+        return found, left
+
+    def keep(self, run: Run, left: Mapping[str, Any], key: str) -> None:
+        """Keep a run that ended well; the record is complete or absent, whenever this process ends.
+
+        A value that is not plain data is no error: `unkept` has it, and the next sweep does the run again.
+        """
+        folder = self.folder_of(run.config, key)
+        try:
+            tensors: dict[str, Any] = {}
+            value = _taken_apart((run.value, dict(left)), tensors)
+            if tensors:
+                _write(folder / _TENSORS, load_named("safetensors.torch:save")(tensors))
+            history = run.history
+            curves = {name: (history.curve(name).step, history.curve(name).mean) for name in history.names}
+            record = {
+                "format": _FORMAT,
+                "key": key,
+                "config": in_words(run.config),
+                "seed": run.seed,
+                "seconds": run.seconds,
+                "start_method": run.start_method,
+                "checkpoint": run.checkpoint,
+                "value": value,
+                "has_tensors": bool(tensors),
+                "curves": curves,
+                "rows": [row for row in history.rows if _is_plain(row)],
+            }
+            _write(folder / _RECORD, json.dumps(record).encode())
+        except (TypeError, ValueError, RecursionError) as error:
+            self.unkept[in_words(run.config)] = str(error)
+        except OSError as error:
+            self.unkept[in_words(run.config)] = f"{folder} could not be written: {error}"
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file whose name appears when it is complete."""
+    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    with open(beside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def _read_tensors(path: Path) -> dict[str, Any]:
+    tensors: dict[str, Any] = load_named("safetensors.torch:load")(path.read_bytes())
+    return tensors
+
+
+_SCALARS = (bool, int, float, str, type(None))
+_KINDS: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def _taken_apart(value: Any, tensors: dict[str, Any]) -> Any:
+    """Return a value as JSON, and add its tensors and arrays to `tensors`, on the CPU.
+
+    Raises:
+        TypeError: it holds an object of another kind.
+
+    >>> _taken_apart({"scores": (1, 2.5)}, {})
+    {'dict': ['scores', {'tuple': [1, 2.5]}]}
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is dict:
+        return {"dict": [_taken_apart(part, tensors) for item in value.items() for part in item]}
+    if kind in (list, tuple, set, frozenset):
+        return {kind.__name__: [_taken_apart(part, tensors) for part in value]}
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    name = str(len(tensors))
+    if torch is not None and kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
+        tensors[name] = value.detach().cpu().contiguous().clone()
+        return {"tensor": [name]}
+    if numpy is not None and torch is not None and (kind is numpy.ndarray or issubclass(kind, numpy.generic)):
+        tensors[name] = torch.from_numpy(numpy.array(value))
+        return {"ndarray" if kind is numpy.ndarray else "number": [name]}
+    raise TypeError(f"it holds an object of the class {kind.__name__}, which is neither data nor a tensor")
+
+
+def _rebuilt(structure: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return the value that `_taken_apart` got; it only ever builds what is named here."""
+    if type(structure) in _SCALARS:
+        return structure
+    ((kind, parts),) = structure.items()
+    if kind in ("tensor", "ndarray", "number"):
+        found = tensors[parts[0]]
+        return found if kind == "tensor" else found.numpy() if kind == "ndarray" else found.numpy()[()]
+    built = [_rebuilt(part, tensors) for part in parts]
+    return dict(zip(built[::2], built[1::2], strict=True)) if kind == "dict" else _KINDS[kind](built)
+
+
+def _is_plain(row: Mapping[str, Any]) -> bool:
+    return all(type(value) in (int, float, str, bool) for value in row.values())
+
+
+def _history_of(curves: Mapping[str, Any], rows: list[dict[str, Any]]) -> History:
+    """Return a history of one rank with these rows, and with the curve of the loss if no row has it."""
+    history = History(1)
+    for row in rows:
+        values = {name: value for name, value in row.items() if name != "step"}
+        history.feed(0, 0.0, Metric(values, int(row["step"])))
+    if _LOSS in curves and not any(_LOSS in row for row in rows):
+        for step, mean in zip(*curves[_LOSS], strict=True):
+            history.feed(0, 0.0, Loss(mean, int(step)))
+    return history
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+
+def in_words(config: Mapping[str, Any]) -> str:
+    """Return values in words.
+
+    >>> in_words({"fold": 0, "lr": 1e-3, "opt": "adam", "net": {"width": 8}})
+    'fold=0, lr=0.001, opt=adam, net={width=8}'
+    """
+    return ", ".join(f"{name}={_value_in_words(value)}" for name, value in config.items())
+
+
+def _value_in_words(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if type(value) is dict and all(type(name) is str for name in value):
+        return f"{{{in_words(value)}}}"
+    if type(value) is float:
+        return f"{value:g}"
+    if isinstance(value, type | types.FunctionType):
+        return value.__name__
+    text = repr(value)
+    return text if len(text) <= _LONGEST_NAME // 2 else f"{type(value).__name__}(…)"
+
+
+def as_key(source: str, config: Mapping[str, Any], seed: int | None, settings: RunSettings, world_size: int) -> str:
+    """Return the key of a run; empty if a value of `config` cannot be told from another of its kind.
+
+    source: the mark of what runs, see `source_mark`.
+    """
+    values = {name: _mark_of(value) for name, value in config.items()}
+    if None in values.values():
+        return ""
+    chosen = {
+        name: getattr(settings, name)
+        for name in ("mixed_precision", "gradient_accumulation_steps", "cpu", "strategy", "independent", "batches")
+    }
+    text = json.dumps([_FORMAT, source, values, seed, chosen, world_size], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _mark_of(value: Any) -> str | None:
+    """Return a text that is equal for equal values, in another process too; None if there is none."""
+    if type(value) in _PLAIN:
+        return repr(value)
+    if type(value) in _CONTAINERS:
+        parts = value.items() if type(value) is dict else value
+        marks = [_mark_of(part) for part in parts]
+        if None in marks:
+            return None
+        in_order = sorted(map(str, marks)) if type(value) in (set, frozenset) else marks
+        return f"{type(value).__name__}({in_order})"
+    if isinstance(value, types.FunctionType | type):
+        return f"{value.__module__}.{value.__qualname__} {source_mark(value)}"
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return f"{value.dtype} {value.item()!r}"
+    return None
+
+
+def source_mark(function: Any, codes: tuple[types.CodeType, ...] = (), names: Mapping[str, Any] | None = None) -> str:
+    """Return a hash of the code of a function, and of what it reads of its own module or notebook, and so on.
+
+    Of these, functions and classes count by their code, and plain values such as ``EPOCHS = 3`` by themselves. Data,
+    models, and the code of other modules do not count.
+
+    codes, names: the code and the globals of a cell, for which `function` is None.
+    """
+    found: dict[str, str] = {}
+    todo: list[tuple[str, Any]] = [("", function)] if function is not None else []
+    for code in codes:
+        found[f"<cell {len(found)}>"] = _code_mark(code)
+        todo += _read_by(code, names or {})
+    while todo:
+        name, value = todo.pop()
+        if name in found:
+            continue
+        own = list(_codes_in(value))
+        if own:
+            found[name] = " ".join(_code_mark(code) + repr(_defaults(part)) for part, code in own)
+            for part, code in own:
+                space = getattr(part, "__globals__", {})
+                todo += [
+                    (key, other)
+                    for key, other in _read_by(code, space)
+                    if type(other) in (*_PLAIN, *_CONTAINERS) or getattr(other, "__module__", None) in _homes(part)
+                ]
+        elif (mark := _mark_of(value) if type(value) in (*_PLAIN, *_CONTAINERS) else None) is not None:
+            found[name] = mark
+    text = json.dumps(sorted(found.items()))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _homes(function: Any) -> tuple[str, ...]:
+    return ("__main__", function.__module__)
+
+
+def _read_by(code: types.CodeType, space: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, space[name]) for name in sorted(names_read([code])) if name in space]
+
+
+def _codes_in(value: Any) -> Iterator[tuple[types.FunctionType, types.CodeType]]:
+    """Yield the functions of a function or a class with their code."""
+    if isinstance(value, types.FunctionType):
+        yield value, value.__code__
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # an empty cell
+                if isinstance(cell.cell_contents, types.FunctionType):
+                    yield from _codes_in(cell.cell_contents)
+    elif isinstance(value, types.MethodType):
+        yield from _codes_in(value.__func__)
+    elif isinstance(value, type):
+        for part in vars(value).values():
+            inner = getattr(part, "__func__", getattr(part, "fget", part))
+            if isinstance(inner, types.FunctionType):
+                yield inner, inner.__code__
+
+
+def _defaults(function: types.FunctionType) -> list[str | None]:
+    return [_mark_of(value) for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())]
+
+
+def _code_mark(code: types.CodeType) -> str:
+    """Return a hash of what the code does; the places of its lines do not count."""
+    constants = [
+        _code_mark(constant) if isinstance(constant, types.CodeType) else str(_mark_of(constant))
+        for constant in code.co_consts
+    ]
+    parts = [code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

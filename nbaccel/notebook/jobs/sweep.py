@@ -1,0 +1,224 @@
+"""The public function `sweep`: one function for each of several configurations. Runs in the kernel.
+
+It checks the call, combines the values, and chooses devices; `Sweeping` does the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import index
+from typing import Any
+
+from nbaccel.display.history import History
+from nbaccel.errors import LaunchRefused
+from nbaccel.hardware import Survey
+from nbaccel.launch.api import how_it_ended
+from nbaccel.launch.earlier_models import refuse_what_stays_here
+from nbaccel.launch.finished_runs import FinishedRuns, in_words, source_mark
+from nbaccel.launch.gpu_trouble import holder_name
+from nbaccel.launch.ipc.spec import FunctionTask, Task
+from nbaccel.launch.launcher import default_launcher, refuse_nested_launch
+from nbaccel.launch.plan import LaunchPlan
+from nbaccel.launch.preflight import ProcessState
+from nbaccel.launch.processes.launch_result import LaunchResult
+from nbaccel.launch.slots import choose_slots
+from nbaccel.launch.sweep_runs import SweepRuns
+from nbaccel.launch.sweeping import Sweeping
+from nbaccel.notices import without_our_frames
+from nbaccel.options.run_options import RunOptions
+from nbaccel.output.screens import shell_here
+from nbaccel.quantities import amount, plural
+from nbaccel.settings import STOP
+
+__all__ = [
+    "FOLDER",
+    "configurations",
+    "refuse_a_full_host",
+    "sweep",
+]
+
+FOLDER = ".nbaccel/sweeps"
+"""Default folder of the runs, in the working directory."""
+
+_SEED, _ACCELERATOR = "seed", "accelerator"
+_SETUP = "nbaccel.train.setup:setup_rank"
+_CALLER = "nbaccel.train.setup:call_with_accelerator"
+_MANY = (list, tuple, range, set, frozenset)
+"""Types of several values; an iterator and an array are several values, too. Any other object is one value."""
+
+
+@without_our_frames
+def sweep(
+    function: Callable[..., Any],
+    *,
+    slots: int | None = None,
+    gpus_per_run: int = 1,
+    devices: str | None = None,
+    cpu: bool = False,
+    seed: Any = 0,
+    folder: str = FOLDER,
+    check: bool = False,
+    hang_timeout_s: float | None = None,
+    start_method: str = "auto",
+    **values: Any,
+) -> SweepRuns:
+    """Run `function` once for each combination of `values`, some of them side by side, and return the runs.
+
+    Each run has ranks of its own, and gets its values by keyword, and the rank's `accelerator` if it has a parameter of
+    that name. The order is that of nested loops: the last name varies fastest. A run that an earlier sweep has finished
+    (same source, values and seed) is not done again.
+
+    values: a list, tuple, range, iterator or array of values for each name; any other object is one value.
+    slots: runs that go side by side; None for as many as there are free cards over `gpus_per_run`, or one on CPUs.
+    gpus_per_run: cards, and ranks, of each run; on CPUs the ranks alone.  devices: cards to use, "2,3"; None for all
+    that no other process uses.  cpu: use none.
+    seed: of every run; several values are swept like all others.
+    folder: for what the runs print, for their checkpoints and trackers, and for what has been finished.
+    check: raise the error of the first failed run after all are over; otherwise it is in its `Run.error`.
+    hang_timeout_s, start_method: of each run, see `launch`.
+
+    Raises:
+        LaunchRefused, TypeError, ValueError: nothing was started; the message says why.
+        KeyboardInterrupt: the sweep was interrupted; `nbaccel.last_run.runs` has what there is.
+
+    >>> runs = nbaccel.sweep(train, lr=[1e-3, 1e-4], fold=range(5))  # doctest: +SKIP
+    >>> runs[0].config, runs[0].value  # doctest: +SKIP
+    ({'lr': 0.001, 'fold': 0}, 0.91)
+    """
+    refuse_nested_launch()
+    swept = values if isinstance(seed, int) or seed is None else {**values, _SEED: seed}
+    configs = configurations(swept)
+    work = _SweptFunction(function, seed if _SEED not in swept else None)
+    work.refuse_wrong_names(configs)
+    survey = Survey.take(looks_for_gpus=not cpu)
+    chosen = choose_slots(slots, index(gpus_per_run), devices, cpu, survey, most=len(configs), name_of=holder_name)
+    options = RunOptions(
+        num_processes=chosen.slots[0].devices.num_processes,
+        cpu=cpu or None,
+        hang_timeout=hang_timeout_s,
+        start=start_method,
+        oom=STOP,
+    )
+    here, task = ProcessState.now(), work.task(configs[0])
+    plans = [LaunchPlan.of(replace(options, devices=slot.asked), task, survey, here) for slot in chosen.slots]
+    history: Any = getattr(shell_here(), "history_manager", None)
+    cells = list(getattr(history, "input_hist_raw", ()))
+    refuse_what_stays_here(plans[0].left_out, gpus_per_run, cells, "the function", "another start_method")
+    refuse_a_full_host(plans[0], len(plans), survey)
+    sweeping = Sweeping(work, configs, chosen.slots, plans, survey, FinishedRuns(folder))
+    runs = sweeping.run(default_launcher(), shell_here(), notes=chosen.notes)
+    if check and (failed := next((run for run in runs if run.error is not None), None)) is not None:
+        assert failed.error is not None
+        failed.error.add_note(f"in the run with {in_words(failed.config)}; its output is in {failed.log_path}")
+        raise failed.error
+    return runs
+
+
+def configurations(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return every combination of `values`, the last name varying fastest.
+
+    Raises:
+        ValueError: a name has no value at all.
+
+    >>> configurations({"lr": (0.1, 0.2), "fold": range(2)})[:3]
+    [{'lr': 0.1, 'fold': 0}, {'lr': 0.1, 'fold': 1}, {'lr': 0.2, 'fold': 0}]
+    >>> configurations({"epochs": 3})
+    [{'epochs': 3}]
+    """
+    lists = {name: _several(value) for name, value in values.items()}
+    for name, each in lists.items():
+        if not each:
+            raise ValueError(f"{name} has no value: a sweep needs one or more for each name. Nothing was started.")
+    return [dict(zip(lists, row, strict=True)) for row in itertools.product(*lists.values())]
+
+
+def _several(value: Any) -> list[Any]:
+    is_array = type(value).__module__ == "numpy" and getattr(value, "ndim", 0) == 1
+    if is_array:
+        return list(value.tolist())
+    return list(value) if isinstance(value, (*_MANY, Iterator)) else [value]
+
+
+def refuse_a_full_host(plan: LaunchPlan, slots: int, survey: Survey) -> None:
+    """Refuse a sweep whose runs would need more memory than the host has. Forked ranks share what the notebook has.
+
+    Raises:
+        LaunchRefused: the copies that the runs of all slots get do not fit.
+    """
+    each = plan.bytes_to_copy + plan.devices.num_processes * plan.bytes_of_each
+    available = survey.ram.available_bytes
+    if slots * each <= available or not available or plan.start.method != "zygote":
+        return
+    fitting = int(available // each)
+    instead = f"use --slots {fitting}" if fitting else "read less of the notebook's data, and load it in the run"
+    raise LaunchRefused(
+        f"{plural(slots, 'run')} side by side would each get a copy of {amount(each)}, since they start from a clean "
+        f"process ({plan.start.reason}), and the host has {amount(available)} available: {instead}."
+    )
+
+
+class _SweptFunction:
+    """A function as the work of a sweep.  seed: of every run; None if it is swept."""
+
+    def __init__(self, function: Callable[..., Any], seed: int | None) -> None:
+        if not callable(function):
+            raise TypeError(
+                f"the first argument must be the function that each run calls, got {type(function).__name__}: "
+                "nbaccel.sweep(train, lr=[1e-3, 1e-4])"
+            )
+        self.function = function
+        self.setup: str | None = _SETUP
+        self.name = str(getattr(function, "__name__", type(function).__name__))
+        self.source = source_mark(function) if inspect.isfunction(function) else ""
+        self._seed = seed
+        try:
+            self._parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
+        except ValueError:  # a builtin without a signature
+            self._parameters = {}
+        self._takes_any = not self._parameters or any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values()
+        )
+
+    def refuse_wrong_names(self, configs: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse names that the function does not take, and a call without a value that it needs.
+
+        Raises:
+            TypeError: it could not be called so.
+        """
+        names = configs[0].keys()
+        takes = [name for name in self._parameters if name != _ACCELERATOR]
+        if _ACCELERATOR in names:
+            raise TypeError("accelerator is given to the function by the sweep itself, and has no values to sweep.")
+        for name in names - self._parameters.keys() - {_SEED}:
+            if not self._takes_any:
+                raise TypeError(
+                    f"{self.name}() has no parameter {name!r}; it takes {', '.join(takes) or 'none'}. "
+                    "Nothing was started."
+                )
+        for name, parameter in self._parameters.items():
+            is_needed = parameter.default is parameter.empty and parameter.kind not in (
+                parameter.VAR_KEYWORD,
+                parameter.VAR_POSITIONAL,
+            )
+            if is_needed and name not in names and name != _ACCELERATOR:
+                raise TypeError(
+                    f"{self.name}() needs a value for {name!r}, and the sweep has none: give it one, {name}=[…], or a "
+                    "default. Nothing was started."
+                )
+
+    def task(self, config: Mapping[str, Any]) -> Task:
+        given = {name: value for name, value in config.items() if name != _SEED or name in self._parameters}
+        return FunctionTask(self.function, (), given, caller=_CALLER if _ACCELERATOR in self._parameters else "")
+
+    def seed_of(self, config: Mapping[str, Any]) -> int | None:
+        return index(config[_SEED]) if _SEED in config else self._seed
+
+    def results(self, outcome: LaunchResult) -> tuple[list[Any], dict[str, Any]]:
+        ranks = range(len(outcome.ended.reports))
+        return [outcome.values(rank).get("value") for rank in ranks], {}
+
+    def end(self, outcome: LaunchResult, seconds: float, history: History) -> tuple[BaseException | None, str]:
+        return how_it_ended(outcome, seconds)

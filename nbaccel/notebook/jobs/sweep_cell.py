@@ -1,0 +1,188 @@
+"""A cell with `--sweep`: it runs once for each configuration, some side by side. Runs in the kernel.
+
+The values of a configuration are set in the rank before the first line of the cell. `--out score` leaves in the
+notebook a list `score`, in the order of the configurations, with None for a run that failed; nothing else comes back.
+The cell ends well, whatever its runs do, unless it is interrupted.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nbaccel.display.history import History
+from nbaccel.errors import LaunchRefused, ResultsMissing
+from nbaccel.launch.finished_runs import source_mark
+from nbaccel.launch.ipc.cell_task import RESULT, CellSource, CellTask
+from nbaccel.launch.ipc.spec import Task
+from nbaccel.launch.objects.names import made_before_read
+from nbaccel.launch.plan import LaunchPlan
+from nbaccel.launch.processes.launch_result import LaunchResult
+from nbaccel.launch.run import Run
+from nbaccel.options.run_options import RunOptions
+from nbaccel.quantities import plural
+
+__all__ = [
+    "SweptCell",
+    "bound_at",
+    "line_of_lists",
+    "lists_of",
+    "refuse_bound_names",
+]
+
+_SEED, _ACCELERATOR = "seed", "accelerator"
+_LARGEST_SEED = 2**32 - 1
+
+
+class SweptCell:
+    """A cell as the work of a sweep.
+
+    options: with the seed of every run, unless it is swept.  setup: see `Session`.
+    how_it_ended: see `cell_run.how_a_cell_ended`.
+    """
+
+    def __init__(
+        self,
+        source: CellSource,
+        namespace: dict[str, Any],
+        options: RunOptions,
+        configs: Sequence[Mapping[str, Any]],
+        setup: str | None,
+        how_it_ended: Callable[[LaunchResult, LaunchPlan, float, int], tuple[BaseException | None, str]],
+    ) -> None:
+        names = configs[0].keys()
+        refuse_bound_names(source.code, names)
+        _refuse_wrong_seeds(configs)
+        self.name = source.name
+        self.setup = setup
+        self.plan: LaunchPlan | None = None
+        self._how_it_ended = how_it_ended
+        self._cell = source
+        self._namespace = namespace
+        self._out = options.names_back or ()
+        self._inputs = options.inputs or ()
+        self._seed = None if _SEED in names else options.seed
+        own = {*names, _ACCELERATOR, *made_before_read(source.code, namespace)}
+        read = {name: value for name, value in namespace.items() if name not in own}
+        self.source = source_mark(None, tuple(source.compile()), read) + ",".join(self._out)
+
+    def task(self, config: Mapping[str, Any]) -> Task:
+        cell = replace(self._cell, code=with_values(self._cell.code, config))
+        return CellTask(cell, self._namespace, self._out, self._inputs)
+
+    def seed_of(self, config: Mapping[str, Any]) -> int | None:
+        return int(config[_SEED]) if _SEED in config else self._seed
+
+    def results(self, outcome: LaunchResult) -> tuple[list[Any], dict[str, Any]]:
+        values = outcome.returned().values
+        left = {name: values[name] for name in self._out if name in values}
+        return [values.get(RESULT), *[None] * (len(outcome.ended.reports) - 1)], left
+
+    def end(self, outcome: LaunchResult, seconds: float, history: History) -> tuple[BaseException | None, str]:
+        assert self.plan is not None, "a cell is planned before it runs"
+        error, word = self._how_it_ended(outcome, self.plan, seconds, history.first_step)
+        report = outcome.ended.reports[outcome.task.result_rank]
+        missing = {} if report is None else {name: report.missing[name] for name in self._out if name in report.missing}
+        if error is None and word == "done" and missing:
+            reasons = ", ".join(f"{name} ({why})" for name, why in missing.items())
+            return ResultsMissing(f"of --out this did not come: {reasons}", missing), "failed"
+        return error, word
+
+
+def with_values(code: str, config: Mapping[str, Any]) -> str:
+    """Return the code of a cell with the values set before it, in the line of the notebook that has the magic.
+
+    >>> with_values("\\nprint(lr)\\n", {"lr": 0.1, "fold": 2})
+    'lr = 0.1; fold = 2\\nprint(lr)\\n'
+    """
+    first, _, rest = code.partition("\n")
+    assert not first.strip(), "the first line of a cell of ranks is that of the magic"
+    return f"{'; '.join(f'{name} = {value!r}' for name, value in config.items())}\n{rest}"
+
+
+def lists_of(runs: Sequence[Run], left: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
+    """Return for each name of `--out` its values in the order of the runs, None for a run that failed.
+
+    left: what each run has left, by name.
+    """
+    pairs = list(zip(runs, left, strict=True))
+    return {name: [values.get(name) if run.error is None else None for run, values in pairs] for name in names}
+
+
+def line_of_lists(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """Return the line on what came back; empty if nothing was asked for."""
+    if not names:
+        return ""
+    lost = sum(run.error is not None for run in runs)
+    none = f", None for {plural(lost, 'run')} that did not end well" if lost else ""
+    each = "a list" if len(names) == 1 else "lists"
+    return f"brought back: {', '.join(names)} ({each} of {len(runs)}{none})"
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def _refuse_wrong_seeds(configs: Sequence[Mapping[str, Any]]) -> None:
+    for config in configs:
+        seed = config.get(_SEED, 0)
+        if type(seed) is not int or not 0 <= seed <= _LARGEST_SEED:
+            raise LaunchRefused(f"--sweep seed: a seed is a whole number from 0 on; got {seed!r}. Nothing was started.")
+
+
+def refuse_bound_names(code: str, names: Collection[str]) -> None:
+    """Refuse a cell whose top level binds a swept name: each run would compute with the cell's value.
+
+    Raises:
+        LaunchRefused: with the line.  SyntaxError: it is no Python.
+    """
+    tree = ast.parse(code)
+    lines = code.splitlines()
+    for name, line in bound_at(tree):
+        if name in names:
+            raise LaunchRefused(
+                f"line {line} of the cell binds {name}, which --sweep sets for each run: {lines[line - 1].strip()}\n"
+                f"  Delete that line, or take {name} out of --sweep. Nothing was started."
+            )
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            raise LaunchRefused(
+                f"line {node.lineno} of the cell has to be its first statement, and --sweep sets values before it: put "
+                "the __future__ import into a cell of its own, above this one."
+            )
+
+
+def bound_at(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield each name that the top level of a module binds or deletes, in any way, with its line.
+
+    >>> list(bound_at(ast.parse("for i in [(j := 2)]: pass\\ndef f(a): b = 1\\n[k for k in ()]")))
+    [('i', 1), ('j', 1), ('f', 2)]
+    """
+    for node in ast.iter_child_nodes(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name, node.lineno
+                outside: list[ast.AST] = [*node.decorator_list]
+                if not isinstance(node, ast.ClassDef):
+                    outside += [*node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)]
+                for part in outside:
+                    yield from bound_at(ast.Expression(part))  # type: ignore[arg-type]
+                continue
+            case ast.Lambda():
+                continue
+            case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+                for inner in ast.walk(node):  # its own names stay in it, those of `:=` do not
+                    if isinstance(inner, ast.NamedExpr):
+                        yield inner.target.id, inner.lineno
+                continue
+            case ast.Name(ctx=ast.Store() | ast.Del()):
+                yield node.id, node.lineno
+            case ast.Import() | ast.ImportFrom():
+                for alias in node.names:
+                    yield alias.asname or alias.name.partition(".")[0], node.lineno
+            case ast.ExceptHandler(name=str() as name) | ast.MatchAs(name=str() as name):
+                yield name, node.lineno
+            case ast.MatchStar(name=str() as name) | ast.MatchMapping(rest=str() as name):
+                yield name, node.lineno
+        yield from bound_at(node)

@@ -1,0 +1,133 @@
+"""Cells with `--sweep`: one run for each configuration, and lists in the notebook."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kernel.conftest import Kernels
+from kernel.harness import RealKernel, accelerate
+
+SCORES = """
+import torch
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
+for step in range(4):
+    loss = model(torch.randn(8, 4)).pow(2).mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+if fold == 1 and lr > 0.05:
+    raise ValueError("no such fold")
+score = (fold, lr, loss.item())
+print(score)
+"""
+
+
+def until_file(kernel: RealKernel, name: str, within_s: float = 30.0) -> None:
+    end = time.monotonic() + within_s
+    while not (kernel.folder / name).exists():
+        assert time.monotonic() < end, f"{name} has not been written"
+        time.sleep(0.05)
+
+
+def swept(body: str, flags: str, start: str = "auto") -> str:
+    return accelerate(body, start, 1, flags=flags)
+
+
+def test_out_gives_a_list_in_the_order_of_the_configurations_with_none_for_a_failure(
+    kernel: RealKernel, start: str
+) -> None:
+    kernel.do("import shutil; shutil.rmtree('.nbaccel', ignore_errors=True)")
+    kernel.do("score, lr = 'before', 'the notebook keeps this'")
+    cell = kernel.do(swept(SCORES, "--sweep fold=0-2 lr=1e-1, 1e-2 --slots 2 --out score", start))
+    score = kernel.value("score")
+    assert [one and one[:2] for one in score] == [[0, 0.1], [0, 0.01], None, [1, 0.01], [2, 0.1], [2, 0.01]]
+    assert kernel.value("lr") == "the notebook keeps this"
+    assert "6 runs: 5 done, 1 failed on 2 slots" in cell.stdout
+    assert "ValueError: no such fold" in cell.stdout
+    assert "brought back: score (a list of 6, None for 1 run that did not end well)" in cell.stdout
+    assert cell.panels == 1
+    assert "image/png" in cell.panel
+    assert "3. fold=1, lr=0.1: failed on slot" in cell.panel["text/plain"]
+    # The same cell again: five are found, and one is tried once more.
+    again = kernel.do(swept(SCORES, "--sweep fold=0-2 lr=1e-1, 1e-2 --slots 2 --out score", start))
+    assert "5 of 6 runs finished earlier (same source, values and seed" in again.stdout
+    assert kernel.value("score") == score
+    # A single run with the same seed computes the same.
+    kernel.do(swept(f"fold, lr = 2, 0.1\n{SCORES}", "--seed 0 --out score", start))
+    assert kernel.value("score") == score[4]
+
+
+def test_the_table_shows_waiting_running_and_finished_runs(kernel: RealKernel) -> None:
+    body = """
+    import time
+    for step in range(6):
+        accelerator.log({"acc": step / 6})
+        time.sleep(0.25)
+    if fold == 3:
+        raise ValueError("boom")
+    """
+    cell = kernel.do(swept(body, f"--sweep fold=0-3 run={id(kernel)} --slots 2"))
+    texts = [frame["text/plain"] for frame in cell.frames]
+    assert any("2 running, 2 waiting" in text and ": waiting" in text for text in texts)
+    pages = [frame["text/html"] for frame in cell.frames if "text/html" in frame]
+    assert any("○ waiting" in page and "● running" in page for page in pages)
+    assert "3 done, 1 failed" in cell.panel["text/plain"]
+
+
+def test_an_interrupt_ends_all_and_the_list_has_what_was_done(kernel: RealKernel) -> None:
+    body = f"""
+    import time
+    score = {{"fold": fold, "kernel": {id(kernel)}}}
+    if fold > 0:
+        print("waits", flush=True)
+        open(f"waits-{{fold}}", "w").close()
+        for step in range(1000):
+            accelerator.log({{"acc": 1.0}})
+            time.sleep(0.05)
+    """
+    running = kernel.begin(swept(body, "--sweep fold=0-4 --slots 2 --out score"))
+    until_file(kernel, "waits-1")
+    until_file(kernel, "waits-2")
+    kernel.interrupt()
+    cell = running.end(timeout_s=30)
+    assert "interrupted" in cell.failed("KeyboardInterrupt").evalue
+    score = kernel.value("score")
+    assert len(score) == 5
+    assert score[0]["fold"] == 0
+    assert score[1:] == [None] * 4
+    assert not (kernel.folder / "waits-3").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "body", "sentence"),
+    [
+        ("--sweep lr=1,2", "x = 1\nfor lr in (3,):\n    pass", "line 3 of the cell binds lr, which --sweep sets"),
+        ("--sweep fold=0-1 -n 2", "print(fold)", "use --gpus-per-run 2"),
+        ("--sweep fold=0-1 --bg", "print(fold)", "--sweep and --bg exclude each other"),
+        ("--slots 2", "print(1)", "--slots 2 is about the runs of a sweep, and this cell has no --sweep"),
+        ("--sweep seed=a,b", "print(seed)", "a seed is a whole number from 0 on; got 'a'"),
+    ],
+)
+def test_what_a_sweep_cannot_be_is_one_sentence(kernel: RealKernel, flags: str, body: str, sentence: str) -> None:
+    cell = kernel.run(f"%%accelerate --cpu {flags}\n{body}")
+    assert cell.status == "error"
+    assert sentence in (cell.stderr if cell.error is None else cell.error.text)
+
+
+def test_nothing_survives_the_kernels_sigkill(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do("%load_ext nbaccel")
+    body = """
+    import subprocess, time
+    subprocess.Popen(["sleep", "1000"])
+    open(f"begun-{fold}", "w").close()
+    time.sleep(1000)
+    """
+    kernel.begin(swept(body, "--sweep fold=0-3 --slots 2"))
+    until_file(kernel, "begun-0")
+    until_file(kernel, "begun-1")
+    kernel.kill()
+    assert kernel.survivors(within_s=5.0) == {}

@@ -1,0 +1,131 @@
+"""Runs that are found again: by what they compute, not by where their lines stand; a damaged record is no run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nbaccel.display.history import History
+from nbaccel.events import Loss, Metric
+from nbaccel.launch.finished_runs import FinishedRuns, as_key, source_mark
+from nbaccel.launch.run import Run
+from nbaccel.settings import RunSettings
+
+CONFIG = {"fold": 0, "lr": 0.1}
+
+
+def finished_run(value: Any) -> Run:
+    history = History(1)
+    for step in range(5):
+        history.feed(0, 0.1 * step, Loss(1.0 / (step + 1), step))
+        history.feed(0, 0.1 * step, Metric({"acc": step / 5}, step))
+    return Run([value], history, None, "fork", "", "", seconds=2.5, config=dict(CONFIG), seed=0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        0.1 + 0.2,
+        {"score": (1, 2.5), "names": {"a"}},
+        torch.arange(6.0).reshape(2, 3),
+        [torch.ones(2), None],
+        float("inf"),
+        [np.arange(3), np.float32(0.5), True],
+    ],
+)
+def test_a_run_comes_back_with_its_value_and_its_curves(tmp_path: Path, value: Any) -> None:
+    runs = FinishedRuns(tmp_path)
+    runs.begin(CONFIG, "k" * 64)
+    runs.keep(finished_run(value), {"model": value}, "k" * 64)
+    both = FinishedRuns(tmp_path).find(CONFIG, "k" * 64)
+    assert both is not None
+    found, left = both
+    assert repr(left) == repr({"model": value})
+    assert repr(found.value) == repr(value)
+    assert found.seconds == 2.5
+    assert found.curves["loss"].mean == finished_run(None).curves["loss"].mean
+    assert found.history.rows == finished_run(None).history.rows
+
+
+def test_another_key_or_a_run_that_begins_anew_finds_nothing(tmp_path: Path) -> None:
+    runs = FinishedRuns(tmp_path)
+    assert runs.find(CONFIG, "a" * 64) is None
+    runs.begin(CONFIG, "a" * 64)
+    runs.keep(finished_run(1), {}, "a" * 64)
+    assert runs.find(CONFIG, "a" * 10 + "b" * 54) is None
+    runs.begin(CONFIG, "a" * 64)
+    assert runs.find(CONFIG, "a" * 64) is None
+
+
+def test_a_damaged_record_is_none_and_runs_no_code(tmp_path: Path) -> None:
+    runs = FinishedRuns(tmp_path)
+    folder = runs.begin(CONFIG, "a" * 64)
+    runs.keep(finished_run(torch.ones(2)), {}, "a" * 64)
+    record = json.loads((folder / "run.json").read_text())
+    for text in ("", "[]", "{}", json.dumps({**record, "value": {"os.system": ["true"]}})):
+        (folder / "run.json").write_text(text)
+        assert runs.find(CONFIG, "a" * 64) is None
+    (folder / "run.json").write_text(json.dumps(record))
+    (folder / "value.safetensors").write_bytes(b"\0" * 9)
+    assert runs.find(CONFIG, "a" * 64) is None
+
+
+def test_a_value_that_is_no_data_is_not_kept_and_said(tmp_path: Path) -> None:
+    runs = FinishedRuns(tmp_path)
+    runs.begin(CONFIG, "a" * 64)
+    runs.keep(finished_run(object()), {}, "a" * 64)
+    assert runs.find(CONFIG, "a" * 64) is None
+    assert list(runs.unkept) == ["fold=0, lr=0.1"]
+
+
+def function_of(text: str, **names: Any) -> Callable[..., Any]:
+    """A function as a notebook has it: compiled by itself, with these names beside it."""
+    space: dict[str, Any] = {"__name__": "__main__", **names}
+    exec(compile(text, "Cell In[3]", "exec"), space)
+    function: Callable[..., Any] = space["f"]
+    return function
+
+
+F = "def f(lr):\n    return lr * EPOCHS + helper(lr)\ndef helper(x):\n    return x + {}\n"
+
+
+def test_the_mark_of_a_function_follows_what_it_computes() -> None:
+    mark = source_mark(function_of(F.format(1), EPOCHS=3))
+    assert mark == source_mark(function_of("\n\n# moved\n" + F.format(1), EPOCHS=3))
+    assert mark != source_mark(function_of(F.format(2), EPOCHS=3))  # a function that it calls
+    assert mark != source_mark(function_of(F.format(1), EPOCHS=4))  # a plain value that it reads
+    assert mark != source_mark(function_of(F.format(1).replace("lr * ", "lr + "), EPOCHS=3))
+    assert mark == source_mark(function_of(F.format(1), EPOCHS=3, unread=5))
+
+
+def test_the_mark_of_a_class_and_of_a_cell_follow_theirs_too() -> None:
+    text = "class Net:\n    def go(self):\n        return {}\ndef f():\n    return Net().go()\n"
+    assert source_mark(function_of(text.format(1))) != source_mark(function_of(text.format(2)))
+    cell = compile("score = train(fold)", "Cell In[4]", "exec")
+    one = {"train": function_of("def f(x):\n    return x\n")}
+    other = {"train": function_of("def f(x):\n    return x + 1\n")}
+    assert source_mark(None, (cell,), one) == source_mark(None, (cell,), {**one, "unread": 1})
+    assert source_mark(None, (cell,), one) != source_mark(None, (cell,), other)
+
+
+def test_a_key_tells_values_seeds_and_settings_apart() -> None:
+    settings = RunSettings(mixed_precision="no")
+    key = as_key("s", CONFIG, 0, settings, 1)
+    assert key == as_key("s", dict(CONFIG), 0, RunSettings(mixed_precision="no", checkpoint_dir="a"), 1)
+    others = [
+        as_key("t", CONFIG, 0, settings, 1),
+        as_key("s", {**CONFIG, "lr": 0.2}, 0, settings, 1),
+        as_key("s", {**CONFIG, "fold": False}, 0, settings, 1),
+        as_key("s", CONFIG, 1, settings, 1),
+        as_key("s", CONFIG, 0, RunSettings(mixed_precision="bf16"), 1),
+        as_key("s", CONFIG, 0, settings, 2),
+    ]
+    assert len({key, *others}) == 7
+    assert as_key("s", {"data": object()}, 0, settings, 1) == ""
+    assert as_key("s", {"sizes": [(1, 2)]}, 0, settings, 1) != as_key("s", {"sizes": [[1, 2]]}, 0, settings, 1)

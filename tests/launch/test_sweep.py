@@ -1,0 +1,274 @@
+"""`nbaccel.sweep`: runs side by side, each like a single run; a failure ends one; a finished run is found again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nbaccel
+from nbaccel import Accelerator, LaunchRefused, launch
+from nbaccel.notebook.jobs.sweep import refuse_a_full_host, sweep
+
+_SETUP = "nbaccel.train.setup:setup_rank"
+
+
+@pytest.fixture(autouse=True)
+def of_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Compute with one thread, as the runs of two slots do on two cores: then sums have one order."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def trains(kind: str, lr: float, accelerator: Accelerator) -> dict[str, Any]:
+    """A small training, or one that comes to a bad end."""
+    model = torch.nn.Linear(8, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
+    for step in range(6):
+        loss = model(torch.randn(16, 8)).pow(2).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": loss})
+        if step == 3 and kind == "crash":
+            raise ValueError("eleven classes")
+        if step == 3 and kind == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if step == 3 and kind == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 3 and kind == "hang":
+            time.sleep(1000)
+    return {"loss": loss.item(), "weight": accelerator.unwrap_model(model).weight.detach().clone()}
+
+
+def alone(kind: str, lr: float) -> dict[str, Any]:
+    return trains(kind, lr, Accelerator())
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one["loss"] == other["loss"] and bool((one["weight"] == other["weight"]).all())
+
+
+@pytest.mark.slow
+def test_of_six_runs_a_crash_a_shortage_and_a_hang_end_themselves_and_the_rest_equal_single_runs() -> None:
+    kinds = ["good", "hang", "crash", "fine", "memory", "well"]
+    runs = sweep(trains, kind=kinds, lr=0.1, slots=2, cpu=True, seed=3, hang_timeout_s=5.0)
+    assert [run.config["kind"] for run in runs] == kinds
+    assert [run.state.word for run in runs if run.state] == ["done", "failed", "failed", "done", "failed", "done"]
+    assert nbaccel.last_run is not None
+    assert [run.config["kind"] for run in nbaccel.last_run.runs] == kinds
+    for run in runs:
+        if run.error is None:
+            single = launch(alone, 1, ("good", 0.1), seed=3, cpu=True, setup=_SETUP)
+            assert same(run.value, single.value)
+            assert run.curves["loss"].mean == single.curves["loss"].mean
+        else:
+            assert run.value is None
+    by_kind = {run.config["kind"]: run for run in runs}
+    assert str(by_kind["crash"].error).startswith("eleven classes")
+    assert isinstance(by_kind["memory"].error, torch.OutOfMemoryError)
+    assert "ended by its hang timeout" in str(by_kind["hang"].error)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ends_alone(start_method: str) -> None:
+    runs = sweep(trains, kind=["dies", "good", "fine"], lr=0.1, slots=2, cpu=True, start_method=start_method)
+    assert [run.state.word for run in runs if run.state] == ["failed", "done", "done"]
+    assert same(runs[1].value, runs[2].value)
+
+
+def adds(lr: float, fold: int) -> float:
+    with open("calls", "a") as file:
+        file.write(f"{lr} {fold}\n")
+    return lr + fold
+
+
+def calls() -> list[str]:
+    return Path("calls").read_text().splitlines() if Path("calls").exists() else []
+
+
+def test_the_last_name_varies_fastest_and_a_finished_run_is_found_again(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = sweep(adds, lr=[0.5, 0.25], fold=range(2), cpu=True)
+    assert [run.config for run in runs] == [{"lr": lr, "fold": fold} for lr in (0.5, 0.25) for fold in (0, 1)]
+    assert [run.value for run in runs] == [0.5, 1.5, 0.25, 1.25]
+    assert len(calls()) == 4
+    again = sweep(adds, lr=[0.5, 0.75], fold=range(2), cpu=True)
+    assert [run.value for run in again] == [0.5, 1.5, 0.75, 1.75]
+    assert len(calls()) == 6
+    assert "2 of 4 runs finished earlier (same source, values and seed, in .nbaccel/sweeps)" in capsys.readouterr().out
+    sweep(adds, lr=[0.5], fold=[0], cpu=True, seed=1)
+    assert len(calls()) == 7
+
+
+def test_each_run_has_its_seed_log_and_folder() -> None:
+    def draws(seed: int) -> dict[str, Any]:
+        print("drawn with", seed)
+        accelerator = Accelerator(log_with="jsonl")
+        accelerator.init_trackers("run")
+        accelerator.log({"acc": 0.5})
+        accelerator.end_training()
+        return {"drawn": float(torch.rand(())), "folder": str(accelerator.project_dir)}
+
+    runs = sweep(draws, seed=[4, 5], slots=2, cpu=True)
+    assert [run.seed for run in runs] == [4, 5]
+    for run in runs:
+        torch.manual_seed(run.seed or 0)
+        assert run.value["drawn"] == float(torch.rand(()))
+        folder = Path(run.log_path).parent
+        assert Path(run.value["folder"]) == folder
+        assert f"drawn with {run.seed}" in Path(run.log_path).read_text()
+        assert list(folder.rglob("*.jsonl"))
+    assert runs[0].log_path != runs[1].log_path
+    rows = runs.table()
+    assert [row["seed"] for row in rows] == [4, 5]
+    assert set(rows[0]) == {"seed", "drawn", "folder", "acc", "seconds", "status"}
+
+
+def test_check_raises_the_first_failure_after_all_are_over() -> None:
+    def divides(by: int) -> float:
+        Path(f"by-{by}").touch()
+        return 1 / by
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        sweep(divides, by=[0, 1, 2], cpu=True, check=True)
+    assert any("in the run with by=0" in note for note in caught.value.__notes__)
+    assert Path("by-2").exists()
+
+
+def waits_for_ever(fold: int) -> None:
+    Path(f"begun-{fold}").touch()
+    time.sleep(1000)
+
+
+def test_an_interrupt_ends_the_running_ones_and_the_waiting_ones_do_not_begin(tmp_path: Path) -> None:
+    def press_when_two_run() -> None:
+        while len(list(tmp_path.glob("begun-*"))) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press_when_two_run)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt, match="4 runs: 4 stopped"):
+            sweep(waits_for_ever, fold=range(4), slots=2, cpu=True)
+    finally:
+        thread.join()
+    assert len(list(tmp_path.glob("begun-*"))) == 2
+    assert nbaccel.last_run is not None
+    assert [str(run.error) for run in nbaccel.last_run.runs[2:]] == [
+        "this run had not begun when the sweep was stopped"
+    ] * 2
+    gc.collect()
+
+
+_KILLED = """
+import time
+from pathlib import Path
+import nbaccel
+
+def waits(fold):
+    import os, subprocess
+    child = subprocess.Popen(["sleep", "1000"])
+    Path(f"pids-{fold}.tmp").write_text(f"{os.getpid()} {child.pid}")
+    Path(f"pids-{fold}.tmp").rename(f"pids-{fold}")
+    time.sleep(1000)
+
+nbaccel.sweep(waits, fold=range(3), slots=2, cpu=True)
+"""
+
+
+def test_nothing_survives_the_sigkill_of_the_process_that_sweeps(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(_KILLED))
+    sweeps = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path)
+    try:
+        _until(lambda: len(list(tmp_path.glob("pids-?"))) == 2)
+        pids = [int(pid) for path in tmp_path.glob("pids-?") for pid in path.read_text().split()]
+    finally:
+        sweeps.kill()
+        sweeps.wait()
+    _until(lambda: not any(_lives(pid) for pid in pids))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def _until(is_so: Callable[[], bool], within_s: float = 30.0) -> None:
+    end = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < end, "it has not come so far"
+        time.sleep(0.05)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def takes(lr: float, epochs: int = 1) -> float:
+    return lr * epochs
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda: sweep(takes, lr=[], cpu=True), ValueError, "lr has no value: a sweep needs one or more for each"),
+        (lambda: sweep(takes, lr=[1.0], fold=[0], cpu=True), TypeError, r"takes\(\) has no parameter 'fold'; it takes"),
+        (lambda: sweep(takes, epochs=[1], cpu=True), TypeError, r"takes\(\) needs a value for 'lr', and the sweep has"),
+        (lambda: sweep(takes, lr=[1.0], slots=0, cpu=True), LaunchRefused, "slots must be 1 or more; got 0."),
+        (lambda: sweep(takes, accelerator=[1], lr=1.0, cpu=True), TypeError, "accelerator is given to the function"),
+        (lambda: sweep(3, lr=[1.0]), TypeError, "the first argument must be the function that each run calls, got int"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_wrong_call_is_one_sentence_and_nothing_is_started(
+    call: Callable[[], Any], error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        call()
+    assert not Path(".nbaccel").exists()
+
+
+def test_a_function_that_cannot_be_sent_is_one_sentence_and_works_by_fork() -> None:
+    lock = threading.Lock()
+
+    def holds_a_lock(lr: float) -> float:
+        return lr if lock else 0.0
+
+    with pytest.raises(LaunchRefused) as caught:
+        sweep(holds_a_lock, lr=[0.1, 0.2], cpu=True, start_method="zygote")
+    assert "lock" in str(caught.value)
+    assert [run.value for run in sweep(holds_a_lock, lr=[0.1, 0.2], cpu=True, start_method="fork")] == [0.1, 0.2]
+
+
+def test_a_rank_cannot_sweep() -> None:
+    with pytest.raises(nbaccel.NestedLaunch, match="ranks do not launch ranks"):
+        launch(sweep, 1, (takes,), {"lr": [1.0]}, cpu=True)
+
+
+def test_copies_that_do_not_fit_are_refused_with_the_number_that_does() -> None:
+    from nbaccel.hardware import MemoryInfo, Survey
+    from nbaccel.launch.ipc.spec import Devices, Start
+    from nbaccel.launch.plan import LaunchPlan
+    from nbaccel.options.run_options import RunOptions
+    from nbaccel.settings import RunSettings
+
+    plan = LaunchPlan(RunOptions(), Devices(1), Start("zygote", "asked for"), RunSettings(), 1, bytes_to_copy=3 * 10**9)
+    survey = Survey(ram=MemoryInfo(16 * 10**9, 8 * 10**9))
+    refuse_a_full_host(plan, 2, survey)
+    with pytest.raises(LaunchRefused, match=r"3 runs side by side would each get a copy of 3\.0 GB.*use --slots 2\."):
+        refuse_a_full_host(plan, 3, survey)

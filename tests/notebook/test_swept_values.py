@@ -1,0 +1,119 @@
+"""The line and the cell of a sweep: how values are read, and which names a cell binds."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import pytest
+
+from nbaccel.display.history import History
+from nbaccel.errors import LaunchRefused
+from nbaccel.launch.run import Run
+from nbaccel.notebook.jobs.sweep_cell import bound_at, line_of_lists, lists_of, refuse_bound_names
+from nbaccel.options.flags import flags_parser
+from nbaccel.options.parsing import parse
+
+
+def read(line: str) -> Any:
+    return parse(flags_parser(), line)
+
+
+@pytest.mark.parametrize(
+    ("line", "swept"),
+    [
+        ("--sweep fold=0-4", {"fold": (0, 1, 2, 3, 4)}),
+        ("--sweep lr=1e-3,1e-4 --out score", {"lr": (0.001, 0.0001)}),
+        ("--sweep lr=1e-3 , 1e-4", {"lr": (0.001, 0.0001)}),
+        ("--sweep opt=adam,sgd", {"opt": ("adam", "sgd")}),
+        ("--sweep opt='a, b',\"c\"", {"opt": ("a, b", "c")}),
+        ("--sweep opt='it\\'s'", {"opt": ("it's",)}),
+        ("--sweep sizes=(8, 8),[1,2]", {"sizes": ((8, 8), [1, 2])}),
+        ("--sweep on=True,False,None", {"on": (True, False, None)}),
+        ("--sweep x=-1,0-1", {"x": (-1, 0, 1)}),
+        ("--sweep=fold=0-1 lr=1", {"fold": (0, 1), "lr": (1,)}),
+        ("-p no --sweep path=data/a-b.txt --slots 2", {"path": ("data/a-b.txt",)}),
+    ],
+)
+def test_values_are_literals_words_and_ranges(line: str, swept: dict[str, Any]) -> None:
+    options = read(line)
+    assert dict(options.sweep) == swept
+
+
+def test_the_flags_around_the_list_keep_their_meaning() -> None:
+    options = read("-p no --sweep fold=0-1 lr=0.1 --slots 2 --out score, loss --gpus-per-run 2")
+    assert (options.mixed_precision, options.slots, options.out, options.gpus_per_run) == (
+        "no",
+        2,
+        ("score", "loss"),
+        2,
+    )
+    assert read("--out sweep").sweep is None
+
+
+BINDS = [
+    "lr = 1",
+    "x, (lr, y) = 1, (2, 3)",
+    "lr += 1",
+    "lr: float = 1",
+    "for lr in (1, 2):\n    pass",
+    "with open('a') as lr:\n    pass",
+    "import lr",
+    "import a.b as lr",
+    "from a import b as lr",
+    "print(lr := 1)",
+    "[lr := x for x in (1,)]",
+    "def lr():\n    pass",
+    "class lr:\n    pass",
+    "del lr",
+    "if True:\n    while True:\n        lr = 1",
+    "try:\n    pass\nexcept OSError as lr:\n    pass",
+    "match 1:\n    case lr:\n        pass",
+    "match []:\n    case [*lr]:\n        pass",
+    "def f(x=(lr := 1)):\n    pass",
+]
+
+
+@pytest.mark.parametrize("code", BINDS)
+def test_a_cell_that_binds_a_swept_name_is_refused_with_the_line(code: str) -> None:
+    lines = f"# above\n{code}"
+    with pytest.raises(LaunchRefused, match=r"line \d+ of the cell binds lr, which --sweep sets for each run: .*"):
+        refuse_bound_names(lines, {"lr"})
+    refuse_bound_names(lines, {"other"})
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print(lr)",
+        "def f(lr):\n    lr = 2\n    return lr",
+        "[lr for lr in (1, 2)]",
+        "g = lambda lr: lr",
+        "class A:\n    lr = 1",
+        "a.lr = 1",
+        "d['lr'] = 1",
+        "f(lr=1)",
+        "@f(lr)\ndef g(): pass",
+    ],
+)
+def test_reading_a_name_and_names_of_other_scopes_are_no_binding(code: str) -> None:
+    refuse_bound_names(code, {"lr"})
+
+
+def test_lines_are_those_of_the_cell() -> None:
+    assert list(bound_at(ast.parse("\n\na = 1\nif a:\n    b = 2"))) == [("a", 3), ("b", 5)]
+
+
+def test_a_future_import_is_refused() -> None:
+    with pytest.raises(LaunchRefused, match="put the __future__ import into a cell of its own"):
+        refuse_bound_names("\nfrom __future__ import annotations\nprint(lr)", {"lr"})
+
+
+def test_lists_have_none_where_a_run_failed_whatever_it_had_left() -> None:
+    runs = [Run([None], History(1), error, "fork", "", "", 1.0) for error in (None, ValueError("no"), None)]
+    left = [{"score": 1, "model": "a"}, {"score": 2}, {"score": 3}]
+    assert lists_of(runs, left, ("score", "model")) == {"score": [1, None, 3], "model": ["a", None, None]}
+    assert line_of_lists(runs, ("score",)) == (
+        "brought back: score (a list of 3, None for 1 run that did not end well)"
+    )
+    assert line_of_lists(runs, ()) == ""
