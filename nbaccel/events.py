@@ -36,6 +36,7 @@ __all__ = [
     "RecordsLost",
     "Reports",
     "Restarted",
+    "Resumed",
     "SaveAsked",
     "SaveDue",
     "SavesItself",
@@ -220,6 +221,17 @@ class Restarted(Event):
     """
 
     line: str = ""
+
+
+@frozen
+class Resumed(Event):
+    """Continuation of a training from a checkpoint, because the run was started with a resume.
+
+    path: its folder.  step: optimizer steps in it.
+    """
+
+    path: str = ""
+    step: int = 0
 
 
 @frozen

@@ -7,6 +7,7 @@ the run. It draws nothing and knows no process.
 
 from __future__ import annotations
 
+import copy
 import csv
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from nbaccel.events import (
     Progress,
     RecordsLost,
     Restarted,
+    Resumed,
 )
 from nbaccel.quantities import duration, number, plural
 
@@ -40,6 +42,8 @@ __all__ = [
 _MOST_POINTS, _FEWEST_POINTS = 512, 16
 _ALL_POINTS = 40_000
 """Number of points of all curves together: 40 bytes each."""
+_THIN_POINTS, _ALL_THIN_POINTS, _THIN_ROWS = 256, 4096, (128, 1024)
+"""The same, and numbers of rows and values, for a run that is only remembered."""
 _MOST_NAMES = 200
 _MOST_MARKS = 200
 _SPEED_EVERY_S = 0.5
@@ -69,6 +73,7 @@ class History:
     speed: optimizer steps per second over time. The steps of these two series are milliseconds.
     marks: single events (memory ran out, a checkpoint was saved), oldest first.
     attempts: number of times that the ranks were started: one more after each restart for memory.
+    resumed: the checkpoint that the first attempt went on from; None if it began anew.
     lost: records of the ranks that never arrived.  seconds: the time of the latest record, since the run began.
 
     >>> history = History(2)
@@ -87,6 +92,7 @@ class History:
         self.speed = Series(256)
         self.marks: list[Mark] = []
         self.seconds = 0.0
+        self.resumed: Resumed | None = None
         self._began_at = began_at
         self._lost: dict[int, int] = {}
         self._phase_of: dict[int, int] = {}
@@ -105,6 +111,7 @@ class History:
             Progress: self._take_progress,
             RecordsLost: self._take_lost,
             Restarted: self._take_restarted,
+            Resumed: self._take_resumed,
         }
 
     # --- feeding -----------------------------------------------------------------------------------------------
@@ -230,7 +237,32 @@ class History:
         self._first_phase = len(self.phases) - 1
         self._phase_of = dict.fromkeys(range(self.world_size), self._first_phase)
 
+    def _take_resumed(self, rank: int, at_s: float, event: Resumed) -> None:
+        if self.attempts == 1:  # later attempts go on from checkpoints of this run
+            self.resumed = self.resumed or event
+
     # --- reading -----------------------------------------------------------------------------------------------
+
+    def thinned(self) -> History:
+        """Return the history of a run that is over, in some 250 kB at most: coarser curves, fewer rows.
+
+        It takes no further events.
+        """
+        thin = copy.copy(self)
+        thin._take = {}
+        tracks = sum(len(series.last) for phase in self.phases for series in phase.series.values())
+        points = min(_THIN_POINTS, max(_FEWEST_POINTS, _ALL_THIN_POINTS // max(1, tracks)))
+        thin.phases = [phase.thinned(points) for phase in self.phases]
+        thin.memory_bytes, thin.speed = self.memory_bytes.coarser(_FEWEST_POINTS), self.speed.coarser(_FEWEST_POINTS)
+        thin.rows = Rows(*_THIN_ROWS)
+        for row in self.rows:
+            thin.rows.add(row.pop("step"), row)
+        return thin
+
+    @property
+    def latest_phases(self) -> list[PhaseRecord]:
+        """Return the phases of the last attempt."""
+        return self.phases[self._first_phase :]
 
     @property
     def lost(self) -> int:

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from nbaccel.display.course import Bar, Course, Left, StepCount
@@ -140,6 +140,12 @@ class PhaseRecord:
         if logged is not None and (self.logs_another_loss or self.unmatched):
             others = {f"logged {LOSS}": logged, **others}
         return {LOSS: self.loss, **others}
+
+    def thinned(self, points: int) -> PhaseRecord:
+        """Return the same phase of a run that is over, with at most `points` points for each curve and rank."""
+        curves = {name: series.coarser(points) for name, series in self.series.items()}
+        loss = curves.pop(LOSS, None) if self.loss is not None else None
+        return replace(self, loss=loss, metrics=curves, recent={}, unmatched={}, waiting=deque(), courses=self.courses)
 
     @property
     def leader(self) -> int | None:

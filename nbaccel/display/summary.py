@@ -18,6 +18,7 @@ __all__ = [
     "RunFacts",
     "RunState",
     "curve_words",
+    "few_numbers",
     "line",
     "loss_of_records",
     "mark_words",
@@ -122,7 +123,7 @@ def line(history: History, facts: RunFacts, seconds: float, state: RunState = RU
     """
     words = [state.sentence] if state.sentence else []
     words += _where_now(history, state)
-    words += _few_numbers(history, facts)
+    words += few_numbers(history, facts)
     words += times(history, seconds, state)
     if usages := list(history.memory.values()):
         sizes = [usage.peak_bytes if state.is_over else usage.used_bytes for usage in usages]
@@ -132,7 +133,7 @@ def line(history: History, facts: RunFacts, seconds: float, state: RunState = RU
     return ", ".join(words)
 
 
-def _few_numbers(history: History, facts: RunFacts) -> list[str]:
+def few_numbers(history: History, facts: RunFacts) -> list[str]:
     """Return the numbers for one line: losses first, then measurements; and how many more there are.
 
     A Trainer of transformers logs 15 numbers, half of them times of its own.

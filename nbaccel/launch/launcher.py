@@ -52,6 +52,7 @@ from nbaccel.launch.processes.supervisor import BadFork, RunObservers, RunResult
 from nbaccel.launch.processes.workers import WorkerGroup
 from nbaccel.launch.processes.zygote import Zygote
 from nbaccel.launch.run import Run
+from nbaccel.launch.runs import Runs
 from nbaccel.output.router import Screen
 from nbaccel.world import World
 
@@ -70,12 +71,12 @@ class Launcher:
     """Runs tasks, one after the other; owns the resources that they share (`LauncherResources`).
 
     ended_group: torch's group that a run in this process has left; kept until the next run, see `ends_its_group`.
-    last_run, post_mortem: see `remember`; None before the first run.
+    runs, post_mortem: see `remember`; no post-mortem before the first run.
     """
 
     def __init__(self) -> None:
         self.views = Views()
-        self.last_run: Run | None = None
+        self.runs = Runs()
         self.post_mortem: PostMortem | None = None
         self.ended_group: Any = None
         self._one_at_a_time = threading.RLock()  # a function that runs in this process may start ranks
@@ -128,8 +129,17 @@ class Launcher:
             self._one_at_a_time.release()
 
     def remember(self, run: Run, post_mortem: PostMortem | None) -> None:
-        """Keep a run that is over, as `Run.light` leaves it, and its post-mortem, if it ended badly, until the next."""
-        self.last_run, self.post_mortem = run, post_mortem
+        """Add a run that is over, as `Run.light` leaves it, to `runs`.
+
+        post_mortem: kept until the next run; None if it ended well.
+        """
+        self.runs.add(run)
+        self.post_mortem = post_mortem
+
+    @property
+    def last_run(self) -> Run | None:
+        """Return the run that was remembered last; None before the first."""
+        return self.runs.newest
 
     def _run(self, spec: LaunchSpec, watching: RunObservers) -> LaunchResult:
         _load_once(spec)

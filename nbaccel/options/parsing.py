@@ -189,6 +189,7 @@ COMMANDS = (
     "wait",
     "attach",
     "last",
+    "runs",
     "stop",
     "start",
     "push",

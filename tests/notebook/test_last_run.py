@@ -112,5 +112,4 @@ def test_inline_and_staying_ranks_leave_a_run_too_and_a_refused_cell_leaves_that
 
 
 def test_last_says_that_there_was_none(planned: Any) -> None:
-    planned.session.launcher.last_run = None
     assert planned.run("%accelerate last").stdout == "this kernel has not run anything in ranks yet\n"
