@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -133,8 +134,11 @@ class Launcher:
 
         post_mortem: kept until the next run; None if it ended well.
         """
-        self.runs.add(run)
         self.post_mortem = post_mortem
+        try:
+            self.runs.add(run)
+        except OSError as error:
+            warnings.warn(f"this run was not kept in {error.filename or 'its file'}: {error.strerror}", stacklevel=2)
 
     @property
     def last_run(self) -> Run | None:

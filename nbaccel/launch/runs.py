@@ -18,6 +18,8 @@ from nbaccel.display.figure import Picture, picture
 from nbaccel.display.run_table import TableRow, differences, html_table, text_table
 from nbaccel.display.series import Line
 from nbaccel.launch.run import Run
+from nbaccel.launch.run_file import RunFile
+from nbaccel.quantities import plural
 
 __all__ = ["Runs"]
 
@@ -47,19 +49,65 @@ class Runs(Sequence[Run]):
         self._runs = list(runs)
         self._added = max((run.number for run in self._runs), default=0)
         self._everything: Sequence[Run] = self._runs  # where a slice looks for what its runs go on from
+        self._file: RunFile | None = None
+        self._files: dict[str, RunFile] = {}  # by path, those that were read
 
     def add(self, run: Run) -> None:
-        """Add a run that is over, and give it the next number."""
-        self._added += 1
-        run.number = self._added
+        """Add a run that is over, and give it the next number; append it to the file, if there is one.
+
+        Raises:
+            OSError: the file cannot be written; the run was added even so.
+        """
         if not run.origin.began:
             run.origin = replace(run.origin, began=time.time() - run.seconds)
-        earlier = self._resumed_by(run)
-        run.goes_on_from = 0 if earlier is None else earlier.number
+        self._number(run)
         self._runs.append(run)
         if len(self._runs) > _WHOLE_RUNS:
             self._runs[-1 - _WHOLE_RUNS] = self._runs[-1 - _WHOLE_RUNS].thinned()
         del self._runs[:-_MOST_RUNS]
+        if self._file is not None:
+            self._file.append(run)
+
+    def _number(self, run: Run) -> None:
+        self._added += 1
+        run.number = self._added
+        earlier = self._resumed_by(run)
+        run.goes_on_from = 0 if earlier is None else earlier.number
+
+    def keep_in(self, path: str | None) -> str:
+        """Keep the runs from now on in the file at `path`; return a notice on damaged lines in it, or "".
+
+        The first time that a file is named, its runs are placed before those of this kernel, all are numbered anew, and
+        those of this kernel are appended to it.
+
+        path: None for no file.
+
+        Raises:
+            OSError: the file cannot be read or written.
+        """
+        if path is None:
+            self._file = None
+            return ""
+        path = os.path.abspath(path)
+        if path in self._files:
+            self._file = self._files[path]
+            return ""
+        file = RunFile(path)
+        earlier, damaged = file.read()
+        own = [run for run in self._runs if not run.origin.is_earlier]
+        self._file = self._files[path] = file
+        if earlier:
+            self._runs[:0] = earlier
+            del self._runs[:-_MOST_RUNS]
+            self._added = 0
+            for run in self._runs:
+                self._number(run)
+        for run in own:
+            file.append(run)
+        if not damaged:
+            return ""
+        lines = plural(damaged, "damaged line")
+        return f"{path}: {lines} could not be read and {'is' if damaged == 1 else 'are'} left out of nbaccel.runs"
 
     @property
     def newest(self) -> Run | None:

@@ -171,6 +171,7 @@ class Session:
         refuse_wrong_places(options)
         options, news_of_the_source = without_a_missing_source(options)
         refuse_without_input(options, self.shell)
+        self._keep_runs(options)
         self.background.make_room(for_another=bool(options.bg))
         source = read_cell(self.shell, body)
         self._check_names(options, body)
@@ -316,7 +317,23 @@ class Session:
 
     def remembered(self) -> Runs:
         """Return the runs of this notebook, with those that `keep-runs` has kept from earlier kernels."""
+        self._keep_runs(self.configured())
         return self.launcher.runs
+
+    def _keep_runs(self, options: RunOptions) -> None:
+        """Keep the runs from now on in the file that `options` name, if any, and read it the first time.
+
+        Raises:
+            LaunchRefused: it cannot be read or written.
+        """
+        try:
+            notice = self.launcher.runs.keep_in(options.keep_runs)
+        except OSError as error:
+            raise LaunchRefused(
+                f"keep-runs: {options.keep_runs} cannot be used ({error.strerror}); name another file, or leave it out."
+            ) from None
+        if notice:
+            self.say(notice)
 
     # --- after the run -----------------------------------------------------------------------------------------
 

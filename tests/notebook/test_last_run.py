@@ -33,6 +33,7 @@ ALLOWED = {f"collections.{kind}" for kind in ("Counter", "deque")} | {
     "array.array",
     "nbaccel.events.Progress",
     "nbaccel.launch.run.Run",
+    "nbaccel.launch.run.RunOrigin",
 }
 ENDS = {
     "done": "(model, loss)",
