@@ -94,6 +94,7 @@ class Progress(Event):
     first: optimizer steps that were complete when the loop began.
     began: time of that, in the machine's `time.monotonic()`; it identifies a loop of the rank. 0 if unknown.
     waiting: the fraction of its time, 0 to 1, that the loop has waited for batches; None before that is known.
+    learning_rates: of the prepared optimizers, each different one once, four at most; empty if unknown.
     """
 
     step: int = 0
@@ -108,6 +109,7 @@ class Progress(Event):
     first: int = 0
     began: float = 0.0
     waiting: float | None = None
+    learning_rates: Sequence[float] = ()
 
 
 @frozen

@@ -194,6 +194,22 @@ class PhaseRecord:
         course = self._course
         return None if course is None else course.pace.steps_per_s
 
+    @property
+    def epoch_s(self) -> float | None:
+        """Return the seconds of training that an epoch takes at the present pace; None if that is unknown."""
+        course = self._course
+        return None if course is None else course.epoch_s
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Return the samples per second that all ranks train on together, by the sizes of their loaders' batches."""
+        epoch_s = self.epoch_s
+        trained = [course.training for course in self.courses.values() if course.training is not None]
+        if not epoch_s or not trained:
+            return None
+        samples = [(training.samples or 0) * (training.batches or 0) for training in trained]
+        return sum(samples) / epoch_s if all(samples) else None
+
     def lag(self, rank: int) -> int:
         """Return the steps by which a rank is ahead of the leader; negative if it is behind.
 
