@@ -23,6 +23,8 @@ from nbaccel.testing import run_ranks
 PACKAGE = REPOSITORY / "nbaccel"
 
 UNGUARDED = {
+    "_milestones": ("2.6", "sequence._milestones"),
+    "_schedulers": ("2.6", "sequence._schedulers"),
     # torch, torch.cuda, torch.autograd
     "_C": "torch._C.DisableTorchFunctionSubclass",
     "_functorch": "torch._C._functorch.maybe_current_level",
@@ -349,6 +351,12 @@ class Live:
         torch.optim.lr_scheduler.ConstantLR(optimizer)
         optimizer.step()
         return optimizer
+
+    @property
+    def sequence(self) -> Any:
+        optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)
+        parts = [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(2)]
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[1])
 
     @property
     def loader(self) -> Any:

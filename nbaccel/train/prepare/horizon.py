@@ -70,9 +70,9 @@ def horizon_of(scheduler: Any) -> Horizon | None:
         falls = scheduler.end_factor < scheduler.start_factor
         return Horizon(int(scheduler.total_iters), "total_iters", _STAYS) if falls else None
     if isinstance(scheduler, lr_scheduler.SequentialLR):
-        last = horizon_of(scheduler._schedulers[-1])
-        before = int(scheduler._milestones[-1])
-        return None if last is None else Horizon(before + last.moves, f"milestones and {last.name}", last.then)
+        parts, milestones = getattr(scheduler, "_schedulers", ()), getattr(scheduler, "_milestones", ())
+        last = horizon_of(parts[-1]) if parts and milestones else None
+        return None if last is None else Horizon(milestones[-1] + last.moves, f"milestones and {last.name}", last.then)
     if isinstance(scheduler, lr_scheduler.LambdaLR):
         return _of_lambda(scheduler.lr_lambdas[0])
     return None
