@@ -23,8 +23,6 @@ from nbaccel.testing import run_ranks
 PACKAGE = REPOSITORY / "nbaccel"
 
 UNGUARDED = {
-    "_milestones": ("2.6", "sequence._milestones"),
-    "_schedulers": ("2.6", "sequence._schedulers"),
     # torch, torch.cuda, torch.autograd
     "_C": "torch._C.DisableTorchFunctionSubclass",
     "_functorch": "torch._C._functorch.maybe_current_level",
@@ -153,6 +151,8 @@ RENAMED = {
 """Further ones that only some versions have: the first one, and the last one if there is any."""
 
 GUARDED = {
+    "_milestones": ("2.6", "sequence._milestones"),
+    "_schedulers": ("2.6", "sequence._schedulers"),
     "_cuda_clearCublasWorkspaces": ("2.6", "torch._C._cuda_clearCublasWorkspaces if torch.version.cuda else None"),
     "_cuda_hasPrimaryContext": ("2.6", "torch._C._cuda_hasPrimaryContext if torch.version.cuda else None"),
     "_host_emptyCache": ("2.6", "torch._C._host_emptyCache if torch.version.cuda else None"),

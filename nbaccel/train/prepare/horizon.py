@@ -8,6 +8,7 @@ program's own in a LambdaLR does not tell it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,7 +71,8 @@ def horizon_of(scheduler: Any) -> Horizon | None:
         falls = scheduler.end_factor < scheduler.start_factor
         return Horizon(int(scheduler.total_iters), "total_iters", _STAYS) if falls else None
     if isinstance(scheduler, lr_scheduler.SequentialLR):
-        parts, milestones = getattr(scheduler, "_schedulers", ()), getattr(scheduler, "_milestones", ())
+        parts: Sequence[Any] = getattr(scheduler, "_schedulers", ())
+        milestones: Sequence[int] = getattr(scheduler, "_milestones", ())
         last = horizon_of(parts[-1]) if parts and milestones else None
         return None if last is None else Horizon(milestones[-1] + last.moves, f"milestones and {last.name}", last.then)
     if isinstance(scheduler, lr_scheduler.LambdaLR):
