@@ -28,7 +28,7 @@ __all__ = [
 
 _MOST_ROWS = 40
 """Number of rows that a table shows, the latest; each is a line of 150 characters."""
-_LONGEST = {"cell": 26, "flags": 30, "numbers": 60, "ended": 72}
+_LONGEST = {"cell": 26, "flags": 40, "numbers": 60, "ended": 72}
 _SPARK_POINTS = 48
 _HEADS = ("run", "began", "cell", "flags", "seed", "last numbers", "time", "how it ended")
 _RIGHT = (0, 4, 6)

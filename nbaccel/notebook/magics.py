@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -188,7 +189,8 @@ def follow_kept_runs() -> None:
     shell = get_ipython()
     magics = None if shell is None else _registered(shell)
     if magics is not None:
-        magics.session.remembered()
+        with suppress(UsageError, NbaccelError):  # the next cell, and %accelerate runs, say what is wrong
+            magics.session.remembered()
 
 
 def unregister(shell: Any) -> None:

@@ -316,8 +316,12 @@ class Session:
         self.say("in the background: %accelerate wait, status, attach and stop come back to it")
 
     def remembered(self) -> Runs:
-        """Return the runs of this notebook, with those that `keep-runs` has kept from earlier kernels."""
-        self._keep_runs(self.configured())
+        """Return the runs of this notebook, with those that `keep-runs` has kept from earlier kernels.
+
+        Raises:
+            UsageError, LaunchRefused: the choices of nbaccel.toml are wrong, or the file of runs cannot be used.
+        """
+        self._keep_runs(self.configuration.options)
         return self.launcher.runs
 
     def _keep_runs(self, options: RunOptions) -> None:
