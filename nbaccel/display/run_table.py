@@ -1,7 +1,7 @@
 """Table of runs that are over: one line for each, as text and as HTML. Pure; runs in the kernel.
 
 `TableRow` is the line of one run; whoever keeps runs makes them. The tables show all columns; in a narrow place the
-HTML leaves out when a run began, its flags and its seed.
+HTML breaks long texts into lines, and leaves out when a run began, then its flags, its seed and its curve.
 """
 
 from __future__ import annotations
@@ -112,14 +112,16 @@ class TableRow:
     def html(self) -> str:
         """Return the row as HTML."""
         run, began, cell, flags, seed, numbers, seconds, ended = map(escape, self.text)
+        flags = _unbroken(flags, " -")
+        numbers = _unbroken(numbers, ", ")
         drawn = ""
         if self.curve:
             mean = self.curve.mean
             label = f"{self.name} from {number(mean[0])} to {number(mean[-1])}"
             drawn = spark(self.curve, Scale.of(self.curve), label)
         return (
-            f'<tr><th scope="row">{run}</th><td class="wide">{began}</td><td class="left">{cell}</td>'
-            f'<td class="left wide">{flags}</td><td class="wide">{seed}</td><td>{drawn}</td>'
+            f'<tr><th scope="row">{run}</th><td class="widest">{began}</td><td class="left name">{cell}</td>'
+            f'<td class="left wide">{flags}</td><td class="wide">{seed}</td><td class="wide">{drawn}</td>'
             f'<td class="left">{numbers}</td><td>{seconds}</td>'
             f'<td class="left {self.word}">{SIGNS.get(self.word, "")} {ended}</td></tr>'
         )
@@ -166,11 +168,11 @@ def html_table(rows: Sequence[TableRow], label: str = "runs") -> str:
         f'<th scope="col"{f" class={kind!r}" if kind else ""}>{head}</th>'
         for head, kind in (
             (run, ""),
-            (began, "wide"),
+            (began, "widest"),
             (cell, "left"),
             (flags, "left wide"),
             (seed, "wide"),
-            ("curve", "left"),
+            ("curve", "wide"),
             (numbers, "left"),
             (seconds, ""),
             (ended, "left"),
@@ -198,6 +200,19 @@ def differences(choices: Mapping[int, Mapping[str, str]]) -> dict[str, dict[int,
     names = dict.fromkeys(name for each in choices.values() for name in each)
     values = {name: {run: each.get(name, "") for run, each in choices.items()} for name in names}
     return {name: each for name, each in values.items() if len({*each.values()}) > 1}
+
+
+def _unbroken(text: str, between: str) -> str:
+    """Return escaped text as spans that may be broken into lines only where `between` stands.
+
+    >>> _unbroken("-n 2 --resume", " -")
+    '<span>-n 2 </span><span>--resume</span>'
+    """
+    kept = between.strip() if between.startswith(" ") else ""  # begins the next part, otherwise ends this one
+    first, *others = text.split(between)
+    parts = [first, *(f"{kept}{part}" for part in others)]
+    ends = [between.removesuffix(kept)] * len(others) + [""]
+    return "".join(f"<span>{part}{end}</span>" for part, end in zip(parts, ends, strict=True) if part)
 
 
 def _short(text: str, column: str) -> str:

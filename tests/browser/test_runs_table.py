@@ -91,11 +91,13 @@ def test_in_a_narrow_window_the_table_leaves_columns_out(open_notebook: OpenNote
     notebook.run(1)
     table = notebook.output(0).locator("div.nbaccel.runs")
     seen = {}
-    for width in (620, 1500):
+    for width in (620, 1200, 1500):
         notebook.page.set_viewport_size({"width": width, "height": 900})
         seen[width] = table.evaluate(MEASURES)
         notebook.shoot(tmp_path / f"table-{width}.png", "div.nbaccel.runs")
-    assert (seen[620]["seen"], seen[1500]["seen"]) == (6, 9)
-    assert seen[620]["overlaps"] == seen[1500]["overlaps"] == []
+    assert [each["seen"] for each in seen.values()] == [5, 8, 9]
+    assert [each["overlaps"] for each in seen.values()] == [[], [], []]
+    assert not seen[1200]["scrolls"]
+    assert not seen[1500]["scrolls"]
     notebook.page.set_viewport_size({"width": 620, "height": 900})
     notebook.shoot(tmp_path / "page.png")
