@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         Run as Run,
         launch as launch,
     )
+    from nbaccel.notebook.jobs.map_items import map as map
     from nbaccel.notebook.jobs.sweep import sweep as sweep
     from nbaccel.notebook.magics import panel as panel
     from nbaccel.settings import RunSettings as RunSettings
@@ -162,6 +163,7 @@ _HOME = {
     "launch": "nbaccel.launch",
     "load_checkpoint_and_dispatch": "nbaccel.train.device_maps.checkpoint_loading",
     "load_checkpoint_in_model": "nbaccel.train.device_maps.checkpoint_loading",
+    "map": "nbaccel.notebook.jobs.map_items",
     "notebook_launcher": "nbaccel.launch.accelerate_launchers",
     "panel": "nbaccel.notebook.magics",
     "set_seed": "nbaccel.train.distributed.rng",
@@ -198,7 +200,7 @@ _missing = missing_from(__name__, "nbaccel.utils")
 
 sys.meta_path.append(AbsentModules("nbaccel.utils"))
 
-__all__ = sorted(_HOME)
+__all__ = sorted(_HOME.keys() - {"map"})  # a star import must not replace Python's own map
 
 
 def __getattr__(name: str) -> Any:
@@ -237,7 +239,7 @@ def _last_run() -> Run | None:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "last_run", "__version__", "load_ipython_extension", "unload_ipython_extension"]
+    return [*__all__, "map", "last_run", "__version__", "load_ipython_extension", "unload_ipython_extension"]
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:

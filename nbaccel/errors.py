@@ -16,6 +16,7 @@
     ├── CannotCut                a loop does what it may only do with whole batches, and its batches come in parts
     ├── PeerFailed               another rank failed in a block that this one was waiting for
     ├── CollectiveMismatch       ranks called different collectives, or with different shapes
+    ├── CannotContinue           a file of answers belongs to other items, or to another function
     ├── CannotResume             the program cannot continue from the checkpoint
     ├── CannotSave               a checkpoint could not be written; the older one is as it was
     ├── CheckpointCorrupt        a checkpoint is damaged or unfinished; knows the file
@@ -30,6 +31,7 @@ A message says what happened, where (rank, cell, step), the numbers with units, 
 from __future__ import annotations
 
 __all__ = [
+    "CannotContinue",
     "CannotCut",
     "CannotFork",
     "CannotResume",
@@ -149,6 +151,10 @@ class PeerFailed(NbaccelError):
 
 class CollectiveMismatch(NbaccelError):
     """Ranks met in one collective with different operations, dtypes or shapes, or one of them will never come."""
+
+
+class CannotContinue(NbaccelError, ValueError):
+    """A map cannot go on in the file that `out` names: what is there has answers to something else."""
 
 
 class CannotResume(NbaccelError):

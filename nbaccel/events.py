@@ -24,6 +24,7 @@ __all__ = [
     "Event",
     "Gauge",
     "GroupRenewed",
+    "ItemsDone",
     "Listener",
     "LoopEntered",
     "Loss",
@@ -33,6 +34,7 @@ __all__ = [
     "OutOfMemory",
     "Phase",
     "Progress",
+    "RankRestarted",
     "RecordsLost",
     "Reports",
     "Restarted",
@@ -152,6 +154,18 @@ class Phase(Event):
 
 
 @frozen
+class ItemsDone(Event):
+    """Items of a map that this rank has finished since it was started.
+
+    done: items with an answer.  failed: items that failed each time.  size: items in one call of the function now.
+    """
+
+    done: int = 0
+    failed: int = 0
+    size: int = 0
+
+
+@frozen
 class OutOfMemory(Event):
     """Shortage of memory in this rank, which goes on with the same step in smaller pieces; no work is lost.
 
@@ -217,6 +231,16 @@ class Restarted(Event):
     """Restart of all ranks of the run; reported by the kernel itself.
 
     line: the reason and the changes, as shown to the user.
+    """
+
+    line: str = ""
+
+
+@frozen
+class RankRestarted(Event):
+    """Start of a new process for this rank alone, after the one before died; reported by the kernel itself.
+
+    line: the end of the process, and what follows, as shown to the user.
     """
 
     line: str = ""

@@ -26,7 +26,7 @@ FILE = Path(__file__).with_suffix(".txt")
 COMMAND = "python tests/public_surface.py --write"
 
 MODULES = {
-    "nbaccel": ["__version__", "last_run", "load_ipython_extension", "unload_ipython_extension"],
+    "nbaccel": ["__version__", "last_run", "load_ipython_extension", "map", "unload_ipython_extension"],
     "nbaccel.accelerator": [],
     "nbaccel.data_loader": [],
     "nbaccel.errors": [],

@@ -33,7 +33,7 @@ from nbaccel.testing import run_ranks
 from nbaccel.train import setup
 
 PROGRAMS = on_a_card.PROGRAMS
-FORKS = ("ranks", "pair", "sharded")
+FORKS = ("ranks", "pair", "sharded", "maps")
 """Programs that start ranks, which a rank may not."""
 
 
@@ -139,6 +139,16 @@ def test_adapters_beside_four_bits_are_trained_saved_and_resumed(rehearse: Calla
     assert found["off"] == [0.0] * 3
     assert found["base"]
     assert len(found["names"]) == found["wanted"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("launcher")
+def test_items_are_answered_though_one_breaks_the_device(rehearse: Callable[[str, str], Any]) -> None:
+    assert rehearse("maps", "short")["failed"] == {}
+    broken = rehearse("maps", "broken")
+    assert list(broken["failed"]) == [13]
+    assert "the process ended 3 times" in broken["failed"][13]
+    assert rehearse("maps", "used")["off"] < 1e-3
 
 
 @pytest.mark.slow

@@ -179,11 +179,23 @@ def test_a_model_on_the_disk_writes_texts_and_gets_adapters(
 
 @pytest.mark.full
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
+def test_a_map_loses_no_text_to_a_killed_process_or_a_stop(environment: Environment, tmp_path: Path) -> None:
+    said = text(run("10_inference_on_every_card.ipynb", environment, tmp_path, num_processes=2))
+    assert "already: no rank was started" in said
+    assert "rank 0 was killed by SIGKILL; started again" in said or "rank 1 was killed by SIGKILL" in said
+    assert "[Failed(index=100, error='ValueError: not a text')]" in said
+    assert "all others as before: True" in said
+    assert "all there: True" in said
+    assert "slow.jsonl has answers with key=None, now key='weights of Monday'" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_a_sweep_fills_a_list_and_is_found_again(environment: Environment, tmp_path: Path) -> None:
     notebook = run("11_sweeps_and_runs.ipynb", environment, tmp_path, num_processes=2)
     said = text(notebook)
     assert "brought back: score (a list of 10)" in said
-    assert "10 of 15 runs finished earlier (same source, values and seed, in .nbaccel/sweeps), and not done again" in said
+    assert "10 of 15 runs finished earlier (same source, values and seed, in .nbaccel/sweeps)" in said
     assert "4 runs: 3 done, 1 failed on 2 slots" in said
     assert float(re.search(r"lr 0.01: accuracy over five folds (\d\.\d+)", said)[1]) > 0.85
     assert len([output for output in outputs(notebook) if "image/png" in output.get("data", {})]) == 3

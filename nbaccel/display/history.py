@@ -14,17 +14,20 @@ from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from typing import Any, overload
 
+from nbaccel.display.item_count import ItemCount
 from nbaccel.display.phase import LOSS, PhaseRecord
 from nbaccel.display.series import Line, Series
 from nbaccel.events import (
     Checkpoint,
     Event,
+    ItemsDone,
     Loss,
     Memory,
     Metric,
     OutOfMemory,
     Phase,
     Progress,
+    RankRestarted,
     RecordsLost,
     Restarted,
 )
@@ -69,6 +72,7 @@ class History:
     speed: optimizer steps per second over time. The steps of these two series are milliseconds.
     marks: single events (memory ran out, a checkpoint was saved), oldest first.
     attempts: number of times that the ranks were started: one more after each restart for memory.
+    items: those of a map; None in other runs.
     lost: records of the ranks that never arrived.  seconds: the time of the latest record, since the run began.
 
     >>> history = History(2)
@@ -86,6 +90,7 @@ class History:
         self.memory_bytes = Series(256)
         self.speed = Series(256)
         self.marks: list[Mark] = []
+        self.items: ItemCount | None = None
         self.seconds = 0.0
         self._began_at = began_at
         self._lost: dict[int, int] = {}
@@ -97,12 +102,14 @@ class History:
         self._speed_due_s = 0.0
         self._take: dict[type[Event], Callable[[int, float, Any], None]] = {
             Checkpoint: self._take_checkpoint,
+            ItemsDone: self._take_items,
             Loss: self._take_loss,
             Memory: self._take_memory,
             Metric: self._take_metric,
             OutOfMemory: self._take_out_of_memory,
             Phase: self._take_phase,
             Progress: self._take_progress,
+            RankRestarted: self._take_rank_restarted,
             RecordsLost: self._take_lost,
             Restarted: self._take_restarted,
         }
@@ -230,6 +237,17 @@ class History:
         self._first_phase = len(self.phases) - 1
         self._phase_of = dict.fromkeys(range(self.world_size), self._first_phase)
 
+    def _take_items(self, rank: int, at_s: float, event: ItemsDone) -> None:
+        if self.items is None:  # of `accelerator.map` in a run that does more than that
+            self.items = ItemCount()
+        self.items.take(rank, at_s, event)
+
+    def _take_rank_restarted(self, rank: int, at_s: float, event: RankRestarted) -> None:
+        """Mark that one rank has a new process; the others went on."""
+        self.add_mark(Mark(at_s, "restart", event.line))
+        if self.items is not None:
+            self.items.restart(rank)
+
     # --- reading -----------------------------------------------------------------------------------------------
 
     @property
@@ -318,6 +336,7 @@ class History:
             },
             "speed": _over_time(self.speed.mean(), "steps_per_s"),
             "marks": [asdict(mark) for mark in self.marks],
+            **({} if self.items is None else {"items": self.items.to_dict()}),
             "lost": self.lost,
         }
 

@@ -109,12 +109,14 @@ class LivePanel(RunView):
 
     def _show_end(self, seconds: float, state: RunState) -> None:
         place = self._place
+        if state.is_written:
+            self.write("stdout", f"{state.sentence}\n")
         if not (self._is_worth_a_word(seconds) or place.comparison.runs or place.is_open):
             return
         if not place.comparison.runs:  # visible at once, while the picture is being drawn
             self._show_frame(self._panel.bundle(seconds, state))
         place.conclude(self._screen, self._panel, seconds, state)
-        if self._says_end and place.comparison.runs == 1:
+        if self._says_end and not state.is_written and place.comparison.runs == 1:
             self.write("stdout", f"{line(self.history, self.facts, seconds, state)}\n")
 
     def _show_frame(self, bundle: Mapping[str, str]) -> None:
@@ -170,10 +172,11 @@ class PeriodicText(RunView):
 
     def _conclude(self, seconds: float, state: RunState) -> None:
         if not self._is_worth_a_word(seconds):
+            super()._conclude(seconds, state)
             return
         if self._place is not None:
             self._place.conclude(self._screen, Panel(self.history, self.facts), seconds, state)
-        self._say(line(self.history, self.facts, seconds, state))
+        self._say(state.sentence if state.is_written else line(self.history, self.facts, seconds, state))
 
     def _say(self, words: str) -> None:
         """Write a separate line: a bar is wiped, and drawn again below at its next change; other text is ended."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from nbaccel.display.history import History, Usage
+from nbaccel.display.item_count import ItemCount
 from nbaccel.display.series import Series, are_equal
 from nbaccel.display.summary import (
     RUNNING,
@@ -26,7 +27,7 @@ from nbaccel.display.summary import (
     where,
 )
 from nbaccel.display.svg import STYLE, Scale, colour, dashes, plot
-from nbaccel.quantities import gigabytes, number, ticks
+from nbaccel.quantities import gigabytes, number, rate, ticks
 
 __all__ = [
     "SIGNS",
@@ -94,9 +95,14 @@ class Panel:
         )
 
     def _progress(self, seconds: float, state: RunState) -> str:
-        nothing = "no number was reported" if state.is_over and not self.history.has_curves else ""
-        places = list(filter(None, [*where(self.history), nothing])) or ([] if state.is_over else ["running"])
-        done = self.history.phase.bar.value
+        items = self.history.items
+        if items is None:
+            nothing = "no number was reported" if state.is_over and not self.history.has_curves else ""
+            places = list(filter(None, [*where(self.history), nothing])) or ([] if state.is_over else ["running"])
+            done = self.history.phase.bar.value
+        else:  # another notebook may have had a share: at the end the sentence counts all of them
+            places = [] if state.is_over else where(self.history)
+            done = 1.0 if state.word == "done" else items.part
         label = escape(", ".join(places)) or "progress"
         return (
             f'<div class="row at"><span class="fits">{_parts(places)}</span>'
@@ -111,7 +117,7 @@ class Panel:
         series = self.history.phase.series
         if names:
             plots = "".join(self._plot(name, series.get(name), _POINTS // len(names)) for name in names)
-        elif state.is_over:
+        elif state.is_over or self.history.items is not None:
             return ""  # no empty place for curves that never come
         else:
             plots = self._figure('<div class="row soft">no numbers yet</div>')
@@ -157,7 +163,10 @@ class Panel:
     def _table(self, names: list[str]) -> str:
         ranks = range(self.history.world_size)
         first = names[:1] if len(ranks) > 1 else []  # of one rank, the number stands above the plot
-        heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in ["rank", *first, "memory", "in use", "peak"])
+        columns = ["rank", *first, "memory", "in use", "peak"]
+        if self.history.items is not None:
+            columns = ["rank", "items", "items/s", "failed", *first, "memory"]
+        heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in columns)
         scrolls = ' tabindex="0" role="region" aria-label="all ranks"' if len(ranks) > _MOST_ROWS else ""
         return (
             f'<div class="ranks" style="max-height:{self._table_px}px"{scrolls}><table><thead><tr>{heads}</tr></thead>'
@@ -169,12 +178,13 @@ class Panel:
         series = [history.phase.series.get(name) for name in names]
         values = [None if one is None else one.last.get(rank) for one in series]
         numbers = "".join(f"<td>{'' if value is None else number(value)}</td>" for value in values)
+        memory = _memory_cells(history.memory.get(rank), rank, self.facts.device(rank))
+        if history.items is not None:
+            numbers = f"{_item_cells(history.items, rank)}{numbers}"
+            memory = _memory_cell(history.memory.get(rank), rank)
         swatch = _swatch(rank) if history.world_size > 1 else ""
         lag = lag_words(history, rank)
-        return (
-            f'<tr><th scope="row">{swatch}{rank}{f", {lag}" if lag else ""}</th>{numbers}'
-            f"{_memory_cells(history.memory.get(rank), rank, self.facts.device(rank))}</tr>"
-        )
+        return f'<tr><th scope="row">{swatch}{rank}{f", {lag}" if lag else ""}</th>{numbers}{memory}</tr>'
 
     # --- the last line -----------------------------------------------------------------------------------------
 
@@ -212,15 +222,39 @@ def _swatch(rank: int) -> str:
     )
 
 
+def _item_cells(items: ItemCount, rank: int) -> str:
+    """Return what a rank of a map has done, its speed, and what failed."""
+    per_s = items.per_s(rank)
+    speed = "" if per_s is None else rate(per_s, "items").partition(" ")[0]
+    return f"<td>{items.finished_by(rank):,}</td><td>{speed}</td><td>{items.failed_of(rank):,}</td>"
+
+
+def _memory_cell(usage: Usage | None, rank: int) -> str:
+    """Return the memory of a rank in one cell, for tables that have more to show."""
+    if usage is None:
+        return "<td></td>"
+    return f"<td>{_memory_bar(usage, rank)} {_memory_used(usage)}</td>"
+
+
 def _memory_cells(usage: Usage | None, rank: int, device: str) -> str:
     if usage is None:
         return f"<td>{escape(device)}</td><td></td><td></td>"
-    bar = (
+    return (
+        f"<td>{escape(device)}{_memory_bar(usage, rank)}</td><td>{_memory_used(usage)}</td>"
+        f"<td>{gigabytes(usage.peak_bytes)}</td>"
+    )
+
+
+def _memory_bar(usage: Usage, rank: int) -> str:
+    """Return a bar of the used part and the peak; empty if the limit is unknown."""
+    if not usage.limit_bytes:
+        return ""
+    return (
         f' <span class="bar"><i style="width:{usage.used_part:.0%};background:{colour(rank)}"></i>'
         f'<u style="left:{usage.peak_part * 97:.0f}%"></u></span>'
     )
+
+
+def _memory_used(usage: Usage) -> str:
     limit = f" of {gigabytes(usage.limit_bytes)}" if usage.limit_bytes else ""
-    used = gigabytes(usage.used_bytes).removesuffix(" GB" if limit else "")
-    return (
-        f"<td>{escape(device)}{bar if limit else ''}</td><td>{used}{limit}</td><td>{gigabytes(usage.peak_bytes)}</td>"
-    )
+    return f"{gigabytes(usage.used_bytes).removesuffix(' GB' if limit else '')}{limit}"

@@ -90,17 +90,26 @@ class RunView(Listener):
         """Return the seconds since the run began, with all its attempts, and the start of their ranks."""
         return self._clock() - self._began
 
-    def end(self, word: str, seconds: float, error: BaseException | None = None, rank: int | None = None) -> None:
+    def end(
+        self,
+        word: str,
+        seconds: float,
+        error: BaseException | None = None,
+        rank: int | None = None,
+        sentence: str = "",
+    ) -> None:
         """End the view, and show the result that stays. An error in that does not harm the run.
 
         word: "done", "failed" or "stopped".  seconds: `elapsed_s` by then.  error: the exception of the run, which
-        began in `rank`.
+        began in `rank`.  sentence: how the run ended, which is also written as a line; empty for the usual one.
         """
         self.seconds = seconds
         why = "" if error is None or word != "failed" else f"{_who(rank)}{type(error).__name__}{_first_line(error)}"
         try:
             history = self.history
             ended = RunState.ended(word, seconds, history.steps, why, history.attempts, history.kept_steps)
+            if sentence:
+                ended = RunState(word, sentence, is_written=True)
             self.state = ended
             self._conclude(seconds, ended)
         except Exception as trouble:
@@ -121,6 +130,8 @@ class RunView(Listener):
 
     def _conclude(self, seconds: float, state: RunState) -> None:
         """Show the result that stays."""
+        if state.is_written:
+            self.write("stdout", f"{state.sentence}\n")
 
     def _is_worth_a_word(self, seconds: float) -> bool:
         """Return whether the run leaves a result: a short one that reported no number does not."""

@@ -63,6 +63,7 @@ class RunState:
     """State of a run in one word, and its end in a sentence.
 
     word: "running", "stopping", "done", "failed" or "stopped".  sentence: empty while the run goes on.
+    is_written: the sentence is also written as a line, however short the run was.
     bars: the progress bars that its ranks draw now, a row each; an empty row keeps the place of one that is over.
     hint: a possible action, "Stop: interrupt the kernel".
 
@@ -74,6 +75,7 @@ class RunState:
     sentence: str = ""
     bars: tuple[str, ...] = ()
     hint: str = ""
+    is_written: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -162,7 +164,8 @@ def _lines(history: History, facts: RunFacts, seconds: float, state: RunState) -
     for name, series in history.phase.series.items():
         yield curve_words(name, series)
     for rank in range(history.world_size):
-        words = [] if state.word == "done" else [lag_words(history, rank)]  # then all have come to the end
+        words = [] if history.items is None else history.items.words_of(rank)
+        words += [] if state.word == "done" else [lag_words(history, rank)]  # then all have come to the end
         if rank in history.memory:
             words += [memory_words(history.memory[rank], facts.device(rank), with_peak=True)]
         yield f"rank {rank}: {', '.join(filter(None, words))}" if any(words) else ""
@@ -175,6 +178,8 @@ def _where_now(history: History, state: RunState) -> list[str]:
     """Return the position of the run, except for parts that the sentence of its end already says."""
     phase = history.phase
     words = where(history)
+    if state.is_over and history.items is not None:
+        return []
     if state.word == "done" or (state.is_over and phase.training is None and phase.evaluation is None):
         words = [phase.name] if phase.name else []
     return [word for word in words if not state.is_over or word != _attempt(history)]
@@ -188,7 +193,7 @@ def where(history: History) -> list[str]:
     """
     phase = history.phase
     training, evaluation = phase.training, phase.evaluation
-    words = list(_which(history))
+    words = [*_which(history), *([] if history.items is None else history.items.words())]
     percent = (
         [] if phase.bar.value is None else [f"{phase.bar.value * 100:.0f} %{phase.bar.of and f' of {phase.bar.of}'}"]
     )
@@ -233,7 +238,8 @@ def times(history: History, seconds: float, state: RunState = RUNNING) -> list[s
         words.append(rate(steps_per_s, "steps"))
     if state.is_over:
         return words
-    words.append(duration(seconds))
+    items = [] if history.items is None else history.items.times()
+    words += [*items[:1], duration(seconds), *items[1:]]
     training = history.phase.training
     if training is not None and training.waiting is not None and training.waiting >= _MUCH_WAITING:
         words.append(f"{training.waiting * 100:.0f} % of it waiting for data")

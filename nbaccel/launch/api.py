@@ -39,8 +39,11 @@ __all__ = [
     "Run",
     "as_run",
     "how_it_ended",
+    "keep_run",
     "launch",
     "launch_as_accelerate",
+    "planned",
+    "show_run",
 ]
 
 _LONGEST_ARGUMENT = 30
@@ -113,7 +116,7 @@ def launch(
         oom=oom,
     )
     survey, task = Survey.take(looks_for_gpus=not cpu), FunctionTask(function, args, kwargs)
-    spec = _planned(options, task, survey).spec(task, setup, wants_results=True)
+    spec = planned(options, task, survey).spec(task, setup, wants_results=True)
     if spec.start.method == "inline":
         return _launch_inline(spec, survey, check=check)
     aside = _set_aside(spec) if free_kernel else None
@@ -133,7 +136,7 @@ def launch(
     return run
 
 
-def _planned(options: RunOptions, task: FunctionTask, survey: Survey) -> LaunchPlan:
+def planned(options: RunOptions, task: FunctionTask, survey: Survey) -> LaunchPlan:
     """Return the plan of a run; refuse one whose ranks would lack a model that they need."""
     plan = LaunchPlan.of(options, task, survey, ProcessState.now())
     history: Any = getattr(shell_here(), "history_manager", None)
@@ -153,15 +156,25 @@ def _show(launcher: Launcher, spec: LaunchSpec, survey: Survey, aside: SetAside 
     aside: the objects that the notebook moves off the GPUs during the run.
     """
     assert isinstance(spec.task, FunctionTask)
-    devices = spec.devices
     title = _call_in_words(spec.task.function, spec.task.args, spec.task.kwargs)
+    return show_run(launcher, spec, survey, title, aside), title
+
+
+def show_run(
+    launcher: Launcher, spec: LaunchSpec, survey: Survey, title: str, aside: SetAside | None = None
+) -> RunView:
+    """Begin to show a run under its name, with the warnings to read before; return the shown run.
+
+    aside: the objects that the notebook moves off the GPUs during the run.
+    """
+    devices = spec.devices
     facts = RunFacts(title, str(devices), devices.names())
     shown = launcher.views.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
     freed_on = (lambda device: 0) if aside is None else aside.bytes_on
     entered = devices.gpus if not (devices.is_here and _uses_cuda()) else ()  # GPUs that a new process will use
     for line in [*_without_gpus(devices), *before_a_run(entered, freed_on)]:
         shown.write("stderr", f"{line}\n")
-    return shown, title
+    return shown
 
 
 def _conclude(outcome: LaunchResult, spec: LaunchSpec, launcher: Launcher, shown: RunView, title: str) -> Run:
@@ -177,10 +190,10 @@ def _conclude(outcome: LaunchResult, spec: LaunchSpec, launcher: Launcher, shown
     if run.stopped:
         shown.write("stdout", f"{run.stopped}\n")
     shown.end(word, run.seconds, error, None if failed_alike(outcome.ended) else outcome.ended.first_failed)
-    return _kept(run, post_mortem, shown, launcher)
+    return keep_run(run, post_mortem, shown, launcher)
 
 
-def _kept(run: Run, post_mortem: PostMortem | None, shown: RunView, launcher: Launcher) -> Run:
+def keep_run(run: Run, post_mortem: PostMortem | None, shown: RunView, launcher: Launcher) -> Run:
     """Return the run with the facts and the state that were shown; it becomes `nbaccel.last_run`."""
     run.facts, run.state = shown.facts, shown.state
     launcher.remember(run.light(), post_mortem)
@@ -227,7 +240,7 @@ def _briefly(value: Any) -> str:
 def as_run(
     outcome: LaunchResult, values: list[Any], history: History, error: BaseException | None, seconds: float
 ) -> Run:
-    """Return a finished run as `launch` returns it."""
+    """Return the record of a run that ended with `error`, or well.  values: of its function, by rank."""
     ended = outcome.ended
     return Run(
         values=values,
@@ -282,7 +295,7 @@ def _launch_inline(spec: LaunchSpec, survey: Survey, check: bool = True, news: s
     assert isinstance(spec.task, FunctionTask)
     value = spec.task.value
     run = Run([value], shown.history, error, start.method, start.reason, "", shown.seconds, stopped=stopped)
-    _kept(run, post_mortem, shown, launcher)
+    keep_run(run, post_mortem, shown, launcher)
     if error is not None and (check or not isinstance(error, Exception)):
         try:
             raise error

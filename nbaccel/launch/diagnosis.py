@@ -53,7 +53,7 @@ def verdict(
     if report is None:
         return RankDied(
             f"rank {rank} of {world_size} {_death(ended.exit_codes[rank], host)}{peers and '; ' + peers}. "
-            f"{_what_is_left(ended)} {memory_report}".rstrip(),
+            f"{ended.why_not_again or f'{_what_is_left(ended)} {memory_report}'}".rstrip(),
             rank,
             world_size,
             ended.exit_codes[rank],

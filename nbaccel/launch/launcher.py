@@ -217,16 +217,16 @@ class Launcher:
 
     def _worker_group(self, spec: LaunchSpec, watching: RunObservers) -> WorkerGroup:
         """Return a `WorkerGroup` that is ready to start: all that its ranks need exists, and no rank has begun."""
-        method = self._method(spec.start)
+        method = self._method(spec)
         method.get_ready()  # the user may interrupt this like any other wait
         method.pack(spec, watching.beside)  # and this
         return WorkerGroup(
             spec.world_size, method, kernel_pidfd=self.resources.kernel_pidfd, guard=self.resources.guard
         )
 
-    def _method(self, start: Start) -> StartMethod:
-        if start.method == "zygote":
-            return ZygoteStart(self.resources.zygote())
+    def _method(self, spec: LaunchSpec) -> StartMethod:
+        if spec.start.method == "zygote":
+            return ZygoteStart(self.resources.zygote, starts_again=spec.restarts_ranks)
         if (why := why_forks_fail()) is not None:
             # It changed after the start was chosen: by modules loaded for it, or in the notebook before a restart.
             raise BadFork(why)

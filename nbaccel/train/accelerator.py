@@ -79,6 +79,7 @@ from nbaccel.train.tracker_hub import LogWith, Trackers, TrackingPlan
 from nbaccel.world import World
 
 if TYPE_CHECKING:
+    from nbaccel.answers import Answers
     from nbaccel.train.oom.memory.meters import PeakGauge
     from nbaccel.train.oom.planning.estimate import MemoryEstimate
     from nbaccel.train.oom.planning.planner import BatchSizePlanner
@@ -284,6 +285,38 @@ class Accelerator(ProcessControl):
 
     def _counts_nothing(self) -> bool:
         return self._equipment.accumulation.window.is_repeated
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        items: Iterable[Any],
+        *,
+        setup: Callable[[Accelerator], Any] | None = None,
+        out: str | os.PathLike[str] | None = None,
+        batch_size: int | None = None,
+        key: Any = None,
+        overwrite: bool = False,
+        tries: int = 3,
+        retry_failed: bool = False,
+    ) -> Answers:
+        """Return the answers of `function` to all items, computed by all ranks. Every rank calls it, and gets all.
+
+        It is `nbaccel.map` inside of a run: see there for the arguments, and for what happens to items that fail. The
+        ranks claim chunks from files beside `out`, the longest items first, and wait for each other only at the end. If
+        a rank dies, the others take its items; whether the run goes on then is the launcher's matter.
+
+        items: the same in all ranks.  setup: called once in each rank, with this Accelerator.
+
+        >>> from nbaccel import Accelerator
+        >>> Accelerator().map(lambda texts: [text.upper() for text in texts], ["a", "b"])
+        ['A', 'B']
+        """
+        from nbaccel.train.mapping.map_worker import map_in_ranks
+
+        return map_in_ranks(
+            self, function, items, setup, out, batch_size=batch_size, key=key,
+            overwrite=overwrite, tries=tries, retry_failed=retry_failed,
+        )  # fmt: skip
 
     # -- a step
 

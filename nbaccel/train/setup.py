@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nbaccel.aborting import on_renewal
+from nbaccel.answers import MapJob
 from nbaccel.settings import RunSettings
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.distributed.partial_state import current_world
@@ -17,10 +18,11 @@ from nbaccel.train.distributed.rng import set_seed
 from nbaccel.train.implicit.lone import LoneTraining
 from nbaccel.train.implicit.loop import ImplicitTraining
 from nbaccel.train.implicit.rank_streams import use_own_device
+from nbaccel.train.mapping.map_worker import work
 from nbaccel.train.oom.retry.survivors import renew
 from nbaccel.train.strategies import replicated  # noqa: F401  # the strategy of several ranks, for them to share
 
-__all__ = ["call_with_accelerator", "setup_rank"]
+__all__ = ["call_with_accelerator", "map_in_rank", "setup_rank"]
 
 
 def setup_rank(
@@ -52,3 +54,8 @@ def setup_rank(
 def call_with_accelerator(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the value of a function that also gets this rank's `accelerator`, by keyword; see `nbaccel.sweep`."""
     return function(*args, **kwargs, accelerator=Accelerator())
+
+
+def map_in_rank(job: MapJob, items: Any, function: Callable[..., Any], setup: Callable[..., Any] | None) -> None:
+    """Work on a map in a rank that the launcher starts again if it dies; see `nbaccel.map`."""
+    work(Accelerator(), job, items, function, setup, is_restarted=True)

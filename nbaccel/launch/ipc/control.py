@@ -47,6 +47,7 @@ _SAVES_ITSELF = 2  # u8: a rank saves itself at a stop
 _STOP_WANTED = 3  # u8: a rank asks for a stop
 _IS_CUT = 4  # u8: waits of ranks in their devices can never end
 _FREES_HUNG = 5  # u8: such waits may never end
+_HAS_LOST_A_RANK = 6  # u8: a rank has died, and was or is being started again alone
 _STOP_AFTER = struct.Struct("@q")
 _STOP_AFTER_AT = 8
 _SAVE_BEFORE = struct.Struct("@q")  # an optimizer step; 0: none was announced
@@ -189,6 +190,12 @@ class ControlPage:
         """
         return self.collectives(rank), self.read(rank).entered
 
+    def renew(self, rank: int) -> None:
+        """Clear the place of `rank`, whose process is dead, for a new process of it; kernel side."""
+        start = _HEADER + rank * _SLOT
+        self._map[start : start + _SLOT] = bytes(_SLOT)
+        self.write(rank, RankPosition(-1, -1, 0.0, 0.0, parked=False, in_step=False))
+
     def finish(self, rank: int) -> None:
         """Mark that `rank` has done its work: it will enter no more collectives."""
         self._map[_HEADER + rank * _SLOT + _HAS_FINISHED_AT] = 1
@@ -291,6 +298,15 @@ class ControlPage:
     @frees_hung.setter
     def frees_hung(self, frees_hung: bool) -> None:
         self._map[_FREES_HUNG] = frees_hung
+
+    @property
+    def has_lost_a_rank(self) -> bool:
+        """Return whether a rank has died in a run whose ranks are started again one by one: it meets no peer."""
+        return bool(self._map[_HAS_LOST_A_RANK])
+
+    @has_lost_a_rank.setter
+    def has_lost_a_rank(self, has: bool) -> None:
+        self._map[_HAS_LOST_A_RANK] = has
 
     def hear_cuts(self, rank: int) -> None:
         """Mark that `rank` has groups on a device, and ends its waits there when the page asks for it."""

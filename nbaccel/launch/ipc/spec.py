@@ -375,6 +375,7 @@ class LaunchSpec:
     stays: the ranks stay when the task is done, and wait for the next.
     program_limit: a limit that an earlier attempt of this run had set itself.
     own_devices: each rank sees only its own devices, the first as number 0; otherwise every rank sees all of them.
+    restarts_ranks: a rank that dies is started again alone, while the others work; for independent ranks only.
     """
 
     task: Task
@@ -391,6 +392,7 @@ class LaunchSpec:
     stays: bool = False
     program_limit: ProgramLimit | None = None
     own_devices: bool = False
+    restarts_ranks: bool = False
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:

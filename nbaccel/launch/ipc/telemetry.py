@@ -9,7 +9,7 @@ here. Nothing is unpickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,13 @@ class Rings:
         self._readers.append(RingReader(fd))
         return fd
 
+    def replace(self, rank: int) -> int:
+        """Make a ring for a new process of `rank`; return a descriptor as `add` does. The old records are gone."""
+        fd = make_ring()
+        self._readers[rank].close()
+        self._readers[rank] = RingReader(fd)
+        return fd
+
     def close(self) -> None:
         for reader in self._readers:
             reader.close()
@@ -75,12 +82,22 @@ class Telemetry:
             self._due = now + TICK_S
             self.read(now)
 
-    def read(self, now: float, is_last: bool = False) -> None:
-        """Read the new records. is_last: no rank is left that could write."""
+    def tell(self, rank: int, now: float, event: Event) -> None:
+        """Tell the listeners of an event that the kernel itself reports about `rank`."""
+        for listener in list(self._listeners):
+            with self._without_harm(listener):
+                listener.feed(rank, now, event)
+
+    def renew(self, rank: int) -> None:
+        """Begin with the new ring of `rank`, whose old one was read to its end."""
+        self._told_lost.pop(rank, None)
+
+    def read(self, now: float, is_last: bool = False, ended: Collection[int] = ()) -> None:
+        """Read the new records. is_last: no rank is left that could write.  ended: ranks that cannot write any more."""
         for rank, ring in enumerate(self._rings):
             events: list[tuple[float, Event]] = [
                 (record.at, event)
-                for record in ring.read(is_last)
+                for record in ring.read(is_last or rank in ended)
                 if (event := self._records.event(record)) is not None
             ]
             if ring.lost > self._told_lost.get(rank, 0):

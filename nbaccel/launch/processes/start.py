@@ -18,10 +18,11 @@ import stat
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from nbaccel.errors import LaunchRefused
 from nbaccel.launch.ipc.kernel_state import TorchFlags
 from nbaccel.launch.ipc.payload import Payload
 from nbaccel.launch.ipc.spec import LaunchSpec, Task, WorkerBoot
@@ -146,14 +147,19 @@ class ForkStart:
 
 
 class ZygoteStart:
-    """Starts ranks as copies of a clean process with torch loaded; the names that they read are sent by pickle."""
+    """Starts ranks as copies of a clean process with torch loaded; the names that they read are sent by pickle.
 
-    def __init__(self, zygote: Zygote) -> None:
+    zygote: returns that process, which it starts anew if it is gone.
+    starts_again: ranks may be started again later, so the packed values are kept until `close`.
+    """
+
+    def __init__(self, zygote: Callable[[], Zygote], *, starts_again: bool = False) -> None:
         self._zygote = zygote
+        self._starts_again = starts_again
         self._payload: Payload | None = None
 
     def get_ready(self) -> None:
-        self._zygote.get_ready()
+        self._zygote().get_ready()
 
     def pack(self, spec: LaunchSpec, beside: Sequence[Pollable]) -> None:
         with endable(spec.timeout_s, beside):
@@ -163,9 +169,15 @@ class ZygoteStart:
         assert self._payload is not None, "`pack` comes first"
         try:
             with _quiet_tokenizers():
-                return self._zygote.fork(boots, task.reference, self._payload)
+                try:
+                    return self._zygote().fork(boots, task.reference, self._payload)
+                except (BrokenPipeError, LaunchRefused):  # it has just died
+                    if not self._starts_again:
+                        raise
+                    return self._zygote().fork(boots, task.reference, self._payload)
         finally:
-            self.close()
+            if not self._starts_again:
+                self.close()
 
     def close(self) -> None:
         payload, self._payload = self._payload, None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import BinaryIO
 
-from nbaccel.events import Listener
+from nbaccel.events import Listener, RankRestarted
 from nbaccel.launch.ipc.channel import PROMPT, MarkedPipe
 from nbaccel.launch.ipc.control import SAVE_GRACE_S
 from nbaccel.launch.ipc.reports import RankReport
@@ -26,6 +26,7 @@ from nbaccel.launch.ipc.telemetry import Telemetry
 from nbaccel.launch.processes.handle import WorkerHandle
 from nbaccel.launch.processes.hangs import Hang, HangWatch
 from nbaccel.launch.processes.interaction import DebuggerPrompt, Interrupts, Pollable, stopped_before_termination
+from nbaccel.launch.processes.rank_losses import reaction_to_losses, restart_line
 from nbaccel.launch.processes.shutdown import (
     FINISHING,
     NOTICE_AFTER_S,
@@ -71,6 +72,7 @@ class RunResult:
     steps: training steps that every rank had done when the run was stopped at a step; None otherwise.
     open_files: files that ranks were writing when the first of them failed.  hang: the hang that ended the run.
     stays: ranks that have not died stay after the run.
+    why_not_again: why the rank that failed first was not started again, see `RestartRanks`; empty in other runs.
     """
 
     reports: list[RankReport | None]
@@ -87,6 +89,7 @@ class RunResult:
     program_limit: ProgramLimit | None = None
     is_own_limit: bool = False
     saves_itself: bool = False
+    why_not_again: str = ""
 
     def close(self) -> None:
         """Release the data that the ranks sent."""
@@ -124,7 +127,9 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._hears_signals = hears_signals
         self._interrupts = Interrupts()
-        self._telemetry = Telemetry(worker_group.rings, listeners, notice)
+        self._losses = reaction_to_losses(spec, worker_group)
+        self._lost: list[WorkerHandle] = []  # ranks that may be started again
+        self._telemetry = Telemetry(worker_group.rings, [self._losses, *listeners], notice)
         self._causes = FirstFailure(worker_group.members, spec.task.debugged)
         self._open_files: list[str] = []
         self._why_fork_fails: str | None = None
@@ -160,12 +165,12 @@ class Supervisor:
                 owned.enter_context(self._interrupts.of_the_keyboard())
                 owned.enter_context(stopped_before_termination(lambda: self._page.saves_itself))
             owned.callback(self._see_out, self._members)
-            fds = [self._selector.fileno(), *self._interrupts.fds]
+            self._fds = [self._selector.fileno(), *self._interrupts.fds]
             if begin is None:
-                self._worker_group.start(self._spec, fds)
+                self._worker_group.start(self._spec, self._fds)
             else:
-                begin(fds)
-            self._watch()
+                begin(self._fds)
+            self._watch(range(len(self._members)))
             self._hangs = HangWatch(
                 self._page, self._members, self._worker_group.store_path, self._spec.hang_timeout_s, self._notice, began
             )
@@ -175,14 +180,14 @@ class Supervisor:
                 raise BadFork(self._why_fork_fails)
             return self._ended(time.monotonic() - began)
 
-    def _watch(self) -> None:
+    def _watch(self, ranks: Collection[int]) -> None:
         for member in self._members:
-            if member.has_ended:
+            if member.has_ended or member.rank not in ranks:
                 continue
             self._selector.register(member.process.pidfd, selectors.EVENT_READ, partial(self._on_end, member))
             self._selector.register(member.channel, selectors.EVENT_READ, partial(self._on_message, member))
         for pipe in self._worker_group.pipes:
-            if pipe.is_open:
+            if pipe.is_open and pipe.rank in ranks:
                 self._selector.register(pipe.fd, selectors.EVENT_READ, partial(self._on_output, pipe))
 
     # --- the loop ----------------------------------------------------------------------------------------------
@@ -196,6 +201,7 @@ class Supervisor:
             yield Wait(self._selector, self._due_in(ending))
             for key, _ in self._selector.select(0):
                 key.data()
+            self._start_lost_ranks_again()
             now = time.monotonic()
             if self._has_quit and not isinstance(ending, Abort | Kill):
                 ending = self._breaking_off(now)
@@ -333,7 +339,28 @@ class Supervisor:
         self._on_message(member)
         member.has_ended = True
         if member.report is None and not member.was_killed and self._why_fork_fails is None:
-            self._causes.add(member)
+            # Not here: other events of this rank may have been selected together with its end.
+            (self._lost.append if self._losses.restarts and self._is_running else self._causes.add)(member)
+
+    def _start_lost_ranks_again(self) -> None:
+        """Start every rank again that has just died, unless its death ends the run."""
+        while self._lost:
+            member = self._lost.pop(0)
+            self._worker_group.reap([member])
+            self._drain({member.rank})
+            now = time.monotonic()
+            self._telemetry.read(now, ended=[member.rank])
+            if not self._losses.allows_restart(member.rank):
+                self._causes.add(member)
+                continue
+            if member.channel.is_open:
+                self._selector.unregister(member.channel)
+            self._worker_group.restart(member.rank, self._spec, self._fds)
+            self._telemetry.renew(member.rank)
+            self._watch([member.rank])
+            line = restart_line(member.rank, member.process.reap())
+            self._notice(line)
+            self._telemetry.tell(member.rank, now, RankRestarted(line))
 
     # --- the end -----------------------------------------------------------------------------------------------
 
@@ -390,6 +417,7 @@ class Supervisor:
             program_limit=self._limits.program,
             is_own_limit=self._is_own_limit,
             saves_itself=self._page.saves_itself,
+            why_not_again=self._losses.why_not,
         )
 
 

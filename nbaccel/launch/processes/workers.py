@@ -13,7 +13,8 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from nbaccel.launch.ipc.channel import Channel, MarkedPipe
 from nbaccel.launch.ipc.control import ControlPage
@@ -52,6 +53,9 @@ class WorkerGroup:
         self._watching: list[int] = []
         self._method = method
         self._kernel_pidfd = kernel_pidfd
+        self._nonce = secrets.token_hex(6)
+        self._launch_id = secrets.token_hex(8)
+        self._port = _free_port()
         guard(self.folder)
 
     def start(self, spec: LaunchSpec, kernel_fds: Collection[int]) -> None:
@@ -63,53 +67,76 @@ class WorkerGroup:
             CannotSend: a name cannot be sent to the ranks.
         """
         self._watching = list(kernel_fds)
-        nonce = secrets.token_hex(6)
-        launch_id = secrets.token_hex(8)
-        port = _free_port()
-        boots: list[WorkerBoot] = []
-        mine: list[tuple[Channel, int, int]] = []
-        theirs: list[int] = []
+        ends = [RankEnds.open(self.rings.add()) for _ in range(self._world_size)]
+        for rank, (member, pipes) in enumerate(self._started(spec, dict(enumerate(ends)), kernel_fds)):
+            assert member.rank == rank
+            self.members.append(member)
+            self.pipes += pipes
+
+    def restart(self, rank: int, spec: LaunchSpec, kernel_fds: Collection[int]) -> None:
+        """Start a new process for `rank` alone, whose old one was reaped and is not watched any more.
+
+        It begins with the task of `spec`, in the place of the old one in `members`, and with a ring of its own; the
+        other ranks notice nothing.
+
+        kernel_fds: as for `start`.
+        """
+        self.members[rank].channel.close()
+        for pipe in [pipe for pipe in self.pipes if pipe.rank == rank]:
+            if pipe.is_open:
+                pipe.close()
+            self.pipes.remove(pipe)
+        self.page.renew(rank)
+        ends = {rank: RankEnds.open(self.rings.replace(rank))}
+        ((member, pipes),) = self._started(spec, ends, [*self.fds(), *kernel_fds])
+        self.members[rank] = member
+        self.pipes += pipes
+
+    def _started(
+        self, spec: LaunchSpec, ends: Mapping[int, RankEnds], kernel_fds: Collection[int]
+    ) -> list[tuple[WorkerHandle, list[MarkedPipe]]]:
+        """Return the ranks that were started, all or none of those in `ends`, with the pipes of their output."""
         try:
-            for rank in range(self._world_size):
-                here, there = socket.socketpair()
-                out_read, out_write = os.pipe()
-                err_read, err_write = os.pipe()
-                mine.append((Channel(here), out_read, err_read))
-                theirs += [there.detach(), out_write, err_write, self.rings.add()]
-                share = spec.devices.gpus_per_rank if spec.own_devices and self._world_size > 1 else 0
-                world = World(rank, self._world_size, rank, self._world_size, 0, launch_id, own_devices=max(1, share))
-                boots.append(
-                    WorkerBoot(
-                        world=world,
-                        environ=spec.environ_of(rank) | world.environ(port),
-                        sees_one_card=share == 1,
-                        setup=spec.setup,
-                        threads=spec.threads,
-                        run_nonce=nonce,
-                        store_path=self.store_path,
-                        kernel_pidfd=self._kernel_pidfd,
-                        channel_fd=theirs[-4],
-                        stdout_fd=out_write,
-                        stderr_fd=err_write,
-                        page_fd=self.page.fd,
-                        ring_fd=theirs[-1],
-                    )
-                )
-            own_fds = [fd for channel, out, err in mine for fd in (channel.fileno(), out, err)]
+            boots = [self._boot(rank, spec, own) for rank, own in ends.items()]
+            own_fds = [fd for own in ends.values() for fd in own.here]
             processes = self._method.start(boots, spec.task, [*own_fds, *kernel_fds])
         except BaseException:
-            for channel, out, err in mine:
-                channel.close()
-                os.close(out)
-                os.close(err)
+            for own in ends.values():
+                own.close()
             raise
         finally:
-            for fd in theirs:
-                os.close(fd)
-        for rank, (process, (channel, out, err)) in enumerate(zip(processes, mine, strict=True)):
+            for own in ends.values():
+                own.close_theirs()
+        started = []
+        for (rank, own), process in zip(ends.items(), processes, strict=True):
             self.guard(f"+{process.pid}")
-            self.members.append(WorkerHandle(rank, process, channel, spec.stays))
-            self.pipes += [MarkedPipe(out, rank, "stdout", nonce), MarkedPipe(err, rank, "stderr", nonce)]
+            pipes = [
+                MarkedPipe(own.out_fd, rank, "stdout", self._nonce),
+                MarkedPipe(own.err_fd, rank, "stderr", self._nonce),
+            ]
+            started.append((WorkerHandle(rank, process, own.channel, spec.stays), pipes))
+        return started
+
+    def _boot(self, rank: int, spec: LaunchSpec, ends: RankEnds) -> WorkerBoot:
+        """Return the facts for the process of `rank`."""
+        share = spec.devices.gpus_per_rank if spec.own_devices and self._world_size > 1 else 0
+        world = World(rank, self._world_size, rank, self._world_size, 0, self._launch_id, own_devices=max(1, share))
+        channel_fd, stdout_fd, stderr_fd, ring_fd = ends.theirs
+        return WorkerBoot(
+            world=world,
+            environ=spec.environ_of(rank) | world.environ(self._port),
+            sees_one_card=share == 1,
+            setup=spec.setup,
+            threads=spec.threads,
+            run_nonce=self._nonce,
+            store_path=self.store_path,
+            kernel_pidfd=self._kernel_pidfd,
+            channel_fd=channel_fd,
+            stdout_fd=stdout_fd,
+            stderr_fd=stderr_fd,
+            page_fd=self.page.fd,
+            ring_fd=ring_fd,
+        )
 
     def give(
         self, task: str, payload: Payload, excluded_ranks: Collection[int], renewal: tuple[int, int] | None = None
@@ -181,6 +208,43 @@ class WorkerGroup:
         self.page.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.guard(f"-{self.folder}")
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnds:
+    """Both ends of what connects one rank to the kernel.
+
+    channel, out_fd, err_fd: the kernel's.  theirs: the rank's channel, stdout, stderr and ring; the kernel closes its
+    copies once the rank has them.
+    """
+
+    channel: Channel
+    out_fd: int
+    err_fd: int
+    theirs: tuple[int, int, int, int]
+
+    @classmethod
+    def open(cls, ring_fd: int) -> RankEnds:
+        here, there = socket.socketpair()
+        out_read, out_write = os.pipe()
+        err_read, err_write = os.pipe()
+        return cls(Channel(here), out_read, err_read, (there.detach(), out_write, err_write, ring_fd))
+
+    @property
+    def here(self) -> tuple[int, int, int]:
+        """Return the kernel's descriptors."""
+        return self.channel.fileno(), self.out_fd, self.err_fd
+
+    def close(self) -> None:
+        """Close the kernel's ends."""
+        self.channel.close()
+        os.close(self.out_fd)
+        os.close(self.err_fd)
+
+    def close_theirs(self) -> None:
+        """Close the kernel's copies of the rank's ends."""
+        for fd in self.theirs:
+            os.close(fd)
 
 
 def _free_port() -> int:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from nbaccel.aborting import leave_device_errors_to_the_program, renew
-from nbaccel.errors import RunStopped
+from nbaccel.errors import PeerFailed, RunStopped
 from nbaccel.events import Loss, outlet
 from nbaccel.launch.ipc.channel import Channel
 from nbaccel.launch.ipc.control import ControlPage, PeerWatch, StepGate
@@ -128,7 +128,8 @@ class _Rank:
         self._spare_files = SpareDescriptors()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         self._stacks = tell_on_signal(boot.store_path, self.rank)
-        meet_in_file(boot.store_path, boot.world)
+        self.page = ControlPage(boot.page_fd, boot.world.world_size)
+        meet_in_file(boot.store_path, boot.world, self._refuse_to_meet)
         refuse_launchers(boot.world)
         forget_one_process(boot.world)
         join_existing_world(boot.world)
@@ -136,7 +137,6 @@ class _Rank:
         if boot.sees_one_card:
             let_the_local_rank_be_the_only_card(boot.world)
         refuse_logins(self.rank)
-        self.page = ControlPage(boot.page_fd, boot.world.world_size)
         self._peers = PeerWatch(self.page, self.rank)
         self._cut = CutWatch(self.page, self.rank)
         self._renewal: tuple[int, int] | None = None
@@ -162,6 +162,15 @@ class _Rank:
         self._watch = watch
         self._task_watch: TaskWatch | None = None
         self._excluded_ranks: Sequence[int] = ()
+
+    def _refuse_to_meet(self) -> None:
+        """Refuse a process group after a rank has died, in a run whose ranks are started again one by one."""
+        if self.page.has_lost_a_rank and self.boot.world.is_distributed:
+            raise PeerFailed(
+                f"rank {self.rank} of {self.boot.world.world_size} was about to form a process group, and a rank of "
+                "this run has died and was started again: ranks that are started again one by one cannot all meet. "
+                "Leave collectives out, among them prepare and main_process_first, or do that work before."
+            )
 
     def live(self, make_task: Callable[[], Task]) -> int:
         """Run the task and report, again while the kernel has more tasks; then end the rank; return the exit code."""

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Any, TextIO
@@ -120,7 +120,7 @@ def restore_signals() -> None:
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own default for a process group
 
 
-def meet_in_file(path: str, world: World) -> None:
+def meet_in_file(path: str, world: World, may_meet: Callable[[], None] = lambda: None) -> None:
     """Let `env://` in this process yield a store in the file `path` for this `world`.
 
     The ranks of one machine meet in a file of a private folder. Raw DDP, Accelerate and Fabric all initialise their
@@ -131,6 +131,8 @@ def meet_in_file(path: str, world: World) -> None:
     store does not get the world size: with it, the last rank to release a store removes the file, and sometimes that
     happened while a faster rank was already writing the next group's keys into it, which then waited for ever. The file
     is removed with its folder. Connections between the ranks stay on loopback.
+
+    may_meet: called when the file exists, before this rank waits for the others; raises if they cannot all come.
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, "lo")
@@ -139,6 +141,8 @@ def meet_in_file(path: str, world: World) -> None:
     def handler(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         from torch.distributed import FileStore, PrefixStore
 
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        may_meet()
         store = FileStore(path)
         store.set_timeout(timeout)
         yield PrefixStore(str(next(generations)), store), world.rank, world.world_size

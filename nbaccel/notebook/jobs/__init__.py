@@ -1,1 +1,1 @@
-"""Many jobs from one call: a function or a cell over many configurations (`sweep`). Runs in the kernel."""
+"""Many jobs from one call: a function over many items, or over many configurations. Runs in the kernel."""

@@ -36,8 +36,8 @@ class PartialState(ProcessControl):
     backend, timeout, init_method: of the process group, if it is formed here, as ``init_process_group`` takes them;
     by default the backend that fits the device, torch's timeout, and the rendezvous of the launcher.
 
-    In a rank the process group is formed here, by all ranks together; a group that the program made itself is
-    used, and left alone at the end.
+    In a rank the process group is formed here, by all ranks together, or at the first collective where the ranks are
+    independent (``--independent``); a group that the program made itself is used, and left alone at the end.
 
     >>> state = PartialState()
     >>> state.num_processes, state.is_main_process
@@ -58,7 +58,7 @@ class PartialState(ProcessControl):
         self._world = World()
         self._chosen = RunSettings()
         self._device: torch.device | None = None
-        if current_world().is_distributed:
+        if current_world().is_distributed and not RunSettings.from_env().independent:
             self.form_group()
             process_group.warn_of_others(self._options)
 

@@ -27,6 +27,7 @@ REPORTS = (
     "planner",
     "checkpoints",
     "offloading",
+    "mapping",
     "history",
     "executable",
     "telemetry",

@@ -75,7 +75,7 @@ class Attempt:
     cleanup.
     """
 
-    def __init__(self, function: Callable[..., Any], batch_size: int, args: tuple[Any, ...], kwargs: Any) -> None:
+    def __init__(self, function: Callable[..., Any], batch_size: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         peak = Peak()
         self.value: Any = None
         self.error: BaseException | None = None

@@ -31,7 +31,7 @@ from nbaccel.events import Event, Sink, Waiting, outlet
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
-from nbaccel.train.oom.retry.disconnect import SETTLE_S, AttemptStore, Failed, Watcher, may_result_from_waking
+from nbaccel.train.oom.retry.disconnect import SETTLE_S, AttemptStore, PeerError, Watcher, may_result_from_waking
 from nbaccel.values import frozen
 
 __all__ = [
@@ -265,7 +265,7 @@ class DistributedRetry(LocalRetry):
             self._messages.fail(_text(error))
             raise
 
-    def _told(self, failed: Failed) -> str:
+    def _told(self, failed: PeerError) -> str:
         return (
             f"rank {failed.rank} of {self._world_size} failed in {self._call} with {failed.text}; rank {self._rank} "
             f"was stopped with it. The traceback of rank {failed.rank} says where; the process group is over."

@@ -30,8 +30,8 @@ from nbaccel.values import frozen
 __all__ = [
     "SETTLE_S",
     "AttemptStore",
-    "Failed",
     "PeerConnections",
+    "PeerError",
     "Watcher",
     "backends",
     "handled",
@@ -218,7 +218,7 @@ _LOOK_UP_S = 0.5
 
 
 @frozen
-class Failed:
+class PeerError:
     """An error of the program that ends the call on all ranks.
 
     rank: where it was raised first.  text: its class and message.
@@ -252,13 +252,13 @@ class AttemptStore:
 
     def fail(self, text: str) -> None:
         """End the call: store this rank's error, if it is the first one, and set the flag."""
-        self.store.compare_set("error", "", json.dumps(asdict(Failed(self.rank, text))))
+        self.store.compare_set("error", "", json.dumps(asdict(PeerError(self.rank, text))))
         self.raise_flag()
 
     @property
-    def failed(self) -> Failed | None:
+    def failed(self) -> PeerError | None:
         """The error that ends the call, if there is one."""
-        return Failed(**json.loads(self.store.get("error"))) if self.store.check(["error"]) else None
+        return PeerError(**json.loads(self.store.get("error"))) if self.store.check(["error"]) else None
 
     def post(self, kind: str, value: Any) -> None:
         """Store this rank's `value` (JSON) of that `kind` for all ranks."""

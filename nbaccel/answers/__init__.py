@@ -1,0 +1,11 @@
+"""The files of a map: which items were asked, who works on which, and the answers. Used in the kernel and in ranks.
+
+A map is resumed, joined and joined together by these files alone: no rank talks to another one. `MapJob` is the whole.
+"""
+
+from __future__ import annotations
+
+from nbaccel.answers.answer_list import Answers as Answers, Failed as Failed
+from nbaccel.answers.map_job import MapJob as MapJob
+
+__all__ = ["Answers", "Failed", "MapJob"]

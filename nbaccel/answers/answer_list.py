@@ -1,0 +1,130 @@
+"""Answers: the result of a map, in the order of its items. Read in the kernel, in ranks and scripts.
+
+Those of a map without a file are in memory. Those in a file are read when they are asked for: a million of them take
+eight bytes each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from nbaccel.quantities import plural
+from nbaccel.values import frozen
+
+__all__ = ["Answers", "Failed", "LinesOnDisk", "read_line"]
+
+_SHOWN = 3
+_SHOWN_CHARACTERS = 200
+
+
+@frozen
+class Failed:
+    """The place of an answer to an item that failed each time it was tried.
+
+    index: the item's number.  error: the class and the text of its last error.
+    """
+
+    index: int
+    error: str
+
+    def __str__(self) -> str:
+        return f"item {self.index} failed: {self.error}"
+
+
+class LinesOnDisk(Sequence[Any]):
+    """The lines of a file of answers, each parsed when it is asked for. The file may not change meanwhile."""
+
+    def __init__(self, path: Path, parse: Callable[[bytes], Any]) -> None:
+        self._path = path
+        self._parse = parse
+        self._offsets = array("Q", [0])
+        with open(path, "rb") as file:
+            for line in file:
+                self._offsets.append(self._offsets[-1] + len(line))
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, number: Any) -> Any:
+        with open(self._path, "rb") as file:
+            start = self._offsets[number]
+            return self._parse(os.pread(file.fileno(), self._offsets[number + 1] - start, start))
+
+    def __iter__(self) -> Iterator[Any]:
+        with open(self._path, "rb") as file:
+            for line in file:
+                yield self._parse(line)
+
+
+class Answers(Sequence[Any]):
+    """The answers of a map, one for each item, in the order of the items; a `Failed` where there is none.
+
+    path: the file or folder that holds them; None for answers in memory.
+    failed: the `Failed` among them.
+
+    >>> answers = Answers(["Yes.", Failed(1, "ValueError: too long")])
+    >>> answers[0], answers.failed
+    ('Yes.', [Failed(index=1, error='ValueError: too long')])
+    """
+
+    def __init__(self, values: Sequence[Any], path: Path | None = None, failed: Sequence[int] | None = None) -> None:
+        self._values = values
+        self.path = path
+        self._failed = failed
+
+    @property
+    def failed(self) -> list[Failed]:
+        if self._failed is not None:
+            return [self._values[number] for number in self._failed]
+        return [value for value in self._values if isinstance(value, Failed)]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, number: int) -> Any: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Any]: ...
+    def __getitem__(self, number: int | slice) -> Any:
+        if isinstance(number, slice):
+            return [self._values[each] for each in range(*number.indices(len(self)))]
+        length = len(self)
+        if not -length <= number < length:
+            raise IndexError(f"there are {plural(length, 'answer')}, and no number {number}")
+        return self._values[number % length]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare with another sequence of answers, item by item."""
+        if not isinstance(other, Answers | list | tuple):
+            return NotImplemented
+        return len(self) == len(other) and all(one == two for one, two in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # as a list has none
+
+    def __repr__(self) -> str:
+        shown = [_shortened(repr(value)) for value in self[:_SHOWN]]
+        more = len(self) - len(shown)
+        place = "" if self.path is None else f" in {self.path}"
+        return f"[{', '.join(shown)}{f', … {more:,} more' if more > 0 else ''}]{place}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+def read_line(line: bytes) -> Any:
+    """Return the answer in a line of a file, or a `Failed`.
+
+    >>> read_line(b'{"index": 7, "answer": "Yes."}'), read_line(b'{"index": 8, "error": "ValueError: too long"}')
+    ('Yes.', Failed(index=8, error='ValueError: too long'))
+    """
+    found = json.loads(line)
+    return Failed(found["index"], found["error"]) if "error" in found else found["answer"]

@@ -1,0 +1,372 @@
+"""`nbaccel.map`: a function over many items, in ranks that are started again one by one. Runs in the kernel.
+
+The files of a map, and who works on which items, are in `nbaccel.answers`; the worker of a rank is named by a string
+here. This file checks the call, plans and starts the ranks, shows them, and says how it ended. No answer depends on
+this process: wherever it is killed, the same call goes on in another one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from operator import index
+from typing import Any
+
+from nbaccel.answers import Answers, MapJob
+from nbaccel.answers.map_job import as_items
+from nbaccel.display.item_count import ItemCount
+from nbaccel.display.run_view import RunView
+from nbaccel.errors import CannotSend, LaunchRefused, NestedLaunch
+from nbaccel.hardware import Survey
+from nbaccel.launch.api import as_run, keep_run, planned, show_run
+from nbaccel.launch.diagnosis import PostMortem
+from nbaccel.launch.inline import ends_its_group, post_mortem_here, run_inline
+from nbaccel.launch.ipc.payload import Payload, pack
+from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, load_named
+from nbaccel.launch.launcher import Launcher, LaunchResult, default_launcher
+from nbaccel.launch.objects.names import codes_of, names_read, says_first_card, with_their_own
+from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.launch.run import Run
+from nbaccel.notices import without_our_frames
+from nbaccel.options.run_options import RunOptions
+from nbaccel.output.screens import ConsoleScreen
+from nbaccel.quantities import plural, rate, said, seconds_of
+from nbaccel.settings import STOP, RunSettings
+from nbaccel.world import World
+
+__all__ = ["MapTask", "map"]
+
+_WORKER = "nbaccel.train.setup:map_in_rank"
+_SETUP = "nbaccel.train.setup:setup_rank"
+_DRAWN_SEEDS = 1_000_000
+_MOST_ROUNDS = 3
+"""Number of times that ranks are started for items that are missing at the join, since a disk has lost them."""
+
+
+@without_our_frames
+def map(  # the name of the same thing; it is left out of `from nbaccel import *`
+    function: Callable[..., Any],
+    items: Iterable[Any],
+    *,
+    setup: Callable[[Any], Any] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    num_processes: int | None = None,
+    devices: str | None = None,
+    cpu: bool = False,
+    batch_size: int | None = None,
+    key: Any = None,
+    overwrite: bool = False,
+    tries: int = 3,
+    retry_failed: bool = False,
+    time_limit_s: float | None = None,
+    background: bool = False,
+) -> Answers:
+    """Call a function with all items, some at a time, on all GPUs; return the answers in the order of the items.
+
+    The ranks claim items as they become free, long ones first. One that runs out of memory goes on with fewer items at
+    once, one that dies is started again, and an item that fails `tries` times alone has a `Failed` as its answer.
+
+    With `out` each answer is on the disk soon after it is there: after a stop, a crash, a kill or the end of a session
+    the same line goes on, and a second notebook with the same line joins in. The function may run twice for an item,
+    and the first answer counts. What is in `out` belongs to these items, this function and `key`; changed weights, or
+    another model behind the same source, are seen by `key` only: put their name or version there.
+
+    function: ``function(items)``, or ``function(state, items)`` with `setup`; items is a list, the result a list of as
+        many answers. Numbers, texts, lists, dicts, arrays and tensors can be answers.
+    items: a list, or anything with a length and numbers; a generator is read once, by one of the ranks.
+    setup: ``setup(accelerator)``, called once in each process; returns the state, such as a model on
+        ``accelerator.device``. There is no process group: a collective ends the run when a rank has died.
+    out: "answers.jsonl", or "answers.parquet" for a folder of Parquet files; None keeps the answers in memory.
+    num_processes, devices, cpu: as for `launch`; by default one rank for each GPU, or one.
+    batch_size: most items in one call of the function; None to choose it by time and memory.
+    key: what the answers also depend on, as a text or a number.
+    overwrite: drop what is in `out`, where it belongs to other items or another function, or comes from elsewhere.
+    retry_failed: try the items again that failed in an earlier run.
+    time_limit_s: stop after these seconds; what is done by then stays.
+    background: not possible yet; a cell under ``%%accelerate --bg`` calls ``accelerator.map``.
+
+    Raises:
+        The error of `setup`, or of `function` where it fails alike with the first items of all ranks.
+        KeyboardInterrupt: it was stopped.  TimeoutError: `time_limit_s` was over.  Both say what is done.
+        CannotContinue: `out` has answers to something else.  CannotSave: the disk is full.
+        RankDied: a rank died four times without finishing an item in between.
+        LaunchRefused: nothing was started; the message says why.
+
+    >>> def load(accelerator):
+    ...     return pipeline("text-generation", model="gpt2", device=accelerator.device)
+    >>> answers = nbaccel.map(
+    ...     lambda pipe, texts: pipe(texts), prompts, setup=load, out="answers.jsonl", key="gpt2"
+    ... )  # doctest: +SKIP
+    >>> answers.failed  # doctest: +SKIP
+    []
+    """
+    _refuse_in_ranks()
+    _check_call(function, setup, background)
+    options = RunOptions(
+        num_processes=None if num_processes is None else index(num_processes),
+        devices=devices,
+        cpu=cpu or None,
+        timeout=None if time_limit_s is None else seconds_of(time_limit_s),
+    )
+    items = as_items(items)
+    job = MapJob.open(
+        items, function, setup, out=out, key=key, overwrite=overwrite, retry_failed=retry_failed, tries=tries,
+        batch_size=batch_size,
+    )  # fmt: skip
+    with _closed_after(job):
+        if job.is_finished:
+            answers = job.answers()
+            failed = f", {_failed(answers)}" if answers.failed else ""
+            ConsoleScreen().write("stdout", f"{_are(len(answers))} in {job.out} already{failed}: no rank was started\n")
+            return answers
+        _run_until_finished(job, options, MapTask(job, items, function, setup))
+        return job.answers()
+
+
+class MapTask(FunctionTask):
+    """The work of one rank of a map; in ranks that are no copies of the notebook it is a plain `FunctionTask`."""
+
+    def __init__(self, job: MapJob, items: Any, function: Callable[..., Any], setup: Callable[..., Any] | None) -> None:
+        super().__init__(load_named(_WORKER), (job, items, function, setup))
+        self.users = [function] if setup is None else [function, setup]
+        self.title = f"map({_name(function)}, {_in_words(job.total)})"
+
+    @property
+    def first_card(self) -> str:  # type: ignore[override]
+        """Return the words by which the user's functions name the first GPU that they see; empty if they have none."""
+        main = vars(sys.modules["__main__"])
+        return next(filter(None, (says_first_card(list(codes_of(each)), main) for each in self.users)), "")
+
+    def values_to_send(self) -> dict[str, Any]:
+        main = vars(sys.modules["__main__"])
+        codes = [code for each in self.users for code in codes_of(each)]
+        read = {name: main[name] for name in sorted(with_their_own(names_read(codes), main)) if name in main}
+        return read | {"function": self.users[0], "setup": self.users[-1], "items": self.args[1]}
+
+    def pack(self) -> Payload:
+        job: MapJob = self.args[0]
+        if job.is_stream:
+            raise CannotSend(
+                "items is a stream, which only forked ranks can read, and these start from a clean process: pass "
+                "list(items), or restart the kernel and call map before the notebook uses CUDA",
+                {"items": "a stream cannot be sent"},
+            )
+        try:
+            return super().pack()
+        except CannotSend as error:
+            raise self._unsent(error) from error
+
+    def _unsent(self, error: CannotSend) -> CannotSend:
+        """Return the error with the argument of the call that cannot be sent."""
+        _, items, function, setup = self.args
+        for name, value in {"function": function, "setup": setup, "items": items}.items():
+            try:
+                os.close(pack({name: value}).fd)
+            except CannotSend as found:
+                return CannotSend(
+                    f"map cannot send {name} to ranks that start from a clean process: {found.names[name]}. Let setup "
+                    "make such objects in the rank, or call map before the notebook uses CUDA: then ranks are forked",
+                    found.names,
+                )
+        return error
+
+
+# --- before a run ------------------------------------------------------------------------------------------------
+
+
+def _refuse_in_ranks() -> None:
+    world = World.from_env()
+    if world.launch_id or world.is_distributed:
+        raise NestedLaunch(
+            f"nbaccel.map starts ranks of its own, and this is rank {world.rank} of {world.world_size}: call "
+            "accelerator.map(function, items, ...) here, in all ranks"
+        )
+
+
+def _check_call(function: Any, setup: Any, background: bool) -> None:
+    if not callable(function):
+        raise TypeError(
+            f"the first argument of map is a function, got {type(function).__name__}: nbaccel.map(function, items)"
+        )
+    if setup is not None and not callable(setup):
+        raise TypeError(
+            f"setup is a function that gets an accelerator, got {type(setup).__name__}: pass the function, without "
+            "calling it"
+        )
+    if background:
+        raise LaunchRefused(
+            "map cannot run in the background yet. In a cell, %%accelerate --bg with accelerator.map(function, items, "
+            "...) does, and the same out can be finished by nbaccel.map later."
+        )
+
+
+@contextmanager
+def _closed_after(job: MapJob) -> Iterator[None]:
+    """Let go of a map after the block; files of answers that the caller wants in memory go also at a kill."""
+    folder, guard = str(job.folder), default_launcher().resources.guard if job.out is None else None
+    if guard is not None:
+        guard(folder)
+    try:
+        yield
+    finally:
+        job.close()
+        if guard is not None:
+            guard(f"-{folder}")
+
+
+# --- the run -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The end of one run of ranks.
+
+    word: "done", "failed" or "stopped".  error: the exception that the call raises.
+    """
+
+    run: Run
+    post_mortem: PostMortem | None
+    word: str
+    error: BaseException | None
+
+
+def _run_until_finished(job: MapJob, options: RunOptions, task: MapTask) -> None:
+    """Run ranks until each item has an answer or an error; most often once.
+
+    Raises:
+        The error of the run.
+    """
+    for _ in range(_MOST_ROUNDS):
+        survey = Survey.take(looks_for_gpus=not options.cpu)
+        spec = _spec(options, task, survey)
+        launcher = default_launcher()
+        shown = show_run(launcher, spec, survey, task.title)
+        shown.history.items = ItemCount(job.total, job.records().done)
+        if spec.start.method == "inline":
+            end = _run_here(spec, task, launcher, shown)
+        else:
+            end = _run_in_ranks(spec, task, launcher, shown)
+        try:
+            _say_end(job, end, launcher, shown)
+            if end.error is not None:
+                raise end.error
+        finally:
+            del end  # else this frame, the error and what its frames hold would keep each other
+        if job.is_finished:
+            return
+    raise LaunchRefused(f"{job.folder} loses answers that were written: is its disk healthy? The same line goes on.")
+
+
+def _spec(options: RunOptions, task: MapTask, survey: Survey) -> LaunchSpec:
+    """Return the spec of a run whose ranks do not need each other; each draws its own random numbers."""
+    spec = planned(options, task, survey).spec(task, _SETUP)
+    seed = random.SystemRandom().randrange(_DRAWN_SEEDS)  # drawing it must not change the notebook's numbers
+    settings = RunSettings(independent=True, seed=seed).over(spec.settings)
+    return replace(spec, settings=settings, oom=STOP, restarts_ranks=True)
+
+
+def _run_in_ranks(spec: LaunchSpec, task: MapTask, launcher: Launcher, shown: RunView) -> _End:
+    outcome: LaunchResult | None = None
+    try:
+        outcome = launcher.run(spec, RunObservers(shown, listeners=[shown]))
+        ended, error = outcome.ended, outcome.error
+        word = "done" if error is None else "failed"
+        if ended.is_interrupted:
+            word, error = "stopped", KeyboardInterrupt()
+        elif ended.is_timed_out:
+            word, error = "stopped", TimeoutError()
+        post_mortem = PostMortem.of(task.title, word, error, ended)
+        run = as_run(outcome, [None] * spec.world_size, shown.history, error, shown.elapsed_s)
+    finally:
+        if outcome is not None:
+            outcome.close()
+    return _End(run, post_mortem, word, error)
+
+
+def _run_here(spec: LaunchSpec, task: MapTask, launcher: Launcher, shown: RunView) -> _End:
+    """Work on the map in this process, where no other can be started; no time limit reaches it."""
+    error: BaseException | None = None
+    post_mortem: PostMortem | None = None
+    if spec.timeout_s is not None:
+        raise LaunchRefused(
+            f"time_limit_s can stop ranks only, and this map would run in the notebook's own process "
+            f"({spec.start.reason}): leave time_limit_s out"
+        )
+    with launcher.turn():
+        try:
+            with ends_its_group(launcher):
+                run_inline(spec, [shown])
+        except (Exception, KeyboardInterrupt) as failure:
+            error = failure
+            post_mortem = post_mortem_here(task.title, failure, task)
+    word = "done" if error is None else "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+    run = Run([None], shown.history, error, spec.start.method, spec.start.reason, "", shown.elapsed_s)
+    return _End(run, post_mortem, word, error)
+
+
+# --- how it ended ------------------------------------------------------------------------------------------------
+
+
+def _say_end(job: MapJob, end: _End, launcher: Launcher, shown: RunView) -> None:
+    """Show how a run ended, and complete the text of an error that only says that it was stopped."""
+    seconds, items = end.run.seconds, shown.history.items
+    sentence = ""
+    if end.error is None and job.is_finished:
+        sentence = _finished(job.answers(), seconds, 0 if items is None else items.before)
+    elif end.error is not None:
+        is_kept = _what_stays(job)
+        if end.word == "stopped":
+            limit = f"at its time limit, {said(round(seconds, 1))}: " if isinstance(end.error, TimeoutError) else ""
+            end.error.args = (f"stopped {limit or 'by an interrupt: '}{is_kept}",)
+        else:
+            job.discard()
+        sentence = f"{end.word} after {said(round(seconds, 1))}: {is_kept}"
+    shown.end(end.word, seconds, end.error, None, sentence)
+    keep_run(end.run, end.post_mortem, shown, launcher)
+
+
+def _finished(answers: Answers, seconds: float, before: int) -> str:
+    """Return the last line of a map: "1,000 items in 42 s (23.8/s), 3 failed: answers.failed".
+
+    before: items that were finished before this call.
+    """
+    done = len(answers) - before
+    pace = f" ({rate(done / seconds, 'items').split()[0]}/s)" if done > 0 and seconds > 0 else ""
+    earlier = f", {before:,} of them before" if before else ""
+    failed = f", {_failed(answers)}" if answers.failed else ""
+    return f"{plural(len(answers), 'item')} in {_time(seconds)}{pace}{earlier}{failed}"
+
+
+def _failed(answers: Answers) -> str:
+    return f"{len(answers.failed):,} failed: answers.failed"
+
+
+def _time(seconds: float) -> str:
+    return said(round(seconds, 1) if seconds < 10 else round(seconds))
+
+
+def _what_stays(job: MapJob) -> str:
+    """Return what is done of a map that is not finished, and how it goes on."""
+    done = job.records().done
+    of = f"{done:,} of {_in_words(job.total)}" if job.total is not None else plural(done, "item")
+    are = "is" if done == 1 else "are"
+    if job.out is None:
+        return f'{of} {are} done and not kept; with out="answers.jsonl" the same line would go on'
+    return f"{of} {are} in {job.folder.name}; the same line goes on"
+
+
+def _are(count: int) -> str:
+    return f"{plural(count, 'item')} {'is' if count == 1 else 'are'}"
+
+
+def _in_words(total: int | None) -> str:
+    return "a stream" if total is None else plural(total, "item")
+
+
+def _name(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    return "lambda" if name == "<lambda>" else str(name)

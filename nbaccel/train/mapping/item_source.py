@@ -1,0 +1,206 @@
+"""Item sources: where a rank of a map takes the items of its claims from. Runs in ranks and scripts.
+
+The items of a list are here. Those of a stream are drawn by one rank, the drawer, a few blocks ahead, and lie in files
+until they are answered. If the drawer dies, another rank draws from its own copy of the stream, from the beginning:
+checksums of the blocks tell whether that gives the same items.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any, Protocol
+
+from nbaccel.answers import MapJob
+from nbaccel.answers.claim_log import ClaimLog, LifeLock
+from nbaccel.answers.fingerprint import checksum_of
+from nbaccel.errors import CannotContinue
+
+__all__ = ["ItemSource", "ListedItems", "StreamedItems", "source_of_items"]
+
+_POLL_S = 0.02
+_BLOCKS_AHEAD = 4
+_LEAVE_S = 1.0
+
+
+class ItemSource(Protocol):
+    """Gives items by their numbers."""
+
+    def tend(self, size: int) -> None:
+        """Do what is due before a claim.  size: items that a claim has now.
+
+        Raises:
+            Exception: the stream has failed; this rank draws from it.
+        """
+
+    def get(self, indices: Sequence[int]) -> list[Any]: ...
+
+    def drop(self, indices: Sequence[int]) -> None:
+        """Forget the items of a claim that are answered."""
+
+    def some(self, claimed: Sequence[int]) -> list[int]:
+        """Return a few items of different lengths, for a function that has failed with those of its first claim."""
+
+    def close(self) -> None: ...
+
+
+class ListedItems:
+    """Items of a sequence, which each rank has."""
+
+    def __init__(self, items: Sequence[Any], order: Sequence[int] | None) -> None:
+        self._items = items
+        self._order = order if order is not None else range(len(items))
+
+    def tend(self, size: int) -> None:
+        pass
+
+    def get(self, indices: Sequence[int]) -> list[Any]:
+        return [self._items[index] for index in indices]
+
+    def drop(self, indices: Sequence[int]) -> None:
+        pass
+
+    def some(self, claimed: Sequence[int]) -> list[int]:
+        order = self._order
+        return list(dict.fromkeys([claimed[0], order[len(order) // 2], order[-1]]))
+
+    def close(self) -> None:
+        pass
+
+
+class StreamedItems:
+    """Items of a stream, which one of the ranks draws.
+
+    stream: each rank has its own, with the same items.  claims: this rank's view of the map.
+    """
+
+    def __init__(self, job: MapJob, stream: Iterable[Any], claims: ClaimLog, ranks: int) -> None:
+        self._job = job
+        self._stream = stream
+        self._claims = claims
+        self._ranks = ranks
+        self._folder = job.folder / "blocks"
+        self._drawer: _Drawer | None = None
+        self._held: tuple[int, list[Any]] = (-1, [])
+
+    def tend(self, size: int) -> None:
+        if self._drawer is None:
+            with suppress(BlockingIOError):
+                role = LifeLock(self._job.folder / "drawer")
+                self._drawer = _Drawer(self._job, self._stream, role, self._ranks)
+                self._drawer.start()
+        if self._drawer is not None:
+            self._drawer.size = size
+            if self._drawer.error is not None:
+                raise self._drawer.error
+
+    def get(self, indices: Sequence[int]) -> list[Any]:
+        return [self._item(index) for index in indices]
+
+    def _item(self, index: int) -> Any:
+        starts = sorted(self._claims.blocks)  # few: blocks grow with the speed of the function
+        start = starts[bisect_right(starts, index) - 1]
+        if self._held[0] != start:
+            self._held = start, self._block(start)
+        return self._held[1][index - start]
+
+    def _block(self, start: int) -> list[Any]:
+        """Return a block of items; waits for the drawer where an earlier session had drawn it."""
+        while True:
+            with suppress(FileNotFoundError):
+                block: list[Any] = pickle.loads((self._folder / str(start)).read_bytes())  # drawn in this session
+                return block
+            self.tend(1)
+            time.sleep(_POLL_S)
+
+    def drop(self, indices: Sequence[int]) -> None:
+        stop, _checksum = self._claims.blocks.get(indices[0], (0, ""))
+        if stop - indices[0] == len(indices):
+            (self._folder / str(indices[0])).unlink(missing_ok=True)
+
+    def some(self, claimed: Sequence[int]) -> list[int]:
+        return list(dict.fromkeys([claimed[0], claimed[len(claimed) // 2], claimed[-1]]))
+
+    def close(self) -> None:
+        if self._drawer is not None:
+            self._drawer.leave()
+
+
+class _Drawer(threading.Thread):
+    """Draws a stream a few blocks ahead of the ranks, beside the function that works on earlier ones.
+
+    size: items of the next block.  error: of the stream; None so far.
+    """
+
+    def __init__(self, job: MapJob, stream: Iterable[Any], role: LifeLock, ranks: int) -> None:
+        super().__init__(name="nbaccel-stream", daemon=True)
+        self._folder = job.folder / "blocks"
+        self._job = job
+        self._stream = stream
+        self._role = role
+        self._ahead = _BLOCKS_AHEAD * ranks
+        self._claims = job.claims()
+        self._leaves = threading.Event()
+        self.size = 1
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._folder.mkdir(exist_ok=True)
+            self._draw(iter(self._stream))
+        except BaseException as error:
+            self.error = error
+
+    def leave(self) -> None:
+        self._leaves.set()
+        self.join(_LEAVE_S)  # the stream may be waiting for something that does not come
+        self._role.close()
+
+    def _draw(self, stream: Iterator[Any]) -> None:
+        self._claims.refresh()
+        answered = self._job.records() if self._claims.blocks else None
+        start = 0
+        while not self._leaves.is_set():
+            known = self._claims.blocks.get(start)
+            size = max(1, self.size) if known is None else known[0] - start
+            block = list(islice(stream, size))
+            if known is not None:
+                self._compare(start, block, *known)
+            if not block:
+                self._claims.end_stream(start)
+                return
+            stop = start + len(block)
+            if answered is None or not all(answered.is_done(index) for index in range(start, stop)):
+                self._write(start, block)
+            if known is None:
+                self._claims.add_block(start, stop, checksum_of(block))
+                self._wait(size)
+            start = stop
+
+    def _compare(self, start: int, block: Sequence[Any], stop: int, checksum: str) -> None:
+        if checksum and (start + len(block) != stop or checksum_of(block) != checksum):
+            raise CannotContinue(
+                f"the stream gives other items now: those from number {start:,} to {stop - 1:,} were drawn before, "
+                "and are not the same. A stream has to give the same items each time it is read, in each rank; "
+                "list(items) reads it once, overwrite=True starts anew"
+            )
+
+    def _write(self, start: int, block: Sequence[Any]) -> None:
+        unfinished = self._folder / f".{start}"
+        unfinished.write_bytes(pickle.dumps(block, 5))
+        os.replace(unfinished, self._folder / str(start))
+
+    def _wait(self, size: int) -> None:
+        """Wait until the ranks have claimed most of what is drawn."""
+        while self._claims.remaining() > self._ahead * size and not self._leaves.wait(_POLL_S):
+            self._claims.refresh()
+
+
+def source_of_items(job: MapJob, items: Any, claims: ClaimLog, ranks: int) -> ItemSource:
+    return StreamedItems(job, items, claims, ranks) if job.is_stream else ListedItems(items, job.order)

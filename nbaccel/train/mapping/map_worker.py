@@ -1,0 +1,319 @@
+"""The worker of a map: claims items, calls the function, writes the answers. Runs in ranks and scripts.
+
+It waits for no other rank, except at the end for those that still work on something. What goes wrong stays with the
+items: a call that runs out of memory is repeated in halves, one that fails is repeated with fewer items until the one
+that fails is alone, and that one is recorded as failed after some tries. The run fails only where nothing would be
+right: when `setup` fails, when the first items of all ranks fail alike, when the disk is full, when a stream fails.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nbaccel.answers import Answers, MapJob
+from nbaccel.answers.claim_log import Claim
+from nbaccel.answers.fingerprint import length_of
+from nbaccel.answers.formats import InMemoryFormat
+from nbaccel.answers.map_job import as_items
+from nbaccel.answers.records import AnswerRecord
+from nbaccel.errors import CannotSave
+from nbaccel.events import ItemsDone, emit
+from nbaccel.failures import Recovery, recovery_of
+from nbaccel.quantities import plural
+from nbaccel.train.distributed.nested import is_container, map_children
+from nbaccel.train.mapping.chunk_size import ChunkSize
+from nbaccel.train.mapping.item_source import source_of_items
+from nbaccel.train.oom.memory import release_unused
+from nbaccel.train.oom.retry.attempt import Attempt
+
+__all__ = ["MapWorker", "map_in_ranks", "work"]
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.01, 0.5
+_REPORT_S = 0.2
+_LONGEST_ERROR = 2000
+_PLAIN = (str, int, float, bytes)
+
+
+def map_in_ranks(
+    accelerator: Any,
+    function: Callable[..., Any],
+    items: Any,
+    setup: Callable[..., Any] | None,
+    out: str | os.PathLike[str] | None,
+    **options: Any,
+) -> Answers:
+    """Map in the ranks that call this together, and return the answers in each of them.
+
+    One collective at the beginning tells the ranks that this is one call; afterwards none waits for another's share.
+    options: as `MapJob.open` takes them.
+    """
+    items, world = as_items(items), accelerator.world
+    token, folder = "", None
+    if world.is_distributed:
+        token = accelerator.collectives.broadcast_objects([uuid.uuid4().hex])[0]
+        folder = Path(tempfile.gettempdir()) / f"nbaccel-map-{token}"
+        if out is None and world.local_world_size != world.world_size:
+            raise ValueError(
+                f"rank {world.rank} of {world.world_size} is on another machine than rank 0 or others: name a file in "
+                'a folder that all machines share, out="shared/answers.jsonl"'
+            )
+    job = MapJob.open(items, function, setup, out=out, token=token, folder=folder, **options)
+    try:
+        work(accelerator, job, items, function, setup)
+        return job.answers()
+    finally:
+        job.close(world.rank, world.world_size)
+
+
+def work(
+    accelerator: Any,
+    job: MapJob,
+    items: Any,
+    function: Callable[..., Any],
+    setup: Callable[..., Any] | None,
+    is_restarted: bool = False,
+) -> None:
+    """Work on a map until each item has an answer or an error, and they are joined. No collective.
+
+    is_restarted: the launcher starts this rank again if it dies: it does so when it can no longer use its device.
+
+    Raises:
+        What `setup` raises; what `function` raises, if the first items of all ranks fail alike; OSError of the disk.
+    """
+    if job.is_finished:
+        return
+    call = function
+    if setup is not None:
+        state = setup(accelerator)
+
+        def call(chunk: list[Any]) -> Any:
+            return function(state, chunk)
+
+    try:
+        while not job.finish():
+            MapWorker(job, items, call, accelerator.process_index, accelerator.num_processes, is_restarted).run()
+    except OSError as error:  # of our own files: those of the function stay with its items
+        if isinstance(error, FileNotFoundError) and job.is_finished:
+            return  # another worker has joined the answers meanwhile, and removed the folder
+        raise CannotSave(
+            f"rank {accelerator.process_index} cannot write to {job.folder}: {error.strerror or error}. What was "
+            "answered is there: make room, or mend the folder, and the same call goes on",
+            str(job.folder),
+        ) from error
+
+
+class MapWorker:
+    """One worker: its claims, its records, and what it has learned about the size of a call.
+
+    call: the function, which takes a list of items and returns as many answers.
+    """
+
+    def __init__(
+        self, job: MapJob, items: Any, call: Callable[[list[Any]], Any], rank: int, ranks: int, is_restarted: bool
+    ) -> None:
+        self._job = job
+        self._call = call
+        self._rank = rank
+        self._ranks = ranks
+        self._is_restarted = is_restarted
+        self._format = job.format
+        self._claims = job.claims()
+        self._items = source_of_items(job, items, self._claims, ranks)
+        self._size = ChunkSize(job.batch_size, ranks)
+        self._tries: dict[int, int] = {}
+        self._done = self._failed = 0
+        self._reported = 0.0
+        self._is_tested = False
+        name = self._claims.enter()
+        self._records = job.record_file(name)
+
+    def run(self) -> None:
+        """Work until there is nothing left to claim."""
+        wait_s = _FIRST_WAIT_S
+        try:
+            while True:
+                size = self._size.next(None if self._job.is_stream else self._claims.remaining())
+                self._items.tend(size)
+                claim = self._claims.claim(size)
+                if claim is None:
+                    break
+                if claim.indices:
+                    self._answer(claim)
+                    self._items.drop(claim.indices)
+                    wait_s = _FIRST_WAIT_S
+                else:
+                    if not self._done:
+                        self._say_it_fails("")  # nothing is left for this rank: it does not keep others waiting
+                    time.sleep(wait_s)  # others work on the rest, or have died: that is looked at again
+                    wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+        finally:
+            self._report()
+            self._items.close()
+            self._claims.leave()
+            self._records.close()
+
+    # -- one claim
+
+    def _answer(self, claim: Claim) -> None:
+        """Write an answer or an error for each item of a claim."""
+        if claim.alone >= self._job.tries:
+            times = plural(claim.alone, "time")
+            self._write_failed(claim.indices[0], f"RankDied: the process ended {times} while it worked on this item")
+            return
+        begun, is_whole = time.monotonic(), True
+        pending = self._calls(claim.indices)
+        while pending:
+            part = pending.pop()
+            attempt = Attempt(self._records_of, part, (), {})
+            if attempt.error is None:
+                self._write(attempt.value)
+            else:
+                is_whole = False
+                pending += self._after(attempt, part, claim)
+        if is_whole:
+            shortest = min(map(length_of, self._items.get([claim.indices[-1]])))
+            self._size.took(len(claim.indices), time.monotonic() - begun, shortest)
+        if time.monotonic() - self._reported > _REPORT_S:
+            self._report()
+
+    def _calls(self, indices: Sequence[int]) -> list[Sequence[int]]:
+        """Return the items of each call, the first one last."""
+        most = self._size.in_one_call
+        return [indices[start : start + most] for start in range(0, len(indices), most)][::-1]
+
+    def _records_of(self, part: Sequence[int]) -> list[AnswerRecord]:
+        """Call the function; return the records of its answers.
+
+        Raises:
+            TypeError: it did not return one answer for each item, or one that cannot be written.
+        """
+        chunk = self._items.get(part)
+        answers = self._call(chunk)
+        if isinstance(answers, str | bytes | Mapping) or not hasattr(answers, "__iter__"):
+            raise TypeError(
+                f"the function returns a list of answers, one for each of {plural(len(chunk), 'item')}; "
+                f"it returned a {type(answers).__qualname__}"
+            )
+        answers = list(answers)
+        if len(answers) != len(part):
+            raise TypeError(f"the function returned {plural(len(answers), 'answer')} for {plural(len(part), 'item')}")
+        if isinstance(self._format, InMemoryFormat):
+            answers = [one if isinstance(one, _PLAIN) else _on_host(one) for one in answers]
+        pack = self._format.pack
+        return [AnswerRecord(index, pack(index, one), round=self._claims.round)
+                for index, one in zip(part, answers, strict=True)]  # fmt: skip
+
+    def _after(self, attempt: Attempt, part: Sequence[int], claim: Claim) -> list[Sequence[int]]:
+        """Return what is called next after a call that failed, the first one last; record an item that is given up.
+
+        Raises:
+            The error, where it is not about these items.
+        """
+        error = attempt.error
+        assert error is not None
+        if not isinstance(error, Exception):
+            raise error
+        self._items.tend(1)  # raises the error of the stream, if it was that
+        if recovery_of(error) is Recovery.RESTART:
+            self._leave_device(error)
+        is_shortage = attempt.shortage is not None
+        if is_shortage and len(part) > 1:
+            self._size.does_not_fit(len(part), max(map(length_of, self._items.get(part))))
+        elif not self._done and not self._is_tested:
+            self._test(error, claim)
+        text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+        del error
+        attempt.forget()
+        if is_shortage:
+            release_unused()
+        if len(part) > 1:
+            half = (len(part) + 1) // 2
+            return [part[half:], part[:half]]
+        self._tries[part[0]] = self._tries.get(part[0], 0) + 1
+        if self._tries[part[0]] < self._job.tries:
+            return [part]
+        self._write_failed(self._tries.popitem()[0], text)
+        return []
+
+    def _leave_device(self, error: Exception) -> None:
+        """End this process, which can no longer use its device, if it will be started again; else raise the error."""
+        if not self._is_restarted:
+            raise error
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        sys.stderr.write(f"rank {self._rank} can no longer use its device ({reason}); it starts again\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    # -- a function that fails with everything
+
+    def _test(self, error: Exception, claim: Claim) -> None:
+        """Find out whether the function fails with a few other items as well, before anything of it succeeded."""
+        self._is_tested = True
+        place = _place_of(error)
+        for index in self._items.some(claim.indices):
+            attempt = Attempt(self._records_of, [index], (), {})
+            other = attempt.error
+            if other is not None and not isinstance(other, Exception):
+                raise other
+            is_alike = other is not None and _place_of(other) == place
+            attempt.forget()
+            if not is_alike:
+                return
+        self._say_it_fails(place)
+        while not (self._job.has_answers or self._others_fail_otherwise(place)):
+            if len(self._failing()) >= self._ranks:
+                raise error
+            time.sleep(_LONGEST_WAIT_S / 5)  # the other ranks still begin; what they find decides
+
+    def _say_it_fails(self, place: str) -> None:
+        """Tell the other ranks where the function fails with all that this rank has tried; empty: it has nothing."""
+        folder = self._job.folder / "failing"
+        folder.mkdir(exist_ok=True)
+        (folder / str(self._rank)).write_text(place)
+
+    def _failing(self) -> list[str]:
+        return [path.read_text() for path in (self._job.folder / "failing").iterdir()]
+
+    def _others_fail_otherwise(self, place: str) -> bool:
+        return not set(self._failing()) <= {place, ""}
+
+    # -- what was done
+
+    def _write(self, records: Sequence[AnswerRecord]) -> None:
+        self._records.append(records)
+        if not self._done:
+            self._job.note_answers()
+        self._done += len(records)
+
+    def _write_failed(self, index: int, text: str) -> None:
+        packed = self._format.pack_error(index, text)
+        self._records.append([AnswerRecord(index, packed, is_failed=True, round=self._claims.round)])
+        self._failed += 1
+
+    def _report(self) -> None:
+        self._reported = time.monotonic()
+        emit(ItemsDone(self._done, self._failed, self._size.in_one_call))
+
+
+def _place_of(error: BaseException) -> str:
+    """Return the class of an error and the line that raised it."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return f"{type(error).__qualname__} at {frame.f_code.co_filename}:{line}"
+
+
+def _on_host(answer: Any) -> Any:
+    """Return an answer whose tensors are on the host, each in memory of its own: one of a batch holds the batch."""
+    if isinstance(answer, Tensor):
+        return answer.detach().cpu().clone()
+    return map_children(_on_host, answer) if is_container(answer) else answer

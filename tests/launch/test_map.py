@@ -1,0 +1,309 @@
+"""`nbaccel.map` from a script: answers, deaths, stops, bad input; under fork and zygote."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nbaccel
+from nbaccel.answers import Failed
+from nbaccel.errors import CannotContinue, CannotSave, CannotSend, LaunchRefused, NestedLaunch, RankDied
+from nbaccel.launch.api import launch
+from nbaccel.launch.launcher import Launcher
+from nbaccel.launch.plan import LaunchPlan
+from nbaccel.notebook.jobs import map_items
+
+AT_MOST_S = 60.0
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch, start_method: str) -> dict[str, Any]:
+    """Arguments for two ranks on the CPU, which start by `start_method`."""
+    start_by(monkeypatch, start_method)
+    return {"num_processes": 2, "cpu": True}
+
+
+def start_by(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    planned = map_items.planned
+
+    def chosen(options: Any, *rest: Any) -> LaunchPlan:
+        return planned(replace(options, start=method), *rest)
+
+    monkeypatch.setattr(map_items, "planned", chosen)
+
+
+def double(items: list[int]) -> list[int]:
+    return [2 * item for item in items]
+
+
+def place_of(accelerator: Any) -> tuple[int, int, str]:
+    return accelerator.process_index, accelerator.num_processes, accelerator.device.type
+
+
+def with_place(place: tuple[int, int, str], items: list[int]) -> list[Any]:
+    time.sleep(0.01)
+    return [[item, *place] for item in items]
+
+
+def test_answers_come_in_the_order_of_the_items(
+    two_ranks: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    answers = nbaccel.map(with_place, range(100), setup=place_of, out=out, batch_size=5, **two_ranks)
+    assert [answer[0] for answer in answers] == list(range(100))
+    assert {tuple(answer[1:]) for answer in answers} == {(0, 2, "cpu"), (1, 2, "cpu")}
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["index"] for line in lines] == list(range(100))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "answers.jsonl.manifest.json"]
+    assert capsys.readouterr().out.startswith("100 items in ")
+
+
+def test_without_a_file_answers_are_in_memory_and_nothing_is_left(
+    two_ranks: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert nbaccel.map(double, range(20), **two_ranks) == [2 * item for item in range(20)]
+    assert not list(tmp_path.glob("nbaccel-map-*"))
+
+
+def test_a_finished_map_starts_no_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "answers.jsonl"
+    first = nbaccel.map(double, range(20), out=out, cpu=True)
+    capsys.readouterr()
+    assert nbaccel.map(double, range(20), out=out, cpu=True) == first
+    assert capsys.readouterr().out == f"20 items are in {out} already: no rank was started\n"
+
+
+def test_a_map_is_the_last_run(tmp_path: Path) -> None:
+    nbaccel.map(double, range(20), cpu=True)
+    run = nbaccel.last_run
+    assert run is not None
+    assert run.facts.title == "map(double, 20 items)"
+    assert run.text.startswith("map(double, 20 items): 20 items in ")
+
+
+class Kills:
+    """Kills its process at the first call that has item 7, as often as it is told to."""
+
+    def __init__(self, folder: str, times: int) -> None:
+        self.folder = folder
+        self.times = times
+
+    def __call__(self, items: list[int]) -> list[int]:
+        deaths = len(os.listdir(self.folder))
+        if 7 in items and deaths < self.times:
+            Path(self.folder, str(deaths)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.01)
+        return double(items)
+
+
+def test_a_rank_that_is_killed_loses_nothing(
+    two_ranks: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deaths").mkdir()
+    answers = nbaccel.map(
+        Kills(str(tmp_path / "deaths"), 1), range(100), out=tmp_path / "a.jsonl", batch_size=5, **two_ranks
+    )
+    assert answers == [2 * item for item in range(100)]
+    assert "was killed by SIGKILL; started again, its items go to the others meanwhile" in capsys.readouterr().err
+
+
+def test_an_item_that_kills_each_process_is_given_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], launcher: Launcher
+) -> None:
+    (tmp_path / "deaths").mkdir()
+    kills = Kills(str(tmp_path / "deaths"), 99)
+    answers = nbaccel.map(kills, range(50), out=tmp_path / "a.jsonl", batch_size=5, num_processes=2, cpu=True)
+    assert isinstance(answers[7], Failed)
+    assert [answer for number, answer in enumerate(answers) if number != 7] == [
+        2 * item for item in range(50) if item != 7
+    ]
+    assert len(answers.failed) == 1
+    assert ", 1 failed: answers.failed" in capsys.readouterr().out
+
+
+def load_on_rank_0_alone(accelerator: Any) -> None:
+    if accelerator.process_index == 1:
+        raise ValueError("no such weights")
+    time.sleep(AT_MOST_S)
+
+
+def second(state: None, items: list[int]) -> list[int]:
+    return items
+
+
+def test_a_setup_that_fails_on_one_rank_names_the_rank_and_the_line(two_ranks: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such weights") as caught:
+        nbaccel.map(second, range(10), setup=load_on_rank_0_alone, out=tmp_path / "a.jsonl", **two_ranks)
+    assert "rank 1 of 2" in caught.value.__notes__[0]
+    assert "load_on_rank_0_alone" in str(caught.value.__cause__)
+    assert not list(tmp_path.iterdir())  # mended, it may be called with the same `out`
+
+
+def fails(items: list[int]) -> list[int]:
+    raise RuntimeError("weights on another device")
+
+
+def test_a_function_that_fails_with_everything_is_the_error_of_the_call(
+    two_ranks: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match="weights on another device"):
+        nbaccel.map(fails, range(100), out=tmp_path / "a.jsonl", **two_ranks)
+
+
+def rarely(items: list[int]) -> list[int]:
+    if 3 in items:
+        raise ValueError("not a question")
+    return items
+
+
+def test_an_item_that_fails_is_recorded_and_tried_again_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = {"out": tmp_path / "a.jsonl", "cpu": True}
+    answers = nbaccel.map(rarely, range(10), **call)
+    assert answers[3] == Failed(3, "ValueError: not a question")
+    capsys.readouterr()
+    nbaccel.map(rarely, range(10), **call)
+    assert "already, 1 failed: answers.failed: no rank was started" in capsys.readouterr().out
+    assert len(nbaccel.map(rarely, range(10), retry_failed=True, **call).failed) == 1
+
+
+def slowly(items: list[int]) -> list[int]:
+    time.sleep(0.05 * len(items))
+    return double(items)
+
+
+def test_a_time_limit_ends_softly_and_the_same_line_goes_on(two_ranks: dict[str, Any], tmp_path: Path) -> None:
+    call = {"out": tmp_path / "a.jsonl", "batch_size": 2, **two_ranks}
+    with pytest.raises(TimeoutError) as caught:
+        nbaccel.map(slowly, range(400), time_limit_s=3, **call)
+    said = str(caught.value)
+    assert said.startswith("stopped at its time limit, ")
+    assert said.endswith("of 400 items are in a.jsonl.parts; the same line goes on")
+    assert nbaccel.map(slowly, range(400), **{**call, "num_processes": 8}) == [2 * item for item in range(400)]
+
+
+def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+
+    def interrupt_when_something_is_done() -> None:
+        while not any(path.stat().st_size for path in tmp_path.glob("a.jsonl.parts/records/*")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt_when_something_is_done)
+    thread.start()
+    with pytest.raises(
+        KeyboardInterrupt, match=r"stopped by an interrupt: .* are in a.jsonl.parts; the same line goes"
+    ):
+        nbaccel.map(slowly, range(2000), out=out, batch_size=2, num_processes=2, cpu=True)
+    thread.join()
+
+
+def test_a_death_after_death_without_an_item_ends_the_map(tmp_path: Path) -> None:
+    def dies(accelerator: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankDied, match="started again 3 times, and finished no item in between"):
+        nbaccel.map(second, range(10), setup=dies, out=tmp_path / "a.jsonl", cpu=True)
+
+
+def test_a_stream_is_read_by_forked_ranks_and_refused_by_a_clean_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stream() -> Iterator[int]:
+        yield from range(60)
+
+    assert nbaccel.map(double, stream(), num_processes=2, cpu=True) == [2 * item for item in range(60)]
+    start_by(monkeypatch, "zygote")
+    with pytest.raises(CannotSend, match=r"items is a stream, which only forked ranks can read.*pass list\(items\)"):
+        nbaccel.map(double, stream(), cpu=True, out=tmp_path / "a.jsonl")
+
+
+def test_a_function_that_cannot_be_sent_is_refused_by_a_clean_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()
+
+    def locked(items: list[int]) -> list[int]:
+        with lock:
+            return items
+
+    assert nbaccel.map(locked, range(3), cpu=True) == [0, 1, 2]
+    start_by(monkeypatch, "zygote")
+    with pytest.raises(CannotSend, match=r"map cannot send function to ranks .*a lock cannot") as caught:
+        nbaccel.map(locked, range(3), cpu=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_in_this_process_where_no_other_can_be_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start_by(monkeypatch, "inline")
+    assert nbaccel.map(with_place, range(10), setup=place_of, cpu=True)[9] == [9, 0, 1, "cpu"]
+    assert capsys.readouterr().out.startswith("10 items in ")
+    with pytest.raises(LaunchRefused, match="time_limit_s can stop ranks only"):
+        nbaccel.map(slowly, range(10), cpu=True, time_limit_s=5)
+
+
+def test_an_out_of_other_items_names_overwrite(tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+    nbaccel.map(double, range(10), out=out, cpu=True)
+    with pytest.raises(CannotContinue, match="overwrite=True"):
+        nbaccel.map(double, range(11), out=out, cpu=True)
+    with pytest.raises(CannotContinue, match="overwrite=True"):
+        nbaccel.map(double, range(10), out=out, cpu=True, key="other weights")
+    assert len(nbaccel.map(double, range(11), out=out, cpu=True, overwrite=True)) == 11
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: nbaccel.map("double", [1]), TypeError, "the first argument of map is a function, got str"),
+        (lambda: nbaccel.map(double, "text"), TypeError, "items is a list of items, got a str"),
+        (lambda: nbaccel.map(double, {1: 2}), TypeError, "items is a list of items, got a dict"),
+        (lambda: nbaccel.map(double, [1], setup=3), TypeError, "setup is a function that gets an accelerator, got int"),
+        (lambda: nbaccel.map(double, [1], tries=0), ValueError, "tries must be a whole number from 1, got 0"),
+        (lambda: nbaccel.map(double, [1], background=True), LaunchRefused, "map cannot run in the background yet"),
+        (lambda: nbaccel.map(double, [1], time_limit_s=-1), ValueError, "a time is above 0"),
+    ],
+)
+def test_bad_input_is_one_sentence(call: Callable[[], Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_in_a_rank_it_is_accelerator_map() -> None:
+    with pytest.raises(NestedLaunch, match=r"call accelerator\.map\(function, items, \.\.\.\) here, in all ranks"):
+        launch(lambda: nbaccel.map(double, [1]), 2, cpu=True)
+
+
+def test_a_full_disk_is_said_with_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nbaccel.answers.records import RecordFile
+
+    append = RecordFile.append
+    written: list[int] = []
+
+    def append_until_full(self: RecordFile, records: Any) -> None:
+        if len(written) > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(1)
+        append(self, records)
+
+    monkeypatch.setattr(RecordFile, "append", append_until_full)
+    call = {"out": tmp_path / "a.jsonl", "batch_size": 2, "cpu": True}
+    with pytest.raises(CannotSave, match=r"No space left on device.*make room"):
+        nbaccel.map(double, range(100), **call)
+    monkeypatch.undo()
+    assert nbaccel.map(double, range(100), **call) == [2 * item for item in range(100)]
