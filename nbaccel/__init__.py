@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         Run as Run,
         launch as launch,
     )
+    from nbaccel.launch.runs import Runs as Runs
     from nbaccel.notebook.jobs.map_items import map as map
     from nbaccel.notebook.jobs.sweep import sweep as sweep
     from nbaccel.notebook.magics import panel as panel
@@ -102,6 +103,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
     from nbaccel.world import World as World
 
     last_run: Run | None
+    runs: Runs
     __version__: str
 
 _VERSION = "0.1.0"
@@ -146,6 +148,7 @@ _HOME = {
     "Run": "nbaccel.launch.api",
     "RunSettings": "nbaccel.settings",
     "RunStopped": "nbaccel.errors",
+    "Runs": "nbaccel.launch.runs",
     "StepCorrupted": "nbaccel.errors",
     "UntrustedPickle": "nbaccel.errors",
     "World": "nbaccel.world",
@@ -209,6 +212,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name == "last_run":
         return _last_run()
+    if name == "runs":
+        return _runs()
     if name == "__version__":
         return _version_for(sys._getframe(1))
     if name not in _HOME:
@@ -238,8 +243,22 @@ def _last_run() -> Run | None:
     return None if launching is None else launching.default_launcher().last_run
 
 
+def _runs() -> Runs:
+    """Return the runs of this process, oldest first; see `Runs`.
+
+    With `keep-runs` chosen in a notebook that has the extension, the runs of earlier kernels come first.
+    """
+    from nbaccel.launch.launcher import default_launcher
+
+    magics = sys.modules.get("nbaccel.notebook.magics")
+    if magics is not None:
+        magics.follow_kept_runs()
+    return default_launcher().runs
+
+
 def __dir__() -> list[str]:
-    return [*__all__, "map", "last_run", "__version__", "load_ipython_extension", "unload_ipython_extension"]
+    others = ["map", "last_run", "runs", "__version__", "load_ipython_extension", "unload_ipython_extension"]
+    return [*__all__, *others]
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:

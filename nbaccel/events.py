@@ -38,6 +38,7 @@ __all__ = [
     "RecordsLost",
     "Reports",
     "Restarted",
+    "Resumed",
     "SaveAsked",
     "SaveDue",
     "SavesItself",
@@ -95,6 +96,7 @@ class Progress(Event):
     first: optimizer steps that were complete when the loop began.
     began: time of that, in the machine's `time.monotonic()`; it identifies a loop of the rank. 0 if unknown.
     waiting: the fraction of its time, 0 to 1, that the loop has waited for batches; None before that is known.
+    learning_rates: of the prepared optimizers, each different one once, four at most; empty if unknown.
     """
 
     step: int = 0
@@ -109,6 +111,7 @@ class Progress(Event):
     first: int = 0
     began: float = 0.0
     waiting: float | None = None
+    learning_rates: Sequence[float] = ()
 
 
 @frozen
@@ -244,6 +247,17 @@ class RankRestarted(Event):
     """
 
     line: str = ""
+
+
+@frozen
+class Resumed(Event):
+    """Continuation of a training from a checkpoint, because the run was started with a resume.
+
+    path: its folder.  step: optimizer steps in it.
+    """
+
+    path: str = ""
+    step: int = 0
 
 
 @frozen

@@ -26,7 +26,7 @@ FILE = Path(__file__).with_suffix(".txt")
 COMMAND = "python tests/public_surface.py --write"
 
 MODULES = {
-    "nbaccel": ["__version__", "last_run", "load_ipython_extension", "map", "unload_ipython_extension"],
+    "nbaccel": ["__version__", "last_run", "load_ipython_extension", "map", "runs", "unload_ipython_extension"],
     "nbaccel.accelerator": [],
     "nbaccel.data_loader": [],
     "nbaccel.errors": [],
@@ -66,7 +66,7 @@ MODULES = {
 _OBJECTS = ("Accelerator", "AcceleratorState", "PartialState")
 """Classes of `nbaccel` that are made without arguments, and whose objects have attributes that no class shows."""
 
-_CHANGING = ("nbaccel.__version__", "nbaccel.last_run")
+_CHANGING = ("nbaccel.__version__", "nbaccel.last_run", "nbaccel.runs")
 
 _MADE_BY_PREPARE = ("AcceleratedOptimizer", "AcceleratedScheduler", "GradientState")
 """Classes whose objects programs are given: how they are made is nobody's business."""

@@ -151,6 +151,8 @@ RENAMED = {
 """Further ones that only some versions have: the first one, and the last one if there is any."""
 
 GUARDED = {
+    "_milestones": ("2.6", "sequence._milestones"),
+    "_schedulers": ("2.6", "sequence._schedulers"),
     "_cuda_clearCublasWorkspaces": ("2.6", "torch._C._cuda_clearCublasWorkspaces if torch.version.cuda else None"),
     "_cuda_hasPrimaryContext": ("2.6", "torch._C._cuda_hasPrimaryContext if torch.version.cuda else None"),
     "_host_emptyCache": ("2.6", "torch._C._host_emptyCache if torch.version.cuda else None"),
@@ -349,6 +351,12 @@ class Live:
         torch.optim.lr_scheduler.ConstantLR(optimizer)
         optimizer.step()
         return optimizer
+
+    @property
+    def sequence(self) -> Any:
+        optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)
+        parts = [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(2)]
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[1])
 
     @property
     def loader(self) -> Any:

@@ -71,7 +71,7 @@ def test_a_first_step_alone_loads_what_it_needs_and_what_checkpoints_are_written
 
 def test_all_is_what_is_visible() -> None:
     assert nbaccel.__all__ == sorted(nbaccel.__all__)
-    others = {"map", "__version__", "last_run", "load_ipython_extension", "unload_ipython_extension"}
+    others = {"map", "runs", "__version__", "last_run", "load_ipython_extension", "unload_ipython_extension"}
     assert set(dir(nbaccel)) == {*nbaccel.__all__, *others}
 
 

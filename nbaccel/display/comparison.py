@@ -42,7 +42,8 @@ _MOST_NUMBERS = 4
 class RunRow:
     """One run that is over.
 
-    number: 1 for the first run compared.  name: name of the curve, empty if there is none.  curve: the mean over ranks.
+    number: 1 for the first run compared.  label: a name for it, shown instead of the number.
+    name: name of the curve, empty if there is none.  curve: the mean over ranks.
     latest: the mean of the latest values of the ranks.  text, html: the row as text and as HTML.
     """
 
@@ -53,8 +54,9 @@ class RunRow:
     name: str
     curve: Line
     latest: float
-    text: str
-    html: str
+    text: str = ""
+    html: str = ""
+    label: str = ""
 
 
 class RunComparison:
@@ -80,8 +82,12 @@ class RunComparison:
 
     def finish(self, panel: Panel, seconds: float, state: RunState) -> None:
         """Turn the run of `panel`, which is over, into a row."""
-        self.ends[state.word] += 1
-        self.rows.append(_row(self.runs, panel, seconds, state))
+        self.add(_row(self.runs + 1, panel, seconds, state))
+
+    def add(self, row: RunRow) -> None:
+        """Add the row of a run that is over."""
+        self.ends[row.word] += 1
+        self.rows.append(row)
         if len(self.rows) > _MOST_ROWS:
             del self.rows[_MOST_ROWS // 2]
 
@@ -153,8 +159,10 @@ _LONGEST_TITLE = 34
 _UNNAMED = "#8b909880"
 
 
-def draw_runs(comparison: RunComparison) -> Figure:
+def draw_runs(comparison: RunComparison, title: str = "") -> Figure:
     """Return a new figure of all runs of `comparison` that are over; at most 16 are named, the first and the latest.
+
+    title: written above; empty for their number and how they ended.
 
     >>> [axes.get_title(loc="left") for axes in draw_runs(RunComparison()).axes]
     ['no numbers were logged', '']
@@ -168,7 +176,7 @@ def draw_runs(comparison: RunComparison) -> Figure:
         _curves(figure.add_subplot(grid[0, 0]), compared, {row.number for row in named}, name)
         _lines(figure.add_subplot(grid[0, 1]), comparison, named)
         ends = ", ".join(f"{count} {word}" for word, count in comparison.ends.items())
-        head(figure, head_lines(f"{plural(comparison.runs, 'run')}: {ends}", _WIDTH_IN))
+        head(figure, head_lines(title or f"{plural(comparison.runs, 'run')}: {ends}", _WIDTH_IN))
     return figure
 
 
@@ -212,7 +220,7 @@ def _lines(axes: Axes, comparison: RunComparison, rows: Sequence[RunRow]) -> Non
             _sample(axes, row.number - 1, at)
         title = row.title if len(row.title) <= _LONGEST_TITLE else f"{row.title[: _LONGEST_TITLE - 1]}…"
         words = ["" if row.word == "done" else row.word, f"{row.name} {number(row.latest)}" if row.name else ""]
-        write(0.1, at, f"{row.number}. {title}")
+        write(0.1, at, f"{row.label or f'{row.number}.'} {title}")
         write(0.84, at, ", ".join(filter(None, words)), ha="right")
         write(1.0, at, duration(row.seconds), ha="right")
         at += 1

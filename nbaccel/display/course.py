@@ -251,6 +251,11 @@ class Course:
         return None if self._evaluation is None else self._evaluation.newest
 
     @property
+    def epoch_s(self) -> float | None:
+        """Return the seconds of training that an epoch takes at the present pace; None if that is unknown."""
+        return self.pace.seconds_for(1.0)
+
+    @property
     def left(self) -> Left | None:
         """Return the time left; None if it is unknown.
 

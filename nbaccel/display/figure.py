@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.display.history import History
 from nbaccel.display.series import Line, Series, are_equal
+from nbaccel.display.splits import plots_of, smoothed
 from nbaccel.display.summary import RunFacts
 from nbaccel.display.svg import ON_ANY, ON_LIGHT, Scale, dashes
 from nbaccel.quantities import gigabytes, number, rate, span
@@ -45,7 +46,7 @@ class Ground:
     """Background of a figure, and the colours that are visible on it.
 
     paper: the background; "none" shows that of the page.  bad: colour of failures.  ranks: colours of the ranks'
-    curves.
+    curves.  held_out: colour of curves of held-out data.
     """
 
     paper: str
@@ -55,15 +56,16 @@ class Ground:
     grid: str
     bad: str
     ranks: tuple[str, ...]
+    held_out: str
 
     def rank(self, rank: int) -> str:
         """Return the colour of a rank."""
         return self.ranks[rank % len(self.ranks)]
 
 
-PAPER = Ground("white", "#1d1f23", "#5b616b", "#9aa0a8", "#e4e7eb", "#b3261e", ON_LIGHT)
+PAPER = Ground("white", "#1d1f23", "#5b616b", "#9aa0a8", "#e4e7eb", "#b3261e", ON_LIGHT, "#7a3fb0")
 """Colours for a figure that is printed, or saved by its user."""
-ANY_GROUND = Ground("none", "#777c85", "#777c85", "#8b909899", "#8b909840", "#d9534a", ON_ANY)
+ANY_GROUND = Ground("none", "#777c85", "#777c85", "#8b909899", "#8b909840", "#d9534a", ON_ANY, "#9a6ad0")
 """Colours for pages that are white or nearly black and do not say which.
 
 The programs that show the saved file have themes that no PNG can follow. Text has a contrast of 4:1 on both, lines in
@@ -84,6 +86,7 @@ _COARSER_DPI = (120, 96, 72)
 _POINTS = 240
 _MOST_POINTS = 960
 """Number of points of all curves of one figure together, so that its file stays small."""
+_HELD_OUT_POINTS = 120
 _MOST_LABELS = 10
 
 
@@ -137,7 +140,8 @@ def draw(
     """
     facts = facts or RunFacts()
     known = dict.fromkeys(name for phase in history.phases for name in phase.series)
-    shown = [name for name in facts.shown(list(known)) if name in known] if names is None else list(names)
+    chosen = [name for name in facts.shown(list(known)) if name in known] if names is None else list(names)
+    shown = plots_of(chosen, list(known))
     rows = math.ceil(len(shown) / _MOST_IN_A_ROW) or 1
     columns = math.ceil(len(shown) / rows) or 1
     beside = [
@@ -154,9 +158,11 @@ def draw(
         widths = [(width_in - side_in) / columns] * columns + ([side_in] if beside else [])
         grid: GridSpec = figure.add_gridspec(2 * rows, len(widths), width_ratios=widths)
         points = max(40, min(_POINTS, _MOST_POINTS // max(1, len(shown))))
-        for at, name in enumerate(shown):
+        for at, (name, held_out) in enumerate(shown):
             row, column = divmod(at, columns)
-            _curves(figure.add_subplot(grid[2 * row : 2 * row + 2, column]), history, name, ground, points)
+            axes = figure.add_subplot(grid[2 * row : 2 * row + 2, column])
+            _curves(axes, history, name, ground, points)
+            _held_out(axes, history, held_out, ground)
         if not shown:
             nothing = figure.add_subplot(grid[:, 0])
             nothing.set_title("no numbers were logged")
@@ -274,16 +280,34 @@ def _curves(axes: Axes, history: History, name: str, ground: Ground, points: int
     _legend(axes)
 
 
+def _held_out(axes: Axes, history: History, names: Sequence[str], ground: Ground) -> None:
+    """Draw curves of held-out data into the plot of their metric in training; only those of the last phase."""
+    everything = history.phase.series
+    for at, name in enumerate(name for name in names if name in everything):
+        line = everything[name].coarser(_HELD_OUT_POINTS).mean()
+        if not line:
+            continue
+        style = "--" if at else "-"
+        label = f"{name} {number(everything[name].latest)}"
+        axes.plot(line.step, line.mean, style, color=ground.held_out, linewidth=1.3, marker="o", ms=3, label=label)
+        _legend(axes)
+
+
 def _ranks_and_mean(axes: Axes, series: Series, ground: Ground) -> None:
     mean = series.mean()
     axes.fill_between(mean.step, mean.low, mean.high, color=ground.rank(0), alpha=0.15, linewidth=0)
     lines = {rank: series.line(rank) for rank in series.ranks}
+    smooth = smoothed(mean)
+    pale = 1.0 if smooth is None else 0.35
+    over = mean if smooth is None else smooth
     if are_equal(lines.values()):
-        trace(axes, mean, 0, "", 1.6, ground)
+        if smooth is not None:
+            axes.plot(mean.step, mean.mean, color=ground.rank(0), linewidth=0.8, alpha=pale)
+        trace(axes, over, 0, "", 1.6, ground)
         return
     for rank, line in lines.items():
-        trace(axes, line, rank, f"rank {rank}", 0.9, ground)
-    axes.plot(mean.step, mean.mean, color=ground.ink, linewidth=1.7, label="mean")
+        trace(axes, line, rank, f"rank {rank}", 0.9, ground, alpha=1.0 if smooth is None else 0.6)
+    axes.plot(over.step, over.mean, color=ground.ink, linewidth=1.7, label="mean" if smooth is None else "mean, smooth")
 
 
 def _whole_steps(axes: Axes, only: Series | None) -> None:
@@ -297,9 +321,9 @@ def _whole_steps(axes: Axes, only: Series | None) -> None:
         axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
 
 
-def trace(axes: Axes, line: Line, rank: int, label: str, width: float, ground: Ground) -> None:
+def trace(axes: Axes, line: Line, rank: int, label: str, width: float, ground: Ground, *, alpha: float = 1.0) -> None:
     """Draw a curve in the colour and dashes of `rank`, `width` points wide."""
-    (drawn,) = axes.plot(line.step, line.mean, color=ground.rank(rank), linewidth=width, label=label)
+    (drawn,) = axes.plot(line.step, line.mean, color=ground.rank(rank), linewidth=width, label=label, alpha=alpha)
     if len(line) == 1:
         drawn.set_marker("o")
     if dash := dashes(rank):

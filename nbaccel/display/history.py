@@ -7,6 +7,7 @@ the run. It draws nothing and knows no process.
 
 from __future__ import annotations
 
+import copy
 import csv
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from nbaccel.events import (
     RankRestarted,
     RecordsLost,
     Restarted,
+    Resumed,
 )
 from nbaccel.quantities import duration, number, plural
 
@@ -43,6 +45,8 @@ __all__ = [
 _MOST_POINTS, _FEWEST_POINTS = 512, 16
 _ALL_POINTS = 40_000
 """Number of points of all curves together: 40 bytes each."""
+_THIN_POINTS, _ALL_THIN_POINTS, _THIN_ROWS = 256, 4096, (128, 1024)
+"""The same, and numbers of rows and values, for a run that is only remembered."""
 _MOST_NAMES = 200
 _MOST_MARKS = 200
 _SPEED_EVERY_S = 0.5
@@ -73,6 +77,7 @@ class History:
     marks: single events (memory ran out, a checkpoint was saved), oldest first.
     attempts: number of times that the ranks were started: one more after each restart for memory.
     items: those of a map; None in other runs.
+    resumed: the checkpoint that the first attempt went on from; None if it began anew.
     lost: records of the ranks that never arrived.  seconds: the time of the latest record, since the run began.
 
     >>> history = History(2)
@@ -92,6 +97,7 @@ class History:
         self.marks: list[Mark] = []
         self.items: ItemCount | None = None
         self.seconds = 0.0
+        self.resumed: Resumed | None = None
         self._began_at = began_at
         self._lost: dict[int, int] = {}
         self._phase_of: dict[int, int] = {}
@@ -112,6 +118,7 @@ class History:
             RankRestarted: self._take_rank_restarted,
             RecordsLost: self._take_lost,
             Restarted: self._take_restarted,
+            Resumed: self._take_resumed,
         }
 
     # --- feeding -----------------------------------------------------------------------------------------------
@@ -248,7 +255,32 @@ class History:
         if self.items is not None:
             self.items.restart(rank)
 
+    def _take_resumed(self, rank: int, at_s: float, event: Resumed) -> None:
+        if self.attempts == 1:  # later attempts go on from checkpoints of this run
+            self.resumed = self.resumed or event
+
     # --- reading -----------------------------------------------------------------------------------------------
+
+    def thinned(self) -> History:
+        """Return the history of a run that is over, in some 250 kB at most: coarser curves, fewer rows.
+
+        It takes no further events.
+        """
+        thin = copy.copy(self)
+        thin._take = {}
+        tracks = sum(len(series.last) for phase in self.phases for series in phase.series.values())
+        points = min(_THIN_POINTS, max(_FEWEST_POINTS, _ALL_THIN_POINTS // max(1, tracks)))
+        thin.phases = [phase.thinned(points) for phase in self.phases]
+        thin.memory_bytes, thin.speed = self.memory_bytes.coarser(_FEWEST_POINTS), self.speed.coarser(_FEWEST_POINTS)
+        thin.rows = Rows(*_THIN_ROWS)
+        for row in self.rows:
+            thin.rows.add(row.pop("step"), row)
+        return thin
+
+    @property
+    def latest_phases(self) -> list[PhaseRecord]:
+        """Return the phases of the last attempt."""
+        return self.phases[self._first_phase :]
 
     @property
     def lost(self) -> int:

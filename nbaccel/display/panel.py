@@ -12,7 +12,8 @@ from html import escape
 
 from nbaccel.display.history import History, Usage
 from nbaccel.display.item_count import ItemCount
-from nbaccel.display.series import Series, are_equal
+from nbaccel.display.series import Line, are_equal
+from nbaccel.display.splits import plots_of, smoothed
 from nbaccel.display.summary import (
     RUNNING,
     RunFacts,
@@ -22,6 +23,7 @@ from nbaccel.display.summary import (
     loss_of_records,
     mark_words,
     not_finite_words,
+    paces,
     text,
     times,
     where,
@@ -40,6 +42,7 @@ _MANY_PLOTS = 3
 """Number of plots from which they stand above the table at any width, in as many rows as they need."""
 _POINTS = 800
 """Number of points that all lines of a panel share; it limits the size of a frame, drawn every half second."""
+_HELD_OUT_POINTS = 60
 _STALE = (
     '<p class="stale soft">nothing new for 20 s; if this page was reloaded, <code>%accelerate last</code> shows the run'
     "</p>"
@@ -79,12 +82,14 @@ class Panel:
 
     def html(self, seconds: float, state: RunState = RUNNING) -> str:
         """Return the HTML of the run after `seconds`, without the style sheet."""
-        names = self.facts.shown(self.history.names)
+        names = self.history.names
+        plots = plots_of(self.facts.shown(names), names)
+        drawn = [name for main, beside in plots for name in (main, *beside)]
         return (
             f'<div class="nbaccel" role="group" aria-label="{escape(self.facts.title)}">'
             f"{self._head(state)}{self._progress(seconds, state)}"
-            f'<div class="body of{min(len(names), _MANY_PLOTS)}">{self._plots(names, state)}{self._table(names)}</div>'
-            f"{self._foot(names, state)}{_bars(state)}{'' if state.is_over else _STALE}</div>"
+            f'<div class="body of{min(len(plots), _MANY_PLOTS)}">{self._plots(plots, state)}{self._table(drawn)}</div>'
+            f"{self._foot(drawn, state)}{_bars(state)}{'' if state.is_over else _STALE}</div>"
         )
 
     def _head(self, state: RunState) -> str:
@@ -104,19 +109,19 @@ class Panel:
             places = [] if state.is_over else where(self.history)
             done = 1.0 if state.word == "done" else items.part
         label = escape(", ".join(places)) or "progress"
+        speeds = [*times(self.history, seconds, state), *paces(self.history, state)]
         return (
             f'<div class="row at"><span class="fits">{_parts(places)}</span>'
-            f'<span class="fits">{_parts(times(self.history, seconds, state))}</span></div>'
+            f'<span class="fits">{_parts(speeds)}</span></div>'
             # Without a value the browser would animate the bar.
             f'<progress max="1" value="{done or 0:.3f}" aria-label="{label}"></progress>'
         )
 
     # --- curves ------------------------------------------------------------------------------------------------
 
-    def _plots(self, names: list[str], state: RunState) -> str:
-        series = self.history.phase.series
-        if names:
-            plots = "".join(self._plot(name, series.get(name), _POINTS // len(names)) for name in names)
+    def _plots(self, of: list[tuple[str, list[str]]], state: RunState) -> str:
+        if of:
+            plots = "".join(self._plot(name, beside, _POINTS // len(of)) for name, beside in of)
         elif state.is_over or self.history.items is not None:
             return ""  # no empty place for curves that never come
         else:
@@ -126,7 +131,9 @@ class Panel:
     def _figure(self, content: str) -> str:
         return f'<figure style="height:{self._figure_px}px">{content}</figure>'
 
-    def _plot(self, name: str, series: Series | None, points: int) -> str:
+    def _plot(self, name: str, beside: list[str], points: int) -> str:
+        everything = self.history.phase.series
+        series = everything.get(name)
         lines = 3 if series is None else len(series.ranks) + 3  # the mean, and both edges of the band
         drawn = None if series is None else series.coarser(max(24, min(160, points // lines)))
         mean = None if drawn is None else drawn.mean()
@@ -134,28 +141,38 @@ class Panel:
             aside = "nothing yet" if series is None else not_finite_words(series)
             return self._figure(f'<div class="row fits"><b>{escape(name)}</b><span class="soft">{aside}</span></div>')
         marks = [mark.step for mark in self.history.marks if mark.kind == "oom" and mark.step is not None]
-        scale, latest = Scale.of(mean), max(series.newest.values())
+        held_out = {other: everything[other].coarser(_HELD_OUT_POINTS).mean() for other in beside}
+        held_out = {other: line for other, line in held_out.items() if line}
+        scale = Scale.of(_together([mean, *held_out.values()]))
+        first = min(line.step[0] for line in (mean, *held_out.values()))
+        latest = max(step for one in (name, *held_out) for step in everything[one].newest.values())
         ranks = {rank: drawn.line(rank) for rank in drawn.ranks}
         picture = plot(
             mean,
             {} if are_equal(ranks.values()) else ranks,
             scale,
-            label=curve_words(name, series),
+            label="; ".join(curve_words(one, everything[one]) for one in (name, *beside)),
             height_px=self._figure_px - _LINE_PX - _STEPS_PX,
             marks=marks[-8:],
+            smooth=smoothed(mean),
+            beside=list(held_out.values()),
+        )
+        others = "".join(
+            f'<b class="val">{"╌" if at else "●"} {escape(other)} {number(everything[other].latest)}</b>'
+            for at, other in enumerate(beside)
         )
         if series.not_finite:
             kind, asides = "failed", [not_finite_words(series)]
         else:
             lowest = f"lowest {number(series.lowest)}" if name.lower().endswith("loss") else ""
             kind, asides = "soft", [lowest, "log scale" if scale.is_log else ""]
-        beside = "".join(f'<span class="{kind}">{aside}</span>' for aside in asides if aside)
+        words = "".join(f'<span class="{kind}">{aside}</span>' for aside in asides if aside)
         low, high = ticks(scale.low, scale.high)
         return self._figure(
-            f'<div class="row fits"><b>{escape(name)} {number(series.latest)}</b>{beside}</div>'
+            f'<div class="row fits"><b>{escape(name)} {number(series.latest)}</b>{others}{words}</div>'
             f'<div class="plot"><div class="axis" aria-hidden="true"><span>{high}</span>'
             f"<span>{low}</span></div>{picture}</div>"
-            f'<div class="steps" aria-hidden="true"><span>step {mean.step[0]:,}</span><span>{latest:,}</span></div>'
+            f'<div class="steps" aria-hidden="true"><span>step {first:,}</span><span>{latest:,}</span></div>'
         )
 
     # --- ranks -------------------------------------------------------------------------------------------------
@@ -197,6 +214,12 @@ class Panel:
         others = [f"{name} {number(one.latest)}" for name, one in history.phase.series.items() if name not in names]
         words = [*map(mark_words, history.marks[-1:]), loss_of_records(history), *others]
         return f'<p class="row soft fits">{_parts(list(filter(None, words)))}</p>'
+
+
+def _together(lines: list[Line]) -> Line:
+    """Return a line of one point whose edges hold all `lines`."""
+    low, high = min(min(line.low) for line in lines), max(max(line.high) for line in lines)
+    return Line((0,), (low,), (low,), (high,))
 
 
 def _parts(words: list[str]) -> str:

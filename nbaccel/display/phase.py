@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from nbaccel.display.course import Bar, Course, Left, StepCount
@@ -141,6 +141,12 @@ class PhaseRecord:
             others = {f"logged {LOSS}": logged, **others}
         return {LOSS: self.loss, **others}
 
+    def thinned(self, points: int) -> PhaseRecord:
+        """Return the same phase of a run that is over, with at most `points` points for each curve and rank."""
+        curves = {name: series.coarser(points) for name, series in self.series.items()}
+        loss = curves.pop(LOSS, None) if self.loss is not None else None
+        return replace(self, loss=loss, metrics=curves, recent={}, unmatched={}, waiting=deque(), courses=self.courses)
+
     @property
     def leader(self) -> int | None:
         """Return the lowest rank that trains, or the lowest of all if none does; it stands for all of them."""
@@ -187,6 +193,22 @@ class PhaseRecord:
         """Return steps per second of training in its last 15 seconds, without evaluations."""
         course = self._course
         return None if course is None else course.pace.steps_per_s
+
+    @property
+    def epoch_s(self) -> float | None:
+        """Return the seconds of training that an epoch takes at the present pace; None if that is unknown."""
+        course = self._course
+        return None if course is None else course.epoch_s
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Return the samples per second that all ranks train on together, by the sizes of their loaders' batches."""
+        epoch_s = self.epoch_s
+        trained = [course.training for course in self.courses.values() if course.training is not None]
+        if not epoch_s or not trained:
+            return None
+        samples = [(training.samples or 0) * (training.batches or 0) for training in trained]
+        return sum(samples) / epoch_s if all(samples) else None
 
     def lag(self, rank: int) -> int:
         """Return the steps by which a rank is ahead of the leader; negative if it is behind.

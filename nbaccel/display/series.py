@@ -257,6 +257,25 @@ class Series:
         copy._tracks = {rank: track.coarser(copy._shift) for rank, track in self._tracks.items()}
         return copy
 
+    @classmethod
+    def of(cls, line: Line, latest: float, newest: int) -> Series:
+        """Return a series whose only rank, 0, has the curve `line`.
+
+        latest, newest: its latest value, and the step of that.
+
+        >>> Series.of(Line((0, 2), (1.0, 0.5), (1.0, 0.5), (1.0, 0.5)), 0.5, 2).mean().mean
+        (1.0, 0.5)
+        """
+        series, track = cls(max(1, len(line))), _Track()
+        for step, mean, low, high in zip(line.step, line.mean, line.low, line.high, strict=True):
+            track._append((step, 1, mean, low, high))
+        series.last[0], series.newest[0] = latest, newest
+        if line:
+            series._tracks[0] = track
+        if not math.isfinite(latest):
+            series.not_finite[0] = newest
+        return series
+
     @property
     def _longest(self) -> int:
         return max(map(len, self._tracks.values()), default=0)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from nbaccel.display.history import History, Mark, Usage
 from nbaccel.display.series import Series
+from nbaccel.display.splits import is_held_out
 from nbaccel.quantities import duration, gigabytes, number, plural, rate, span
 
 __all__ = [
@@ -18,10 +19,12 @@ __all__ = [
     "RunFacts",
     "RunState",
     "curve_words",
+    "few_numbers",
     "line",
     "loss_of_records",
     "mark_words",
     "memory_words",
+    "paces",
     "text",
     "times",
     "where",
@@ -55,7 +58,7 @@ class RunFacts:
         if self.plots:
             return list(self.plots)
         losses = [name for name in names if name.lower().endswith("loss")]
-        return (losses or names)[:1]
+        return sorted(losses or names, key=is_held_out)[:1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ RUNNING = RunState("running")
 
 _LATEST_MARKS = 5
 _MUCH_WAITING = 0.25
+_SHORTEST_EPOCH_S = 1.0
 _FEW = 3
 """Number of values in the line of a run; the panel and the history have all of them."""
 _BOOKKEEPING = ("epoch", "runtime", "per_second", "flos", "grad_norm", "learning_rate", "lr", "step", "num_tokens")
@@ -124,7 +128,7 @@ def line(history: History, facts: RunFacts, seconds: float, state: RunState = RU
     """
     words = [state.sentence] if state.sentence else []
     words += _where_now(history, state)
-    words += _few_numbers(history, facts)
+    words += few_numbers(history, facts)
     words += times(history, seconds, state)
     if usages := list(history.memory.values()):
         sizes = [usage.peak_bytes if state.is_over else usage.used_bytes for usage in usages]
@@ -134,7 +138,7 @@ def line(history: History, facts: RunFacts, seconds: float, state: RunState = RU
     return ", ".join(words)
 
 
-def _few_numbers(history: History, facts: RunFacts) -> list[str]:
+def few_numbers(history: History, facts: RunFacts) -> list[str]:
     """Return the numbers for one line: losses first, then measurements; and how many more there are.
 
     A Trainer of transformers logs 15 numbers, half of them times of its own.
@@ -160,7 +164,7 @@ def text(history: History, facts: RunFacts, seconds: float, state: RunState = RU
 def _lines(history: History, facts: RunFacts, seconds: float, state: RunState) -> Iterator[str]:
     yield f"{facts.title}: {state.sentence or state.word}"
     yield facts.setting
-    yield ", ".join([*_where_now(history, state), *times(history, seconds, state)])
+    yield ", ".join([*_where_now(history, state), *times(history, seconds, state), *paces(history, state)])
     for name, series in history.phase.series.items():
         yield curve_words(name, series)
     for rank in range(history.world_size):
@@ -246,6 +250,23 @@ def times(history: History, seconds: float, state: RunState = RUNNING) -> list[s
     if (left := history.phase.left) is not None:
         least, epoch = "at least " if left.is_least else "", " in this epoch" if left.of_epoch else ""
         words.append(f"{least}{duration(left.seconds)} left{epoch}")
+    return words
+
+
+def paces(history: History, state: RunState = RUNNING) -> list[str]:
+    """Return samples per second, time per epoch and learning rate: ["397 samples/s", "0:41 per epoch", "lr 0.0003"].
+
+    After the end the learning rate is left out.
+    """
+    phase = history.phase
+    words = []
+    if (samples_per_s := phase.samples_per_s) is not None:
+        words.append(rate(samples_per_s, "samples"))
+    if (epoch_s := phase.epoch_s) is not None and epoch_s >= _SHORTEST_EPOCH_S:
+        words.append(f"{duration(epoch_s)} per epoch")
+    training = phase.training
+    if training is not None and training.learning_rates and not state.is_over:
+        words.append(f"lr {' and '.join(f'{each:.3g}' for each in training.learning_rates)}")
     return words
 
 

@@ -10,7 +10,7 @@ Each set is ordered by contrast on its background.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -32,6 +32,7 @@ __all__ = [
 _SIDE, _TOP = 1000, 40
 _ROOM = _SIDE - 2 * _TOP
 _STROKE = 'fill="none" vector-effect="non-scaling-stroke" stroke-linejoin="round"'
+_MOST_DOTS = 30
 _LOG_FROM = 10.0
 """Values that differ by more than this factor, all of them positive, are drawn on a logarithmic scale."""
 
@@ -63,14 +64,24 @@ class Scale:
 
 
 def plot(
-    mean: Line, ranks: Mapping[int, Line], scale: Scale, *, label: str, height_px: int, marks: Sequence[int] = ()
+    mean: Line,
+    ranks: Mapping[int, Line],
+    scale: Scale,
+    *,
+    label: str,
+    height_px: int,
+    marks: Sequence[int] = (),
+    smooth: Line | None = None,
+    beside: Sequence[Line] = (),
 ) -> str:
     """Return the SVG of `mean`, which has at least one point, and of the curves of `ranks`, drawn on `scale`.
 
     label: the text for a screen reader.  marks: steps to mark by a vertical line.
+    smooth: a smooth curve over `mean`, which is drawn pale then.  beside: curves of held-out data; not empty.
     """
     # Sizes are styles, not attributes: JupyterLab gives every SVG in an output `height: auto`.
-    first, last = mean.step[0], max(mean.step[-1], mean.step[0] + 1)
+    first = min(line.step[0] for line in (mean, *beside))
+    last = max(first + 1, *(line.step[-1] for line in (mean, *beside)))
 
     def points(steps: Iterable[int], values: Iterable[float]) -> list[tuple[int, int]]:
         return [(x(step), y(value)) for step, value in zip(steps, values, strict=True)]
@@ -84,17 +95,26 @@ def plot(
     parts = [f'<path d="M0 {at}H{_SIDE}" stroke="var(--line)" {_STROKE}/>' for at in (_TOP, _SIDE // 2, _SIDE - _TOP)]
     edges = points(mean.step, mean.high) + points(reversed(mean.step), reversed(mean.low))
     parts.append(f'<path d="{_path(edges)}z" fill="var(--r0)" opacity=".16"/>')
+    behind = "" if smooth is None else ' opacity=".6"'
     for rank, line in ranks.items():
         dash = " ".join(f"{length:g}" for length in dashes(rank)) or "none"
         parts.append(
             f'<path d="{_path(points(line.step, line.mean))}" stroke="{colour(rank)}" stroke-dasharray="{dash}" '
-            f'stroke-width="1.3" {_STROKE}/>'
+            f'stroke-width="1.3"{behind} {_STROKE}/>'
         )
     stroke = "var(--fg)" if ranks else colour(0)
+    pale = "" if smooth is None else ' opacity=".35"'
     parts.append(
-        f'<path d="{_path(points(mean.step, mean.mean))}" stroke="{stroke}" stroke-width="2" '
-        f'stroke-linecap="round" {_STROKE}/>'
+        f'<path d="{_path(points(mean.step, mean.mean))}" stroke="{stroke}" stroke-width="{2 if not pale else 1}" '
+        f'stroke-linecap="round"{pale} {_STROKE}/>'
     )
+    if smooth is not None:
+        parts.append(
+            f'<path d="{_path(points(smooth.step, smooth.mean))}" stroke="{stroke}" stroke-width="2" '
+            f'stroke-linecap="round" {_STROKE}/>'
+        )
+    for at, line in enumerate(beside):
+        parts += _held_out(points(line.step, line.mean), at)
     parts += [
         f'<path d="M{x(step)} 0V{_SIDE}" stroke="var(--bad)" stroke-dasharray="2 3" {_STROKE}/>'
         for step in marks
@@ -104,6 +124,18 @@ def plot(
         f'<svg role="img" aria-label="{escape(label)}" viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio="none" '
         f'style="height:{height_px}px">{"".join(parts)}</svg>'
     )
+
+
+def _held_out(points: Sequence[tuple[int, int]], at: int) -> Iterator[str]:
+    """Yield the paths of curve `at` of held-out data: a line, and a dot for each point unless there are very many."""
+    dash = "5 3" if at else "none"
+    yield (
+        f'<path d="{_path(points)}" stroke="var(--val)" stroke-width="1.6" stroke-dasharray="{dash}" '
+        f'stroke-linecap="round" {_STROKE}/>'
+    )
+    if len(points) <= _MOST_DOTS:  # a line of no length with round ends is a dot that no stretching distorts
+        dots = "".join(f"M{x} {y}h0" for x, y in points)
+        yield f'<path d="{dots}" stroke="var(--val)" stroke-width="5" stroke-linecap="round" {_STROKE}/>'
 
 
 def spark(line: Line, scale: Scale, label: str) -> str:
@@ -159,11 +191,11 @@ def _ranks(colours: tuple[str, ...]) -> str:
 
 
 _LIGHT = (
-    "--bg:#fff;--fg:#1d1f23;--soft:#5b616b;--line:#d9dce1;--fill:#e4e7eb;--bad:#b3261e;--good:#00704f;"
+    "--bg:#fff;--fg:#1d1f23;--soft:#5b616b;--line:#d9dce1;--fill:#e4e7eb;--bad:#b3261e;--good:#00704f;--val:#7a3fb0;"
     f"{_ranks(ON_LIGHT)}"
 )
 _DARK = (
-    "--bg:#16181c;--fg:#e8eaed;--soft:#a9b0ba;--line:#3a3f47;--fill:#2f343c;--bad:#ff8a80;--good:#5ed3ae;"
+    "--bg:#16181c;--fg:#e8eaed;--soft:#a9b0ba;--line:#3a3f47;--fill:#2f343c;--bad:#ff8a80;--good:#5ed3ae;--val:#c9a2f2;"
     f"{_ranks(ON_DARK)}"
 )
 
@@ -185,6 +217,7 @@ STYLE = (
     "background:var(--bg);color:var(--fg);font:13px/20px system-ui,sans-serif;font-variant-numeric:tabular-nums;"
     "overflow:hidden;position:relative;container-type:inline-size}"
     ".nbaccel.runs{margin-bottom:4px;max-height:220px;overflow:auto}"
+    ".nbaccel.runs.all{max-height:440px}.nbaccel.all td,.nbaccel.all th{vertical-align:top}"
     ".nbaccel.runs table{width:100%}.nbaccel.runs svg{vertical-align:middle}"
     ".nbaccel p,.nbaccel figure{margin:0;padding:0}"
     ".nbaccel .row{display:flex;gap:6px 16px;height:20px;white-space:nowrap;overflow:hidden}"
@@ -198,7 +231,7 @@ STYLE = (
     ".nbaccel .soft{color:var(--soft)}.nbaccel b{font-weight:600}"
     ".nbaccel .stale{position:absolute;right:12px;bottom:7px;padding-left:12px;background:var(--bg);visibility:hidden;"
     "animation:nbaccel-stale 0s linear 20s forwards}@keyframes nbaccel-stale{to{visibility:visible}}"
-    ".nbaccel .failed{color:var(--bad)}.nbaccel .done{color:var(--good)}"
+    ".nbaccel b.val{color:var(--val)}.nbaccel .failed{color:var(--bad)}.nbaccel .done{color:var(--good)}"
     ".nbaccel progress{width:100%;height:6px;display:block;margin:6px 0 8px;appearance:none;-webkit-appearance:none;"
     "border:0;border-radius:3px;overflow:hidden;background:var(--fill)}"
     ".nbaccel progress::-webkit-progress-bar{background:var(--fill)}"
@@ -226,7 +259,9 @@ STYLE = (
     ".nbaccel th,.nbaccel td{padding:0 0 0 14px;height:22px;text-align:right;white-space:nowrap;border:0;"
     "font-weight:400;color:inherit;vertical-align:middle;background:none}"
     ".nbaccel th:first-child,.nbaccel td:first-child{padding-left:0;text-align:left}"
-    ".nbaccel td.left{text-align:left}"
+    ".nbaccel td.left,.nbaccel th.left{text-align:left}.nbaccel.all td,.nbaccel.all th{line-height:22px}"
+    ".nbaccel.all td.left{white-space:normal}.nbaccel.all td span,.nbaccel.all td.name{white-space:nowrap}"
+    ".nbaccel.all td span{display:inline-block;white-space:pre}.nbaccel.all svg{max-width:60px}"
     ".nbaccel thead th{color:var(--soft);height:20px}"
     # JupyterLab gives every SVG in an output `height: auto`, by a rule that this one overrules.
     ".nbaccel svg.swatch{width:24px;height:8px;stroke-width:2}"
@@ -239,6 +274,8 @@ STYLE = (
     "@container(max-width:860px){.nbaccel .of2{flex-direction:column}.nbaccel .of2>*{flex:none}}"
     "@container(max-width:660px){.nbaccel .body{flex-direction:column}.nbaccel .body>*{flex:none}"
     ".nbaccel .of3>.plots{grid-template-columns:repeat(2,minmax(0,1fr))}}"
+    "@container(max-width:860px){.nbaccel .widest{display:none}}"
+    "@container(max-width:560px){.nbaccel .wide{display:none}}"
     "@container(max-width:420px){.nbaccel .row.at{display:block;height:40px}"
     ".nbaccel .body>.plots{grid-template-columns:minmax(0,1fr)}"
     ".nbaccel .bar,.nbaccel .swatch,.nbaccel .row>.fits+span.soft{display:none}"

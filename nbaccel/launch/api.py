@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from operator import index
 from typing import Any
 
@@ -29,7 +30,7 @@ from nbaccel.launch.launcher import Launcher, LaunchResult, default_launcher, re
 from nbaccel.launch.plan import LaunchPlan, devices_of
 from nbaccel.launch.preflight import ProcessState
 from nbaccel.launch.processes.supervisor import RunObservers
-from nbaccel.launch.run import Run
+from nbaccel.launch.run import NO_ORIGIN, Run, RunOrigin
 from nbaccel.notices import without_our_frames
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.screens import shell_here
@@ -47,6 +48,13 @@ __all__ = [
 ]
 
 _LONGEST_ARGUMENT = 30
+_ARGUMENTS = {
+    "accumulate": "gradient_accumulation_steps",
+    "hang_timeout": "hang_timeout_s",
+    "start": "start_method",
+    "timeout": "timeout_s",
+}
+"""Arguments of `launch` whose names differ from those of the choices."""
 
 
 @without_our_frames
@@ -118,7 +126,7 @@ def launch(
     survey, task = Survey.take(looks_for_gpus=not cpu), FunctionTask(function, args, kwargs)
     spec = planned(options, task, survey).spec(task, setup, wants_results=True)
     if spec.start.method == "inline":
-        return _launch_inline(spec, survey, check=check)
+        return _launch_inline(spec, survey, check=check, origin=_origin(options))
     aside = _set_aside(spec) if free_kernel else None
     launcher = default_launcher()
     shown, title = _show(launcher, spec, survey, aside)
@@ -130,10 +138,22 @@ def launch(
             outcome = launcher.run(spec, RunObservers(shown, listeners=[shown]))
     finally:
         if outcome is not None:  # also after an interrupt while models came back, which is raised behind it
-            run = _conclude(outcome, spec, launcher, shown, title)
+            run = _conclude(outcome, spec, launcher, shown, title, _origin(options))
             if run.error is not None and check:
                 raise run.error
     return run
+
+
+def _origin(options: RunOptions) -> RunOrigin:
+    """Return the arguments of `launch` that are not its defaults, in the words of the call."""
+    usual = RunOptions(start="auto", oom=STOP)
+    given = {
+        field.name: value
+        for field in fields(options)
+        if (value := getattr(options, field.name)) not in (None, getattr(usual, field.name))
+    }
+    words = ", ".join(f"{_ARGUMENTS.get(name, name)}={value!r}" for name, value in given.items())
+    return RunOrigin(words, {_ARGUMENTS.get(name, name): str(value) for name, value in given.items()}, options.seed)
 
 
 def planned(options: RunOptions, task: FunctionTask, survey: Survey) -> LaunchPlan:
@@ -177,7 +197,9 @@ def show_run(
     return shown
 
 
-def _conclude(outcome: LaunchResult, spec: LaunchSpec, launcher: Launcher, shown: RunView, title: str) -> Run:
+def _conclude(
+    outcome: LaunchResult, spec: LaunchSpec, launcher: Launcher, shown: RunView, title: str, origin: RunOrigin
+) -> Run:
     """Return the result of a run, after it was stored and shown."""
     seconds = shown.elapsed_s
     try:
@@ -185,6 +207,7 @@ def _conclude(outcome: LaunchResult, spec: LaunchSpec, launcher: Launcher, shown
         error, word = how_it_ended(outcome, seconds)
         post_mortem = PostMortem.of(title, word, error, outcome.ended)
         run = as_run(outcome, values, shown.history, error, seconds)
+        run.origin = origin
     finally:
         outcome.close()
     if run.stopped:
@@ -270,7 +293,9 @@ def _missing_value(outcome: LaunchResult) -> ResultsMissing | None:
     )
 
 
-def _launch_inline(spec: LaunchSpec, survey: Survey, check: bool = True, news: str = "") -> Run:
+def _launch_inline(
+    spec: LaunchSpec, survey: Survey, check: bool = True, news: str = "", origin: RunOrigin = NO_ORIGIN
+) -> Run:
     """Run a function in this process.  news: a line to print about that; empty for none."""
     launcher, start = default_launcher(), spec.start
     error: BaseException | None = None
@@ -295,6 +320,7 @@ def _launch_inline(spec: LaunchSpec, survey: Survey, check: bool = True, news: s
     assert isinstance(spec.task, FunctionTask)
     value = spec.task.value
     run = Run([value], shown.history, error, start.method, start.reason, "", shown.seconds, stopped=stopped)
+    run.origin = origin
     keep_run(run, post_mortem, shown, launcher)
     if error is not None and (check or not isinstance(error, Exception)):
         try:

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -53,6 +54,7 @@ from nbaccel.launch.processes.turns import Turns, driven
 from nbaccel.launch.processes.workers import WorkerGroup
 from nbaccel.launch.processes.zygote import Zygote
 from nbaccel.launch.run import Run
+from nbaccel.launch.runs import Runs
 from nbaccel.output.router import Screen
 from nbaccel.world import World
 
@@ -71,12 +73,12 @@ class Launcher:
     """Runs tasks, one after the other; owns the resources that they share (`LauncherResources`).
 
     ended_group: torch's group that a run in this process has left; kept until the next run, see `ends_its_group`.
-    last_run, post_mortem: see `remember`; None before the first run.
+    runs, post_mortem: see `remember`; no post-mortem before the first run.
     """
 
     def __init__(self) -> None:
         self.views = Views()
-        self.last_run: Run | None = None
+        self.runs = Runs()
         self.post_mortem: PostMortem | None = None
         self.ended_group: Any = None
         self._one_at_a_time = threading.RLock()  # a function that runs in this process may start ranks
@@ -135,8 +137,20 @@ class Launcher:
         _load_once(setup)
 
     def remember(self, run: Run, post_mortem: PostMortem | None) -> None:
-        """Keep a run that is over, as `Run.light` leaves it, and its post-mortem, if it ended badly, until the next."""
-        self.last_run, self.post_mortem = run, post_mortem
+        """Add a run that is over, as `Run.light` leaves it, to `runs`.
+
+        post_mortem: kept until the next run; None if it ended well.
+        """
+        self.post_mortem = post_mortem
+        try:
+            self.runs.add(run)
+        except OSError as error:
+            warnings.warn(f"this run was not kept in {error.filename or 'its file'}: {error.strerror}", stacklevel=2)
+
+    @property
+    def last_run(self) -> Run | None:
+        """Return the run that was remembered last; None before the first."""
+        return self.runs.newest
 
     def turns(self, spec: LaunchSpec, watching: RunObservers, log_path: str = "") -> Turns[LaunchResult]:
         """Do one run, see `run`, beside others that the calling thread watches; the caller holds the `turn` of all.

@@ -6,6 +6,7 @@ Pure data and pictures of it; in the kernel.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,34 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
+    "NO_ORIGIN",
     "Run",
+    "RunOrigin",
 ]
 
-_MOST_BYTES = 1_000_000
-"""Largest size of a value that is kept in `nbaccel.last_run`."""
+_MOST_BYTES, _MOST_BYTES_LATER = 1_000_000, 10_000
+"""Largest size of a value that is kept of the latest runs in `nbaccel.runs`, and of those before."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOrigin:
+    """The choices with which a run was started.
+
+    flags: as they were typed, "-n 2 --seed 1", or as the arguments of `launch`.
+    choices: every choice that is not the default by name, also those of `%accelerate config`, as text.
+    seed: the shared seed, also one that was drawn; None if nothing was seeded.
+    began: seconds since 1970; 0 if unknown.
+    is_earlier: the run belongs to an earlier kernel, or to another one, and was read from the file of `--keep-runs`.
+    """
+
+    flags: str = ""
+    choices: Mapping[str, str] = field(default_factory=dict)
+    seed: int | None = None
+    began: float = 0.0
+    is_earlier: bool = False
+
+
+NO_ORIGIN = RunOrigin()
 
 
 @dataclass(slots=True, repr=False)
@@ -46,9 +70,12 @@ class Run:
     restarts: a line for each time that memory ran out and the run was started again; values are of the last attempt.
     stopped: the line on its end at the time limit that its Accelerator had set; empty if it did not end so.
     checkpoint: the newest that it wrote; empty if it wrote none.
-    config: the values that a sweep gave this run, by name; empty otherwise.  seed: the run's, in a sweep.
-    runs: of a sweep as a whole, each of its runs, in the order of the configurations.
+    config: the values that a sweep gave this run, by name; empty otherwise.
     facts, state: the texts of the panel beside its numbers.
+    origin: its flags, its seed, when it began.
+    number: its number in `nbaccel.runs`, from 1; 0 for a run that is not in there.
+    goes_on_from: the number of the run whose checkpoint it resumed; 0 if it began anew, or that run is not known.
+    runs: the runs that a sweep consists of, in the order of the configurations; empty for a single run.
 
         run = nbaccel.last_run
         run                                  # as the last line of a cell: its panel
@@ -79,7 +106,9 @@ class Run:
     facts: RunFacts = field(default_factory=RunFacts)
     state: RunState | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    seed: int | None = None
+    origin: RunOrigin = field(default_factory=RunOrigin)
+    number: int = 0
+    goes_on_from: int = 0
     runs: list[Run] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -143,6 +172,15 @@ class Run:
             runs=[run.light() for run in self.runs],
         )
 
+    def thinned(self) -> Run:
+        """Return the same run in some 250 kB at most: coarser curves, and only short values."""
+        return replace(
+            self,
+            values=[value if size_of(value) <= _MOST_BYTES_LATER else None for value in self.values],
+            history=self.history.thinned(),
+            runs=[run.thinned() for run in self.runs],
+        )
+
     def __repr__(self) -> str:
         title = "" if self.facts == RunFacts() else f"{self.facts.title}, "
         return f"<Run: {title}{self.in_a_line()}>"
@@ -154,6 +192,11 @@ class Run:
     def panel(self) -> str:
         """Return the panel at the end of the run, as HTML with its style sheet."""
         return Panel(self.history, self.facts).bundle(self.seconds, self._state)["text/html"]
+
+    @property
+    def ending(self) -> RunState:
+        """Return how the run ended, in one word and in a sentence."""
+        return self._state
 
     @property
     def _state(self) -> RunState:

@@ -27,7 +27,7 @@ from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.launch_result import LaunchResult, Returned
 from nbaccel.launch.processes.supervisor import RunObservers
-from nbaccel.launch.run import Run, light_value
+from nbaccel.launch.run import NO_ORIGIN, Run, RunOrigin, light_value
 from nbaccel.notebook.left_by_cell import LeftByCell
 from nbaccel.notebook.left_in_ranks import LeftInRanks
 from nbaccel.notebook.results import install
@@ -74,6 +74,7 @@ class CellRun:
     told: see `LeftByCell`.
     remember: gets the run that becomes `nbaccel.last_run`, and its post-mortem, once the ranks have ended; its value
     comes with `conclude`.
+    origin: see `Run`.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class CellRun:
         shown: RunView,
         told: set[str],
         remember: Callable[[Run, PostMortem | None], None] = lambda run, post_mortem: None,
+        origin: RunOrigin = NO_ORIGIN,
     ) -> None:
         self.plan = plan
         self.source = source
@@ -96,6 +98,7 @@ class CellRun:
         self.end = ""
         self.seconds = 0.0
         self._remember = remember
+        self._origin = origin
         self._kept: Run | None = None
         self._outcome: LaunchResult | None = None
 
@@ -168,6 +171,7 @@ class CellRun:
             stopped=self._at_the_limit(outcome) if ended.is_timed_out and self.error is None else "",
             checkpoint=outcome.checkpoint,
             facts=self.shown.facts,
+            origin=self._origin,
         )
 
     def _at_the_limit(self, outcome: LaunchResult) -> str:

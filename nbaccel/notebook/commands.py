@@ -40,6 +40,7 @@ __all__ = [
     "bare",
     "commands_of",
     "doctor_report",
+    "show_runs",
     "status_line",
     "stay_commands",
 ]
@@ -142,11 +143,29 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
             Command("estimate", estimate),
             bare("why", why),
             bare("status", status),
+            Command("runs", lambda rest: show_runs(session, rest)),
             *background_commands(session),
             *stay_commands(session, parser),
         ],
         otherwise=status,
     )
+
+
+def show_runs(session: Session, rest: str) -> Any:
+    """Return the table of runs, or the curves of those with the numbers in `rest`, for the notebook to show.
+
+    Raises:
+        UsageError: `rest` is no list of numbers of runs.
+    """
+    runs, words = session.remembered(), rest.replace(",", " ").split()
+    if not all(word.isdecimal() for word in words):
+        raise UsageError(
+            f"%accelerate runs takes numbers of runs, as in its table: %accelerate runs 3 5; got {rest!r}."
+        )
+    try:
+        return runs.compare(*map(int, words)) if words else runs
+    except KeyError as error:
+        raise UsageError(f"%accelerate runs {rest}: {error.args[0]}.") from None
 
 
 _RANK = "--rank"

@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ if TYPE_CHECKING:  # they import the whole package `launch`
     from nbaccel.notebook.commands import Commands
     from nbaccel.notebook.session import Session
 
-__all__ = ["AccelerateMagics", "panel", "register", "unregister"]
+__all__ = ["AccelerateMagics", "follow_kept_runs", "panel", "register", "unregister"]
 
 _CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With this variable `torch.cuda.is_available()` asks NVML, and the notebook can still be forked afterwards."""
@@ -91,6 +92,7 @@ class AccelerateMagics(Magics):
           %accelerate status            how the run in the background (--bg) goes, and what %accelerate alone says
           %accelerate wait              wait for that run, and bring back what it left
           %accelerate attach            show its panel in this cell too, and wait; an interrupt ends the waiting
+          %accelerate runs              list this notebook's runs; with numbers, compare these: %accelerate runs 3 5
           %accelerate last              show panel and picture of the last run again, after the page was reloaded
           %accelerate stop              finish its step, the second time end it now; without one, end ranks that stay
           %accelerate start FLAGS       start ranks that stay: cells run in them, and names last from cell to cell
@@ -106,7 +108,7 @@ class AccelerateMagics(Magics):
         try:
             if cell is None:
                 return self._commands.run(joined(line))
-            return self.session.run(parse(self._parser, line), cell)
+            return self.session.run(parse(self._parser, line), cell, line)
         except NbaccelError as error:
             from nbaccel.notebook.cell_run import briefly
 
@@ -180,6 +182,15 @@ def panel() -> None:
         )
     register(shell)
     shell.run_line_magic("accelerate", "config")
+
+
+def follow_kept_runs() -> None:
+    """Read the runs that this notebook keeps in a file, if it has chosen one and that was not done yet."""
+    shell = get_ipython()
+    magics = None if shell is None else _registered(shell)
+    if magics is not None:
+        with suppress(UsageError, NbaccelError):  # the next cell, and %accelerate runs, say what is wrong
+            magics.session.remembered()
 
 
 def unregister(shell: Any) -> None:

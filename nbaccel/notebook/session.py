@@ -30,7 +30,8 @@ from nbaccel.launch.objects.threads import threads_held_by
 from nbaccel.launch.objects.wrappers import plain, take_off_forward
 from nbaccel.launch.plan import LaunchPlan, draws_as_here
 from nbaccel.launch.preflight import ProcessState
-from nbaccel.launch.run import Run
+from nbaccel.launch.run import Run, RunOrigin
+from nbaccel.launch.runs import Runs
 from nbaccel.launch.slots import choose_slots
 from nbaccel.launch.sweep_runs import counted
 from nbaccel.launch.sweeping import Sweeping
@@ -59,6 +60,7 @@ from nbaccel.notebook.validation import (
     without_a_missing_source,
 )
 from nbaccel.options.configuration import Configuration
+from nbaccel.options.parsing import chosen, text_of
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.painter import Screen
 from nbaccel.output.screens import ConsoleScreen, JupyterScreen
@@ -137,8 +139,10 @@ class Session:
             self.say(news)
         return options
 
-    def run(self, asked: RunOptions, body: str) -> Any:
+    def run(self, asked: RunOptions, body: str, typed: str = "") -> Any:
         """Run a cell's body in ranks and bring its results back; return the value of its last expression.
+
+        typed: the flags as they were typed.
 
         Raises:
             LaunchRefused, UsageError, SyntaxError: nothing was started.
@@ -146,19 +150,19 @@ class Session:
             ResultsMissing: it ended well, but a name of `--out` did not come. Values that came are in the notebook.
         """
         if asked.sweep:
-            return self._sweep(asked, body)
+            return self._sweep(asked, body, typed)
         with interrupts_in_one_line():
             host, plan, source, task, spec = self._plan(asked, body)
+            origin = self._origin(plan, typed)
             if plan.options.bg:
                 if not (why := self._why_not_in_the_background(plan)):
-                    return self._leave(host, plan, source, task, spec)
+                    return self._leave(host, plan, source, task, spec, origin)
                 self.say(f"--bg: {why}, so this cell waits for its run")
         if plan.start.method == "inline":
-            return self._run_inline(spec, source.name, task, self._show(plan, source, spec, PanelSink()))
+            return self._run_inline(spec, source.name, task, self._show(plan, source, spec, PanelSink()), origin)
         with steered(self.shell, self._former_button) as (frames, beside):
-            run = CellRun(
-                plan, source, task, spec, self._show(plan, source, spec, frames), self._told, self.launcher.remember
-            )
+            shown = self._show(plan, source, spec, frames)
+            run = CellRun(plan, source, task, spec, shown, self._told, self.launcher.remember, origin)
             self.rank_memory.begin(source.name)
             freed = kernel_freed(self._movable(plan), self.say) if plan.options.free_kernel else nullcontext()
             try:
@@ -199,6 +203,7 @@ class Session:
         refuse_wrong_places(options)
         options, news_of_the_source = without_a_missing_source(options)
         refuse_without_input(options, self.shell)
+        self._keep_runs(options)
         self.background.make_room(for_another=bool(options.bg))
         source = read_cell(self.shell, body)
         self._check_names(options, body)
@@ -223,6 +228,11 @@ class Session:
             LaunchPlan.of_cell(options, task, survey, here, self.cuda.cell_of(here.why_forks_fail)),
             task,
         )
+
+    def _origin(self, plan: LaunchPlan, typed: str) -> RunOrigin:
+        """Return the flags of a run, and its seed, as `nbaccel.runs` keeps them."""
+        choices = {name: text_of(value) for name, value in chosen(self.configuration.parser, plan.options).items()}
+        return RunOrigin(" ".join(typed.split()), choices, plan.settings.seed)
 
     def _movable(self, plan: LaunchPlan) -> SetAside:
         """Return what the notebook could move away from the GPUs of a run."""
@@ -301,20 +311,28 @@ class Session:
             return "a program executes this notebook, and would not come back to the run"
         return ""
 
-    def _leave(self, host: Host, plan: LaunchPlan, source: CellSource, task: CellTask, spec: LaunchSpec) -> None:
+    def _leave(
+        self,
+        host: Host,
+        plan: LaunchPlan,
+        source: CellSource,
+        task: CellTask,
+        spec: LaunchSpec,
+        origin: RunOrigin,
+    ) -> None:
         """Start the run and let the cell end."""
         # Clicks come between cells, as all messages do.
         button = StopControl(None, set(), "Stop: %accelerate stop", self._former_button)
         shown = self._show(plan, source, spec, button, CellScreen(self.shell.kernel))
         spec = replace(spec, no_restart=_MAY_HAVE_CHANGED)
-        run = CellRun(plan, source, task, spec, shown, self._told, self.launcher.remember)
+        run = CellRun(plan, source, task, spec, shown, self._told, self.launcher.remember, origin)
         self.rank_memory.begin(source.name)
         self.background.begin(run, host, [self.rank_memory], [button])
         self.say("in the background: %accelerate wait, status, attach and stop come back to it")
 
     # --- one run for each of several values --------------------------------------------------------------------
 
-    def _sweep(self, asked: RunOptions, body: str) -> None:
+    def _sweep(self, asked: RunOptions, body: str, typed: str) -> None:
         """Run a cell once for each combination of the values of `--sweep`; the notebook gets lists.
 
         Raises:
@@ -323,6 +341,7 @@ class Session:
         """
         with interrupts_in_one_line():
             options, sweeping, notes = self._plan_sweep(asked, body)
+            sweeping.origin = replace(self._origin(sweeping.plans[0], typed), seed=options.seed)
         out = options.names_back or ()
         with steered(self.shell, self._former_button) as (frames, beside), interrupts_in_one_line():
             try:
@@ -389,6 +408,30 @@ class Session:
         )
         return options, sweeping, chosen.notes
 
+    def remembered(self) -> Runs:
+        """Return the runs of this notebook, with those that `keep-runs` has kept from earlier kernels.
+
+        Raises:
+            UsageError, LaunchRefused: the choices of nbaccel.toml are wrong, or the file of runs cannot be used.
+        """
+        self._keep_runs(self.configuration.options)
+        return self.launcher.runs
+
+    def _keep_runs(self, options: RunOptions) -> None:
+        """Keep the runs from now on in the file that `options` name, if any, and read it the first time.
+
+        Raises:
+            LaunchRefused: it cannot be read or written.
+        """
+        try:
+            notice = self.launcher.runs.keep_in(options.keep_runs)
+        except OSError as error:
+            raise LaunchRefused(
+                f"keep-runs: {options.keep_runs} cannot be used ({error.strerror}); name another file, or leave it out."
+            ) from None
+        if notice:
+            self.say(notice)
+
     # --- after the run -----------------------------------------------------------------------------------------
 
     def show_last(self) -> None:
@@ -422,7 +465,7 @@ class Session:
             # Last, because it takes a moment that an interrupt may end: everything else is in the notebook.
             run.show_end()
 
-    def _run_inline(self, spec: LaunchSpec, title: str, task: CellTask, shown: RunView) -> Any:
+    def _run_inline(self, spec: LaunchSpec, title: str, task: CellTask, shown: RunView, origin: RunOrigin) -> Any:
         """Run the cell in the notebook's own process."""
         leaving = self._as_written if task.leaves_all else self._only_out_changes
         error: BaseException | None = None
@@ -450,7 +493,7 @@ class Session:
         finally:
             start = spec.start
             run = Run([value], shown.history, error, start.method, start.reason, "", shown.seconds, stopped=stopped)
-            run.facts, run.state = shown.facts, shown.state
+            run.facts, run.state, run.origin = shown.facts, shown.state, origin
             self.launcher.remember(run.light(), post_mortem)
             del run, error
         return _value_of(results)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import keyword
+import os
 import re
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ __all__ = [
     "read_batches",
     "read_count",
     "read_curves",
+    "read_file",
     "read_kept",
     "read_names",
     "read_only",
@@ -174,6 +176,16 @@ def read_count(text: str) -> int:
     return int(text)
 
 
+def read_file(text: str) -> str:
+    """Read the path of a file whose folder exists."""
+    if not text.strip() or os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"a file is its path, such as runs.jsonl; got {text!r}")
+    folder = os.path.dirname(os.path.abspath(text))
+    if not os.path.isdir(folder):
+        raise argparse.ArgumentTypeError(f"there is no folder {folder} for the file; make it, or name another")
+    return text
+
+
 def read_kept(text: str) -> int:
     """Read the number of checkpoints to keep."""
     if not text.isdecimal() or int(text) < 1:
@@ -223,6 +235,8 @@ _SETTINGS = (
           help="numbers to draw, of those that accelerator.log and backward report: loss,acc; default the loss"),
     _flag("--plain", action="store_true", default=None,
           help="show text only, no panel, no rich output; default off"),
+    _flag("--keep-runs", metavar="FILE", type=read_file,
+          help="keep what nbaccel.runs lists in FILE, such as runs.jsonl, for later kernels too; default off"),
     _flag("--seed", metavar="N", type=read_seed,
           help="shared seed, rank r computes with N + r; default drawn and printed, or none for a raw loop"),
     _flag("--debug", action="store_true", default=None,
@@ -277,6 +291,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "timeout": ("60", "600"),
     "hang_timeout": ("60", "600"),
     "plot": ("loss", "loss,lr"),
+    "keep_runs": ("runs.jsonl",),
     "seed": ("0", "42"),
     "strategy": STRATEGIES,
     "checkpoint_every": ("10min", "30min", "500steps"),

@@ -204,6 +204,7 @@ COMMANDS = (
     "wait",
     "attach",
     "last",
+    "runs",
     "stop",
     "start",
     "push",

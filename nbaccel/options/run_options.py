@@ -45,6 +45,7 @@ class RunOptions:
     out: names of `--out`; `CELL`, which None means too; or `NAMED` for no names.
     inputs: names of `--in`.  ranks: ranks whose output is shown, "all" or "0,2-3".
     free_kernel: the notebook's models leave the GPUs for the run.
+    keep_runs: the file that keeps the runs of the notebook.
     timeout, hang_timeout, time_limit: seconds.
     resume: "" for the newest checkpoint in `checkpoint_dir`, else a path.
     pdb: the rank to debug.  bg: return at once, the run goes on.
@@ -67,6 +68,7 @@ class RunOptions:
     start: str | None = None
     plot: tuple[str, ...] | None = None
     plain: bool | None = None
+    keep_runs: str | None = None
     seed: int | None = None
     debug: bool | None = None
     independent: bool | None = None

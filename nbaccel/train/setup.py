@@ -51,11 +51,11 @@ def setup_rank(
     return ImplicitTraining(world, settings) if world.is_distributed else LoneTraining()
 
 
-def call_with_accelerator(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the value of a function that also gets this rank's `accelerator`, by keyword; see `nbaccel.sweep`."""
-    return function(*args, **kwargs, accelerator=Accelerator())
-
-
 def map_in_rank(job: MapJob, items: Any, function: Callable[..., Any], setup: Callable[..., Any] | None) -> None:
     """Work on a map in a rank that the launcher starts again if it dies; see `nbaccel.map`."""
     work(Accelerator(), job, items, function, setup, is_restarted=True)
+
+
+def call_with_accelerator(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the value of a function that also gets this rank's `accelerator`, by keyword; see `nbaccel.sweep`."""
+    return function(*args, **kwargs, accelerator=Accelerator())

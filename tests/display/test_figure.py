@@ -41,7 +41,7 @@ def test_the_figure_shows_loss_memory_and_speed() -> None:
 
 def test_each_rank_and_the_mean_are_in_the_legend() -> None:
     axes = draw(a_run(3, 50)).axes[0]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["rank 0", "rank 1", "rank 2", "mean"]  # type: ignore[union-attr]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["rank 0", "rank 1", "rank 2", "mean, smooth"]  # type: ignore[union-attr]
     assert len({(line.get_color(), line.get_dash_capstyle(), line.get_linestyle()) for line in axes.lines}) >= 3
 
 

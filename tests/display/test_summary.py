@@ -16,7 +16,7 @@ def test_the_text_carries_every_number() -> None:
     assert text(history, FACTS, 50.0).splitlines() == [
         "Cell In[5]: running",
         "2 x Tesla T4, fp16",
-        "epoch 1/3, batch 500/500, step 500, 33 %, 10.0 steps/s, 0:50, 1:40 left",
+        "epoch 1/3, batch 500/500, step 500, 33 %, 10.0 steps/s, 0:50, 1:40 left, 0:50 per epoch",
         f"loss {loss.latest:#.4g} (rank 0 {loss.last[0]:#.4g}, rank 1 {loss.last[1]:#.4g}, "
         f"lowest {loss.lowest:#.4g}, highest {loss.highest:#.4g})",
         "acc 0.8105 (lowest 0, highest 0.8105)",
@@ -116,3 +116,33 @@ def test_the_steps_of_a_run_that_is_over_are_said_once() -> None:
         history.feed(0, 1.0, Loss(0.5, step))
     state = RunState.ended("failed", 2.0, history.steps, "rank 0, ValueError")
     assert line(history, FACTS, 2.0, state) == "failed after 2.0 s, 20 steps: rank 0, ValueError, loss 0.5000"
+
+
+def a_loop(world_size: int = 2, samples: int | None = 32, epochs: int = 2) -> History:
+    """Steps of 0.1 s, 50 batches an epoch, whose learning rate falls."""
+    history = History(world_size)
+    for step in range(50 * epochs):
+        for rank in range(world_size):
+            rates = (0.1 / (step + 1), 1e-3)
+            progress = Progress(step + 1, step % 50 + 1, 50, step // 50, epochs, samples, learning_rates=rates)
+            history.feed(rank, step / 10, progress)
+    return history
+
+
+def test_a_training_has_samples_per_second_time_per_epoch_and_learning_rates() -> None:
+    words = "10.0 steps/s, 0:10, 0.0 s left, 640 samples/s, 5.0 s per epoch, lr 0.001 and 0.001"
+    assert text(a_loop(), FACTS, 10.0).splitlines()[2] == f"epoch 2/2, batch 50/50, step 100, 100 %, {words}"
+    assert "320 samples/s" in text(a_loop(1), FACTS, 10.0)
+    assert "samples/s" not in text(a_loop(samples=None), FACTS, 10.0)
+    done = text(a_loop(), FACTS, 10.0, RunState("done", "done in 0:10, 100 steps")).splitlines()
+    assert done[2] == "10.0 steps/s, 640 samples/s, 5.0 s per epoch"
+
+
+def test_a_stream_whose_epochs_have_no_length_has_neither() -> None:
+    history = History(1)
+    for step in range(50):
+        history.feed(0, step / 10, Progress(step + 1, step + 1, None, 0, None, 32))
+    words = text(history, FACTS, 5.0)
+    assert "10.0 steps/s" in words
+    assert "samples/s" not in words
+    assert "per epoch" not in words

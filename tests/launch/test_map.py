@@ -55,16 +55,30 @@ def with_place(place: tuple[int, int, str], items: list[int]) -> list[Any]:
     return [[item, *place] for item in items]
 
 
+class BothWork:
+    """Returns items with the rank's place; the first call of each of two ranks waits for that of the other."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __call__(self, place: tuple[int, int, str], items: list[int]) -> list[Any]:
+        Path(self.folder, str(place[0])).touch()
+        while len(os.listdir(self.folder)) < 2:  # ended by the test's own timeout
+            time.sleep(0.01)
+        return with_place(place, items)
+
+
 def test_answers_come_in_the_order_of_the_items(
     two_ranks: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "answers.jsonl"
-    answers = nbaccel.map(with_place, range(100), setup=place_of, out=out, batch_size=5, **two_ranks)
+    (tmp_path / "ranks").mkdir()
+    out, function = tmp_path / "answers" / "all.jsonl", BothWork(str(tmp_path / "ranks"))
+    answers = nbaccel.map(function, range(100), setup=place_of, out=out, batch_size=5, **two_ranks)
     assert [answer[0] for answer in answers] == list(range(100))
     assert {tuple(answer[1:]) for answer in answers} == {(0, 2, "cpu"), (1, 2, "cpu")}
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["index"] for line in lines] == list(range(100))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl", "answers.jsonl.manifest.json"]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["all.jsonl", "all.jsonl.manifest.json"]
     assert capsys.readouterr().out.startswith("100 items in ")
 
 
@@ -143,11 +157,14 @@ def second(state: None, items: list[int]) -> list[int]:
     return items
 
 
-def test_a_setup_that_fails_on_one_rank_names_the_rank_and_the_line(two_ranks: dict[str, Any], tmp_path: Path) -> None:
+def test_a_setup_that_fails_on_one_rank_names_the_rank_and_the_line(
+    two_ranks: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ValueError, match="no such weights") as caught:
         nbaccel.map(second, range(10), setup=load_on_rank_0_alone, out=tmp_path / "a.jsonl", **two_ranks)
     assert "rank 1 of 2" in caught.value.__notes__[0]
     assert "load_on_rank_0_alone" in str(caught.value.__cause__)
+    assert capsys.readouterr().out.endswith(", ValueError: no such weights: no item is done\n")
     assert not list(tmp_path.iterdir())  # mended, it may be called with the same `out`
 
 
@@ -190,7 +207,7 @@ def test_a_time_limit_ends_softly_and_the_same_line_goes_on(two_ranks: dict[str,
     with pytest.raises(TimeoutError) as caught:
         nbaccel.map(slowly, range(400), time_limit_s=3, **call)
     said = str(caught.value)
-    assert said.startswith("stopped at its time limit, ")
+    assert said.startswith("stopped at its time limit, 3 s: ")
     assert said.endswith("of 400 items are in a.jsonl.parts; the same line goes on")
     assert nbaccel.map(slowly, range(400), **{**call, "num_processes": 8}) == [2 * item for item in range(400)]
 

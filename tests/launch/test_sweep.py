@@ -124,13 +124,13 @@ def test_each_run_has_its_seed_log_and_folder() -> None:
         return {"drawn": float(torch.rand(())), "folder": str(accelerator.project_dir)}
 
     runs = sweep(draws, seed=[4, 5], slots=2, cpu=True)
-    assert [run.seed for run in runs] == [4, 5]
+    assert [run.origin.seed for run in runs] == [4, 5]
     for run in runs:
-        torch.manual_seed(run.seed or 0)
+        torch.manual_seed(run.origin.seed or 0)
         assert run.value["drawn"] == float(torch.rand(()))
         folder = Path(run.log_path).parent
         assert Path(run.value["folder"]) == folder
-        assert f"drawn with {run.seed}" in Path(run.log_path).read_text()
+        assert f"drawn with {run.origin.seed}" in Path(run.log_path).read_text()
         assert list(folder.rglob("*.jsonl"))
     assert runs[0].log_path != runs[1].log_path
     rows = runs.table()

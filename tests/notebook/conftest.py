@@ -20,6 +20,7 @@ from nbaccel.launch.gpu_trouble import TorchBuild
 from nbaccel.launch.ipc.spec import LaunchSpec
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.launch.runs import Runs
 from nbaccel.notebook.magics import AccelerateMagics
 from nbaccel.notebook.session import Session
 
@@ -48,6 +49,8 @@ class RecordingLauncher:
     shown_ranks: Any = None
     post_mortem: Any = None
     helpers: dict[int, str] = field(default_factory=dict)
+    runs: Runs = field(default_factory=Runs)
+    last_run: Any = None
 
     def remember(self, run: Any, post_mortem: Any) -> None:
         """Do nothing: no run ends."""

@@ -64,6 +64,10 @@ WRONG = {
     ],
     "--plot": [("--plot=,", "one curve is the least; got ','")],
     "--plain": [("--plain=1", "--plain takes no value; got '1'.")],
+    "--keep-runs": [
+        ("--keep-runs .", "a file is its path, such as runs.jsonl; got '.'"),
+        ("--keep-runs nowhere/runs.jsonl", "nowhere for the file; make it, or name another"),
+    ],
     "--seed": [("--seed -1", "a seed lies in 0..4294867295; got '-1'")],
     "--debug": [("--debug=1", "--debug takes no value; got '1'.")],
     "--independent": [("--independent=1", "--independent takes no value; got '1'.")],
@@ -140,6 +144,10 @@ WRONG_COMMANDS = {
     "wait": [("wait 5", "%accelerate wait takes nothing behind it; got '5'.")],
     "attach": [("attach 5", "%accelerate attach takes nothing behind it; got '5'.")],
     "last": [("last 5", "%accelerate last takes nothing behind it; got '5'.")],
+    "runs": [
+        ("runs last", "%accelerate runs takes numbers of runs, as in its table: %accelerate runs 3 5; got 'last'."),
+        ("runs 3", "%accelerate runs 3: no run has number 3: there was no run yet."),
+    ],
     "stop": [
         ("stop now", "%accelerate stop takes nothing behind it; got 'now'."),
         ("stop", "nothing runs in the background, and no ranks stay."),

@@ -220,7 +220,7 @@ def test_another_command_is_one_sentence(planned: Any) -> None:
     assert isinstance(ran.error, UsageError)
     assert ran.stderr == (
         "UsageError: %accelerate -n is no command: there is %accelerate alone, or with config, doctor, memory, "
-        "estimate, why, status, wait, attach, last, stop, start, push, pull or restart. Flags belong to a cell "
+        "estimate, why, status, runs, wait, attach, last, stop, start, push, pull or restart. Flags belong to a cell "
         "that begins with %%accelerate, two percent signs, and runs in ranks.\n"
     )
 

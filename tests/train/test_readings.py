@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nbaccel.train.step.readings import Reading
+from nbaccel.train.step.readings import LearningRates, Reading
 
 
 class Event:
@@ -49,3 +52,30 @@ def test_values_of_the_host_have_arrived_and_need_no_event() -> None:
     reading = Reading({"a": torch.tensor(0.5), "b": 1})
     assert reading.has_arrived
     assert reading.values() == {"a": 0.5, "b": 1}
+
+
+def test_learning_rates_are_read_from_optimizers_that_live() -> None:
+    weights = [torch.zeros(1, device="cpu") for _ in range(6)]
+    groups = [{"params": [weight], "lr": 0.1 * (at // 2 + 1)} for at, weight in enumerate(weights)]
+    first = torch.optim.SGD(groups)
+    second = torch.optim.AdamW([weights[0]], lr=torch.tensor(0.25, device="cpu"), capturable=False, foreach=False)
+    rates = LearningRates()
+    for optimizer in (first, second, first):
+        rates.follow(optimizer)
+    assert rates.read() == (0.25, 0.1, 0.2, pytest.approx(0.3))
+    first.param_groups[0]["lr"] = 0.5
+    assert rates.read()[1] == 0.5
+    del first, optimizer, groups
+    gc.collect()
+    assert rates.read() == (0.25,)
+    assert pickle.loads(pickle.dumps(rates)).read() == ()
+
+
+def test_a_learning_rate_on_a_device_is_not_waited_for() -> None:
+    with FakeTensorMode():
+        rate = torch.empty((), device="cuda:0")
+    optimizer = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1)
+    optimizer.param_groups[0]["lr"] = rate
+    rates = LearningRates()
+    rates.follow(optimizer)
+    assert rates.read() == ()

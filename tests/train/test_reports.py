@@ -89,7 +89,9 @@ def test_a_loop_shows_how_far_it_has_come_only_when_it_is_looked_at(heard: _List
     assert {progress.samples for progress in seen} == {2}
     began = seen[0].began
     assert 0.0 < began < time.monotonic()
-    assert heard.of(Progress) == [Progress(step=2, batch=4, batches=4, samples=2, is_over=True, began=began)]
+    assert heard.of(Progress) == [
+        Progress(step=2, batch=4, batches=4, samples=2, is_over=True, began=began, learning_rates=(0.1,))
+    ]
     assert heard.look() == []
 
 

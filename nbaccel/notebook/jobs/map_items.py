@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import index
+from textwrap import shorten
 from typing import Any
 
 from nbaccel.answers import Answers, MapJob
@@ -43,6 +44,7 @@ __all__ = ["MapTask", "map"]
 _WORKER = "nbaccel.train.setup:map_in_rank"
 _SETUP = "nbaccel.train.setup:setup_rank"
 _DRAWN_SEEDS = 1_000_000
+_LONGEST_WHY = 160
 _MOST_ROUNDS = 3
 """Number of times that ranks are started for items that are missing at the join, since a disk has lost them."""
 
@@ -226,12 +228,14 @@ class _End:
     """The end of one run of ranks.
 
     word: "done", "failed" or "stopped".  error: the exception that the call raises.
+    limit_s: the time limit of the call; 0 for none.
     """
 
     run: Run
     post_mortem: PostMortem | None
     word: str
     error: BaseException | None
+    limit_s: float = 0.0
 
 
 def _run_until_finished(job: MapJob, options: RunOptions, task: MapTask) -> None:
@@ -284,7 +288,7 @@ def _run_in_ranks(spec: LaunchSpec, task: MapTask, launcher: Launcher, shown: Ru
     finally:
         if outcome is not None:
             outcome.close()
-    return _End(run, post_mortem, word, error)
+    return _End(run, post_mortem, word, error, spec.timeout_s or 0.0)
 
 
 def _run_here(spec: LaunchSpec, task: MapTask, launcher: Launcher, shown: RunView) -> _End:
@@ -318,13 +322,16 @@ def _say_end(job: MapJob, end: _End, launcher: Launcher, shown: RunView) -> None
     if end.error is None and job.is_finished:
         sentence = _finished(job.answers(), seconds, 0 if items is None else items.before)
     elif end.error is not None:
-        is_kept = _what_stays(job)
+        kept = _what_stays(job)
+        why = f"{type(end.error).__name__}: {end.error}".partition("\n")[0]
         if end.word == "stopped":
-            limit = f"at its time limit, {said(round(seconds, 1))}: " if isinstance(end.error, TimeoutError) else ""
-            end.error.args = (f"stopped {limit or 'by an interrupt: '}{is_kept}",)
+            why = (
+                f"at its time limit, {said(end.limit_s)}" if isinstance(end.error, TimeoutError) else "by an interrupt"
+            )
+            end.error.args = (f"stopped {why}: {kept}",)
         else:
             job.discard()
-        sentence = f"{end.word} after {said(round(seconds, 1))}: {is_kept}"
+        sentence = f"{end.word} after {_time(seconds)}, {shorten(why, _LONGEST_WHY, placeholder=' …')}: {kept}"
     shown.end(end.word, seconds, end.error, None, sentence)
     keep_run(end.run, end.post_mortem, shown, launcher)
 
@@ -352,6 +359,8 @@ def _time(seconds: float) -> str:
 def _what_stays(job: MapJob) -> str:
     """Return what is done of a map that is not finished, and how it goes on."""
     done = job.records().done
+    if not done:
+        return "no item is done"
     of = f"{done:,} of {_in_words(job.total)}" if job.total is not None else plural(done, "item")
     are = "is" if done == 1 else "are"
     if job.out is None:

@@ -16,7 +16,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakMethod
 
 from nbaccel.errors import CannotResume
-from nbaccel.events import SavesItself, emit
+from nbaccel.events import Resumed, SavesItself, emit
 from nbaccel.quantities import Period
 from nbaccel.train.checkpoint.autosave import Autosave, CheckpointPolicy, Deadline, may_announce
 from nbaccel.train.checkpoint.content import HeldContent
@@ -112,7 +112,9 @@ class ResumePolicy:
         self._pending = self._choice = None
         self._checkpoints.load(choice, trust=False, was_chosen=True)
         self._resumed = choice
-        self._autosave.resumed(self._checkpoints.training().step)
+        step = self._checkpoints.training().step
+        self._autosave.resumed(step)
+        emit(Resumed(str(choice.folder), step))
 
     def _refuse_saves_of_one_rank(self) -> None:
         """Refuse a schedule by which rank 0 alone would save a sharded training. Collective at its first call."""

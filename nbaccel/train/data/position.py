@@ -289,4 +289,5 @@ class LoopGauge:
             first=self._steps_before,
             began=self._began,
             waiting=self._fetching.waiting,
+            learning_rates=self._accumulation.rates.read(),
         )

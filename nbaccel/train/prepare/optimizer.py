@@ -22,6 +22,7 @@ from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.nested import map_children
 from nbaccel.train.distributed.partial_state import current_world
+from nbaccel.train.prepare.horizon import Horizon, horizon_of
 from nbaccel.train.prepare.loss_watch import LossWatch
 from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.train.step.precision import Precision, Taken
@@ -76,6 +77,7 @@ class PreparedOptimizer(Optimizer):
         self._was_skipped = False
         self._skips_in_a_row = 0
         self._tells: Callable[[], bool] | None = None  # returns whether the last step was taken, if not read yet
+        accumulation.rates.follow(self)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -214,6 +216,7 @@ class PreparedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.accumulation.rates.follow(self)
 
     def __repr__(self) -> str:
         return f"PreparedOptimizer({self.optimizer!r})"
@@ -261,6 +264,9 @@ class PreparedScheduler:
         self.optimizers = own or list(optimizers)
         self.accumulation = accumulation
         self._moves_per_step = moves_per_step
+        # A schedule that moves by its program's calls, or once per step, comes to its end as the program planned it.
+        self._horizon = horizon_of(scheduler) if moves_per_step > 1 else None
+        self._left_out = 0  # moves beyond the end of a OneCycleLR
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         if self.accumulation.window.has_more:
@@ -277,6 +283,18 @@ class PreparedScheduler:
             total_steps = getattr(self.scheduler, "total_steps", None)
             if total_steps is None or self.scheduler.last_epoch < total_steps:
                 self.scheduler.step(*args, **kwargs)
+            else:
+                self._left_out += 1
+        if self._horizon is not None and self.scheduler.last_epoch + self._left_out > self._horizon.moves:
+            self._warn_once_passed(self._horizon)
+
+    def _warn_once_passed(self, horizon: Horizon) -> None:
+        """Warn once, on the main process, that the schedule has passed its `horizon`, if it clearly has."""
+        moves, per_step = self.scheduler.last_epoch + self._left_out, self._moves_per_step
+        if horizon.is_passed(moves, per_step):
+            self._horizon = None
+            if current_world().is_main_process:
+                warn_user(horizon.warning(type(self.scheduler).__name__, moves, per_step))
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self.scheduler.state_dict()
@@ -284,6 +302,7 @@ class PreparedScheduler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state_dict)
+        self._horizon = horizon_of(self.scheduler) if self._moves_per_step > 1 else None  # its state has the horizon
 
     def __nbaccel_unwrap__(self) -> Any:
         """Return what is sent from a rank to the notebook in place of this object."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from nbaccel.errors import RunStopped
 from nbaccel.events import LoopEntered, StepsEnded, emit, reports
+from nbaccel.train.step.readings import LearningRates
 
 __all__ = [
     "Accumulation",
@@ -362,6 +363,7 @@ class Accumulation:
     epoch, epochs: the current epoch, and how many the program has announced; None where it has not.
     backwards: how many backwards have run through `accelerator.backward`.
     is_local: inside `hold_gradients`, where ranks exchange parameters instead.
+    rates: the learning rates of the optimizers that step with these windows.
     """
 
     def __init__(self, steps: int = 1, rules: GradientAccumulationPlugin | None = None) -> None:
@@ -375,6 +377,7 @@ class Accumulation:
         self.epochs: int | None = None
         self.is_local = False
         self.backwards = 0
+        self.rates = LearningRates()
         self.block: Block | None = None
         self._open: list[Window] = []
         self._handed_out: list[Window] = []  # those with a batch that the program now uses, the newest one last

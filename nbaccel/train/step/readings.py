@@ -1,4 +1,4 @@
-"""Readings: copy the values of one `log` from the device to plain numbers. Runs in ranks.
+"""Readings: copy the values of one `log` from the device to plain numbers, and read learning rates. Runs in ranks.
 
 Reading a number from a GPU waits until the GPU has computed it, so values on a GPU are copied in the stream, beside
 the step, and read when the copy has arrived. Each tensor is read once, however many trackers there are.
@@ -6,6 +6,7 @@ the step, and read when the copy has arrived. Each tensor is read once, however 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from nbaccel.train.distributed.nested import map_children
 
-__all__ = ["Reading", "is_plain"]
+__all__ = ["LearningRates", "Reading", "is_plain"]
 
 _PLAIN = frozenset({bool, float, int, str, type(None)})
 """Types that contain no tensors, as most values are: looking for containers in them costs a microsecond each."""
@@ -66,3 +67,38 @@ def _number(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value
     return map_children(_number, value)
+
+
+_MOST_RATES, _MOST_GROUPS = 4, 200
+
+
+class LearningRates:
+    """Reads the learning rates of optimizers, which it does not keep alive. A pickled one knows no optimizer.
+
+    >>> rates, optimizer = LearningRates(), torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    >>> rates.follow(optimizer)
+    >>> rates.read()
+    (0.1,)
+    """
+
+    def __init__(self) -> None:
+        self._optimizers: list[weakref.ref[Any]] = []
+
+    def __reduce__(self) -> tuple[type[LearningRates], tuple[()]]:
+        return LearningRates, ()
+
+    def follow(self, optimizer: Any) -> None:
+        """Read the rates of `optimizer`, too."""
+        others = [known for known in self._optimizers if known() is not None and known() is not optimizer]
+        self._optimizers = [*others, weakref.ref(optimizer)]
+
+    def read(self) -> tuple[float, ...]:
+        """Return each different rate once, four at most. Called from another thread than the training's.
+
+        A rate that lies on a device is left out, since reading it would wait for the device.
+        """
+        optimizers = [known() for known in self._optimizers]
+        groups = [group for optimizer in optimizers if optimizer is not None for group in optimizer.param_groups]
+        rates = [group.get("lr") for group in groups[:_MOST_GROUPS]]
+        on_host = [rate for rate in rates if not isinstance(rate, Tensor) or rate.device.type == "cpu"]
+        return tuple(dict.fromkeys(float(rate) for rate in on_host if rate is not None))[:_MOST_RATES]
