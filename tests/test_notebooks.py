@@ -191,6 +191,19 @@ def test_a_map_loses_no_text_to_a_killed_process_or_a_stop(environment: Environm
 
 @pytest.mark.full
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
+def test_a_sweep_fills_a_list_and_is_found_again(environment: Environment, tmp_path: Path) -> None:
+    notebook = run("11_sweeps_and_runs.ipynb", environment, tmp_path, num_processes=2)
+    said = text(notebook)
+    assert "brought back: score (a list of 10)" in said
+    assert "10 of 15 runs finished earlier (same source, values and seed, in .nbaccel/sweeps)" in said
+    assert "4 runs: 3 done, 1 failed on 2 slots" in said
+    assert float(re.search(r"lr 0.01: accuracy over five folds (\d\.\d+)", said)[1]) > 0.85
+    assert len([output for output in outputs(notebook) if "image/png" in output.get("data", {})]) == 3
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_six_traps_end_in_right_numbers_or_in_a_sentence(environment: Environment, tmp_path: Path) -> None:
     notebook = run("14_six_traps.ipynb", environment, tmp_path, num_processes=2)
     said = text(notebook)

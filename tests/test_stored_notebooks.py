@@ -25,8 +25,9 @@ SHOWN = {
     "08_bigger_than_one_gpu.ipynb": "goes on where the ranks were: True",
     "09_models_larger_than_a_card.ipynb": "texts as in one process: True",
     "10_inference_on_every_card.ipynb": "all others as before: True",
-    "14_six_traps.ipynb": "batch inside of accumulate: weights are equal: True",
+    "11_sweeps_and_runs.ipynb": "10 of 15 runs finished earlier",
     "13_fine_tune_a_4_bit_model.ipynb": "the second epoch as before: True",
+    "14_six_traps.ipynb": "batch inside of accumulate: weights are equal: True",
 }
 """Of each notebook something that it is there to show."""
 

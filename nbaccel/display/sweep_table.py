@@ -138,14 +138,15 @@ class SweepTable:
         head = "".join(f'<th scope="col">{name}</th>' for name in heads)
         rows = [self._row(at, row, now) for at, row in self._shown()]
         rows += [f'<tr><td colspan="{len(heads)}">{words}</td></tr>' for words in self._left_out()]
-        action = f'<span class="soft">{escape(hint)}</span>' if hint and over < len(self.rows) else ""
+        action = f'<span class="fits soft"><span>{escape(hint)}</span></span>' if hint and over < len(self.rows) else ""
         return (
             f'<div class="nbaccel" role="group" aria-label="{escape(self.title)}"><div class="row">'
             f'<b class="{word}">{SIGNS.get(word, "●")} {word}</b><b>{escape(self.title)}</b>'
             f'<span class="fits soft"><span>{self.counts}</span></span><span class="soft">{duration(seconds)}</span>'
             f'{action}</div><progress max="1" value="{over / max(1, len(self.rows)):.3f}" '
             f'aria-label="{over} of {len(self.rows)} runs are over"></progress></div>'
-            '<div class="nbaccel runs" tabindex="0" role="region" aria-label="runs of the sweep"><table>'
+            '<div class="nbaccel runs" style="max-height:420px" tabindex="0" role="region" '
+            'aria-label="runs of the sweep"><table>'
             f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
         )
 

@@ -31,6 +31,7 @@ __all__ = [
     "as_key",
     "in_words",
     "source_mark",
+    "value_in_words",
 ]
 
 _RECORD, _TENSORS, _LOG = "run.json", "value.safetensors", "output.log"
@@ -102,7 +103,7 @@ class FinishedRuns:
                 "format": _FORMAT,
                 "key": key,
                 "config": in_words(run.config),
-                "seed": run.seed,
+                "seed": run.origin.seed,
                 "seconds": run.seconds,
                 "start_method": run.start_method,
                 "checkpoint": run.checkpoint,
@@ -201,10 +202,11 @@ def in_words(config: Mapping[str, Any]) -> str:
     >>> in_words({"fold": 0, "lr": 1e-3, "opt": "adam", "net": {"width": 8}})
     'fold=0, lr=0.001, opt=adam, net={width=8}'
     """
-    return ", ".join(f"{name}={_value_in_words(value)}" for name, value in config.items())
+    return ", ".join(f"{name}={value_in_words(value)}" for name, value in config.items())
 
 
-def _value_in_words(value: Any) -> str:
+def value_in_words(value: Any) -> str:
+    """Return one value in words."""
     if isinstance(value, str):
         return value
     if type(value) is dict and all(type(name) is str for name in value):

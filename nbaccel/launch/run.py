@@ -70,7 +70,7 @@ class Run:
     restarts: a line for each time that memory ran out and the run was started again; values are of the last attempt.
     stopped: the line on its end at the time limit that its Accelerator had set; empty if it did not end so.
     checkpoint: the newest that it wrote; empty if it wrote none.
-    config: the values that a sweep gave this run, by name; empty otherwise.  seed: the run's, in a sweep.
+    config: the values that a sweep gave this run, by name; empty otherwise.
     facts, state: the texts of the panel beside its numbers.
     origin: its flags, its seed, when it began.
     number: its number in `nbaccel.runs`, from 1; 0 for a run that is not in there.
@@ -106,7 +106,6 @@ class Run:
     facts: RunFacts = field(default_factory=RunFacts)
     state: RunState | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    seed: int | None = None
     origin: RunOrigin = field(default_factory=RunOrigin)
     number: int = 0
     goes_on_from: int = 0

@@ -24,9 +24,9 @@ class SweepRuns(Sequence[Run]):
     `run.config` has its values, `run.value` what rank 0 returned, `run.error` its error, None if it ended well.
 
     >>> from nbaccel.display.history import History
-    >>> run = Run([0.9], History(1), None, "fork", "", "", seconds=2.0, config={"lr": 0.1}, seed=0)
+    >>> run = Run([0.9], History(1), None, "fork", "", "", seconds=2.0, config={"lr": 0.1})
     >>> SweepRuns([run]).table()
-    [{'lr': 0.1, 'value': 0.9, 'seconds': 2.0, 'status': 'done', 'seed': 0}]
+    [{'lr': 0.1, 'value': 0.9, 'seconds': 2.0, 'status': 'done', 'seed': None}]
     """
 
     def __init__(self, runs: Sequence[Run], title: str = "") -> None:
@@ -91,7 +91,7 @@ def _row_of(run: Run) -> dict[str, Any]:
     history = run.history
     numbers = {name: history.phase.series[name].latest for name in history.names}
     word = "" if run.state is None else run.state.word
-    about = {"seconds": run.seconds, "status": word, "seed": run.seed}
+    about = {"seconds": run.seconds, "status": word, "seed": run.origin.seed}
     return _in_order(run.config, result, numbers, about)
 
 

@@ -31,7 +31,7 @@ from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.launch_result import LaunchResult
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.processes.turns import PressRelay, Turns, side_by_side
-from nbaccel.launch.run import Run
+from nbaccel.launch.run import NO_ORIGIN, Run, RunOrigin
 from nbaccel.launch.slots import SweepSlot
 from nbaccel.launch.sweep_runs import SweepRuns, counted, line_of
 from nbaccel.quantities import duration, plural
@@ -104,7 +104,7 @@ class Sweeping:
     configs: the values of each run.  slots: where runs go, with the plan of a run at each.
     finished: what earlier sweeps have done, and the folders of the runs.
     checkpoint_dir: the folder in which each run has one for its checkpoints; None for the run's own.
-    plots: names of the curves to draw.
+    plots: names of the curves to draw.  origin: the choices for the sweep.
     runs: the result, also of a sweep that was interrupted; None before its end.  seconds: its duration.
     left: what each run has left by name; also of a failed one.
     """
@@ -119,6 +119,7 @@ class Sweeping:
         finished: FinishedRuns,
         checkpoint_dir: str | None = None,
         plots: tuple[str, ...] = (),
+        origin: RunOrigin = NO_ORIGIN,
     ) -> None:
         self.work = work
         self.configs = configs
@@ -132,6 +133,7 @@ class Sweeping:
         self._survey = survey
         self._checkpoint_dir = checkpoint_dir
         self._plots = plots
+        self.origin = origin
         self._threads = threads_per_rank(
             survey.cpu_count, len(slots) * plans[0].devices.num_processes, ProcessState.now().threads
         )
@@ -231,6 +233,7 @@ class Sweeping:
         whole = Run(values, History(1), None, start.method, start.reason, "", seconds, runs=list(runs))
         words = {run.state.word for run in runs if run.state is not None}
         word = "stopped" if "stopped" in words else "failed" if errors else "done"
+        whole.origin = self.origin
         whole.facts, whole.state = RunFacts(self.title), RunState(word, f"{counted(runs)} in {duration(seconds)}")
         return whole.light()
 
@@ -269,6 +272,7 @@ class _QueuedRun:
         self.view: SweepView | None = None
         facts = sweeping.facts_of(config, None)
         self.row = SweepRow(in_words(config) or "one run", facts=facts)
+        self._seed = sweeping.work.seed_of(config)
         self.run: Run | None = None
         self.left: dict[str, Any] = {}
         found = sweeping.finished.find(config, self._key) if self._key else None
@@ -328,7 +332,8 @@ class _QueuedRun:
             self._sweeping.finished.keep(run, self.left, self._key)
 
     def _take(self, run: Run, word: str, history: History, seconds: float, error: BaseException | None = None) -> None:
-        run.config, run.seed = dict(self.config), self._sweeping.work.seed_of(self.config)
+        run.config = dict(self.config)
+        run.origin = replace(self._sweeping.origin, flags=in_words(self.config), seed=self._seed)
         run.facts = self.row.facts
         why = "" if error is None or word != "failed" else f"{type(error).__name__}: {error}".partition("\n")[0]
         run.state = RunState.ended(word, seconds, history.steps, why)

@@ -150,7 +150,7 @@ class Session:
             ResultsMissing: it ended well, but a name of `--out` did not come. Values that came are in the notebook.
         """
         if asked.sweep:
-            return self._sweep(asked, body)
+            return self._sweep(asked, body, typed)
         with interrupts_in_one_line():
             host, plan, source, task, spec = self._plan(asked, body)
             origin = self._origin(plan, typed)
@@ -332,7 +332,7 @@ class Session:
 
     # --- one run for each of several values --------------------------------------------------------------------
 
-    def _sweep(self, asked: RunOptions, body: str) -> None:
+    def _sweep(self, asked: RunOptions, body: str, typed: str) -> None:
         """Run a cell once for each combination of the values of `--sweep`; the notebook gets lists.
 
         Raises:
@@ -341,6 +341,7 @@ class Session:
         """
         with interrupts_in_one_line():
             options, sweeping, notes = self._plan_sweep(asked, body)
+            sweeping.origin = replace(self._origin(sweeping.plans[0], typed), seed=options.seed)
         out = options.names_back or ()
         with steered(self.shell, self._former_button) as (frames, beside), interrupts_in_one_line():
             try:

@@ -25,7 +25,7 @@ def finished_run(value: Any) -> Run:
     for step in range(5):
         history.feed(0, 0.1 * step, Loss(1.0 / (step + 1), step))
         history.feed(0, 0.1 * step, Metric({"acc": step / 5}, step))
-    return Run([value], history, None, "fork", "", "", seconds=2.5, config=dict(CONFIG), seed=0)
+    return Run([value], history, None, "fork", "", "", seconds=2.5, config=dict(CONFIG))
 
 
 @pytest.mark.parametrize(

@@ -124,13 +124,13 @@ def test_each_run_has_its_seed_log_and_folder() -> None:
         return {"drawn": float(torch.rand(())), "folder": str(accelerator.project_dir)}
 
     runs = sweep(draws, seed=[4, 5], slots=2, cpu=True)
-    assert [run.seed for run in runs] == [4, 5]
+    assert [run.origin.seed for run in runs] == [4, 5]
     for run in runs:
-        torch.manual_seed(run.seed or 0)
+        torch.manual_seed(run.origin.seed or 0)
         assert run.value["drawn"] == float(torch.rand(()))
         folder = Path(run.log_path).parent
         assert Path(run.value["folder"]) == folder
-        assert f"drawn with {run.seed}" in Path(run.log_path).read_text()
+        assert f"drawn with {run.origin.seed}" in Path(run.log_path).read_text()
         assert list(folder.rglob("*.jsonl"))
     assert runs[0].log_path != runs[1].log_path
     rows = runs.table()
@@ -272,3 +272,97 @@ def test_copies_that_do_not_fit_are_refused_with_the_number_that_does() -> None:
     refuse_a_full_host(plan, 2, survey)
     with pytest.raises(LaunchRefused, match=r"3 runs side by side would each get a copy of 3\.0 GB.*use --slots 2\."):
         refuse_a_full_host(plan, 3, survey)
+
+
+# --- the whole of it ------------------------------------------------------------------------------------------------
+
+
+def waits_like_a_card(kind: str) -> float:
+    """A run whose time passes in steps on a device; or one that comes to a bad end."""
+    torch.manual_seed(7)
+    total = 0.0
+    accelerator = Accelerator()
+    for step in range(20):
+        with accelerator.accumulate():
+            total += torch.rand(()).item()
+            time.sleep(0.1)
+        if step == 10 and kind == "crash":
+            raise ValueError("eleven classes")
+        if step == 10 and kind == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if step == 10 and kind == "hang":
+            time.sleep(1000)
+    return total
+
+
+@pytest.mark.full
+@pytest.mark.timed
+@pytest.mark.timeout(400)
+def test_twelve_runs_on_two_slots_take_half_the_time_of_twelve_single_runs() -> None:
+    kinds = ["hang", *(f"good {at}" for at in range(5)), "crash", "memory", *(f"good {at}" for at in range(5, 9))]
+    sweep(waits_like_a_card, kind=["warm"], cpu=True, folder="warm")
+    began = time.monotonic()
+    singles = {}
+    for kind in kinds:
+        options: dict[str, Any] = {"cpu": True, "seed": 0, "hang_timeout_s": 4.0, "setup": _SETUP, "check": False}
+        singles[kind] = launch(waits_like_a_card, 1, (kind,), **options)
+    one_by_one_s = time.monotonic() - began
+    began = time.monotonic()
+    runs = sweep(waits_like_a_card, kind=kinds, slots=2, cpu=True, hang_timeout_s=4.0)
+    side_by_side_s = time.monotonic() - began
+    assert sum(run.error is None for run in runs) == 9
+    assert [run.value for run in runs] == [singles[kind].value for kind in kinds]
+    assert side_by_side_s <= 1.15 * one_by_one_s / 2, f"{side_by_side_s:.1f} s against {one_by_one_s:.1f} s one by one"
+
+
+_READS_DATA = """
+import sys, time
+import torch
+import nbaccel
+
+data = torch.ones(int(float(sys.argv[1]) * 1e6 / 4))
+
+def reads(fold):
+    total = float(data[fold::2].sum())
+    time.sleep(2)
+    return total
+
+runs = nbaccel.sweep(reads, fold=range(4), slots=2, cpu=True, folder=sys.argv[1])
+assert all(run.error is None for run in runs), runs
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_forked_runs_share_the_data_of_the_notebook(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_READS_DATA)
+    little, much = (_peak_bytes_of(tmp_path, megabytes) for megabytes in (1, 801))
+    assert much - little <= 1.2 * 800e6
+
+
+def _peak_bytes_of(folder: Path, megabytes: int) -> float:
+    """Return the most host memory that the script and its ranks had at once; shared pages count once."""
+    import psutil
+
+    sweeps = subprocess.Popen([sys.executable, "script.py", str(megabytes)], cwd=folder)
+    most = 0.0
+    try:
+        while sweeps.poll() is None:
+            try:
+                family = [psutil.Process(sweeps.pid), *psutil.Process(sweeps.pid).children(recursive=True)]
+            except psutil.Error:
+                break
+            most = max(most, sum(map(_proportional_bytes, family)))
+            time.sleep(0.05)
+    finally:
+        sweeps.kill()
+    assert sweeps.wait() == 0
+    return most
+
+
+def _proportional_bytes(process: Any) -> float:
+    try:
+        text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0.0
+    return sum(1024.0 * int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))

@@ -17,13 +17,14 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
 from nbaccel.launch.api import how_it_ended
 from nbaccel.launch.earlier_models import refuse_what_stays_here
-from nbaccel.launch.finished_runs import FinishedRuns, in_words, source_mark
+from nbaccel.launch.finished_runs import FinishedRuns, in_words, source_mark, value_in_words
 from nbaccel.launch.gpu_trouble import holder_name
 from nbaccel.launch.ipc.spec import FunctionTask, Task
 from nbaccel.launch.launcher import default_launcher, refuse_nested_launch
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.preflight import ProcessState
 from nbaccel.launch.processes.launch_result import LaunchResult
+from nbaccel.launch.run import RunOrigin
 from nbaccel.launch.slots import choose_slots
 from nbaccel.launch.sweep_runs import SweepRuns
 from nbaccel.launch.sweeping import Sweeping
@@ -108,13 +109,20 @@ def sweep(
     cells = list(getattr(history, "input_hist_raw", ()))
     refuse_what_stays_here(plans[0].left_out, gpus_per_run, cells, "the function", "another start_method")
     refuse_a_full_host(plans[0], len(plans), survey)
-    sweeping = Sweeping(work, configs, chosen.slots, plans, survey, FinishedRuns(folder))
+    origin = RunOrigin(_in_arguments(swept), {}, None if _SEED in swept else seed)
+    sweeping = Sweeping(work, configs, chosen.slots, plans, survey, FinishedRuns(folder), origin=origin)
     runs = sweeping.run(default_launcher(), shell_here(), notes=chosen.notes)
     if check and (failed := next((run for run in runs if run.error is not None), None)) is not None:
         assert failed.error is not None
         failed.error.add_note(f"in the run with {in_words(failed.config)}; its output is in {failed.log_path}")
         raise failed.error
     return runs
+
+
+def _in_arguments(values: Mapping[str, Any]) -> str:
+    """Return the swept names with their values, as they are remembered."""
+    lists = {name: _several(value) for name, value in values.items() if not isinstance(value, Iterator)}
+    return ", ".join(f"{name}=[{', '.join(value_in_words(one) for one in each)}]" for name, each in lists.items())
 
 
 def configurations(values: Mapping[str, Any]) -> list[dict[str, Any]]:
