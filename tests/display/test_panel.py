@@ -159,7 +159,7 @@ def test_one_point_is_a_dot() -> None:
 def test_a_frame_is_small() -> None:
     """About 30 kB per second at two frames per second (a panel waits longer after a larger one), and a saved notebook
     of less than 100 kB."""
-    for world_size, most in ((2, 13_000), (8, 16_000)):
+    for world_size, most in ((2, 13_000), (8, 16_500)):
         bundle = Panel(a_run(world_size, 1_000), FACTS).bundle(100.0)
         assert sum(map(len, bundle.values())) < most
 
