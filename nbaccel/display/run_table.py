@@ -26,6 +26,14 @@ __all__ = [
     "text_table",
 ]
 
+_STYLE = (
+    f"{STYLE}.nbaccel.runs.all{{max-height:440px}}"
+    ".nbaccel.all td,.nbaccel.all th{vertical-align:top;line-height:22px}.nbaccel.all td.left{white-space:normal}"
+    ".nbaccel.all td.name{white-space:nowrap}.nbaccel.all td span{display:inline-block;white-space:pre}"
+    ".nbaccel.all svg{max-width:60px}@container(max-width:860px){.nbaccel .widest{display:none}}"
+    "@container(max-width:560px){.nbaccel .wide{display:none}}"
+)
+"""The panel's style sheet, and what the table of runs needs besides."""
 _MOST_ROWS = 40
 """Number of rows that a table shows, the latest; each is a line of 150 characters."""
 _LONGEST = {"cell": 26, "flags": 40, "numbers": 60, "ended": 72}
@@ -162,7 +170,7 @@ def text_table(rows: Sequence[TableRow]) -> str:
 def html_table(rows: Sequence[TableRow], label: str = "runs") -> str:
     """Return the same table as HTML, with its style sheet and a small curve for each run."""
     if not rows:
-        return f'<style>{STYLE}</style><div class="nbaccel"><p>no run yet</p></div>'
+        return f'<style>{_STYLE}</style><div class="nbaccel"><p>no run yet</p></div>'
     run, began, cell, flags, seed, numbers, seconds, ended = _HEADS
     heads = "".join(
         f'<th scope="col"{f" class={kind!r}" if kind else ""}>{head}</th>'
@@ -180,7 +188,7 @@ def html_table(rows: Sequence[TableRow], label: str = "runs") -> str:
     )
     more = "".join(f'<tr><td colspan="9">{line}</td></tr>' for line in _left_out(rows))
     return (
-        f'<style>{STYLE}</style><div class="nbaccel runs all" tabindex="0" role="region" aria-label="{escape(label)}">'
+        f'<style>{_STYLE}</style><div class="nbaccel runs all" tabindex="0" role="region" aria-label="{escape(label)}">'
         f"<table><thead><tr>{heads}</tr></thead><tbody>{more}{''.join(row.html for row in rows[-_MOST_ROWS:])}</tbody>"
         "</table></div>"
     )
@@ -191,11 +199,11 @@ def _left_out(rows: Sequence[TableRow]) -> Iterator[str]:
         yield f"… {plural(len(rows) - _MOST_ROWS, 'earlier run')}"
 
 
-def differences(choices: Mapping[int, Mapping[str, str]]) -> dict[str, dict[int, str]]:
+def differences(choices: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
     """Return the choices in which runs differ, by name; each with the value of each run, "" where there is none.
 
-    >>> differences({1: {"seed": "1", "cpu": "true"}, 2: {"seed": "2", "cpu": "true"}})
-    {'seed': {1: '1', 2: '2'}}
+    >>> differences({"1": {"seed": "1", "cpu": "true"}, "2": {"seed": "2", "cpu": "true"}})
+    {'seed': {'1': '1', '2': '2'}}
     """
     names = dict.fromkeys(name for each in choices.values() for name in each)
     values = {name: {run: each.get(name, "") for run, each in choices.items()} for name in names}

@@ -178,6 +178,7 @@ class Run:
             self,
             values=[value if size_of(value) <= _MOST_BYTES_LATER else None for value in self.values],
             history=self.history.thinned(),
+            config={name: value for name, value in self.config.items() if size_of(value) <= _MOST_BYTES_LATER},
             runs=[run.thinned() for run in self.runs],
         )
 

@@ -95,6 +95,7 @@ def _record(run: Run) -> dict[str, Any]:
         "flags": origin.flags,
         "choices": dict(origin.choices),
         "seed": origin.seed,
+        "config": _plain(run.config) or {},
         "setting": run.facts.setting,
         "devices": list(run.facts.devices),
         "plots": list(run.facts.plots),
@@ -187,6 +188,7 @@ def _run(record: Mapping[str, Any]) -> Run:
         facts=RunFacts(record["cell"], record["setting"], tuple(record["devices"]), tuple(record["plots"])),
         state=RunState(record["word"], record["sentence"]),
         origin=RunOrigin(record["flags"], dict(record["choices"]), record["seed"], float(record["began"]), True),
+        config=dict(record["config"]),
         runs=[_run(part) for part in record["runs"]],
     )
 

@@ -203,6 +203,14 @@ class Runs(Sequence[Run]):
     def _repr_html_(self) -> str:
         return html_table([*map(_row, self._runs)], "runs of this notebook")
 
+    def _singles(self) -> Iterator[tuple[str, Run]]:
+        """Yield each run with its number; in place of a sweep its runs, with numbers such as "5.1"."""
+        for run in self._runs:
+            if not run.runs:
+                yield str(run.number), run
+            for at, part in enumerate(run.runs, 1):
+                yield f"{run.number}.{at}", part
+
     # --- pictures ----------------------------------------------------------------------------------------------
 
     def compare(self, *numbers: int, name: str = "") -> Picture:
@@ -218,26 +226,27 @@ class Runs(Sequence[Run]):
     def plot(self, name: str = "") -> Picture:
         """Return the curves of these runs in one axis, and the flags in which they differ.
 
-        A run that went on from another one continues its curve at the saved step.
+        A run that went on from another one continues its curve at the saved step; a sweep is drawn as its runs.
 
         name: the curve to draw; by default the one that most runs show.
 
         Raises:
             KeyError: no run has that curve.
         """
-        known = dict.fromkeys(name for run in self._runs for name in run.history.phase.series)
+        drawn = [*self._singles()]
+        known = dict.fromkeys(name for _, run in drawn for name in run.history.phase.series)
         if name and name not in known:
             raise KeyError(f"no curve of these runs is called {name!r}; there is: {', '.join(known) or 'none'}")
-        differ = differences({run.number: run.origin.choices for run in self._runs})
+        differ = differences({number: _choices_of(run) for number, run in drawn})
         comparison = RunComparison()
-        for at, run in enumerate(self._runs, 1):
-            words = [f"{key}={values[run.number]}" for key, values in differ.items() if values[run.number]]
+        for at, (number, run) in enumerate(drawn, 1):
+            words = [f"{key}={values[number]}" for key, values in differ.items() if values[number]]
             shown = name or next(iter(run.facts.shown(list(run.history.phase.series))), "")
             series = run.history.phase.series.get(shown)
             comparison.add(
                 RunRow(
                     number=at,
-                    label=f"{run.number}.",
+                    label=f"{number}.",
                     title=" ".join([run.facts.title.removeprefix("Cell "), *words]),
                     word=run.ending.word,
                     seconds=run.seconds,
@@ -256,6 +265,11 @@ def _saved_by(run: Run) -> Iterator[str]:
     for mark in run.history.marks:
         if mark.kind == "checkpoint":
             yield mark.text.removeprefix("saved ").rpartition(" in ")[0]
+
+
+def _choices_of(run: Run) -> dict[str, str]:
+    """Return the choices of a run, and in a sweep its own values, as text."""
+    return {**run.origin.choices, **{name: str(value) for name, value in run.config.items()}}
 
 
 def _row(run: Run) -> TableRow:
@@ -293,15 +307,16 @@ def _as_dict(run: Run) -> dict[str, Any]:
         "log_path": run.log_path,
         "checkpoint": run.checkpoint,
         **origin.choices,
+        **run.config,
         "seed": origin.seed,
         **{name: series.latest for name, series in run.history.phase.series.items()},
     }
 
 
-def _differences_in_words(differ: dict[str, dict[int, str]]) -> str:
+def _differences_in_words(differ: dict[str, dict[str, str]]) -> str:
     """Return the flags in which runs differ, in one line.
 
-    >>> _differences_in_words({"seed": {3: "1", 5: "2"}})
+    >>> _differences_in_words({"seed": {"3": "1", "5": "2"}})
     'different: seed (run 3: 1, run 5: 2)'
     """
     if not differ:

@@ -30,6 +30,7 @@ def test_a_run_is_read_as_it_was_kept(tmp_path: Path) -> None:
     run = a_finished(error=ValueError("11 classes"), value={"score": [0.5, None]})
     run.checkpoint, run.restarts = "saves/step_20", ["again with 8"]
     part = a_finished("fold 1", history=a_run(1, 3))
+    part.config = {"lr": 0.1}
     run.runs = [part]
     file = RunFile(str(tmp_path / "runs.jsonl"))
     file.append(run)
@@ -48,7 +49,7 @@ def test_a_run_is_read_as_it_was_kept(tmp_path: Path) -> None:
     for name, line in run.curves.items():
         assert back.curves[name].mean == pytest.approx(line.mean, rel=1e-6)
         assert back.history.phase.series[name].latest == pytest.approx(run.history.phase.series[name].latest, rel=1e-6)
-    assert [one.facts.title for one in back.runs] == ["fold 1"]
+    assert [(one.facts.title, one.config) for one in back.runs] == [("fold 1", {"lr": 0.1})]
     assert back.plot().png
 
 

@@ -223,3 +223,19 @@ def test_a_failed_run_of_ranks_is_in_the_table() -> None:
     launch(fails, 2, cpu=True, start_method="fork", check=False)
     assert "ValueError: 11 classes" in repr(nbaccel.runs[-1:])
     assert nbaccel.runs[-1:].table()[0]["ended"] == "failed"
+
+
+def test_a_sweep_is_one_entry_and_its_runs_are_compared_by_their_values() -> None:
+    parts = [a_finished(f"lr={lr}", flags="", choices={}) for lr in (0.1, 0.01)]
+    for part, lr in zip(parts, (0.1, 0.01), strict=True):
+        part.config = {"lr": lr}
+    whole = a_finished("sweep of train", history=History(1))
+    whole.runs = parts
+    runs = remembered(a_finished(), whole)
+    assert repr(runs).splitlines()[-1].endswith("done, 2 runs")
+    words = runs.compare(2).text.splitlines()[-1]
+    assert words == "different: lr (run 2.1: 0.1, run 2.2: 0.01)"
+    words = runs.compare().text.splitlines()[-1]
+    assert words == "different: lr (run 1: default, run 2.1: 0.1, run 2.2: 0.01)"
+    assert [row["lr"] for row in Runs(whole.runs).table()] == [0.1, 0.01]
+    assert [part.config for part in whole.thinned().runs] == [{"lr": 0.1}, {"lr": 0.01}]
