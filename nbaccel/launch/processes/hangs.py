@@ -259,6 +259,7 @@ class HangWatch:
         self._limit_s = limit_s
         self._notice = notice
         self._beats: list[tuple[int, int]] = []
+        self._gone: list[int] = []
         self._since = now
         self._question: _Question | None = None
         self._has_told = False
@@ -269,13 +270,13 @@ class HangWatch:
         """Check the ranks; return the hang that is to end the run, if there is one."""
         beats = [self._page.beat(member.rank) for member in self._members]
         working = [member for member in self._members if member.is_working]
-        if beats != self._beats or not working:
-            self._beats, self._since, self._question = beats, now, None
+        gone = [member.rank for member in self._members if member.report is not None and member.report.status == "ok"]
+        if beats != self._beats or gone != self._gone or not working:  # one that came to its end had been working
+            self._beats, self._gone, self._since, self._question = beats, gone, now, None
             self._has_told = self._is_sure = False
             self._used.clear()
             return None
         quiet = now - self._since
-        gone = [member.rank for member in self._members if member.report is not None and member.report.status == "ok"]
         if not self._used and quiet >= _CERTAIN_S / 2:
             self._used = {member.rank: _seconds_used(member) for member in working}
         if not self._is_sure and quiet >= _CERTAIN_S and self._question is None:
