@@ -468,7 +468,7 @@ def test_every_group_is_collected_in_its_turn() -> None:
     assert list(groups) == list(on_a_card.ORDER)
 
 
-def test_all_tests_of_a_card_say_what_they_take_and_sum_up_to_thirteen_minutes_at_most() -> None:
+def test_all_tests_of_a_card_say_what_they_take_and_sum_up_to_fourteen_minutes_at_most() -> None:
     total = 0.0
     for path in sorted((REPOSITORY / "tests" / "gpu").glob("test_*.py")):
         module = importlib.import_module(f"gpu.{path.stem}")
@@ -480,7 +480,7 @@ def test_all_tests_of_a_card_say_what_they_take_and_sum_up_to_thirteen_minutes_a
             assert "takes" in marks, f"{path.name}: {name}"
             times = len(marks["parametrize"].args[1]) if "parametrize" in marks else 1
             total += times * marks["takes"].args[0]
-    assert 300 <= total <= 780, total
+    assert 300 <= total <= 840, total
 
 
 def test_the_table_tells_outcomes_beside_what_was_expected() -> None:

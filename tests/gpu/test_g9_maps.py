@@ -21,7 +21,7 @@ def _tell(program: Callable[..., Any], case: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.takes(40)
+@pytest.mark.takes(27)
 def test_an_item_that_breaks_the_device_is_given_up_and_the_others_are_answered(program: Callable[..., Any]) -> None:
     failed = _tell(program, "broken")["failed"]
     assert list(failed) == ["13"]

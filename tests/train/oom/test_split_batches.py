@@ -90,7 +90,7 @@ class Loop:
             steps = len(loader) * self.epochs
         except TypeError:
             steps = 10
-        scheduler: Any = torch.optim.lr_scheduler.LinearLR(adam, 1.0, 0.1, total_iters=steps)
+        scheduler: Any = torch.optim.lr_scheduler.LinearLR(adam, 1.0, 0.1, total_iters=2 * steps)  # moves of two ranks
         if self.schedule != "unprepared":
             scheduler = accelerator.prepare(scheduler)
         rates: list[float] = []

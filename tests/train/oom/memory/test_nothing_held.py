@@ -309,7 +309,7 @@ WALK: dict[Callable[[Program], None], str] = {
 """What is walked, and which methods that covers."""
 
 ENDS = ("free_memory", "clear", "release_memory", "end_training")
-NO_HOLDERS = ("destroy_process_group", "lomo_backward", "maybe_context_parallel")
+NO_HOLDERS = ("destroy_process_group", "lomo_backward", "map", "maybe_context_parallel")
 
 
 def test_every_public_method_is_walked() -> None:
