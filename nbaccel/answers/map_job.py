@@ -84,6 +84,7 @@ class MapJob:
         self._manifest = manifest
         self._joined: Answers | None = None
         self._presence: LifeLock | None = None
+        self._token = ""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is this process's own."""
@@ -223,7 +224,7 @@ class MapJob:
         if self.out.is_dir() or joined.is_dir():
             _remove(self.out)
         os.replace(joined, self.out)
-        self._write(self._manifest_path, joined=total, bytes=size, failed=found.failures())
+        self._write(self._manifest_path, joined=total, bytes=size, failed=found.failures(), token=self._token)
         self._in_folder.unlink()  # first: from here on the folder is not looked at again
         self._remove_folder()
 
@@ -287,6 +288,7 @@ class MapJob:
 
     def _begin_locked(self, overwrite: bool, retry_failed: bool, token: str) -> None:
         claims = self.claims()
+        self._token = token
         known = _read(self._in_folder) if self._in_folder.exists() else None
         if known is not None and known.get("token") != token:
             is_alive = claims.anyone()
@@ -321,6 +323,9 @@ class MapJob:
         """Deal with a file at `out`; return the manifest with which the map goes on, None if there is none."""
         assert self.out is not None
         known = _read(self._manifest_path) if self._manifest_path.exists() else None
+        if known is not None and known.get("token") == self._token:
+            self._check(known, self.out)
+            return None  # another rank of this call was first, and all is done already
         if overwrite:
             _remove(self._manifest_path)
             _remove(self.out)

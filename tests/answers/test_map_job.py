@@ -150,6 +150,14 @@ def test_of_the_ranks_of_one_call_the_first_overwrites(tmp_path: Path) -> None:
     second.close()
 
 
+def test_a_rank_that_comes_when_all_is_done_overwrites_nothing(tmp_path: Path) -> None:
+    finished(tmp_path / "a.jsonl")
+    assert finished(tmp_path / "a.jsonl", overwrite=True, token="call") == ["ONE", "THREE", "FOUR"]
+    late = opened(tmp_path / "a.jsonl", overwrite=True, token="call")
+    assert late.is_finished
+    assert left(tmp_path) == ["a.jsonl", "a.jsonl.manifest.json"]
+
+
 def test_a_function_that_answered_nothing_may_be_mended(tmp_path: Path) -> None:
     job = opened(tmp_path / "a.jsonl", function=whisper)
     answer(job, only=0)

@@ -117,6 +117,8 @@ class StreamedItems:
                 block: list[Any] = pickle.loads((self._folder / str(start)).read_bytes())  # drawn in this session
                 return block
             self.tend(1)
+            if self._drawer is not None and not self._drawer.is_alive() and self._drawer.error is None:
+                raise CannotContinue(f"the items from number {start:,} on are gone from {self._folder}: overwrite=True")
             time.sleep(_POLL_S)
 
     def drop(self, indices: Sequence[int]) -> None:
@@ -176,7 +178,7 @@ class _Drawer(threading.Thread):
                 self._claims.end_stream(start)
                 return
             stop = start + len(block)
-            if answered is None or not all(answered.is_done(index) for index in range(start, stop)):
+            if answered is None or not all(answered.is_done(index, self._claims.round) for index in range(start, stop)):
                 self._write(start, block)
             if known is None:
                 self._claims.add_block(start, stop, checksum_of(block))

@@ -263,6 +263,29 @@ def test_a_stream_that_goes_on_is_compared(tmp_path: Path) -> None:
     assert (tmp_path / "a.jsonl.parts").exists()
 
 
+@pytest.mark.parametrize("is_over", [True, False])
+def test_failed_items_of_a_stream_are_drawn_again(tmp_path: Path, is_over: bool) -> None:
+    (tmp_path / "broken").touch()
+
+    def sometimes(texts: list[str]) -> list[str]:
+        if TEXTS[7] in texts and (tmp_path / "broken").exists():
+            raise ValueError("no")
+        if not is_over and TEXTS[50] in texts and (tmp_path / "broken").exists():
+            raise KeyboardInterrupt
+        return shout(texts)
+
+    def call(**options: Any) -> Answers:
+        return Accelerator(cpu=True).map(sometimes, drawn(), out=tmp_path / "a.jsonl", batch_size=4, **options)
+
+    if is_over:
+        assert [failed.index for failed in call().failed] == [7]
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    (tmp_path / "broken").unlink()
+    assert call(retry_failed=True) == shouted()
+
+
 def test_an_error_of_the_stream_ends_the_map_with_it() -> None:
     def failing() -> Iterator[str]:
         yield from TEXTS[:5]
