@@ -87,7 +87,8 @@ class TableRow:
         name = next((name for name in facts.shown(list(series)) if name in series), "")
         why = state.sentence.partition(": ")[2]
         steps = plural(history.steps, "step") if history.steps else ""
-        words = ", ".join(filter(None, [state.word, steps, *notes]))
+        failed = f"{history.items.failed:,} failed" if history.items is not None and history.items.failed else ""
+        words = ", ".join(filter(None, [state.word, steps, failed, *notes]))
         return cls(
             number,
             began,

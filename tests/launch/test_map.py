@@ -144,7 +144,8 @@ def test_an_item_that_kills_each_process_is_given_up(
         2 * item for item in range(50) if item != 7
     ]
     assert len(answers.failed) == 1
-    assert ", 1 failed: answers.failed" in capsys.readouterr().out
+    assert ", 1 failed (answers.failed)" in capsys.readouterr().out
+    assert repr(nbaccel.runs[-1:]).endswith("done, 1 failed")
 
 
 def load_on_rank_0_alone(accelerator: Any) -> None:
@@ -193,7 +194,7 @@ def test_an_item_that_fails_is_recorded_and_tried_again_when_asked(
     assert answers[3] == Failed(3, "ValueError: not a question")
     capsys.readouterr()
     nbaccel.map(rarely, range(10), **call)
-    assert "already, 1 failed: answers.failed: no rank was started" in capsys.readouterr().out
+    assert "already, 1 failed (answers.failed): no rank was started" in capsys.readouterr().out
     assert len(nbaccel.map(rarely, range(10), retry_failed=True, **call).failed) == 1
 
 

@@ -337,7 +337,7 @@ def _say_end(job: MapJob, end: _End, launcher: Launcher, shown: RunView) -> None
 
 
 def _finished(answers: Answers, seconds: float, before: int) -> str:
-    """Return the last line of a map: "1,000 items in 42 s (23.8/s), 3 failed: answers.failed".
+    """Return the last line of a map: "1,000 items in 42 s (23.8/s), 3 failed (answers.failed)".
 
     before: items that were finished before this call.
     """
@@ -349,7 +349,7 @@ def _finished(answers: Answers, seconds: float, before: int) -> str:
 
 
 def _failed(answers: Answers) -> str:
-    return f"{len(answers.failed):,} failed: answers.failed"
+    return f"{len(answers.failed):,} failed (answers.failed)"
 
 
 def _time(seconds: float) -> str:

@@ -8,6 +8,7 @@ right: when `setup` fails, when the first items of all ranks fail alike, when th
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.01, 0.5
 _REPORT_S = 0.2
 _LONGEST_ERROR = 2000
 _PLAIN = (str, int, float, bytes)
+_NO_LISTS = (str, bytes, Mapping, Set, tuple)
+"""Results that are no list of answers though they can be read as one. A set has no order, and of a tuple it is not clear
+whether it is the answers or, as in ``return scores, labels``, one part of each; so it is with a table (`columns`)."""
 
 
 def map_in_ranks(
@@ -111,6 +115,10 @@ def work(
             "answered is there: make room, or mend the folder, and the same call goes on",
             str(job.folder),
         ) from error
+
+
+_GETS_A_LIST = "map calls the function with a list of items, and it returns a list of as many answers"
+"""Said where a function fails with everything, and its error speaks of a list: most often it is one for one item."""
 
 
 class MapWorker:
@@ -200,7 +208,12 @@ class MapWorker:
         """
         chunk = self._items.get(part)
         answers = self._call(chunk)
-        if isinstance(answers, str | bytes | Mapping) or not hasattr(answers, "__iter__"):
+        if inspect.iscoroutine(answers):
+            answers.close()
+            raise TypeError(
+                f"the function is async, and map calls plain ones: let it return asyncio.run({answers.__name__}(items))"
+            )
+        if isinstance(answers, _NO_LISTS) or hasattr(answers, "columns") or not hasattr(answers, "__iter__"):
             raise TypeError(
                 f"the function returns a list of answers, one for each of {plural(len(chunk), 'item')}; "
                 f"it returned a {type(answers).__qualname__}"
@@ -273,6 +286,8 @@ class MapWorker:
         self._say_it_fails(place)
         while not (self._job.has_answers or self._others_fail_otherwise(place)):
             if len(self._failing()) >= self._ranks:
+                if "list" in str(error):
+                    error.add_note(_GETS_A_LIST)
                 raise error
             time.sleep(_LONGEST_WAIT_S / 5)  # the other ranks still begin; what they find decides
 

@@ -33,6 +33,16 @@ def shout(texts: list[str]) -> list[str]:
     return [text.upper() for text in texts]
 
 
+async def ask(texts: list[str]) -> list[str]:
+    return texts
+
+
+class Table(list[str]):
+    """One that is read by columns, as those of pandas are."""
+
+    columns = ("text",)
+
+
 def mapped(function: Any, items: Any = TEXTS, **options: Any) -> Answers:
     return Accelerator(cpu=True).map(function, items, **options)
 
@@ -148,12 +158,22 @@ def test_the_longest_items_may_fail_where_others_do_not() -> None:
         (lambda texts: "text", "it returned a str"),
         (lambda texts: None, "it returned a NoneType"),
         (lambda texts: {"text": 1}, "it returned a dict"),
+        (lambda texts: (texts,), "it returned a tuple"),
+        (lambda texts: {*texts}, "it returned a set"),
+        (lambda texts: Table(texts), "it returned a Table"),
+        (ask, r"the function is async.*asyncio.run\(ask\(items\)\)"),
         (lambda texts: [*texts, "more"], "the function returned 2 answers for 1 item"),
     ],
 )
 def test_what_is_no_list_of_answers_is_said(function: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         mapped(function)
+
+
+def test_a_function_for_one_item_is_told_that_it_gets_a_list() -> None:
+    with pytest.raises(AttributeError, match="'list' object has no attribute 'upper'") as caught:
+        mapped(lambda text: text.upper())
+    assert "map calls the function with a list of items" in caught.value.__notes__[0]
 
 
 def test_an_answer_that_json_cannot_hold_is_said(tmp_path: Path) -> None:
