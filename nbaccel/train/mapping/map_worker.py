@@ -118,7 +118,7 @@ def work(
 
 
 _GETS_A_LIST = "map calls the function with a list of items, and it returns a list of as many answers"
-"""Said where a function fails with everything, and its error speaks of a list: most often it is one for one item."""
+"""Said where the error of a function speaks of a list: most often the function is one for a single item."""
 
 
 class MapWorker:
@@ -207,7 +207,12 @@ class MapWorker:
             TypeError: it did not return one answer for each item, or one that cannot be written.
         """
         chunk = self._items.get(part)
-        answers = self._call(chunk)
+        try:
+            answers = self._call(chunk)
+        except (AttributeError, TypeError) as error:
+            if "list" in str(error):
+                error.add_note(_GETS_A_LIST)
+            raise
         if inspect.iscoroutine(answers):
             answers.close()
             raise TypeError(
@@ -286,8 +291,6 @@ class MapWorker:
         self._say_it_fails(place)
         while not (self._job.has_answers or self._others_fail_otherwise(place)):
             if len(self._failing()) >= self._ranks:
-                if "list" in str(error):
-                    error.add_note(_GETS_A_LIST)
                 raise error
             time.sleep(_LONGEST_WAIT_S / 5)  # the other ranks still begin; what they find decides
 
