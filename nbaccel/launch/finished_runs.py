@@ -34,7 +34,7 @@ __all__ = [
     "value_in_words",
 ]
 
-_RECORD, _TENSORS, _LOG = "run.json", "value.safetensors", "output.log"
+_RECORD, _TENSORS, _LOG, _FILES = "run.json", "value.safetensors", "output.log", "written-files.txt"
 _LOSS = "loss"
 _FORMAT = 1
 _LONGEST_NAME = 80
@@ -61,14 +61,19 @@ class FinishedRuns:
         """Make the folder of a run that begins, and return it."""
         folder = self.folder_of(config, key)
         folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            (folder / _RECORD).unlink()
+        for name in (_RECORD, _FILES):
+            (folder / name).unlink(missing_ok=True)
         return folder
 
     @staticmethod
     def log_in(folder: Path) -> str:
         """Return the path of the file for all that the run prints."""
         return str(folder / _LOG)
+
+    @staticmethod
+    def files_in(folder: Path) -> str:
+        """Return the path of the list of files that the run writes elsewhere."""
+        return str(folder / _FILES)
 
     def find(self, config: Mapping[str, Any], key: str) -> tuple[Run, dict[str, Any]] | None:
         """Return the run with this key that has ended well, and what it has left; None if none can be read."""

@@ -7,6 +7,7 @@ calling thread, see `processes/turns.py`. `sweep.py` has the public function; ce
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.preflight import ProcessState, threads_per_rank
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.launch_result import LaunchResult
+from nbaccel.launch.processes.shared_files import SharedFiles
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.processes.turns import PressRelay, Turns, side_by_side
 from nbaccel.launch.run import NO_ORIGIN, Run, RunOrigin
@@ -43,6 +45,8 @@ __all__ = [
 ]
 
 _CHECKPOINTS = "checkpoints"
+_LOOK_S = 2.0
+_MOST_NAMED = 3
 
 
 class SweepWork(Protocol):
@@ -86,16 +90,38 @@ class _Silent:
 
 
 class _Ticking(Pollable):
-    """Lets the view of a sweep show what is due."""
+    """Lets the view of a sweep show what is due, and says which files its runs write side by side.
 
-    def __init__(self, view: SweepView) -> None:
+    example: a swept name, for the advice.
+    """
+
+    def __init__(self, view: SweepView, files: SharedFiles, example: str) -> None:
         self._view = view
+        self._files = files
+        self._example = example
+        self._looks_at = 0.0
 
     def due_in(self, now: float) -> float | None:
         return self._view.due_in(now)
 
     def tick(self, now: float, press: Callable[[], None]) -> None:
         self._view.tick(now)
+        if now >= self._looks_at:
+            self._looks_at = now + _LOOK_S
+            self.look()
+
+    def look(self) -> None:
+        """Say which files were written by two runs since the last call; three of them by name."""
+        found = list(self._files.found())
+        for path, one, other in found[:_MOST_NAMED]:
+            stem, suffix = os.path.splitext(os.path.basename(path))
+            self._view.say(
+                f"runs {one} and {other} both write {os.path.relpath(path)}, side by side: what one of them reads may "
+                f"be the other's, and both are done again next time. Put a swept value into its name, as in "
+                f'f"{stem}-{{{self._example}}}{suffix}", or let one run go at a time: 1 slot'
+            )
+        if (more := len(found) - _MOST_NAMED) > 0:
+            self._view.say(f"and so do runs of this sweep with {plural(more, 'other file')}")
 
 
 class Sweeping:
@@ -106,7 +132,7 @@ class Sweeping:
     checkpoint_dir: the folder in which each run has one for its checkpoints; None for the run's own.
     plots: names of the curves to draw.  origin: the choices for the sweep.
     runs: the result, also of a sweep that was interrupted; None before its end.  seconds: its duration.
-    left: what each run has left by name; also of a failed one.
+    left: what each run has left by name; also of a failed one.  files: those that the runs write.
     """
 
     def __init__(
@@ -133,6 +159,7 @@ class Sweeping:
         self._survey = survey
         self._checkpoint_dir = checkpoint_dir
         self._plots = plots
+        self.files = SharedFiles()
         self.origin = origin
         self._threads = threads_per_rank(
             survey.cpu_count, len(slots) * plans[0].devices.num_processes, ProcessState.now().threads
@@ -175,7 +202,9 @@ class Sweeping:
                 each.view, each.is_first = view, each is waiting[0]
             presses = 0
             try:
-                presses = side_by_side(waiting, len(self.slots), [_Ticking(view), *beside])
+                ticking = _Ticking(view, self.files, next(iter(self.configs[0]), "run"))
+                presses = side_by_side(waiting, len(self.slots), [ticking, *beside])
+                ticking.look()
             except LaunchRefused:  # of the first: nothing has run, and nothing is shown
                 raise
             except BaseException:
@@ -210,7 +239,8 @@ class Sweeping:
             project_dir=str(folder),
         )
         spec = plan.spec(self.work.task(config), self.work.setup, wants_results=True)
-        return replace(spec, settings=own.over(plan.settings), threads=self._threads)
+        settings = own.over(plan.settings)
+        return replace(spec, settings=settings, threads=self._threads, written_files=FinishedRuns.files_in(folder))
 
     def key_of(self, config: Mapping[str, Any]) -> str:
         """Return the key by which a finished run is found; empty if there is none."""
@@ -297,6 +327,7 @@ class _QueuedRun:
         outcome: LaunchResult | None = None
         try:
             folder = sweeping.finished.begin(self.config, self._key or f"{self._number}")
+            sweeping.files.begin(self._number + 1, FinishedRuns.files_in(folder))
             spec = sweeping.spec_of(self.config, place, folder)
             watching = RunObservers(
                 shown, notice=lambda line: None, listeners=[shown], beside=[self._relay], hears_signals=False
@@ -306,6 +337,7 @@ class _QueuedRun:
             if self.is_first:
                 raise
             self._failed_to_start(refusal, shown)
+        sweeping.files.end(self._number + 1)
         if outcome is not None:
             self._conclude(outcome, shown)
         assert self.view is not None
@@ -328,7 +360,7 @@ class _QueuedRun:
             outcome.close()
         shown.end(word, seconds, error, rank)
         self._take(run, word, shown.history, seconds, error)
-        if word == "done" and self._key:
+        if word == "done" and self._key and self._sweeping.files.is_alone(self._number + 1):
             self._sweeping.finished.keep(run, self.left, self._key)
 
     def _take(self, run: Run, word: str, history: History, seconds: float, error: BaseException | None = None) -> None:

@@ -376,6 +376,7 @@ class LaunchSpec:
     program_limit: a limit that an earlier attempt of this run had set itself.
     own_devices: each rank sees only its own devices, the first as number 0; otherwise every rank sees all of them.
     restarts_ranks: a rank that dies is started again alone, while the others work; for independent ranks only.
+    written_files: path of a list of the files that the ranks write, a line each; empty if none is wanted.
     """
 
     task: Task
@@ -393,6 +394,7 @@ class LaunchSpec:
     program_limit: ProgramLimit | None = None
     own_devices: bool = False
     restarts_ranks: bool = False
+    written_files: str = ""
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:
@@ -419,6 +421,7 @@ class WorkerBoot:
     sees_one_card: this rank, one of several, sees a single device, its own.
     run_nonce: marks places in the output pipe where a rich message belongs.
     store_path: the file through which the ranks of the run find each other.
+    written_files: see `LaunchSpec`.
     """
 
     world: World
@@ -428,6 +431,7 @@ class WorkerBoot:
     threads: int
     run_nonce: str
     store_path: str
+    written_files: str
     kernel_pidfd: int
     channel_fd: int
     stdout_fd: int

@@ -130,6 +130,7 @@ class WorkerGroup:
             threads=spec.threads,
             run_nonce=self._nonce,
             store_path=self.store_path,
+            written_files=spec.written_files,
             kernel_pidfd=self._kernel_pidfd,
             channel_fd=channel_fd,
             stdout_fd=stdout_fd,

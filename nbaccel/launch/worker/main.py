@@ -40,6 +40,7 @@ from nbaccel.launch.worker.integrations.nested_launchers import refuse_launchers
 from nbaccel.launch.worker.integrations.one_file import write_one_file
 from nbaccel.launch.worker.integrations.one_output import LoneMetrics, OneBar, refuse_logins, write_one_run
 from nbaccel.launch.worker.integrations.one_process import forget_one_process, let_the_local_rank_be_the_only_card
+from nbaccel.launch.worker.integrations.written_files import note_written_files
 from nbaccel.launch.worker.jupyter import adopt_notebook, flush_figures
 from nbaccel.launch.worker.leaving import Leaving
 from nbaccel.launch.worker.lifetime import SPOILT, CutWatch, DeathWatch, Farewell, SaveGrace
@@ -158,6 +159,8 @@ class _Rank:
             self._lone_metrics.watch()
             write_one_run(boot.world, boot.store_path)
             write_one_file(boot.world, boot.store_path)
+        if boot.written_files:
+            note_written_files(boot.written_files)
         self.is_fork = is_fork
         self._watch = watch
         self._task_watch: TaskWatch | None = None

@@ -45,8 +45,8 @@ _REPORT_S = 0.2
 _LONGEST_ERROR = 2000
 _PLAIN = (str, int, float, bytes)
 _NO_LISTS = (str, bytes, Mapping, Set, tuple)
-"""Results that are no list of answers though they can be read as one. A set has no order, and of a tuple it is not clear
-whether it is the answers or, as in ``return scores, labels``, one part of each; so it is with a table (`columns`)."""
+"""Results that are no list of answers though they can be read as one. A set has no order. Of a tuple it is not clear
+whether it has the answers or, as in ``return scores, labels``, a part of each; so it is with a table (`columns`)."""
 
 
 def map_in_ranks(

@@ -17,7 +17,6 @@ import functools
 import json
 import os
 import sys
-import tempfile
 import time
 import warnings
 import zlib
@@ -29,6 +28,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from nbaccel.launch.ipc.import_hooks import when_loaded
+from nbaccel.launch.worker.integrations.written_files import is_private_file
 from nbaccel.world import World
 
 __all__ = [
@@ -210,7 +210,7 @@ class _OpenedFiles:
             self._is_looking = False
 
     def _note(self, path: str) -> None:
-        if path in self._known or path.startswith(self._journal.path) or _is_private(path):
+        if path in self._known or path.startswith(self._journal.path) or is_private_file(path):
             return
         self._known.add(path)
         self._is_over = len(self._known) >= _MOST_OPENED
@@ -229,15 +229,6 @@ class _OpenedFiles:
             "accelerator.is_main_process:), or put the rank into its name\n"
         )
         sys.stdout.flush()
-
-
-def _is_private(path: str) -> bool:
-    """Return whether `path` is in a place for devices, temporary files or caches, which no user reads as a result.
-
-    A folder is opened for a temporary file without a name (`tempfile.TemporaryFile`).
-    """
-    is_of_a_program = path.startswith(("/dev/", "/proc/", f"{tempfile.gettempdir()}{os.sep}")) or f"{os.sep}." in path
-    return is_of_a_program or os.path.isdir(path)
 
 
 def _wrap_mkdir(folders: _Folders) -> None:
