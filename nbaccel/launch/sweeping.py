@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,7 +48,8 @@ __all__ = [
 
 _CHECKPOINTS = "checkpoints"
 _LOOK_S = 2.0
-_MOST_NAMED = 3
+_MOST_LINES = 3
+"""Number of lines on files that several runs write."""
 
 
 class SweepWork(Protocol):
@@ -100,6 +103,7 @@ class _Ticking(Pollable):
         self._files = files
         self._example = example
         self._looks_at = 0.0
+        self._lines = 0
 
     def due_in(self, now: float) -> float | None:
         return self._view.due_in(now)
@@ -111,17 +115,20 @@ class _Ticking(Pollable):
             self.look()
 
     def look(self) -> None:
-        """Say which files were written by two runs since the last call; three of them by name."""
+        """Say that two runs have written the same files, if they have since the last call."""
         found = list(self._files.found())
-        for path, one, other in found[:_MOST_NAMED]:
-            stem, suffix = os.path.splitext(os.path.basename(path))
-            self._view.say(
-                f"runs {one} and {other} both write {os.path.relpath(path)}, side by side: what one of them reads may "
-                f"be the other's, and both are done again next time. Put a swept value into its name, as in "
-                f'f"{stem}-{{{self._example}}}{suffix}", or let one run go at a time: 1 slot'
-            )
-        if (more := len(found) - _MOST_NAMED) > 0:
-            self._view.say(f"and so do runs of this sweep with {plural(more, 'other file')}")
+        if not found or self._lines == _MOST_LINES:
+            return
+        self._lines += 1
+        path, one, other = found[0]
+        path = os.path.relpath(path)
+        more = f" and {plural(len(found) - 1, 'more file')}" if len(found) > 1 else ""
+        stem, suffix = os.path.splitext(path.lstrip("./").partition(os.sep)[0])
+        self._view.say(
+            f"runs {one} and {other} both write {path}{more}, side by side: what one of them reads may be the other's, "
+            f'and both are done again next time. Put a swept value into the name, as in f"{stem}-{{{self._example}}}'
+            f'{suffix}", or let one run go at a time: 1 slot'
+        )
 
 
 class Sweeping:
@@ -359,9 +366,19 @@ class _QueuedRun:
         finally:
             outcome.close()
         shown.end(word, seconds, error, rank)
+        if error is not None:
+            self._log(error, run.log_path)
         self._take(run, word, shown.history, seconds, error)
         if word == "done" and self._key and self._sweeping.files.is_alone(self._number + 1):
             self._sweeping.finished.keep(run, self.left, self._key)
+
+    @staticmethod
+    def _log(error: BaseException, path: str) -> None:
+        """Add an error with its traceback to what the run has printed, where one looks for it."""
+        with suppress(OSError), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            of_rank = str(error.__cause__ or "").strip()  # the traceback in the words that a notebook shows
+            file.write(of_rank or "".join(traceback.format_exception(error)).rstrip())
+            file.write("\n")
 
     def _take(self, run: Run, word: str, history: History, seconds: float, error: BaseException | None = None) -> None:
         run.config = dict(self.config)

@@ -147,6 +147,10 @@ def test_check_raises_the_first_failure_after_all_are_over() -> None:
         sweep(divides, by=[0, 1, 2], cpu=True, check=True)
     assert any("in the run with by=0" in note for note in caught.value.__notes__)
     assert Path("by-2").exists()
+    log = Path(nbaccel.runs[-1].runs[0].log_path).read_text()
+    assert "return 1 / by" in log
+    assert log.rstrip().endswith("ZeroDivisionError: division by zero\nraised on rank 0 of 1.")
+    assert log.count("ZeroDivisionError: ") == 1
 
 
 def waits_for_ever(fold: int) -> None:
