@@ -47,7 +47,7 @@ from nbaccel.notebook.cell_run import (
 )
 from nbaccel.notebook.cell_source import read_cell
 from nbaccel.notebook.jobs.sweep import FOLDER, configurations, refuse_a_full_host
-from nbaccel.notebook.jobs.sweep_cell import SweptCell, line_of_lists, lists_of
+from nbaccel.notebook.jobs.sweep_cell import SweptCell, lists_of
 from nbaccel.notebook.memory_report import RankMemory
 from nbaccel.notebook.persistent_session import PersistentSession, of_the_start
 from nbaccel.notebook.shell_hooks import CudaWatch
@@ -357,7 +357,8 @@ class Session:
                 if (runs := sweeping.runs) is not None:
                     self.shell.user_ns.update(lists_of(runs, sweeping.left, out))
                     self.last_run = LastRun(sweeping.work.name, counted(runs), sweeping.seconds)
-                    if line := line_of_lists(runs, out):
+                    assert isinstance(sweeping.work, SweptCell)
+                    for line in sweeping.work.lines(runs):
                         self.say(line)
 
     def _plan_sweep(self, asked: RunOptions, body: str) -> tuple[RunOptions, Sweeping, Sequence[str]]:

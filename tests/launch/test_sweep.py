@@ -153,6 +153,18 @@ def test_check_raises_the_first_failure_after_all_are_over() -> None:
     assert log.count("ZeroDivisionError: ") == 1
 
 
+def test_a_function_that_returns_nothing_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    sweep(fails_or_not, fold=[0, 1], cpu=True)
+    assert "no run of fails_or_not returned a value" in capsys.readouterr().out
+    sweep(fails_or_not, fold=[0, 2], cpu=True)
+    assert "returned a value" not in capsys.readouterr().out
+
+
+def fails_or_not(fold: int) -> None:
+    if fold == 2:
+        raise ValueError("three classes")
+
+
 def waits_for_ever(fold: int) -> None:
     Path(f"begun-{fold}").touch()
     time.sleep(1000)

@@ -30,7 +30,7 @@ from nbaccel.launch.sweep_runs import SweepRuns
 from nbaccel.launch.sweeping import Sweeping
 from nbaccel.notices import without_our_frames
 from nbaccel.options.run_options import RunOptions
-from nbaccel.output.screens import shell_here
+from nbaccel.output.screens import ConsoleScreen, shell_here
 from nbaccel.quantities import amount, plural
 from nbaccel.settings import STOP
 
@@ -112,6 +112,9 @@ def sweep(
     origin = RunOrigin(_in_arguments(swept), {}, None if _SEED in swept else seed)
     sweeping = Sweeping(work, configs, chosen.slots, plans, survey, FinishedRuns(folder), origin=origin)
     runs = sweeping.run(default_launcher(), shell_here(), notes=chosen.notes)
+    if all(run.error is None and run.value is None for run in runs):
+        name = work.name
+        ConsoleScreen().write("stdout", f"no run of {name} returned a value: what it is to leave has to be returned\n")
     if check and (failed := next((run for run in runs if run.error is not None), None)) is not None:
         assert failed.error is not None
         failed.error.add_note(f"in the run with {in_words(failed.config)}; its output is in {failed.log_path}")

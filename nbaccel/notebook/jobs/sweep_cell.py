@@ -27,13 +27,16 @@ from nbaccel.quantities import plural
 __all__ = [
     "SweptCell",
     "bound_at",
-    "line_of_lists",
+    "changed_at",
+    "lines_of_lists",
     "lists_of",
     "refuse_bound_names",
 ]
 
 _SEED, _ACCELERATOR = "seed", "accelerator"
 _LARGEST_SEED = 2**32 - 1
+_ADDS = frozenset({"append", "extend", "insert", "add", "update", "setdefault"})
+"""Methods by which a loop collects its results."""
 
 
 class SweptCell:
@@ -80,6 +83,10 @@ class SweptCell:
         left = {name: values[name] for name in self._out if name in values}
         return [values.get(RESULT), *[None] * (len(outcome.ended.reports) - 1)], left
 
+    def lines(self, runs: Sequence[Run]) -> Iterator[str]:
+        """Yield the lines on what came back, see `lines_of_lists`."""
+        return lines_of_lists(runs, self._out, self._cell.code, self._namespace)
+
     def end(self, outcome: LaunchResult, seconds: float, history: History) -> tuple[BaseException | None, str]:
         assert self.plan is not None, "a cell is planned before it runs"
         error, word = self._how_it_ended(outcome, self.plan, seconds, history.first_step)
@@ -111,14 +118,61 @@ def lists_of(runs: Sequence[Run], left: Sequence[Mapping[str, Any]], names: Sequ
     return {name: [values.get(name) if run.error is None else None for run, values in pairs] for name in names}
 
 
-def line_of_lists(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Return the line on what came back; empty if nothing was asked for."""
-    if not names:
-        return ""
+def lines_of_lists(runs: Sequence[Run], names: Sequence[str], code: str, namespace: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines on what came back, and on what a reader of the cell may miss.
+
+    names: those of `--out`.  code: the cell.  namespace: that of the notebook.
+    """
+    tree = ast.parse(code)
+    if names:
+        yield _line_of_lists(runs, names)
+    elif example := _last_assigned(tree):
+        yield f"nothing was brought back: --out {example} would leave a list of {len(runs)}"
+    if changed := [name for name in changed_at(tree) if isinstance(namespace.get(name), list | dict | set)]:
+        yield (
+            f"not brought back: {', '.join(changed)}, which each run has changed for itself; give the value a name of "
+            "its own in the cell, for --out"
+        )
+
+
+def _line_of_lists(runs: Sequence[Run], names: Sequence[str]) -> str:
     lost = sum(run.error is not None for run in runs)
     none = f", None for {plural(lost, 'run')} that did not end well" if lost else ""
     each = "a list" if len(names) == 1 else "lists"
     return f"brought back: {', '.join(names)} ({each} of {len(runs)}{none})"
+
+
+def _last_assigned(tree: ast.Module) -> str:
+    """Return the name that the cell assigns last, outside of loops; empty if its last line is a value, or if none."""
+    if not tree.body or isinstance(tree.body[-1], ast.Expr):
+        return ""
+    names = [
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    ]
+    return names[-1] if names else ""
+
+
+def changed_at(tree: ast.AST) -> list[str]:
+    """Return the names whose lists, dicts or sets the top level of a module adds to.
+
+    >>> changed_at(ast.parse("scores.append(acc)\\nbest[fold] = acc\\ndef f(): inner.append(1)"))
+    ['scores', 'best']
+    """
+    found: list[str] = []
+    for node in ast.iter_child_nodes(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
+                continue
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if method in _ADDS:
+                found.append(name)
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store()):
+                found.append(name)
+        found += changed_at(node)
+    return list(dict.fromkeys(found))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
