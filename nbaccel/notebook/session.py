@@ -372,7 +372,7 @@ class Session:
         ranks = asked.world_size
         chosen = choose_slots(
             options.slots,
-            options.gpus_per_run or 1,
+            options.gpus_per_run or ranks or 1,
             options.devices,
             bool(options.cpu),
             survey,
