@@ -409,7 +409,7 @@ class Session:
         return options, sweeping, chosen.notes
 
     def remembered(self) -> Runs:
-        """Return the runs of this notebook, with those that `keep-runs` has kept from earlier kernels.
+        """Return the runs of this notebook, with those that `keep-runs` has kept from other kernels.
 
         Raises:
             UsageError, LaunchRefused: the choices of nbaccel.toml are wrong, or the file of runs cannot be used.
