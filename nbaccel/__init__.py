@@ -246,7 +246,8 @@ def _last_run() -> Run | None:
 def _runs() -> Runs:
     """Return the runs of this process, oldest first; see `Runs`.
 
-    With `keep-runs` chosen in a notebook that has the extension, the runs of earlier kernels come first.
+    With `keep-runs` chosen in a notebook that has the extension, the runs of earlier kernels come first, and those that
+    another kernel has added meanwhile last.
     """
     from nbaccel.launch.launcher import default_launcher
 

@@ -2,7 +2,8 @@
 
 In a `RunComparison` the run that goes on is shown as a panel, and each run that is over is one row: how it ended, its
 last numbers, its curve. `draw_runs` makes the figure that is left in the notebook after the cell: the curves in one
-plot, and a line for each beside it. It compares runs; the figure of one run shows its ranks, memory and speed.
+plot, and a line for each beside it, and so for each further metric below. It compares runs; the figure of one run shows
+its ranks, memory and speed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from nbaccel.display.figure import ANY_GROUND, head, head_lines, logarithmic, sheet, trace
 from nbaccel.display.panel import SIGNS, Panel
 from nbaccel.display.series import Line
+from nbaccel.display.splits import held_out_beside
 from nbaccel.display.summary import RUNNING, RunState, line
 from nbaccel.display.svg import STYLE, Scale, dashes, spark
 from nbaccel.quantities import duration, number, plural
@@ -45,6 +47,7 @@ class RunRow:
     number: 1 for the first run compared.  label: a name for it, shown instead of the number.
     name: name of the curve, empty if there is none.  curve: the mean over ranks.
     latest: the mean of the latest values of the ranks.  text, html: the row as text and as HTML.
+    held_out: the curves of the same metric on held-out data, by name.
     """
 
     number: int
@@ -57,6 +60,7 @@ class RunRow:
     text: str = ""
     html: str = ""
     label: str = ""
+    held_out: tuple[tuple[str, Line], ...] = ()
 
 
 class RunComparison:
@@ -145,6 +149,9 @@ def _row(at: int, panel: Panel, seconds: float, state: RunState) -> RunRow:
         html=f'<tr><th scope="row">{at}</th><td class="left {state.word}">{SIGNS.get(state.word, "")} {state.word}'
         f'</td><td class="left">{escape(facts.title)}</td><td>{drawn}</td><td>{escape(shown)}</td>'
         f"<td>{duration(seconds)}</td></tr>",
+        held_out=tuple(
+            (other, series[other].coarser(_POINTS).mean()) for other in held_out_beside(name, series) if one is not None
+        ),
     )
 
 
@@ -157,24 +164,29 @@ _WIDTH_IN, _LINE_IN, _LEAST_IN = 9.4, 0.17, 2.7
 _MOST_LINES = 16
 _LONGEST_TITLE = 34
 _UNNAMED = "#8b909880"
+_MOST_HELD_OUT = 8
+"""Number of runs up to which their curves on held-out data are drawn, too: of more, nobody tells them apart."""
 
 
-def draw_runs(comparison: RunComparison, title: str = "") -> Figure:
+def draw_runs(comparison: RunComparison, title: str = "", more: Sequence[RunComparison] = ()) -> Figure:
     """Return a new figure of all runs of `comparison` that are over; at most 16 are named, the first and the latest.
 
-    title: written above; empty for their number and how they ended.
+    title: written above; empty for their number and how they ended.  more: the same runs by other metrics, each drawn
+    below the one before.
 
     >>> [axes.get_title(loc="left") for axes in draw_runs(RunComparison()).axes]
     ['no numbers were logged', '']
     """
-    named = _first_and_latest(comparison.rows)
-    name = next((name for name, _ in Counter(row.name for row in comparison.rows if row.name).most_common(1)), "")
-    height_in = max(_LEAST_IN, 0.7 + _LINE_IN * (len(named) + 1))
-    with sheet((_WIDTH_IN, height_in), ANY_GROUND) as figure:
-        grid = figure.add_gridspec(1, 2, width_ratios=[1.0, 1.0])
-        compared = [row for row in comparison.rows if row.name == name and row.curve]
-        _curves(figure.add_subplot(grid[0, 0]), compared, {row.number for row in named}, name)
-        _lines(figure.add_subplot(grid[0, 1]), comparison, named)
+    drawn = [comparison, *more]
+    height_in = max(_LEAST_IN, 0.7 + _LINE_IN * (len(_first_and_latest(comparison.rows)) + 1))
+    with sheet((_WIDTH_IN, height_in * len(drawn)), ANY_GROUND) as figure:
+        grid = figure.add_gridspec(len(drawn), 2, width_ratios=[1.0, 1.0])
+        for at, each in enumerate(drawn):
+            named = _first_and_latest(each.rows)
+            name = next((name for name, _ in Counter(row.name for row in each.rows if row.name).most_common(1)), "")
+            compared = [row for row in each.rows if row.name == name and row.curve]
+            _curves(figure.add_subplot(grid[at, 0]), compared, {row.number for row in named}, name)
+            _lines(figure.add_subplot(grid[at, 1]), each, named)
         ends = ", ".join(f"{count} {word}" for word, count in comparison.ends.items())
         head(figure, head_lines(title or f"{plural(comparison.runs, 'run')}: {ends}", _WIDTH_IN))
     return figure
@@ -191,9 +203,14 @@ def _curves(axes: Axes, rows: Sequence[RunRow], named: Collection[int], name: st
     if not rows:
         axes.set_title("no numbers were logged")
         return
-    axes.set_title(name, fontweight="bold")
+    beside = [(row.number, *each) for row in rows if row.number in named for each in row.held_out if each[1]]
+    beside = beside if len({number for number, *_ in beside}) <= _MOST_HELD_OUT else []
+    names = ", ".join(dict.fromkeys(each for _, each, _ in beside))
+    axes.set_title(f"{name}{f'; with dots: {names}' if names else ''}", fontweight="bold")
     axes.set_xlabel("step")
     axes.margins(x=0.01)
+    for number_, _, line_ in beside:
+        axes.plot(line_.step, line_.mean, color=ANY_GROUND.rank(number_ - 1), linewidth=0.8, marker="o", ms=2.6)
     for row in rows:
         if row.number in named:
             trace(axes, row.curve, row.number - 1, "", 1.2, ANY_GROUND)

@@ -28,6 +28,7 @@ __all__ = [
     "DisplaySlot",
     "PanelSink",
     "RunView",
+    "failure_in_a_line",
     "kept",
     "kept_of_several",
     "shown_of",
@@ -104,7 +105,7 @@ class RunView(Listener):
         began in `rank`.  sentence: how the run ended, which is also written as a line; empty for the usual one.
         """
         self.seconds = seconds
-        why = "" if error is None or word != "failed" else f"{_who(rank)}{type(error).__name__}{_first_line(error)}"
+        why = "" if error is None or word != "failed" else failure_in_a_line(error, rank)
         try:
             history = self.history
             ended = RunState.ended(word, seconds, history.steps, why, history.attempts, history.kept_steps)
@@ -138,13 +139,17 @@ class RunView(Listener):
         return self.history.has_curves or seconds >= _SHORT_S
 
 
-def _who(rank: int | None) -> str:
-    return "" if rank is None else f"rank {rank}, "
+def failure_in_a_line(error: BaseException, rank: int | None = None) -> str:
+    """Return the first line of an error, shortened.  rank: the one in which it began; None for all, or no rank.
 
-
-def _first_line(error: BaseException) -> str:
+    >>> failure_in_a_line(ValueError("11 classes\\nin the last batch"), rank=1)
+    'rank 1, ValueError: 11 classes'
+    >>> failure_in_a_line(RuntimeError("no rank goes on:\\n  rank 0: line 3"))
+    'RuntimeError: no rank goes on'
+    """
     lines = str(error).strip().splitlines()
-    return f": {textwrap.shorten(lines[0], _LONGEST_WHY, placeholder=' …')}" if lines else ""
+    name = type(error).__name__ if rank is None else f"rank {rank}, {type(error).__name__}"
+    return f"{name}: {textwrap.shorten(lines[0].rstrip(' :'), _LONGEST_WHY, placeholder=' …')}" if lines else name
 
 
 class PanelSink:

@@ -39,7 +39,8 @@ class RunOrigin:
     choices: every choice that is not the default by name, also those of `%accelerate config`, as text.
     seed: the shared seed, also one that was drawn; None if nothing was seeded.
     began: seconds since 1970; 0 if unknown.
-    is_earlier: the run belongs to an earlier kernel, or to another one, and was read from the file of `--keep-runs`.
+    is_earlier: the run is of another kernel, an earlier one or one beside this, and was read from the file of
+    `--keep-runs`.
     """
 
     flags: str = ""

@@ -1,18 +1,20 @@
 """RunFile: a file beside the notebook that keeps its runs, one line of JSON each. Runs in the kernel.
 
-Lines are appended as a whole, also by several kernels at once; nothing that was written is changed. A line holds
-numbers, texts and paths: of each curve the mean over ranks, at 200 points at most.
+Lines are appended as a whole, also by several kernels at once; nothing that was written is changed. Each kernel reads
+the lines that others have added since it last looked. A line holds numbers, texts and paths: of each curve the mean
+over ranks, at 200 points at most.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import math
 import os
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +36,11 @@ _MOST_CHARACTERS = 10_000
 """Longest JSON of a value that is kept."""
 
 
+_NO_FILE = (0, 0, 0, 0)
+
+
 class RunFile:
-    """The file at `path`, which need not exist yet.
+    """The file at `path`, which need not exist yet; it knows which of its lines it has written or returned.
 
     >>> RunFile("/nowhere/runs.jsonl").read()
     ([], 0)
@@ -43,6 +48,10 @@ class RunFile:
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
+        self._known: Counter[bytes] = Counter()  # digests of the lines that were written or returned by this object
+        self._ahead: Counter[bytes] = Counter()  # of these, lines behind `_end`: others have written before them
+        self._end = 0  # of the part of the file that is known
+        self._state = _NO_FILE  # of the file when all of it was known
 
     def append(self, run: Run) -> None:
         """Append a run, as a whole line even if another kernel appends at the same time.
@@ -53,34 +62,85 @@ class RunFile:
         line = json.dumps(_record(run), allow_nan=False, separators=(",", ":")).encode() + b"\n"
         fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            with contextlib.suppress(OSError):  # a file system without locks; a short line is written whole even so
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            size = os.fstat(fd).st_size
-            if size and os.pread(fd, 1, size - 1) != b"\n":
-                line = b"\n" + line  # behind a line that was cut short, by a full disk or a kill
-            while line:
-                line = line[os.write(fd, line) :]
+            _lock(fd, fcntl.LOCK_EX)  # without locks a short line is written whole even so
+            before = _state_of(fd)
+            size = before[2]
+            cut = bool(size) and os.pread(fd, 1, size - 1) != b"\n"  # by a full disk or a kill
+            rest = b"\n" + line if cut else line
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            self._note_written(_digest(line), before, _state_of(fd), cut)
         finally:
             os.close(fd)
 
+    def _note_written(self, digest: bytes, before: tuple[int, ...], after: tuple[int, ...], cut: bool) -> None:
+        self._known[digest] += 1
+        if (before == self._state and not cut) or not before[2]:
+            self._end, self._state = after[2], after
+        else:
+            self._ahead[digest] += 1
+
     def read(self) -> tuple[list[Run], int]:
-        """Return the runs in the file, oldest first, the latest 1,000 at most, and the number of damaged lines.
+        """Return the runs that this object has neither written nor returned yet, and the number of damaged lines.
+
+        They come oldest first, the latest 1,000 at most. A file that has not changed is not opened.
 
         Raises:
             OSError: the file exists and cannot be read.
         """
         try:
+            if _state_of(self.path) == self._state:
+                return [], 0
             with open(self.path, "rb") as file:
-                lines = deque(file, _MOST_LINES)
+                _lock(file.fileno(), fcntl.LOCK_SH)
+                state = _state_of(file.fileno())
+                goes_on = state[:2] == self._state[:2] and state[2] > self._end
+                if not goes_on:  # written anew, by an editor or git: only what is not known is new
+                    self._ahead, self._end = self._known.copy(), 0
+                file.seek(self._end)
+                new = deque(self._new_lines(file), _MOST_LINES)
+                self._state = state if self._end == state[2] else _NO_FILE
         except FileNotFoundError:
             return [], 0
         runs, damaged = [], 0
-        for line in lines:
+        for line in new:
             try:
                 runs.append(_run(json.loads(line)))
             except (ValueError, KeyError, TypeError, AttributeError):  # cut short, or not written by this class
                 damaged += 1
         return runs, damaged
+
+    def _new_lines(self, file: Iterable[bytes]) -> Iterator[bytes]:
+        for line in file:
+            if not line.endswith(b"\n"):  # cut short: the next append ends it
+                return
+            self._end += len(line)
+            if not self._is_known(line):
+                yield line
+
+    def _is_known(self, line: bytes) -> bool:
+        """Return whether a line was written or returned before; each time that it was counts once."""
+        digest = _digest(line)
+        if self._ahead[digest]:
+            self._ahead[digest] -= 1
+            return True
+        self._known[digest] += 1
+        return False
+
+
+def _lock(fd: int, kind: int) -> None:
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(fd, kind)
+
+
+def _state_of(file: int | str) -> tuple[int, int, int, int]:
+    """Return what differs after a file was changed: device and number, which are its own, size, time of the change."""
+    found = os.stat(file)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _digest(line: bytes) -> bytes:
+    return hashlib.sha256(line).digest()[:16]
 
 
 def _record(run: Run) -> dict[str, Any]:

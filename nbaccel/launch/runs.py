@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, overload
@@ -17,6 +17,7 @@ from nbaccel.display.comparison import RunComparison, RunRow, draw_runs
 from nbaccel.display.figure import Picture, picture
 from nbaccel.display.run_table import TableRow, differences, html_table, text_table
 from nbaccel.display.series import Line
+from nbaccel.display.splits import held_out_beside
 from nbaccel.launch.run import Run
 from nbaccel.launch.run_file import RunFile
 from nbaccel.quantities import plural
@@ -39,6 +40,7 @@ class Runs(Sequence[Run]):
         runs[-2].curves["loss"]      # `nbaccel.last_run` is `runs[-1]`
         runs[-3:].plot("acc")        # as the last line of a cell: the curves of the last three in one axis
         runs.compare(3, 5)           # those of runs 3 and 5, by the numbers in the table, and how their flags differ
+        runs.compare(metric=["loss", "acc"])  # those of all runs, one below the other
         runs.to_pandas()             # the table, as numbers
 
     >>> len(Runs()), Runs()
@@ -60,13 +62,16 @@ class Runs(Sequence[Run]):
         """
         if not run.origin.began:
             run.origin = replace(run.origin, began=time.time() - run.seconds)
+        self._append(run)
+        if self._file is not None:
+            self._file.append(run)
+
+    def _append(self, run: Run) -> None:
         self._number(run)
         self._runs.append(run)
         if len(self._runs) > _WHOLE_RUNS:
             self._runs[-1 - _WHOLE_RUNS] = self._runs[-1 - _WHOLE_RUNS].thinned()
         del self._runs[:-_MOST_RUNS]
-        if self._file is not None:
-            self._file.append(run)
 
     def _number(self, run: Run) -> None:
         self._added += 1
@@ -78,7 +83,8 @@ class Runs(Sequence[Run]):
         """Keep the runs from now on in the file at `path`; return a notice on damaged lines in it, or "".
 
         The first time that a file is named, its runs are placed before those of this kernel, all are numbered anew, and
-        those of this kernel are appended to it.
+        those of this kernel are appended to it. Each later time, those that other kernels have added to it meanwhile
+        are added here, with the next numbers.
 
         path: None for no file.
 
@@ -89,13 +95,22 @@ class Runs(Sequence[Run]):
             self._file = None
             return ""
         path = os.path.abspath(path)
-        if path in self._files:
-            self._file = self._files[path]
-            return ""
-        file = RunFile(path)
-        earlier, damaged = file.read()
-        own = [run for run in self._runs if not run.origin.is_earlier]
+        is_new = path not in self._files
+        file = RunFile(path) if is_new else self._files[path]
+        others, damaged = file.read()
         self._file = self._files[path] = file
+        if is_new:
+            self._place_before(others, file)
+        else:
+            for run in others:
+                self._append(run)
+        if not damaged:
+            return ""
+        lines = plural(damaged, "damaged line")
+        return f"{path}: {lines} could not be read and {'is' if damaged == 1 else 'are'} left out of nbaccel.runs"
+
+    def _place_before(self, earlier: list[Run], file: RunFile) -> None:
+        own = [run for run in self._runs if not run.origin.is_earlier]
         if earlier:
             self._runs[:0] = earlier
             del self._runs[:-_MOST_RUNS]
@@ -104,15 +119,12 @@ class Runs(Sequence[Run]):
                 self._number(run)
         for run in own:
             file.append(run)
-        if not damaged:
-            return ""
-        lines = plural(damaged, "damaged line")
-        return f"{path}: {lines} could not be read and {'is' if damaged == 1 else 'are'} left out of nbaccel.runs"
 
     @property
     def newest(self) -> Run | None:
-        """Return the last run; None if there is none."""
-        return self._runs[-1] if self._runs else None
+        """Return the last run of this kernel; where it has had none, the last of all, None if there is none."""
+        own = (run for run in reversed(self._runs) if not run.origin.is_earlier)
+        return next(own, self._runs[-1] if self._runs else None)
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -213,36 +225,50 @@ class Runs(Sequence[Run]):
 
     # --- pictures ----------------------------------------------------------------------------------------------
 
-    def compare(self, *numbers: int, name: str = "") -> Picture:
+    def compare(self, *numbers: int, metric: str | Sequence[str] = ()) -> Picture:
         """Return the curves of some runs in one axis, and the flags in which they differ.
 
-        numbers: those of the table; none for all runs.  name: the curve to draw; by default the one most runs show.
+        numbers: those of the table; none for all runs.  metric: see `plot`, one or several.
 
         Raises:
-            KeyError: no run has that number, or none has that curve.
+            KeyError: no run has that number, or none has that metric.
         """
-        return (self.numbered(*numbers) if numbers else self).plot(name)
+        chosen = [metric] if isinstance(metric, str) else metric
+        return (self.numbered(*numbers) if numbers else self).plot(*chosen)
 
-    def plot(self, name: str = "") -> Picture:
+    def plot(self, *metrics: str) -> Picture:
         """Return the curves of these runs in one axis, and the flags in which they differ.
 
-        A run that went on from another one continues its curve at the saved step; a sweep is drawn as its runs.
+        A run that went on from another one continues its curve at the saved step; a sweep is drawn as its runs. Up to
+        eight runs have their curves of the same metric on held-out data, such as "val_loss" beside "loss", in the axis.
 
-        name: the curve to draw; by default the one that most runs show.
+        metrics: the curves to draw, several one below the other; by default the loss, or else the one that most runs
+        have first.
 
         Raises:
-            KeyError: no run has that curve.
+            KeyError: no run has a curve of that name.
         """
         drawn = [*self._singles()]
         known = dict.fromkeys(name for _, run in drawn for name in run.history.phase.series)
-        if name and name not in known:
-            raise KeyError(f"no curve of these runs is called {name!r}; there is: {', '.join(known) or 'none'}")
+        for name in metrics:
+            if name not in known:
+                raise KeyError(f"no curve of these runs is called {name!r}; there is: {', '.join(known) or 'none'}")
         differ = differences({number: _choices_of(run) for number, run in drawn})
+        first, *more = [self._compared(drawn, differ, name) for name in dict.fromkeys(metrics or [""])]
+        line = _differences_in_words(differ)
+        return picture(draw_runs(first, line, more), f"{self!r}\n{line}")
+
+    def _compared(
+        self, drawn: Sequence[tuple[str, Run]], differ: Mapping[str, Mapping[str, str]], name: str
+    ) -> RunComparison:
+        """Return runs, given with their numbers, as rows.  name: the curve of each; empty for the run's own choice."""
         comparison = RunComparison()
         for at, (number, run) in enumerate(drawn, 1):
             words = [f"{key}={values[number]}" for key, values in differ.items() if values[number]]
-            shown = name or next(iter(run.facts.shown(list(run.history.phase.series))), "")
-            series = run.history.phase.series.get(shown)
+            curves = run.history.phase.series
+            shown = name or next(iter(run.facts.shown(list(curves))), "")
+            series = curves.get(shown)
+            beside = [] if series is None else held_out_beside(shown, curves)
             comparison.add(
                 RunRow(
                     number=at,
@@ -253,10 +279,10 @@ class Runs(Sequence[Run]):
                     name="" if series is None else shown,
                     curve=self._whole_curve(run, shown) if series is not None else Line(),
                     latest=float("nan") if series is None else series.latest,
+                    held_out=tuple((other, self._whole_curve(run, other)) for other in beside),
                 )
             )
-        line = _differences_in_words(differ)
-        return picture(draw_runs(comparison, line), f"{self!r}\n{line}")
+        return comparison
 
 
 def _saved_by(run: Run) -> Iterator[str]:
@@ -277,7 +303,7 @@ def _row(run: Run) -> TableRow:
     notes = [
         f"goes on from run {run.goes_on_from}" if run.goes_on_from else "",
         f"{len(run.runs)} runs" if run.runs else "",
-        "earlier kernel" if origin.is_earlier else "",
+        "another kernel" if origin.is_earlier else "",
     ]
     return TableRow.of(
         run.number,

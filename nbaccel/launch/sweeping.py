@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nbaccel.display.history import History
-from nbaccel.display.run_view import PanelSink, RunView
+from nbaccel.display.run_view import PanelSink, RunView, failure_in_a_line
 from nbaccel.display.summary import RunFacts, RunState
 from nbaccel.display.sweep_table import SweepRow, SweepTable, SweepView
 from nbaccel.errors import LaunchRefused
@@ -37,7 +37,7 @@ from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.processes.turns import PressRelay, Turns, side_by_side
 from nbaccel.launch.run import NO_ORIGIN, Run, RunOrigin
 from nbaccel.launch.slots import SweepSlot
-from nbaccel.launch.sweep_runs import SweepRuns, counted, line_of
+from nbaccel.launch.sweep_runs import SweepRuns, counted
 from nbaccel.quantities import duration, plural
 from nbaccel.settings import RunSettings
 
@@ -218,7 +218,7 @@ class Sweeping:
                 self._conclude(queued, table, view, launcher)
                 raise
             runs, seconds = self._conclude(queued, table, view, launcher)
-            for line in self._last_lines(runs, seconds, with_failures=view.is_live):
+            for line in self._last_lines(table, runs, seconds, with_failures=view.is_live):
                 view.say(line)
         if presses:
             raise KeyboardInterrupt(f"the sweep was interrupted after {duration(seconds)}: {counted(runs)}")
@@ -277,13 +277,13 @@ class Sweeping:
     def _post_mortem(self, queued: Sequence[_QueuedRun]) -> PostMortem | None:
         return next((each.post_mortem for each in queued if each.post_mortem is not None), None)
 
-    def _last_lines(self, runs: SweepRuns, seconds: float, with_failures: bool) -> Iterator[str]:
+    def _last_lines(self, table: SweepTable, runs: SweepRuns, seconds: float, with_failures: bool) -> Iterator[str]:
         """Yield the lines at the end.  with_failures: no line has said yet how each run ended."""
         side = f" on {plural(len(self.slots), 'slot')}" if len(self.slots) > 1 else ""
         yield f"{self.title}: {counted(runs)}{side}, {duration(seconds)}; what they printed: {self.finished.folder}"
-        for at, run in enumerate(runs, 1):
-            if with_failures and run.error is not None and run.state is not None and run.state.word == "failed":
-                yield f"{at}. {line_of(run)}"
+        for at, row in enumerate(table.rows, 1):
+            if with_failures and row.word == "failed":
+                yield f"{at}. {row.line(row.began_at + row.seconds)}"
         for words, why in list(self.finished.unkept.items())[:1]:
             count = len(self.finished.unkept)
             yield f"{plural(count, 'run')} will be done again by the same sweep, as {words}: {why}"
@@ -368,7 +368,7 @@ class _QueuedRun:
         shown.end(word, seconds, error, rank)
         if error is not None:
             self._log(error, run.log_path)
-        self._take(run, word, shown.history, seconds, error)
+        self._take(run, word, shown.history, seconds, error, rank)
         if word == "done" and self._key and self._sweeping.files.is_alone(self._number + 1):
             self._sweeping.finished.keep(run, self.left, self._key)
 
@@ -380,11 +380,20 @@ class _QueuedRun:
             file.write(of_rank or "".join(traceback.format_exception(error)).rstrip())
             file.write("\n")
 
-    def _take(self, run: Run, word: str, history: History, seconds: float, error: BaseException | None = None) -> None:
+    def _take(
+        self,
+        run: Run,
+        word: str,
+        history: History,
+        seconds: float,
+        error: BaseException | None = None,
+        rank: int | None = None,
+    ) -> None:
+        """Note the run as over.  error, rank: see `RunView.end`."""
         run.config = dict(self.config)
         run.origin = replace(self._sweeping.origin, flags=in_words(self.config), seed=self._seed)
         run.facts = self.row.facts
-        why = "" if error is None or word != "failed" else f"{type(error).__name__}: {error}".partition("\n")[0]
+        why = "" if error is None or word != "failed" else failure_in_a_line(error, rank)
         run.state = RunState.ended(word, seconds, history.steps, why)
         self.run, row = run, self.row
         row.word, row.history, row.seconds, row.why = word, history, seconds, why

@@ -152,18 +152,18 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
 
 
 def show_runs(session: Session, rest: str) -> Any:
-    """Return the table of runs, or the curves of those with the numbers in `rest`, for the notebook to show.
+    """Return the table of runs, or a picture of those with the numbers in `rest`, for the notebook to show.
+
+    rest: numbers of runs, and names of metrics, "3 5 accuracy"; without a number all runs are drawn.
 
     Raises:
-        UsageError: `rest` is no list of numbers of runs.
+        UsageError: no run has such a number, or such a metric.
     """
     runs, words = session.remembered(), rest.replace(",", " ").split()
-    if not all(word.isdecimal() for word in words):
-        raise UsageError(
-            f"%accelerate runs takes numbers of runs, as in its table: %accelerate runs 3 5; got {rest!r}."
-        )
+    numbers = [int(word) for word in words if word.isdecimal()]
+    metrics = [word for word in words if not word.isdecimal()]
     try:
-        return runs.compare(*map(int, words)) if words else runs
+        return runs.compare(*numbers, metric=metrics) if words else runs
     except KeyError as error:
         raise UsageError(f"%accelerate runs {rest}: {error.args[0]}.") from None
 

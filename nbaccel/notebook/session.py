@@ -46,7 +46,7 @@ from nbaccel.notebook.cell_run import (
     with_reasons,
 )
 from nbaccel.notebook.cell_source import read_cell
-from nbaccel.notebook.jobs.sweep import FOLDER, configurations, refuse_a_full_host
+from nbaccel.notebook.jobs.sweep import FOLDER, configurations, line_on_copies, own_bytes, refuse_a_full_host
 from nbaccel.notebook.jobs.sweep_cell import SweptCell, lists_of
 from nbaccel.notebook.memory_report import RankMemory
 from nbaccel.notebook.persistent_session import PersistentSession, of_the_start
@@ -373,7 +373,7 @@ class Session:
         ranks = asked.world_size
         chosen = choose_slots(
             options.slots,
-            options.gpus_per_run or 1,
+            options.gpus_per_run or ranks or 1,
             options.devices,
             bool(options.cpu),
             survey,
@@ -398,6 +398,7 @@ class Session:
         cells = self.shell.history_manager.input_hist_raw[:-1]
         carried = refuse_what_cannot_fit(plans[0], needed, survey, cells, aside)
         refuse_a_full_host(plans[0], len(plans), survey)
+        copies = line_on_copies(plans[0], len(plans), task, survey, own_bytes())
         self.last_plan = plans[0]
         seeds = "seeds as swept" if "seed" in configs[0] else f"seed {first_seed}"
         how = str(plans[0]).replace(f"seed {first_seed}", seeds, 1)
@@ -407,10 +408,10 @@ class Session:
         sweeping = Sweeping(
             work, configs, chosen.slots, plans, survey, finished, options.checkpoint_dir, options.plot or ()
         )
-        return options, sweeping, chosen.notes
+        return options, sweeping, [*chosen.notes, *filter(None, [copies])]
 
     def remembered(self) -> Runs:
-        """Return the runs of this notebook, with those that `keep-runs` has kept from earlier kernels.
+        """Return the runs of this notebook, with those that `keep-runs` has kept from other kernels.
 
         Raises:
             UsageError, LaunchRefused: the choices of nbaccel.toml are wrong, or the file of runs cannot be used.

@@ -276,7 +276,7 @@ _OF_ONE_CELL = (
     _flag("--slots", metavar="N", type=read_count,
           help="how many runs of a sweep go side by side; default as many as there are free GPUs for, or one"),
     _flag("--gpus-per-run", metavar="N", type=read_count,
-          help="GPUs, and ranks, of each run of a sweep; default 1"),
+          help="GPUs, and ranks, of each run of a sweep; default as many as -n, or 1"),
     _flag("--bg", action="store_true", default=None,
           help="return at once, the run goes on: %%accelerate wait, status, attach, stop; default off"),
 )  # fmt: skip

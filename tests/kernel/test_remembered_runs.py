@@ -52,6 +52,9 @@ def test_cells_and_launches_are_in_one_table_and_can_be_compared(new_kernel: Ker
     assert compared.result is not None
     assert sorted(compared.result) == ["image/png", "text/plain"]
     assert compared.result["text/plain"].splitlines()[-1] == "different: seed (run 1: 1, run 2: 2)"
+    assert kernel.do("%accelerate runs 1 2 loss").result is not None
+    wrong = kernel.run("%accelerate runs f1")
+    assert "%accelerate runs f1: no curve of these runs is called 'f1'; there is: loss." in wrong.text
     assert kernel.value("nbaccel.runs[-1] is nbaccel.last_run and len(nbaccel.runs)") == 4
     assert kernel.value("[run.number for run in nbaccel.runs[1:3]]") == [2, 3]
     assert kernel.value("nbaccel.runs.table()[0]['seed']") == 1
@@ -71,9 +74,26 @@ def test_a_later_kernel_has_the_runs_that_were_kept_and_joins_one_that_goes_on(n
     assert kernel.value("(len(nbaccel.runs), nbaccel.runs[0].history.steps)") == [1, 20]
     kernel.do(accelerate(TRAINS.format(epochs=3), flags=f"{saves} --resume"))
     first, second = rows(kernel.do("%accelerate runs"))
-    assert first.endswith("done, 20 steps, earlier kernel")
+    assert first.endswith("done, 20 steps, another kernel")
     assert re.search(r"done, (40|50) steps, goes on from run 1$", second)
     kernel.do("curve = nbaccel.runs._whole_curve(nbaccel.runs[-1], 'loss')")
     assert kernel.value("list(curve.step) == list(range(60))")
     assert kernel.do("%accelerate runs 1 2").result is not None
     assert kernel.value("len(open('runs.jsonl').readlines())") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_two_kernels_beside_one_file_see_the_runs_of_each_other(new_kernel: Kernels) -> None:
+    one, other = new_kernel(), new_kernel()
+    for kernel in (one, other):
+        kernel.do("%load_ext nbaccel\nimport nbaccel")
+        kernel.do(f"%accelerate config keep-runs={one.folder}/both.jsonl")
+    one.do("%%accelerate --cpu -n 1 --seed 11\n1")
+    other.do("%%accelerate --cpu -n 1 --seed 22\n1")
+    one.do("%%accelerate --cpu -n 1 --seed 12\n1")
+    seeds = "[run.origin.seed for run in nbaccel.runs]"
+    assert one.value(seeds) == [11, 22, 12]
+    assert other.value(seeds) == [11, 22, 12]
+    assert other.value("nbaccel.last_run.origin.seed") == 22
+    assert "another kernel" in rows(other.do("%accelerate runs"))[2]

@@ -101,11 +101,47 @@ def test_an_interrupt_ends_all_and_the_list_has_what_was_done(kernel: RealKernel
     assert not (kernel.folder / "waits-3").exists()
 
 
+RAW = """
+import torch, time
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+for batch in torch.utils.data.DataLoader(torch.arange(64.0).view(16, 4) / 64, 4):
+    loss = model(batch).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if accelerator.process_index == 1 and kind == "crash":
+        raise ValueError("eleven classes")
+    if accelerator.process_index == 1 and kind == "hang":
+        time.sleep(1000)
+world = accelerator.num_processes
+score = (kind, world, model.weight.detach().tolist())
+"""
+
+
+def test_n_is_the_number_of_ranks_of_each_run(kernel: RealKernel, start: str) -> None:
+    """A loop that prepares nothing trains on both; rank 1 ends its own run alone."""
+    kernel.do("import shutil; shutil.rmtree('.nbaccel', ignore_errors=True)")
+    flags = f"--start {start} --out score"
+    line = f"%%accelerate --cpu --sweep kind=good,hang,crash,fine lr=0.1 -n 2 --slots 2 --hang-timeout 5 {flags}"
+    cell = kernel.do(f"{line}\n{RAW}")
+    score = kernel.value("score")
+    assert [one and one[:2] for one in score] == [["good", 2], None, None, ["fine", 2]]
+    assert score[0][2] == score[3][2]
+    assert "4 runs, 2 at a time, each: 2 ranks on CPU, " in cell.stdout
+    assert "4 runs: 2 done, 2 failed on 2 slots" in cell.stdout
+    assert "rank 1, ValueError: eleven classes" in cell.stdout
+    assert "rank 1 seems to hold up the others" in cell.stdout
+    kernel.do(f"%%accelerate --cpu -n 2 --seed 0 {flags}\nkind, lr = 'good', 0.1\n{RAW}")
+    assert kernel.value("score") == score[0]
+
+
 @pytest.mark.parametrize(
     ("flags", "body", "sentence"),
     [
         ("--sweep lr=1,2", "x = 1\nfor lr in (3,):\n    pass", "line 3 of the cell binds lr, which --sweep sets"),
-        ("--sweep fold=0-1 -n 2", "print(fold)", "use --gpus-per-run 2"),
+        ("--sweep fold=0-1 -n 2 --gpus-per-run 1", "print(fold)", "use --gpus-per-run 2"),
         ("--sweep fold=0-1 --bg", "print(fold)", "--sweep and --bg exclude each other"),
         ("--slots 2", "print(1)", "--slots 2 is about the runs of a sweep, and this cell has no --sweep"),
         ("--sweep seed=a,b", "print(seed)", "a seed is a whole number from 0 on; got 'a'"),

@@ -6,6 +6,9 @@ import json
 import math
 import multiprocessing
 import os
+from dataclasses import replace
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -90,7 +93,7 @@ def test_a_new_kernel_lists_the_earlier_runs_first_and_marks_them(tmp_path: Path
     assert [run.number for run in second] == [1, 2, 3, 4]
     assert [run.origin.is_earlier for run in second] == [True, True, False, False]
     assert second[-1].goes_on_from == 2
-    assert repr(second).splitlines()[2].endswith("done, 30 steps, earlier kernel")
+    assert repr(second).splitlines()[2].endswith("done, 30 steps, another kernel")
     assert second.keep_in(path) == ""  # read once only
     assert len(second) == 4
     assert len(read(tmp_path / "runs.jsonl")) == 4
@@ -129,6 +132,103 @@ def test_two_kernels_may_append_at_once(tmp_path: Path) -> None:
     for writer in writers:
         writer.join()
     assert sorted(run.facts.title for run in read(path)) == ["one"] * 40 + ["other"] * 40
+
+
+def test_runs_that_another_kernel_ends_meanwhile_come_when_they_are_asked_for(tmp_path: Path) -> None:
+    path = str(tmp_path / "runs.jsonl")
+    mine, other = remembered(a_finished("mine")), Runs()
+    mine.keep_in(path)
+    other.keep_in(path)
+    other.add(a_finished("theirs"))
+    mine.add(a_finished("mine, after theirs"))
+    assert [run.facts.title for run in mine] == ["mine", "mine, after theirs"]
+    other.add(a_finished("theirs, too"))
+    assert mine.keep_in(path) == ""
+    titles = ["mine", "mine, after theirs", "theirs", "theirs, too"]
+    assert [(run.number, run.facts.title) for run in mine] == list(enumerate(titles, 1))
+    assert [run.origin.is_earlier for run in mine] == [False, False, True, True]
+    assert mine.newest is mine[1]  # nbaccel.last_run
+    assert mine.keep_in(path) == ""
+    assert len(mine) == 4
+    other.keep_in(path)
+    assert [run.facts.title for run in other] == ["mine", "theirs", "theirs, too", "mine, after theirs"]
+
+
+def test_an_unchanged_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "runs.jsonl"
+    RunFile(str(path)).append(a_finished())
+    runs = Runs()
+    runs.keep_in(str(path))
+    runs.add(a_finished())
+    monkeypatch.setattr("builtins.open", lambda *args: pytest.fail("it was opened"))
+    assert runs.keep_in(str(path)) == ""
+    assert len(runs) == 2
+
+
+def test_a_file_that_was_written_anew_brings_only_what_is_new(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    for title in ("deleted later", "stays"):
+        RunFile(str(path)).append(a_finished(title))
+    runs = Runs()
+    runs.keep_in(str(path))
+    runs.add(a_finished("mine"))
+    (tmp_path / "new").write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
+    os.replace(tmp_path / "new", path)
+    RunFile(str(path)).append(a_finished("theirs"))
+    assert runs.keep_in(str(path)) == ""
+    assert [run.facts.title for run in runs] == ["deleted later", "stays", "mine", "theirs"]
+    path.unlink()
+    assert runs.keep_in(str(path)) == ""
+    runs.add(a_finished("last"))
+    assert runs.keep_in(str(path)) == ""
+    assert [run.facts.title for run in runs][3:] == ["theirs", "last"]
+
+
+def test_a_line_that_was_cut_short_is_one_notice_once_another_follows(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    runs = remembered(a_finished("first"))
+    runs.keep_in(str(path))
+    with path.open("ab") as file:
+        file.write(b'{"version": 1, "cell"')
+    assert runs.keep_in(str(path)) == ""
+    runs.add(a_finished("second"))
+    assert "1 damaged line could not be read" in runs.keep_in(str(path))
+    assert runs.keep_in(str(path)) == ""
+    assert [run.facts.title for run in runs] == ["first", "second"]
+
+
+def a_kernel(path: str, name: str, together: Barrier, told: SimpleQueue[tuple[str, list[str]]]) -> None:
+    """Do ten runs, and look at all runs after each; at the end tell of all."""
+    runs, run = Runs(), a_finished(name, history=a_run(1, 30))
+    runs.keep_in(path)
+    together.wait()
+    numbers: dict[str, list[int]] = {}
+    for at in range(10):
+        runs.add(replace(run, values=[at]))
+        runs.keep_in(path)
+        for each in runs:
+            numbers.setdefault(f"{each.facts.title} {each.value}", []).append(each.number)
+    together.wait()
+    runs.keep_in(path)
+    assert all(len(set(each)) == 1 for each in numbers.values()), "a run has changed its number"
+    told.put((name, [f"{each.facts.title} {each.value}" for each in runs]))
+
+
+def test_two_kernels_with_one_file_see_all_runs_and_lose_none(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    fork = multiprocessing.get_context("fork")
+    together, told = fork.Barrier(2), fork.SimpleQueue()
+    kernels = [fork.Process(target=a_kernel, args=(str(path), name, together, told)) for name in ("one", "other")]
+    for kernel in kernels:
+        kernel.start()
+    for kernel in kernels:
+        kernel.join()
+        assert kernel.exitcode == 0
+    everything = sorted(f"{name} {at}" for name in ("one", "other") for at in range(10))
+    for _ in kernels:
+        name, seen = told.get()
+        assert sorted(seen) == everything, name
+    assert sorted(f"{run.facts.title} {run.value}" for run in read(path)) == everything
 
 
 def test_a_file_that_cannot_be_written_is_a_warning_and_the_run_is_there(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -176,8 +177,50 @@ def test_compared_runs_share_an_axis_and_their_differences_are_named() -> None:
     assert runs[:1].plot("acc").text.splitlines()[-1] == "the same flags"
 
 
+def figure_of(monkeypatch: pytest.MonkeyPatch, show: Callable[[], Any]) -> Any:
+    """The figure that `show` makes a picture of."""
+    drawn: list[Any] = []
+    monkeypatch.setattr("nbaccel.launch.runs.picture", lambda figure, text: drawn.append(figure))
+    show()
+    return drawn[0]
+
+
+def with_validation() -> Run:
+    history = a_run(1, 20)
+    for step in range(0, 20, 5):
+        history.feed(0, 2.0, Metric({"val_loss": 1 / (step + 1)}, step))
+    return a_finished(history=history)
+
+
+def test_the_loss_on_held_out_data_is_in_the_axis_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = remembered(with_validation(), with_validation(), a_finished())
+    curves = figure_of(monkeypatch, runs.compare).axes[0]
+    assert curves.get_title(loc="left") == "loss; with dots: val_loss"
+    dotted = [line for line in curves.lines if line.get_marker() == "o"]
+    assert [list(line.get_xdata()) for line in dotted] == [[0, 5, 10, 15]] * 2
+    assert len({line.get_color() for line in curves.lines}) == 3
+    many = remembered(*(with_validation() for _ in range(9)))
+    assert figure_of(monkeypatch, many.compare).axes[0].get_title(loc="left") == "loss"
+
+
+def test_several_metrics_are_pictures_one_below_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = remembered(a_finished(), a_finished(history=losses(0, 9)), a_finished())
+    figure = figure_of(monkeypatch, lambda: runs.compare(2, 3, metric=["acc", "loss"]))
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["acc", "", "loss", ""]
+    assert [len(axes.lines) for axes in (figure.axes[0], figure.axes[2])] == [1, 2]
+    tops = [axes.get_subplotspec().rowspan.start for axes in figure.axes]
+    assert tops == [0, 0, 1, 1]
+    one = figure_of(monkeypatch, lambda: runs.compare(metric="acc"))
+    assert [axes.get_title(loc="left") for axes in one.axes] == ["acc", ""]
+    assert len(figure_of(monkeypatch, lambda: runs.plot("acc", "loss")).axes) == 4
+    monkeypatch.undo()
+    assert len(runs.compare(metric=["acc", "loss"]).png) < 60_000
+
+
 def test_a_number_or_a_curve_that_does_not_exist_is_named() -> None:
     runs = remembered(a_finished())
+    with pytest.raises(KeyError, match="no curve of these runs is called 'f1'; there is: loss, acc"):
+        runs.compare(1, metric=["loss", "f1"])
     with pytest.raises(KeyError, match="no run has number 7: there are runs 1 to 1"):
         runs.compare(7)
     with pytest.raises(KeyError, match="no curve of these runs is called 'f1'; there is: loss, acc"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,12 @@ import torch
 
 import nbaccel
 from nbaccel import Accelerator, LaunchRefused, launch
-from nbaccel.notebook.jobs.sweep import refuse_a_full_host, sweep
+from nbaccel.hardware import Gpu, MemoryInfo, Survey
+from nbaccel.launch.ipc.spec import Devices, FunctionTask, Start
+from nbaccel.launch.plan import LaunchPlan
+from nbaccel.notebook.jobs.sweep import line_on_copies, refuse_a_full_host, sweep
+from nbaccel.options.run_options import RunOptions
+from nbaccel.settings import RunSettings
 
 _SETUP = "nbaccel.train.setup:setup_rank"
 
@@ -276,18 +282,47 @@ def test_a_rank_cannot_sweep() -> None:
         launch(sweep, 1, (takes,), {"lr": [1.0]}, cpu=True)
 
 
-def test_copies_that_do_not_fit_are_refused_with_the_number_that_does() -> None:
-    from nbaccel.hardware import MemoryInfo, Survey
-    from nbaccel.launch.ipc.spec import Devices, Start
-    from nbaccel.launch.plan import LaunchPlan
-    from nbaccel.options.run_options import RunOptions
-    from nbaccel.settings import RunSettings
+def planned(start: str, ranks: int = 1, *, bytes_to_copy: int = 0, gpus: tuple[Gpu, ...] = ()) -> LaunchPlan:
+    devices = Devices(ranks, gpus)
+    return LaunchPlan(RunOptions(), devices, Start(start, "asked for"), RunSettings(), 1, bytes_to_copy=bytes_to_copy)
 
-    plan = LaunchPlan(RunOptions(), Devices(1), Start("zygote", "asked for"), RunSettings(), 1, bytes_to_copy=3 * 10**9)
-    survey = Survey(ram=MemoryInfo(16 * 10**9, 8 * 10**9))
-    refuse_a_full_host(plan, 2, survey)
+
+def host(available_bytes: int) -> Survey:
+    return Survey(ram=MemoryInfo(16 * 10**9, available_bytes))
+
+
+def test_copies_that_do_not_fit_are_refused_with_the_number_that_does() -> None:
+    plan = planned("zygote", bytes_to_copy=3 * 10**9)
+    refuse_a_full_host(plan, 2, host(8 * 10**9))
     with pytest.raises(LaunchRefused, match=r"3 runs side by side would each get a copy of 3\.0 GB.*use --slots 2\."):
-        refuse_a_full_host(plan, 3, survey)
+        refuse_a_full_host(plan, 3, host(8 * 10**9))
+
+
+def test_processes_that_do_not_fit_are_refused_however_they_start(start_method: str) -> None:
+    refuse_a_full_host(planned(start_method, 2), 10, host(400_000_000))
+    with pytest.raises(
+        LaunchRefused, match=r"10 runs side by side, of 2 ranks each, need 400\.0 MB of host memory before they load"
+    ) as caught:
+        refuse_a_full_host(planned(start_method, 2), 10, host(300_000_000))
+    assert str(caught.value).endswith("and the host has 300.0 MB available: use --slots 7.")
+    cards = tuple(Gpu(number, f"GPU-{number}", "Tesla T4", 16 * 10**9, number=number) for number in range(2))
+    with pytest.raises(LaunchRefused, match=r"need 520\.0 MB .* 200\.0 MB available: end what else uses it"):
+        refuse_a_full_host(planned(start_method, 2, gpus=cards), 2, host(200_000_000))
+    refuse_a_full_host(planned(start_method, 2), 10, host(0))  # unknown
+
+
+def test_python_objects_that_forked_ranks_may_come_to_copy_are_said() -> None:
+    rows = [f"{number} and some words that are long enough to count" for number in range(20_000)]
+    task = FunctionTask(len, (rows,), {})
+    plan = planned("fork", 2)
+    line = line_on_copies(plan, 4, task, host(5_000_000), 10**9)
+    assert re.match(r"the runs read 2\.\d MB of Python objects of the notebook, and each of 8 ranks may come to", line)
+    assert "with 5.0 MB available. Tensors and arrays stay shared; or use fewer slots (--slots)" in line
+    assert line_on_copies(plan, 1, task, host(5_000_000), 10**9) == ""
+    assert line_on_copies(planned("zygote", 2), 4, task, host(5_000_000), 10**9) == ""
+    arrays = FunctionTask(len, (torch.zeros(2_000_000),), {})
+    assert line_on_copies(plan, 4, arrays, host(5_000_000), 10**9) == ""
+    assert line_on_copies(plan, 4, task, host(5_000_000), 500_000) == "", "all that the process holds fits"
 
 
 # --- the whole of it ------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ WRONG_COMMANDS = {
     "attach": [("attach 5", "%accelerate attach takes nothing behind it; got '5'.")],
     "last": [("last 5", "%accelerate last takes nothing behind it; got '5'.")],
     "runs": [
-        ("runs last", "%accelerate runs takes numbers of runs, as in its table: %accelerate runs 3 5; got 'last'."),
+        ("runs last", "%accelerate runs last: no curve of these runs is called 'last'; there is: none."),
         ("runs 3", "%accelerate runs 3: no run has number 3: there was no run yet."),
     ],
     "stop": [
