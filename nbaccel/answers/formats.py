@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ __all__ = ["Format", "InMemoryFormat", "JsonLinesFormat", "ParquetFormat", "form
 
 _ROWS = 100_000
 _BUFFER_BYTES = 1 << 20
+_AS_JSON = {b"nbaccel": b"json"}
+"""Metadata of a column whose texts are JSON."""
 
 
 class Format(Protocol):
@@ -65,7 +68,10 @@ class JsonLinesFormat:
 
 
 class ParquetFormat:
-    """A folder of Parquet files with the columns index, answer (or one for each key, where answers are dicts), error.
+    """A folder of Parquet files of one schema: the columns index, answer and error.
+
+    Where each answer is a dict, its keys are the columns instead of answer; a key that one of them lacks is None in it
+    afterwards. Answers for which Parquet has no common type are in the column answer as JSON.
 
     Raises:
         ModuleNotFoundError: there is no pyarrow.
@@ -78,8 +84,8 @@ class ParquetFormat:
             raise ModuleNotFoundError(
                 "answers in Parquet files need pyarrow: pip install pyarrow. Or take a name that ends with .jsonl"
             ) from None
+        self._arrow = pyarrow
         self._parquet = pyarrow.parquet
-        self._table = pyarrow.Table
 
     def pack(self, index: int, answer: Any) -> bytes:
         return JsonLinesFormat().pack(index, answer)
@@ -88,12 +94,22 @@ class ParquetFormat:
         return JsonLinesFormat().pack_error(index, error)
 
     def join(self, records: AnswerIndex, target: Path) -> None:
+        arrow = self._arrow
         target.mkdir()
-        rows = (json.loads(record.payload) for record in records.records())
-        for number, some in enumerate(iter(lambda: list(islice(rows, _ROWS)), [])):
-            columns = [_columns(row) for row in some]
-            names = dict.fromkeys(name for row in columns for name in row)
-            table = self._table.from_pylist([{name: row.get(name) for name in names} for row in columns])
+        lines = partial(_lines, records)
+        ends = arrow.schema([("index", arrow.int64()), ("error", arrow.string())])
+        rows_of = _dicts if all(_has_columns(line) for some in lines() for line in some) else _cells
+        try:
+            schemas = [arrow.Table.from_pylist(rows_of(some)).schema for some in lines()]
+            schema = arrow.unify_schemas([ends, *schemas], promote_options="permissive")
+            self._write(target, (rows_of(some) for some in lines()), schema)
+        except (arrow.ArrowException, OverflowError, UnicodeError):  # numbers beside texts, an empty dict, 2**70
+            answer = arrow.field("answer", arrow.string(), metadata=_AS_JSON)
+            self._write(target, map(_texts, lines()), arrow.schema([ends.field("index"), answer, ends.field("error")]))
+
+    def _write(self, target: Path, parts: Iterable[list[dict[str, Any]]], schema: Any) -> None:
+        for number, rows in enumerate(parts):
+            table = self._arrow.Table.from_pylist(rows, schema=schema)
             self._parquet.write_table(table, target / f"part-{number:05}.parquet")
 
     def read(self, source: Path) -> Answers:
@@ -101,20 +117,50 @@ class ParquetFormat:
 
     def _rows(self, source: Path) -> Iterator[Any]:
         for path in sorted(source.glob("part-*.parquet")):
-            for row in self._parquet.read_table(path).to_pylist():
-                index, error = row.pop("index"), row.pop("error", None)
+            table = self._parquet.read_table(path)
+            is_cell = "answer" in table.column_names
+            is_json = is_cell and table.schema.field("answer").metadata == _AS_JSON
+            for row in table.to_pylist():
+                index, error = row.pop("index"), row.pop("error")
                 if error is not None:
                     yield Failed(index, error)
+                elif is_cell:
+                    yield json.loads(row["answer"]) if is_json else row["answer"]
                 else:
-                    yield row["answer"] if list(row) == ["answer"] else row
+                    yield row
 
 
-def _columns(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a line's object as a row: a dict's keys are columns of their own."""
-    answer = row.get("answer")
-    if isinstance(answer, dict) and answer and not {"index", "error"} & answer.keys():
-        return {"index": row["index"], **answer, "error": None}
-    return {"index": row["index"], "answer": answer, "error": row.get("error")}
+def _lines(records: AnswerIndex) -> Iterator[list[dict[str, Any]]]:
+    """Yield the objects of the lines of all answers, as many together as go into one file."""
+    lines = (json.loads(record.payload) for record in records.records())
+    return iter(lambda: list(islice(lines, _ROWS)), [])
+
+
+def _has_columns(line: dict[str, Any]) -> bool:
+    """Return whether the keys of an answer can be columns; an item that failed does not matter."""
+    answer = line.get("answer")
+    is_dict = isinstance(answer, dict) and bool(answer) and not {"index", "answer", "error"} & answer.keys()
+    return "error" in line or is_dict
+
+
+def _dicts(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = [{"index": line["index"], **(line.get("answer") or {}), "error": _error_of(line)} for line in lines]
+    names = dict.fromkeys(name for row in rows for name in row)  # Arrow takes those of the first row alone
+    return [{name: row.get(name) for name in names} for row in rows]
+
+
+def _cells(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"index": line["index"], "answer": line.get("answer"), "error": _error_of(line)} for line in lines]
+
+
+def _texts(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row | {"answer": json.dumps(row["answer"])} for row in _cells(lines)]
+
+
+def _error_of(line: dict[str, Any]) -> str | None:
+    """Return the error of a line as text that UTF-8 can write; None if it has an answer."""
+    error = line.get("error")
+    return None if error is None else str(error).encode("utf-8", "backslashreplace").decode()
 
 
 @frozen
