@@ -87,6 +87,8 @@ class Loss(Event):
 class Progress(Event):
     """Progress of a loop over a loader. The newest event counts; the last one of a loop says where it ended.
 
+    A training without a loader has no `batches`, and `batch` stays 0.
+
     step: optimizer steps that are complete.  epoch: 0-based number of the epoch.  epochs: their number.
     batch, batches: batches of this rank handed out in this epoch, and their number.
     samples: number in one batch of this rank.  Unknown values are None.
@@ -96,7 +98,7 @@ class Progress(Event):
     first: optimizer steps that were complete when the loop began.
     began: time of that, in the machine's `time.monotonic()`; it identifies a loop of the rank. 0 if unknown.
     waiting: the fraction of its time, 0 to 1, that the loop has waited for batches; None before that is known.
-    learning_rates: of the prepared optimizers, each different one once, four at most; empty if unknown.
+    learning_rates: of the optimizers that step, each different one once, four at most; empty if unknown.
     """
 
     step: int = 0

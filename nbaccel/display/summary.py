@@ -202,8 +202,9 @@ def where(history: History) -> list[str]:
         [] if phase.bar.value is None else [f"{phase.bar.value * 100:.0f} %{phase.bar.of and f' of {phase.bar.of}'}"]
     )
     if training is not None:
-        words.append(f"epoch {_of(training.epoch + 1, training.epochs)}")
-        words += [] if evaluation else [f"batch {_of(training.batch, training.batches)}"]
+        has_loader = training.batch > 0 or training.batches is not None
+        words += [f"epoch {_of(training.epoch + 1, training.epochs)}"] if has_loader else []
+        words += [f"batch {_of(training.batch, training.batches)}"] if has_loader and not evaluation else []
         words += [f"step {training.step:,}", *percent]
     if evaluation is not None:
         words.append(f"evaluating, batch {_of(evaluation.batch, evaluation.batches)}")

@@ -61,8 +61,8 @@ class SweepRow:
         return self.word not in ("waiting", "running")
 
     def lasts(self, now: float) -> float | None:
-        """Return the seconds that the run has taken; None before it begins."""
-        if self.word == "waiting":
+        """Return the seconds that the run has taken; None if it has not begun."""
+        if self.word == "waiting" or (self.word == "stopped" and not self.began_at):
             return None
         return self.seconds if self.is_over else now - self.began_at
 
@@ -81,7 +81,8 @@ class SweepRow:
         """
         lasts = self.lasts(now)
         where = f" on {self.place}" if self.place and not self.is_found else ""
-        words = [f"{self.word}{' earlier' if self.is_found else where}", self.numbers]
+        state = "not begun" if self.word == "stopped" and lasts is None else self.word
+        words = [f"{state}{' earlier' if self.is_found else where}", self.numbers]
         words.append("" if lasts is None else duration(lasts))
         return f"{self.title}: {', '.join(filter(None, words))}{f': {self.why}' if self.why else ''}"
 
@@ -106,6 +107,23 @@ class SweepTable:
         """Return the number of runs by their state."""
         counted = Counter(row.word for row in self.rows)
         return ", ".join(f"{counted[word]} {word}" for word in _ORDER if counted[word])
+
+    def failures(self) -> Iterator[str]:
+        """Yield a line for the first run that failed in each way, and one for others that failed so.
+
+        >>> rows = [SweepRow(f"lr={lr}", "failed", "slot 1", seconds=2.0, why="ValueError: no") for lr in range(5)]
+        >>> list(SweepTable("sweep", rows, 0.0).failures())
+        ['1. lr=0: failed on slot 1, 2.0 s: ValueError: no', '4 more runs failed alike']
+        """
+        ways: dict[str, list[int]] = {}
+        for at, row in enumerate(self.rows):
+            if row.word == "failed":
+                ways.setdefault(row.why, []).append(at)
+        for first, *others in ways.values():
+            row = self.rows[first]
+            yield f"{first + 1}. {row.line(row.began_at + row.seconds)}"
+            if others:
+                yield f"{plural(len(others), 'more run')} failed alike"
 
     def bundle(self, now: float, hint: str = "") -> dict[str, str]:
         """Return the sweep at `now`, by MIME type.  hint: how to end it; empty if that is visible anyway."""

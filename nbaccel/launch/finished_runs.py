@@ -8,6 +8,7 @@ done again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from nbaccel.display.history import History
@@ -40,6 +41,7 @@ _FORMAT = 1
 _LONGEST_NAME = 80
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (tuple, list, set, frozenset, dict)
+_NAMED_BY_REPR = {("torch", "dtype"), ("torch", "device")}
 
 
 class FinishedRuns:
@@ -91,11 +93,23 @@ class FinishedRuns:
         found = Run([value], history, None, record["start_method"], "", log, seconds, checkpoint=record["checkpoint"])
         return found, left
 
+    @staticmethod
+    def add_traceback(log_path: str, error: BaseException) -> None:
+        """Write the traceback of a run that failed behind all that it has printed."""
+        shown: Callable[[], list[str]] | None = getattr(error, "_render_traceback_", None)
+        lines = [f"{type(error).__name__}: {error}"] if shown is None else shown()
+        with suppress(OSError), open(log_path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write("\n".join(["", *lines, ""]))
+
     def keep(self, run: Run, left: Mapping[str, Any], key: str) -> None:
         """Keep a run that ended well; the record is complete or absent, whenever this process ends.
 
-        A value that is not plain data is no error: `unkept` has it, and the next sweep does the run again.
+        A value that is not plain data is no error: `unkept` has it, and the next sweep does the run again; the same
+        goes for a run without a `key`.
         """
+        if not key:
+            self.unkept[in_words(run.config)] = _why_no_key(run.config)
+            return
         folder = self.folder_of(run.config, key)
         try:
             tensors: dict[str, Any] = {}
@@ -218,7 +232,7 @@ def value_in_words(value: Any) -> str:
         return f"{{{in_words(value)}}}"
     if type(value) is float:
         return f"{value:g}"
-    if isinstance(value, type | types.FunctionType):
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         return value.__name__
     text = repr(value)
     return text if len(text) <= _LONGEST_NAME // 2 else f"{type(value).__name__}(…)"
@@ -240,6 +254,14 @@ def as_key(source: str, config: Mapping[str, Any], seed: int | None, settings: R
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _why_no_key(config: Mapping[str, Any]) -> str:
+    """Return why a run with these values has no key."""
+    for name, value in config.items():
+        if _mark_of(value) is None:
+            return f"{name} is an object of the class {type(value).__name__}, which no later sweep can compare"
+    return "the code that runs cannot be read"
+
+
 def _mark_of(value: Any) -> str | None:
     """Return a text that is equal for equal values, in another process too; None if there is none."""
     if type(value) in _PLAIN:
@@ -253,6 +275,13 @@ def _mark_of(value: Any) -> str | None:
         return f"{type(value).__name__}({in_order})"
     if isinstance(value, types.FunctionType | type):
         return f"{value.__module__}.{value.__qualname__} {source_mark(value)}"
+    if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | type | None):
+        return f"{getattr(value.__self__, '__name__', value.__module__)} {value.__qualname__}"
+    if type(value) is functools.partial:
+        parts = _mark_of((value.func, value.args, value.keywords))
+        return None if parts is None else f"partial {parts}"
+    if isinstance(value, PurePath) or (type(value).__module__, type(value).__name__) in _NAMED_BY_REPR:
+        return repr(value)
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         return f"{value.dtype} {value.item()!r}"
     return None

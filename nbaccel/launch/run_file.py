@@ -36,7 +36,10 @@ _MOST_CHARACTERS = 10_000
 """Longest JSON of a value that is kept."""
 
 
-_NO_FILE = (0, 0, 0, 0)
+_State = tuple[int, int, int, int]
+"""What differs after a file was changed: device and number, which are its own, size, time of the change."""
+
+_NO_FILE: _State = (0, 0, 0, 0)
 
 
 class RunFile:
@@ -73,7 +76,7 @@ class RunFile:
         finally:
             os.close(fd)
 
-    def _note_written(self, digest: bytes, before: tuple[int, ...], after: tuple[int, ...], cut: bool) -> None:
+    def _note_written(self, digest: bytes, before: _State, after: _State, cut: bool) -> None:
         self._known[digest] += 1
         if (before == self._state and not cut) or not before[2]:
             self._end, self._state = after[2], after
@@ -133,8 +136,7 @@ def _lock(fd: int, kind: int) -> None:
         fcntl.flock(fd, kind)
 
 
-def _state_of(file: int | str) -> tuple[int, int, int, int]:
-    """Return what differs after a file was changed: device and number, which are its own, size, time of the change."""
+def _state_of(file: int | str) -> _State:
     found = os.stat(file)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -221,7 +219,10 @@ class Sweeping:
             for line in self._last_lines(table, runs, seconds, with_failures=view.is_live):
                 view.say(line)
         if presses:
-            raise KeyboardInterrupt(f"the sweep was interrupted after {duration(seconds)}: {counted(runs)}")
+            raise KeyboardInterrupt(
+                f"the sweep was interrupted after {duration(seconds)}: {counted(runs)}. nbaccel.last_run.runs has "
+                "them, and the same sweep does only what is missing"
+            )
         return runs
 
     def _conclude(
@@ -281,9 +282,11 @@ class Sweeping:
         """Yield the lines at the end.  with_failures: no line has said yet how each run ended."""
         side = f" on {plural(len(self.slots), 'slot')}" if len(self.slots) > 1 else ""
         yield f"{self.title}: {counted(runs)}{side}, {duration(seconds)}; what they printed: {self.finished.folder}"
-        for at, row in enumerate(table.rows, 1):
-            if with_failures and row.word == "failed":
-                yield f"{at}. {row.line(row.began_at + row.seconds)}"
+        if with_failures:
+            yield from table.failures()
+        failed = [run.log_path for run in runs if run.state is not None and run.state.word == "failed" and run.log_path]
+        if failed:
+            yield f"the traceback of a failed run is at the end of its log, such as {failed[0]}"
         for words, why in list(self.finished.unkept.items())[:1]:
             count = len(self.finished.unkept)
             yield f"{plural(count, 'run')} will be done again by the same sweep, as {words}: {why}"
@@ -361,24 +364,17 @@ class _QueuedRun:
             values, left = self._sweeping.work.results(outcome)
             run = as_run(outcome, values, shown.history, error, seconds)
             self.left = left
-            rank = None if failed_alike(outcome.ended) else outcome.ended.first_failed
+            is_alone = failed_alike(outcome.ended) or len(outcome.ended.reports) == 1
+            rank = None if is_alone else outcome.ended.first_failed
             self.post_mortem = PostMortem.of(self.row.title, word, error, outcome.ended)
         finally:
             outcome.close()
         shown.end(word, seconds, error, rank)
-        if error is not None:
-            self._log(error, run.log_path)
         self._take(run, word, shown.history, seconds, error, rank)
-        if word == "done" and self._key and self._sweeping.files.is_alone(self._number + 1):
+        if word == "done" and self._sweeping.files.is_alone(self._number + 1):
             self._sweeping.finished.keep(run, self.left, self._key)
-
-    @staticmethod
-    def _log(error: BaseException, path: str) -> None:
-        """Add an error with its traceback to what the run has printed, where one looks for it."""
-        with suppress(OSError), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-            of_rank = str(error.__cause__ or "").strip()  # the traceback in the words that a notebook shows
-            file.write(of_rank or "".join(traceback.format_exception(error)).rstrip())
-            file.write("\n")
+        elif word == "failed" and error is not None:
+            FinishedRuns.add_traceback(run.log_path, error)
 
     def _take(
         self,
@@ -406,5 +402,7 @@ class _QueuedRun:
             seconds = time.monotonic() - self.row.began_at if has_begun else 0.0
             run = Run([None], self.row.history, KeyboardInterrupt(f"this run {words}"), "", "", "", seconds)
             self._take(run, "stopped", self.row.history, seconds)
+            if not has_begun:
+                run.state = RunState("stopped", "not begun")
         assert self.run is not None
         return self.run

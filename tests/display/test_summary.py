@@ -138,6 +138,13 @@ def test_a_training_has_samples_per_second_time_per_epoch_and_learning_rates() -
     assert done[2] == "10.0 steps/s, 640 samples/s, 5.0 s per epoch"
 
 
+def test_a_training_without_a_loader_has_steps_and_rates_and_neither_epoch_nor_batch() -> None:
+    history = History(1)
+    for step in range(50):
+        history.feed(0, step / 10, Progress(step + 1, learning_rates=(0.1,)))
+    assert text(history, FACTS, 5.0).splitlines()[2] == "step 50, 10.0 steps/s, 5.0 s, lr 0.1"
+
+
 def test_a_stream_whose_epochs_have_no_length_has_neither() -> None:
     history = History(1)
     for step in range(50):

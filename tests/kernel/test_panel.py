@@ -122,6 +122,35 @@ def test_an_evaluation_stands_beside_the_place_of_the_training_whose_bar_never_g
     assert len(set(speeds)) == 1
 
 
+RAW = """
+import time, torch
+from torch.utils.data import DataLoader
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for x in DataLoader(torch.randn(240, 8), 8):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_that_prepares_nothing_has_samples_per_second_and_a_learning_rate(kernel: RealKernel) -> None:
+    cell = kernel.do(accelerate(RAW))
+    frames = [frame["text/plain"] for frame in cell.frames[:-2]]
+    assert any("lr 0.05" in words for words in frames), frames
+    found = re.search(r"^([\d.,]+) steps/s, ([\d.,]+) samples/s", cell.panel["text/plain"], re.M)
+    assert found is not None, cell.panel["text/plain"]
+    assert float(found[2]) == pytest.approx(8 * float(found[1]), rel=0.05), "each step is a batch of 8, on both ranks"
+    alone = RAW.replace("for x in DataLoader(torch.randn(240, 8), 8):", "for x in torch.randn(30, 8, 8):")
+    cell = kernel.do(accelerate(alone, n=1))
+    assert any("lr 0.05" in frame["text/plain"] for frame in cell.frames[:-2])
+    assert re.search(r"^[\d.,]+ steps/s$", cell.panel["text/plain"], re.M)
+
+
 @pytest.mark.slow
 def test_steps_of_a_cell_in_ranks_that_stay_are_its_own(kernel: RealKernel) -> None:
     kernel.do("%accelerate start -n 2 --cpu")

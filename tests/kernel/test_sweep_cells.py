@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -99,6 +100,61 @@ def test_an_interrupt_ends_all_and_the_list_has_what_was_done(kernel: RealKernel
     assert score[0]["fold"] == 0
     assert score[1:] == [None] * 4
     assert not (kernel.folder / "waits-3").exists()
+
+
+def test_a_mistake_of_all_runs_is_said_once_with_the_place_of_its_traceback(kernel: RealKernel) -> None:
+    cell = kernel.do(swept("def step():\n    return undefined\nstep()", "--sweep fold=0-3 --slots 2"))
+    lines = cell.stdout.splitlines()
+    assert lines[1].startswith("sweep of Cell In[")
+    assert "4 runs: 4 failed on 2 slots" in lines[1]
+    assert lines[2].endswith(": NameError: name 'undefined' is not defined")
+    assert lines[3] == "3 more runs failed alike"
+    log = re.fullmatch(r"the traceback of a failed run is at the end of its log, such as (\S+)", lines[4])
+    assert log is not None
+    said = (kernel.folder / log[1]).read_text()
+    assert "line 3, in step" in said
+    assert "return undefined" in said
+
+
+BEGINNERS = """
+import torch, time
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+def fit(model_class, act, bias, shape, accelerator):
+    print("fitting", bias)
+    model = model_class()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = act(model(torch.ones(shape))).mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    if bias is None:
+        raise RuntimeError("no bias given")
+    return {"loss": loss.item(), "model": model_class.__name__}
+def folds(fold):
+    time.sleep(30 * (fold > 1))
+    return fold
+"""
+
+
+def test_sweeps_that_a_beginner_writes(kernel: RealKernel) -> None:
+    kernel.do("import shutil; shutil.rmtree('.nbaccel', ignore_errors=True)")
+    kernel.do(BEGINNERS)
+    call = "runs = nbaccel.sweep(fit, model_class=[Net], act=[torch.relu, abs, lambda x: x], bias=[True, None], "
+    call = f"import nbaccel\n{call}shape=[(2, 4)], slots=2, cpu=True)"
+    cell = kernel.do(call)
+    assert "sweep of fit: 6 runs: 3 done, 3 failed on 2 slots" in cell.stdout
+    assert "2. model_class=Net, act=relu, bias=None, shape=(2, 4): failed on slot" in cell.stdout
+    assert "will be done again" not in cell.stdout
+    assert kernel.value("[run.value and run.value['model'] for run in runs]") == ["Net", None] * 3
+    assert "3 of 6 runs finished earlier (same source, values and seed" in kernel.do(call).stdout
+    running = kernel.begin("runs = nbaccel.sweep(folds, fold=range(5), slots=1, cpu=True)")
+    running.until(lambda cell: bool(cell.frames) and "3. fold=2: running" in cell.frames[-1]["text/plain"])
+    kernel.interrupt()
+    cell = running.end(timeout_s=30)
+    assert "5 runs: 2 done, 3 stopped. nbaccel.last_run.runs has them" in cell.failed("KeyboardInterrupt").evalue
+    assert cell.panel["text/plain"].splitlines()[-2:] == ["4. fold=3: not begun", "5. fold=4: not begun"]
+    assert kernel.value("[run.value for run in nbaccel.last_run.runs]") == [0, 1, None, None, None]
 
 
 RAW = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from nbaccel.display.history import History
 from nbaccel.events import Loss, Metric
-from nbaccel.launch.finished_runs import FinishedRuns, as_key, source_mark
+from nbaccel.launch.finished_runs import FinishedRuns, as_key, source_mark, value_in_words
 from nbaccel.launch.run import Run
 from nbaccel.settings import RunSettings
 
@@ -112,6 +113,44 @@ def test_the_mark_of_a_class_and_of_a_cell_follow_theirs_too() -> None:
     other = {"train": function_of("def f(x):\n    return x + 1\n")}
     assert source_mark(None, (cell,), one) == source_mark(None, (cell,), {**one, "unread": 1})
     assert source_mark(None, (cell,), one) != source_mark(None, (cell,), other)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.relu, "relu"),
+        (abs, "abs"),
+        (torch.nn.functional.gelu, "gelu"),
+        (torch.optim.AdamW, "AdamW"),
+        (torch.float16, "torch.float16"),
+        (torch.device("cpu"), None),
+        (Path("data/a.csv"), None),
+        (functools.partial(torch.clamp, min=0), None),
+        ("adam", "adam"),
+        (None, "None"),
+        ((8, 8), "(8, 8)"),
+    ],
+)
+def test_values_that_beginners_sweep_are_told_apart_and_named(value: Any, words: str | None) -> None:
+    key = as_key("s", {"x": value}, 0, RunSettings(), 1)
+    assert key
+    assert key == as_key("s", {"x": value}, 0, RunSettings(), 1)
+    others = [abs, max, functools.partial(torch.clamp, min=1), torch.float32, torch.tanh, Path("b"), "x", 0, (8,)]
+    assert key not in [as_key("s", {"x": other}, 0, RunSettings(), 1) for other in others if other is not value]
+    if words is not None:
+        assert value_in_words(value) == words
+
+
+def test_a_run_without_a_key_is_not_kept_and_the_reason_is_said(tmp_path: Path) -> None:
+    runs = FinishedRuns(tmp_path)
+    run = finished_run(1)
+    run.config = {"lr": 0.1, "act": torch.nn.ReLU()}
+    assert as_key("s", run.config, 0, RunSettings(), 1) == ""
+    runs.keep(run, {}, "")
+    assert runs.unkept == {"lr=0.1, act=ReLU()": "act is an object of the class ReLU, which no later sweep can compare"}
+    run.config = {"lr": 0.1}
+    runs.keep(run, {}, "")
+    assert runs.unkept["lr=0.1"] == "the code that runs cannot be read"
 
 
 def test_a_key_tells_values_seeds_and_settings_apart() -> None:

@@ -144,6 +144,23 @@ def test_each_run_has_its_seed_log_and_folder() -> None:
     assert set(rows[0]) == {"seed", "drawn", "folder", "acc", "seconds", "status"}
 
 
+def test_the_log_of_a_failed_run_ends_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def divides(by: int) -> float:
+        print("dividing by", by)
+        return 1 / by
+
+    runs = sweep(divides, by=[0, 1], cpu=True)
+    said = Path(runs[0].log_path).read_text()
+    assert said.startswith("[rank 0] dividing by 0\n")
+    assert "return 1 / by" in said
+    assert said.endswith("ZeroDivisionError: division by zero\nraised on rank 0 of 1.\n")
+    assert "Error" not in Path(runs[1].log_path).read_text()
+    shown = capsys.readouterr().out
+    assert f"the traceback of a failed run is at the end of its log, such as {runs[0].log_path}" in shown
+    assert "1. by=0: failed on slot 1," in shown
+    assert ": ZeroDivisionError: division by zero\n" in shown, "one rank needs no number"
+
+
 def test_check_raises_the_first_failure_after_all_are_over() -> None:
     def divides(by: int) -> float:
         Path(f"by-{by}").touch()
@@ -185,12 +202,15 @@ def test_an_interrupt_ends_the_running_ones_and_the_waiting_ones_do_not_begin(tm
     thread = threading.Thread(target=press_when_two_run)
     thread.start()
     try:
-        with pytest.raises(KeyboardInterrupt, match="4 runs: 4 stopped"):
+        with pytest.raises(
+            KeyboardInterrupt, match=r"4 runs: 4 stopped\. nbaccel\.last_run\.runs has them, and the same sweep"
+        ):
             sweep(waits_for_ever, fold=range(4), slots=2, cpu=True)
     finally:
         thread.join()
     assert len(list(tmp_path.glob("begun-*"))) == 2
     assert nbaccel.last_run is not None
+    assert [run.in_a_line() for run in nbaccel.last_run.runs[2:]] == ["not begun"] * 2
     assert [str(run.error) for run in nbaccel.last_run.runs[2:]] == [
         "this run had not begun when the sweep was stopped"
     ] * 2

@@ -71,6 +71,18 @@ def test_learning_rates_are_read_from_optimizers_that_live() -> None:
     assert pickle.loads(pickle.dumps(rates)).read() == ()
 
 
+def test_an_optimizer_that_is_met_at_each_step_is_followed_once() -> None:
+    one, other = (torch.optim.SGD([torch.zeros(1, device="cpu")], lr=lr) for lr in (0.1, 0.2))
+    rates = LearningRates()
+    for _ in range(3):
+        rates.meet(one)
+        rates.meet(other)
+    assert rates.read() == (0.1, 0.2)
+    assert len(rates._optimizers) == 2
+    rates.forget()
+    assert rates.read() == ()
+
+
 def test_a_learning_rate_on_a_device_is_not_waited_for() -> None:
     with FakeTensorMode():
         rate = torch.empty((), device="cuda:0")

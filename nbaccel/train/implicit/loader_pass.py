@@ -46,16 +46,26 @@ class PassGauge:
 
     The loop itself reports nothing: a launcher's thread reads the gauge a few times per second.
 
-    steps: returns how many steps the task has reached.  batches: how many the pass has; None where that is unknown.
+    steps: returns how many steps the task has reached.  rates: returns the learning rates of its optimizers.
+    batches: how many the pass has; None where that is unknown.
     epoch: how many passes trained at the same place before.  may_train: gradients were enabled when it began.
 
-    taken: batches that were handed out.  samples: of this rank in the largest of them; 0 unknown.
+    taken: batches that were handed out.  samples: of this rank in the largest of them; 0 unknown. Where all ranks have
+    the same batch, that is this rank's share of it.
     has_trained: backwards have come.  is_over: it has ended, or was left for another at the same place.
     is_left: returns whether nothing can continue it.
     """
 
-    def __init__(self, steps: Callable[[], int], batches: int | None, epoch: int, may_train: bool) -> None:
+    def __init__(
+        self,
+        steps: Callable[[], int],
+        rates: Callable[[], tuple[float, ...]],
+        batches: int | None,
+        epoch: int,
+        may_train: bool,
+    ) -> None:
         self._steps = steps
+        self._rates = rates
         self._batches = batches
         self._epoch = epoch
         self.may_train = may_train
@@ -88,6 +98,7 @@ class PassGauge:
             is_over=self.is_over,
             first=self._first,
             began=self._began,
+            learning_rates=self._rates(),
         )
 
 
@@ -110,16 +121,18 @@ def _nothing() -> None:
 
 
 class PassGauges:
-    """Gauges of a task: that of the last pass at each place.  steps: see `PassGauge`."""
+    """Gauges of a task: that of the last pass at each place.  steps, rates: see `PassGauge`."""
 
-    def __init__(self, steps: Callable[[], int]) -> None:
+    def __init__(self, steps: Callable[[], int], rates: Callable[[], tuple[float, ...]]) -> None:
         self._steps = steps
+        self._rates = rates
         self._last: dict[PassKey, PassGauge] = {}
+        self._alone: PassGauge | None = None  # of a training without a loader
         self._epochs: Counter[PassKey] = Counter()  # passes that have trained
 
     def begin(self, key: PassKey, iterator: Any, batches: int | None, may_train: bool) -> PassGauge:
         """Return the gauge of a pass that begins, and report it; the one before it at the same place is over."""
-        gauge = PassGauge(self._steps, batches, self._epochs[key], may_train)
+        gauge = PassGauge(self._steps, self._rates, batches, self._epochs[key], may_train)
         alive = weakref.ref(iterator)
         gauge.is_left = lambda: alive() is None
         if key in self._last:
@@ -128,13 +141,27 @@ class PassGauges:
         emit(Gauge(gauge.read))
         return gauge
 
+    def note_no_loader(self) -> None:
+        """Note a backward before any loader has handed out a batch: steps and rates are reported even so."""
+        if self._alone is None:
+            self._alone = PassGauge(self._steps, self._rates, None, 0, may_train=True)
+            self._alone.has_trained = True
+            emit(Gauge(self._alone.read))
+
+    def end_alone(self) -> None:
+        """End the report on a training without a loader."""
+        if self._alone is not None:
+            self._alone.end()
+
     def note_trained(self, this: LoaderPass) -> None:
         """Note the first backward of a pass."""
+        self.end_alone()
         this.gauge.has_trained = True
         self._epochs[this.key] += 1
 
     def end(self) -> None:
         """End all passes."""
+        self.end_alone()
         for gauge in self._last.values():
             gauge.end()
 
@@ -147,7 +174,8 @@ class SharedPass(LoaderPass):
     """A pass in a rank that may be given parts of its batches.
 
     name: of its loader.  iterator_of: returns its iterator, if that still exists.  may_split: its batches can be cut.
-    is_map: batches are made of indices.  is_collated: of several samples.
+    is_map: batches are made of indices.  is_collated: of several samples.  is_shared_out: ranks have batches of their
+    own already.
     layout: of batches that a function of the program's own makes.  loop: what was reported of it, and when.
     lead: batches that were taken before the first backward, once known.  ahead: of them, how many the program takes
     before it needs them.  labels: of batches that were drawn, and are not handed out yet.  indices, rest: further parts
@@ -160,6 +188,7 @@ class SharedPass(LoaderPass):
     may_split: bool
     is_map: bool
     is_collated: bool
+    is_shared_out: bool
     layout: Layout | None = None
     loop: tuple[object, LoopEntered] | None = None
     is_split: bool = False

@@ -57,7 +57,7 @@ class LoneTraining:
         self._task = object()
         self._thread = threading.get_ident()
         self._batches = self._backwards = 0
-        self._gauges = PassGauges(lambda: self._steps.done)
+        self._gauges = PassGauges(lambda: self._steps.done, self._steps.rates.read)
         self._now: LoaderPass | None = None  # the pass that the last batch came from
         self._drawn: Any = None  # the iterator whose batch is being made
 
@@ -160,7 +160,9 @@ class LoneTraining:
     def _note_backward(self, loss: Tensor | None) -> None:
         self._backwards += 1
         this = self._now
-        if this is not None and this.gauge.may_train and not this.gauge.has_trained:
+        if not self._batches:
+            self._gauges.note_no_loader()
+        elif this is not None and this.gauge.may_train and not this.gauge.has_trained:
             self._gauges.note_trained(this)
         if loss is not None:
             emit(Loss(loss, self._steps.count))

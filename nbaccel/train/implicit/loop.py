@@ -74,6 +74,7 @@ class ImplicitTraining:
             batch_norms=lambda: self._averaging.models.batch_norms(),
             on_turn=lambda turn: self._withholding.next_turn(turn),
             steps=lambda: self._steps.done,
+            rates=lambda: self._steps.rates.read(),
             on_drawn=self._notices.note_drawn,
         )
         self._steps = StepCounter(lambda: self._passes.batches)
@@ -206,6 +207,7 @@ class ImplicitTraining:
         if loss is not None:
             emit(Loss(loss, self._steps.count))
         if not self._passes.batches:
+            self._passes.note_no_loader()
             self._notices.note_no_loader()
 
     def _finish(self, taken: Sequence[float]) -> None:

@@ -74,7 +74,7 @@ class Passes:
     on_split: called once for each loader with the decision.  is_training: whether the known models are in that mode.
     batch_norms: their layers that compute with the statistics of a batch, by name.
     on_turn: called for each part of a batch that comes in several, and with None when no other part of it will come.
-    steps: returns how many steps this task has reached.
+    steps: returns how many steps this task has reached.  rates: returns the learning rates of its optimizers.
     on_drawn: called when the loop draws from NumPy or Python's random while it has a part.
 
     batches: how many were handed out in this task.  has_split: ranks got different ones.
@@ -93,6 +93,7 @@ class Passes:
         batch_norms: Callable[[], Sequence[str]] = tuple,
         on_turn: Callable[[Turn | None], None] = lambda turn: None,
         steps: Callable[[], int] = lambda: 0,
+        rates: Callable[[], tuple[float, ...]] = tuple,
         on_drawn: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank = rank
@@ -102,8 +103,10 @@ class Passes:
         self._batch_norms = batch_norms
         self._on_turn = on_turn
         self._steps = steps
+        self._rates = rates
         self._on_drawn = on_drawn
         self._streams = Streams(rank)
+        self._gauges = PassGauges(steps, rates)
         self.begin()
         self._is_on = False
 
@@ -134,7 +137,8 @@ class Passes:
         self._trained: dict[tuple[Any, ...], tuple[int, int | None]] = {}  # by key: lead and ahead
         self._whole: set[tuple[Any, ...]] = set()  # keys of passes that are not to be split
         self._told: set[tuple[Any, ...]] = set()
-        self._gauges = PassGauges(self._steps)
+        self._gauges.end_alone()
+        self._gauges = PassGauges(self._steps, self._rates)
         self._cutter = Cutter(self._rank, self._world_size, self._turns)
         self._handed_parts: Counter[tuple[Any, ...]] = Counter()  # parts that were handed out, by key
         self._of_use: set[tuple[Any, ...]] = set()  # keys of passes of which a part has trained
@@ -213,6 +217,10 @@ class Passes:
         if self._replay is not None:
             self.batches += 1
             self._handed = next(self._replay)
+
+    def note_no_loader(self) -> None:
+        """Note a backward before any loader has handed out a batch."""
+        self._gauges.note_no_loader()
 
     def _note_trained(self, this: SharedPass, keep_whole: str) -> None:
         if keep_whole and this.key not in self._whole:
@@ -297,6 +305,7 @@ class Passes:
             may_split=not is_shared_out and (loader is not None or not iterator._num_workers),
             is_map=is_map,
             is_collated=bool(iterator._auto_collation),
+            is_shared_out=is_shared_out,
             lead=lead,
             ahead=ahead,
         )
@@ -438,7 +447,7 @@ class Passes:
         self.batches += 1
         this.taken += 1
         this.gauge.taken += label.turn.is_first
-        this.gauge.samples = max(this.gauge.samples, label.rows)
+        this.gauge.samples = max(this.gauge.samples, self._share_of(this, label))
         if self._turns > 1 and (label.is_apart or this.is_split):
             self._on_turn(label.turn)
             self._in_turn = None if label.turn.is_last else this
@@ -454,6 +463,12 @@ class Passes:
             self._is_pending = self.has_split = True
             self._tell(this, True, self._of_its_own(this))
         self._settle()
+
+    def _share_of(self, this: SharedPass, label: Label) -> int:
+        """Return this rank's share of a batch's samples, also while all ranks have the whole of it."""
+        if this.is_shared_out or self._mode == EACH:
+            return label.rows
+        return (label.whole + self._world_size - 1 - self._rank) // self._world_size
 
     def _report(self, this: SharedPass) -> None:
         """Report what can be cut in the present loop, if memory runs out in it."""

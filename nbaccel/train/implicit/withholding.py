@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from nbaccel.errors import CannotCut
 from nbaccel.events import StepEntered, StepsEnded, emit
 from nbaccel.train.implicit.batch_parts import Handed, Turn
+from nbaccel.train.step.readings import LearningRates
 
 __all__ = [
     "StepCounter",
@@ -205,15 +206,19 @@ class StepCounter:
     In a loop that prepares nothing, the optimizers' steps and the batches that it takes show where a step ends.
 
     batches: how many batches were handed out so far.
+
+    rates: the learning rates of the optimizers that step, which another thread may read.
     """
 
     def __init__(self, batches: Callable[[], int]) -> None:
         self._batches = batches
+        self.rates = LearningRates()
         self.begin()
 
     def begin(self) -> None:
         """Begin a task."""
         self.count = self.taken = 0
+        self.rates.forget()
         self._rates = 0.0
         self._entered_at: tuple[int, int] | None = None  # optimizers' steps and batches when the last step was entered
         self._is_inside = False
@@ -248,6 +253,7 @@ class StepCounter:
     def note(self, optimizer: Any) -> None:
         """Record that an optimizer is about to step."""
         self.taken += 1
+        self.rates.meet(optimizer)
         for group in optimizer.param_groups:
             if not isinstance(rate := group.get("lr"), (torch.Tensor, type(None))):
                 self._rates += float(rate)

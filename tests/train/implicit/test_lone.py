@@ -100,6 +100,37 @@ def test_a_gauge_is_read_while_its_pass_goes_on(seen: Seen) -> None:
     assert gauge.read() is None
 
 
+def test_learning_rates_are_those_of_the_optimizers_that_step(seen: Seen) -> None:
+    model, optimizer = model_and_optimizer()
+    _, idle = model_and_optimizer()
+    told = []
+    for x, y in loader():
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        told.append(seen.of(Gauge)[0].read().learning_rates)
+        optimizer.param_groups[0]["lr"] /= 2
+    assert told == [(0.1,), (0.05,), (0.025,)]
+    assert idle.param_groups[0]["lr"] == 0.1
+
+
+def test_a_training_without_a_loader_tells_its_steps_and_rates(seen: Seen) -> None:
+    model, optimizer = model_and_optimizer()
+    x, y = data().tensors
+    for at in range(3):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        (gauge,) = seen.of(Gauge)
+        now = gauge.read()
+        assert (now.step, now.batch, now.batches, now.samples, now.is_training) == (at + 1, 0, None, None, True)
+        assert now.learning_rates == (0.1,)
+    for x, y in loader():
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert gauge.read() is None
+    told = [(each.first, each.step, each.batches, each.samples) for each in seen.passes]
+    assert told == [(0, 3, None, None), (3, 6, 3, 4)]
+
+
 def test_accumulated_batches_are_one_step_and_two_optimizers_too(seen: Seen) -> None:
     model, optimizer = model_and_optimizer()
     _, other = model_and_optimizer()

@@ -1061,6 +1061,22 @@ def test_each_pass_tells_how_far_it_is_and_where_it_ended() -> None:
     assert all(event.read() is None for event in heard if isinstance(event, Gauge))
 
 
+@pytest.mark.parametrize(("mode", "samples"), [("split", [4, 4, 5, 5]), ("each", [9, 9, 9, 9])])
+def test_the_samples_of_a_rank_are_its_share_also_of_batches_that_all_have(mode: str, samples: list[int]) -> None:
+    """Otherwise the first pass, whose first batch is whole in each rank, would look faster than it is."""
+    heard: list[Event] = []
+
+    def program(rank: Rank) -> None:
+        for _ in range(2):
+            rank.train(DataLoader(Rows(36), batch_size=9))
+
+    with outlet(heard.append):
+        run(program, mode=mode)
+
+    ended = [event.samples or 0 for event in heard if isinstance(event, Progress) and event.is_training]
+    assert sorted(ended) == samples
+
+
 def test_the_loop_that_a_rank_is_in_says_what_there_is_to_cut() -> None:
     heard: list[Event] = []
 
