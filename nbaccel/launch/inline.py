@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nbaccel.errors import RunStopped
-from nbaccel.events import Event, Listener, Sink, StepEntered, StepsEnded, outlet
+from nbaccel.events import CallEntered, CallsEnded, Event, Listener, Sink, StepEntered, StepsEnded, outlet
 from nbaccel.launch.diagnosis import PostMortem
 from nbaccel.launch.ipc.reports import StackSnapshot
 from nbaccel.launch.ipc.ring import RingWriter
@@ -200,6 +200,7 @@ class InlineStop:
         self._count = 0
         self._is_open = False  # the user's code runs
         self._stop: RunStopped | None = None
+        self._has_asked = False  # a map was asked to leave before its next call
         self._in_step = False
         self._entered_at = 0.0
         self._last_step_s = 0.0
@@ -215,7 +216,9 @@ class InlineStop:
             return
         if isinstance(event, StepEntered):
             self._enter(event.step)
-        elif isinstance(event, StepsEnded):
+        elif isinstance(event, CallEntered):
+            self._enter_call(event)
+        elif isinstance(event, StepsEnded | CallsEnded):
             self._in_step, self._entered_at = False, 0.0
 
     def _enter(self, step: int) -> None:
@@ -227,6 +230,16 @@ class InlineStop:
         now = time.monotonic()
         self._last_step_s = now - self._entered_at if self._entered_at else 0.0
         self._in_step, self._entered_at = True, now
+
+    def _enter_call(self, event: CallEntered) -> None:
+        now = time.monotonic()
+        took_s = now - self._entered_at if self._entered_at else 0.0
+        self._last_step_s = max(self._last_step_s, took_s)  # the next call may have more items than the last one
+        self._in_step, self._entered_at = True, now
+        if self._count and not self.has_acted:
+            self._has_asked = True
+            self._words.put(False)
+            event.stop()
 
     # --- interrupts ------------------------------------------------------------------------------------------------
 
@@ -273,8 +286,9 @@ class InlineStop:
                 self._act()
             yield
         except RunStopped as stop:
-            if stop is not self._stop:
+            if stop is not self._stop and not self._has_asked:
                 raise
+            self.has_acted = True
             interrupt = KeyboardInterrupt(f"the run was interrupted, and {stop}")
             raise interrupt.with_traceback(stop.__traceback__) from None
         finally:

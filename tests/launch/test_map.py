@@ -229,6 +229,85 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
     thread.join()
 
 
+class Marks:
+    """Returns its items after a while, and leaves a file where a call has begun, and one where it has ended."""
+
+    def __init__(self, folder: Path, seconds: float = 0.6) -> None:
+        self.folder = folder
+        self.seconds = seconds
+
+    def __call__(self, items: list[int]) -> list[int]:
+        (self.folder / f"began-{items[0]}").touch()
+        time.sleep(self.seconds)
+        (self.folder / f"ended-{items[0]}").touch()
+        return items
+
+    def calls(self, word: str) -> set[int]:
+        return {int(path.name.partition("-")[2]) for path in self.folder.glob(f"{word}-*")}
+
+
+def when(is_time: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
+    """Do something as soon as it is time, in another thread."""
+
+    def wait() -> None:
+        while not is_time():  # ended by the test's own timeout
+            time.sleep(0.01)
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_lets_each_rank_finish_its_call(two_ranks: dict[str, Any], tmp_path: Path) -> None:
+    marks = Marks(tmp_path)
+    thread = when(lambda: len(marks.calls("began")) > 3, press)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        nbaccel.map(marks, range(2000), out=tmp_path / "a.jsonl", batch_size=2, **two_ranks)
+    thread.join()
+    assert marks.calls("began") == marks.calls("ended")
+    answered = 2 * len(marks.calls("ended"))
+    assert f": {answered} of 2,000 items are in a.jsonl.parts; the same line goes on" in str(caught.value)
+
+
+def test_a_time_limit_lets_each_rank_finish_its_call(tmp_path: Path) -> None:
+    marks = Marks(tmp_path)
+    with pytest.raises(TimeoutError, match=r"stopped at its time limit, 2 s: "):
+        nbaccel.map(
+            marks, range(2000), out=tmp_path / "a.jsonl", batch_size=2, num_processes=2, cpu=True, time_limit_s=2
+        )
+    assert marks.calls("began") == marks.calls("ended") != set()
+
+
+def test_a_second_interrupt_does_not_wait_for_the_call(tmp_path: Path) -> None:
+    marks = Marks(tmp_path, seconds=AT_MOST_S)
+
+    def press_twice() -> None:
+        press()
+        time.sleep(0.3)  # two signals at once are one
+        press()
+
+    thread = when(lambda: bool(marks.calls("began")), press_twice)
+    with pytest.raises(KeyboardInterrupt, match="stopped by an interrupt: no item is done"):
+        nbaccel.map(marks, range(2000), out=tmp_path / "a.jsonl", num_processes=2, cpu=True)
+    thread.join()
+    assert not marks.calls("ended")
+
+
+def test_an_interrupt_in_this_process_lets_it_finish_its_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start_by(monkeypatch, "inline")
+    marks = Marks(tmp_path)
+    thread = when(lambda: len(marks.calls("began")) > 1, press)
+    with pytest.raises(KeyboardInterrupt, match=r"stopped by an interrupt: \d+ of 2,000 items are in a.jsonl.parts"):
+        nbaccel.map(marks, range(2000), out=tmp_path / "a.jsonl", batch_size=2, cpu=True)
+    thread.join()
+    assert marks.calls("began") == marks.calls("ended")
+
+
 def test_a_death_after_death_without_an_item_ends_the_map(tmp_path: Path) -> None:
     def dies(accelerator: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
