@@ -31,13 +31,13 @@ from nbaccel.launch.run import NO_ORIGIN, Run, RunOrigin, light_value
 from nbaccel.notebook.left_by_cell import LeftByCell
 from nbaccel.notebook.left_in_ranks import LeftInRanks
 from nbaccel.notebook.results import install
+from nbaccel.notices import briefly
 from nbaccel.quantities import listed
 
 __all__ = [
     "CellRun",
     "DisplayData",
     "Host",
-    "briefly",
     "how_a_cell_ended",
     "interrupts_in_one_line",
     "raise_if_missing",
@@ -131,11 +131,21 @@ class CellRun:
         self._kept = self._as_run(self._outcome).light()
         self._remember(self._kept, PostMortem.of(self.source.name, self.end, self.error, self._outcome.ended))
 
+    ending = "finishes its step"
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
     @property
     def has_left_something(self) -> bool:
         """Return whether names or changes wait for `conclude`; leftovers of loops do not count."""
         report = self.outcome.ended.reports[self.task.result_rank]
         return bool(self.task.out) or (report is not None and bool(report.facts.get("leaves")))
+
+    @property
+    def left(self) -> Sequence[str]:
+        return ["what it left"] if self.task.leaves_all and self.has_left_something else self.task.out
 
     def show_end(self) -> None:
         ended = self.outcome.ended
@@ -266,14 +276,6 @@ class CellRun:
             raise_if_missing(missing, self.task.out)
         elif missing:
             say(f"not brought back: {with_reasons(missing)}")
-
-
-def briefly(error: BaseException) -> BaseException:
-    """Make a notebook show `error` as one sentence: the project's own frames explain nothing to its reader."""
-    if not hasattr(error, "_render_traceback_"):
-        text = f"{type(error).__name__}: {error}"
-        error._render_traceback_ = lambda: text.splitlines()  # type: ignore[attr-defined]
-    return error
 
 
 @contextmanager

@@ -169,7 +169,7 @@ def test_a_rank_in_calls_is_asked_to_leave_without_waiting_for_a_handshake() -> 
     page = ControlPage.create(2)
     gate, asked = StepGate(page, 0), []
     for done in range(3):
-        gate(CallEntered(done, lambda: asked.append(done)))
+        gate(CallEntered(done, lambda: asked.append("too early")))
     assert page.read(0).in_step
     assert page.calls(0) == 2
     assert not asked
