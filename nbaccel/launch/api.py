@@ -285,7 +285,13 @@ def as_run(
         seconds=seconds,
         restarts=outcome.restarts,
         checkpoint=outcome.checkpoint,
-        stopped=outcome.at_the_limit(0.0, "resume=True", "checkpoint_every", history.first_step)
+        stopped=outcome.at_the_limit(
+            0.0,
+            "resume=True",
+            "checkpoint_every",
+            history.first_step,
+            None if history.items is None else history.items.done,
+        )
         if ended.is_own_limit
         else "",
     )

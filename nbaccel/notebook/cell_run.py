@@ -185,8 +185,10 @@ class CellRun:
         )
 
     def _at_the_limit(self, outcome: LaunchResult) -> str:
-        first_step = self.shown.history.first_step
-        return outcome.at_the_limit(self.plan.options.time_limit or 0.0, "--resume", "--checkpoint-every", first_step)
+        history = self.shown.history
+        items = None if history.items is None else history.items.done
+        limit_s = self.plan.options.time_limit or 0.0
+        return outcome.at_the_limit(limit_s, "--resume", "--checkpoint-every", history.first_step, items)
 
     def _conclude(self, namespace: dict[str, Any], say: Callable[[str], None]) -> Any:
         outcome, ended, error = self.outcome, self.outcome.ended, self.error
