@@ -27,7 +27,7 @@ from nbaccel.launch.ipc.ring import RingWriter
 from nbaccel.launch.ipc.spec import LaunchSpec, Task, load_named
 from nbaccel.launch.ipc.telemetry import Rings, Telemetry
 from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.processes.shutdown import FINISHING, NOTICE_AFTER_S, TICK_S, finishing_s
+from nbaccel.launch.processes.shutdown import FINISHING, FINISHING_CALLS, NOTICE_AFTER_S, TICK_S, finishing_s
 from nbaccel.launch.worker.integrations import foreign_trainers_report
 from nbaccel.launch.worker.reporter import Reporter
 from nbaccel.launch.worker.stack_snapshot import scenes
@@ -202,6 +202,7 @@ class InlineStop:
         self._stop: RunStopped | None = None
         self._has_asked = False  # a map was asked to leave before its next call
         self._in_step = False
+        self._is_calling = False  # in calls of a map rather than in a step
         self._entered_at = 0.0
         self._last_step_s = 0.0
         self._previous: Any = None
@@ -219,7 +220,8 @@ class InlineStop:
         elif isinstance(event, CallEntered):
             self._enter_call(event)
         elif isinstance(event, StepsEnded | CallsEnded):
-            self._in_step, self._entered_at = False, 0.0
+            self._in_step = self._is_calling = False
+            self._entered_at = 0.0
 
     def _enter(self, step: int) -> None:
         if self._count and not self.has_acted:
@@ -235,7 +237,8 @@ class InlineStop:
         now = time.monotonic()
         took_s = now - self._entered_at if self._entered_at else 0.0
         self._last_step_s = max(self._last_step_s, took_s)  # the next call may have more items than the last one
-        self._in_step, self._entered_at = True, now
+        self._in_step = self._is_calling = True
+        self._entered_at = now
         if self._count and not self.has_acted:
             self._has_asked = True
             self._words.put(False)
@@ -321,7 +324,7 @@ class InlineStop:
         while (now := time.monotonic()) < began + finishing_s(self._in_step, self._last_step_s):
             if self._in_step and not is_told and now > began + NOTICE_AFTER_S:
                 is_told = True
-                self._notice(FINISHING)
+                self._notice(FINISHING_CALLS if self._is_calling else FINISHING)
             try:
                 self._words.get(timeout=TICK_S)
                 return

@@ -268,8 +268,10 @@ def press() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupt_lets_each_rank_finish_its_call(two_ranks: dict[str, Any], tmp_path: Path) -> None:
-    marks = Marks(tmp_path)
+def test_an_interrupt_lets_each_rank_finish_its_call(
+    two_ranks: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    marks = Marks(tmp_path, seconds=1.2)
     thread = when(lambda: len(marks.calls("began")) > 3, press)
     with pytest.raises(KeyboardInterrupt) as caught:
         nbaccel.map(marks, range(2000), out=tmp_path / "a.jsonl", batch_size=2, **two_ranks)
@@ -277,6 +279,7 @@ def test_an_interrupt_lets_each_rank_finish_its_call(two_ranks: dict[str, Any], 
     assert marks.calls("began") == marks.calls("ended")
     answered = 2 * len(marks.calls("ended"))
     assert f": {answered} of 2,000 items are in a.jsonl.parts; the same line goes on" in str(caught.value)
+    assert "finishing the calls under way, press again to stop now" in capsys.readouterr().err
 
 
 def test_a_time_limit_lets_each_rank_finish_its_call(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ _COUNT_BITS = 40  # bits of that number; those above count renewals of the group
 _HAS_FINISHED_AT = 48  # u8
 _IS_SAVING_AT = 49  # u8
 _HEARS_CUTS_AT = 50  # u8
+_IS_CALLING_AT = 51  # u8
 _CALLS = struct.Struct("@I")  # calls of a map that are over
 _CALLS_AT = 52
 _TIME_LIMIT = struct.Struct("@dd")  # when it is over, and how long it was, in seconds; 0: there is none
@@ -193,6 +194,13 @@ class ControlPage:
 
     def count_calls(self, rank: int, done: int) -> None:
         _CALLS.pack_into(self._map, _HEADER + rank * _SLOT + _CALLS_AT, done)
+
+    def set_calling(self, rank: int, is_calling: bool) -> None:
+        """Mark whether `rank` makes such calls: what it is in is no step then."""
+        self._map[_HEADER + rank * _SLOT + _IS_CALLING_AT] = is_calling
+
+    def is_calling(self, rank: int) -> bool:
+        return bool(self._map[_HEADER + rank * _SLOT + _IS_CALLING_AT])
 
     def beat(self, rank: int) -> tuple[int, int]:
         """Return the progress of `rank`: collectives, and the position entered.
@@ -415,6 +423,7 @@ class StepGate:
         page, now = self._page, time.monotonic()
         if self._calls is None:
             self._calls = _Calls(page.read(self._rank), event.done)
+            page.set_calling(self._rank, True)
         position = self._calls.enter(page.read(self._rank), event.done, now)
         page.count_calls(self._rank, event.done)
         page.write(self._rank, position)  # first: a kernel whose flag is not seen here sees that this rank is busy
@@ -425,6 +434,7 @@ class StepGate:
         calls, self._calls = self._calls, None
         if calls is not None:
             self._page.write(self._rank, calls.leave(self._page.read(self._rank)))
+            self._page.set_calling(self._rank, False)
 
     def _park(self, position: RankPosition) -> None:
         """Wait before the step until the kernel has answered whether it is still to be done; or leave."""
