@@ -114,6 +114,14 @@ def test_a_second_notebook_with_the_same_call_joins_in(new_kernel: Kernels, tmp_
     cells = [run.end(timeout_s=60).succeeded() for run in runs]
     assert all(cell.stdout.startswith("3,000 items in ") for cell in cells)
     check(out, 3000)
+    assert any(counts_items_of_others(frame["text/plain"]) for cell in cells for frame in cell.frames)
+
+
+def counts_items_of_others(panel: str) -> bool:
+    """Tell whether more items are done than the ranks of this panel have done."""
+    done = re.search(r"([\d,]+) of 3,000 items", panel)
+    own = re.findall(r"rank \d: ([\d,]+) items", panel)
+    return done is not None and int(done[1].replace(",", "")) > sum(int(each.replace(",", "")) for each in own) > 0
 
 
 def test_a_killed_rank_is_one_line_and_one_mark(kernel: RealKernel, tmp_path: Path) -> None:
