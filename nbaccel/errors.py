@@ -220,5 +220,6 @@ class RunStopped(KeyboardInterrupt):
     """Raised inside a rank at a step boundary after the user asked the run to stop, or at a time limit.
 
     It is a ``KeyboardInterrupt``, so ``except KeyboardInterrupt`` and ``finally`` in the user's loop work as
-    they do in one process; every rank gets it before the same step.
+    they do in one process; every rank gets it before the same step. A map, whose ranks do not wait for each other, is
+    left by each of them before its next call.
     """

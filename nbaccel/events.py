@@ -3,10 +3,10 @@
 `train` emits, `launch` and `trackers` listen; neither knows the other. The current outlet is the only module-level
 state in nbaccel: one plain object, because threads do not inherit context variables.
 
-Some events are answered at once and stay in the rank: `StepEntered`, `StepsEnded`, `SaveDue`, `SaveAsked`,
-`SavesItself`, `SavingAtStop`, `TimeLimit`, `CollectiveEntered`, `GroupRenewed`, `Waiting`, `Gauge`. All others are
-sent: a launcher passes them to the kernel, whose `Listener`s receive them. A sent event holds numbers, strings and
-None, in mappings and lists if needed; a tensor in `Loss` or `Metric` arrives as a number.
+Some events are answered at once and stay in the rank: `StepEntered`, `StepsEnded`, `CallEntered`, `CallsEnded`,
+`SaveDue`, `SaveAsked`, `SavesItself`, `SavingAtStop`, `TimeLimit`, `CollectiveEntered`, `GroupRenewed`, `Waiting`,
+`Gauge`. All others are sent: a launcher passes them to the kernel, whose `Listener`s receive them. A sent event holds
+numbers, strings and None, in mappings and lists if needed; a tensor in `Loss` or `Metric` arrives as a number.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from nbaccel.values import frozen
 
 __all__ = [
+    "CallEntered",
+    "CallsEnded",
     "Checkpoint",
     "CollectiveEntered",
     "Event",
@@ -163,11 +165,14 @@ class ItemsDone(Event):
     """Items of a map that this rank has finished since it was started.
 
     done: items with an answer.  failed: items that failed each time.  size: items in one call of the function now.
+    everywhere: items of the map that anyone has finished, in this run, before it, or in another notebook, as far as
+        this rank has seen.
     """
 
     done: int = 0
     failed: int = 0
     size: int = 0
+    everywhere: int = 0
 
 
 @frozen
@@ -290,6 +295,23 @@ class StepEntered(Event):
 @frozen
 class StepsEnded(Event):
     """The rank left its loop: no step is in flight until the next `StepEntered`."""
+
+
+@frozen
+class CallEntered(Event):
+    """The rank is about to work on something that no other rank waits for: the next call of the function of a map.
+
+    done: calls that are over.  A rank that has nothing to do and looks for work is here again with the same number.
+    stop: called by an outlet whose run is being stopped; the rank then leaves before this call, not in the middle.
+    """
+
+    done: int
+    stop: Callable[[], None]
+
+
+@frozen
+class CallsEnded(Event):
+    """The rank has made its last call, see `CallEntered`, and is where it was before the first."""
 
 
 @frozen

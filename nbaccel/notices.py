@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["PACKAGE_DIR", "are_ours", "show_as", "unignored", "without_our_frames"]
+__all__ = ["PACKAGE_DIR", "are_ours", "briefly", "show_as", "unignored", "without_our_frames"]
 
 PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """The folder of this package: frames of files below it are ours, all others are the user's or a library's."""
@@ -42,6 +42,14 @@ def unignored() -> Iterator[None]:
 def _is_blanket(each: Any) -> bool:
     action, message, category, module, line = each
     return action == "ignore" and category in (Warning, UserWarning) and not (message or module or line)
+
+
+def briefly(error: BaseException) -> BaseException:
+    """Make a notebook show `error` as one sentence: the project's own frames explain nothing to its reader."""
+    if not hasattr(error, "_render_traceback_"):
+        text = f"{type(error).__name__}: {error}"
+        error._render_traceback_ = lambda: text.splitlines()  # type: ignore[attr-defined]
+    return error
 
 
 def without_our_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _CLAIM, _TAKE, _DEAD, _END, _AGAIN, _BLOCK, _TOTAL = "claim", "take", "dead", "end", "again", "block", "total"
+_STOP = "stop"
 _LOOK_FOR_DEAD_S = 5.0
 _ALONE_AFTER = 2
 _SHARE_OF_LEFT = 8
@@ -136,6 +137,7 @@ class _State:
     left: items of dead workers that nobody has claimed since, by deaths and by number.
     round: how often failed items were asked again; tokens: the calls that asked.
     blocks: those of a stream that were drawn, by their first item: the item after the last, checksum of the items.
+    stopped: the calls that were stopped.  finished: items with an answer or an error; those of open claims not yet.
     """
 
     cursor: int = 0
@@ -146,6 +148,18 @@ class _State:
     round: int = 0
     tokens: set[str] = field(default_factory=set)
     blocks: dict[int, tuple[int, str]] = field(default_factory=dict)
+    stopped: set[str] = field(default_factory=set)
+    finished: int = 0
+
+    def begin(self, worker: str, claimed: Sequence[Leftover | int]) -> None:
+        """Count a claim; what the worker had claimed before is finished."""
+        self.finished += len(self.open.get(worker, ()))
+        self.open[worker] = claimed
+
+    def end(self, worker: str, unfinished: Sequence[Leftover] = ()) -> None:
+        """Count the end of a worker, or of its claim."""
+        self.finished += max(0, len(self.open.pop(worker, ())) - len(unfinished))
+        self.leave(unfinished)
 
     def leave(self, items: Iterable[Leftover]) -> None:
         for item in items:
@@ -164,10 +178,12 @@ class ClaimLog:
 
     folder: of the map.  total: number of items; None in a stream, whose items become available in blocks.
     order: the items in the order in which they are claimed; None for their own.
+    call: equal in all ranks of one call, which stop together.
     """
 
-    def __init__(self, folder: Path, total: int | None, order: Sequence[int] | None = None) -> None:
+    def __init__(self, folder: Path, total: int | None, order: Sequence[int] | None = None, call: str = "") -> None:
         self._folder = folder
+        self._call = call
         self._order = order
         self._path = folder / "claims"
         self._lock = folder / "claims.lock"
@@ -210,12 +226,17 @@ class ClaimLog:
         return self._state.blocks
 
     def claim(self, most: int) -> Claim | None:
-        """Claim up to `most` items; what this worker had claimed before is answered. None when all items are.
+        """Claim up to `most` items; what this worker had claimed before is answered.
 
-        Waits for nothing but the lock: the claim is empty while others work on what is left.
+        None when all items are, or the call was stopped. Waits for nothing but the lock: the claim is empty while
+        others work on what is left.
         """
         with locked(self._lock):
             self._read()
+            if self.is_stopped:
+                if self._me in self._state.open:
+                    self._append([_END, self._me])
+                return None
             if self._is_time_to_look():
                 self._find_dead()
             claim = self._taken(most) or self._fresh(most)
@@ -227,6 +248,35 @@ class ClaimLog:
             if claim is not None:
                 return claim
             return None if self.is_complete else Claim()
+
+    def stop(self, unanswered: Sequence[int]) -> bool:
+        """Stop the call in all its ranks, unless all items are answered; return whether it is stopped.
+
+        The log decides for all ranks alike: a rank that has left a finished map goes on to the next collective of its
+        program, so no other rank may leave that map as one that was stopped.
+
+        unanswered: the items of this worker's claim that it leaves to others, as if it had not claimed them.
+        """
+        with locked(self._lock):
+            self._read()
+            held = self._state.open.get(self._me, ())
+            if held:
+                rest = set(unanswered)
+                leftovers = (each if isinstance(each, Leftover) else Leftover(each) for each in held)
+                self._append([_DEAD, self._me, [list(item) for item in leftovers if item.item in rest]])
+            if not self.is_complete and not self.is_stopped:
+                self._append([_STOP, self._call])
+            return self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if a rank of this call has stopped it, as far as this worker has read."""
+        return self._call in self._state.stopped
+
+    @property
+    def finished(self) -> int:
+        """Return how many items were finished when this worker claimed last, by anyone."""
+        return self._state.finished
 
     def remaining(self) -> int:
         """Return how many items nobody had claimed when this worker claimed last; in a stream those that are drawn."""
@@ -373,20 +423,22 @@ class ClaimLog:
         state = self._state
         match line:
             case ["claim", str(worker), int(start), int(stop)]:
-                state.open[worker] = self._positions(start, stop)
+                state.begin(worker, self._positions(start, stop))
                 state.cursor = max(state.cursor, stop)
             case ["take", str(worker), list(items)]:
                 taken = [Leftover(*item) for item in items]
-                state.open[worker] = taken
+                state.begin(worker, taken)
                 state.take(taken)
             case ["dead", str(worker), list(items)]:
-                state.open.pop(worker, None)
-                state.leave(Leftover(*item) for item in items)
+                state.end(worker, [Leftover(*item) for item in items])
             case ["end", str(worker)]:
-                state.open.pop(worker, None)
+                state.end(worker)
+            case ["stop", str(call)]:
+                state.stopped.add(call)
             case ["again", str(token), int(turn), list(indices)]:
                 state.tokens.add(token)
                 state.round = turn
+                state.finished = max(0, state.finished - len(indices))
                 state.leave(Leftover(index) for index in indices)
             case ["block", int(start), int(stop), str(checksum)]:
                 if start == state.available:  # another drawer was as far already

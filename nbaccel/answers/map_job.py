@@ -157,7 +157,7 @@ class MapJob:
 
     def claims(self) -> ClaimLog:
         """Return the claims, as this process sees them."""
-        return ClaimLog(self.folder, self._manifest.total, self.order)
+        return ClaimLog(self.folder, self._manifest.total, self.order, self._token)
 
     def records(self) -> AnswerIndex:
         """Return where each answer lies that exists by now. Reads all records."""

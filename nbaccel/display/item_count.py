@@ -1,8 +1,8 @@
 """ItemCount: the items that the ranks of a map have finished, their speed, and the time left. Pure; in the kernel.
 
 Each rank reports the items of its present process (`ItemsDone`); those of processes that died are added to them. Items
-that an earlier run has finished count as done, and not for the speed. Another notebook that takes part in the same map
-is not seen here: the time left is then longer than it will be.
+that an earlier run has finished count as done, and not for the speed. Items that another notebook finishes in the same
+map count for both: ranks see them when they claim, so they are as late as a call is long, and as the other's claims.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ItemCount:
         """Take a report of `rank`."""
         self._of(rank).present = event
         self._paces.setdefault(rank, Pace()).add(at_s, self.finished_by(rank))
-        self._pace.add(at_s, self.finished)
+        self._pace.add(at_s, self.done)
 
     def restart(self, rank: int) -> None:
         """Record that the process of `rank` has died: the next one counts from 0."""
@@ -80,6 +80,13 @@ class ItemCount:
         return sum(each.done + each.failed for each in self._ranks.values())
 
     @property
+    def done(self) -> int:
+        """Return the items that anyone has finished."""
+        seen = max((each.present.everywhere for each in self._ranks.values()), default=0)
+        done = max(self.before + self.finished, seen)
+        return done if self.total is None else min(done, self.total)
+
+    @property
     def failed(self) -> int:
         """Return the items that this run has given up."""
         return sum(each.failed for each in self._ranks.values())
@@ -89,7 +96,7 @@ class ItemCount:
         """Return the finished fraction of all items, 0 to 1; None for a stream."""
         if self.total is None:
             return None
-        return min(1.0, (self.before + self.finished) / self.total) if self.total else 1.0
+        return self.done / self.total if self.total else 1.0
 
     def finished_by(self, rank: int) -> int:
         of_rank = self._ranks.get(rank, _OfRank())
@@ -99,7 +106,7 @@ class ItemCount:
         return self._ranks.get(rank, _OfRank()).failed
 
     def per_s(self, rank: int | None = None) -> float | None:
-        """Return items per second of a rank, or of all, over the last 15 seconds; None before that is known."""
+        """Return items per second of a rank, or of everyone, over the last 15 seconds; None before that is known."""
         pace = self._pace if rank is None else self._paces.get(rank)
         return None if pace is None else pace.steps_per_s
 
@@ -109,15 +116,14 @@ class ItemCount:
         per_s = self.per_s()
         if self.total is None or per_s is None:
             return None
-        return max(0, self.total - self.before - self.finished) / per_s
+        return (self.total - self.done) / per_s
 
     def words(self) -> list[str]:
         """Return the progress in words; items that failed in an earlier run are not counted as failed."""
-        done = self.before + self.finished
         if self.total is None:
-            words = [plural(done, "item")]
+            words = [plural(self.done, "item")]
         else:
-            words = [f"{done:,} of {plural(self.total, 'item')}", f"{(self.part or 0) * 100:.0f} %"]
+            words = [f"{self.done:,} of {plural(self.total, 'item')}", f"{(self.part or 0) * 100:.0f} %"]
         return [*words, *([f"{self.failed:,} failed"] if self.failed else [])]
 
     def times(self) -> list[str]:
@@ -136,6 +142,7 @@ class ItemCount:
         return {
             "total": self.total,
             "before": self.before,
+            "done": self.done,
             "finished": self.finished,
             "failed": self.failed,
             "ranks": {rank: {"done": each.done, "failed": each.failed} for rank, each in sorted(self._ranks.items())},

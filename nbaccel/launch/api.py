@@ -16,7 +16,7 @@ from operator import index
 from typing import Any
 
 from nbaccel.display.history import History
-from nbaccel.display.run_view import RunView
+from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.summary import RunFacts
 from nbaccel.errors import ResultsMissing, RunStopped
 from nbaccel.hardware import Survey
@@ -33,6 +33,7 @@ from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.run import NO_ORIGIN, Run, RunOrigin
 from nbaccel.notices import without_our_frames
 from nbaccel.options.run_options import RunOptions
+from nbaccel.output.painter import Screen
 from nbaccel.output.screens import shell_here
 from nbaccel.settings import STOP, RunSettings
 
@@ -181,15 +182,24 @@ def _show(launcher: Launcher, spec: LaunchSpec, survey: Survey, aside: SetAside 
 
 
 def show_run(
-    launcher: Launcher, spec: LaunchSpec, survey: Survey, title: str, aside: SetAside | None = None
+    launcher: Launcher,
+    spec: LaunchSpec,
+    survey: Survey,
+    title: str,
+    aside: SetAside | None = None,
+    *,
+    frames: PanelSink | None = None,
+    screen: Screen | None = None,
 ) -> RunView:
     """Begin to show a run under its name, with the warnings to read before; return the shown run.
 
-    aside: the objects that the notebook moves off the GPUs during the run.
+    aside: the objects that the notebook moves off the GPUs during the run.  frames, screen: see `Views.show`.
     """
     devices = spec.devices
     facts = RunFacts(title, str(devices), devices.names())
-    shown = launcher.views.show(shell_here(), spec.world_size, facts, survey.platform, says_end=False)
+    shown = launcher.views.show(
+        shell_here(), spec.world_size, facts, survey.platform, says_end=False, frames=frames, screen=screen
+    )
     freed_on = (lambda device: 0) if aside is None else aside.bytes_on
     entered = devices.gpus if not (devices.is_here and _uses_cuda()) else ()  # GPUs that a new process will use
     for line in [*_without_gpus(devices), *before_a_run(entered, freed_on)]:
@@ -275,7 +285,13 @@ def as_run(
         seconds=seconds,
         restarts=outcome.restarts,
         checkpoint=outcome.checkpoint,
-        stopped=outcome.at_the_limit(0.0, "resume=True", "checkpoint_every", history.first_step)
+        stopped=outcome.at_the_limit(
+            0.0,
+            "resume=True",
+            "checkpoint_every",
+            history.first_step,
+            None if history.items is None else history.items.done,
+        )
         if ended.is_own_limit
         else "",
     )

@@ -20,14 +20,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from nbaccel.errors import RunStopped
-from nbaccel.events import Event, Listener, Sink, StepEntered, StepsEnded, outlet
+from nbaccel.events import CallEntered, CallsEnded, Event, Listener, Sink, StepEntered, StepsEnded, outlet
 from nbaccel.launch.diagnosis import PostMortem
 from nbaccel.launch.ipc.reports import StackSnapshot
 from nbaccel.launch.ipc.ring import RingWriter
 from nbaccel.launch.ipc.spec import LaunchSpec, Task, load_named
 from nbaccel.launch.ipc.telemetry import Rings, Telemetry
 from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.processes.shutdown import FINISHING, NOTICE_AFTER_S, TICK_S, finishing_s
+from nbaccel.launch.processes.shutdown import FINISHING, FINISHING_CALLS, NOTICE_AFTER_S, TICK_S, finishing_s
 from nbaccel.launch.worker.integrations import foreign_trainers_report
 from nbaccel.launch.worker.reporter import Reporter
 from nbaccel.launch.worker.stack_snapshot import scenes
@@ -200,7 +200,9 @@ class InlineStop:
         self._count = 0
         self._is_open = False  # the user's code runs
         self._stop: RunStopped | None = None
+        self._has_asked = False  # a map was asked to leave before its next call
         self._in_step = False
+        self._is_calling = False  # in calls of a map rather than in a step
         self._entered_at = 0.0
         self._last_step_s = 0.0
         self._previous: Any = None
@@ -215,8 +217,11 @@ class InlineStop:
             return
         if isinstance(event, StepEntered):
             self._enter(event.step)
-        elif isinstance(event, StepsEnded):
-            self._in_step, self._entered_at = False, 0.0
+        elif isinstance(event, CallEntered):
+            self._enter_call(event)
+        elif isinstance(event, StepsEnded | CallsEnded):
+            self._in_step = self._is_calling = False
+            self._entered_at = 0.0
 
     def _enter(self, step: int) -> None:
         if self._count and not self.has_acted:
@@ -227,6 +232,17 @@ class InlineStop:
         now = time.monotonic()
         self._last_step_s = now - self._entered_at if self._entered_at else 0.0
         self._in_step, self._entered_at = True, now
+
+    def _enter_call(self, event: CallEntered) -> None:
+        now = time.monotonic()
+        took_s = now - self._entered_at if self._entered_at else 0.0
+        self._last_step_s = max(self._last_step_s, took_s)  # the next call may have more items than the last one
+        self._in_step = self._is_calling = True
+        self._entered_at = now
+        if self._count and not self.has_acted:
+            self._has_asked = True
+            self._words.put(False)
+            event.stop()
 
     # --- interrupts ------------------------------------------------------------------------------------------------
 
@@ -273,8 +289,9 @@ class InlineStop:
                 self._act()
             yield
         except RunStopped as stop:
-            if stop is not self._stop:
+            if stop is not self._stop and not self._has_asked:
                 raise
+            self.has_acted = True
             interrupt = KeyboardInterrupt(f"the run was interrupted, and {stop}")
             raise interrupt.with_traceback(stop.__traceback__) from None
         finally:
@@ -307,7 +324,7 @@ class InlineStop:
         while (now := time.monotonic()) < began + finishing_s(self._in_step, self._last_step_s):
             if self._in_step and not is_told and now > began + NOTICE_AFTER_S:
                 is_told = True
-                self._notice(FINISHING)
+                self._notice(FINISHING_CALLS if self._is_calling else FINISHING)
             try:
                 self._words.get(timeout=TICK_S)
                 return

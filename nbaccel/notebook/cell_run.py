@@ -31,13 +31,13 @@ from nbaccel.launch.run import NO_ORIGIN, Run, RunOrigin, light_value
 from nbaccel.notebook.left_by_cell import LeftByCell
 from nbaccel.notebook.left_in_ranks import LeftInRanks
 from nbaccel.notebook.results import install
+from nbaccel.notices import briefly
 from nbaccel.quantities import listed
 
 __all__ = [
     "CellRun",
     "DisplayData",
     "Host",
-    "briefly",
     "how_a_cell_ended",
     "interrupts_in_one_line",
     "raise_if_missing",
@@ -131,11 +131,21 @@ class CellRun:
         self._kept = self._as_run(self._outcome).light()
         self._remember(self._kept, PostMortem.of(self.source.name, self.end, self.error, self._outcome.ended))
 
+    ending = "finishes its step"
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
     @property
     def has_left_something(self) -> bool:
         """Return whether names or changes wait for `conclude`; leftovers of loops do not count."""
         report = self.outcome.ended.reports[self.task.result_rank]
         return bool(self.task.out) or (report is not None and bool(report.facts.get("leaves")))
+
+    @property
+    def left(self) -> Sequence[str]:
+        return ["what it left"] if self.task.leaves_all and self.has_left_something else self.task.out
 
     def show_end(self) -> None:
         ended = self.outcome.ended
@@ -175,8 +185,10 @@ class CellRun:
         )
 
     def _at_the_limit(self, outcome: LaunchResult) -> str:
-        first_step = self.shown.history.first_step
-        return outcome.at_the_limit(self.plan.options.time_limit or 0.0, "--resume", "--checkpoint-every", first_step)
+        history = self.shown.history
+        items = None if history.items is None else history.items.done
+        limit_s = self.plan.options.time_limit or 0.0
+        return outcome.at_the_limit(limit_s, "--resume", "--checkpoint-every", history.first_step, items)
 
     def _conclude(self, namespace: dict[str, Any], say: Callable[[str], None]) -> Any:
         outcome, ended, error = self.outcome, self.outcome.ended, self.error
@@ -266,14 +278,6 @@ class CellRun:
             raise_if_missing(missing, self.task.out)
         elif missing:
             say(f"not brought back: {with_reasons(missing)}")
-
-
-def briefly(error: BaseException) -> BaseException:
-    """Make a notebook show `error` as one sentence: the project's own frames explain nothing to its reader."""
-    if not hasattr(error, "_render_traceback_"):
-        text = f"{type(error).__name__}: {error}"
-        error._render_traceback_ = lambda: text.splitlines()  # type: ignore[attr-defined]
-    return error
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from IPython.core.error import UsageError
 from nbaccel.hardware import Survey
 from nbaccel.launch.doctor import MachineFacts, report
 from nbaccel.launch.ipc.user_code import cell_name
-from nbaccel.notebook.background import CellScreen
 from nbaccel.notebook.choices import batch_size_of, next_cell, overview
+from nbaccel.notebook.jobs.background import CellScreen
 from nbaccel.notebook.memory_report import Processes, estimate_report, held_by_names, memory_report
 from nbaccel.notebook.persistent_session import of_the_start
 from nbaccel.notebook.session import LastRun, Session

@@ -26,6 +26,7 @@ from nbaccel.errors import NbaccelError
 from nbaccel.gpu_driver import cuda_environ, has_gpu_driver
 from nbaccel.notebook.completion import Completer
 from nbaccel.notebook.shell_hooks import AcceleratorHelp, CudaWatch, comments_below_magic
+from nbaccel.notices import briefly
 from nbaccel.options.flags import flags
 from nbaccel.options.parsing import asks_for_help, joined, parse
 
@@ -110,8 +111,6 @@ class AccelerateMagics(Magics):
                 return self._commands.run(joined(line))
             return self.session.run(parse(self._parser, line), cell, line)
         except NbaccelError as error:
-            from nbaccel.notebook.cell_run import briefly
-
             raise briefly(error) from error.__cause__
         except Exception as error:
             error.__traceback__ = _without_our_frames(error.__traceback__)

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbaccel.display.live_panel import Views, can_answer, runs_unattended
+from nbaccel.display.live_panel import Views
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.errors import LaunchRefused, RunStopped
 from nbaccel.hardware import Survey
@@ -35,7 +35,6 @@ from nbaccel.launch.runs import Runs
 from nbaccel.launch.slots import choose_slots
 from nbaccel.launch.sweep_runs import counted
 from nbaccel.launch.sweeping import Sweeping
-from nbaccel.notebook.background import Background, CellScreen
 from nbaccel.notebook.cell_run import (
     CellRun,
     DisplayData,
@@ -46,6 +45,7 @@ from nbaccel.notebook.cell_run import (
     with_reasons,
 )
 from nbaccel.notebook.cell_source import read_cell
+from nbaccel.notebook.jobs.background import Background, CellPlace, CellScreen, why_not_in_the_background
 from nbaccel.notebook.jobs.sweep import FOLDER, configurations, line_on_copies, own_bytes, refuse_a_full_host
 from nbaccel.notebook.jobs.sweep_cell import SweptCell, lists_of
 from nbaccel.notebook.memory_report import RankMemory
@@ -114,7 +114,7 @@ class Session:
         self.last_run: LastRun | None = None
         self.last_plan: LaunchPlan | None = None  # the plan of ranks that were started for a cell
         self.rank_memory = RankMemory()
-        self.background = Background(self.say, self._conclude)
+        self.background = Background(self.say, self._place)
         self._views = Views()
         self._former_button = FormerButton(getattr(shell, "kernel", None))
         self._launcher = launcher
@@ -155,7 +155,7 @@ class Session:
             host, plan, source, task, spec = self._plan(asked, body)
             origin = self._origin(plan, typed)
             if plan.options.bg:
-                if not (why := self._why_not_in_the_background(plan)):
+                if not (why := why_not_in_the_background(plan.start.method, self.shell, self.survey().platform)):
                     return self._leave(host, plan, source, task, spec, origin)
                 self.say(f"--bg: {why}, so this cell waits for its run")
         if plan.start.method == "inline":
@@ -301,15 +301,11 @@ class Session:
 
     # --- in the background -------------------------------------------------------------------------------------
 
-    def _why_not_in_the_background(self, plan: LaunchPlan) -> str:
-        """Return why the cell cannot run in the background; empty if it can return, and users can come back to it."""
-        if plan.start.method == "inline":
-            return "a run in the notebook's own process leaves no room for other cells"
-        if not is_notebook_kernel():
-            return "a terminal has no place that other cells leave alone"
-        if runs_unattended(self.survey().platform) or not can_answer(self.shell):
-            return "a program executes this notebook, and would not come back to the run"
-        return ""
+    def _place(self) -> CellPlace:
+        """Return where a run in the background is shown: in the cell that runs now, also after its end."""
+        # Clicks come between cells, as all messages do.
+        button = StopControl(None, set(), "Stop: %accelerate stop", self._former_button)
+        return CellPlace(CellScreen(self.shell.kernel), button, button)
 
     def _leave(
         self,
@@ -321,14 +317,12 @@ class Session:
         origin: RunOrigin,
     ) -> None:
         """Start the run and let the cell end."""
-        # Clicks come between cells, as all messages do.
-        button = StopControl(None, set(), "Stop: %accelerate stop", self._former_button)
-        shown = self._show(plan, source, spec, button, CellScreen(self.shell.kernel))
+        place = self._place()
+        shown = self._show(plan, source, spec, place.frames, place.screen)
         spec = replace(spec, no_restart=_MAY_HAVE_CHANGED)
         run = CellRun(plan, source, task, spec, shown, self._told, self.launcher.remember, origin)
         self.rank_memory.begin(source.name)
-        self.background.begin(run, host, [self.rank_memory], [button])
-        self.say("in the background: %accelerate wait, status, attach and stop come back to it")
+        self.background.begin(run, lambda: self._conclude(run), host, [self.rank_memory], [place.beside])
 
     # --- one run for each of several values --------------------------------------------------------------------
 

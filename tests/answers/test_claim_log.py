@@ -153,3 +153,57 @@ def test_many_processes_claim_each_item_once(tmp_path: Path) -> None:
     assert [ended(pid) for pid in [fork(claim_all, number) for number in range(4)]] == [0] * 4
     found = [int(item) for number in range(4) for item in (tmp_path / f"found-{number}").read_text().split()]
     assert sorted(found) == list(range(500))
+
+
+def of_call(folder: Path, call: str) -> ClaimLog:
+    claims = ClaimLog(folder, 10, call=call)
+    claims.enter()
+    return claims
+
+
+def test_a_stop_ends_all_workers_of_its_call_and_no_other(tmp_path: Path) -> None:
+    one, two, other = of_call(tmp_path, "a"), of_call(tmp_path, "a"), of_call(tmp_path, "b")
+    one.claim(2)
+    two.claim(2)
+    assert one.stop([1])
+    assert two.claim(2) is None
+    assert two.is_stopped
+    assert not other.is_stopped
+    assert sorted(all_of(other)) == [1, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_map_that_is_complete_cannot_be_stopped(tmp_path: Path) -> None:
+    one, two = of_call(tmp_path, "a"), of_call(tmp_path, "a")
+    one.claim(10)
+    assert one.claim(10) is None
+    assert not two.stop([])
+    assert not two.is_stopped
+
+
+def test_a_worker_that_has_answered_the_last_items_does_not_stop(tmp_path: Path) -> None:
+    claims = of_call(tmp_path, "a")
+    claims.claim(10)
+    assert not claims.stop([])
+    assert claims.claim(10) is None
+
+
+def test_an_item_that_was_left_at_stops_has_killed_nobody(tmp_path: Path) -> None:
+    for call in "abcd":
+        claims = of_call(tmp_path, call)
+        assert list(claims.claim(1).indices) == [0]  # type: ignore[union-attr]
+        assert claims.stop([0])
+        claims.leave()
+    assert of_call(tmp_path, "e").claim(1) == Claim([0])
+
+
+def test_finished_items_are_those_of_closed_claims_of_everyone(tmp_path: Path) -> None:
+    dies_with_a_claim(tmp_path, 4, answers=3)
+    one, two = worker(tmp_path), worker(tmp_path)
+    assert one.claim(2) == Claim([3])
+    assert two.claim(2) == Claim(range(4, 6))
+    assert (one.finished, two.finished) == (3, 3)
+    two.claim(2)
+    one.claim(2)
+    assert one.finished == 6
+    one.ask_again([0, 1], "again", new_round=True)
+    assert one.finished == 4

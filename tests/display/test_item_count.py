@@ -36,6 +36,23 @@ def test_items_of_an_earlier_run_count_as_done_and_not_for_the_speed() -> None:
     assert words.startswith("702 of 1,000 items, 70 %, 1 failed, 20.2 items/s, 0:10, about 15 s left")
 
 
+def test_items_that_another_notebook_finishes_count_for_progress_speed_and_time_left() -> None:
+    history = History(2)
+    history.items = ItemCount(1000, 100)
+    for at, mine, everywhere in ((0.0, 0, 100), (10.0, 100, 400)):
+        history.feed(0, at, ItemsDone(done=mine, everywhere=everywhere))
+    words = text(history, RunFacts(), 10.0)
+    assert "400 of 1,000 items, 40 %, 30.0 items/s, 0:10, about 20 s left" in words
+    assert "rank 0: 100 items, 10.0 items/s" in words
+
+
+def test_the_next_map_of_a_run_counts_anew() -> None:
+    items = ItemCount()
+    items.take(0, 1.0, ItemsDone(done=50, everywhere=80))
+    items.take(0, 2.0, ItemsDone(done=1, everywhere=2))
+    assert items.done == 2
+
+
 def test_items_of_a_process_that_died_are_kept_and_the_next_one_counts_from_zero() -> None:
     history = history_of()
     history.feed(1, 11.0, RankRestarted("rank 1 was killed by SIGKILL; started again"))
@@ -72,6 +89,7 @@ def test_items_are_in_the_dictionary_of_a_history() -> None:
     assert found == {
         "total": 1000,
         "before": 0,
+        "done": 202,
         "finished": 202,
         "failed": 1,
         "ranks": {0: {"done": 100, "failed": 0}, 1: {"done": 101, "failed": 1}},

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kernel.conftest import Kernels
-from kernel.harness import Cell, RealKernel
+from kernel.harness import Cell, Execution, RealKernel, accelerate
 
 START = """
 from dataclasses import replace
@@ -114,6 +114,14 @@ def test_a_second_notebook_with_the_same_call_joins_in(new_kernel: Kernels, tmp_
     cells = [run.end(timeout_s=60).succeeded() for run in runs]
     assert all(cell.stdout.startswith("3,000 items in ") for cell in cells)
     check(out, 3000)
+    assert any(counts_items_of_others(frame["text/plain"]) for cell in cells for frame in cell.frames)
+
+
+def counts_items_of_others(panel: str) -> bool:
+    """Tell whether more items are done than the ranks of this panel have done."""
+    done = re.search(r"([\d,]+) of 3,000 items", panel)
+    own = re.findall(r"rank \d: ([\d,]+) items", panel)
+    return done is not None and int(done[1].replace(",", "")) > sum(int(each.replace(",", "")) for each in own) > 0
 
 
 def test_a_killed_rank_is_one_line_and_one_mark(kernel: RealKernel, tmp_path: Path) -> None:
@@ -133,3 +141,147 @@ def test_a_killed_rank_is_one_line_and_one_mark(kernel: RealKernel, tmp_path: Pa
     assert cell.stderr.count("was killed by SIGKILL; started again") == 1
     assert "was killed by SIGKILL; started again" in cell.panel["text/plain"]
     check(out, 800)
+
+
+# --- in the background ---------------------------------------------------------------------------------------------
+
+IN_BACKGROUND = MAPS.replace("batch_size=10", "batch_size=10, background=True")
+
+
+def begin_in_background(kernel: RealKernel, out: Path, count: int, seconds: float) -> Execution:
+    """Run the cell of a map in the background; it has ended, and the panel there shows that items are done."""
+    kernel.do(DEFINES.format(seconds=seconds))
+    running = kernel.begin(IN_BACKGROUND.format(count=count, out=str(out)))
+    running.end().succeeded()
+    running.until(has_begun, after_end=True)
+    return running
+
+
+def test_a_map_in_the_background_stays_in_its_cell_and_its_answers_come_to_who_reads_them(
+    kernel: RealKernel, start: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    kernel.do(START.format(start=start))
+    try:
+        running = begin_in_background(kernel, out, 1200, 0.005)
+        name = "map(answer, 1,200 items)"
+        assert "in the background: %accelerate wait, status, attach and stop come back to it" in running.cell.stdout
+        shown = kernel.do("answers")  # the name alone waits for nothing
+        assert shown.result is not None
+        assert shown.result["text/plain"].startswith(f"<{name} has been running in the background since ")
+        assert f"\n{name} has been running in the background since " in kernel.do("%accelerate status").stdout
+        for code in (accelerate("1"), "nbaccel.map(answer, [1], setup=Model, cpu=True)", "nbaccel.launch(int, 1)"):
+            refused = kernel.run(code).failed("LaunchRefused").evalue
+            assert refused.startswith(f"{name} has been running in the background since ")
+            assert "%accelerate wait for it, or %accelerate stop it" in refused
+        other = kernel.do("[len(answers), answers[1199], answers.is_over]")
+        assert other.result is not None
+        assert other.result["text/plain"] == "[1200, '1199 on cpu', True]"
+        assert (other.stdout, other.panels) == ("", 0)
+        assert "1,200 items in " in running.cell.stdout
+        assert running.cell.panel["text/plain"].startswith(f"{name}: 1,200 items in ")
+        assert kernel.do("%accelerate wait").stdout.startswith("nothing runs in the background")
+        check(out, 1200)
+    finally:
+        kernel.do("map_items.planned = _planned")
+
+
+def test_the_commands_of_bg_reach_a_map(kernel: RealKernel, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    begin_in_background(kernel, out, 9000, 0.005)
+    stopped = kernel.do("%accelerate stop").stdout
+    assert "map(answer, 9,000 items) finishes the calls under way; %accelerate wait brings what it has" in stopped
+    error = kernel.run("%accelerate wait").failed("KeyboardInterrupt")
+    assert re.match(r"stopped by an interrupt: [\d,]+ of 9,000 items are in answers.jsonl.parts", error.evalue)
+    assert "nbaccel" not in error.text.replace("answers", "")  # one sentence, no frame of ours
+    kernel.run("len(answers)").failed("KeyboardInterrupt")
+    kernel.do("Model.answer = lambda self, items: [f'{item} on {self.device}' for item in items]")
+    kernel.do(IN_BACKGROUND.format(count=9000, out=str(out)))
+    assert kernel.do("%accelerate wait").text.count("error") == 0
+    check(out, 9000)
+
+
+def test_an_interrupt_of_another_cell_leaves_a_map_alone(kernel: RealKernel, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    begin_in_background(kernel, out, 1200, 0.005)
+    for code, said in (("print('now'); time.sleep(60)", ""), ("print('now'); len(answers)", "the waiting was")):
+        other = kernel.begin(code)
+        other.until_text("now")
+        kernel.interrupt()
+        assert other.end().failed("KeyboardInterrupt").evalue.startswith(said)
+    assert kernel.value("[len(answers), answers.failed]") == [1200, []]
+    check(out, 1200)
+
+
+@pytest.mark.slow
+def test_a_kernel_that_dies_takes_a_map_in_the_background_along(new_kernel: Kernels, tmp_path: Path) -> None:
+    kernel = new_kernel()
+    begin_in_background(kernel, tmp_path / "answers.jsonl", 9000, 0.005)
+    kernel.kill()
+    assert kernel.survivors(within_s=30) == {}
+
+
+# --- in ranks of a cell --------------------------------------------------------------------------------------------
+
+IN_A_CELL = """
+answers = accelerator.map(answer, range({count}), setup=Model, out={out!r}, batch_size=10)
+total = accelerator.reduce(torch.ones(1))
+"""
+
+
+def counts(cell: Cell) -> bool:
+    return bool(cell.frames) and re.search(r"\b[1-9][\d,]* items", cell.frames[-1]["text/plain"]) is not None
+
+
+def begin_cell(kernel: RealKernel, out: Path, flags: str) -> Execution:
+    kernel.do(DEFINES.format(seconds=0.01))
+    running = kernel.begin(accelerate(IN_A_CELL.format(count=2000, out=str(out)), flags=flags))
+    return running
+
+
+def finish(kernel: RealKernel, out: Path) -> None:
+    """The same `out` is finished by a map of the notebook."""
+    kernel.do("Model.answer = lambda self, items: [f'{item} on {self.device}' for item in items]")
+    cell = kernel.do(MAPS.format(count=2000, out=str(out)))
+    assert " of them before" in cell.stdout
+    check(out, 2000)
+
+
+def test_a_map_in_the_ranks_of_a_cell_in_the_background(kernel: RealKernel, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    kernel.do(DEFINES.format(seconds=0.0))
+    kernel.do(accelerate(IN_A_CELL.format(count=2000, out=str(out)), flags="--bg --out answers,total"))
+    kernel.do("%accelerate wait")
+    assert kernel.value("[len(answers), answers[1999], total.item()]") == [2000, "1999 on cpu", 2.0]
+    check(out, 2000)
+
+
+@pytest.mark.parametrize("flags", ["", "--bg"])
+def test_stop_ends_a_map_in_the_ranks_of_a_cell_without_a_hang(kernel: RealKernel, flags: str, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    running = begin_cell(kernel, out, flags)
+    if flags:
+        running.end().succeeded()
+        running.until(counts, after_end=True)
+        kernel.do("%accelerate stop")
+        cell = kernel.run("%accelerate wait", timeout_s=20)
+    else:
+        running.until(counts)
+        kernel.interrupt()
+        cell = running.end(timeout_s=20)
+    assert cell.failed("KeyboardInterrupt").evalue.startswith("the run was interrupted after ")
+    finish(kernel, out)
+
+
+@pytest.mark.parametrize("flags", ["--time-limit 6s", "--bg --time-limit 6s", "--timeout 6"])
+def test_a_time_limit_ends_a_map_in_the_ranks_of_a_cell(kernel: RealKernel, flags: str, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    cell = begin_cell(kernel, out, flags).end(timeout_s=30)
+    if "--bg" in flags:
+        cell = kernel.run("%accelerate wait", timeout_s=30)
+    if "--timeout" in flags:
+        cell.failed("TimeoutError")
+    else:
+        said = r"stopped at the time limit of 6 s; [\d,]+ items of a map are done, and a map with out= goes on"
+        assert re.search(said, cell.succeeded().stdout)
+    finish(kernel, out)

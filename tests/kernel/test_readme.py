@@ -114,7 +114,9 @@ def test_the_readmes_first_cell_is_refused_where_that_is_wanted(fresh: RealKerne
 def _forms(output: str) -> list[str]:
     """Its lines without times, losses, speed and memory, nor tags of ranks, which depend on when a line comes."""
     untagged = _lines(re.sub(r"^\[\w+( \d)?\] ", "", output.strip(), flags=re.M).splitlines())
-    return [re.sub(r"\d+\.\d+( to \d+\.\d+)?", "#", re.sub(r", [\d,.]+ steps/s", "", line)) for line in untagged]
+    without_speed = [re.sub(r", [\d,.]+ steps/s", "", line) for line in untagged]
+    timed = [re.sub(r"\b(\d+\.\d s|\d+:\d\d)\b", "# s", line) for line in without_speed]  # from 10 s on it is 0:10
+    return [re.sub(r"\d+\.\d+( to \d+\.\d+)?", "#", line) for line in timed]
 
 
 def _lines(lines: Iterable[str]) -> list[str]:

@@ -1,11 +1,15 @@
-"""`nbaccel.map` from a script: answers, deaths, stops, bad input; under fork and zygote."""
+"""`nbaccel.map` from a script: answers, deaths, stops, bad input, in the background; under fork and zygote."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import pickle
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,10 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import nbaccel
-from nbaccel.answers import Failed
+from nbaccel.answers import Answers, Failed
 from nbaccel.errors import CannotContinue, CannotSave, CannotSend, LaunchRefused, NestedLaunch, RankDied
 from nbaccel.launch.api import launch
 from nbaccel.launch.launcher import Launcher
@@ -230,6 +235,88 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
     thread.join()
 
 
+class Marks:
+    """Returns its items after a while, and leaves a file where a call has begun, and one where it has ended."""
+
+    def __init__(self, folder: Path, seconds: float = 0.6) -> None:
+        self.folder = folder
+        self.seconds = seconds
+
+    def __call__(self, items: list[int]) -> list[int]:
+        (self.folder / f"began-{items[0]}").touch()
+        time.sleep(self.seconds)
+        (self.folder / f"ended-{items[0]}").touch()
+        return items
+
+    def calls(self, word: str) -> set[int]:
+        return {int(path.name.partition("-")[2]) for path in self.folder.glob(f"{word}-*")}
+
+
+def when(is_time: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
+    """Do something as soon as it is time, in another thread."""
+
+    def wait() -> None:
+        while not is_time():  # ended by the test's own timeout
+            time.sleep(0.01)
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_lets_each_rank_finish_its_call(
+    two_ranks: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    marks = Marks(tmp_path, seconds=1.2)
+    thread = when(lambda: len(marks.calls("began")) > 3, press)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        nbaccel.map(marks, range(2000), out=tmp_path / "a.jsonl", batch_size=2, **two_ranks)
+    thread.join()
+    assert marks.calls("began") == marks.calls("ended")
+    answered = 2 * len(marks.calls("ended"))
+    assert f": {answered} of 2,000 items are in a.jsonl.parts; the same line goes on" in str(caught.value)
+    assert "finishing the calls under way, press again to stop now" in capsys.readouterr().err
+
+
+def test_a_time_limit_lets_each_rank_finish_its_call(tmp_path: Path) -> None:
+    marks = Marks(tmp_path)
+    with pytest.raises(TimeoutError, match=r"stopped at its time limit, 2 s: "):
+        nbaccel.map(
+            marks, range(2000), out=tmp_path / "a.jsonl", batch_size=2, num_processes=2, cpu=True, time_limit_s=2
+        )
+    assert marks.calls("began") == marks.calls("ended") != set()
+
+
+def test_a_second_interrupt_does_not_wait_for_the_call(tmp_path: Path) -> None:
+    marks = Marks(tmp_path, seconds=AT_MOST_S)
+
+    def press_twice() -> None:
+        press()
+        time.sleep(0.3)  # two signals at once are one
+        press()
+
+    thread = when(lambda: bool(marks.calls("began")), press_twice)
+    with pytest.raises(KeyboardInterrupt, match="stopped by an interrupt: no item is done"):
+        nbaccel.map(marks, range(2000), out=tmp_path / "a.jsonl", num_processes=2, cpu=True)
+    thread.join()
+    assert not marks.calls("ended")
+
+
+def test_an_interrupt_in_this_process_lets_it_finish_its_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start_by(monkeypatch, "inline")
+    marks = Marks(tmp_path)
+    thread = when(lambda: len(marks.calls("began")) > 1, press)
+    with pytest.raises(KeyboardInterrupt, match=r"stopped by an interrupt: \d+ of 2,000 items are in a.jsonl.parts"):
+        nbaccel.map(marks, range(2000), out=tmp_path / "a.jsonl", batch_size=2, cpu=True)
+    thread.join()
+    assert marks.calls("began") == marks.calls("ended")
+
+
 def test_a_death_after_death_without_an_item_ends_the_map(tmp_path: Path) -> None:
     def dies(accelerator: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -292,7 +379,6 @@ def test_an_out_of_other_items_names_overwrite(tmp_path: Path) -> None:
         (lambda: nbaccel.map(double, {1: 2}), TypeError, "items is a list of items, got a dict"),
         (lambda: nbaccel.map(double, [1], setup=3), TypeError, "setup is a function that gets an accelerator, got int"),
         (lambda: nbaccel.map(double, [1], tries=0), ValueError, "tries must be a whole number from 1, got 0"),
-        (lambda: nbaccel.map(double, [1], background=True), LaunchRefused, "map cannot run in the background yet"),
         (lambda: nbaccel.map(double, [1], time_limit_s=-1), ValueError, "a time is above 0"),
     ],
 )
@@ -325,3 +411,139 @@ def test_a_full_disk_is_said_with_what_is_kept(tmp_path: Path, monkeypatch: pyte
         nbaccel.map(double, range(100), **call)
     monkeypatch.undo()
     assert nbaccel.map(double, range(100), **call) == [2 * item for item in range(100)]
+
+
+# --- in the background ---------------------------------------------------------------------------------------------
+
+
+def wait_for(is_time: Callable[[], bool]) -> None:
+    while not is_time():  # ended by the test's own timeout
+        time.sleep(0.01)
+
+
+def test_in_the_background_the_answers_are_there_for_whoever_waits(two_ranks: dict[str, Any], tmp_path: Path) -> None:
+    marks = Marks(tmp_path, seconds=0.1)
+    answers = nbaccel.map(marks, range(40), out=tmp_path / "a.jsonl", batch_size=2, background=True, **two_ranks)
+    assert isinstance(answers, Answers)
+    assert not answers.is_over  # type: ignore[attr-defined]
+    going = r"map\(Marks, 40 items\) has been running in the background since [\d:]+ \(\d+ of 40 items"
+    assert re.match(going, str(answers))
+    assert repr(answers) == f"<{answers}>" or answers.is_over  # type: ignore[attr-defined]
+    assert len(answers) == 40
+    assert answers.is_over  # type: ignore[attr-defined]
+    assert list(answers) == answers == list(range(40))
+    assert (answers[7], answers[-2:], answers.failed, answers.path) == (7, [38, 39], [], tmp_path / "a.jsonl")
+    assert repr(answers).startswith("[0, 1, 2, … 37 more] in ")
+    assert str(answers) == "map(Marks, 40 items) has ended in the background (done)"
+    assert pickle.loads(pickle.dumps(answers)) == answers
+
+
+def test_answers_in_memory_come_from_the_background_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert nbaccel.map(double, range(20), cpu=True, background=True) == double(list(range(20)))
+    assert not list(tmp_path.glob("nbaccel-map-*"))
+
+
+def test_another_run_is_refused_meanwhile_and_drops_nothing(tmp_path: Path) -> None:
+    done = nbaccel.map(double, range(3), out=tmp_path / "done.jsonl", cpu=True)
+    marks = Marks(tmp_path, seconds=0.3)
+    answers = nbaccel.map(marks, range(10), batch_size=1, cpu=True, background=True)
+    refused = r"map\(Marks, 10 items\) has been running in the background since .*: wait\(\) for it, or stop\(\) it\."
+    for call in ({}, {"background": True}, {"out": tmp_path / "done.jsonl", "overwrite": True}):
+        with pytest.raises(LaunchRefused, match=refused):
+            nbaccel.map(double, range(5), cpu=True, **call)  # type: ignore[arg-type]
+    assert nbaccel.map(double, range(3), out=tmp_path / "done.jsonl", cpu=True) == done
+    assert answers == list(range(10))
+
+
+def test_stop_ends_a_map_in_the_background_between_calls_and_the_same_line_goes_on(tmp_path: Path) -> None:
+    marks = Marks(tmp_path, seconds=0.3)
+    call: dict[str, Any] = {"out": tmp_path / "a.jsonl", "batch_size": 2, "num_processes": 2, "cpu": True}
+    answers: Any = nbaccel.map(marks, range(2000), background=True, **call)
+    wait_for(lambda: len(marks.calls("ended")) > 2)
+    answers.stop()
+    with pytest.raises(KeyboardInterrupt, match=r"stopped by an interrupt: \d+ of 2,000 items are in a.jsonl.parts"):
+        answers.wait()
+    with pytest.raises(KeyboardInterrupt):
+        len(answers)
+    assert marks.calls("began") == marks.calls("ended")
+    assert repr(answers) == f"<{answers}>" == "<map(Marks, 2,000 items) has ended in the background (stopped)>"
+    answers.stop()  # it is over: nothing happens
+    marks.seconds = 0.0
+    assert nbaccel.map(marks, range(2000), **call) == list(range(2000))
+
+
+def test_an_interrupt_of_the_waiting_leaves_the_map_alone(tmp_path: Path) -> None:
+    marks = Marks(tmp_path, seconds=0.3)
+    answers: Any = nbaccel.map(marks, range(8), batch_size=2, cpu=True, background=True)
+    thread = when(lambda: bool(marks.calls("began")), press)
+    said = r"the waiting was interrupted; map\(Marks, 8 items\) has been running .*wait\(\) waits again, stop\(\) ends"
+    with pytest.raises(KeyboardInterrupt, match=said):
+        len(answers)
+    thread.join()
+    assert list(answers) == list(range(8))
+
+
+def test_the_error_of_a_map_in_the_background_comes_where_its_answers_are_used(tmp_path: Path) -> None:
+    answers: Any = nbaccel.map(fails, range(10), out=tmp_path / "a.jsonl", cpu=True, background=True)
+    wait_for(lambda: answers.is_over)
+    for use in (answers.wait, lambda: len(answers), lambda: answers[0], lambda: list(answers), lambda: answers.failed):
+        with pytest.raises(RuntimeError, match="weights on another device"):
+            use()
+    assert repr(answers) == "<map(fails, 10 items) has ended in the background (failed)>"
+
+
+def test_what_keeps_ranks_from_starting_is_raised_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start_by(monkeypatch, "zygote")
+    with pytest.raises(CannotSend, match="items is a stream"):
+        nbaccel.map(double, iter(range(3)), cpu=True, out=tmp_path / "a.jsonl", background=True)
+    assert nbaccel.map(double, [1], cpu=True, out=tmp_path / "a.jsonl") == [2]  # it is not open any more
+
+
+def test_a_finished_map_needs_no_background(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call: dict[str, Any] = {"out": tmp_path / "a.jsonl", "cpu": True}
+    nbaccel.map(double, range(3), **call)
+    capsys.readouterr()
+    answers: Any = nbaccel.map(double, range(3), background=True, **call)
+    assert "already: no rank was started" in capsys.readouterr().out
+    assert answers.is_over
+    assert answers.wait() == answers == [0, 2, 4]
+    assert "already: no rank was started" in str(answers)
+    answers.stop()
+
+
+def test_where_only_this_process_can_work_the_call_waits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start_by(monkeypatch, "inline")
+    answers: Any = nbaccel.map(double, range(3), cpu=True, background=True)
+    said = "background=True: a run in the notebook's own process leaves no room for other cells, so this call waits"
+    assert capsys.readouterr().out.startswith(said)
+    assert answers.is_over
+    assert answers == [0, 2, 4]
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_takes_its_map_along(tmp_path: Path) -> None:
+    code = f"""
+import time
+import nbaccel
+
+def answer(items):
+    time.sleep(0.1)
+    return items
+
+if __name__ == "__main__":
+    answers = nbaccel.map(answer, range(9999), out={str(tmp_path / "a.jsonl")!r}, num_processes=2, cpu=True,
+                          batch_size=1, background=True)
+    import psutil
+    print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
+"""
+    (tmp_path / "script.py").write_text(code)
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=AT_MOST_S)
+    assert done.returncode == 0, done.stderr
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) >= 3
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))

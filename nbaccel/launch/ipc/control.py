@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 
 from nbaccel.errors import CollectiveMismatch, RunStopped
 from nbaccel.events import (
+    CallEntered,
+    CallsEnded,
     CollectiveEntered,
     Event,
     GroupRenewed,
@@ -59,6 +61,9 @@ _COUNT_BITS = 40  # bits of that number; those above count renewals of the group
 _HAS_FINISHED_AT = 48  # u8
 _IS_SAVING_AT = 49  # u8
 _HEARS_CUTS_AT = 50  # u8
+_IS_CALLING_AT = 51  # u8
+_CALLS = struct.Struct("@I")  # calls of a map that are over
+_CALLS_AT = 52
 _TIME_LIMIT = struct.Struct("@dd")  # when it is over, and how long it was, in seconds; 0: there is none
 _TIME_LIMIT_AT = 56
 _STOPPED = struct.Struct("@q")  # training steps that were complete when it left, and one more; 0: it has not
@@ -182,6 +187,20 @@ class ControlPage:
 
     def count_collectives(self, rank: int, entered: int) -> None:
         _COLLECTIVES.pack_into(self._map, _HEADER + rank * _SLOT + _COLLECTIVES_AT, entered)
+
+    def calls(self, rank: int) -> int:
+        """Return the number of calls that `rank` has done of a map, in which it waits for no other rank."""
+        return int(_CALLS.unpack_from(self._map, _HEADER + rank * _SLOT + _CALLS_AT)[0])
+
+    def count_calls(self, rank: int, done: int) -> None:
+        _CALLS.pack_into(self._map, _HEADER + rank * _SLOT + _CALLS_AT, done)
+
+    def set_calling(self, rank: int, is_calling: bool) -> None:
+        """Mark whether `rank` makes such calls: what it is in is no step then."""
+        self._map[_HEADER + rank * _SLOT + _IS_CALLING_AT] = is_calling
+
+    def is_calling(self, rank: int) -> bool:
+        return bool(self._map[_HEADER + rank * _SLOT + _IS_CALLING_AT])
 
     def beat(self, rank: int) -> tuple[int, int]:
         """Return the progress of `rank`: collectives, and the position entered.
@@ -361,16 +380,22 @@ class StepGate:
         self._rank = rank
         self._last = -1
         self._entered_at = 0.0
+        self._calls: _Calls | None = None
 
     def begin(self) -> None:
         """Begin another run."""
         self._last, self._entered_at = -1, 0.0
+        self._calls = None
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepEntered):
             self.enter_step(event.step, event.substep)
         elif isinstance(event, StepsEnded):
             self._leave()
+        elif isinstance(event, CallEntered):
+            self._enter_call(event)
+        elif isinstance(event, CallsEnded):
+            self._leave_calls()
         elif isinstance(event, SavingAtStop):
             self._page.set_saving(self._rank, not event.is_over)
         elif isinstance(event, TimeLimit):
@@ -389,6 +414,27 @@ class StepGate:
         if self._page.enter(self._rank, number, self._last, now, last_step_s):
             self._park(RankPosition(number, self._last, now, last_step_s, parked=True, in_step=False))
         self._last, self._entered_at = number, now
+
+    def _enter_call(self, event: CallEntered) -> None:
+        """Mark that this rank is busy, and ask it to leave if the run is to stop.
+
+        There is no handshake: calls are not steps that all ranks have to do alike, so no rank waits for another one's.
+        """
+        page, now = self._page, time.monotonic()
+        if self._calls is None:
+            self._calls = _Calls(page.read(self._rank), event.done)
+            page.set_calling(self._rank, True)
+        position = self._calls.enter(page.read(self._rank), event.done, now)
+        page.count_calls(self._rank, event.done)
+        page.write(self._rank, position)  # first: a kernel whose flag is not seen here sees that this rank is busy
+        if page.stop_requested:
+            event.stop()
+
+    def _leave_calls(self) -> None:
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            self._page.write(self._rank, calls.leave(self._page.read(self._rank)))
+            self._page.set_calling(self._rank, False)
 
     def _park(self, position: RankPosition) -> None:
         """Wait before the step until the kernel has answered whether it is still to be done; or leave."""
@@ -409,6 +455,28 @@ class StepGate:
             RankPosition(self._last, self._last, time.monotonic(), 0.0, parked=False, in_step=False),
         )
         self._entered_at = 0.0
+
+
+class _Calls:
+    """The calls of one map in this rank.  before: its position before the first one."""
+
+    def __init__(self, before: RankPosition, done: int) -> None:
+        self._before = before
+        self._done = done
+        self._entered_at = 0.0
+        self._longest_s = 0.0
+
+    def enter(self, position: RankPosition, done: int, now: float) -> RankPosition:
+        """Return the position of the rank in its next call; the longest one so far counts as its last step."""
+        if done > self._done and self._entered_at:
+            self._longest_s = max(self._longest_s, now - self._entered_at)
+        self._done, self._entered_at = done, now
+        return replace(position, entered_at=now, last_step_s=self._longest_s, parked=False, in_step=True)
+
+    def leave(self, position: RankPosition) -> RankPosition:
+        """Return the position of the rank after the last call: in a step if the map was called in one."""
+        before = self._before
+        return replace(position, entered_at=before.entered_at, last_step_s=before.last_step_s, in_step=before.in_step)
 
 
 class PeerWatch:

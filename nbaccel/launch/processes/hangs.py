@@ -1,9 +1,10 @@
 """Find ranks that make no progress, explain the hang and, if the user set a limit, end it. Runs in the kernel.
 
-A rank makes progress when it enters a step or a collective of the project, as the control page shows. If that has not
-happened for a while, the ranks are asked for their stacks. The rank to blame is the one that has entered fewer
-collectives or steps than the others; if all are equal, one that is not waiting itself. This is a guess, and all stacks
-are shown beside it. A long computation without a step looks the same, so no run is ended unless the user asked for it.
+A rank makes progress when it enters a step or a collective of the project, or has done a call of a map, as the control
+page shows. If that has not happened for a while, the ranks are asked for their stacks. The rank to blame is the one
+that has entered fewer collectives or steps than the others; if all are equal, one that is not waiting itself. This is a
+guess, and all stacks are shown beside it. A long computation without a step looks the same, so no run is ended unless
+the user asked for it.
 
 Two cases are no guesses, and torch would wait for half an hour. A rank has finished, and all that are left wait in
 collectives without using a processor: the finished rank will not come. Or all ranks wait so, one of them for the rows
@@ -259,6 +260,7 @@ class HangWatch:
         self._limit_s = limit_s
         self._notice = notice
         self._beats: list[tuple[int, int]] = []
+        self._calls: list[int] = []
         self._gone: list[int] = []
         self._since = now
         self._question: _Question | None = None
@@ -271,8 +273,10 @@ class HangWatch:
         beats = [self._page.beat(member.rank) for member in self._members]
         working = [member for member in self._members if member.is_working]
         gone = [member.rank for member in self._members if member.report is not None and member.report.status == "ok"]
-        if beats != self._beats or gone != self._gone or not working:  # one that came to its end had been working
-            self._beats, self._gone, self._since, self._question = beats, gone, now, None
+        calls = [self._page.calls(member.rank) for member in self._members]  # apart: fewer of them are no one's fault
+        # One that came to its end had been working.
+        if beats != self._beats or calls != self._calls or gone != self._gone or not working:
+            self._beats, self._calls, self._gone, self._since, self._question = beats, calls, gone, now, None
             self._has_told = self._is_sure = False
             self._used.clear()
             return None

@@ -98,11 +98,14 @@ class LaunchResult:
             {int(name.removeprefix("change:")): why for name, why in refused.items() if name.startswith("change:")},
         )
 
-    def at_the_limit(self, launch_s: float, resume: str, checkpoint_every: str, first_step: int) -> str:
+    def at_the_limit(
+        self, launch_s: float, resume: str, checkpoint_every: str, first_step: int, items: int | None = None
+    ) -> str:
         """Return the line for a run that a time limit ended at a step.
 
         launch_s: the limit of the launch.  resume, checkpoint_every: the names of these options for the caller's users.
         first_step: steps that the program had done before the run began.
+        items: those that a map in the run has finished; None without a map.
         """
         ended = self.ended
         own = ended.program_limit if ended.is_own_limit else None
@@ -111,6 +114,8 @@ class LaunchResult:
             then = f"{resume} goes on from its checkpoint"
         elif ended.saves_itself:
             then = "it has saved nothing new"
+        elif items is not None:
+            then = f"{plural(items, 'item')} of a map {'is' if items == 1 else 'are'} done, and a map with out= goes on"
         else:
             then = f"nothing was saved, which {checkpoint_every} does at a limit too"
         return f"stopped{done} at the time limit of {said(launch_s if own is None else own.seconds)}; {then}"

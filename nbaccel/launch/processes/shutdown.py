@@ -26,6 +26,7 @@ from nbaccel.launch.processes.interaction import Pollable
 
 __all__ = [
     "FINISHING",
+    "FINISHING_CALLS",
     "NOTICE_AFTER_S",
     "Abort",
     "BreakHang",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 FINISHING = "finishing the step, press again to stop now"
+FINISHING_CALLS = "finishing the calls under way, press again to stop now"
 NOTICE_AFTER_S = 0.5
 """Seconds after which a user is told that the interrupt has not ended the run yet."""
 
@@ -212,8 +214,12 @@ class StopAtStep(ShutdownPolicy):
         page.stop()
 
     @property
-    def is_finishing_a_step(self) -> bool:
-        return any(member.is_working and self._page.read(member.rank).in_step for member in self.members)
+    def notice(self) -> str:
+        """Return the line about what the ranks are finishing; empty if that is nothing."""
+        busy = [each.rank for each in self.members if each.is_working and self._page.read(each.rank).in_step]
+        if not busy:
+            return ""
+        return FINISHING_CALLS if all(map(self._page.is_calling, busy)) else FINISHING
 
     def advance(self, now: float) -> None:
         if self._results_at is None and not self.members[0].is_working:

@@ -28,7 +28,6 @@ from nbaccel.launch.processes.hangs import Hang, HangWatch
 from nbaccel.launch.processes.interaction import DebuggerPrompt, Interrupts, Pollable, stopped_before_termination
 from nbaccel.launch.processes.rank_losses import reaction_to_losses, restart_line
 from nbaccel.launch.processes.shutdown import (
-    FINISHING,
     NOTICE_AFTER_S,
     Abort,
     BreakHang,
@@ -236,8 +235,8 @@ class Supervisor:
                     ending = (RecoverPersistent if self._spec.stays else BreakHang)(self._members, now, page)
             if isinstance(ending, StopAtStep) and not has_noticed and now > ending.began + NOTICE_AFTER_S:
                 has_noticed = True
-                if ending.is_finishing_a_step:
-                    self._notice(FINISHING)
+                if notice := ending.notice:
+                    self._notice(notice)
             self._is_running = isinstance(ending, KeepRunning)
             ending.advance(now)
             self._router.tick()

@@ -22,6 +22,8 @@ from itertools import islice
 from typing import Any
 
 from nbaccel.events import (
+    CallEntered,
+    CallsEnded,
     CollectiveEntered,
     Event,
     Gauge,
@@ -80,6 +82,8 @@ class Reporter:
         self._routes: dict[type[Event], Sink] = {
             StepEntered: gate,
             StepsEnded: gate,
+            CallEntered: gate,
+            CallsEnded: gate,
             SaveDue: gate,
             SaveAsked: gate,
             SavingAtStop: gate,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from operator import index
 from textwrap import shorten
@@ -22,6 +22,7 @@ from nbaccel.answers.map_job import as_items
 from nbaccel.display.item_count import ItemCount
 from nbaccel.display.run_view import RunView
 from nbaccel.errors import CannotSend, LaunchRefused, NestedLaunch
+from nbaccel.events import Listener
 from nbaccel.hardware import Survey
 from nbaccel.launch.api import as_run, keep_run, planned, show_run
 from nbaccel.launch.diagnosis import PostMortem
@@ -30,11 +31,19 @@ from nbaccel.launch.ipc.payload import Payload, pack
 from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, load_named
 from nbaccel.launch.launcher import Launcher, LaunchResult, default_launcher
 from nbaccel.launch.objects.names import codes_of, names_read, says_first_card, with_their_own
+from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.run import Run
-from nbaccel.notices import without_our_frames
+from nbaccel.notebook.jobs.background import (
+    Background,
+    BackgroundRun,
+    background_here,
+    why_not_in_the_background,
+)
+from nbaccel.notebook.jobs.later_answers import FinishedMap, LaterAnswers
+from nbaccel.notices import briefly, without_our_frames
 from nbaccel.options.run_options import RunOptions
-from nbaccel.output.screens import ConsoleScreen
+from nbaccel.output.screens import ConsoleScreen, shell_here
 from nbaccel.quantities import plural, rate, said, seconds_of
 from nbaccel.settings import STOP, RunSettings
 from nbaccel.world import World
@@ -89,11 +98,14 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
     overwrite: drop what is in `out`, where it belongs to other items or another function, or comes from elsewhere.
     retry_failed: try the items again that failed in an earlier run.
     time_limit_s: stop after these seconds; what is done by then stays.
-    background: not possible yet; a cell under ``%%accelerate --bg`` calls ``accelerator.map``.
+    background: return once the processes have been started. What is returned are the answers to come, a `LaterAnswers`:
+        its length, an item, a loop, `wait()` wait for the end, and an interrupt ends this waiting alone; `stop()` ends
+        the map, `is_over` and its text say how far it is, and the commands of ``%%accelerate --bg`` reach it.
 
     Raises:
         The error of `setup`, or of `function` where it fails alike with the first items of all ranks.
-        KeyboardInterrupt: it was stopped.  TimeoutError: `time_limit_s` was over.  Both say what is done.
+        KeyboardInterrupt: it was stopped, before each item had its answer.  TimeoutError: `time_limit_s` was over.
+            The calls under way have returned by then; a second interrupt does not wait for them. Both say what is done.
         CannotContinue: `out` has answers to something else.  CannotSave: the disk is full.
         RankDied: a rank died four times without finishing an item in between.
         LaunchRefused: nothing was started; the message says why.
@@ -107,26 +119,42 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
     []
     """
     _refuse_in_ranks()
-    _check_call(function, setup, background)
+    _check_call(function, setup)
     options = RunOptions(
         num_processes=None if num_processes is None else index(num_processes),
         devices=devices,
         cpu=cpu or None,
         timeout=None if time_limit_s is None else seconds_of(time_limit_s),
     )
+    place = background_here() if background else None
+    if place is not None:
+        place.make_room(for_another=True)
+    if overwrite:
+        with default_launcher().turn():
+            """It is refused while a run goes on in the background: before anything is dropped."""
     items = as_items(items)
     job = MapJob.open(
         items, function, setup, out=out, key=key, overwrite=overwrite, retry_failed=retry_failed, tries=tries,
         batch_size=batch_size,
     )  # fmt: skip
-    with _closed_after(job):
+    with ExitStack() as closing:
+        closing.enter_context(_closed_after(job))
+        task = MapTask(job, items, function, setup)
         if job.is_finished:
             answers = job.answers()
             failed = f", {_failed(answers)}" if answers.failed else ""
-            ConsoleScreen().write("stdout", f"{_are(len(answers))} in {job.out} already{failed}: no rank was started\n")
-            return answers
-        _run_until_finished(job, options, MapTask(job, items, function, setup))
-        return job.answers()
+            words = f"{_are(len(answers))} in {job.out} already{failed}: no rank was started"
+            ConsoleScreen().write("stdout", f"{words}\n")
+            return LaterAnswers(FinishedMap(answers, words), job.out) if background else answers
+        run = MapRun(job, options, task)
+        try:
+            if background:
+                return _leave(run, place, closing)
+            run.show()
+            run.go(default_launcher())
+            return run.conclude()
+        finally:
+            del run  # as in `MapRun.conclude`
 
 
 class MapTask(FunctionTask):
@@ -189,7 +217,7 @@ def _refuse_in_ranks() -> None:
         )
 
 
-def _check_call(function: Any, setup: Any, background: bool) -> None:
+def _check_call(function: Any, setup: Any) -> None:
     if not callable(function):
         raise TypeError(
             f"the first argument of map is a function, got {type(function).__name__}: nbaccel.map(function, items)"
@@ -198,11 +226,6 @@ def _check_call(function: Any, setup: Any, background: bool) -> None:
         raise TypeError(
             f"setup is a function that gets an accelerator, got {type(setup).__name__}: pass the function, without "
             "calling it"
-        )
-    if background:
-        raise LaunchRefused(
-            "map cannot run in the background yet. In a cell, %%accelerate --bg with accelerator.map(function, items, "
-            "...) does, and the same out can be finished by nbaccel.map later."
         )
 
 
@@ -238,51 +261,147 @@ class _End:
     limit_s: float = 0.0
 
 
-def _run_until_finished(job: MapJob, options: RunOptions, task: MapTask) -> None:
-    """Run ranks until each item has an answer or an error; most often once.
+class MapRun:
+    """The run of a map, planned in the main thread; `show` and `go` do it. See also `BackgroundWork`.
 
-    Raises:
-        The error of the run.
+    closing: let go of the job at the end; the caller's, unless it is given away.
+    shown: the view of the run.  error, end: its exception, and its end in one word; valid after `go`.
     """
-    for _ in range(_MOST_ROUNDS):
-        survey = Survey.take(looks_for_gpus=not options.cpu)
-        spec = _spec(options, task, survey)
-        launcher = default_launcher()
-        shown = show_run(launcher, spec, survey, task.title)
-        shown.history.items = ItemCount(job.total, job.records().done)
-        if spec.start.method == "inline":
-            end = _run_here(spec, task, launcher, shown)
-        else:
-            end = _run_in_ranks(spec, task, launcher, shown)
-        try:
-            _say_end(job, end, launcher, shown)
-            if end.error is not None:
-                raise end.error
-        finally:
-            del end  # else this frame, the error and what its frames hold would keep each other
-        if job.is_finished:
-            return
-    raise LaunchRefused(f"{job.folder} loses answers that were written: is its disk healthy? The same line goes on.")
+
+    ending = "finishes the calls under way"
+    has_left_something = False  # its answers are in the object that the call returned
+    left: Sequence[str] = ()
+
+    def __init__(self, job: MapJob, options: RunOptions, task: MapTask) -> None:
+        self.name = task.title
+        self.closing = ExitStack()
+        self.error: BaseException | None = None
+        self.end = ""
+        self.shown: RunView
+        self._job = job
+        self._options = options
+        self._task = task
+        self._launcher = default_launcher()
+        self._answers: Answers | None = None
+        self._view: dict[str, Any] = {}
+        self._plan()
+
+    def _plan(self) -> None:
+        """Decide on ranks and devices. They do not need each other; each draws its own random numbers."""
+        self.survey = Survey.take(looks_for_gpus=not self._options.cpu)
+        spec = planned(self._options, self._task, self.survey).spec(self._task, _SETUP)
+        seed = random.SystemRandom().randrange(_DRAWN_SEEDS)  # drawing it must not change the notebook's numbers
+        settings = RunSettings(independent=True, seed=seed).over(spec.settings)
+        self.spec = replace(spec, settings=settings, oom=STOP, restarts_ranks=True)
+
+    def show(self, **view: Any) -> None:
+        """Begin to show the run.  view: where, see `show_run`."""
+        self._view = view
+        self.shown = show_run(self._launcher, self.spec, self.survey, self.name, **view)
+        self.shown.history.items = ItemCount(self._job.total, self._job.records().done)
+
+    def go(
+        self,
+        host: Launcher,
+        *,
+        listeners: Sequence[Listener] = (),
+        beside: Sequence[Pollable] = (),
+        occupied: str = "",
+    ) -> None:
+        """Run ranks until each item has an answer or an error, most often once. The run's own error is kept.
+
+        Raises:
+            LaunchRefused, CannotSend, CannotFork: nothing was started.
+        """
+        with self.closing:
+            for number in range(_MOST_ROUNDS):
+                if number:
+                    self._plan()
+                    self.show(**self._view)
+                if self.spec.start.method == "inline":
+                    end = _run_here(self._job, self.spec, self._task, host, self.shown)
+                else:
+                    observers = RunObservers(self.shown, listeners=[self.shown, *listeners], beside=beside)
+                    end = _run_in_ranks(self._job, self.spec, self._task, host, observers, self.shown, occupied)
+                _say_end(self._job, end, host, self.shown)
+                self.error, self.end = end.error, end.word
+                if self.error is not None:
+                    return
+                if self._job.is_finished:
+                    self._answers = self._job.answers()
+                    return
+            raise LaunchRefused(
+                f"{self._job.folder} loses answers that were written: is its disk healthy? The same line goes on."
+            )
+
+    def show_end(self) -> None:
+        """Do nothing: the end of each run of ranks was shown."""
+
+    def conclude(self) -> Answers:
+        """Return the answers.
+
+        Raises:
+            The error of the run.
+        """
+        error = self.error
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del self, error  # else this frame, the error and what its frames hold would keep each other
+        assert self._answers is not None, "the run has ended well"
+        return self._answers
+
+    def conclude_later(self) -> Answers:
+        """Do the same where no line of the user has made the call: a stop is shown as one sentence."""
+        if self.error is not None and self.end == "stopped":
+            briefly(self.error)
+        return self.conclude()
 
 
-def _spec(options: RunOptions, task: MapTask, survey: Survey) -> LaunchSpec:
-    """Return the spec of a run whose ranks do not need each other; each draws its own random numbers."""
-    spec = planned(options, task, survey).spec(task, _SETUP)
-    seed = random.SystemRandom().randrange(_DRAWN_SEEDS)  # drawing it must not change the notebook's numbers
-    settings = RunSettings(independent=True, seed=seed).over(spec.settings)
-    return replace(spec, settings=settings, oom=STOP, restarts_ranks=True)
+def _leave(run: MapRun, place: Background | None, closing: ExitStack) -> LaterAnswers:
+    """Start a map in the background; return the answers to come. Where it cannot go on there, wait for its end.
+
+    place: of the notebook; None in a script.  closing: handed to the run.
+    """
+    out = run.spec.task.args[0].out  # type: ignore[attr-defined]
+    launcher = default_launcher()
+    if why := why_not_in_the_background(run.spec.start.method, shell_here(), run.survey.platform):
+        ConsoleScreen().write("stdout", f"background=True: {why}, so this call waits for its end\n")
+        run.show()
+        run.go(launcher)
+        return LaterAnswers(FinishedMap(run.conclude(), f"{run.name} has ended ({run.end})"), out)
+    if place is None:
+        run.show()
+        run.closing = closing.pop_all()
+        current = BackgroundRun(run, run.conclude_later, "wait()", "stop()")
+        current.start(launcher, [], [])
+        if current.was_interrupted:
+            current.conclude()
+    else:
+        where = place.place()
+        run.show(frames=where.frames, screen=where.screen)
+        run.closing = closing.pop_all()
+        current = place.begin(run, run.conclude_later, launcher, [], [where.beside])
+    return LaterAnswers(current, out)
 
 
-def _run_in_ranks(spec: LaunchSpec, task: MapTask, launcher: Launcher, shown: RunView) -> _End:
+def _run_in_ranks(
+    job: MapJob,
+    spec: LaunchSpec,
+    task: MapTask,
+    launcher: Launcher,
+    observers: RunObservers,
+    shown: RunView,
+    occupied: str,
+) -> _End:
     outcome: LaunchResult | None = None
     try:
-        outcome = launcher.run(spec, RunObservers(shown, listeners=[shown]))
+        outcome = launcher.run(spec, observers, occupied)
         ended, error = outcome.ended, outcome.error
         word = "done" if error is None else "failed"
-        if ended.is_interrupted:
-            word, error = "stopped", KeyboardInterrupt()
-        elif ended.is_timed_out:
-            word, error = "stopped", TimeoutError()
+        if (ended.is_interrupted or ended.is_timed_out) and not _is_finished(job):
+            word, error = "stopped", KeyboardInterrupt() if ended.is_interrupted else TimeoutError()
         post_mortem = PostMortem.of(task.title, word, error, ended)
         run = as_run(outcome, [None] * spec.world_size, shown.history, error, shown.elapsed_s)
     finally:
@@ -291,7 +410,7 @@ def _run_in_ranks(spec: LaunchSpec, task: MapTask, launcher: Launcher, shown: Ru
     return _End(run, post_mortem, word, error, spec.timeout_s or 0.0)
 
 
-def _run_here(spec: LaunchSpec, task: MapTask, launcher: Launcher, shown: RunView) -> _End:
+def _run_here(job: MapJob, spec: LaunchSpec, task: MapTask, launcher: Launcher, shown: RunView) -> _End:
     """Work on the map in this process, where no other can be started; no time limit reaches it."""
     error: BaseException | None = None
     post_mortem: PostMortem | None = None
@@ -307,9 +426,19 @@ def _run_here(spec: LaunchSpec, task: MapTask, launcher: Launcher, shown: RunVie
         except (Exception, KeyboardInterrupt) as failure:
             error = failure
             post_mortem = post_mortem_here(task.title, failure, task)
+    if isinstance(error, KeyboardInterrupt) and _is_finished(job):
+        error = post_mortem = None
     word = "done" if error is None else "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
     run = Run([None], shown.history, error, spec.start.method, spec.start.reason, "", shown.elapsed_s)
     return _End(run, post_mortem, word, error)
+
+
+def _is_finished(job: MapJob) -> bool:
+    """Return whether a map that was stopped had nothing left to do: then the stop came too late, and is none."""
+    try:
+        return job.finish()
+    except OSError:  # as it was not joined by the ranks
+        return False
 
 
 # --- how it ended ------------------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@ It waits for no other rank, except at the end for those that still work on somet
 items: a call that runs out of memory is repeated in halves, one that fails is repeated with fewer items until the one
 that fails is alone, and that one is recorded as failed after some tries. The run fails only where nothing would be
 right: when `setup` fails, when the first items of all ranks fail alike, when the disk is full, when a stream fails.
+
+A run that is stopped, by a person or at a time limit, ends between two calls: what a call returns is written. The ranks
+of a call leave the map together, as stopped or as done, so that none of them waits for the others afterwards.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ from nbaccel.answers.fingerprint import length_of
 from nbaccel.answers.formats import InMemoryFormat
 from nbaccel.answers.map_job import as_items
 from nbaccel.answers.records import AnswerRecord
-from nbaccel.errors import CannotSave
-from nbaccel.events import ItemsDone, emit
+from nbaccel.errors import CannotSave, RunStopped
+from nbaccel.events import CallEntered, CallsEnded, ItemsDone, emit
 from nbaccel.failures import Recovery, recovery_of
 from nbaccel.quantities import plural
 from nbaccel.train.distributed.nested import is_container, map_children
@@ -94,6 +97,7 @@ def work(
 
     Raises:
         What `setup` raises; what `function` raises, if the first items of all ranks fail alike; OSError of the disk.
+        RunStopped: the run is being stopped, and items are left.
     """
     if job.is_finished:
         return
@@ -142,18 +146,26 @@ class MapWorker:
         self._tries: dict[int, int] = {}
         self._done = self._failed = 0
         self._reported = 0.0
+        self._calls = 0
         self._is_tested = False
+        self._is_stop_asked = False
         name = self._claims.enter()
         self._records = job.record_file(name)
 
     def run(self) -> None:
-        """Work until there is nothing left to claim."""
+        """Work until there is nothing left to claim.
+
+        Raises:
+            RunStopped: the run is being stopped.
+        """
         wait_s = _FIRST_WAIT_S
         try:
             while True:
+                self._enter_call([])
                 size = self._size.next(None if self._job.is_stream else self._claims.remaining())
                 self._items.tend(size)
                 claim = self._claims.claim(size)
+                self._report_if_due()  # here, where it knows what the others have done
                 if claim is None:
                     break
                 if claim.indices:
@@ -170,6 +182,24 @@ class MapWorker:
             self._items.close()
             self._claims.leave()
             self._records.close()
+            emit(CallsEnded())
+        if self._claims.is_stopped:
+            raise _stopped()  # another rank was first
+
+    def _enter_call(self, unanswered: Sequence[Sequence[int]]) -> None:
+        """Come to the next call, or to the search for work; a run that is being stopped ends here.
+
+        unanswered: the items of the present claim, in parts.
+
+        Raises:
+            RunStopped: it is.
+        """
+        emit(CallEntered(self._calls, self._note_stop))
+        if self._is_stop_asked and self._claims.stop([index for part in unanswered for index in part]):
+            raise _stopped()
+
+    def _note_stop(self) -> None:
+        self._is_stop_asked = True
 
     # -- one claim
 
@@ -180,10 +210,11 @@ class MapWorker:
             self._write_failed(claim.indices[0], f"RankDied: the process ended {times} while it worked on this item")
             return
         begun, is_whole = time.monotonic(), True
-        pending = self._calls(claim.indices)
+        pending = self._calls_of(claim.indices)
         while pending:
+            self._enter_call(pending)
             part = pending.pop()
-            attempt = Attempt(self._records_of, part, (), {})
+            attempt = self._attempt(part)
             if attempt.error is None:
                 self._write(attempt.value)
             else:
@@ -192,10 +223,13 @@ class MapWorker:
         if is_whole:
             shortest = min(map(length_of, self._items.get([claim.indices[-1]])))
             self._size.took(len(claim.indices), time.monotonic() - begun, shortest)
-        if time.monotonic() - self._reported > _REPORT_S:
-            self._report()
 
-    def _calls(self, indices: Sequence[int]) -> list[Sequence[int]]:
+    def _attempt(self, part: Sequence[int]) -> Attempt:
+        attempt = Attempt(self._records_of, part, (), {})
+        self._calls += 1
+        return attempt
+
+    def _calls_of(self, indices: Sequence[int]) -> list[Sequence[int]]:
         """Return the items of each call, the first one last."""
         most = self._size.in_one_call
         return [indices[start : start + most] for start in range(0, len(indices), most)][::-1]
@@ -280,7 +314,8 @@ class MapWorker:
         self._is_tested = True
         place = _place_of(error)
         for index in self._items.some(claim.indices):
-            attempt = Attempt(self._records_of, [index], (), {})
+            self._enter_call([claim.indices])
+            attempt = self._attempt([index])
             other = attempt.error
             if other is not None and not isinstance(other, Exception):
                 raise other
@@ -292,6 +327,7 @@ class MapWorker:
         while not (self._job.has_answers or self._others_fail_otherwise(place)):
             if len(self._failing()) >= self._ranks:
                 raise error
+            self._enter_call([claim.indices])
             time.sleep(_LONGEST_WAIT_S / 5)  # the other ranks still begin; what they find decides
 
     def _say_it_fails(self, place: str) -> None:
@@ -319,9 +355,17 @@ class MapWorker:
         self._records.append([AnswerRecord(index, packed, is_failed=True, round=self._claims.round)])
         self._failed += 1
 
+    def _report_if_due(self) -> None:
+        if time.monotonic() - self._reported > _REPORT_S:
+            self._report()
+
     def _report(self) -> None:
         self._reported = time.monotonic()
-        emit(ItemsDone(self._done, self._failed, self._size.in_one_call))
+        emit(ItemsDone(self._done, self._failed, self._size.in_one_call, self._claims.finished))
+
+
+def _stopped() -> RunStopped:
+    return RunStopped("stopped before the next call of the function of a map")
 
 
 def _place_of(error: BaseException) -> str:

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from nbaccel.errors import CollectiveMismatch, RunStopped
-from nbaccel.events import CollectiveEntered, GroupRenewed, StepEntered, StepsEnded, Waiting
+from nbaccel.events import CallEntered, CallsEnded, CollectiveEntered, GroupRenewed, StepEntered, StepsEnded, Waiting
 from nbaccel.launch.ipc.control import ControlPage, PeerWatch, StepGate, position_number
 
 
@@ -161,4 +162,42 @@ def test_a_count_of_collectives_leaves_a_ranks_position_alone() -> None:
     assert page.read(1) == before
     assert page.finished_before(1) == []
     assert page.finished_before(2) == [1]
+    page.close()
+
+
+def test_a_rank_in_calls_is_asked_to_leave_without_waiting_for_a_handshake() -> None:
+    page = ControlPage.create(2)
+    gate, asked = StepGate(page, 0), []
+    for done in range(3):
+        gate(CallEntered(done, lambda: asked.append("too early")))
+    assert page.read(0).in_step
+    assert page.calls(0) == 2
+    assert not asked
+    assert page.stop() == -1  # no step: another rank does not go on to where this one is
+    gate(CallEntered(2, lambda: asked.append("stop")))
+    assert asked == ["stop"]
+    gate(CallsEnded())
+    assert not page.read(0).in_step
+    page.close()
+
+
+def test_the_longest_call_is_the_time_to_wait_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ControlPage.create(1)
+    gate, now = StepGate(page, 0), 1.0
+    monkeypatch.setattr("nbaccel.launch.ipc.control.time", SimpleNamespace(monotonic=lambda: now))
+    for done, seconds in ((0, 5.0), (1, 20.0), (2, 300.0), (2, 1.0), (3, 0.0)):  # 300 s it waited for work
+        gate(CallEntered(done, lambda: None))
+        now += seconds
+    assert page.read(0).last_step_s == 20.0
+    page.close()
+
+
+def test_after_a_map_in_a_step_the_rank_is_in_that_step() -> None:
+    page = ControlPage.create(1)
+    gate = StepGate(page, 0)
+    gate(StepEntered(7))
+    gate(CallEntered(0, lambda: None))
+    gate(CallsEnded())
+    assert page.read(0).in_step
+    assert page.read(0).entered == position_number(7)
     page.close()

@@ -468,6 +468,20 @@ def test_a_rank_that_others_are_ahead_of_is_named_once_after_half_a_minute(page:
     assert line.startswith("no rank has entered a step or a collective for 31 s; rank 1 seems to hold up the others:")
 
 
+def test_a_rank_that_makes_calls_of_a_map_does_not_hang_and_fewer_calls_are_no_ones_fault(
+    page: ControlPage, tmp_path: Path
+) -> None:
+    watch, _, told = watched(page, tmp_path, limit_s=50.0)
+    for done, now in enumerate((1.0, 40.0, 80.0, 120.0)):
+        page.count_calls(0, done)
+        assert watch.tick(now) is None
+    for now in (151.0, 152.0):  # a long call is not worth a word, and a hang only where the user said so
+        assert watch.tick(now) is None
+    assert not told
+    watch.tick(170.0)
+    assert watch.tick(171.0) is not None
+
+
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_the_signal_is_for_ranks_that_did_not_answer_otherwise_and_can_take_it(
     page: ControlPage, tmp_path: Path, stacks: None, is_blocked: bool

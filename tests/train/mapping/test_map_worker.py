@@ -21,8 +21,8 @@ from nbaccel import Accelerator
 from nbaccel.answers import Answers, Failed, MapJob
 from nbaccel.answers.map_job import as_items
 from nbaccel.answers.records import RecordFile
-from nbaccel.errors import CannotContinue, CannotSave
-from nbaccel.events import ItemsDone, outlet
+from nbaccel.errors import CannotContinue, CannotSave, RunStopped
+from nbaccel.events import CallEntered, CallsEnded, Event, ItemsDone, outlet
 from nbaccel.testing import run_ranks
 from nbaccel.train.mapping.map_worker import work
 
@@ -245,12 +245,103 @@ def test_an_interrupt_keeps_what_is_answered(tmp_path: Path) -> None:
     job.close()
 
 
+def stops_after(calls: int, seen: list[Event]) -> Callable[[Event], None]:
+    """An outlet of a run that is stopped after so many calls."""
+
+    def take(event: Event) -> None:
+        seen.append(event)
+        if isinstance(event, CallEntered) and event.done >= calls:
+            event.stop()
+
+    return take
+
+
+def test_a_stop_comes_between_two_calls_and_what_was_returned_is_written(tmp_path: Path) -> None:
+    seen: list[Event] = []
+    function = Recording()
+    with outlet(stops_after(3, seen)), pytest.raises(RunStopped, match="before the next call"):
+        mapped(function, out=tmp_path / "a.jsonl", batch_size=5)
+    assert isinstance(seen[-1], CallsEnded)
+    job = MapJob.open(TEXTS, function, None, out=tmp_path / "a.jsonl", batch_size=5)
+    assert job.records().answered == sum(map(len, function.calls)) > 0
+    job.close()
+    assert len(function.calls) == 3
+    assert mapped(function, out=tmp_path / "a.jsonl", batch_size=5) == shouted()
+    assert sum(map(len, function.calls)) == len(TEXTS)  # nothing was asked twice
+
+
+def test_a_stop_within_a_claim_leaves_the_rest_of_it(tmp_path: Path) -> None:
+    function = Recording(lambda texts: ValueError("no") if len(texts) > 1 and len(function.calls) > 2 else None)
+    with outlet(stops_after(4, [])), pytest.raises(RunStopped):
+        mapped(function, out=tmp_path / "a.jsonl", batch_size=8)
+    for _ in range(4):  # an item alone is left each time
+        with outlet(stops_after(0, [])), pytest.raises(RunStopped):
+            mapped(function, out=tmp_path / "a.jsonl", batch_size=1)
+    answers = mapped(function, out=tmp_path / "a.jsonl")
+    assert answers == shouted()
+
+
+def test_a_stop_that_comes_when_all_is_answered_is_none() -> None:
+    assert mapped(shout, ["a"], batch_size=1) == ["A"]
+    with outlet(stops_after(1, [])):
+        assert mapped(shout, ["a"], batch_size=1) == ["A"]
+
+
+def test_a_stop_while_the_function_is_tested_on_other_items_is_one() -> None:
+    def fails(texts: list[str]) -> list[str]:
+        raise ValueError(texts[0])
+
+    with outlet(stops_after(2, [])), pytest.raises(RunStopped):
+        mapped(fails)
+
+
+@pytest.mark.parametrize("stopped_rank", [0, 1])
+def test_ranks_leave_a_map_together_though_only_one_has_heard_of_the_stop(tmp_path: Path, stopped_rank: int) -> None:
+    def rank() -> tuple[str, int]:
+        accelerator = Accelerator(cpu=True)
+        is_stopped = accelerator.process_index == stopped_rank
+        with outlet(stops_after(2 if is_stopped else 10_000, [])):
+            try:
+                accelerator.map(slow, range(400), out=tmp_path / "a.jsonl", batch_size=2)
+                word = "done"
+            except RunStopped:
+                word = "stopped"
+        return word, int(accelerator.reduce(torch.ones(1)).item())  # the next collective of all ranks
+
+    def slow(items: list[int]) -> list[int]:
+        time.sleep(0.01)
+        return items
+
+    assert run_ranks(2, rank) == [("stopped", 2)] * 2
+    assert list(mapped(slow, range(400), out=tmp_path / "a.jsonl", batch_size=2)) == list(range(400))
+
+
 def test_it_reports_what_is_done() -> None:
     seen: list[Any] = []
     with outlet(seen.append):
         mapped(Recording(lambda texts: ValueError("no") if TEXTS[0] in texts else None))
     done = [event for event in seen if isinstance(event, ItemsDone)]
-    assert (done[-1].done, done[-1].failed) == (59, 1)
+    assert (done[-1].done, done[-1].failed, done[-1].everywhere) == (59, 1, 60)
+
+
+def test_it_reports_what_another_process_has_done_in_the_same_file(tmp_path: Path) -> None:
+    def slow(items: list[int]) -> list[int]:
+        while not (tmp_path / "both").exists():
+            if len(list((tmp_path / "a.jsonl.parts" / "records").iterdir())) == 2:
+                (tmp_path / "both").touch()
+            time.sleep(0.01)
+        time.sleep(0.005)
+        return items
+
+    call = {"out": tmp_path / "a.jsonl", "batch_size": 1}
+    pid = fork(lambda: mapped(slow, range(200), **call))
+    seen: list[Any] = []
+    with outlet(seen.append):
+        mapped(slow, range(200), **call)
+    ended(pid)
+    reports = [event for event in seen if isinstance(event, ItemsDone)]
+    assert reports[-1].done < reports[-1].everywhere <= 200
+    assert any(0 < event.done < event.everywhere < 199 for event in reports)  # and not at the end alone
 
 
 # -- streams

@@ -1,4 +1,4 @@
-"""Run of a cell that goes on while other cells run, `--bg`. Runs in the kernel.
+"""Run that goes on while other cells run: of a cell with `--bg`, or of a map. Runs in the kernel, or in a script.
 
 The ranks are started before the cell returns, so they see the notebook as of the cell; a thread then watches them, and
 shows their output in the cell they belong to (`CellScreen`). Values enter the notebook in the main thread, when the
@@ -11,37 +11,93 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from nbaccel.display.live_panel import can_answer, runs_unattended
+from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.summary import line
 from nbaccel.errors import LaunchRefused
 from nbaccel.events import Listener
+from nbaccel.hardware import Platform
 from nbaccel.launch.ipc.kernel_state import TorchFlags
 from nbaccel.launch.processes.interaction import Pollable
-from nbaccel.notebook.cell_run import CellRun, Host, briefly
+from nbaccel.notices import briefly
 from nbaccel.output.painter import Screen
-from nbaccel.output.screens import ConsoleScreen
+from nbaccel.output.screens import ConsoleScreen, shell_here
 from nbaccel.quantities import duration
+from nbaccel.world import is_notebook_kernel
 
 __all__ = [
     "Background",
     "BackgroundRun",
+    "BackgroundWork",
+    "CellPlace",
     "CellScreen",
+    "background_here",
+    "why_not_in_the_background",
 ]
 
 _ATTEMPTS = 20
 
 
+class BackgroundWork(Protocol):
+    """A run that was prepared in the main thread, and can be done in another one.
+
+    shown: the view of the run.  error, end: its exception, and its end in one word; valid after `go`.
+    """
+
+    shown: RunView
+    error: BaseException | None
+    end: str
+
+    @property
+    def name(self) -> str:
+        """The run in words, as messages call it: "Cell In[5]"."""
+
+    @property
+    def ending(self) -> str:
+        """The reaction to a stop, in words: "finishes its step"."""
+
+    @property
+    def has_left_something(self) -> bool:
+        """Return whether there is something that only the conclusion of the run brings back; valid after `go`."""
+
+    @property
+    def left(self) -> Sequence[str]:
+        """Return in words what that is."""
+
+    def go(
+        self, host: Any, *, listeners: Sequence[Listener] = (), beside: Sequence[Pollable] = (), occupied: str = ""
+    ) -> None:
+        """Run to the end, see `Launcher.run`. The run's own error is kept, not raised."""
+
+    def show_end(self) -> None:
+        """Show what stays on the screen."""
+
+
 class BackgroundRun(Pollable):
     """One run, from `start` to its end. Its methods are for the main thread.
 
-    cell: the cell of the run.  began_at: by local time, "14:02:11".
+    work: what it does.  conclude: brings into the notebook what the run has left, and raises its error.
+    waiting, stopping: how a person does that.
+    name: the run in words.  began_at: by local time, "14:02:11".
     was_interrupted: an interrupt came before its ranks had begun.  times: number of requests to end it, by anyone.
+    is_concluded: somebody has fetched what it left.
     """
 
-    def __init__(self, run: CellRun) -> None:
-        self.run = run
-        self.cell = run.source.name
+    def __init__(
+        self,
+        work: BackgroundWork,
+        conclude: Callable[[], Any],
+        waiting: str = "%accelerate wait",
+        stopping: str = "%accelerate stop",
+    ) -> None:
+        self.work = work
+        self.name = work.name
+        self.is_concluded = False
+        self._conclude = conclude
+        self._waiting, self._stopping = waiting, stopping
         self.began_at = time.strftime("%H:%M:%S")
         self.was_interrupted = False
         self.times = 0
@@ -55,23 +111,23 @@ class BackgroundRun(Pollable):
 
     # --- in the main thread ------------------------------------------------------------------------------------
 
-    def start(self, host: Host, listeners: Sequence[Listener], beside: Sequence[Pollable]) -> None:
+    def start(self, host: Any, listeners: Sequence[Listener], beside: Sequence[Pollable]) -> None:
         """Start the ranks and return then. An interrupt meanwhile stops them, and the run is over.
 
         Raises:
             The error that kept the run from starting.
         """
         occupied = (
-            f"{self.cell} has been running in the background since {self.began_at}, and one run at a time uses the "
-            "devices: %accelerate wait for it, or %accelerate stop it."
+            f"{self.name} has been running in the background since {self.began_at}, and one run at a time uses the "
+            f"devices: {self._waiting} for it, or {self._stopping} it."
         )
         torch_flags = TorchFlags.of_this_thread()
 
         def go() -> None:
             try:
                 torch_flags.apply()
-                self.run.go(host, listeners=listeners, beside=[self, *beside], occupied=occupied)
-                self.run.show_end()
+                self.work.go(host, listeners=listeners, beside=[self, *beside], occupied=occupied)
+                self.work.show_end()
                 self._say_what_waits()
             except BaseException as trouble:
                 self._trouble = trouble
@@ -97,7 +153,7 @@ class BackgroundRun(Pollable):
     @property
     def is_worth_waiting_for(self) -> bool:
         """Return whether the run has left something that only `%accelerate wait` brings back."""
-        return self.run.has_left_something or self.run.error is not None or self._trouble is not None
+        return self._trouble is not None or self.work.error is not None or self.work.has_left_something
 
     def wait(self) -> bool:
         """Wait until the run is over; return False if an interrupt ended the wait, which does not affect the run."""
@@ -117,8 +173,18 @@ class BackgroundRun(Pollable):
         if self._trouble is not None:
             raise self._trouble
 
+    def conclude(self) -> Any:
+        """Fetch what the run has left, which is over; return its value.
+
+        Raises:
+            The run's error, or the one that kept it from ending in order.
+        """
+        self.is_concluded = True
+        self.check()
+        return self._conclude()
+
     def stop(self) -> None:
-        """Finish the step; a second call ends the run now."""
+        """Finish the step, or the calls of a map; a second call ends the run now."""
         self._press()
         self._end_packing()
 
@@ -128,26 +194,27 @@ class BackgroundRun(Pollable):
     def show_at(self, screen: Screen) -> None:
         """Show the panel on `screen`, too."""
         if self.is_over:
-            self.run.shown.show_too(screen)
+            self.work.shown.show_too(screen)
         else:
             self._shown_at.append(screen)
 
     def __str__(self) -> str:
         """Return how the run goes, or went, in half a sentence."""
         if not self.is_over:
-            return f"{self.cell} has been running in the background since {self.began_at} ({self._progress()})"
+            return f"{self.name} has been running in the background since {self.began_at} ({self._progress()})"
         if self._trouble is not None:
-            return f"{self.cell} came to no orderly end in the background ({type(self._trouble).__name__})"
-        return f"{self.cell} has ended in the background ({self.run.end})"
+            return f"{self.name} came to no orderly end in the background ({type(self._trouble).__name__})"
+        return f"{self.name} has ended in the background ({self.work.end})"
 
     @property
     def what_waits(self) -> str:
         """Return what `%accelerate wait` would bring back, in words."""
-        whatever = ["what it left"] if self.run.task.leaves_all and self.run.has_left_something else self.run.task.out
-        return ", ".join([*whatever, *([] if self.run.error is None else ["its error"])]) or "no value"
+        left = () if self._trouble is not None else self.work.left
+        has_error = self.work.error is not None or self._trouble is not None
+        return ", ".join([*left, *(["its error"] if has_error else [])]) or "no value"
 
     def _progress(self) -> str:
-        shown = self.run.shown
+        shown = self.work.shown
         seconds = shown.elapsed_s
         for _ in range(_ATTEMPTS):
             try:
@@ -182,26 +249,32 @@ class BackgroundRun(Pollable):
         just before it would have looked.
         """
         while self._shown_at:
-            self.run.shown.show_too(self._shown_at.pop())
+            self.work.shown.show_too(self._shown_at.pop())
 
     def _say_what_waits(self) -> None:
         if self.is_worth_waiting_for and not self.was_interrupted:
-            self.run.shown.write(
-                "stdout", f"{self.cell} is {self.run.end}: %accelerate wait brings {self.what_waits}\n"
+            self.work.shown.write(
+                "stdout", f"{self.name} is {self.work.end}: {self._waiting} brings {self.what_waits}\n"
             )
 
 
 class Background:
     """The one run that a notebook may have in the background, and the commands on it. For the main thread.
 
-    say: prints a line.  conclude: brings what a finished run has left into the notebook, and raises its error.
-    current: the run, until its results have been brought back; None without one.
+    say: prints a line.  place: returns where a run that begins now is shown.
     """
 
-    def __init__(self, say: Callable[[str], None], conclude: Callable[[CellRun], Any]) -> None:
+    def __init__(self, say: Callable[[str], None], place: Callable[[], CellPlace]) -> None:
         self._say = say
-        self._conclude = conclude
-        self.current: BackgroundRun | None = None
+        self.place = place
+        self._current: BackgroundRun | None = None
+
+    @property
+    def current(self) -> BackgroundRun | None:
+        """Return the run, until its results have been brought back; None without one."""
+        if self._current is not None and self._current.is_concluded:
+            self._current = None
+        return self._current
 
     def make_room(self, *, for_another: bool = False) -> None:
         """Check that ranks can be used now, in the background too if `for_another`.
@@ -218,7 +291,7 @@ class Background:
                 "and then run this cell again."
             )
         if not current.is_worth_waiting_for:
-            self._fetch(current)
+            current.conclude()
         elif for_another:
             raise LaunchRefused(
                 f"{current}, and %accelerate wait has not brought {current.what_waits} yet: run that, and then this "
@@ -228,20 +301,26 @@ class Background:
             self._say(f"{current}: %accelerate wait brings {current.what_waits}")
 
     def begin(
-        self, run: CellRun, host: Host, listeners: Sequence[Listener], beside: Sequence[Pollable]
+        self,
+        work: BackgroundWork,
+        conclude: Callable[[], Any],
+        host: Any,
+        listeners: Sequence[Listener],
+        beside: Sequence[Pollable],
     ) -> BackgroundRun:
-        """Start `run`.
+        """Start `work`; the arguments are those of `BackgroundRun` and of its `start`.
 
         A run that was interrupted before it had begun is over, and concluded like one in the foreground.
 
         Raises:
             LaunchRefused: nothing was started.
         """
-        current = BackgroundRun(run)
+        current = BackgroundRun(work, conclude)
         current.start(host, listeners, beside)
         if current.was_interrupted:
-            self._fetch(current)
-        self.current = current
+            current.conclude()
+        self._current = current
+        self._say("in the background: %accelerate wait, status, attach and stop come back to it")
         return current
 
     def wait(self) -> Any:
@@ -255,7 +334,7 @@ class Background:
             return None
         if not current.wait():
             raise briefly(KeyboardInterrupt(f"the waiting was interrupted; {current}. %accelerate wait waits again."))
-        return self._fetch(current)
+        return current.conclude()
 
     def attach(self, here: Callable[[], Screen]) -> Any:
         """Show the panel in the cell that runs now, which `here` makes a screen of, and wait.
@@ -269,7 +348,7 @@ class Background:
         if not current.wait():
             self._say(f"detached; {current}")
             return None
-        return self._fetch(current)
+        return current.conclude()
 
     def stop(self) -> bool:
         """Ask the run to end; return False if none is running."""
@@ -279,15 +358,15 @@ class Background:
         is_first = current.times == 0
         current.stop()
         self._say(
-            f"{current.cell} finishes its step; %accelerate wait brings what it has, %accelerate stop ends it now"
+            f"{current.name} {current.work.ending}; %accelerate wait brings what it has, %accelerate stop ends it now"
             if is_first
-            else f"{current.cell} is being ended"
+            else f"{current.name} is being ended"
         )
         return True
 
     def close(self) -> None:
         """End a running run at once, without a message."""
-        current, self.current = self.current, None
+        current, self._current = self.current, None
         if current is not None and not current.is_over:
             current.stop()
             current.stop()
@@ -315,11 +394,6 @@ class Background:
         if self.current is None:
             self._say("nothing runs in the background; a cell does with %%accelerate --bg")
         return self.current
-
-    def _fetch(self, current: BackgroundRun) -> Any:
-        self.current = None
-        current.check()
-        return self._conclude(current.run)
 
 
 class CellScreen(ConsoleScreen):
@@ -349,3 +423,38 @@ class CellScreen(ConsoleScreen):
     def _send(self, kind: str, content: dict[str, Any]) -> None:
         kernel = self._kernel
         kernel.session.send(kernel.iopub_socket, kind, content, parent=self._cell, ident=kernel._topic(kind))
+
+
+@dataclass(frozen=True, slots=True)
+class CellPlace:
+    """The place of a run in a notebook.  screen: of its cell.  frames, beside: a button there, for panel and run."""
+
+    screen: Screen
+    frames: PanelSink
+    beside: Pollable
+
+
+def background_here() -> Background | None:
+    """Return the background of this notebook, whose extension is loaded if that was not done; None in a script."""
+    shell = shell_here()
+    if shell is None:
+        return None
+    shell.extension_manager.load_extension("nbaccel")
+    found: Background = shell.magics_manager.registry["AccelerateMagics"].session.background
+    return found
+
+
+def why_not_in_the_background(start_method: str, shell: Any, platform: Platform) -> str:
+    """Return why a run cannot go on in the background; empty if its cell can return, and users can come back to it.
+
+    shell: IPython's; None in a script, which does what it likes meanwhile.
+    """
+    if start_method == "inline":
+        return "a run in the notebook's own process leaves no room for other cells"
+    if shell is None:
+        return ""
+    if not is_notebook_kernel():
+        return "a terminal has no place that other cells leave alone"
+    if runs_unattended(platform) or not can_answer(shell):
+        return "a program executes this notebook, and would not come back to the run"
+    return ""
