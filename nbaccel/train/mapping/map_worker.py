@@ -27,6 +27,7 @@ from nbaccel.answers.fingerprint import length_of
 from nbaccel.answers.formats import InMemoryFormat
 from nbaccel.answers.map_job import as_items
 from nbaccel.answers.records import AnswerRecord
+from nbaccel.answers.source_mark import SourceMark
 from nbaccel.errors import CannotSave
 from nbaccel.events import ItemsDone, emit
 from nbaccel.failures import Recovery, recovery_of
@@ -59,16 +60,19 @@ def map_in_ranks(
     options: as `MapJob.open` takes them.
     """
     items, world = as_items(items), accelerator.world
-    token, folder = "", None
+    token, folder, marks = "", None, None
     if world.is_distributed:
-        token = accelerator.collectives.broadcast_objects([uuid.uuid4().hex])[0]
+        # A rank may read another value of its own, as its number: the sources are those of rank 0.
+        is_asked = out is not None and world.is_main_process
+        marks = (SourceMark.of(function), SourceMark.of(setup)) if is_asked else None
+        token, marks = accelerator.collectives.broadcast_objects([(uuid.uuid4().hex, marks)])[0]
         folder = Path(tempfile.gettempdir()) / f"nbaccel-map-{token}"
         if out is None and world.local_world_size != world.world_size:
             raise ValueError(
                 f"rank {world.rank} of {world.world_size} is on another machine than rank 0 or others: name a file in "
                 'a folder that all machines share, out="shared/answers.jsonl"'
             )
-    job = MapJob.open(items, function, setup, out=out, token=token, folder=folder, **options)
+    job = MapJob.open(items, function, setup, out=out, token=token, folder=folder, marks=marks, **options)
     try:
         work(accelerator, job, items, function, setup)
         return job.answers()
