@@ -69,6 +69,9 @@ _CALLED_BY_NAME = (
     types.ClassMethodDescriptorType,
 )  # fmt: skip
 _IS_AROUND = "__wrapped__"
+_MADE = ("<string>", "<attrs")
+"""Beginnings of the files of methods that packages write for a class."""
+
 _LARGEST = 10**100
 """Numbers from here on are written in hexadecimal: Python refuses decimals of some thousand digits."""
 
@@ -183,7 +186,7 @@ class _Reading:
     def read_cell(self, text: str, codes: Sequence[types.CodeType], names: Mapping[str, Any]) -> None:
         """Follow a cell."""
         self._marks[_WHOLE] = mark_of_tree(ast.parse(text))
-        self._add_globals(names_read(codes), names, _MAIN)
+        self._add_globals(names_read(codes), names)
         self._follow()
 
     def finished(self) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -201,6 +204,8 @@ class _Reading:
 
     def _add(self, name: str, value: Any) -> str:
         """Note a value under a name, once; equal names of different values get numbers. Return the name."""
+        while not self._is_own(value) and _IS_AROUND in (around := _dictionary_of(value)):
+            value = around[_IS_AROUND]  # a decorator of a package is in the text of what it decorates
         base, number = name, 1
         while name in self._seen:
             if self._seen[name] is value:
@@ -214,13 +219,13 @@ class _Reading:
 
     def _add_argument(self, name: str, value: Any) -> None:
         """Note a function that was given, whose file counts as the notebook does, or another argument."""
-        self._homes.add(_home_of(value))
+        self._homes |= {_home_of(value), _home_of(_dictionary_of(value).get(_IS_AROUND, value))}
         self._add(name, value)
 
-    def _add_globals(self, read: Iterable[str], space: Mapping[str, Any], module: str) -> None:
+    def _add_globals(self, read: Iterable[str], space: Mapping[str, Any]) -> None:
         for one in sorted(read):
             if one in space:
-                self._add(_global_name(one, module), space[one])
+                self._add(one, space[one])
 
     def _follow(self) -> None:
         while self._todo:
@@ -228,8 +233,6 @@ class _Reading:
 
     def _take(self, name: str, value: Any) -> None:
         """Mark one value, and note what it is made of."""
-        while not self._is_own(value) and _IS_AROUND in (around := _dictionary_of(value)):
-            value = around[_IS_AROUND]  # a decorator of a package is in the text of what it decorates
         if _is_value(value):
             self._values[name] = value
             for path, part in islice(_parts_of(value), _MOST_IN_CONTAINER):
@@ -255,7 +258,8 @@ class _Reading:
         """Return the name under which a value is read: that of its definition, or the one that came first."""
         if id(value) not in self._first:
             own = value.__qualname__ if _is_a(value, types.FunctionType, type) and self._is_own(value) else "<locals>"
-            own = name if name == _WHOLE or "<" in own else _global_name(own, _home_of(value))
+            is_taken = own in self._seen and self._seen[own] is not value
+            own = name if name == _WHOLE or "<" in own or is_taken else own
             self._first[id(value)] = self._add(own, value)
         return self._first[id(value)]
 
@@ -269,13 +273,13 @@ class _Reading:
         code, space = function.__code__, function.__globals__
         tree = self._texts.tree_of(code, space)
         self._marks[name] = mark_of_code(code) if tree is None else mark_of_tree(tree)
-        said, read, module = _said(name, function), names_read([code]), _home_of(function)
+        said, read = _said(name, function), names_read([code])
         free = {one: f"{one} in {said}" for one in code.co_freevars}
         for path in () if tree is None or self._is_strict else changed_in(tree):
             root, _, attribute = path.partition(".")
-            owner = _global_name(root, module) if root in read else free.get(root, "")
+            owner = root if root in read else free.get(root, "")
             self._changed.add(f"{owner}.{attribute}" if attribute else owner)
-        self._add_globals(read, space, module)
+        self._add_globals(read, space)
         for one, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # an empty cell
                 self._add(free[one], cell.cell_contents)
@@ -301,7 +305,7 @@ class _Reading:
         facts = [[base.__name__ for base in bases], methods, annotated, document]
         self._marks[name] = _CLASS + _hash(json.dumps(facts))
         for base in filter(self._is_own, bases):
-            self._add(_global_name(base.__name__, _home_of(base)), base)
+            self._add(base.__name__, base)
         for member, value in members.items():
             self._add(f"{name or kind.__name__}.{member}", value)
 
@@ -310,9 +314,9 @@ class _Reading:
         kind = type(value)
         mine = [each for each in kind.__mro__ if each is not object]
         if self._is_own(kind):
-            self._add(_global_name(kind.__name__, _home_of(kind)), kind)
+            self._add(kind.__name__, kind)
         if name == _WHOLE:
-            self._marks[name] = _NAMED + _full_name(kind)
+            self._marks[name] = _NAMED + (kind.__name__ if self._is_own(kind) else _full_name(kind))
         if all(map(self._is_own, mine)) or kind in (types.SimpleNamespace, argparse.Namespace):
             state = set() if self._is_strict else self._state_of(mine)
             for attribute, each in sorted(_attributes_of(value).items()):
@@ -408,7 +412,7 @@ def _members_of(kind: type) -> Iterator[tuple[str, Any]]:
         for part, each in parts.items():
             is_dunder = name.startswith("__") and name.endswith("__")
             if isinstance(each, types.FunctionType):
-                is_made = is_dunder and (each.__code__.co_filename.startswith("<") or not _is_by_user(each))
+                is_made = is_dunder and (each.__code__.co_filename.startswith(_MADE) or not _is_by_user(each))
                 if not is_made:
                     yield part, each
             elif each is not None and not (is_dunder or name.startswith("_abc_") or issubclass(kind, enum.Enum)):
@@ -471,10 +475,6 @@ def _full_name(value: Any) -> str:
     package = str(getattr(value, "__module__", None) or "").partition(".")[0].strip("_")
     name = getattr(value, "__name__", type(value).__name__)
     return f"{package}.{name}" if package else str(name)
-
-
-def _global_name(name: str, module: str) -> str:
-    return name if module == _MAIN else f"{module}.{name}"
 
 
 def _said(name: str, value: Any = None) -> str:
