@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import dis
+import functools
 import hashlib
 import linecache
 import types
@@ -128,42 +129,70 @@ def mark_of_text(text: str) -> str:
 
 
 class CodeTexts:
-    """The trees of the files and cells that were asked for, each parsed once."""
+    """The texts of the files and cells that were asked for, each parsed once."""
 
     def __init__(self) -> None:
-        self._of_files: dict[tuple[str, int], list[tuple[_Function, int, types.CodeType]]] = {}
+        self._texts: dict[tuple[str, int], _Text] = {}
 
     def tree_of(self, code: types.CodeType, names: Mapping[str, Any]) -> _Function | None:
         """Return the tree of a function's code; None if there is no text that gives this code.
 
         names: the globals of the function; the loader of a module in an archive is found there.
         """
-        for is_newest in (False, True):  # what was read before the file changed is what the code was made of
-            if is_newest:
-                linecache.checkcache(code.co_filename)
-                self._of_files.pop((code.co_filename, code.co_flags & _FUTURE), None)
-            twins = [each for each in self._functions(code, names) if _does_the_same(each[2], code)]
+        key = code.co_filename, code.co_flags & _FUTURE
+        text = self._texts.get(key) or _Text(_lines_of(code, names), key[1])
+        found = text.tree_of(code)
+        if found is None:  # the file may have been loaded anew; what was read before is not dropped earlier
+            linecache.checkcache(code.co_filename)
+            if (lines := _lines_of(code, names)) != text.lines:
+                text = _Text(lines, key[1])
+                found = text.tree_of(code)
+        self._texts[key] = text
+        return found
+
+
+def _lines_of(code: types.CodeType, names: Mapping[str, Any]) -> list[str]:
+    with suppress(Exception):  # a loader of the user's may raise anything
+        return linecache.getlines(code.co_filename, dict(names))
+    return []
+
+
+class _Text:
+    """One file or cell, and its functions.  flags: of `from __future__` imports."""
+
+    def __init__(self, lines: list[str], flags: int) -> None:
+        self.lines = lines
+        self._flags = flags
+
+    def tree_of(self, code: types.CodeType) -> _Function | None:
+        for functions in ("_of_file", "_of_cell"):
+            twins = [each for each in getattr(self, functions) if _does_the_same(each[2], code)]
             if twins:
                 return min(twins, key=lambda twin: abs(twin[1] - code.co_firstlineno))[0]
         return None
 
-    def _functions(self, code: types.CodeType, names: Mapping[str, Any]) -> list[tuple[_Function, int, types.CodeType]]:
-        """Return all functions of a file: their tree, their line, and their code as this Python compiles it."""
-        key = code.co_filename, code.co_flags & _FUTURE
-        if key not in self._of_files:
-            with suppress(Exception):  # a loader of the user's may raise anything
-                lines = linecache.getlines(code.co_filename, dict(names))
-                self._of_files[key] = list(_compiled(lines, key[1]))
-        return self._of_files.get(key, [])
+    @functools.cached_property
+    def _of_file(self) -> list[tuple[_Function, int, types.CodeType]]:
+        with suppress(SyntaxError, ValueError):
+            return list(_compiled(_parsed(self.lines), self._flags))
+        return []
+
+    @functools.cached_property
+    def _of_cell(self) -> list[tuple[_Function, int, types.CodeType]]:
+        """The functions as IPython compiles a cell, statement by statement: imports above make no difference then."""
+        found: list[tuple[_Function, int, types.CodeType]] = []
+        with suppress(SyntaxError, ValueError):
+            for statement in _parsed(self.lines).body:
+                found += _compiled(ast.Module([statement], []), self._flags)
+        return found
 
 
-def _compiled(lines: list[str], flags: int) -> Iterator[tuple[_Function, int, types.CodeType]]:
+def _compiled(tree: ast.Module, flags: int) -> Iterator[tuple[_Function, int, types.CodeType]]:
     """Yield all functions of a text: their tree, their line, and their code.
 
     No position in compiled code says which lambda of a line it belongs to, under all versions. So the text is compiled
     twice, the second time with the number of each function as its line.
     """
-    tree = _parsed(lines)
     functions = [node for node in ast.walk(tree) if isinstance(node, _Function)]
     flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     plain = list(_within(compile(tree, "", "exec", flags, dont_inherit=True)))

@@ -132,6 +132,17 @@ def test_of_a_cell_as_it_was_typed_the_magics_do_not_count() -> None:
         del linecache.cache["Cell In[77]"]
 
 
+def test_a_cell_is_compiled_statement_by_statement(tmp_path: Path) -> None:
+    """Python calls a function of a module otherwise where it sees the import."""
+    path = tmp_path / "cell.py"
+    text = "import time\ndef f(x):\n    return time.sleep(x)\n"
+    path.write_text(text)
+    scope: dict[str, Any] = {}
+    for statement in ast.parse(text).body:
+        exec(compile(ast.Module([statement], []), str(path), "exec"), scope)
+    assert mark(scope["f"]) == mark(function_in(tmp_path / "file.py", text))
+
+
 def test_code_without_a_text_is_known_by_its_instructions() -> None:
     scopes: list[dict[str, Any]] = [{}, {}, {}]
     for scope, text in zip(scopes, ["x + 1", "x  +  1", "x + 2"], strict=True):
