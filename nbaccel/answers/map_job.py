@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import tempfile
+import time
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
@@ -30,7 +32,13 @@ from nbaccel.errors import CannotContinue
 from nbaccel.quantities import plural
 from nbaccel.values import frozen
 
-__all__ = ["MapJob", "MapManifest", "as_items"]
+__all__ = ["IN_MEMORY", "MapJob", "MapManifest", "as_items"]
+
+IN_MEMORY = "nbaccel-map-"
+"""Beginning of the names of folders for answers in memory."""
+
+_ABANDONED_S = 600.0
+"""Age of such a folder from which on nobody needs it if no process has it open: its ranks were killed."""
 
 _VERSION = 2
 _READ_TOO = (1, 2)
@@ -142,7 +150,8 @@ class MapJob:
         marks = marks or (SourceMark.of(function), SourceMark.of(setup))
         manifest = MapManifest(total, checksum, *marks, repr(key))
         if target is None:
-            folder = folder or Path(tempfile.mkdtemp(prefix="nbaccel-map-"))
+            folder = folder or Path(tempfile.mkdtemp(prefix=IN_MEMORY))
+            _remove_abandoned(Path(tempfile.gettempdir()))
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             folder = target.with_name(f"{target.name}.parts")
@@ -466,6 +475,17 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path.name} cannot be read ({type(error).__name__}: {error}); overwrite=True starts anew"
         ) from error
     return found
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the folders of answers in memory whose ranks were all killed, as torchrun does if one of them dies."""
+    for folder in parent.glob(f"{IN_MEMORY}*"):
+        with suppress(OSError):  # it is being removed by another process
+            facts = folder.lstat()
+            is_mine = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid()
+            is_old = time.time() - facts.st_mtime > _ABANDONED_S
+            if is_mine and is_old and not ClaimLog(folder, None).anyone():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _size(path: Path) -> int:

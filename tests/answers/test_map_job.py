@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nbaccel.answers import Answers, Failed, MapJob
+from nbaccel.answers.claim_log import ClaimLog
 from nbaccel.answers.map_job import as_items
 from nbaccel.answers.records import AnswerRecord
 from nbaccel.answers.source_mark import SourceMark
@@ -121,6 +122,26 @@ def test_what_belongs_to_something_else_is_refused_with_both_ways_out(tmp_path: 
         opened(tmp_path / "a.jsonl", **options)
     assert "\n" not in str(caught.value)
     assert left(tmp_path) == before
+
+
+def test_answers_in_memory_of_killed_ranks_are_removed_by_a_later_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    old = {}
+    for name in ("killed", "alive", "young"):
+        old[name] = tmp_path / f"nbaccel-map-{name}"
+        old[name].mkdir()
+        (old[name] / "workers").mkdir()
+    (old["killed"] / "workers" / "open-1").touch()
+    alive = ClaimLog(old["alive"], 3).attend()
+    (tmp_path / "nbaccel-map-link").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "elsewhere").mkdir()
+    for path in (old["killed"], old["alive"], tmp_path / "elsewhere"):
+        os.utime(path, (1, 1))
+    opened(None).close()
+    assert left(tmp_path) == ["elsewhere", "nbaccel-map-alive", "nbaccel-map-link", "nbaccel-map-young"]
+    alive.close()
 
 
 LIMIT, HELD = 4, [1] * 999

@@ -17,7 +17,7 @@ import pytest
 
 import nbaccel
 from nbaccel.answers import Failed
-from nbaccel.errors import CannotContinue, CannotSave, CannotSend, LaunchRefused, NestedLaunch, RankDied
+from nbaccel.errors import CannotContinue, CannotSave, CannotSend, LaunchRefused, NestedLaunch, RankDied, RanksFailed
 from nbaccel.launch.api import launch
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.plan import LaunchPlan
@@ -304,6 +304,27 @@ def test_bad_input_is_one_sentence(call: Callable[[], Any], error: type[Exceptio
 def test_in_a_rank_it_is_accelerator_map() -> None:
     with pytest.raises(NestedLaunch, match=r"call accelerator\.map\(function, items, \.\.\.\) here, in all ranks"):
         launch(lambda: nbaccel.map(double, [1]), 2, cpu=True)
+
+
+def test_ranks_that_are_killed_leave_no_answers_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_method: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises((RankDied, RanksFailed)):
+        launch(map_and_die, 2, cpu=True, start_method=start_method)
+    assert not list(tmp_path.glob("**/nbaccel-map-*"))
+
+
+def map_and_die() -> None:
+    accelerator = nbaccel.Accelerator()
+
+    def answer(items: list[int]) -> list[int]:
+        if accelerator.process_index:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(AT_MOST_S)
+        return items
+
+    accelerator.map(answer, range(10))
 
 
 def test_a_full_disk_is_said_with_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

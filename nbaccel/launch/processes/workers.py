@@ -24,7 +24,7 @@ from nbaccel.launch.ipc.spec import LaunchSpec, WorkerBoot
 from nbaccel.launch.ipc.telemetry import Rings
 from nbaccel.launch.processes.handle import WorkerHandle
 from nbaccel.launch.processes.start import StartMethod
-from nbaccel.world import World
+from nbaccel.world import RUN_FOLDER, World
 
 __all__ = [
     "WorkerGroup",
@@ -130,7 +130,7 @@ class WorkerGroup:
         channel_fd, stdout_fd, stderr_fd, ring_fd = ends.theirs
         return WorkerBoot(
             world=world,
-            environ=spec.environ_of(rank) | world.environ(self._port),
+            environ=spec.environ_of(rank) | world.environ(self._port) | {RUN_FOLDER: self.folder},
             sees_one_card=share == 1,
             setup=spec.setup,
             threads=spec.threads,
