@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["PACKAGE_DIR", "are_ours", "briefly", "show_as", "unignored", "without_our_frames"]
+__all__ = ["PACKAGE_DIR", "are_ours", "briefly", "is_users", "show_as", "unignored", "without_our_frames"]
 
 PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """The folder of this package: frames of files below it are ours, all others are the user's or a library's."""
@@ -65,6 +65,19 @@ def without_our_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
             raise
 
     return called
+
+
+def is_users(filename: str) -> bool:
+    """Return whether code of that file belongs neither to the project nor to a library."""
+    return not filename.startswith(_not_theirs())
+
+
+@functools.cache
+def _not_theirs() -> tuple[str, ...]:
+    import sysconfig  # takes a millisecond, which an import of nbaccel need not
+
+    libraries = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return PACKAGE_DIR, *libraries, "<frozen"
 
 
 def are_ours(filenames: list[str]) -> list[bool]:

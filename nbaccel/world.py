@@ -12,10 +12,13 @@ from collections.abc import Mapping
 
 from nbaccel.values import frozen
 
-__all__ = ["LAUNCH_ID", "World", "is_notebook_kernel"]
+__all__ = ["LAUNCH_ID", "RUN_FOLDER", "World", "is_notebook_kernel", "run_folder"]
 
 LAUNCH_ID = "NBACCEL_LAUNCH_ID"
 """Variable set by nbaccel's launcher in every rank; it distinguishes new rank numbers from those of a dead program."""
+
+RUN_FOLDER = "NBACCEL_RUN_FOLDER"
+"""Variable set by nbaccel's launcher in every rank: a folder that it removes when all ranks of the run are gone."""
 
 _OWN_DEVICES = "NBACCEL_OWN_DEVICES"
 _TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
@@ -135,6 +138,12 @@ class World:
             launch_id=env.get(LAUNCH_ID, ""),
             own_devices=int(env.get(_OWN_DEVICES) or 1),
         )
+
+
+def run_folder() -> str:
+    """Return the folder for files that nobody needs after the run, however it ends; empty if its launcher has none."""
+    folder = os.environ.get(RUN_FOLDER, "")
+    return folder if os.path.isdir(folder) else ""
 
 
 def is_notebook_kernel() -> bool:

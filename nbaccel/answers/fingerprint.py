@@ -1,21 +1,16 @@
-"""Fingerprints: what makes two calls of a map the same one. Used in the kernel and in ranks; pure.
+"""Fingerprints: what makes the items of two calls of a map the same. Used in the kernel and in ranks; pure.
 
-Values are written in one canonical form, since two pickles of equal values may differ. A function counts by its source
-without comments and layout; the values of its closure and of globals do not count, and neither do weights of a model.
+Values are written in one canonical form, since two pickles of equal values may differ.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
 import hashlib
-import inspect
 import pickle
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-__all__ = ["checksum_of", "checksum_of_sample", "length_of", "source_of"]
+__all__ = ["checksum_of", "checksum_of_sample", "length_of"]
 
 _MOST_SAMPLED = 32
 _DEEPEST = 32
@@ -122,55 +117,3 @@ def _length(item: Any, depth: int) -> int:
         return len(item)
     except TypeError:
         return 0
-
-
-def source_of(function: Callable[..., Any] | None) -> str:
-    """Return the source of a function, without comments and layout; its name where it has no source.
-
-    >>> source_of(len)
-    'builtins.len'
-    >>> source_of(functools.partial(len, key=1))
-    'partial(builtins.len, key=1)'
-    """
-    if function is None:
-        return ""
-    if isinstance(function, functools.partial):
-        given = [_in_brief(value) for value in function.args]
-        given += [f"{name}={_in_brief(value)}" for name, value in sorted(function.keywords.items())]
-        return f"partial({', '.join([source_of(function.func), *given])})"
-    plain = inspect.unwrap(function)
-    plain = getattr(plain, "__func__", plain)  # of a bound method
-    if not hasattr(plain, "__code__") and not isinstance(plain, type) and callable(plain):
-        if inspect.isbuiltin(plain):
-            return f"{plain.__module__}.{plain.__qualname__}"
-        plain = type(plain)  # an object that can be called
-    try:
-        text = inspect.getsource(plain)
-    except (OSError, TypeError):
-        code = getattr(plain, "__code__", None)
-        name = f"{getattr(plain, '__module__', '')}.{getattr(plain, '__qualname__', plain)}"
-        return name if code is None else f"{name} {_checksum_of_code(code)}"
-    return _normal(text, plain)
-
-
-def _in_brief(value: Any) -> str:
-    return repr(value) if isinstance(value, str | int | float | None) else type(value).__qualname__
-
-
-def _normal(text: str, function: Any) -> str:
-    """Return a source as Python prints it again; of a lambda, without the statement around it."""
-    is_lambda = getattr(function, "__name__", "") == "<lambda>"
-    try:
-        tree = ast.parse(textwrap.dedent(text))
-    except SyntaxError:  # a lambda inside of a call over several lines, whose first lines are missing
-        return _checksum_of_code(function.__code__) if hasattr(function, "__code__") else text
-    if not is_lambda:
-        return ast.unparse(tree)
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
-    return ast.unparse(found[0]) if len(found) == 1 else _checksum_of_code(function.__code__)
-
-
-def _checksum_of_code(code: Any) -> str:
-    """Return a checksum of compiled code: its instructions, names and constants; it holds for one version of Python."""
-    constants = [_checksum_of_code(each) if inspect.iscode(each) else repr(each) for each in code.co_consts]
-    return checksum_of([code.co_code, list(code.co_names), list(code.co_varnames), constants])

@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import tempfile
+import time
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
@@ -22,16 +24,26 @@ from typing import Any, Self
 
 from nbaccel.answers.answer_list import Answers
 from nbaccel.answers.claim_log import ClaimLog, LifeLock, locked
-from nbaccel.answers.fingerprint import checksum_of, checksum_of_sample, length_of, source_of
+from nbaccel.answers.fingerprint import checksum_of, checksum_of_sample, length_of
 from nbaccel.answers.formats import Format, format_of
 from nbaccel.answers.records import AnswerIndex, AnswerRecord, RecordFile
+from nbaccel.answers.source_mark import SourceMark
 from nbaccel.errors import CannotContinue
 from nbaccel.quantities import plural
 from nbaccel.values import frozen
 
-__all__ = ["MapJob", "MapManifest", "as_items"]
+__all__ = ["IN_MEMORY", "MapJob", "MapManifest", "as_items"]
 
-_VERSION = 1
+IN_MEMORY = "nbaccel-map-"
+"""Beginning of the names of folders for answers in memory."""
+
+_ABANDONED_S = 600.0
+"""Age of such a folder from which on nobody needs it if no process has it open: its ranks were killed."""
+
+_VERSION = 2
+_READ_TOO = (1, 2)
+"""Versions of the manifest that are read. The first has the text of a function, and no mark of what that reads."""
+
 _READ_WHOLE = ("builtins", "numpy", "torch", "pandas")
 
 
@@ -40,28 +52,34 @@ class MapManifest:
     """The facts that must be the same for answers to belong to a call.
 
     total: number of items; None for a stream.  items: their checksum; empty for a stream, whose blocks have their own.
-    function, setup: their sources.  key: what the program says about weights and settings.
+    function, setup: the marks of their sources.  key: what the program says about weights and settings.
     """
 
     total: int | None
     items: str
-    function: str
-    setup: str
+    function: SourceMark
+    setup: SourceMark
     key: str
 
-    def difference(self, other: MapManifest) -> str:
-        """Return in words what is different in `other`; empty if nothing is."""
-        if self.total != other.total:
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """The same facts for a file."""
+        facts = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return facts | {"function": self.function.names, "setup": self.setup.names}
+
+    def difference(self, known: Mapping[str, Any]) -> str:
+        """Return in words what is different in the facts of a file; empty if nothing is."""
+        if self.total != (total := known["total"]):
             here = "a stream" if self.total is None else plural(self.total, "item")
-            there = "a stream" if other.total is None else plural(other.total, "item")
+            there = "a stream" if total is None else plural(total, "item")
             return f"to other items ({there}, now {here})"
-        if self.items != other.items:
+        if self.items != known["items"]:
             return f"to other items (as many, {plural(self.total or 0, 'item')}, with other contents or order)"
-        if self.function != other.function:
-            return "of another function (its source has changed)"
-        if self.setup != other.setup:
-            return "with another setup (its source has changed)"
-        return f"with key={other.key}, now key={self.key}" if self.key != other.key else ""
+        for name, words in {"function": "of another function", "setup": "with another setup"}.items():
+            mark: SourceMark = getattr(self, name)
+            if changed := mark.difference(known[name]):
+                return f"{words} ({changed})" if mark.is_another(known[name]) else f"of other code: {changed}"
+        return f"with key={known['key']}, now key={self.key}" if self.key != known["key"] else ""
 
 
 class MapJob:
@@ -105,12 +123,14 @@ class MapJob:
         batch_size: int | None = None,
         token: str = "",
         folder: Path | None = None,
+        marks: tuple[SourceMark, SourceMark] | None = None,
     ) -> Self:
         """Return the map, its folder made or found. Several processes may open it at once.
 
         items: as `as_items` returns them.
         token: equal in all ranks of one call, so that the first of them alone overwrites, or asks failed items again.
         folder: of answers in memory, if several processes share it; it need not exist.
+        marks: the sources of `function` and `setup`, if another rank of the call has found them.
 
         Raises:
             CannotContinue: `out` has other answers than those that the call asks for, or is used in another way.
@@ -125,9 +145,13 @@ class MapJob:
         checksum = ""
         if not is_stream:
             checksum = checksum_of(items) if is_read else checksum_of_sample(items)  # type: ignore[arg-type]
-        manifest = MapManifest(total, checksum, source_of(function), source_of(setup), repr(key))
+        if target is None:  # they are asked for nothing else
+            marks = SourceMark({}), SourceMark({})
+        marks = marks or (SourceMark.of(function), SourceMark.of(setup))
+        manifest = MapManifest(total, checksum, *marks, repr(key))
         if target is None:
-            folder = folder or Path(tempfile.mkdtemp(prefix="nbaccel-map-"))
+            folder = folder or Path(tempfile.mkdtemp(prefix=IN_MEMORY))
+            _remove_abandoned(Path(tempfile.gettempdir()))
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             folder = target.with_name(f"{target.name}.parts")
@@ -298,7 +322,7 @@ class MapJob:
                     "stop that run first, or take another name for out"
                 )
             # A function that failed with everything was mended: there is nothing to keep.
-            if overwrite or not (is_alive or self.has_answers or not self._difference(known)):
+            if overwrite or not (is_alive or self.has_answers or not self._manifest.difference(known)):
                 self._clear()
                 known = None
         if known is None and self.out is not None and self.out.exists():
@@ -362,9 +386,9 @@ class MapJob:
             CannotContinue: they are.
         """
         ways = "overwrite=True drops them and starts anew; another name for out keeps both"
-        if known.get("version") != _VERSION:
+        if known.get("version") not in _READ_TOO:
             raise CannotContinue(f"{place.name} was written by another version of nbaccel.map: {ways}")
-        if difference := self._difference(known):
+        if difference := self._manifest.difference(known):
             raise CannotContinue(f"{place.name} has answers {difference}: {ways}")
         if "bytes" in known and self.out is not None and self.out.exists() and _size(self.out) != known["bytes"]:
             raise CannotContinue(
@@ -374,16 +398,10 @@ class MapJob:
 
     def _write(self, path: Path, **more: Any) -> None:
         """Write the manifest, with more facts, at once and on the disk. The lock is held."""
-        fields = {name: getattr(self._manifest, name) for name in self._manifest.__dataclass_fields__}
         unfinished = self.folder / "manifest.unfinished"
-        unfinished.write_text(json.dumps({"version": _VERSION, **fields, **more}, indent=1))
+        unfinished.write_text(json.dumps({"version": _VERSION, **self._manifest.as_json, **more}, indent=1))
         _sync(unfinished)
         os.replace(unfinished, path)
-
-    def _difference(self, known: Mapping[str, Any]) -> str:
-        return self._manifest.difference(
-            MapManifest(**{name: known[name] for name in MapManifest.__dataclass_fields__})
-        )
 
     def _clear(self) -> None:
         """Remove all but the lock, which is held."""
@@ -457,6 +475,17 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path.name} cannot be read ({type(error).__name__}: {error}); overwrite=True starts anew"
         ) from error
     return found
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the folders of answers in memory whose ranks were all killed, as torchrun does if one of them dies."""
+    for folder in parent.glob(f"{IN_MEMORY}*"):
+        with suppress(OSError):  # it is being removed by another process
+            facts = folder.lstat()
+            is_mine = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid()
+            is_old = time.time() - facts.st_mtime > _ABANDONED_S
+            if is_mine and is_old and not ClaimLog(folder, None).anyone():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _size(path: Path) -> int:

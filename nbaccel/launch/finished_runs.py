@@ -15,15 +15,15 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
 
+from nbaccel.answers.source_mark import SourceMark
 from nbaccel.display.history import History
 from nbaccel.events import Loss, Metric
 from nbaccel.launch.ipc.spec import load_named
-from nbaccel.launch.objects.names import names_read
 from nbaccel.launch.run import Run
 from nbaccel.settings import RunSettings
 
@@ -31,7 +31,6 @@ __all__ = [
     "FinishedRuns",
     "as_key",
     "in_words",
-    "source_mark",
     "value_in_words",
 ]
 
@@ -241,7 +240,7 @@ def value_in_words(value: Any) -> str:
 def as_key(source: str, config: Mapping[str, Any], seed: int | None, settings: RunSettings, world_size: int) -> str:
     """Return the key of a run; empty if a value of `config` cannot be told from another of its kind.
 
-    source: the mark of what runs, see `source_mark`.
+    source: the digest of what runs, see `SourceMark`.
     """
     values = {name: _mark_of(value) for name, value in config.items()}
     if None in values.values():
@@ -274,7 +273,7 @@ def _mark_of(value: Any) -> str | None:
         in_order = sorted(map(str, marks)) if type(value) in (set, frozenset) else marks
         return f"{type(value).__name__}({in_order})"
     if isinstance(value, types.FunctionType | type):
-        return f"{value.__module__}.{value.__qualname__} {source_mark(value)}"
+        return f"{value.__module__}.{value.__qualname__} {SourceMark.of(value, is_strict=True).digest}"
     if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | type | None):
         return f"{getattr(value.__self__, '__name__', value.__module__)} {value.__qualname__}"
     if type(value) is functools.partial:
@@ -285,75 +284,3 @@ def _mark_of(value: Any) -> str | None:
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         return f"{value.dtype} {value.item()!r}"
     return None
-
-
-def source_mark(function: Any, codes: tuple[types.CodeType, ...] = (), names: Mapping[str, Any] | None = None) -> str:
-    """Return a hash of the code of a function, and of what it reads of its own module or notebook, and so on.
-
-    Of these, functions and classes count by their code, and plain values such as ``EPOCHS = 3`` by themselves. Data,
-    models, and the code of other modules do not count.
-
-    codes, names: the code and the globals of a cell, for which `function` is None.
-    """
-    found: dict[str, str] = {}
-    todo: list[tuple[str, Any]] = [("", function)] if function is not None else []
-    for code in codes:
-        found[f"<cell {len(found)}>"] = _code_mark(code)
-        todo += _read_by(code, names or {})
-    while todo:
-        name, value = todo.pop()
-        if name in found:
-            continue
-        own = list(_codes_in(value))
-        if own:
-            found[name] = " ".join(_code_mark(code) + repr(_defaults(part)) for part, code in own)
-            for part, code in own:
-                space = getattr(part, "__globals__", {})
-                todo += [
-                    (key, other)
-                    for key, other in _read_by(code, space)
-                    if type(other) in (*_PLAIN, *_CONTAINERS) or getattr(other, "__module__", None) in _homes(part)
-                ]
-        elif (mark := _mark_of(value) if type(value) in (*_PLAIN, *_CONTAINERS) else None) is not None:
-            found[name] = mark
-    text = json.dumps(sorted(found.items()))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _homes(function: Any) -> tuple[str, ...]:
-    return ("__main__", function.__module__)
-
-
-def _read_by(code: types.CodeType, space: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, space[name]) for name in sorted(names_read([code])) if name in space]
-
-
-def _codes_in(value: Any) -> Iterator[tuple[types.FunctionType, types.CodeType]]:
-    """Yield the functions of a function or a class with their code."""
-    if isinstance(value, types.FunctionType):
-        yield value, value.__code__
-        for cell in value.__closure__ or ():
-            with suppress(ValueError):  # an empty cell
-                if isinstance(cell.cell_contents, types.FunctionType):
-                    yield from _codes_in(cell.cell_contents)
-    elif isinstance(value, types.MethodType):
-        yield from _codes_in(value.__func__)
-    elif isinstance(value, type):
-        for part in vars(value).values():
-            inner = getattr(part, "__func__", getattr(part, "fget", part))
-            if isinstance(inner, types.FunctionType):
-                yield inner, inner.__code__
-
-
-def _defaults(function: types.FunctionType) -> list[str | None]:
-    return [_mark_of(value) for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())]
-
-
-def _code_mark(code: types.CodeType) -> str:
-    """Return a hash of what the code does; the places of its lines do not count."""
-    constants = [
-        _code_mark(constant) if isinstance(constant, types.CodeType) else str(_mark_of(constant))
-        for constant in code.co_consts
-    ]
-    parts = [code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

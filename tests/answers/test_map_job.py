@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from nbaccel.answers import Answers, Failed, MapJob
+from nbaccel.answers.claim_log import ClaimLog
 from nbaccel.answers.map_job import as_items
 from nbaccel.answers.records import AnswerRecord
+from nbaccel.answers.source_mark import SourceMark
 from nbaccel.errors import CannotContinue
+from old_maps import program
 
 ITEMS = ["one", "three", "four"]
 
@@ -119,6 +122,98 @@ def test_what_belongs_to_something_else_is_refused_with_both_ways_out(tmp_path: 
         opened(tmp_path / "a.jsonl", **options)
     assert "\n" not in str(caught.value)
     assert left(tmp_path) == before
+
+
+def test_answers_in_memory_of_killed_ranks_are_removed_by_a_later_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    old = {}
+    for name in ("killed", "alive", "young"):
+        old[name] = tmp_path / f"nbaccel-map-{name}"
+        old[name].mkdir()
+        (old[name] / "workers").mkdir()
+    (old["killed"] / "workers" / "open-1").touch()
+    alive = ClaimLog(old["alive"], 3).attend()
+    (tmp_path / "nbaccel-map-link").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "elsewhere").mkdir()
+    for path in (old["killed"], old["alive"], tmp_path / "elsewhere"):
+        os.utime(path, (1, 1))
+    opened(None).close()
+    assert left(tmp_path) == ["elsewhere", "nbaccel-map-alive", "nbaccel-map-link", "nbaccel-map-young"]
+    alive.close()
+
+
+LIMIT, HELD = 4, [1] * 999
+
+
+def shorten(text: str) -> str:
+    return text[:LIMIT]
+
+
+def shortened(texts: list[str]) -> list[str]:
+    return [shorten(text) for text in texts if HELD]
+
+
+def make(limit: int) -> Any:
+    return lambda texts: [text[:limit] for text in texts]
+
+
+def test_a_changed_constant_or_helper_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished(tmp_path / "a.jsonl", function=shortened)
+    monkeypatch.setitem(globals(), "HELD", [])  # data
+    assert opened(tmp_path / "a.jsonl", function=shortened).is_finished
+    monkeypatch.setitem(globals(), "LIMIT", 5)
+    with pytest.raises(CannotContinue, match="of other code: LIMIT was 4 then, and is 5 now: over"):
+        opened(tmp_path / "a.jsonl", function=shortened)
+    monkeypatch.undo()
+    monkeypatch.setitem(globals(), "shorten", lambda text: text)
+    with pytest.raises(CannotContinue, match=r"has answers of other code: shorten\(\) has changed: overwrite=True"):
+        opened(tmp_path / "a.jsonl", function=shortened)
+
+
+def test_a_changed_closure_of_setup_is_refused_by_name(tmp_path: Path) -> None:
+    finished(tmp_path / "a.jsonl", setup=make(1))
+    with pytest.raises(CannotContinue, match="of other code: limit in lambda was 1 then, and is 2 now"):
+        opened(tmp_path / "a.jsonl", setup=make(2))
+
+
+def test_of_the_ranks_of_one_call_the_first_one_says_what_the_source_is(tmp_path: Path) -> None:
+    """A rank may read its own number, or another value that the others have otherwise."""
+    marks = SourceMark.of(make(0)), SourceMark.of(None)
+    first = opened(tmp_path / "a.jsonl", function=make(0), token="call", marks=marks)
+    second = opened(tmp_path / "a.jsonl", function=make(1), token="call", marks=marks)
+    first.close()
+    second.close()
+
+
+@pytest.fixture
+def old_maps(tmp_path: Path) -> Path:
+    """The files that the version before wrote, whose functions are in `program.py` beside them."""
+    return Path(shutil.copytree(Path(__file__).parents[1] / "old_maps", tmp_path / "old"))
+
+
+def test_what_the_version_before_wrote_goes_on(old_maps: Path) -> None:
+    assert json.loads((old_maps / "finished.jsonl.manifest.json").read_text())["version"] == 1
+    whole = MapJob.open(program.ITEMS, program.whisper, None, out=old_maps / "finished.jsonl")
+    assert whole.answers() == program.ITEMS
+    job = MapJob.open(program.ITEMS, program.shout, program.load, out=old_maps / "unfinished.jsonl", key="v1")
+    assert job.records().done == 2
+    answer(job)
+    assert job.finish()
+    assert job.answers() == ["ONE", "THREE!", "FOUR!"]  # the first is of the version after
+    known = json.loads((old_maps / "unfinished.jsonl.manifest.json").read_text())
+    assert (known["version"], known["setup"].keys()) == (2, {""})
+    job.close()
+
+
+@pytest.mark.parametrize(
+    ("out", "words"), [("finished.jsonl", "another function"), ("unfinished.jsonl", "another setup")]
+)
+def test_another_function_is_refused_by_what_the_version_before_wrote(old_maps: Path, out: str, words: str) -> None:
+    function, setup = (program.shout, shout) if out == "unfinished.jsonl" else (shout, None)
+    with pytest.raises(CannotContinue, match=rf"has answers \w+ {words} \(its source has changed\)"):
+        MapJob.open(program.ITEMS, function, setup, out=old_maps / out, key="v1")
 
 
 def test_overwrite_starts_anew(tmp_path: Path) -> None:

@@ -74,13 +74,16 @@ def test_a_notebook_sees_the_items_of_each_rank_and_one_last_line(
 @pytest.mark.slow
 def test_stop_keeps_what_is_done_and_the_same_cell_goes_on(kernel: RealKernel, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
-    kernel.do(DEFINES.format(seconds=0.005))
+    kernel.do(DEFINES.format(seconds="PACE[0]") + "PACE = [0.005] * 200  # so long a list is data\nslow = Model.answer")
     execution = kernel.begin(MAPS.format(count=3000, out=str(out)))
     execution.until(has_begun)
     kernel.interrupt()
     error = execution.end(timeout_s=30).failed("KeyboardInterrupt")
     assert "are in answers.jsonl.parts; the same line goes on" in error.text
     kernel.do("Model.answer = lambda self, items: [f'{item} on {self.device}' for item in items]")
+    error = kernel.run(MAPS.format(count=3000, out=str(out))).failed("CannotContinue")
+    assert "answers.jsonl.parts has answers of other code: Model.answer() has changed" in error.text
+    kernel.do("Model.answer = slow; PACE[0] = 0")
     cell = kernel.do(MAPS.format(count=3000, out=str(out)))
     assert " of them before" in cell.stdout
     check(out, 3000)

@@ -14,7 +14,7 @@ import torch
 
 from nbaccel.display.history import History
 from nbaccel.events import Loss, Metric
-from nbaccel.launch.finished_runs import FinishedRuns, as_key, source_mark, value_in_words
+from nbaccel.launch.finished_runs import FinishedRuns, as_key, value_in_words
 from nbaccel.launch.run import Run
 from nbaccel.settings import RunSettings
 
@@ -85,34 +85,20 @@ def test_a_value_that_is_no_data_is_not_kept_and_said(tmp_path: Path) -> None:
     assert list(runs.unkept) == ["fold=0, lr=0.1"]
 
 
-def function_of(text: str, **names: Any) -> Callable[..., Any]:
-    """A function as a notebook has it: compiled by itself, with these names beside it."""
-    space: dict[str, Any] = {"__name__": "__main__", **names}
-    exec(compile(text, "Cell In[3]", "exec"), space)
-    function: Callable[..., Any] = space["f"]
-    return function
+def test_a_key_tells_functions_apart_by_what_they_compute() -> None:
+    def function_of(text: str, **names: Any) -> Callable[..., Any]:
+        space: dict[str, Any] = {"__name__": "__main__", **names}
+        exec(compile(text, "Cell In[3]", "exec"), space)
+        function: Callable[..., Any] = space["f"]
+        return function
 
+    def key(function: Callable[..., Any]) -> str:
+        return as_key("s", {"loss": function}, 0, RunSettings(), 1)
 
-F = "def f(lr):\n    return lr * EPOCHS + helper(lr)\ndef helper(x):\n    return x + {}\n"
-
-
-def test_the_mark_of_a_function_follows_what_it_computes() -> None:
-    mark = source_mark(function_of(F.format(1), EPOCHS=3))
-    assert mark == source_mark(function_of("\n\n# moved\n" + F.format(1), EPOCHS=3))
-    assert mark != source_mark(function_of(F.format(2), EPOCHS=3))  # a function that it calls
-    assert mark != source_mark(function_of(F.format(1), EPOCHS=4))  # a plain value that it reads
-    assert mark != source_mark(function_of(F.format(1).replace("lr * ", "lr + "), EPOCHS=3))
-    assert mark == source_mark(function_of(F.format(1), EPOCHS=3, unread=5))
-
-
-def test_the_mark_of_a_class_and_of_a_cell_follow_theirs_too() -> None:
-    text = "class Net:\n    def go(self):\n        return {}\ndef f():\n    return Net().go()\n"
-    assert source_mark(function_of(text.format(1))) != source_mark(function_of(text.format(2)))
-    cell = compile("score = train(fold)", "Cell In[4]", "exec")
-    one = {"train": function_of("def f(x):\n    return x\n")}
-    other = {"train": function_of("def f(x):\n    return x + 1\n")}
-    assert source_mark(None, (cell,), one) == source_mark(None, (cell,), {**one, "unread": 1})
-    assert source_mark(None, (cell,), one) != source_mark(None, (cell,), other)
+    text = "def f(x):\n    return x * EPOCHS + helper(x)\ndef helper(x):\n    return x + {}\n"
+    one = key(function_of(text.format(1), EPOCHS=3))
+    assert one == key(function_of("\n\n# moved\n" + text.format(1), EPOCHS=3, unread=5))
+    assert len({one, key(function_of(text.format(2), EPOCHS=3)), key(function_of(text.format(1), EPOCHS=4))}) == 3
 
 
 @pytest.mark.parametrize(

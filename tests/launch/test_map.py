@@ -22,7 +22,7 @@ import pytest
 
 import nbaccel
 from nbaccel.answers import Answers, Failed
-from nbaccel.errors import CannotContinue, CannotSave, CannotSend, LaunchRefused, NestedLaunch, RankDied
+from nbaccel.errors import CannotContinue, CannotSave, CannotSend, LaunchRefused, NestedLaunch, RankDied, RanksFailed
 from nbaccel.launch.api import launch
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.plan import LaunchPlan
@@ -393,6 +393,27 @@ def test_in_a_rank_it_is_accelerator_map() -> None:
         launch(lambda: nbaccel.map(double, [1]), 2, cpu=True)
 
 
+def test_ranks_that_are_killed_leave_no_answers_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_method: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises((RankDied, RanksFailed)):
+        launch(map_and_die, 2, cpu=True, start_method=start_method)
+    assert not list(tmp_path.glob("**/nbaccel-map-*"))
+
+
+def map_and_die() -> None:
+    accelerator = nbaccel.Accelerator()
+
+    def answer(items: list[int]) -> list[int]:
+        if accelerator.process_index:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(AT_MOST_S)
+        return items
+
+    accelerator.map(answer, range(10))
+
+
 def test_a_full_disk_is_said_with_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nbaccel.answers.records import RecordFile
 
@@ -461,18 +482,17 @@ def test_another_run_is_refused_meanwhile_and_drops_nothing(tmp_path: Path) -> N
 def test_stop_ends_a_map_in_the_background_between_calls_and_the_same_line_goes_on(tmp_path: Path) -> None:
     marks = Marks(tmp_path, seconds=0.3)
     call: dict[str, Any] = {"out": tmp_path / "a.jsonl", "batch_size": 2, "num_processes": 2, "cpu": True}
-    answers: Any = nbaccel.map(marks, range(2000), background=True, **call)
+    answers: Any = nbaccel.map(marks, range(60), background=True, **call)
     wait_for(lambda: len(marks.calls("ended")) > 2)
     answers.stop()
-    with pytest.raises(KeyboardInterrupt, match=r"stopped by an interrupt: \d+ of 2,000 items are in a.jsonl.parts"):
+    with pytest.raises(KeyboardInterrupt, match=r"stopped by an interrupt: \d+ of 60 items are in a.jsonl.parts"):
         answers.wait()
     with pytest.raises(KeyboardInterrupt):
         len(answers)
     assert marks.calls("began") == marks.calls("ended")
-    assert repr(answers) == f"<{answers}>" == "<map(Marks, 2,000 items) has ended in the background (stopped)>"
+    assert repr(answers) == f"<{answers}>" == "<map(Marks, 60 items) has ended in the background (stopped)>"
     answers.stop()  # it is over: nothing happens
-    marks.seconds = 0.0
-    assert nbaccel.map(marks, range(2000), **call) == list(range(2000))
+    assert nbaccel.map(marks, range(60), **call) == list(range(60))
 
 
 def test_an_interrupt_of_the_waiting_leaves_the_map_alone(tmp_path: Path) -> None:

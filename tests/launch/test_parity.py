@@ -79,7 +79,7 @@ def looks():
     }
 
 import signal
-NEW_IN_EVERY_RUN = {"MASTER_PORT", "NBACCEL_LAUNCH_ID"}
+NEW_IN_EVERY_RUN = {"MASTER_PORT", "NBACCEL_LAUNCH_ID", "NBACCEL_RUN_FOLDER"}
 """
 
 ASKS_A_CELL = """

@@ -39,10 +39,15 @@ class Told:
 
 
 def run_restartable(
-    launcher: Launcher, function: Callable[..., Any], *args: Any, n: int = 2, start: str = "fork"
+    launcher: Launcher,
+    function: Callable[..., Any],
+    *args: Any,
+    n: int = 2,
+    start: str = "fork",
+    seed: int | None = None,
 ) -> tuple[LaunchResult, Told]:
     told = Told()
-    settings = RunSettings(cpu=True, independent=True)
+    settings = RunSettings(cpu=True, independent=True, seed=seed)
     spec = LaunchSpec(FunctionTask(function, args), Devices(n), Start(start, "a test"), settings, restarts_ranks=True)
     watching = RunObservers(ConsoleScreen(), notice=told.lines.append, listeners=[told])
     return launcher.run(spec, watching), told
@@ -91,6 +96,25 @@ def test_a_killed_rank_is_started_again_while_the_others_work(
     shown = capfd.readouterr().out
     assert "about to die\n" in shown
     assert "is back\n" in shown
+
+
+def dies_twice(folder: str) -> tuple[int, int]:
+    """Return the number of this rank's processes, and where its random numbers begin."""
+    tries = tries_of(folder)
+    seed = int(os.environ["NBACCEL_SEED"]) + int(os.environ["RANK"])
+    with open(Path(folder, "seeds"), "a") as file:
+        file.write(f"{seed}\n")
+    if tries < 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return tries, seed
+
+
+def test_no_two_processes_of_a_run_draw_the_same_random_numbers(
+    launcher: Launcher, tmp_path: Path, start_method: str
+) -> None:
+    result, _ = run_restartable(launcher, dies_twice, str(tmp_path), start=start_method, seed=100)
+    assert values(result) == [(3, 104), (3, 105)]
+    assert sorted((tmp_path / "seeds").read_text().split()) == ["100", "101", "102", "103", "104", "105"]
 
 
 def test_a_rank_that_leaves_by_an_exit_code_is_started_again_too(launcher: Launcher, tmp_path: Path) -> None:

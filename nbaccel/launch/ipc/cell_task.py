@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from nbaccel.errors import CannotSend
 from nbaccel.hardware import usable_memory
-from nbaccel.launch.ipc.kernel_state import random_states, set_random_states
+from nbaccel.launch.ipc.kernel_state import random_states, set_random_states, take_cell_sources
 from nbaccel.launch.ipc.nbytes import size_of, sizes_of
 from nbaccel.launch.ipc.payload import Payload, pack_what_can_travel, unpack_what_can_be_rebuilt
 from nbaccel.launch.ipc.spec import Results, SharedNamespace, Task, by_reference_of
@@ -402,6 +402,7 @@ class CellTask(Task):
         out = None if self.leaves_all else self.out
         head: dict[str, Any] = {"source": self.source, "out": out, "result_rank": self.result_rank, "unsent": {}}
         head |= {"debugged": self.debugged, "random": self.random, "knows_ranks": self.knows_ranks}
+        head["cells"] = {} if self.home is None else self.home.new_cells()
         return self._packed(head)
 
     def _packed(self, head: dict[str, Any]) -> Payload:
@@ -445,6 +446,7 @@ class CellTask(Task):
         if refused and home is None:  # a persistent rank may not need them
             raise cannot_be_rebuilt(refused)
         head = values.pop("head")
+        take_cell_sources(head["cells"])
         came = {name.removeprefix("in:"): value for name, value in values.items()}
         if home is not None:
             home.learn(came)

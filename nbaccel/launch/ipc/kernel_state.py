@@ -331,7 +331,7 @@ class KernelState:
             torch_rng=bytes(torch.random.get_rng_state().numpy()) if torch else None,
             torch_flags=TorchFlags.capture(),
             warning_filters=[_without_its_package(one) for one in warnings.filters],
-            sources=_cell_sources(),
+            sources=cell_sources(),
             start_method=multiprocessing.get_start_method(allow_none=True),
         )
 
@@ -351,7 +351,7 @@ class KernelState:
         when_loaded({name: functools.partial(_add_filters, filters) for name, filters in later.items()})
         if self.start_method is not None:
             multiprocessing.set_start_method(self.start_method, force=True)
-        linecache.cache.update({name: (0, None, lines, name) for name, lines in self.sources.items()})
+        take_cell_sources(self.sources)
         if self.numpy_rng is not None:
             import numpy
 
@@ -398,7 +398,12 @@ def _forget_shown_warnings() -> None:
         warnings._filters_mutated()
 
 
-def _cell_sources() -> dict[str, list[str]]:
+def take_cell_sources(sources: Mapping[str, list[str]]) -> None:
+    """Make this process find the lines of the notebook's cells, for tracebacks and for the sources of functions."""
+    linecache.cache.update({name: (0, None, lines, name) for name, lines in sources.items()})
+
+
+def cell_sources() -> dict[str, list[str]]:
     """Return the lines of every cell that has run, by the file name it was compiled under."""
     kept = getattr(linecache, "_ipython_cache", {})  # IPython 7 restores them from here whenever linecache drops them
     entries = {**kept, **linecache.cache}

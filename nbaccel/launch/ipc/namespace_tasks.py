@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
+from nbaccel.launch.ipc.kernel_state import take_cell_sources
 from nbaccel.launch.ipc.nbytes import sizes_of
 from nbaccel.launch.ipc.payload import Payload, pack, unpack, unpack_what_can_be_rebuilt
 from nbaccel.launch.ipc.spec import Results, SharedNamespace, Task
@@ -18,6 +19,10 @@ __all__ = [
     "Pull",
     "Push",
 ]
+
+
+_CELLS = "<cells>"
+"""The name under which the texts of new cells go to a rank; no variable can have it."""
 
 
 class _HomeTask(Task):
@@ -48,6 +53,7 @@ class InitTask(_HomeTask):
     def __init__(self, home: SharedNamespace) -> None:
         super().__init__(home)
         home.learn(home.namespace)
+        home.new_cells()  # of those that have run, a rank gets the texts as it starts
         public = {name: value for name, value in home.namespace.items() if not name.startswith("_")}
         self.first_card = first_card_in(public)  # what later cells will say is not known
 
@@ -83,7 +89,7 @@ class Push(_HomeTask):
         return Results()
 
     def pack(self) -> Payload:
-        values = {name: self.namespace[name] for name in self.names}
+        values = {name: self.namespace[name] for name in self.names} | {_CELLS: self.home.new_cells()}
         return pack(values, by_reference=self.home.by_reference, namespace=self.namespace)
 
     def has_arrived(self) -> None:
@@ -96,6 +102,7 @@ class Push(_HomeTask):
         values, refused = unpack_what_can_be_rebuilt(fd, namespace=home.namespace, anchored=home.find)
         if refused:
             raise cannot_be_rebuilt(refused)
+        take_cell_sources(values.pop(_CELLS))
         home.learn(values)
         return cls(home, tuple(values), values)
 

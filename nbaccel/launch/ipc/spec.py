@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Gpu
+from nbaccel.launch.ipc.kernel_state import cell_sources
 from nbaccel.launch.ipc.payload import Payload, pack, unpack
 from nbaccel.launch.ipc.pickling import Places
 from nbaccel.launch.objects.kind import Change
@@ -500,6 +501,7 @@ class SharedNamespace:
         self.namespace = namespace
         self.there: frozenset[str] = frozenset()
         self._known: dict[str, Any] = {}
+        self._cells: frozenset[str] = frozenset()
 
     def learn(self, values: Mapping[str, Any]) -> None:
         """Record that the peer now holds `values` under the same names."""
@@ -508,6 +510,12 @@ class SharedNamespace:
     def forget(self) -> None:
         """Record that the peer holds nothing."""
         self._known.clear()
+
+    def new_cells(self) -> dict[str, list[str]]:
+        """Return the lines of the notebook's cells that the peer does not have, and record that it has them now."""
+        new = {name: lines for name, lines in cell_sources().items() if name not in self._cells}
+        self._cells |= new.keys()
+        return new
 
     @property
     def by_reference(self) -> dict[int, str]:

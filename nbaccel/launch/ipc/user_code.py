@@ -5,23 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import sysconfig
 import types
 from typing import Any
 
-from nbaccel.notices import PACKAGE_DIR
+from nbaccel.notices import is_users
 
 __all__ = ["ASK", "cell_name", "is_users", "new_main", "question_path", "stack_path"]
 
-_LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-
-
-_NOT_THEIRS = (PACKAGE_DIR, *_LIBRARIES, "<frozen")
-
-
-def is_users(filename: str) -> bool:
-    """Return whether a frame of that file belongs neither to the project nor to a library."""
-    return not filename.startswith(_NOT_THEIRS)
+is_users("")  # the folders of libraries are looked up now: the handler of a signal may ask next
 
 
 def _shell() -> Any:

@@ -18,6 +18,8 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
+from nbaccel.answers.code_text import names_read, names_used
+
 __all__ = [
     "codes_of",
     "first_card_in",
@@ -34,7 +36,6 @@ __all__ = [
     "with_their_own",
 ]
 
-_READS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL"})
 _WRITES = frozenset({"STORE_NAME", "STORE_GLOBAL"})
 _SEEDS = frozenset({"manual_seed", "manual_seed_all", "seed", "seed_all", "seed_everything", "set_seed"})
 
@@ -51,24 +52,9 @@ _VARIABLES_OF_RANKS = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
 _HAVE_TRAINERS = frozenset({"accelerate", "catalyst", "lightning", "pytorch_lightning", "transformers", "trl"})
 
 
-def names_read(parts: Sequence[types.CodeType]) -> set[str]:
-    """Return global names that the code may read, in nested functions too; names of builtins are among them."""
-    return {name for code in parts for name in _names(code, _READS, nested=True)}
-
-
 def names_assigned(parts: Sequence[types.CodeType]) -> set[str]:
     """Return names that the code's top level binds."""
-    return {name for code in parts for name in _names(code, _WRITES, nested=False)}
-
-
-def _names(code: types.CodeType, kinds: frozenset[str], nested: bool) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in kinds:
-            yield str(instruction.argval)
-    if nested:
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                yield from _names(constant, kinds, nested)
+    return {name for code in parts for name in names_used(code, _WRITES, nested=False)}
 
 
 def with_their_own(names: Iterable[str], namespace: Mapping[str, Any]) -> set[str]:
@@ -77,7 +63,7 @@ def with_their_own(names: Iterable[str], namespace: Mapping[str, Any]) -> set[st
     to_read = list(found)
     while to_read:
         for code in codes_of(namespace.get(to_read.pop())):
-            more = set(_names(code, _READS, nested=True)) - found
+            more = names_read([code]) - found
             found |= more
             to_read += more
     return found

@@ -14,7 +14,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nbaccel.launch.ipc.channel import Channel, MarkedPipe
 from nbaccel.launch.ipc.control import ControlPage
@@ -24,7 +24,7 @@ from nbaccel.launch.ipc.spec import LaunchSpec, WorkerBoot
 from nbaccel.launch.ipc.telemetry import Rings
 from nbaccel.launch.processes.handle import WorkerHandle
 from nbaccel.launch.processes.start import StartMethod
-from nbaccel.world import World
+from nbaccel.world import RUN_FOLDER, World
 
 __all__ = [
     "WorkerGroup",
@@ -50,6 +50,7 @@ class WorkerGroup:
         self.folder = tempfile.mkdtemp(prefix="nbaccel-run-")  # mode 0700
         self.store_path = os.path.join(self.folder, "store")
         self._world_size = world_size
+        self._lives = [0] * world_size
         self._watching: list[int] = []
         self._method = method
         self._kernel_pidfd = kernel_pidfd
@@ -77,7 +78,8 @@ class WorkerGroup:
         """Start a new process for `rank` alone, whose old one was reaped and is not watched any more.
 
         It begins with the task of `spec`, in the place of the old one in `members`, and with a ring of its own; the
-        other ranks notice nothing.
+        other ranks notice nothing. Its random numbers are those of no process before it: the n-th process of a rank
+        starts at the seed plus n times the number of ranks, to which it adds its rank.
 
         kernel_fds: as for `start`.
         """
@@ -87,6 +89,10 @@ class WorkerGroup:
                 pipe.close()
             self.pipes.remove(pipe)
         self.page.renew(rank)
+        self._lives[rank] += 1
+        if spec.settings.seed is not None:
+            seed = spec.settings.seed + self._lives[rank] * self._world_size
+            spec = replace(spec, settings=replace(spec.settings, seed=seed))
         ends = {rank: RankEnds.open(self.rings.replace(rank))}
         ((member, pipes),) = self._started(spec, ends, [*self.fds(), *kernel_fds])
         self.members[rank] = member
@@ -124,7 +130,7 @@ class WorkerGroup:
         channel_fd, stdout_fd, stderr_fd, ring_fd = ends.theirs
         return WorkerBoot(
             world=world,
-            environ=spec.environ_of(rank) | world.environ(self._port),
+            environ=spec.environ_of(rank) | world.environ(self._port) | {RUN_FOLDER: self.folder},
             sees_one_card=share == 1,
             setup=spec.setup,
             threads=spec.threads,

@@ -12,12 +12,13 @@ from dataclasses import replace
 from operator import index
 from typing import Any
 
+from nbaccel.answers.source_mark import SourceMark
 from nbaccel.display.history import History
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
 from nbaccel.launch.api import how_it_ended
 from nbaccel.launch.earlier_models import refuse_what_stays_here
-from nbaccel.launch.finished_runs import FinishedRuns, in_words, source_mark, value_in_words
+from nbaccel.launch.finished_runs import FinishedRuns, in_words, value_in_words
 from nbaccel.launch.gpu_trouble import holder_name
 from nbaccel.launch.ipc.nbytes import bytes_by_sharing
 from nbaccel.launch.ipc.spec import FunctionTask, Task
@@ -234,7 +235,8 @@ class _SweptFunction:
         self.function = function
         self.setup: str | None = _SETUP
         self.name = str(getattr(function, "__name__", type(function).__name__))
-        self.source = source_mark(function) if inspect.isfunction(function) else ""
+        mark = SourceMark.of(function, is_strict=True)
+        self.source = "" if mark.uncounted else mark.digest
         self._seed = seed
         try:
             self._parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nbaccel.answers.source_mark import SourceMark
 from nbaccel.display.history import History
 from nbaccel.errors import LaunchRefused, ResultsMissing
-from nbaccel.launch.finished_runs import source_mark
 from nbaccel.launch.ipc.cell_task import RESULT, CellSource, CellTask
 from nbaccel.launch.ipc.spec import Task
 from nbaccel.launch.objects.names import made_before_read
@@ -69,7 +69,7 @@ class SweptCell:
         self._seed = None if _SEED in names else options.seed
         own = {*names, _ACCELERATOR, *made_before_read(source.code, namespace)}
         read = {name: value for name, value in namespace.items() if name not in own}
-        self.source = source_mark(None, tuple(source.compile()), read) + ",".join(self._out)
+        self.source = SourceMark.of_cell(source.code, source.compile(), read).digest + ",".join(self._out)
 
     def task(self, config: Mapping[str, Any]) -> Task:
         cell = replace(self._cell, code=with_values(self._cell.code, config))

@@ -29,8 +29,9 @@ from nbaccel.answers import Answers, MapJob
 from nbaccel.answers.claim_log import Claim
 from nbaccel.answers.fingerprint import length_of
 from nbaccel.answers.formats import InMemoryFormat
-from nbaccel.answers.map_job import as_items
+from nbaccel.answers.map_job import IN_MEMORY, as_items
 from nbaccel.answers.records import AnswerRecord
+from nbaccel.answers.source_mark import SourceMark
 from nbaccel.errors import CannotSave, RunStopped
 from nbaccel.events import CallEntered, CallsEnded, ItemsDone, emit
 from nbaccel.failures import Recovery, recovery_of
@@ -40,6 +41,7 @@ from nbaccel.train.mapping.chunk_size import ChunkSize
 from nbaccel.train.mapping.item_source import source_of_items
 from nbaccel.train.oom.memory import release_unused
 from nbaccel.train.oom.retry.attempt import Attempt
+from nbaccel.world import run_folder
 
 __all__ = ["MapWorker", "map_in_ranks", "work"]
 
@@ -66,16 +68,19 @@ def map_in_ranks(
     options: as `MapJob.open` takes them.
     """
     items, world = as_items(items), accelerator.world
-    token, folder = "", None
+    token, folder, marks = "", None, None
     if world.is_distributed:
-        token = accelerator.collectives.broadcast_objects([uuid.uuid4().hex])[0]
-        folder = Path(tempfile.gettempdir()) / f"nbaccel-map-{token}"
+        # A rank may read another value of its own, as its number: the sources are those of rank 0.
+        is_asked = out is not None and world.is_main_process
+        marks = (SourceMark.of(function), SourceMark.of(setup)) if is_asked else None
+        token, marks = accelerator.collectives.broadcast_objects([(uuid.uuid4().hex, marks)])[0]
+        folder = Path(run_folder() or tempfile.gettempdir()) / f"{IN_MEMORY}{token}"
         if out is None and world.local_world_size != world.world_size:
             raise ValueError(
                 f"rank {world.rank} of {world.world_size} is on another machine than rank 0 or others: name a file in "
                 'a folder that all machines share, out="shared/answers.jsonl"'
             )
-    job = MapJob.open(items, function, setup, out=out, token=token, folder=folder, **options)
+    job = MapJob.open(items, function, setup, out=out, token=token, folder=folder, marks=marks, **options)
     try:
         work(accelerator, job, items, function, setup)
         return job.answers()
