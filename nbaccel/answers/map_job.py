@@ -182,6 +182,13 @@ class MapJob:
             index.read(path, grows=self.is_stream)
         return index
 
+    def done(self) -> int:
+        """Return how many items have an answer or an error by now; those that are asked again have none. Reads all."""
+        claims = self.claims()
+        with suppress(FileNotFoundError):  # nobody has begun, or all is joined
+            claims.refresh()
+        return self.records().done_since(claims.round)
+
     def record_file(self, worker: str) -> RecordFile:
         """Return the file of a new worker."""
         return RecordFile(self.folder / "records" / worker)

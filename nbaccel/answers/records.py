@@ -187,6 +187,10 @@ class AnswerIndex:
         state = self._states[index]
         return state == _ANSWERED or (state == _HAS_FAILED and self._rounds[index] >= least_round)
 
+    def done_since(self, least_round: int) -> int:
+        """Return how many items have an answer, or an error of `least_round` or later."""
+        return self.answered + sum(self.is_done(index, least_round) for index in self.failures())
+
     def failures(self) -> list[int]:
         """Return the items that have an error and no answer."""
         return [index for index, state in enumerate(self._states) if state == _HAS_FAILED]
