@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
+    "LONGEST_ANSWER",
     "AnswerIndex",
     "AnswerRecord",
     "RecordFile",
@@ -29,6 +30,9 @@ _UNCHECKED = struct.Struct("<2sBBQI")
 _MARK = b"nR"
 _FAILED = 1
 _LONGEST = 1 << 31
+LONGEST_ANSWER = 2_000_000_000
+"""Most bytes of an answer: readers take a record with a longer one for a damaged one."""
+
 _READ_BYTES = 1 << 20
 _SYNC_S = 1.0
 _MOST_OPEN = 64
