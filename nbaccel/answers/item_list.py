@@ -51,7 +51,7 @@ def is_read_whole(items: Any) -> bool:
     >>> is_read_whole(["a"]), is_read_whole(range(3))
     (True, True)
     """
-    if isinstance(items, _IN_MEMORY):
+    if isinstance(items, _IN_MEMORY) or type(items).__qualname__ == "TensorDataset":
         return True
     module = type(items).__module__
     return module.partition(".")[0] in _OF_PACKAGES and not module.startswith(_DATA_SETS)
@@ -86,9 +86,11 @@ def as_items(items: Any) -> Any:
 
 
 def _is_plain_column(items: Any) -> bool:
-    """Return whether items are a column of `datasets` with texts or numbers: read at once, it takes no time."""
-    is_column = type(items).__module__.startswith("datasets.") and hasattr(items, "column_name")
-    return is_column and len(items) > 0 and isinstance(items[0], _PLAIN)
+    """Return whether items are a column of `datasets` with texts, numbers or lists of them, fast to read at once."""
+    if not (type(items).__module__.startswith("datasets.") and hasattr(items, "column_name") and len(items)):
+        return False
+    first = items[0]
+    return all(isinstance(each, _PLAIN) for each in (first[:1] if isinstance(first, list) else [first]))
 
 
 def longest_first(items: Sequence[Any]) -> Sequence[int] | None:

@@ -149,7 +149,10 @@ class MapJob:
             folder = target.with_name(f"{target.name}.parts")
         order = longest_first(items) if mark.total and is_read_whole(items) else None  # type: ignore[arg-type]
         job = cls(target, folder, manifest, order, tries, batch_size, token or uuid.uuid4().hex)
-        job._begin(_Call(as_items(items) if job.is_stream else None, overwrite, retry_failed))
+        stream: Any = items if job.is_stream else None
+        if stream is not None and not hasattr(stream, "difference"):
+            stream = ItemStream(stream)
+        job._begin(_Call(stream, overwrite, retry_failed))
         return job
 
     # -- what there is
