@@ -20,20 +20,27 @@ map_items.planned = lambda options, *rest: _planned(replace(options, start={star
 """
 
 DEFINES = """
+import os
 import time
 import nbaccel
+
+os.environ.pop("AT_ONCE", None)
 
 class Model:
     def __init__(self, accelerator):
         self.device = accelerator.device
 
     def answer(self, items):
-        time.sleep({seconds} * len(items))
+        if "AT_ONCE" not in os.environ:
+            time.sleep({seconds} * len(items))
         return [f"{{item}} on {{self.device}}" for item in items]
 
 def answer(model, items):
     return model.answer(items)
 """
+
+AT_ONCE = "os.environ['AT_ONCE'] = '1'"
+"""Lets the same function take no time, until it is defined again."""
 
 MAPS = """
 answers = nbaccel.map(answer, range({count}), setup=Model, out={out!r}, num_processes=2, cpu=True, batch_size=10)
@@ -74,7 +81,7 @@ def test_a_notebook_sees_the_items_of_each_rank_and_one_last_line(
 @pytest.mark.slow
 def test_stop_keeps_what_is_done_and_the_same_cell_goes_on(kernel: RealKernel, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
-    kernel.do(DEFINES.format(seconds="PACE[0]") + "PACE = [0.005] * 200  # so long a list is data\nslow = Model.answer")
+    kernel.do(DEFINES.format(seconds=0.005) + "defined = Model.answer")
     execution = kernel.begin(MAPS.format(count=3000, out=str(out)))
     execution.until(has_begun)
     kernel.interrupt()
@@ -83,7 +90,7 @@ def test_stop_keeps_what_is_done_and_the_same_cell_goes_on(kernel: RealKernel, t
     kernel.do("Model.answer = lambda self, items: [f'{item} on {self.device}' for item in items]")
     error = kernel.run(MAPS.format(count=3000, out=str(out))).failed("CannotContinue")
     assert "answers.jsonl.parts has answers of other code: Model.answer() has changed" in error.text
-    kernel.do("Model.answer = slow; PACE[0] = 0")
+    kernel.do("Model.answer = defined\n" + AT_ONCE)
     cell = kernel.do(MAPS.format(count=3000, out=str(out)))
     assert " of them before" in cell.stdout
     check(out, 3000)
@@ -198,7 +205,7 @@ def test_the_commands_of_bg_reach_a_map(kernel: RealKernel, tmp_path: Path) -> N
     assert re.match(r"stopped by an interrupt: [\d,]+ of 9,000 items are in answers.jsonl.parts", error.evalue)
     assert "nbaccel" not in error.text.replace("answers", "")  # one sentence, no frame of ours
     kernel.run("len(answers)").failed("KeyboardInterrupt")
-    kernel.do("Model.answer = lambda self, items: [f'{item} on {self.device}' for item in items]")
+    kernel.do(AT_ONCE)
     kernel.do(IN_BACKGROUND.format(count=9000, out=str(out)))
     assert kernel.do("%accelerate wait").text.count("error") == 0
     check(out, 9000)
@@ -244,7 +251,7 @@ def begin_cell(kernel: RealKernel, out: Path, flags: str) -> Execution:
 
 def finish(kernel: RealKernel, out: Path) -> None:
     """The same `out` is finished by a map of the notebook."""
-    kernel.do("Model.answer = lambda self, items: [f'{item} on {self.device}' for item in items]")
+    kernel.do(AT_ONCE)
     cell = kernel.do(MAPS.format(count=2000, out=str(out)))
     assert " of them before" in cell.stdout
     check(out, 2000)
