@@ -258,8 +258,9 @@ class _SweptFunction:
             raise TypeError("accelerator is given to the function by the sweep itself, and has no values to sweep.")
         for name in names - self._parameters.keys() - {_SEED}:
             if not self._takes_any:
+                hint = " The ranks of each run are gpus_per_run." if name == "num_processes" else ""
                 raise TypeError(
-                    f"{self.name}() has no parameter {name!r}; it takes {', '.join(takes) or 'none'}. "
+                    f"{self.name}() has no parameter {name!r}; it takes {', '.join(takes) or 'none'}.{hint} "
                     "Nothing was started."
                 )
         for name, parameter in self._parameters.items():
