@@ -131,7 +131,7 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
         place.make_room(for_another=True)
     if overwrite:
         with default_launcher().turn():
-            """It is refused while a run goes on in the background: before anything is dropped."""
+            pass  # it is refused beside a run in the background: here, where nothing has been dropped yet
     items = as_items(items)
     job = MapJob.open(
         items, function, setup, out=out, key=key, overwrite=overwrite, retry_failed=retry_failed, tries=tries,

@@ -115,6 +115,8 @@ def work(
             "answered is there: make room, or mend the folder, and the same call goes on",
             str(job.folder),
         ) from error
+    finally:
+        emit(CallsEnded())  # after the join, which a stop does not interrupt either
 
 
 class MapWorker:
@@ -174,7 +176,6 @@ class MapWorker:
             self._items.close()
             self._claims.leave()
             self._records.close()
-            emit(CallsEnded())
         if self._claims.is_stopped:
             raise _stopped()  # another rank was first
 
