@@ -182,6 +182,8 @@ def test_a_map_in_the_background_stays_in_its_cell_and_its_answers_come_to_who_r
         assert running.cell.panel["text/plain"].startswith(f"{name}: 1,200 items in ")
         assert kernel.do("%accelerate wait").stdout.startswith("nothing runs in the background")
         check(out, 1200)
+        kernel.do(accelerate("last = answers[1199]", start, flags="--out last"))  # ranks have them, too
+        assert kernel.value("last") == "1199 on cpu"
     finally:
         kernel.do("map_items.planned = _planned")
 
