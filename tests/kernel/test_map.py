@@ -192,6 +192,8 @@ def test_a_map_in_the_background_stays_in_its_cell_and_its_answers_come_to_who_r
         assert running.cell.panel["text/plain"].startswith(f"{name}: 1,200 items in ")
         assert kernel.do("%accelerate wait").stdout.startswith("nothing runs in the background")
         check(out, 1200)
+        kernel.do(accelerate("last = answers[1199]", start, flags="--out last"))  # ranks have them, too
+        assert kernel.value("last") == "1199 on cpu"
     finally:
         kernel.do("map_items.planned = _planned")
 
@@ -227,6 +229,7 @@ def test_an_interrupt_of_another_cell_leaves_a_map_alone(kernel: RealKernel, tmp
 def test_a_kernel_that_dies_takes_a_map_in_the_background_along(new_kernel: Kernels, tmp_path: Path) -> None:
     kernel = new_kernel()
     begin_in_background(kernel, tmp_path / "answers.jsonl", 9000, 0.005)
+    assert "has been running in the background since" in kernel.do("%accelerate status").stdout  # no %load_ext before
     kernel.kill()
     assert kernel.survivors(within_s=30) == {}
 
@@ -295,3 +298,21 @@ def test_a_time_limit_ends_a_map_in_the_ranks_of_a_cell(kernel: RealKernel, flag
         said = r"stopped at the time limit of 6 s; [\d,]+ items of a map are done, and a map with out= goes on"
         assert re.search(said, cell.succeeded().stdout)
     finish(kernel, out)
+
+
+@pytest.mark.slow
+def test_ranks_that_stay_are_there_after_a_map_was_stopped_in_them(kernel: RealKernel, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    kernel.do(DEFINES.format(seconds=0.01))
+    kernel.do("%accelerate start -n 2 --cpu")
+    try:
+        kernel.do("%accelerate push Model,answer")
+        cell = f"%%accelerate\nimport time{IN_A_CELL.format(count=2000, out=str(out))}"
+        running = kernel.begin(cell)
+        running.until(counts)
+        kernel.interrupt()
+        running.end(timeout_s=20).failed("KeyboardInterrupt")
+        after = kernel.do("%%accelerate\nprint(accelerator.reduce(torch.ones(1)).item())")
+        assert "2.0" in after.stdout
+    finally:
+        kernel.do("%accelerate stop")
