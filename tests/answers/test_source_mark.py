@@ -162,6 +162,26 @@ CHANGED: dict[str, tuple[str, str, str]] = {
         "class C:\n    def __init__(self, n):\n        self.n = n\n    def m(self, x):\n        return x\nf = C(2).m\n",
         "its C.n was 1 then, and is 2 now",
     ),
+    "a method behind a package's decorator": (
+        "import torch\nclass C:\n    @torch.no_grad()\n    def __call__(self, x):\n        return x\nf = C()\n",
+        "import torch\nclass C:\n    @torch.no_grad()\n    def __call__(self, x):\n        return -x\nf = C()\n",
+        "C.__call__() has changed",
+    ),
+    "a method that is given": (
+        "class C:\n    def m(self, x):\n        return x\nf = C().m\n",
+        "class C:\n    def m(self, x):\n        return -x\nf = C().m\n",
+        "its source has changed",
+    ),
+    "an attribute in a slot": (
+        "class C:\n    __slots__ = ('n',)\nc = C()\nc.n = 1\n" + READS.format("c.n"),
+        "class C:\n    __slots__ = ('n',)\nc = C()\nc.n = 2\n" + READS.format("c.n"),
+        "c.n was 1 then, and is 2 now",
+    ),
+    "a named tuple": (
+        "from collections import namedtuple\nT = namedtuple('T', 'a b')(1, 2)\n" + READS.format("T.a"),
+        "from collections import namedtuple\nT = namedtuple('T', 'a b')(1, 3)\n" + READS.format("T.a"),
+        "T was (1, 2) then, and is (1, 3) now",
+    ),
     "a function in a dict": (
         "def g(x):\n    return 1\nD = {'g': g}\n" + READS.format("D['g'](x)"),
         "def g(x):\n    return 2\nD = {'g': g}\n" + READS.format("D['g'](x)"),
@@ -253,6 +273,17 @@ def test_a_sweep_counts_all_that_is_plain(case: str) -> None:
     has_data = case == "data in a partial"
     assert (one.digest == two.digest) is has_data
     assert one.uncounted == (("argument 1",) if has_data else ())
+
+
+def test_secrets_are_not_written_and_a_new_one_stops_nobody() -> None:
+    text = "API_KEY, LIKE_ONE, PAD_TOKEN = 'short', 'hf_aBcDeFgHiJkLmNoPqRsT', '<pad>'\n"
+    text += READS.format("[API_KEY, LIKE_ONE, PAD_TOKEN]")
+    written = SourceMark.of(notebook(text)).names
+    assert "API_KEY" not in written
+    assert written["LIKE_ONE"].startswith("# str ")
+    assert written["PAD_TOKEN"] == "= '<pad>'"
+    assert difference(text, text.replace("short", "other")) == ""
+    assert difference(text, text.replace("_aB", "_AB")) == "LIKE_ONE has changed"
 
 
 def test_of_objects_that_a_package_defines_the_class_counts() -> None:
