@@ -69,6 +69,14 @@ def test_what_is_the_same_is_written_alike(one: str, two: str) -> None:
     assert canonical(ast.parse(f"x = {one}")) == canonical(ast.parse(f"x = {two}"))
 
 
+def test_the_parts_of_an_f_string_are_joined_however_a_version_cuts_them() -> None:
+    value = ast.FormattedValue(ast.Name("a", ast.Load()), -1, None)
+    spec = ast.FormattedValue(ast.Name("a", ast.Load()), -1, ast.JoinedStr([ast.Constant("")]))
+    one = ast.JoinedStr([ast.Constant("x"), ast.Constant("y"), value, ast.Constant("")])
+    two = ast.JoinedStr([ast.Constant("xy"), spec])
+    assert canonical(one) == canonical(two) == canonical(ast.parse("f'xy{a}'", mode="eval").body)
+
+
 def lambdas_of(path: Path, text: str) -> list[FunctionType]:
     """All lambdas of a file whose code is at hand."""
     path.write_text(text)
