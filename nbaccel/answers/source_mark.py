@@ -27,8 +27,8 @@ from dataclasses import is_dataclass
 from itertools import islice
 from typing import Any, Self
 
-from nbaccel.answers.code_text import CODE, COMPILED, CodeTexts, mark_of_code, mark_of_text, mark_of_tree, names_read
 from nbaccel.answers.plain_values import LONG, VALUE, is_a, is_plain, mark_of_value, parts_of, short_hash
+from nbaccel.code_text import CODE, COMPILED, CodeTexts, mark_of_code, mark_of_text, mark_of_tree, names_read
 from nbaccel.notices import is_users
 from nbaccel.quantities import plural
 from nbaccel.values import frozen

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from answers import marked_program
-from nbaccel.answers.code_text import CODE, COMPILED, CodeTexts, canonical, mark_of_code, mark_of_text, mark_of_tree
 from nbaccel.answers.source_mark import SourceMark
+from nbaccel.code_text import CODE, COMPILED, CodeTexts, canonical, mark_of_code, mark_of_text, mark_of_tree
 
 
 def function_in(path: Path, text: str, name: str = "f") -> FunctionType:
@@ -196,7 +196,7 @@ def test_other_versions_that_are_installed_here_find_the_same_marks(python: str)
     found = subprocess.run([python, "--version"], capture_output=True) if shutil.which(python) else None
     if found is None or found.returncode:
         pytest.skip(f"{python} is not installed here")
-    path = os.pathsep.join(str(Path(__file__).parents[up]) for up in (1, 2))
+    path = os.pathsep.join(str(Path(__file__).parents[up]) for up in (0, 1))
     ended = subprocess.run(
         [python, "-W", "ignore", "-c", DIGESTS, *STORED],
         env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
