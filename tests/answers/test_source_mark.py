@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import linecache
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -342,6 +345,17 @@ def test_a_program_of_many_names_stays_small() -> None:
     assert len(json.dumps(mark.names)) < 10_000
     changed = text.replace("return 299", "return 300")
     assert difference(text + reads, changed + reads) == "another of the names that it reads has changed"
+
+
+def test_a_script_and_a_notebook_find_the_same_source(tmp_path: Path) -> None:
+    text = "import json\nN = 3\nclass C:\n    def m(self, x):\n        return x * N\n" + READS.format("C().m(x)")
+    (tmp_path / "script.py").write_text(
+        text + "from nbaccel.answers.source_mark import SourceMark\nprint(json.dumps(SourceMark.of(f).names))\n"
+    )
+    script = [sys.executable, str(tmp_path / "script.py")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(script, capture_output=True, text=True, check=True, env=env)
+    assert json.loads(ended.stdout) == SourceMark.of(notebook(text)).names
 
 
 def test_a_cell_counts_by_its_text_and_by_what_it_reads() -> None:
