@@ -124,7 +124,9 @@ class SourceMark:
         earlier: its names; or a text alone, as the first version wrote it.
         """
         if self.is_another(earlier):
-            return "its source has changed"
+            marks = (self.names.get(_WHOLE, ""), "" if isinstance(earlier, str) else earlier.get(_WHOLE, ""))
+            has_no_text = any(mark.startswith(COMPILED) for mark in marks)
+            return "its code has changed, or it has no text and Python has" if has_no_text else "its source has changed"
         if isinstance(earlier, str):
             return ""
         both = {name: (then, self.names[name]) for name, then in earlier.items() if name in self.names}

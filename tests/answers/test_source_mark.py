@@ -205,6 +205,15 @@ def test_what_changed_is_named(case: str) -> None:
     assert difference(one, one) == ""
 
 
+def test_code_without_a_text_is_said_to_have_none() -> None:
+    one, two = {"__name__": "__main__"}, {"__name__": "__main__"}
+    exec("def f(x):\n    return x", one)
+    exec("def f(x):\n    return -x", two)
+    words = "its code has changed, or it has no text and Python has"
+    assert SourceMark.of(one["f"]).difference(SourceMark.of(two["f"]).names) == words
+    assert SourceMark.of(one["f"]).difference(SourceMark.of(one["f"]).names) == ""
+
+
 def test_of_many_changes_three_are_named() -> None:
     reads = READS.format("[a, b, c, d, e]")
     one, two = ("".join(f"{name} = {value}\n" for name in "abcde") + reads for value in (1, 2))
