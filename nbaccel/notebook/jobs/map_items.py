@@ -83,8 +83,9 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
 
     With `out` each answer is on the disk soon after it is there: after a stop, a crash, a kill or the end of a session
     the same line goes on, and a second notebook with the same line joins in. The function may run twice for an item,
-    and the first answer counts. What is in `out` belongs to these items, this function and `key`; changed weights, or
-    another model behind the same source, are seen by `key` only: put their name or version there.
+    and the first answer counts. What is in `out` belongs to these items, to the source of `function` and `setup`, with
+    the helpers and constants that they read of the notebook or of their file, and to `key`. Changed weights, data, and
+    other files are seen by `key` only: put their name or version there.
 
     function: ``function(items)``, or ``function(state, items)`` with `setup`; items is a list, the result a list of as
         many answers. Numbers, texts, lists, dicts, arrays and tensors can be answers.
