@@ -327,7 +327,6 @@ class MapJob:
         for _ in range(_MOST_RACES):
             _make(self.folder)
             with suppress(FileNotFoundError):  # another process has joined, and removed the folder, meanwhile
-                (self.folder / "records").mkdir(mode=0o700, exist_ok=True)
                 with _names(self.folder), locked(self._lock):
                     try:
                         return self._begin_locked(call)
@@ -455,7 +454,7 @@ class MapJob:
         for path in self.folder.iterdir():
             if path != self._lock:
                 _remove(path)
-        (self.folder / "records").mkdir(mode=0o700)
+        (self.folder / "records").mkdir(mode=0o700, exist_ok=True)
 
     @property
     def _name(self) -> str:

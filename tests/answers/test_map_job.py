@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,26 @@ def test_of_the_ranks_of_one_call_the_first_overwrites(tmp_path: Path) -> None:
     assert second.records().done == 2
     first.close()
     second.close()
+
+
+def test_records_of_a_process_that_was_killed_before_it_began_are_dropped(tmp_path: Path) -> None:
+    job = opened(tmp_path / "a.jsonl")
+    answer(job, only=2)
+    job.close()
+    (job.folder / "manifest.json").unlink()
+    job = opened(tmp_path / "a.jsonl", function=whisper)
+    assert job.records().done == 0
+    job.close()
+
+
+def test_many_processes_may_open_a_map_at_once(tmp_path: Path) -> None:
+    def open_all(_number: int) -> None:
+        for number in range(20):
+            opened(tmp_path / f"{number}.jsonl", token="call").close()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(open_all, range(4)))
+    assert len(left(tmp_path)) == 20
 
 
 @pytest.mark.parametrize("is_over", [True, False])
