@@ -104,15 +104,15 @@ def longest_first(items: Sequence[Any]) -> Sequence[int] | None:
 class ItemStream:
     """Items without numbers: a generator, which is drawn once, or an object that gives them anew each time.
 
-    source: a loader may have a length, which is not needed.
+    source: a loader may have a length, which is not needed.  drawn: items of a generator that were compared, and kept.
     """
 
     def __init__(self, source: Iterable[Any]) -> None:
         self._source = source
-        self._drawn: list[Any] = []
+        self.drawn: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
-        return chain(self._drawn, self._source) if self.is_drawn_once else iter(self._source)
+        return chain(self.drawn, self._source) if self.is_drawn_once else iter(self._source)
 
     @property
     def is_drawn_once(self) -> bool:
@@ -139,10 +139,10 @@ class ItemStream:
             start = stop
         if any(True for _ in islice(stream, 1)):
             return f"more than {start:,} now"
-        self._drawn.clear()
+        self.drawn.clear()
         return ""
 
     def _kept(self, stream: Iterator[Any]) -> Iterator[Any]:
         for item in stream:
-            self._drawn.append(item)
+            self.drawn.append(item)
             yield item
