@@ -326,13 +326,13 @@ class MapJob:
             return
         for _ in range(_MOST_RACES):
             _make(self.folder)
-            with suppress(FileNotFoundError):  # another process has joined, and removed the folder, meanwhile
-                with _names(self.folder), locked(self._lock):
-                    try:
-                        return self._begin_locked(call)
-                    finally:
-                        if not self._in_folder.exists():  # refused, or finished
-                            self._remove_folder()
+            # Another process may join, and remove the folder, meanwhile.
+            with suppress(FileNotFoundError), _names(self.folder), locked(self._lock):
+                try:
+                    return self._begin_locked(call)
+                finally:
+                    if not self._in_folder.exists():  # refused, or finished
+                        self._remove_folder()
         raise CannotSave(f"{self.folder} is removed whenever it is made: take another name for out", str(self.folder))
 
     def _begin_locked(self, call: _Call) -> None:
