@@ -140,7 +140,8 @@ def _parts_of(value: Any) -> list[Any]:
     if hasattr(type(value), "__dataclass_fields__"):
         return [(name, getattr(value, name, None)) for name in type(value).__dataclass_fields__]
     try:
-        parts = copyreg.dispatch_table.get(type(value), lambda each: each.__reduce_ex__(4))(value)
+        reduce: Any = copyreg.dispatch_table.get(type(value))
+        parts = value.__reduce_ex__(4) if reduce is None else reduce(value)
     except Exception:  # a lock, a file, a generator
         return []
     if isinstance(parts, str):

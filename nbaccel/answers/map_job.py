@@ -256,7 +256,12 @@ class MapJob:
         if self.out is None:
             (self.folder / "is-joined").touch()
             return
-        facts = {"joined": claims.total, "bytes": _size(joined), "failed": found.failures(), "token": self._token}
+        facts: dict[str, Any] = {
+            "joined": claims.total,
+            "bytes": _size(joined),
+            "failed": found.failures(),
+            "token": self._token,
+        }
         if self.is_stream:
             facts["blocks"] = [[stop, checksum] for _, (stop, checksum) in sorted(claims.blocks.items())]
         _remove(self._manifest_path)  # first: it is about what `out` had before
