@@ -476,19 +476,6 @@ def test_a_rank_whose_function_fails_leaves_the_items_to_the_other() -> None:
     assert all(isinstance(one, Failed) or one == two for one, two in zip(first, shouted(), strict=True))
 
 
-def test_different_items_in_the_ranks_are_refused(tmp_path: Path) -> None:
-    def rank() -> str:
-        accelerator = Accelerator(cpu=True)
-        items = TEXTS if accelerator.is_main_process else TEXTS[:-1]
-        try:
-            accelerator.map(shout, items, out=tmp_path / "a.jsonl")
-        except CannotContinue as error:
-            return str(error)
-        return ""
-
-    assert sum("to other items" in said for said in run_ranks(2, rank)) == 1
-
-
 # -- kills
 
 
