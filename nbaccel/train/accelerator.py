@@ -301,10 +301,10 @@ class Accelerator(ProcessControl):
     ) -> Answers:
         """Return the answers of `function` to all items, computed by all ranks. Every rank calls it, and gets all.
 
-        It is `nbaccel.map` inside of a run: see there for the arguments, and for what happens to items that fail. The
-        ranks claim chunks from files beside `out`, the longest items first, and wait for each other only at the
-        beginning and at the end. If a rank dies, the others take its items; whether the run goes on then is the
-        launcher's matter.
+        It is `nbaccel.map` inside of a run: see there for the arguments, for items that fail, and for what belongs to
+        `out`; where ranks read other values, those of rank 0 count. The ranks claim chunks from files beside `out`, the
+        longest items first, and wait for each other only at the beginning and at the end. If a rank dies, the others
+        take its items; whether the run goes on then is the launcher's matter.
 
         Each rank calls the function as often as it has items for it: prepared models that are replicated may be used in
         it, with the buffers that rank 0 has at the beginning; models in shards (FSDP) and other collectives may not.

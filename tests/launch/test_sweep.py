@@ -271,6 +271,7 @@ def takes(lr: float, epochs: int = 1) -> float:
     [
         (lambda: sweep(takes, lr=[], cpu=True), ValueError, "lr has no value: a sweep needs one or more for each"),
         (lambda: sweep(takes, lr=[1.0], fold=[0], cpu=True), TypeError, r"takes\(\) has no parameter 'fold'; it takes"),
+        (lambda: sweep(takes, lr=1.0, num_processes=2), TypeError, r"The ranks of each run are gpus_per_run\. Nothing"),
         (lambda: sweep(takes, epochs=[1], cpu=True), TypeError, r"takes\(\) needs a value for 'lr', and the sweep has"),
         (lambda: sweep(takes, lr=[1.0], slots=0, cpu=True), LaunchRefused, "slots must be 1 or more; got 0."),
         (lambda: sweep(takes, accelerator=[1], lr=1.0, cpu=True), TypeError, "accelerator is given to the function"),

@@ -20,7 +20,7 @@ from nbaccel.quantities import plural
 from nbaccel.room import is_shortage
 from nbaccel.train.distributed.nested import is_container, map_children
 
-__all__ = ["ItemCall", "Returned", "own_copy"]
+__all__ = ["CallAnswers", "ItemCall", "own_copy"]
 
 _PLAIN = (str, int, float, bytes)
 _NO_LISTS = (str, bytes, Mapping, Set, tuple)
@@ -33,7 +33,7 @@ _GETS_A_LIST = "map calls the function with a list of items, and it returns a li
 _DEEPEST = 32
 
 
-class Returned(NamedTuple):
+class CallAnswers(NamedTuple):
     """The result of one call.
 
     records: of the answers that can be written.  refused: the items whose answers cannot, each with the error.
@@ -53,7 +53,7 @@ class ItemCall:
         self._call = call
         self._format = form
 
-    def __call__(self, indices: Sequence[int], items: Sequence[Any], round: int) -> Returned:
+    def __call__(self, indices: Sequence[int], items: Sequence[Any], round: int) -> CallAnswers:
         """Call the function with copies of items.  indices: their numbers.  round: of the records.
 
         Raises:
@@ -61,7 +61,7 @@ class ItemCall:
             What it raises; a RuntimeError where it leaves by ``sys.exit``, which is no end of the map.
         """
         answers = self._answers([own_copy(item) for item in items])
-        returned = Returned([], [])
+        returned = CallAnswers([], [])
         for index, answer in zip(indices, answers, strict=True):
             try:
                 returned.records.append(AnswerRecord(index, self._format.pack(index, answer), round=round))

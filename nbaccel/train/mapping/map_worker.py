@@ -34,7 +34,7 @@ from nbaccel.events import CallEntered, CallsEnded, ItemsDone, emit
 from nbaccel.failures import Recovery, recovery_of
 from nbaccel.quantities import plural
 from nbaccel.train.mapping.chunk_size import ChunkSize
-from nbaccel.train.mapping.item_call import ItemCall, Returned
+from nbaccel.train.mapping.item_call import CallAnswers, ItemCall
 from nbaccel.train.mapping.item_source import source_of_items
 from nbaccel.train.mapping.same_items import (
     StreamReader,
@@ -121,13 +121,13 @@ def _mapped(
     world = accelerator.world
     job = MapJob.open(items, function, setup, out=out, **options)
     try:
-        work(accelerator, job, items, _Watched(function) if world.is_distributed else function, setup)
+        work(accelerator, job, items, _WithoutPeers(function) if world.is_distributed else function, setup)
         return job.answers()
     finally:
         job.close(world.rank, world.world_size)
 
 
-class _Watched:
+class _WithoutPeers:
     """The function of a map in several ranks, whose collectives are refused: no other rank need come to them.
 
     They are looked for until a call has succeeded.
@@ -189,6 +189,8 @@ def work(
             "answered is there: make room, or mend the folder, and the same call goes on",
             str(job.folder),
         ) from error
+    finally:
+        emit(CallsEnded())  # after the join, which a stop does not interrupt either
 
 
 class MapWorker:
@@ -248,7 +250,6 @@ class MapWorker:
             self._items.close()
             self._claims.leave()
             self._records.close()
-            emit(CallsEnded())
         if self._claims.is_stopped:
             raise _stopped()  # another rank was first
 
@@ -295,10 +296,10 @@ class MapWorker:
         self._calls += 1
         return attempt
 
-    def _returned(self, part: Sequence[int]) -> Returned:
+    def _returned(self, part: Sequence[int]) -> CallAnswers:
         return self._call(part, self._items.get(part), self._claims.round)
 
-    def _take(self, returned: Returned, claim: Claim) -> None:
+    def _take(self, returned: CallAnswers, claim: Claim) -> None:
         """Write what a call returned. Answers that cannot be written are not asked again: they would be the same."""
         if not (returned.records or self._done or self._is_tested):
             self._test(returned.refused[0][1], claim)

@@ -122,7 +122,7 @@ def refuse_parts(items: Any, world: World) -> None:
 
 @frozen
 class FirstItems:
-    """What the ranks compare of their items.
+    """The facts about its items that a rank shows to the others.
 
     count: of the items; None for a stream.  checksums: of the first items, one each; empty for items that take long to
         read.  is_all: a stream has no others.  error: that they have raised, in words.
@@ -150,7 +150,7 @@ class FirstItems:
 
 
 def first_items_of(items: Any) -> tuple[FirstItems, BaseException | None]:
-    """Return what is compared of this rank's items, and the error that they have raised."""
+    """Return the facts that this rank shows to the others, and the error that its items have raised."""
     try:
         if not isinstance(items, StreamReader):
             some = items[:_COMPARED] if isinstance(items, list | tuple | range) else ()
