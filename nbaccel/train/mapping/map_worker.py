@@ -33,6 +33,7 @@ from nbaccel.errors import CannotSave, CollectiveMismatch, RunStopped
 from nbaccel.events import CallEntered, CallsEnded, ItemsDone, emit
 from nbaccel.failures import Recovery, recovery_of
 from nbaccel.quantities import plural
+from nbaccel.train.mapping.call_watch import watch_of_calls
 from nbaccel.train.mapping.chunk_size import ChunkSize
 from nbaccel.train.mapping.item_call import CallAnswers, ItemCall
 from nbaccel.train.mapping.item_source import source_of_items
@@ -53,6 +54,8 @@ __all__ = ["MapWorker", "map_in_ranks", "work"]
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.01, 0.5
 _REPORT_S = 0.2
 _LONGEST_ERROR = 2000
+_MOST_DEATHS = 3
+"""Number of processes that may die with one item alone, whatever `tries` is: the launcher starts no more in a row."""
 
 
 def map_in_ranks(
@@ -148,8 +151,8 @@ class _WithoutPeers:
 def _waits(name: str) -> CollectiveMismatch:
     return CollectiveMismatch(
         f"the function of accelerator.map waits for other ranks, and this rank alone has these items: it calls {name}. "
-        "A model in shards (FSDP), prepare and gather do that. Gather what map returns, which all ranks get; for a "
-        "model that needs all ranks loop over the data in each of them"
+        "A model in shards (FSDP), a training, prepare and gather do that. Gather what map returns, which all ranks "
+        "get; for a model that needs all ranks loop over the data in each of them"
     )
 
 
@@ -160,10 +163,12 @@ def work(
     function: Callable[..., Any],
     setup: Callable[..., Any] | None,
     is_restarted: bool = False,
+    hang_timeout_s: float | None = None,
 ) -> None:
     """Work on a map until each item has an answer or an error, and they are joined. No collective.
 
     is_restarted: the launcher starts this rank again if it dies: it does so when it can no longer use its device.
+    hang_timeout_s: this process ends where a call of `function` takes longer; `is_restarted` is True then.
 
     Raises:
         What `setup` raises; what `function` raises, if the first items of all ranks fail alike; OSError of the disk.
@@ -180,7 +185,8 @@ def work(
 
     try:
         while not job.finish():
-            MapWorker(job, items, call, accelerator.process_index, accelerator.num_processes, is_restarted).run()
+            rank, ranks = accelerator.process_index, accelerator.num_processes
+            MapWorker(job, items, call, rank, ranks, is_restarted, hang_timeout_s).run()
     except OSError as error:  # of our own files: those of the function stay with its items
         if isinstance(error, FileNotFoundError) and job.is_finished:
             return  # another worker has joined the answers meanwhile, and removed the folder
@@ -200,7 +206,14 @@ class MapWorker:
     """
 
     def __init__(
-        self, job: MapJob, items: Any, call: Callable[[list[Any]], Any], rank: int, ranks: int, is_restarted: bool
+        self,
+        job: MapJob,
+        items: Any,
+        call: Callable[[list[Any]], Any],
+        rank: int,
+        ranks: int,
+        is_restarted: bool,
+        hang_timeout_s: float | None = None,
     ) -> None:
         self._job = job
         self._call = ItemCall(call, job.format)
@@ -217,6 +230,7 @@ class MapWorker:
         self._calls = 0
         self._is_tested = False
         self._is_stop_asked = False
+        self._watch = watch_of_calls(job.folder, hang_timeout_s, rank, job.has_answers)
         name = self._claims.enter()
         self._records = job.record_file(name)
 
@@ -248,6 +262,7 @@ class MapWorker:
         finally:
             self._report()
             self._items.close()
+            self._watch.close()
             self._claims.leave()
             self._records.close()
         if self._claims.is_stopped:
@@ -272,9 +287,10 @@ class MapWorker:
 
     def _answer(self, claim: Claim) -> None:
         """Write an answer or an error for each item of a claim."""
-        if claim.alone >= self._job.tries:
-            times = plural(claim.alone, "time")
-            self._write_failed(claim.indices[0], f"RankDied: the process ended {times} while it worked on this item")
+        if claim.alone >= min(self._job.tries, _MOST_DEATHS):
+            index, times = claim.indices[0], plural(claim.alone, "time")
+            why = self._watch.explain(index, claim.alone)
+            self._write_failed(index, why or f"RankDied: the process ended {times} while it worked on this item")
             return
         begun, is_whole = time.monotonic(), True
         pending = self._calls_of(claim.indices)
@@ -297,7 +313,9 @@ class MapWorker:
         return attempt
 
     def _returned(self, part: Sequence[int]) -> CallAnswers:
-        return self._call(part, self._items.get(part), self._claims.round)
+        items = self._items.get(part)
+        with self._watch.over(part):
+            return self._call(part, items, self._claims.round)
 
     def _take(self, returned: CallAnswers, claim: Claim) -> None:
         """Write what a call returned. Answers that cannot be written are not asked again: they would be the same."""

@@ -122,4 +122,4 @@ def test_a_collective_in_the_function_is_refused_before_it_waits() -> None:
 
 def test_a_sharded_model_is_refused_before_it_waits() -> None:
     words = refusal(lambda _, model: lambda items: scores(model, items), strategy="fsdp")
-    assert all("A model in shards (FSDP), prepare and gather do that" in each for each in words)
+    assert all("A model in shards (FSDP), a training, prepare and gather do that" in each for each in words)
