@@ -75,7 +75,9 @@ class RestartRanks(EndOfRun):
 
     def feed(self, rank: int, at: float, event: Event) -> None:
         """Note the progress of a rank."""
-        if isinstance(event, CallTimedOut) or (isinstance(event, ItemsDone) and event.done + event.failed > 0):
+        if isinstance(event, CallTimedOut):
+            self._restarts.pop(rank, None)
+        if isinstance(event, ItemsDone) and event.done + event.failed > 0:
             self._restarts.pop(rank, None)
 
     def allows_restart(self, rank: int) -> bool:
