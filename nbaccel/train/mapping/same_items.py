@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class StreamReader(threading.Thread):
         self._head: list[Any] = []
         self._asked: SimpleQueue[int] = SimpleQueue()
         self._given: SimpleQueue[list[Any] | BaseException] = SimpleQueue()
-        self._is_used = False
+        self._is_used = self._is_asked = False
 
     def unused(self) -> StreamReader:
         """Return a reader from the first item on: this one, unless items were taken of it, or it was closed."""
@@ -59,15 +60,19 @@ class StreamReader(threading.Thread):
         """
         self._is_used = True
         taken, self._head = self._head[:most], self._head[most:]
-        return taken + self._read(most - len(taken)) if len(taken) < most else taken
+        if self._is_asked and len(taken) < most:
+            taken += self._next(1)
+        return taken + self._next(most - len(taken)) if len(taken) < most else taken
 
     def look_ahead(self) -> tuple[list[Any], bool]:
         """Return the first items, which stay in the stream, and whether there are no others."""
         until = time.monotonic() + _COMPARE_S
-        while len(self._head) < _COMPARED and not (self._head and time.monotonic() > until):
-            if not (more := self._read(1)):
-                return self._head, True
-            self._head += more
+        with suppress(Empty):
+            while len(self._head) < _COMPARED:
+                more = self._next(1, max(0.0, until - time.monotonic()) if self._head else None)
+                if not more:
+                    return self._head, True
+                self._head += more
         return self._head, False
 
     def close(self) -> None:
@@ -75,9 +80,17 @@ class StreamReader(threading.Thread):
         self._is_used = True
         self._asked.put(0)
 
-    def _read(self, count: int) -> list[Any]:
-        self._asked.put(count)
-        found = self._given.get()
+    def _next(self, count: int, timeout_s: float | None = None) -> list[Any]:
+        """Return the next items; those that it was asked for before, if they have not come yet.
+
+        Raises:
+            Empty: they take longer; they come next.
+        """
+        if not self._is_asked:
+            self._asked.put(count)
+        self._is_asked = True
+        found = self._given.get(timeout=timeout_s)
+        self._is_asked = False
         if isinstance(found, BaseException):
             raise found
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -141,10 +140,21 @@ def test_a_reader_gives_back_what_it_has_looked_at() -> None:
         each.join()
 
 
-def test_a_slow_stream_is_not_waited_for_longer_than_its_first_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbaccel.train.mapping.same_items._COMPARE_S", -1.0)
-    reader = reader_of(itertools.count())
+def test_a_live_stream_is_not_waited_for_longer_than_for_its_first_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbaccel.train.mapping.same_items._COMPARE_S", 0.01)
+    answered = threading.Event()
+
+    def live() -> Iterator[int]:
+        yield 0
+        answered.wait()
+        yield from range(1, 9)
+
+    reader = reader_of(live())
     assert reader.look_ahead() == ([0], False)
+    assert reader.take(1) == [0]
+    answered.set()
+    assert reader.take(4) == [1, 2, 3, 4]
+    assert reader.take(9) == [5, 6, 7, 8]
     reader.close()
     reader.join()
 
