@@ -75,8 +75,10 @@ class ItemCall:
         count = len(chunk)
         try:
             answers = self._call(chunk)
-        except (AttributeError, TypeError) as error:
-            if "list" in str(error):
+        except Exception as error:
+            if not _has_text(error):
+                raise RuntimeError(f"the function has raised a {type(error).__name__}, whose text fails") from None
+            if isinstance(error, AttributeError | TypeError) and "list" in str(error):
                 error.add_note(_GETS_A_LIST)
             raise
         except SystemExit as error:
@@ -97,6 +99,15 @@ class ItemCall:
         if isinstance(self._format, InMemoryFormat):
             answers = [one if isinstance(one, _PLAIN) else _on_host(one) for one in answers]
         return answers
+
+
+def _has_text(error: Exception) -> bool:
+    """Return whether the class of an error, which may be the program's own, can write it."""
+    try:
+        str(error)
+    except Exception:
+        return False
+    return True
 
 
 def own_copy(item: Any) -> Any:

@@ -126,6 +126,24 @@ def test_a_function_that_always_exits_ends_the_map_with_an_error() -> None:
         mapped(lambda items: sys.exit(2), list(range(12)))
 
 
+class Unwritable(Exception):
+    """One whose text needs what it has not."""
+
+    def __str__(self) -> str:
+        raise LookupError("no code")
+
+
+def test_an_error_without_a_text_is_a_failure_of_its_item() -> None:
+    def function(items: list[int]) -> list[int]:
+        if 5 in items:
+            raise Unwritable
+        return items
+
+    answers = mapped(function, list(range(12)))
+    assert [failed.index for failed in answers.failed] == [5]
+    assert answers[5].error == "RuntimeError: the function has raised a Unwritable, whose text fails"
+
+
 def test_an_interrupt_in_the_function_is_none_of_its_items() -> None:
     def function(items: list[int]) -> list[int]:
         raise KeyboardInterrupt
