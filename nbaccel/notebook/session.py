@@ -352,7 +352,7 @@ class Session:
                     self.shell.user_ns.update(lists_of(runs, sweeping.left, out))
                     self.last_run = LastRun(sweeping.work.name, counted(runs), sweeping.seconds)
                     assert isinstance(sweeping.work, SweptCell)
-                    for line in sweeping.work.lines(runs):
+                    for line in sweeping.work.lines(runs, sweeping.left):
                         self.say(line)
 
     def _plan_sweep(self, asked: RunOptions, body: str) -> tuple[RunOptions, Sweeping, Sequence[str]]:

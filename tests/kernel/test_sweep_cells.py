@@ -102,6 +102,19 @@ def test_an_interrupt_ends_all_and_the_list_has_what_was_done(kernel: RealKernel
     assert not (kernel.folder / "waits-3").exists()
 
 
+def test_a_run_at_its_time_limit_does_not_bring_back_what_the_notebook_had(kernel: RealKernel, start: str) -> None:
+    kernel.do("import shutil; shutil.rmtree('.nbaccel', ignore_errors=True)")
+    kernel.do("score = 777")
+    body = "import time\ntime.sleep({})\nscore = 5"
+    cell = kernel.do(swept(body.format("x"), "--sweep x=0,60 --slots 2 --time-limit 2s --out score", start))
+    assert kernel.value("score") == [5, None]
+    assert "score (a list of 2, None for 1 run stopped before it had assigned score)" in cell.stdout
+    kernel.do("score = 777")
+    cell = kernel.do(swept(body.format("60"), "--time-limit 2s --out score", start))
+    assert kernel.value("score") == 777
+    assert "not brought back: score (the cell ended without assigning it)" in cell.stdout
+
+
 def test_a_mistake_of_all_runs_is_said_once_with_the_place_of_its_traceback(kernel: RealKernel) -> None:
     cell = kernel.do(swept("def step():\n    return undefined\nstep()", "--sweep fold=0-3 --slots 2"))
     lines = cell.stdout.splitlines()

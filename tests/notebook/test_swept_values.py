@@ -111,26 +111,38 @@ def test_a_future_import_is_refused() -> None:
 
 def test_lists_have_none_where_a_run_failed_whatever_it_had_left() -> None:
     runs = [Run([None], History(1), error, "fork", "", "", 1.0) for error in (None, ValueError("no"), None)]
-    left = [{"score": 1, "model": "a"}, {"score": 2}, {"score": 3}]
-    assert lists_of(runs, left, ("score", "model")) == {"score": [1, None, 3], "model": ["a", None, None]}
-    assert list(lines_of_lists(runs, ("score",), "score = 1", {})) == [
+    left: list[dict[str, Any]] = [{"score": 1, "model": "a"}, {"score": 2}, {"score": 3, "model": "b"}]
+    assert lists_of(runs, left, ("score", "model")) == {"score": [1, None, 3], "model": ["a", None, "b"]}
+    assert list(lines_of_lists(runs, left, ("score",), "score = 1", {})) == [
         "brought back: score (a list of 3, None for 1 run that did not end well)"
+    ]
+
+
+def test_a_run_that_was_stopped_before_it_had_assigned_a_name_is_said() -> None:
+    runs = [Run([None], History(1), error, "fork", "", "", 1.0) for error in (None, ValueError("no"), None)]
+    left: list[dict[str, Any]] = [{"score": 1}, {}, {}]
+    assert lists_of(runs, left, ("score",)) == {"score": [1, None, None]}
+    assert list(lines_of_lists(runs, left, ("score",), "score = 1", {})) == [
+        "brought back: score (a list of 3, None for 1 run that did not end well, None for 1 run stopped before it had "
+        "assigned score)"
     ]
 
 
 def test_a_cell_without_out_is_told_which_name_it_could_bring_back() -> None:
     runs = [Run([None], History(1), None, "fork", "", "", 1.0)] * 3
-    assert list(lines_of_lists(runs, (), "import x\nacc = 1\nprint(acc)\nfor i in x: acc = i", {})) == [
+    assert list(lines_of_lists(runs, [{}] * 3, (), "import x\nacc = 1\nprint(acc)\nfor i in x: acc = i", {})) == [
         "nothing was brought back: --out acc would leave a list of 3"
     ]
-    assert list(lines_of_lists(runs, (), "acc = 1\nacc", {})) == [], "its last line is a value: `runs` have it"
-    assert list(lines_of_lists(runs, (), "def f(): a = 1", {})) == []
+    assert list(lines_of_lists(runs, [{}] * 3, (), "acc = 1\nacc", {})) == [], (
+        "its last line is a value: `runs` have it"
+    )
+    assert list(lines_of_lists(runs, [{}] * 3, (), "def f(): a = 1", {})) == []
 
 
 def test_results_that_a_cell_collects_in_an_object_of_the_notebook_are_said_to_stay_away() -> None:
     runs = [Run([None], History(1), None, "fork", "", "", 1.0)]
     code = "own = []\nscores.append(1)\nif fold:\n    best[fold] = 2\nnet.add(1)\nown.append(1)\nprint(scores[0])"
     notebook = {"scores": [], "best": {}, "net": object()}
-    _, line = lines_of_lists(runs, ("a",), code, notebook)
+    _, line = lines_of_lists(runs, [{"a": 1}], ("a",), code, notebook)
     assert line.startswith("not brought back: scores, best, which each run has changed for itself")
     assert changed_at(ast.parse("f(x.append)\nwith a[0]: pass\nfor b[1] in c: pass")) == ["b"]

@@ -31,6 +31,7 @@ __all__ = [
     "names_in_magics",
     "names_read",
     "not_read",
+    "read_before_made",
     "says_first_card",
     "seeds",
     "with_their_own",
@@ -223,6 +224,17 @@ def made_before_read(code: str, namespace: Mapping[str, Any] | None = None) -> s
     order = _Order(namespace or {})
     order.follow(_statements_of(code))
     return order.made
+
+
+def read_before_made(code: str, namespace: Mapping[str, Any]) -> set[str]:
+    """Return the names that the cell may read before it has bound them, also in functions of the notebook.
+
+    >>> sorted(read_before_made("score = run(x)\\nif x:\\n    best = max(best, score)", {}))
+    ['best', 'max', 'run', 'x']
+    """
+    order = _Order(namespace)
+    order.follow(_statements_of(code))
+    return order.read
 
 
 def not_read(code: str, namespace: Mapping[str, Any]) -> set[str]:

@@ -1,7 +1,8 @@
 """A cell with `--sweep`: it runs once for each configuration, some side by side. Runs in the kernel.
 
 The values of a configuration are set in the rank before the first line of the cell. `--out score` leaves in the
-notebook a list `score`, in the order of the configurations, with None for a run that failed; nothing else comes back.
+notebook a list `score`, in the order of the configurations, with None for a run that failed, or that was stopped before
+it had assigned `score`; nothing else comes back.
 The cell ends well, whatever its runs do, unless it is interrupted.
 """
 
@@ -83,9 +84,9 @@ class SweptCell:
         left = {name: values[name] for name in self._out if name in values}
         return [values.get(RESULT), *[None] * (len(outcome.ended.reports) - 1)], left
 
-    def lines(self, runs: Sequence[Run]) -> Iterator[str]:
+    def lines(self, runs: Sequence[Run], left: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """Yield the lines on what came back, see `lines_of_lists`."""
-        return lines_of_lists(runs, self._out, self._cell.code, self._namespace)
+        return lines_of_lists(runs, left, self._out, self._cell.code, self._namespace)
 
     def end(self, outcome: LaunchResult, seconds: float, history: History) -> tuple[BaseException | None, str]:
         assert self.plan is not None, "a cell is planned before it runs"
@@ -110,7 +111,7 @@ def with_values(code: str, config: Mapping[str, Any]) -> str:
 
 
 def lists_of(runs: Sequence[Run], left: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
-    """Return for each name of `--out` its values in the order of the runs, None for a run that failed.
+    """Return for each name of `--out` its values in the order of the runs, None for a run that failed or left none.
 
     left: what each run has left, by name.
     """
@@ -118,14 +119,20 @@ def lists_of(runs: Sequence[Run], left: Sequence[Mapping[str, Any]], names: Sequ
     return {name: [values.get(name) if run.error is None else None for run, values in pairs] for name in names}
 
 
-def lines_of_lists(runs: Sequence[Run], names: Sequence[str], code: str, namespace: Mapping[str, Any]) -> Iterator[str]:
+def lines_of_lists(
+    runs: Sequence[Run],
+    left: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    code: str,
+    namespace: Mapping[str, Any],
+) -> Iterator[str]:
     """Yield the lines on what came back, and on what a reader of the cell may miss.
 
-    names: those of `--out`.  code: the cell.  namespace: that of the notebook.
+    left: what each run has left, by name.  names: those of `--out`.  code: the cell.  namespace: that of the notebook.
     """
     tree = ast.parse(code)
     if names:
-        yield _line_of_lists(runs, names)
+        yield _line_of_lists(runs, left, names)
     elif example := _last_assigned(tree):
         yield f"nothing was brought back: --out {example} would leave a list of {len(runs)}"
     if changed := [name for name in changed_at(tree) if isinstance(namespace.get(name), list | dict | set)]:
@@ -135,11 +142,14 @@ def lines_of_lists(runs: Sequence[Run], names: Sequence[str], code: str, namespa
         )
 
 
-def _line_of_lists(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _line_of_lists(runs: Sequence[Run], left: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     lost = sum(run.error is not None for run in runs)
-    none = f", None for {plural(lost, 'run')} that did not end well" if lost else ""
+    early = sum(run.error is None and not values.keys() >= set(names) for run, values in zip(runs, left, strict=True))
+    of = names[0] if len(names) == 1 else "all of them"
+    why = [f"None for {plural(lost, 'run')} that did not end well"] if lost else []
+    why += [f"None for {plural(early, 'run')} stopped before it had assigned {of}"] if early else []
     each = "a list" if len(names) == 1 else "lists"
-    return f"brought back: {', '.join(names)} ({each} of {len(runs)}{none})"
+    return f"brought back: {', '.join(names)} ({', '.join([f'{each} of {len(runs)}', *why])})"
 
 
 def _last_assigned(tree: ast.Module) -> str:
