@@ -217,6 +217,23 @@ def test_an_interrupt_ends_the_running_ones_and_the_waiting_ones_do_not_begin(tm
     gc.collect()
 
 
+def interrupts_itself(fold: int) -> int:
+    if fold == 1:
+        raise KeyboardInterrupt
+    return fold
+
+
+def test_a_run_that_raises_an_interrupt_itself_is_stopped_and_done_again() -> None:
+    for _ in range(2):
+        runs = sweep(interrupts_itself, fold=range(3), cpu=True)
+        assert [run.state.word for run in runs if run.state] == ["done", "stopped", "done"]
+        assert [run.value for run in runs] == [0, None, 2]
+        assert str(runs[1].error) == "rank 0 of 1 ended by a KeyboardInterrupt"
+    assert not (Path(runs[1].log_path).parent / "run.json").exists()
+    with pytest.raises(KeyboardInterrupt, match="rank 0 of 1 ended by a KeyboardInterrupt"):
+        launch(interrupts_itself, 1, (1,), cpu=True)
+
+
 _KILLED = """
 import time
 from pathlib import Path
