@@ -217,6 +217,31 @@ def test_an_interrupt_ends_the_running_ones_and_the_waiting_ones_do_not_begin(tm
     gc.collect()
 
 
+def scaled_by(factor: int) -> Callable[[int], int]:
+    return lambda x: x * factor
+
+
+def applies(act: Callable[[int], int]) -> int:
+    return act(10)
+
+
+def test_functions_that_a_function_makes_are_values_of_their_own() -> None:
+    for _ in range(2):
+        runs = sweep(applies, act=[scaled_by(1), scaled_by(2)], cpu=True)
+        assert [run.value for run in runs] == [10, 20]
+    assert [run.value for run in sweep(applies, act=[scaled_by(3), scaled_by(2)], cpu=True)] == [30, 20]
+
+
+def draws(x: int) -> float:
+    return float(torch.rand(()))
+
+
+def test_runs_without_a_seed_are_done_again(capsys: pytest.CaptureFixture[str]) -> None:
+    values = [sweep(draws, x=1, seed=None, cpu=True)[0].value for _ in range(2)]
+    assert values[0] != values[1]
+    assert "as x=1: it has no seed, so that it draws other numbers each time" in capsys.readouterr().out
+
+
 def interrupts_itself(fold: int) -> int:
     if fold == 1:
         raise KeyboardInterrupt
