@@ -313,7 +313,7 @@ def _why_no_key(config: Mapping[str, Any], seed: int | None) -> str:
         if _mark_of(value) is None:
             return f"{name} is an object of the class {type(value).__name__}, which no later sweep can compare"
     if seed is None:
-        return "it has no seed, so that it draws other numbers each time"
+        return "it has no seed, so that nobody knows its random numbers"
     return "the code that runs cannot be read"
 
 

@@ -176,7 +176,7 @@ def test_a_run_without_a_seed_is_done_again_and_said(tmp_path: Path) -> None:
     run.origin = RunOrigin(seed=None)
     assert as_key("s", run.config, None, RunSettings(), 1) == ""
     runs.keep(run, {}, "")
-    assert runs.unkept == {"fold=0, lr=0.1": "it has no seed, so that it draws other numbers each time"}
+    assert runs.unkept == {"fold=0, lr=0.1": "it has no seed, so that nobody knows its random numbers"}
 
 
 def test_a_key_tells_functions_apart_by_what_they_compute() -> None:

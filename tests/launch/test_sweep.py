@@ -120,6 +120,13 @@ def test_the_last_name_varies_fastest_and_a_finished_run_is_found_again(capsys: 
     assert len(calls()) == 7
 
 
+def test_runs_without_a_seed_are_done_again(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        sweep(adds, lr=1, fold=0, seed=None, cpu=True)
+    assert len(calls()) == 2
+    assert "as lr=1, fold=0: it has no seed, so that nobody knows its random numbers" in capsys.readouterr().out
+
+
 def test_each_run_has_its_seed_log_and_folder() -> None:
     def draws(seed: int) -> dict[str, Any]:
         print("drawn with", seed)
@@ -230,16 +237,6 @@ def test_functions_that_a_function_makes_are_values_of_their_own() -> None:
         runs = sweep(applies, act=[scaled_by(1), scaled_by(2)], cpu=True)
         assert [run.value for run in runs] == [10, 20]
     assert [run.value for run in sweep(applies, act=[scaled_by(3), scaled_by(2)], cpu=True)] == [30, 20]
-
-
-def draws(x: int) -> float:
-    return float(torch.rand(()))
-
-
-def test_runs_without_a_seed_are_done_again(capsys: pytest.CaptureFixture[str]) -> None:
-    values = [sweep(draws, x=1, seed=None, cpu=True)[0].value for _ in range(2)]
-    assert values[0] != values[1]
-    assert "as x=1: it has no seed, so that it draws other numbers each time" in capsys.readouterr().out
 
 
 def interrupts_itself(fold: int) -> int:
