@@ -21,6 +21,7 @@ from typing import Any
 from nbaccel.answers.code_text import names_read, names_used
 
 __all__ = [
+    "READ_BY_TEXT",
     "codes_of",
     "first_card_in",
     "home_of",
@@ -36,6 +37,9 @@ __all__ = [
     "seeds",
     "with_their_own",
 ]
+
+READ_BY_TEXT = frozenset({"eval", "exec", "globals", "locals", "vars"})
+"""Functions by which code may read any name."""
 
 _WRITES = frozenset({"STORE_NAME", "STORE_GLOBAL"})
 _SEEDS = frozenset({"manual_seed", "manual_seed_all", "seed", "seed_all", "seed_everything", "set_seed"})

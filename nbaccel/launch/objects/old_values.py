@@ -11,15 +11,13 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
-from nbaccel.launch.objects.names import names_in_magics, names_read, read_before_made, with_their_own
+from nbaccel.launch.objects.names import READ_BY_TEXT, names_in_magics, names_read, read_before_made, with_their_own
 from nbaccel.launch.objects.parameters import mark
 from nbaccel.launch.objects.wrappers import plain
 
 __all__ = ["OldValues"]
 
 _UNCHANGEABLE = (bool, int, float, complex, str, bytes, type(None))
-_READ_BY_TEXT = frozenset({"eval", "exec", "globals", "locals", "vars"})
-"""Functions by which code may read any name."""
 
 
 class OldValues:
@@ -45,7 +43,7 @@ class OldValues:
         self._marks = {name: _mark_of(value) for name, value in self._values.items()}
         self._taken_out: set[str] = set()
         self.untouched: set[str] = set()
-        if not self._values or _READ_BY_TEXT & names_read(parts):
+        if not self._values or READ_BY_TEXT & names_read(parts):
             return
         needed = read_before_made(code, namespace) | with_their_own(names_in_magics(code), namespace)
         for name, value in self._values.items():
