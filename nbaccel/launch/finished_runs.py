@@ -22,6 +22,7 @@ from typing import Any
 
 from nbaccel.answers.source_mark import SourceMark
 from nbaccel.display.history import History
+from nbaccel.errors import LaunchRefused
 from nbaccel.events import Loss, Metric
 from nbaccel.launch.ipc.spec import load_named
 from nbaccel.launch.run import Run
@@ -63,11 +64,23 @@ class FinishedRuns:
         return self.folder / f"{words}-{key[:10]}"
 
     def begin(self, config: Mapping[str, Any], key: str) -> Path:
-        """Make the folder of a run that begins, and return it."""
+        """Make the folder of a run that begins, and return it.
+
+        Raises:
+            LaunchRefused: nothing can be written there.
+        """
         folder = self.folder_of(config, key)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (_RECORD, _FILES):
-            (folder / name).unlink(missing_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in (_RECORD, _FILES):
+                (folder / name).unlink(missing_ok=True)
+            with open(folder / _LOG, "ab"):
+                """It can be written."""
+        except OSError as error:
+            raise LaunchRefused(
+                f"the runs of a sweep need a folder for what they print, and {self.folder} cannot be written "
+                f"({error.strerror}): pass another folder= to nbaccel.sweep, or work in a folder that can be written."
+            ) from error
         return folder
 
     @staticmethod

@@ -125,7 +125,7 @@ def test_a_name_that_nothing_reads_is_said_before_the_runs(kernel: RealKernel) -
 
 
 def test_a_mistake_of_all_runs_is_said_once_with_the_place_of_its_traceback(kernel: RealKernel) -> None:
-    cell = kernel.do(swept("def step():\n    return undefined\nstep()", "--sweep fold=0-3 --slots 2"))
+    cell = kernel.do(swept("def step():\n    return undefined[fold]\nstep()", "--sweep fold=0-3 --slots 2"))
     lines = cell.stdout.splitlines()
     assert lines[1].startswith("sweep of Cell In[")
     assert "4 runs: 4 failed on 2 slots" in lines[1]

@@ -305,12 +305,76 @@ def takes(lr: float, epochs: int = 1) -> float:
     return lr * epochs
 
 
+def needs_slots(slots: int) -> int:
+    return slots
+
+
+def checks(check: int = 1, devices: str | None = None) -> int:
+    return check
+
+
+def test_a_parameter_with_a_default_may_have_the_name_of_an_argument_of_the_sweep() -> None:
+    assert sweep(checks, cpu=True)[0].value == 1
+
+
+def test_a_function_gets_the_seed_of_its_run_if_it_asks_for_one() -> None:
+    def needs(lr: int, seed: int) -> int:
+        return seed
+
+    def has(lr: int, seed: int = 42) -> int:
+        return seed
+
+    def takes_any(**given: Any) -> list[str]:
+        return sorted(given)
+
+    assert [run.value for run in sweep(needs, lr=[1, 2], seed=7, cpu=True)] == [7, 7]
+    assert sweep(needs, lr=1, cpu=True)[0].value == 0
+    assert sweep(has, lr=1, seed=7, cpu=True)[0].value == 7
+    assert sweep(has, lr=1, cpu=True)[0].value == 42
+    assert sweep(has, lr=1, seed=None, cpu=True)[0].value == 42
+    assert sweep(takes_any, lr=1, seed=7, cpu=True)[0].value == ["lr"]
+    runs = sweep(needs, lr=1, seed=[3, 4], cpu=True)
+    assert [(run.value, run.origin.seed) for run in runs] == [(3, 3), (4, 4)]
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    Path("file").touch()
+    for folder in ("file", "file/in", "/proc/sweeps"):
+        with pytest.raises(
+            LaunchRefused, match=f"and {folder} cannot be written .*pass another folder= to nbaccel.sweep"
+        ):
+            sweep(takes, lr=[1.0], cpu=True, folder=folder)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
         (lambda: sweep(takes, lr=[], cpu=True), ValueError, "lr has no value: a sweep needs one or more for each"),
         (lambda: sweep(takes, lr=[1.0], fold=[0], cpu=True), TypeError, r"takes\(\) has no parameter 'fold'; it takes"),
         (lambda: sweep(takes, epochs=[1], cpu=True), TypeError, r"takes\(\) needs a value for 'lr', and the sweep has"),
+        (lambda: sweep(takes, lr=1, slots="2"), TypeError, "slots must be a whole number, or None; got '2'. Nothing"),  # type: ignore[arg-type]
+        (lambda: sweep(takes, lr=1, gpus_per_run=1.5), TypeError, "gpus_per_run must be a whole number; got 1.5"),  # type: ignore[arg-type]
+        (
+            lambda: sweep(takes, lr=1, devices=[0]),
+            TypeError,
+            r'devices must be a text such as "0,1", or None; got \[0\]',
+        ),  # type: ignore[arg-type]
+        (lambda: sweep(takes, lr=1, folder=None), TypeError, "folder must be a path; got None"),  # type: ignore[arg-type]
+        (
+            lambda: sweep(takes, lr=1, seed="a"),
+            TypeError,
+            "seed must be a whole number, several of them, or None; got 'a'",
+        ),
+        (
+            lambda: sweep(needs_slots, slots=2),
+            TypeError,
+            r"slots is an argument of nbaccel.sweep itself, so needs_slots",
+        ),
+        (
+            lambda: sweep(checks, check=[1, 2]),
+            TypeError,
+            r"check is an argument of nbaccel.sweep itself, so checks\(\) d",
+        ),  # type: ignore[arg-type]
         (lambda: sweep(takes, lr=[1.0], slots=0, cpu=True), LaunchRefused, "slots must be 1 or more; got 0."),
         (lambda: sweep(takes, accelerator=[1], lr=1.0, cpu=True), TypeError, "accelerator is given to the function"),
         (lambda: sweep(3, lr=[1.0]), TypeError, "the first argument must be the function that each run calls, got int"),  # type: ignore[arg-type]
@@ -339,6 +403,15 @@ def test_a_function_that_cannot_be_sent_is_one_sentence_and_works_by_fork() -> N
 def test_a_rank_cannot_sweep() -> None:
     with pytest.raises(nbaccel.NestedLaunch, match="ranks do not launch ranks"):
         launch(sweep, 1, (takes,), {"lr": [1.0]}, cpu=True)
+
+
+def test_a_rank_of_torchrun_cannot_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        nbaccel.NestedLaunch, match=r"this is rank 1 of 2 that torchrun .* start the script by python alone"
+    ):
+        sweep(takes, lr=[1.0], cpu=True)
 
 
 def planned(start: str, ranks: int = 1, *, bytes_to_copy: int = 0, gpus: tuple[Gpu, ...] = ()) -> LaunchPlan:
