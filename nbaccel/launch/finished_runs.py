@@ -31,6 +31,7 @@ from nbaccel.settings import RunSettings
 __all__ = [
     "FinishedRuns",
     "as_key",
+    "as_one_of_a_sweep",
     "in_words",
     "value_in_words",
 ]
@@ -316,6 +317,17 @@ def as_key(source: str, config: Mapping[str, Any], seed: int | None, settings: R
     }
     text = json.dumps([_FORMAT, source, values, seed, chosen, world_size], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def as_one_of_a_sweep(config: Mapping[str, Any]) -> str:
+    """Return values in words that differ for different values; empty if one cannot be told from another of its kind.
+
+    >>> as_one_of_a_sweep({"lr": 0.1}) == as_one_of_a_sweep({"lr": 0.1 + 1e-12})
+    False
+    """
+    marks = {name: _mark_of(value) for name, value in config.items()}
+    digest = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
+    return "" if None in marks.values() else f"{in_words(config)} ({digest[:8]})"
 
 
 def _why_no_key(config: Mapping[str, Any], seed: int | None) -> str:

@@ -22,7 +22,7 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
 from nbaccel.launch.api import as_run
 from nbaccel.launch.diagnosis import PostMortem, failed_alike
-from nbaccel.launch.finished_runs import FinishedRuns, as_key, in_words
+from nbaccel.launch.finished_runs import FinishedRuns, as_key, as_one_of_a_sweep, in_words
 from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.ipc.spec import LaunchSpec, Task
 from nbaccel.launch.launcher import Launcher
@@ -245,6 +245,7 @@ class Sweeping:
             seeds_alike=True if plan.settings.seeds_alike else None,
             checkpoint_dir=str(checkpoints),
             project_dir=str(folder),
+            swept_values=as_one_of_a_sweep(config) or folder.name,
         )
         spec = plan.spec(self.work.task(config), self.work.setup, wants_results=True)
         settings = own.over(plan.settings)

@@ -224,6 +224,31 @@ def test_an_interrupt_ends_the_running_ones_and_the_waiting_ones_do_not_begin(tm
     gc.collect()
 
 
+def predicts(weight: float, accelerator: Accelerator) -> list[float]:
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, weight)
+
+    def answers(items: list[int]) -> list[float]:
+        time.sleep(0.02)
+        return [model(torch.tensor([float(item)])).item() for item in items]
+
+    return list(accelerator.map(answers, list(range(10)), out="same.jsonl", batch_size=1))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_runs_do_not_get_the_answers_of_each_others_models(slots: int) -> None:
+    for _ in range(2):
+        runs = sweep(predicts, weight=[1.0, 2.0], slots=slots, cpu=True)
+        ended = [run.error is None for run in runs]
+        assert ended == [True, False] or (ended == [False, True] and slots == 2)
+        for run in runs:
+            if run.error is None:
+                assert run.value == [run.config["weight"] * item for item in range(10)]
+            else:
+                assert "'run': 'weight=1 (" in str(run.error)
+                assert "another name for out keeps both" in str(run.error)
+
+
 def scaled_by(factor: int) -> Callable[[int], int]:
     return lambda x: x * factor
 
