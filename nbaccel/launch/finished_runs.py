@@ -52,12 +52,12 @@ class _NotKept(Exception):
 class FinishedRuns:
     """The folder of the runs of sweeps; nothing is made before a run begins.
 
-    unkept: the names of runs that ended well and whose values could not be kept, each with the reason.
+    unkept: the values of each run that ended well and could not be kept, in words, with the reason.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).expanduser()
-        self.unkept: dict[str, str] = {}
+        self.unkept: list[tuple[str, str]] = []
 
     def folder_of(self, config: Mapping[str, Any], key: str) -> Path:
         """Return the folder of a run: its values in words, and a part of its key."""
@@ -125,7 +125,7 @@ class FinishedRuns:
         for a run without a `key`.
         """
         if not key:
-            self.unkept[in_words(run.config)] = _why_no_key(run.config, run.origin.seed)
+            self.unkept.append((in_words(run.config), _why_no_key(run.config, run.origin.seed)))
             return
         folder = self.folder_of(run.config, key)
         try:
@@ -150,11 +150,11 @@ class FinishedRuns:
             }
             _write(folder / _RECORD, json.dumps(record).encode())
         except OSError as error:
-            self.unkept[in_words(run.config)] = f"{folder} could not be written: {error}"
+            self.unkept.append((in_words(run.config), f"{folder} could not be written: {error}"))
         except _NotKept as reason:
-            self.unkept[in_words(run.config)] = str(reason)
+            self.unkept.append((in_words(run.config), str(reason)))
         except Exception as error:  # of a package, or of a class of the user's: it costs this run alone
-            self.unkept[in_words(run.config)] = f"its value cannot be kept ({type(error).__name__}: {error})"
+            self.unkept.append((in_words(run.config), f"its value cannot be kept ({type(error).__name__}: {error})"))
 
 
 def _write(path: Path, data: bytes) -> None:

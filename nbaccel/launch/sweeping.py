@@ -288,7 +288,7 @@ class Sweeping:
         failed = [run.log_path for run in runs if run.state is not None and run.state.word == "failed" and run.log_path]
         if failed:
             yield f"the traceback of a failed run is at the end of its log, such as {failed[0]}"
-        for words, why in list(self.finished.unkept.items())[:1]:
+        for words, why in self.finished.unkept[:1]:
             count = len(self.finished.unkept)
             yield f"{plural(count, 'run')} will be done again by the same sweep, as {words}: {why}"
 

@@ -85,7 +85,7 @@ def test_a_value_that_is_no_data_is_not_kept_and_said(tmp_path: Path) -> None:
     runs.begin(CONFIG, "a" * 64)
     runs.keep(finished_run(object()), {}, "a" * 64)
     assert runs.find(CONFIG, "a" * 64) is None
-    assert list(runs.unkept) == ["fold=0, lr=0.1"]
+    assert [words for words, _ in runs.unkept] == ["fold=0, lr=0.1"]
 
 
 def test_a_parameter_comes_back_as_a_tensor(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_value_that_cannot_be_kept_costs_its_run_alone(tmp_path: Path, value: 
     runs.begin(CONFIG, "a" * 64)
     runs.keep(finished_run(value), {}, "a" * 64)
     assert runs.find(CONFIG, "a" * 64) is None
-    assert runs.unkept == {"fold=0, lr=0.1": why}
+    assert runs.unkept == [("fold=0, lr=0.1", why)]
 
 
 def test_any_error_of_keeping_a_value_is_said_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_any_error_of_keeping_a_value_is_said_and_ends_nothing(tmp_path: Path, m
     runs = FinishedRuns(tmp_path)
     runs.begin(CONFIG, "a" * 64)
     runs.keep(finished_run(torch.ones(2)), {}, "a" * 64)
-    assert runs.unkept == {"fold=0, lr=0.1": "its value cannot be kept (RuntimeError: no such kind)"}
+    assert runs.unkept == [("fold=0, lr=0.1", "its value cannot be kept (RuntimeError: no such kind)")]
 
 
 def scaled_by(factor: Any) -> Callable[[Any], Any]:
@@ -176,7 +176,7 @@ def test_a_run_without_a_seed_is_done_again_and_said(tmp_path: Path) -> None:
     run.origin = RunOrigin(seed=None)
     assert as_key("s", run.config, None, RunSettings(), 1) == ""
     runs.keep(run, {}, "")
-    assert runs.unkept == {"fold=0, lr=0.1": "it has no seed, so that nobody knows its random numbers"}
+    assert runs.unkept == [("fold=0, lr=0.1", "it has no seed, so that nobody knows its random numbers")]
 
 
 def test_a_key_tells_functions_apart_by_what_they_compute() -> None:
@@ -229,10 +229,10 @@ def test_a_run_without_a_key_is_not_kept_and_the_reason_is_said(tmp_path: Path) 
     run.config = {"lr": 0.1, "act": torch.nn.ReLU()}
     assert as_key("s", run.config, 0, RunSettings(), 1) == ""
     runs.keep(run, {}, "")
-    assert runs.unkept == {"lr=0.1, act=ReLU()": "act is an object of the class ReLU, which no later sweep can compare"}
+    assert runs.unkept == [("lr=0.1, act=ReLU()", "act is an object of the class ReLU, which no later sweep can compare")]
     run.config = {"lr": 0.1}
     runs.keep(run, {}, "")
-    assert runs.unkept["lr=0.1"] == "the code that runs cannot be read"
+    assert runs.unkept[1] == ("lr=0.1", "the code that runs cannot be read")
 
 
 def test_a_key_tells_values_seeds_and_settings_apart() -> None:
