@@ -16,7 +16,7 @@ from layout import PACKAGE, Source
 
 FLOORS = {
     # the ground, which everything may use; its files see each other
-    **dict.fromkeys(["aborting", "asking_cuda", "demand", "errors", "events", "failures", "forkable"], 0),
+    **dict.fromkeys(["aborting", "asking_cuda", "code_text", "demand", "errors", "events", "failures", "forkable"], 0),
     **dict.fromkeys(["gpu_driver", "hardware", "missing_names", "notices", "quantities", "room", "settings"], 0),
     **dict.fromkeys(["quantised", "storage", "tracking", "values", "world"], 0),
     **dict.fromkeys(["output", "options", "answers"], 1),

@@ -78,7 +78,12 @@ class MapManifest:
         for name, words in {"function": "of another function", "setup": "with another setup"}.items():
             mark: SourceMark = getattr(self, name)
             if changed := mark.difference(known[name]):
-                return f"{words} ({changed})" if mark.is_another(known[name]) else f"of other code: {changed}"
+                is_another = mark.is_another(known[name])
+                return (
+                    f"{words} ({changed})"
+                    if is_another
+                    else f"of other code: {changed}; put back, the same line goes on"
+                )
         return f"with key={known['key']}, now key={self.key}" if self.key != known["key"] else ""
 
 

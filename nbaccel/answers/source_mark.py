@@ -6,7 +6,7 @@ models, and the code of other files and packages do not count.
 
 A map, which asks "may these answers go on?", leaves out more than a sweep, which asks "must this run be done again?":
 long containers, names that the code itself changes, and values that say where something runs or lies, since a changed
-value refuses to go on there, and only repeats some work here (`is_strict`).
+value refuses to go on there, and only repeats some work here (`is_strict`). Passwords and the like are not written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import functools
 import hashlib
 import inspect
 import json
-import re
 import sys
 import types
 from collections import deque
@@ -26,10 +25,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from itertools import islice
-from pathlib import PurePath
 from typing import Any, Self
 
-from nbaccel.answers.code_text import CODE, COMPILED, CodeTexts, mark_of_code, mark_of_text, mark_of_tree, names_read
+from nbaccel.answers.plain_values import LONG, VALUE, is_a, is_plain, mark_of_value, parts_of, short_hash
+from nbaccel.code_text import CODE, COMPILED, CodeTexts, mark_of_code, mark_of_text, mark_of_tree, names_read
 from nbaccel.notices import is_users
 from nbaccel.quantities import plural
 from nbaccel.values import frozen
@@ -41,21 +40,16 @@ _WHOLE = ""
 """The name of the function, or the cell, itself."""
 
 _OTHERS = "others"
-_MOST_NAMES = 100
+_MOST_NAMES = 200
 _MOST_FOLLOWED = 2000
 """Names after which no more are followed: a program has fewer, and a structure of objects may have more."""
-_LONGEST_VALUE = 60
+
 _MOST_IN_WORDS = 3
-_MOST_IN_CONTAINER = 100
-"""Values in a list, a dict or a set that still are settings; more of them are data."""
+_MOST_LOOKED_AT = 100
+"""Values in a container among which functions are looked for."""
 
-_VALUE, _LONG, _CLASS, _NAMED = "= ", "# ", "class ", "name "
+_CLASS, _NAMED = "class ", "name "
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
-_CONTAINERS = (tuple, list, set, frozenset, dict)
-_ALSO_PLAIN = ("torch.dtype", "builtins.range", "decimal.Decimal", "fractions.Fraction", "datetime.date",
-               "datetime.datetime", "datetime.timedelta")  # fmt: skip
-_DEVICE = re.compile(r"(cpu|cuda|mps|xla|xpu)(:\d+)?")
 _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__", "__setstate__"})
 _CHANGE_IT = frozenset(
     {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove",
@@ -63,17 +57,14 @@ _CHANGE_IT = frozenset(
 )  # fmt: skip
 """Methods of containers that change them."""
 
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _CALLED_BY_NAME = (
-    *_FUNCTIONS, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
-    types.ClassMethodDescriptorType,
+    types.FunctionType, types.BuiltinFunctionType, type, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.MethodWrapperType, types.ClassMethodDescriptorType,
 )  # fmt: skip
 _IS_AROUND = "__wrapped__"
+_MOST_AROUND = 20
 _MADE = ("<string>", "<attrs")
 """Beginnings of the files of methods that packages write for a class."""
-
-_LARGEST = 10**100
-"""Numbers from here on are written in hexadecimal: Python refuses decimals of some thousand digits."""
 
 
 @frozen
@@ -133,7 +124,9 @@ class SourceMark:
         earlier: its names; or a text alone, as the first version wrote it.
         """
         if self.is_another(earlier):
-            return "its source has changed"
+            marks = (self.names.get(_WHOLE, ""), "" if isinstance(earlier, str) else earlier.get(_WHOLE, ""))
+            has_no_text = any(mark.startswith(COMPILED) for mark in marks)
+            return "its code has changed, or it has no text and Python has" if has_no_text else "its source has changed"
         if isinstance(earlier, str):
             return ""
         both = {name: (then, self.names[name]) for name, then in earlier.items() if name in self.names}
@@ -153,8 +146,8 @@ def _changed(name: str, then: str, now: str) -> str:
         return f"{name} has changed, or its text is not found and cannot be compared"
     if name == _OTHERS:
         return "another of the names that it reads has changed"
-    if then.startswith(_VALUE) and now.startswith(_VALUE):
-        return f"{name} was {then.removeprefix(_VALUE)} then, and is {now.removeprefix(_VALUE)} now"
+    if then.startswith(VALUE) and now.startswith(VALUE):
+        return f"{name} was {then.removeprefix(VALUE)} then, and is {now.removeprefix(VALUE)} now"
     is_function = then.startswith((CODE, COMPILED)) and not name.endswith(")")
     return f"{name}() has changed" if is_function else f"{name} has changed"
 
@@ -191,22 +184,20 @@ class _Reading:
 
     def finished(self) -> tuple[dict[str, str], tuple[str, ...]]:
         """Return the marks, those of many names as one, and the arguments that do not count."""
-        for name, value in self._values.items():
-            if name not in self._changed and (mark := self._mark_of_value(value)):
-                self._marks[name] = mark
-        names = list(self._marks)
-        marks = {name: self._marks[name] for name in names[:_MOST_NAMES]}
-        if rest := sorted((name, self._marks[name]) for name in names[_MOST_NAMES:]):
-            marks[_OTHERS] = _LONG + _hash(json.dumps(rest))
+        values = {name: mark_of_value(name, value, self._is_strict) for name, value in self._values.items()}
+        kept = [(name, mark) for name, mark in values.items() if mark and name not in self._changed]
+        marks = {_WHOLE: self._marks.pop(_WHOLE), **dict(kept[:_MOST_NAMES])}
+        left = max(0, _MOST_NAMES - len(kept))
+        marks |= dict(list(self._marks.items())[:left])
+        if rest := sorted(list(self._marks.items())[left:]):
+            marks[_OTHERS] = LONG + short_hash(json.dumps(rest))
         return marks, tuple(self._uncounted)
 
     # -- names
 
     def _add(self, name: str, value: Any) -> str:
         """Note a value under a name, once; equal names of different values get numbers. Return the name."""
-        while not self._is_own(value) and _IS_AROUND in (around := _dictionary_of(value)):
-            value = around[_IS_AROUND]  # a decorator of a package is in the text of what it decorates
-        base, number = name, 1
+        value, base, number = self._unwrapped(value), name, 1
         while name in self._seen:
             if self._seen[name] is value:
                 return name
@@ -216,6 +207,14 @@ class _Reading:
             self._seen[name] = value
             self._todo.append((name, value))
         return name
+
+    def _unwrapped(self, value: Any) -> Any:
+        """Return what decorators of packages are around: the text of what they decorate names them."""
+        for _ in range(_MOST_AROUND):
+            if self._is_own(value) or _IS_AROUND not in (around := _dictionary_of(value)):
+                break
+            value = around[_IS_AROUND]
+        return value
 
     def _add_argument(self, name: str, value: Any) -> None:
         """Note a function that was given, whose file counts as the notebook does, or another argument."""
@@ -233,31 +232,27 @@ class _Reading:
 
     def _take(self, name: str, value: Any) -> None:
         """Mark one value, and note what it is made of."""
-        if _is_value(value):
+        if is_plain(value):
             self._values[name] = value
-            for path, part in islice(_parts_of(value), _MOST_IN_CONTAINER):
-                if _is_a(part, types.FunctionType, type) and self._is_own(part):
+            for path, part in islice(parts_of(value), _MOST_LOOKED_AT):
+                if is_a(part, types.FunctionType, type) and self._is_own(part):
                     self._add(name + path, part)
         elif (first := self._first_name(name, value)) != name:
             self._marks[name] = _NAMED + first
-        elif _is_a(value, types.FunctionType) and self._is_own(value):
-            self._function(name, value)
-        elif _is_a(value, type) and self._is_own(value):
-            self._class(name, value)
-        elif _is_a(value, types.MethodType):
-            self._take(name, value.__func__)
+        elif is_a(value, types.MethodType):
+            self._code(name, self._unwrapped(value.__func__))
             self._add(f"its {type(value.__self__).__name__}", value.__self__)
-        elif _is_a(value, functools.partial):
+        elif is_a(value, functools.partial):
             self._partial(name, value)
-        elif _is_a(value, *_CALLED_BY_NAME):
-            self._marks[name] = _NAMED + _full_name(value)
-        elif not _is_a(value, types.ModuleType):
+        elif is_a(value, *_CALLED_BY_NAME):
+            self._code(name, value)
+        elif not is_a(value, types.ModuleType):
             self._object(name, value)
 
     def _first_name(self, name: str, value: Any) -> str:
         """Return the name under which a value is read: that of its definition, or the one that came first."""
         if id(value) not in self._first:
-            own = value.__qualname__ if _is_a(value, types.FunctionType, type) and self._is_own(value) else "<locals>"
+            own = value.__qualname__ if is_a(value, types.FunctionType, type) and self._is_own(value) else "<locals>"
             is_taken = own in self._seen and self._seen[own] is not value
             own = name if name == _WHOLE or "<" in own or is_taken else own
             self._first[id(value)] = self._add(own, value)
@@ -268,6 +263,15 @@ class _Reading:
         return _home_of(value) in self._homes and _is_by_user(value)
 
     # -- code
+
+    def _code(self, name: str, value: Any) -> None:
+        """Mark a function or a class."""
+        if not self._is_own(value) or not is_a(value, types.FunctionType, type):
+            self._marks[name] = _NAMED + _full_name(value)
+        elif is_a(value, type):
+            self._class(name, value)
+        else:
+            self._function(name, value)
 
     def _function(self, name: str, function: types.FunctionType) -> None:
         code, space = function.__code__, function.__globals__
@@ -300,10 +304,10 @@ class _Reading:
         annotated: list[str] = []
         with suppress(Exception):  # it may name what does not exist
             annotated = list(inspect.get_annotations(kind))
-        document = kind.__doc__ if bases and not is_dataclass(kind) else None  # see `canonical`
-        methods = sorted(each for each, value in members.items() if _is_a(value, types.FunctionType))
+        document = str(kind.__doc__) if bases and not is_dataclass(kind) else ""  # see `canonical`
+        methods = sorted(each for each, value in members.items() if is_a(value, types.FunctionType))
         facts = [[base.__name__ for base in bases], methods, annotated, document]
-        self._marks[name] = _CLASS + _hash(json.dumps(facts))
+        self._marks[name] = _CLASS + short_hash(json.dumps(facts))
         for base in filter(self._is_own, bases):
             self._add(base.__name__, base)
         for member, value in members.items():
@@ -319,7 +323,7 @@ class _Reading:
             self._marks[name] = _NAMED + (kind.__name__ if self._is_own(kind) else _full_name(kind))
         if all(map(self._is_own, mine)) or kind in (types.SimpleNamespace, argparse.Namespace):
             state = set() if self._is_strict else self._state_of(mine)
-            for attribute, each in sorted(_attributes_of(value).items()):
+            for attribute, each in _attributes_of(value).items():
                 if attribute not in state:
                     self._add(f"{name or f'its {kind.__name__}'}.{attribute}", each)
 
@@ -328,7 +332,7 @@ class _Reading:
         found: set[str] = set()
         for each in classes:
             for name, method in _members_of(each):
-                if _is_a(method, types.FunctionType) and name not in _CONSTRUCTORS:
+                if is_a(method, types.FunctionType) and name not in _CONSTRUCTORS:
                     code = method.__code__
                     tree = self._texts.tree_of(code, method.__globals__)
                     me = f"{next(iter(code.co_varnames), '')}."
@@ -336,20 +340,8 @@ class _Reading:
                     found |= {path.removeprefix(me) for path in changed if path.startswith(me)}
         return found
 
-    # -- values
-
     def _counts(self, value: Any) -> bool:
-        return _is_a(value, *_CALLED_BY_NAME) or (_is_value(value) and bool(self._mark_of_value(value)))
-
-    def _mark_of_value(self, value: Any) -> str:
-        """Return the mark of a value; empty if it does not count."""
-        if not self._is_strict and _is_data_or_place(value):
-            return ""
-        try:
-            text = _text_of(value)
-        except (_NotCounted, RecursionError, RuntimeError):  # it contains itself, or a thread changes it
-            return ""
-        return _VALUE + text if len(text) <= _LONGEST_VALUE else f"{_LONG}{type(value).__name__} {_hash(text)}"
+        return is_a(value, *_CALLED_BY_NAME) or (is_plain(value) and bool(mark_of_value("", value, self._is_strict)))
 
 
 # --- code and classes ---------------------------------------------------------------------------------------------
@@ -403,30 +395,43 @@ def _defaults_of(function: types.FunctionType, tree: Any) -> Iterator[tuple[str,
 
 def _members_of(kind: type) -> Iterator[tuple[str, Any]]:
     """Yield what a class defines, as functions and values, without what Python and `dataclasses` add to it."""
-    if issubclass(kind, enum.Enum):
-        yield from ((each.name, each.value) for each in kind)
-    for name, value in vars(kind).items():
-        parts = {name: getattr(value, "__func__", getattr(value, "func", value))}
-        if isinstance(value, property):
-            parts = {name: value.fget, f"{name}.setter": value.fset}
-        for part, each in parts.items():
-            is_dunder = name.startswith("__") and name.endswith("__")
-            if isinstance(each, types.FunctionType):
-                is_made = is_dunder and (each.__code__.co_filename.startswith(_MADE) or not _is_by_user(each))
-                if not is_made:
-                    yield part, each
-            elif each is not None and not (is_dunder or name.startswith("_abc_") or issubclass(kind, enum.Enum)):
+    is_enum = issubclass(kind, enum.Enum)
+    if is_enum:
+        choices: Any = kind
+        yield from ((name, each.value) for name, each in choices.__members__.items())
+    for name, value in list(vars(kind).items()):
+        is_dunder = name.startswith("__") and name.endswith("__")
+        for part, each in _functions_in(name, value):
+            inner = _dictionary_of(each).get(_IS_AROUND, each) if is_a(each, types.FunctionType) else each
+            if is_a(inner, types.FunctionType):
+                is_made = is_dunder and (inner.__code__.co_filename.startswith(_MADE) or not _is_by_user(inner))
+            else:
+                is_made = is_dunder or is_enum
+            if not is_made:
                 yield part, each
+
+
+def _functions_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield an attribute of a class, or the functions that it is made of."""
+    if is_a(value, staticmethod, classmethod):
+        yield name, value.__func__
+    elif is_a(value, functools.cached_property, functools.partialmethod):
+        yield name, value.func
+    elif is_a(value, property):
+        parts = {name: value.fget, f"{name}.setter": value.fset}
+        yield from ((part, each) for part, each in parts.items() if each is not None)
+    else:
+        yield name, value
 
 
 def _given_to(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a function was given with it: the arguments of a partial, the attributes of its object."""
-    while _is_a(value, functools.partial):
+    while is_a(value, functools.partial):
         yield from ((f"argument {number}", each) for number, each in enumerate(value.args, 1))
         yield from value.keywords.items()
         value = value.func
-    owner = value.__self__ if _is_a(value, types.MethodType) else value
-    if not _is_a(owner, *_CALLED_BY_NAME):
+    owner = value.__self__ if is_a(value, types.MethodType) else value
+    if not is_a(owner, *_CALLED_BY_NAME):
         yield from _attributes_of(owner).items()
 
 
@@ -449,22 +454,17 @@ def _dictionary_of(value: Any) -> Mapping[str, Any]:
     return found
 
 
-def _is_a(value: Any, *kinds: type) -> bool:
-    """Return whether a value is of one of these classes; a proxy, which says that it is, may run code for that."""
-    return issubclass(type(value), kinds)
-
-
 def _home_of(value: Any) -> str:
     """Return the module of a function, also of one in a partial or a method, of a class, or of an object's class."""
-    while _is_a(value, functools.partial, types.MethodType):
-        value = value.func if _is_a(value, functools.partial) else value.__func__
-    if _is_a(value, types.FunctionType):
+    while is_a(value, functools.partial, types.MethodType):
+        value = value.func if is_a(value, functools.partial) else value.__func__
+    if is_a(value, types.FunctionType):
         return str(value.__globals__.get("__name__"))  # that of the function's wrapper, not of what it wraps
-    return str((value if _is_a(value, type) else type(value)).__module__)
+    return str((value if is_a(value, type) else type(value)).__module__)
 
 
 def _is_by_user(value: Any) -> bool:
-    if _is_a(value, types.FunctionType):
+    if is_a(value, types.FunctionType):
         return is_users(value.__code__.co_filename)
     home = _home_of(value)
     return home == _MAIN or is_users(getattr(sys.modules.get(home), "__file__", None) or "<frozen")
@@ -481,81 +481,3 @@ def _said(name: str, value: Any = None) -> str:
     """Return a function as a person calls it."""
     called = name or str(getattr(value, "__name__", type(value).__name__))
     return called.strip("<>") if "<" in called else f"{called}()"
-
-
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-
-
-# --- values -------------------------------------------------------------------------------------------------------
-
-
-class _NotCounted(Exception):
-    """A value holds data, a model, or another object."""
-
-
-def _is_value(value: Any) -> bool:
-    """Return whether a value may count by its content."""
-    kind = type(value)
-    return (
-        kind in _PLAIN
-        or kind in _CONTAINERS
-        or _is_a(value, enum.Enum, re.Pattern, PurePath)
-        or (_is_a(value, tuple) and hasattr(kind, "_fields"))
-        or (kind.__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"))
-        or f"{kind.__module__}.{kind.__name__}" in _ALSO_PLAIN
-    )
-
-
-def _is_data_or_place(value: Any) -> bool:
-    """Return whether a value is data, or says where something runs or lies: another session may have another one."""
-    if _is_a(value, list, dict, set):
-        return sum(1 for _ in islice(_parts_of(value), _MOST_IN_CONTAINER + 1)) > _MOST_IN_CONTAINER
-    return _is_a(value, PurePath) or (type(value) is str and _DEVICE.fullmatch(value) is not None)
-
-
-def _parts_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield all values in a container, and in containers in it, each with its place in words."""
-    if _is_a(value, dict):
-        pairs: Iterable[tuple[Any, Any]] = value.items()
-    elif _is_a(value, list, tuple):
-        pairs = enumerate(value)
-    else:
-        pairs = (("", each) for each in value) if _is_a(value, set, frozenset) else ()
-    for key, each in pairs:
-        place = f"{path}[{key!r}]" if type(key) in (str, int) else path
-        yield place, each
-        yield from _parts_of(each, place)
-
-
-def _text_of(value: Any) -> str:
-    """Return a value as text, equal for equal values in all processes and versions of Python.
-
-    Raises:
-        _NotCounted: it holds something that does not count.
-    """
-    kind = type(value)
-    if kind is str:
-        return repr(value) if value.isascii() else json.dumps(value, ensure_ascii=False)
-    if kind is int:
-        return str(value) if -_LARGEST < value < _LARGEST else hex(value)
-    if kind in _PLAIN or f"{kind.__module__}.{kind.__name__}" in _ALSO_PLAIN:
-        return repr(value)
-    if _is_a(value, *_FUNCTIONS):
-        return str(value.__name__)
-    if _is_a(value, enum.Enum):
-        return f"{kind.__name__}.{value.name} {_text_of(value.value)}"
-    if _is_a(value, PurePath):
-        return _text_of(str(value))
-    if _is_a(value, re.Pattern):
-        return f"re.compile({_text_of(value.pattern)}, {int(value.flags)})"
-    if _is_a(value, dict):
-        return f"{{{', '.join(sorted(f'{_text_of(key)}: {_text_of(each)}' for key, each in value.items()))}}}"
-    if _is_a(value, set, frozenset):
-        return f"{{{', '.join(sorted(map(_text_of, value)))}}}"
-    if _is_a(value, list, tuple):
-        opening, closing = "[]" if _is_a(value, list) else "()"
-        return f"{opening}{', '.join(map(_text_of, value))}{closing}"
-    if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
-        return f"{kind.__name__}({value.item()!r})"
-    raise _NotCounted

@@ -301,9 +301,10 @@ class Accelerator(ProcessControl):
     ) -> Answers:
         """Return the answers of `function` to all items, computed by all ranks. Every rank calls it, and gets all.
 
-        It is `nbaccel.map` inside of a run: see there for the arguments, and for what happens to items that fail. The
-        ranks claim chunks from files beside `out`, the longest items first, and wait for each other only at the end. If
-        a rank dies, the others take its items; whether the run goes on then is the launcher's matter.
+        It is `nbaccel.map` inside of a run: see there for the arguments, for items that fail, and for what belongs to
+        `out`; where ranks read other values, those of rank 0 count. The ranks claim chunks from files beside `out`, the
+        longest items first, and wait for each other only at the end. If a rank dies, the others take its items; whether
+        the run goes on then is the launcher's matter.
 
         items: the same in all ranks.  setup: called once in each rank, with this Accelerator.
 

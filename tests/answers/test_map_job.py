@@ -164,11 +164,16 @@ def test_a_changed_constant_or_helper_is_refused_by_name(tmp_path: Path, monkeyp
     monkeypatch.setitem(globals(), "HELD", [])  # data
     assert opened(tmp_path / "a.jsonl", function=shortened).is_finished
     monkeypatch.setitem(globals(), "LIMIT", 5)
-    with pytest.raises(CannotContinue, match="of other code: LIMIT was 4 then, and is 5 now: over"):
+    with pytest.raises(
+        CannotContinue, match="of other code: LIMIT was 4 then, and is 5 now; put back, the same line goes on: over"
+    ):
         opened(tmp_path / "a.jsonl", function=shortened)
     monkeypatch.undo()
     monkeypatch.setitem(globals(), "shorten", lambda text: text)
-    with pytest.raises(CannotContinue, match=r"has answers of other code: shorten\(\) has changed: overwrite=True"):
+    with pytest.raises(
+        CannotContinue,
+        match=r"has answers of other code: shorten\(\) has changed; put back, the same line goes on: overwrite=True",
+    ):
         opened(tmp_path / "a.jsonl", function=shortened)
 
 

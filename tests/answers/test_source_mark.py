@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import linecache
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,6 +165,26 @@ CHANGED: dict[str, tuple[str, str, str]] = {
         "class C:\n    def __init__(self, n):\n        self.n = n\n    def m(self, x):\n        return x\nf = C(2).m\n",
         "its C.n was 1 then, and is 2 now",
     ),
+    "a method behind a package's decorator": (
+        "import torch\nclass C:\n    @torch.no_grad()\n    def __call__(self, x):\n        return x\nf = C()\n",
+        "import torch\nclass C:\n    @torch.no_grad()\n    def __call__(self, x):\n        return -x\nf = C()\n",
+        "C.__call__() has changed",
+    ),
+    "a method that is given": (
+        "class C:\n    def m(self, x):\n        return x\nf = C().m\n",
+        "class C:\n    def m(self, x):\n        return -x\nf = C().m\n",
+        "its source has changed",
+    ),
+    "an attribute in a slot": (
+        "class C:\n    __slots__ = ('n',)\nc = C()\nc.n = 1\n" + READS.format("c.n"),
+        "class C:\n    __slots__ = ('n',)\nc = C()\nc.n = 2\n" + READS.format("c.n"),
+        "c.n was 1 then, and is 2 now",
+    ),
+    "a named tuple": (
+        "from collections import namedtuple\nT = namedtuple('T', 'a b')(1, 2)\n" + READS.format("T.a"),
+        "from collections import namedtuple\nT = namedtuple('T', 'a b')(1, 3)\n" + READS.format("T.a"),
+        "T was (1, 2) then, and is (1, 3) now",
+    ),
     "a function in a dict": (
         "def g(x):\n    return 1\nD = {'g': g}\n" + READS.format("D['g'](x)"),
         "def g(x):\n    return 2\nD = {'g': g}\n" + READS.format("D['g'](x)"),
@@ -180,6 +203,15 @@ def test_what_changed_is_named(case: str) -> None:
     one, two, words = CHANGED[case]
     assert difference(one, two).startswith(words)
     assert difference(one, one) == ""
+
+
+def test_code_without_a_text_is_said_to_have_none() -> None:
+    one, two = {"__name__": "__main__"}, {"__name__": "__main__"}
+    exec("def f(x):\n    return x", one)
+    exec("def f(x):\n    return -x", two)
+    words = "its code has changed, or it has no text and Python has"
+    assert SourceMark.of(one["f"]).difference(SourceMark.of(two["f"]).names) == words
+    assert SourceMark.of(one["f"]).difference(SourceMark.of(one["f"]).names) == ""
 
 
 def test_of_many_changes_three_are_named() -> None:
@@ -255,6 +287,17 @@ def test_a_sweep_counts_all_that_is_plain(case: str) -> None:
     assert one.uncounted == (("argument 1",) if has_data else ())
 
 
+def test_secrets_are_not_written_and_a_new_one_stops_nobody() -> None:
+    text = "API_KEY, LIKE_ONE, PAD_TOKEN = 'short', 'hf_aBcDeFgHiJkLmNoPqRsT', '<pad>'\n"
+    text += READS.format("[API_KEY, LIKE_ONE, PAD_TOKEN]")
+    written = SourceMark.of(notebook(text)).names
+    assert "API_KEY" not in written
+    assert written["LIKE_ONE"].startswith("# str ")
+    assert written["PAD_TOKEN"] == "= '<pad>'"
+    assert difference(text, text.replace("short", "other")) == ""
+    assert difference(text, text.replace("_aB", "_AB")) == "LIKE_ONE has changed"
+
+
 def test_of_objects_that_a_package_defines_the_class_counts() -> None:
     model = torch.nn.Linear(2, 2, device="cpu")
     assert SourceMark.of(model).digest == SourceMark.of(torch.nn.Linear(3, 3, device="cpu")).digest
@@ -311,6 +354,17 @@ def test_a_program_of_many_names_stays_small() -> None:
     assert len(json.dumps(mark.names)) < 10_000
     changed = text.replace("return 299", "return 300")
     assert difference(text + reads, changed + reads) == "another of the names that it reads has changed"
+
+
+def test_a_script_and_a_notebook_find_the_same_source(tmp_path: Path) -> None:
+    text = "import json\nN = 3\nclass C:\n    def m(self, x):\n        return x * N\n" + READS.format("C().m(x)")
+    (tmp_path / "script.py").write_text(
+        text + "from nbaccel.answers.source_mark import SourceMark\nprint(json.dumps(SourceMark.of(f).names))\n"
+    )
+    script = [sys.executable, str(tmp_path / "script.py")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(script, capture_output=True, text=True, check=True, env=env)
+    assert json.loads(ended.stdout) == SourceMark.of(notebook(text)).names
 
 
 def test_a_cell_counts_by_its_text_and_by_what_it_reads() -> None:

@@ -20,20 +20,27 @@ map_items.planned = lambda options, *rest: _planned(replace(options, start={star
 """
 
 DEFINES = """
+import os
 import time
 import nbaccel
+
+os.environ.pop("AT_ONCE", None)
 
 class Model:
     def __init__(self, accelerator):
         self.device = accelerator.device
 
     def answer(self, items):
-        time.sleep({seconds} * len(items))
+        if "AT_ONCE" not in os.environ:
+            time.sleep({seconds} * len(items))
         return [f"{{item}} on {{self.device}}" for item in items]
 
 def answer(model, items):
     return model.answer(items)
 """
+
+AT_ONCE = "os.environ['AT_ONCE'] = '1'"
+"""Lets the same function take no time, until it is defined again."""
 
 MAPS = """
 answers = nbaccel.map(answer, range({count}), setup=Model, out={out!r}, num_processes=2, cpu=True, batch_size=10)
@@ -74,7 +81,7 @@ def test_a_notebook_sees_the_items_of_each_rank_and_one_last_line(
 @pytest.mark.slow
 def test_stop_keeps_what_is_done_and_the_same_cell_goes_on(kernel: RealKernel, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
-    kernel.do(DEFINES.format(seconds="PACE[0]") + "PACE = [0.005] * 200  # so long a list is data\nslow = Model.answer")
+    kernel.do(DEFINES.format(seconds=0.005) + "defined = Model.answer")
     execution = kernel.begin(MAPS.format(count=3000, out=str(out)))
     execution.until(has_begun)
     kernel.interrupt()
@@ -83,7 +90,7 @@ def test_stop_keeps_what_is_done_and_the_same_cell_goes_on(kernel: RealKernel, t
     kernel.do("Model.answer = lambda self, items: [f'{item} on {self.device}' for item in items]")
     error = kernel.run(MAPS.format(count=3000, out=str(out))).failed("CannotContinue")
     assert "answers.jsonl.parts has answers of other code: Model.answer() has changed" in error.text
-    kernel.do("Model.answer = slow; PACE[0] = 0")
+    kernel.do("Model.answer = defined\n" + AT_ONCE)
     cell = kernel.do(MAPS.format(count=3000, out=str(out)))
     assert " of them before" in cell.stdout
     check(out, 3000)
@@ -185,6 +192,8 @@ def test_a_map_in_the_background_stays_in_its_cell_and_its_answers_come_to_who_r
         assert running.cell.panel["text/plain"].startswith(f"{name}: 1,200 items in ")
         assert kernel.do("%accelerate wait").stdout.startswith("nothing runs in the background")
         check(out, 1200)
+        kernel.do(accelerate("last = answers[1199]", start, flags="--out last"))  # ranks have them, too
+        assert kernel.value("last") == "1199 on cpu"
     finally:
         kernel.do("map_items.planned = _planned")
 
@@ -198,7 +207,7 @@ def test_the_commands_of_bg_reach_a_map(kernel: RealKernel, tmp_path: Path) -> N
     assert re.match(r"stopped by an interrupt: [\d,]+ of 9,000 items are in answers.jsonl.parts", error.evalue)
     assert "nbaccel" not in error.text.replace("answers", "")  # one sentence, no frame of ours
     kernel.run("len(answers)").failed("KeyboardInterrupt")
-    kernel.do("Model.answer = lambda self, items: [f'{item} on {self.device}' for item in items]")
+    kernel.do(AT_ONCE)
     kernel.do(IN_BACKGROUND.format(count=9000, out=str(out)))
     assert kernel.do("%accelerate wait").text.count("error") == 0
     check(out, 9000)
@@ -220,6 +229,7 @@ def test_an_interrupt_of_another_cell_leaves_a_map_alone(kernel: RealKernel, tmp
 def test_a_kernel_that_dies_takes_a_map_in_the_background_along(new_kernel: Kernels, tmp_path: Path) -> None:
     kernel = new_kernel()
     begin_in_background(kernel, tmp_path / "answers.jsonl", 9000, 0.005)
+    assert "has been running in the background since" in kernel.do("%accelerate status").stdout  # no %load_ext before
     kernel.kill()
     assert kernel.survivors(within_s=30) == {}
 
@@ -244,7 +254,7 @@ def begin_cell(kernel: RealKernel, out: Path, flags: str) -> Execution:
 
 def finish(kernel: RealKernel, out: Path) -> None:
     """The same `out` is finished by a map of the notebook."""
-    kernel.do("Model.answer = lambda self, items: [f'{item} on {self.device}' for item in items]")
+    kernel.do(AT_ONCE)
     cell = kernel.do(MAPS.format(count=2000, out=str(out)))
     assert " of them before" in cell.stdout
     check(out, 2000)
@@ -288,3 +298,21 @@ def test_a_time_limit_ends_a_map_in_the_ranks_of_a_cell(kernel: RealKernel, flag
         said = r"stopped at the time limit of 6 s; [\d,]+ items of a map are done, and a map with out= goes on"
         assert re.search(said, cell.succeeded().stdout)
     finish(kernel, out)
+
+
+@pytest.mark.slow
+def test_ranks_that_stay_are_there_after_a_map_was_stopped_in_them(kernel: RealKernel, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    kernel.do(DEFINES.format(seconds=0.01))
+    kernel.do("%accelerate start -n 2 --cpu")
+    try:
+        kernel.do("%accelerate push Model,answer")
+        cell = f"%%accelerate\nimport time{IN_A_CELL.format(count=2000, out=str(out))}"
+        running = kernel.begin(cell)
+        running.until(counts)
+        kernel.interrupt()
+        running.end(timeout_s=20).failed("KeyboardInterrupt")
+        after = kernel.do("%%accelerate\nprint(accelerator.reduce(torch.ones(1)).item())")
+        assert "2.0" in after.stdout
+    finally:
+        kernel.do("%accelerate stop")

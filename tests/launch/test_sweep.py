@@ -376,6 +376,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
     [
         (lambda: sweep(takes, lr=[], cpu=True), ValueError, "lr has no value: a sweep needs one or more for each"),
         (lambda: sweep(takes, lr=[1.0], fold=[0], cpu=True), TypeError, r"takes\(\) has no parameter 'fold'; it takes"),
+        (lambda: sweep(takes, lr=1.0, num_processes=2), TypeError, r"The ranks of each run are gpus_per_run\. Nothing"),
         (lambda: sweep(takes, epochs=[1], cpu=True), TypeError, r"takes\(\) needs a value for 'lr', and the sweep has"),
         (lambda: sweep(takes, lr=1, slots="2"), TypeError, "slots must be a whole number, or None; got '2'. Nothing"),  # type: ignore[arg-type]
         (lambda: sweep(takes, lr=1, gpus_per_run=1.5), TypeError, "gpus_per_run must be a whole number; got 1.5"),  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
-from nbaccel.answers.code_text import names_read, names_used
+from nbaccel.code_text import names_read, names_used
 
 __all__ = [
     "READ_BY_TEXT",

@@ -151,9 +151,14 @@ class BackgroundRun(Pollable):
         return self._is_over.is_set()
 
     @property
+    def error(self) -> BaseException | None:
+        """The run's error, or the one that kept it from ending in order; valid once it is over."""
+        return self._trouble or self.work.error
+
+    @property
     def is_worth_waiting_for(self) -> bool:
         """Return whether the run has left something that only `%accelerate wait` brings back."""
-        return self._trouble is not None or self.work.error is not None or self.work.has_left_something
+        return self.error is not None or self.work.has_left_something
 
     def wait(self) -> bool:
         """Wait until the run is over; return False if an interrupt ended the wait, which does not affect the run."""
@@ -210,8 +215,7 @@ class BackgroundRun(Pollable):
     def what_waits(self) -> str:
         """Return what `%accelerate wait` would bring back, in words."""
         left = () if self._trouble is not None else self.work.left
-        has_error = self.work.error is not None or self._trouble is not None
-        return ", ".join([*left, *(["its error"] if has_error else [])]) or "no value"
+        return ", ".join([*left, *([] if self.error is None else ["its error"])]) or "no value"
 
     def _progress(self) -> str:
         shown = self.work.shown

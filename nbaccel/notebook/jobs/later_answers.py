@@ -21,6 +21,10 @@ class RunningMap(Protocol):
     @property
     def is_over(self) -> bool: ...
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended it, once it is over."""
+
     def wait(self) -> bool:
         """Wait until it is over; return False if an interrupt ended the wait."""
 
@@ -34,6 +38,7 @@ class FinishedMap:
     """A map that was over before anything was started.  words: how it ended."""
 
     is_over = True
+    error = None
 
     def __init__(self, answers: Answers, words: str) -> None:
         self._answers = answers
@@ -98,12 +103,8 @@ class LaterAnswers(Answers):
         return str(self._run)
 
     def __repr__(self) -> str:
-        if self.is_over:
-            try:
-                return repr(self.wait())
-            except BaseException:  # the error comes where the answers are used, not where their name is shown
-                pass
-        return f"<{self._run}>"
+        # An error comes where the answers are used, not where their name is shown.
+        return repr(self.wait()) if self.is_over and self._run.error is None else f"<{self._run}>"
 
     def __reduce__(self) -> Any:
         return _same, (self.wait(),)

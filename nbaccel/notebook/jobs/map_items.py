@@ -83,8 +83,9 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
 
     With `out` each answer is on the disk soon after it is there: after a stop, a crash, a kill or the end of a session
     the same line goes on, and a second notebook with the same line joins in. The function may run twice for an item,
-    and the first answer counts. What is in `out` belongs to these items, this function and `key`; changed weights, or
-    another model behind the same source, are seen by `key` only: put their name or version there.
+    and the first answer counts. What is in `out` belongs to these items, to the source of `function` and `setup`, with
+    the helpers and constants that they read of the notebook or of their file, and to `key`. Changed weights, data, and
+    other files are seen by `key` only: put their name or version there.
 
     function: ``function(items)``, or ``function(state, items)`` with `setup`; items is a list, the result a list of as
         many answers. Numbers, texts, lists, dicts, arrays and tensors can be answers.
@@ -131,7 +132,7 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
         place.make_room(for_another=True)
     if overwrite:
         with default_launcher().turn():
-            """It is refused while a run goes on in the background: before anything is dropped."""
+            pass  # it is refused beside a run in the background: here, where nothing has been dropped yet
     items = as_items(items)
     job = MapJob.open(
         items, function, setup, out=out, key=key, overwrite=overwrite, retry_failed=retry_failed, tries=tries,
@@ -264,7 +265,8 @@ class _End:
 class MapRun:
     """The run of a map, planned in the main thread; `show` and `go` do it. See also `BackgroundWork`.
 
-    closing: let go of the job at the end; the caller's, unless it is given away.
+    out: the file of answers; None for answers in memory.
+    closing: lets go of the job at the end of `go`, where the caller has left that to the run.
     shown: the view of the run.  error, end: its exception, and its end in one word; valid after `go`.
     """
 
@@ -274,6 +276,7 @@ class MapRun:
 
     def __init__(self, job: MapJob, options: RunOptions, task: MapTask) -> None:
         self.name = task.title
+        self.out = job.out
         self.closing = ExitStack()
         self.error: BaseException | None = None
         self.end = ""
@@ -364,13 +367,12 @@ def _leave(run: MapRun, place: Background | None, closing: ExitStack) -> LaterAn
 
     place: of the notebook; None in a script.  closing: handed to the run.
     """
-    out = run.spec.task.args[0].out  # type: ignore[attr-defined]
     launcher = default_launcher()
     if why := why_not_in_the_background(run.spec.start.method, shell_here(), run.survey.platform):
         ConsoleScreen().write("stdout", f"background=True: {why}, so this call waits for its end\n")
         run.show()
         run.go(launcher)
-        return LaterAnswers(FinishedMap(run.conclude(), f"{run.name} has ended ({run.end})"), out)
+        return LaterAnswers(FinishedMap(run.conclude(), f"{run.name} has ended ({run.end})"), run.out)
     if place is None:
         run.show()
         run.closing = closing.pop_all()
@@ -383,7 +385,7 @@ def _leave(run: MapRun, place: Background | None, closing: ExitStack) -> LaterAn
         run.show(frames=where.frames, screen=where.screen)
         run.closing = closing.pop_all()
         current = place.begin(run, run.conclude_later, launcher, [], [where.beside])
-    return LaterAnswers(current, out)
+    return LaterAnswers(current, run.out)
 
 
 def _run_in_ranks(

@@ -76,7 +76,9 @@ def sweep(
 
     Each run has ranks of its own, and gets its values by keyword, and the rank's `accelerator` if it has a parameter of
     that name. The order is that of nested loops: the last name varies fastest. A run that an earlier sweep has finished
-    (same source, values and seed) is not done again.
+    (same source, values and seed) is not done again. The source is the text of the function and of the functions and
+    classes that it uses of the notebook or of its own file, with the plain values that these read; data, models and
+    other files do not count: take another `folder` after a change of them.
 
     values: a list, tuple, range, iterator or array of values for each name; any other object is one value.
     slots: runs that go side by side; None for as many as there are free cards over `gpus_per_run`, or one on CPUs.
@@ -322,8 +324,9 @@ class _SweptFunction:
             raise TypeError("accelerator is given to the function by the sweep itself, and has no values to sweep.")
         for name in names - self._parameters.keys() - {_SEED}:
             if not self._takes_any:
+                hint = " The ranks of each run are gpus_per_run." if name == "num_processes" else ""
                 raise TypeError(
-                    f"{self.name}() has no parameter {name!r}; it takes {', '.join(takes) or 'none'}. "
+                    f"{self.name}() has no parameter {name!r}; it takes {', '.join(takes) or 'none'}.{hint} "
                     "Nothing was started."
                 )
         for name, parameter in self._parameters.items():

@@ -124,6 +124,8 @@ def work(
             "answered is there: make room, or mend the folder, and the same call goes on",
             str(job.folder),
         ) from error
+    finally:
+        emit(CallsEnded())  # after the join, which a stop does not interrupt either
 
 
 _GETS_A_LIST = "map calls the function with a list of items, and it returns a list of as many answers"
@@ -187,7 +189,6 @@ class MapWorker:
             self._items.close()
             self._claims.leave()
             self._records.close()
-            emit(CallsEnded())
         if self._claims.is_stopped:
             raise _stopped()  # another rank was first
 

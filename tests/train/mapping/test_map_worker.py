@@ -476,6 +476,19 @@ def test_a_rank_whose_function_fails_leaves_the_items_to_the_other() -> None:
     assert all(isinstance(one, Failed) or one == two for one, two in zip(first, shouted(), strict=True))
 
 
+def test_a_value_that_each_rank_has_otherwise_refuses_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+
+    def rank() -> list[str]:
+        accelerator = Accelerator(cpu=True)
+        number = accelerator.process_index
+        return list(accelerator.map(lambda texts: [text.upper()[: 99 + number] for text in texts], TEXTS, out=out))
+
+    assert run_ranks(2, rank) == [shouted(), shouted()]
+    (number,) = json.loads(out.with_name("a.jsonl.manifest.json").read_text())["function"].keys() - {""}
+    assert number == "number in lambda"
+
+
 def test_different_items_in_the_ranks_are_refused(tmp_path: Path) -> None:
     def rank() -> str:
         accelerator = Accelerator(cpu=True)

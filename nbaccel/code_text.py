@@ -166,7 +166,8 @@ class _Text:
 
     def tree_of(self, code: types.CodeType) -> _Function | None:
         for functions in ("_of_file", "_of_cell"):
-            twins = [each for each in getattr(self, functions) if _does_the_same(each[2], code)]
+            found: list[tuple[_Function, int, types.CodeType]] = getattr(self, functions)
+            twins = [each for each in found if _does_the_same(each[2], code)]
             if twins:
                 return min(twins, key=lambda twin: abs(twin[1] - code.co_firstlineno))[0]
         return None
