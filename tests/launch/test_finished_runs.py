@@ -229,7 +229,9 @@ def test_a_run_without_a_key_is_not_kept_and_the_reason_is_said(tmp_path: Path) 
     run.config = {"lr": 0.1, "act": torch.nn.ReLU()}
     assert as_key("s", run.config, 0, RunSettings(), 1) == ""
     runs.keep(run, {}, "")
-    assert runs.unkept == [("lr=0.1, act=ReLU()", "act is an object of the class ReLU, which no later sweep can compare")]
+    assert runs.unkept == [
+        ("lr=0.1, act=ReLU()", "act is an object of the class ReLU, which no later sweep can compare")
+    ]
     run.config = {"lr": 0.1}
     runs.keep(run, {}, "")
     assert runs.unkept[1] == ("lr=0.1", "the code that runs cannot be read")
