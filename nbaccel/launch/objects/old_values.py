@@ -6,17 +6,27 @@ counts as left by a cell if the cell has bound it, or changed the object that wa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import islice
 from types import CodeType
 from typing import Any
 
-from nbaccel.launch.objects.names import READ_BY_TEXT, names_in_magics, names_read, read_before_made, with_their_own
+from nbaccel.launch.objects.names import (
+    READ_BY_TEXT,
+    codes_of,
+    names_in_magics,
+    names_read,
+    read_before_made,
+    with_their_own,
+)
 from nbaccel.launch.objects.parameters import mark
 from nbaccel.launch.objects.wrappers import plain
 
 __all__ = ["OldValues"]
 
+_MOST_PARTS, _MOST_LAYERS = 100, 5
 _UNCHANGEABLE = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -46,10 +56,10 @@ class OldValues:
         if not self._values or READ_BY_TEXT & names_read(parts):
             return
         needed = read_before_made(code, namespace) | with_their_own(names_in_magics(code), namespace)
-        for name, value in self._values.items():
-            if type(value) in _UNCHANGEABLE and name not in needed:
-                del namespace[name]
-                self._taken_out.add(name)
+        plain_ones = {name for name, value in self._values.items() if type(value) in _UNCHANGEABLE} - needed
+        self._taken_out = plain_ones - _read_by_functions(namespace) if plain_ones else set()
+        for name in self._taken_out:
+            del namespace[name]
 
     @contextmanager
     def compared(self) -> Iterator[None]:
@@ -71,6 +81,27 @@ class OldValues:
         if has_finished or name in self._taken_out or self._namespace[name] is not old:
             return False
         return type(old) in _UNCHANGEABLE or (self._marks[name] is not None and self._marks[name] == _mark_of(old))
+
+
+def _read_by_functions(namespace: dict[str, Any]) -> set[str]:
+    """Return the names that functions of the notebook read, which the code may call without naming them: callbacks."""
+    found: set[str] = set()
+    for value in list(namespace.values()):
+        with suppress(Exception):  # a class of the user's may raise anything
+            for each in _callables_in(value):
+                found |= names_read(list(codes_of(each)))
+    return found
+
+
+def _callables_in(value: Any) -> Iterator[Any]:
+    """Yield a value, and those that it holds, without what decorators have put around them."""
+    kind = type(value)
+    held = value.values() if kind is dict else value if kind in (list, tuple) else ()
+    for each in (value, *islice(held, _MOST_PARTS)):
+        for _ in range(_MOST_LAYERS):
+            yield each
+            is_partial = type(each) is functools.partial
+            each = each.func if is_partial else getattr(each, "__wrapped__", None) if callable(each) else None
 
 
 def _mark_of(value: Any) -> int | None:

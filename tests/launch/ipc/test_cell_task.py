@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from contextlib import suppress
 from typing import Any
@@ -105,6 +106,21 @@ def test_a_cell_that_ends_early_does_not_leave_what_the_notebook_had() -> None:
     assert left("1 / 0\nbest = max(best, 2)", "best", best=3) == {}
     assert left("def score_of():\n    global score\n    score = 1\nscore_of()", "score", score=1) == {"score": 1}
     assert left("print(globals()['score'])\n1 / 0", "score", score=1) == {}
+
+
+@pytest.mark.parametrize("call", ["callbacks[0]()", "callbacks['end']()", "callbacks()", "callbacks.__wrapped__()"])
+def test_a_callback_reads_what_the_notebook_had(call: str) -> None:
+    space: dict[str, Any] = {"__name__": "__main__", "best": 1}
+    exec("def shows(): return best", space)
+    shows = space.pop("shows")
+    held = {"callbacks[0]()": [shows], "callbacks['end']()": {"end": shows}, "callbacks()": functools.partial(shows)}
+    names = {**space, "callbacks": held.get(call, functools.cache(shows))}
+    task = CellTask(CellSource(f"result = {call}\nif False:\n    best = 2", "Cell In[1]"), names, ("result", "best"))
+    shows.__globals__.clear()
+    shows.__globals__.update(names)
+    task.namespace = shows.__globals__
+    task.run()
+    assert task.results(0).values == {"result": 1, "best": 1}
 
 
 def test_an_object_that_the_notebook_had_is_left_if_it_was_changed() -> None:
