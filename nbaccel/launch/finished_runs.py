@@ -288,7 +288,7 @@ def value_in_words(value: Any) -> str:
         return f"{value:g}"
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         return value.__name__
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST_NAME // 2 else f"{type(value).__name__}(…)"
 
 

@@ -223,6 +223,10 @@ def test_values_that_beginners_sweep_are_told_apart_and_named(value: Any, words:
         assert value_in_words(value) == words
 
 
+def test_a_value_of_several_lines_is_named_in_one() -> None:
+    assert value_in_words(np.eye(2)) == "array([[1., 0.], [0., 1.]])"
+
+
 def test_a_run_without_a_key_is_not_kept_and_the_reason_is_said(tmp_path: Path) -> None:
     runs = FinishedRuns(tmp_path)
     run = finished_run(1)
