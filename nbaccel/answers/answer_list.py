@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Self, overload
 
+from nbaccel.errors import CannotContinue
 from nbaccel.quantities import plural
 from nbaccel.values import frozen
 
@@ -20,6 +23,7 @@ __all__ = ["Answers", "Failed", "LinesOnDisk", "read_line"]
 
 _SHOWN = 3
 _SHOWN_CHARACTERS = 200
+_READ_BYTES = 1 << 20
 
 
 @frozen
@@ -37,28 +41,70 @@ class Failed:
 
 
 class LinesOnDisk(Sequence[Any]):
-    """The lines of a file of answers, each parsed when it is asked for. The file may not change meanwhile."""
+    """The lines of a file of answers, each parsed when it is asked for.
+
+    They stay those of the file that was opened, also when other answers replace it; who changes it in place changes
+    them. A pickle has the path, and is read again as long as that file is there.
+
+    Raises:
+        CannotContinue: the file of a pickle was replaced or changed.
+    """
 
     def __init__(self, path: Path, parse: Callable[[bytes], Any]) -> None:
         self._path = path
         self._parse = parse
+        self._open()
         self._offsets = array("Q", [0])
-        with open(path, "rb") as file:
+        with open(self._fd, "rb", closefd=False) as file:
             for line in file:
                 self._offsets.append(self._offsets[-1] + len(line))
+
+    def _open(self) -> None:
+        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     def __getitem__(self, number: Any) -> Any:
-        with open(self._path, "rb") as file:
-            start = self._offsets[number]
-            return self._parse(os.pread(file.fileno(), self._offsets[number + 1] - start, start))
+        start = self._offsets[number]
+        return self._parse(os.pread(self._fd, self._offsets[number + 1] - start, start))
 
     def __iter__(self) -> Iterator[Any]:
-        with open(self._path, "rb") as file:
-            for line in file:
-                yield self._parse(line)
+        first = 0
+        while first < len(self):
+            last = max(first + 1, bisect_right(self._offsets, self._offsets[first] + _READ_BYTES) - 1)
+            start = self._offsets[first]
+            block = memoryview(os.pread(self._fd, self._offsets[last] - start, start))
+            for number in range(first, last):
+                yield self._parse(bytes(block[self._offsets[number] - start : self._offsets[number + 1] - start]))
+            first = last
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, _known: object) -> Self:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_fd": self._same()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        try:
+            self._open()
+        except OSError as error:
+            raise CannotContinue(f"{self._path}, which has these answers, cannot be read: {error.strerror}") from error
+        if self._same() != state["_fd"]:
+            raise CannotContinue(
+                f"{self._path} has other answers than when these were stored: nbaccel.map with the same arguments "
+                "reads, or finds, its own"
+            )
+
+    def _same(self) -> tuple[int, int]:
+        """Return what tells the open file from another one: its inode, and its size in bytes."""
+        facts = os.fstat(self._fd)
+        return facts.st_ino, facts.st_size
 
 
 class Answers(Sequence[Any]):

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nbaccel.answers.records import AnswerIndex
+from nbaccel.errors import CannotContinue
 from nbaccel.values import frozen
 
 __all__ = [
@@ -358,20 +359,33 @@ class ClaimLog:
             if indices and token not in self._state.tokens:
                 self._append([_AGAIN, token, self._state.round + new_round, list(indices)])
 
-    def skip_to(self, total: int) -> None:
-        """Count all items as claimed: their records are there."""
+    def skip_to(self, total: int, blocks: Iterable[tuple[int, str]] = ()) -> None:
+        """Count all items as claimed: their records are there.
+
+        blocks: of a stream: the number of the item after the last, and the checksum of its items.
+        """
         with locked(self._lock):
             self._read()
             if self._is_stream:
-                self._append([_BLOCK, 0, total, ""])
+                for stop, checksum in blocks:
+                    self._append([_BLOCK, self._state.available, stop, checksum])
                 self._append([_TOTAL, total])
             self._append([_CLAIM, "", 0, total])
             self._append([_END, ""])
 
     def add_block(self, start: int, stop: int, checksum: str) -> None:
-        """Say that items of a stream were drawn."""
+        """Say that items of a stream were drawn.
+
+        Raises:
+            CannotContinue: it had ended before them, in an earlier run.
+        """
         with locked(self._lock):
             self._read()
+            if self._state.total is not None and stop > self._state.total:
+                raise CannotContinue(
+                    f"the stream gives more items now than the {self._state.total:,} of before: it has to give the "
+                    "same items each time, list(items) reads it once, overwrite=True starts anew"
+                )
             self._append([_BLOCK, start, stop, checksum])
 
     def end_stream(self, total: int) -> None:

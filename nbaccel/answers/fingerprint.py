@@ -1,13 +1,16 @@
 """Fingerprints: what makes the items of two calls of a map the same. Used in the kernel and in ranks; pure.
 
-Values are written in one canonical form, since two pickles of equal values may differ.
+Values are written in one canonical form, since two pickles of equal values may differ: by the order of a set, which is
+another one in each process, by addresses in arrays of objects, and by which of their texts are the same object. Other
+objects are taken apart as pickle does; of those that it cannot take apart the class alone counts.
 """
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
-import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 __all__ = ["checksum_of", "checksum_of_sample", "length_of"]
@@ -15,6 +18,9 @@ __all__ = ["checksum_of", "checksum_of_sample", "length_of"]
 _MOST_SAMPLED = 32
 _DEEPEST = 32
 _BYTES = 16
+_MOST_OBJECTS = 10_000
+
+_Write = Callable[[bytes], object]
 
 
 def checksum_of(items: Iterable[Any]) -> str:
@@ -24,8 +30,10 @@ def checksum_of(items: Iterable[Any]) -> str:
     True
     """
     checksum = hashlib.blake2b(digest_size=_BYTES)
+    walk, write = _Walk(), checksum.update
     for item in items:
-        _write(item, checksum.update, 0)
+        walk.left = _MOST_OBJECTS
+        walk.write(item, write)
     return checksum.hexdigest()
 
 
@@ -36,55 +44,113 @@ def checksum_of_sample(items: Sequence[Any]) -> str:
     return checksum_of([*named, *(items[number] for number in range(0, len(items), step))])
 
 
-def _write(value: Any, write: Callable[[bytes], object], depth: int) -> None:
-    """Write a value in a form that tells its type, its length and its content."""
-    if depth > _DEEPEST:
-        raise ValueError(f"an item is nested more than {_DEEPEST} levels deep, or contains itself")
-    match value:
-        case str():
-            _write_bytes(b"s", value.encode("utf-8", "surrogatepass"), write)
-        case bytes() | bytearray():
-            _write_bytes(b"b", bytes(value), write)
-        case bool() | int() | float() | complex() | None:
-            _write_bytes(b"n", repr(value).encode(), write)
-        case Mapping():
-            write(b"m%d;" % len(value))
-            for key, each in value.items():
-                _write(key, write, depth + 1)
-                _write(each, write, depth + 1)
-        case list() | tuple() | range():
-            write(b"l%d;" % len(value))
-            for each in value:
-                _write(each, write, depth + 1)
-        case Set():
-            _write_bytes(b"u", b"".join(sorted(checksum_of([each]).encode() for each in value)), write)
-        case _:
-            _write_bytes(b"o", _bytes_of(value), write)
+class _Walk:
+    """The way from an item to the value that is being written.
+
+    around: the values that hold it, the item first.  left: objects of the item that may still be taken apart, so that
+    a graph of objects, with its many ways, takes no time.
+    """
+
+    def __init__(self) -> None:
+        self.around: list[Any] = []
+        self.left = _MOST_OBJECTS
+
+    def write(self, value: Any, write: _Write) -> None:
+        """Write a value in a form that tells its type, its length and its content."""
+        match value:
+            case str():
+                return _write_bytes(b"s", value.encode("utf-8", "surrogatepass"), write)
+            case bytes() | bytearray() | memoryview():
+                return _write_bytes(b"b", bytes(value), write)
+            case bool() | int() | float() | complex() | None:
+                return _write_bytes(b"n", repr(value).encode(), write)
+        if len(self.around) > _DEEPEST:
+            if self.left == _MOST_OBJECTS:
+                raise ValueError(f"an item is nested more than {_DEEPEST} levels deep, or contains itself")
+            return _write_bytes(b"r", _name_of(type(value)).encode(), write)  # within an object, such as a long chain
+        self.around.append(value)
+        match value:
+            case Mapping():
+                write(b"m%d;" % len(value))
+                for pair in value.items():
+                    for each in pair:
+                        self.write(each, write)
+            case list() | tuple() | range():
+                write(b"l%d;" % len(value))
+                for each in value:
+                    self.write(each, write)
+            case Set():
+                _write_bytes(b"u", b"".join(sorted(map(self._checksum, value))), write)
+            case _:
+                self._write_object(value, write)
+        self.around.pop()
+
+    def _checksum(self, value: Any) -> bytes:
+        checksum = hashlib.blake2b(digest_size=_BYTES)
+        self.write(value, checksum.update)
+        return checksum.hexdigest().encode()
+
+    def _write_object(self, value: Any, write: _Write) -> None:
+        """Write an array of objects, a dataclass, or another object that is taken apart; others by their bytes."""
+        name = _name_of(type(value)).encode()
+        if _holds_objects(value):
+            _write_bytes(b"a", name + f"{value.dtype}{value.shape}".encode(), write)
+            self.write(value.tolist(), write)
+        elif (data := _bytes_of(value)) is not None:
+            _write_bytes(b"o", name + data, write)
+        elif (above := sum(each is value for each in self.around)) > 1 or not self.left:
+            _write_bytes(b"r", name + b"%d" % above, write)
+        else:
+            self.left -= 1
+            _write_bytes(b"p", name, write)
+            self.write(_parts_of(value), write)
 
 
-def _write_bytes(kind: bytes, data: bytes, write: Callable[[bytes], object]) -> None:
+def _write_bytes(kind: bytes, data: bytes, write: _Write) -> None:
     write(kind + b"%d;" % len(data))
     write(data)
 
 
-def _bytes_of(value: Any) -> bytes:
-    """Return the content of an array, a tensor, an image, a path or another object, as bytes."""
-    name = f"{type(value).__module__}.{type(value).__qualname__}".encode()
+def _bytes_of(value: Any) -> bytes | None:
+    """Return the content of a path, a tensor, an array or an image, or the name of a function; None for others."""
     if hasattr(value, "__fspath__"):
-        return name + str(value).encode("utf-8", "surrogatepass")
+        return str(value).encode("utf-8", "surrogatepass")
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        return _name_of(value).encode()
     if hasattr(value, "detach") and hasattr(value, "numpy"):  # a tensor
         value = value.detach().cpu()
         head = f"{value.dtype}{tuple(value.shape)}".encode()
         content: bytes = value.contiguous().flatten().view(_byte_type(value)).numpy().tobytes()
-        return name + head + content
+        return head + content
     if hasattr(value, "tobytes"):  # an array, a scalar of NumPy, or an image
         about = (getattr(value, "dtype", ""), getattr(value, "shape", ""), getattr(value, "mode", ""))
+        head = repr((*map(str, about), getattr(value, "size", ""))).encode()
         content = value.tobytes()
-        return name + repr((*map(str, about), getattr(value, "size", ""))).encode() + content
+        return head + content
+    return None
+
+
+def _holds_objects(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return hasattr(value, "tolist") and (getattr(dtype, "hasobject", False) or getattr(dtype, "kind", "") == "T")
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """Return what an object is made of: the fields of a dataclass, or what pickle would write; empty for neither."""
+    if hasattr(type(value), "__dataclass_fields__"):
+        return [(name, getattr(value, name, None)) for name in type(value).__dataclass_fields__]
     try:
-        return name + pickle.dumps(value, 5)
-    except Exception:
-        return name + repr(value).encode("utf-8", "surrogatepass")
+        parts = copyreg.dispatch_table.get(type(value), lambda each: each.__reduce_ex__(4))(value)
+    except Exception:  # a lock, a file, a generator
+        return []
+    if isinstance(parts, str):
+        return [parts]
+    make, arguments, *state = parts
+    return [make, arguments, *(list(each) if isinstance(each, Iterator) else each for each in state)]
+
+
+def _name_of(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
 
 
 def _byte_type(tensor: Any) -> Any:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nbaccel.answers.answer_list import Answers, Failed, LinesOnDisk, read_line
-from nbaccel.answers.records import AnswerIndex, AnswerRecord
+from nbaccel.answers.records import LONGEST_ANSWER, AnswerIndex, AnswerRecord
+from nbaccel.quantities import amount
 from nbaccel.values import frozen
 
 __all__ = ["Format", "InMemoryFormat", "JsonLinesFormat", "ParquetFormat", "format_of"]
@@ -35,6 +36,7 @@ class Format(Protocol):
 
         Raises:
             TypeError: this format cannot hold it.
+            ValueError: it is too large.
         """
 
     def pack_error(self, index: int, error: str) -> bytes: ...
@@ -50,10 +52,12 @@ class JsonLinesFormat:
     """A line for each item: ``{"index": 7, "answer": ...}`` or ``{"index": 7, "error": "..."}``."""
 
     def pack(self, index: int, answer: Any) -> bytes:
+        _check_keys(answer)
+        line = {"index": index, "answer": answer}
         try:
-            return json.dumps({"index": index, "answer": answer}, ensure_ascii=False, default=_plain).encode()
+            return _fitting(json.dumps(line, ensure_ascii=False, default=_plain).encode())
         except UnicodeEncodeError:  # half of a pair that only JSON's escapes can write
-            return json.dumps({"index": index, "answer": answer}, default=_plain).encode()
+            return _fitting(json.dumps(line, default=_plain).encode())
 
     def pack_error(self, index: int, error: str) -> bytes:
         return json.dumps({"index": index, "error": error}).encode()
@@ -98,6 +102,8 @@ class ParquetFormat:
         target.mkdir()
         lines = partial(_lines, records)
         ends = arrow.schema([("index", arrow.int64()), ("error", arrow.string())])
+        if not records.done:  # a folder without a file is no table
+            return self._write(target, [[]], ends.insert(1, arrow.field("answer", arrow.string())))
         rows_of = _dicts if all(_has_columns(line) for some in lines() for line in some) else _cells
         try:
             schemas = [arrow.Table.from_pylist(rows_of(some)).schema for some in lines()]
@@ -168,7 +174,7 @@ class InMemoryFormat:
     """Answers of any class, for the program that asked; in a private folder until they are joined."""
 
     def pack(self, index: int, answer: Any) -> bytes:
-        return pickle.dumps(answer, 5)
+        return _fitting(pickle.dumps(answer, 5))
 
     def pack_error(self, index: int, error: str) -> bytes:
         return error.encode("utf-8", "surrogatepass")
@@ -204,6 +210,51 @@ def format_of(out: Path | None) -> Format:
     raise ValueError(f'out names a file of answers, "answers.jsonl" or "answers.parquet"; got {str(out)!r}')
 
 
+def _fitting(answer: bytes) -> bytes:
+    """Return an answer.
+
+    Raises:
+        ValueError: it is longer than a record may be.
+    """
+    if len(answer) > LONGEST_ANSWER:
+        raise ValueError(
+            f"an answer of {amount(len(answer))}; the limit is {amount(LONGEST_ANSWER)}: save it, and return its path"
+        )
+    return answer
+
+
+def _check_keys(value: Any) -> None:
+    """Refuse dicts whose keys JSON cannot hold, or not keep apart.
+
+    Raises:
+        TypeError: there is one.
+    """
+    if isinstance(value, dict):
+        if not all(type(key) is str for key in value):
+            _check_other_keys(value)
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return
+    for each in value:
+        if isinstance(each, dict | list | tuple):
+            _check_keys(each)
+
+
+def _check_other_keys(value: dict[Any, Any]) -> None:
+    for key in value:
+        if not isinstance(key, str | int | float | None):
+            raise TypeError(
+                f"an answer holds a dict with a key of {type(key).__module__}.{type(key).__qualname__}, which JSON "
+                "cannot hold: use texts or plain numbers as keys, or leave out= away to keep answers in memory"
+            )
+    texts = [*json.loads(json.dumps(dict.fromkeys(value)), object_pairs_hook=lambda pairs: [key for key, _ in pairs])]
+    if twice := next((text for text in texts if texts.count(text) > 1), None):
+        raise TypeError(
+            f'an answer holds a dict with several keys that are "{twice}" in JSON, where all keys are texts: '
+            "use texts, or leave out= away to keep answers in memory"
+        )
+
+
 def _plain(value: Any) -> Any:
     """Return a tensor, an array, a path, a set or bytes as JSON can hold it."""
     if hasattr(value, "tolist"):  # tensors, arrays, scalars of NumPy
@@ -215,9 +266,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        return {name: getattr(value, name) for name in value.__dataclass_fields__}
-    if isinstance(value, tuple):
-        return list(value)
+        fields = {name: getattr(value, name) for name in value.__dataclass_fields__}
+        _check_keys(fields)
+        return fields
     raise TypeError(
         f"an answer holds a {type(value).__module__}.{type(value).__qualname__}, which JSON cannot hold: "
         "return text, numbers, lists and dicts, or leave out= away to keep answers in memory"

@@ -2,7 +2,8 @@
 
 While it runs, ``answers.jsonl.parts`` holds the manifest, the claims and the records of each worker; the folder can be
 copied, and another session goes on with it. When each item has an answer or an error, they are joined in order, renamed
-to `out`, and ``answers.jsonl.manifest.json`` is all that stays beside it.
+to `out`, and ``answers.jsonl.manifest.json`` is all that stays beside it. Until then the answers that `out` had before
+stay as they are, also where the call overwrites them.
 
 Not here: who computes. A worker takes claims (`ClaimLog`) and appends records (`RecordFile`).
 """
@@ -16,23 +17,23 @@ import stat
 import tempfile
 import time
 import uuid
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 from nbaccel.answers.answer_list import Answers
 from nbaccel.answers.claim_log import ClaimLog, LifeLock, locked
-from nbaccel.answers.fingerprint import checksum_of, checksum_of_sample, length_of
 from nbaccel.answers.formats import Format, format_of
+from nbaccel.answers.item_list import ItemMark, ItemStream, as_items, is_read_whole, longest_first
+from nbaccel.answers.map_manifest import MapManifest, id_of, key_text, read_manifest
 from nbaccel.answers.records import AnswerIndex, AnswerRecord, RecordFile
 from nbaccel.answers.source_mark import SourceMark
-from nbaccel.errors import CannotContinue
+from nbaccel.errors import CannotContinue, CannotSave
 from nbaccel.quantities import plural
-from nbaccel.values import frozen
 
-__all__ = ["IN_MEMORY", "MapJob", "MapManifest", "as_items"]
+__all__ = ["IN_MEMORY", "MapJob", "as_items"]
 
 IN_MEMORY = "nbaccel-map-"
 """Beginning of the names of folders for answers in memory."""
@@ -40,51 +41,35 @@ IN_MEMORY = "nbaccel-map-"
 _ABANDONED_S = 600.0
 """Age of such a folder from which on nobody needs it if no process has it open: its ranks were killed."""
 
-_VERSION = 2
-_READ_TOO = (1, 2)
-"""Versions of the manifest that are read. The first has the text of a function, and no mark of what that reads."""
+_MOST_LOSSES = 3
+"""Number of times that answers are asked again which were written and are missing at the join."""
 
-_READ_WHOLE = ("builtins", "numpy", "torch", "pandas")
+_MOST_RACES = 1000
+"""Number of times that the folder may be removed by another process while it is being opened."""
 
 
-@frozen
-class MapManifest:
-    """The facts that must be the same for answers to belong to a call.
+_WAYS = "overwrite=True drops them and starts anew; another name for out keeps both"
 
-    total: number of items; None for a stream.  items: their checksum; empty for a stream, whose blocks have their own.
-    function, setup: the marks of their sources.  key: what the program says about weights and settings.
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The wishes of a call about answers that exist already.
+
+    stream: the items, if they are one.  overwrites: what is something else may be dropped.  retries: failed items.
     """
 
-    total: int | None
-    items: str
-    function: SourceMark
-    setup: SourceMark
-    key: str
-
-    @property
-    def as_json(self) -> dict[str, Any]:
-        """The same facts for a file."""
-        facts = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return facts | {"function": self.function.names, "setup": self.setup.names}
+    stream: ItemStream | None
+    overwrites: bool
+    retries: bool
+    _compared: dict[str, str] = field(default_factory=dict)
 
     def difference(self, known: Mapping[str, Any]) -> str:
-        """Return in words what is different in the facts of a file; empty if nothing is."""
-        if self.total != (total := known["total"]):
-            here = "a stream" if self.total is None else plural(self.total, "item")
-            there = "a stream" if total is None else plural(total, "item")
-            return f"to other items ({there}, now {here})"
-        if self.items != known["items"]:
-            return f"to other items (as many, {plural(self.total or 0, 'item')}, with other contents or order)"
-        for name, words in {"function": "of another function", "setup": "with another setup"}.items():
-            mark: SourceMark = getattr(self, name)
-            if changed := mark.difference(known[name]):
-                is_another = mark.is_another(known[name])
-                return (
-                    f"{words} ({changed})"
-                    if is_another
-                    else f"of other code: {changed}; put back, the same line goes on"
-                )
-        return f"with key={known['key']}, now key={self.key}" if self.key != known["key"] else ""
+        """Return in words what differs between the stream and that of finished answers. Reads it, once."""
+        assert self.stream is not None
+        if (name := id_of(known)) not in self._compared:
+            blocks = known.get("blocks")  # the version before has none
+            self._compared[name] = "" if blocks is None else self.stream.difference(blocks, keeps=self.overwrites)
+        return self._compared[name]
 
 
 class MapJob:
@@ -93,11 +78,12 @@ class MapJob:
     out: the file of answers; None for answers in memory.  folder: of what is not joined yet.
     total: number of items; None for a stream.  order: the items by length, longest first; None for their own order.
     tries: how often an item may fail alone.  batch_size: most items of one call of the function; None to choose.
+    call: equal in all ranks of one call.
     """
 
     def __init__(
         self, out: Path | None, folder: Path, manifest: MapManifest, order: Sequence[int] | None, tries: int,
-        batch_size: int | None,
+        batch_size: int | None, call: str,
     ) -> None:  # fmt: skip
         self.out = out
         self.folder = folder
@@ -107,7 +93,9 @@ class MapJob:
         self._manifest = manifest
         self._joined: Answers | None = None
         self._presence: LifeLock | None = None
-        self._token = ""
+        self._token = call
+        self._id = ""
+        self._losses = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is this process's own."""
@@ -129,40 +117,42 @@ class MapJob:
         token: str = "",
         folder: Path | None = None,
         marks: tuple[SourceMark, SourceMark] | None = None,
+        mark_of_items: ItemMark | None = None,
     ) -> Self:
         """Return the map, its folder made or found. Several processes may open it at once.
 
         items: as `as_items` returns them.
-        token: equal in all ranks of one call, so that the first of them alone overwrites, or asks failed items again.
+        overwrite: begin anew where `out` has something else than the answers to this call.
+        token: equal in all ranks of one call, so that the first of them alone asks failed items again.
         folder: of answers in memory, if several processes share it; it need not exist.
         marks: the sources of `function` and `setup`, if another rank of the call has found them.
+        mark_of_items: that of `items`, if it is known already.
 
         Raises:
             CannotContinue: `out` has other answers than those that the call asks for, or is used in another way.
+            CannotSave: the folder cannot be made.
             ValueError, TypeError: an argument is not valid.
         """
         _check_numbers(tries, batch_size)
-        target = None if out is None else Path(out).expanduser().absolute()
+        target = None if out is None else _absolute(Path(out))
         format_of(target)  # here, where the caller sees it, rather than at the first answer
-        is_stream = not hasattr(items, "__len__")
-        is_read = not is_stream and type(items).__module__.partition(".")[0] in _READ_WHOLE
-        total = None if is_stream else len(items)  # type: ignore[arg-type]
-        checksum = ""
-        if not is_stream:
-            checksum = checksum_of(items) if is_read else checksum_of_sample(items)  # type: ignore[arg-type]
+        mark = mark_of_items or ItemMark.of(items)
         if target is None:  # they are asked for nothing else
             marks = SourceMark({}), SourceMark({})
         marks = marks or (SourceMark.of(function), SourceMark.of(setup))
-        manifest = MapManifest(total, checksum, *marks, repr(key))
+        manifest = MapManifest(mark.total, mark.checksum, *marks, key_text(key))
         if target is None:
             folder = folder or Path(tempfile.mkdtemp(prefix=IN_MEMORY))
             _remove_abandoned(Path(tempfile.gettempdir()))
         else:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            _make(target.parent, parents=True)
             folder = target.with_name(f"{target.name}.parts")
-        order = _longest_first(items) if is_read else None  # type: ignore[arg-type]
-        job = cls(target, folder, manifest, order, tries, batch_size)
-        job._begin(overwrite, retry_failed, token or uuid.uuid4().hex)
+        order = longest_first(items) if mark.total and is_read_whole(items) else None  # type: ignore[arg-type]
+        job = cls(target, folder, manifest, order, tries, batch_size, token or uuid.uuid4().hex)
+        stream: Any = items if job.is_stream else None
+        if stream is not None and not hasattr(stream, "difference"):
+            stream = ItemStream(stream)
+        job._begin(_Call(stream, overwrite, retry_failed))
         return job
 
     # -- what there is
@@ -195,6 +185,13 @@ class MapJob:
             index.read(path, grows=self.is_stream)
         return index
 
+    def done(self) -> int:
+        """Return how many items have an answer or an error by now; those that are asked again have none. Reads all."""
+        claims = self.claims()
+        with suppress(FileNotFoundError):  # nobody has begun, or all is joined
+            claims.refresh()
+        return self.records().done_since(claims.round)
+
     def record_file(self, worker: str) -> RecordFile:
         """Return the file of a new worker."""
         return RecordFile(self.folder / "records" / worker)
@@ -224,6 +221,9 @@ class MapJob:
         """Join the answers if there is one for each item; return whether they are joined.
 
         Answers that are missing, since a disk lost them with its power, are asked again: then it returns False.
+
+        Raises:
+            CannotSave: they are missing each time.
         """
         if self.is_finished:
             return True
@@ -236,12 +236,19 @@ class MapJob:
                 return False
             found = self.records()
             if missing := [index for index in range(claims.total) if not found.is_done(index, claims.round)]:
+                self._losses += 1
+                if self._losses > _MOST_LOSSES:
+                    raise CannotSave(
+                        f"{self.folder} has lost answers that were written, {self._losses} times, now those to "
+                        f"{plural(len(missing), 'item')}: is its disk healthy? The same call goes on",
+                        str(self.folder),
+                    )
                 claims.ask_again(missing, uuid.uuid4().hex, new_round=False)
                 return False
-            self._join(found, claims.total)
+            self._join(found, claims)
         return self.is_finished
 
-    def _join(self, found: AnswerIndex, total: int) -> None:
+    def _join(self, found: AnswerIndex, claims: ClaimLog) -> None:
         joined = self.folder / "joined"
         _remove(joined)
         self.format.join(found, joined)
@@ -249,11 +256,14 @@ class MapJob:
         if self.out is None:
             (self.folder / "is-joined").touch()
             return
-        size = _size(joined)
+        facts = {"joined": claims.total, "bytes": _size(joined), "failed": found.failures(), "token": self._token}
+        if self.is_stream:
+            facts["blocks"] = [[stop, checksum] for _, (stop, checksum) in sorted(claims.blocks.items())]
+        _remove(self._manifest_path)  # first: it is about what `out` had before
         if self.out.is_dir() or joined.is_dir():
             _remove(self.out)
         os.replace(joined, self.out)
-        self._write(self._manifest_path, joined=total, bytes=size, failed=found.failures(), token=self._token)
+        self._write(self._manifest_path, id=self._id, **facts)
         self._in_folder.unlink()  # first: from here on the folder is not looked at again
         self._remove_folder()
 
@@ -301,74 +311,127 @@ class MapJob:
     def _is_joined(self) -> bool:
         if self.out is None:
             return (self.folder / "is-joined").exists()
-        return self.out.exists() and self._manifest_path.exists() and not self._in_folder.exists()
+        if not self.out.exists() or _id_at(self._manifest_path) != self._id:
+            return False
+        return _id_at(self._in_folder) != self._id
 
-    def _begin(self, overwrite: bool, retry_failed: bool, token: str) -> None:
-        while True:
+    def _begin(self, call: _Call) -> None:
+        """Find the answers that are there, or make the folder and come to it.
+
+        Finished answers are found without a lock and a folder: they may lie where nobody can write.
+        """
+        joined = None if self.out is None or self._in_folder.exists() else self._look_at_out(call)
+        if self._finds(joined, call):
+            self._id = id_of(joined)
+            return
+        for _ in range(_MOST_RACES):
+            _make(self.folder)
             with suppress(FileNotFoundError):  # another process has joined, and removed the folder, meanwhile
-                self.folder.mkdir(mode=0o700, exist_ok=True)
                 (self.folder / "records").mkdir(mode=0o700, exist_ok=True)
-                with locked(self._lock):
+                with _names(self.folder), locked(self._lock):
                     try:
-                        return self._begin_locked(overwrite, retry_failed, token)
+                        return self._begin_locked(call)
                     finally:
                         if not self._in_folder.exists():  # refused, or finished
                             self._remove_folder()
+        raise CannotSave(f"{self.folder} is removed whenever it is made: take another name for out", str(self.folder))
 
-    def _begin_locked(self, overwrite: bool, retry_failed: bool, token: str) -> None:
+    def _begin_locked(self, call: _Call) -> None:
         claims = self.claims()
-        self._token = token
-        known = _read(self._in_folder) if self._in_folder.exists() else None
-        if known is not None and known.get("token") != token:
-            is_alive = claims.anyone()
-            if overwrite and is_alive:
-                raise CannotContinue(
-                    f"{self._name} is being written by another run, so it cannot be overwritten; "
-                    "stop that run first, or take another name for out"
-                )
-            # A function that failed with everything was mended: there is nothing to keep.
-            if overwrite or not (is_alive or self.has_answers or not self._manifest.difference(known)):
-                self._clear()
-                known = None
-        if known is None and self.out is not None and self.out.exists():
-            known = self._reopen(overwrite, retry_failed)
-            if known is None and self._is_joined():
-                return
-        if known is None:
-            self._write(self._in_folder, token=token)
-        else:
-            self._check(known, self.folder)
-            self._go_on(claims, retry_failed, token)
+        there = self._look(self._in_folder, self.folder)
+        joined = None if isinstance(there, dict) or self.out is None else self._look_at_out(call)
+        if self._finds(joined, call):
+            self._id = id_of(joined)
+            return  # whatever the folder has: another call, which is to replace them, was not finished
+        if isinstance(there, CannotContinue):
+            self._make_way(there, call.overwrites, claims)
+        if isinstance(joined, CannotContinue) and not call.overwrites:
+            raise joined
+        if not isinstance(there, dict):
+            self._clear()  # of a process that was killed here
+            if isinstance(joined, dict):
+                self._reopen(joined)
+            self._write(self._in_folder, token=self._token, id=uuid.uuid4().hex)
+            there = json.loads(self._in_folder.read_text())
+        self._id = id_of(there)
+        self._go_on(claims, call.retries)
         self._presence = claims.attend()
 
-    def _go_on(self, claims: ClaimLog, retry_failed: bool, token: str) -> None:
+    def _go_on(self, claims: ClaimLog, retry_failed: bool) -> None:
         if retry_failed and (failed := self.records().failures()):
-            claims.ask_again(failed, token, new_round=True)
+            claims.ask_again(failed, self._token, new_round=True)
         if not claims.anyone():
             shutil.rmtree(self.folder / "failing", ignore_errors=True)
             shutil.rmtree(self.folder / "blocks", ignore_errors=True)  # of another session: they are drawn again
 
-    def _reopen(self, overwrite: bool, retry_failed: bool) -> dict[str, Any] | None:
-        """Deal with a file at `out`; return the manifest with which the map goes on, None if there is none."""
-        assert self.out is not None
-        known = _read(self._manifest_path) if self._manifest_path.exists() else None
-        if known is not None and known.get("token") == self._token:
-            self._check(known, self.out)
-            return None  # another rank of this call was first, and all is done already
-        if overwrite:
-            _remove(self._manifest_path)
-            _remove(self.out)
-            return None
-        if known is None:
+    def _make_way(self, why: CannotContinue, overwrites: bool, claims: ClaimLog) -> None:
+        """Empty a folder of something else, if nobody works in it and it may be dropped.
+
+        Raises:
+            CannotContinue: not so.
+        """
+        is_alive = claims.anyone()
+        if overwrites and is_alive:
             raise CannotContinue(
+                f"{self._name} is being written by another run, so it cannot be overwritten; "
+                "stop that run first, or take another name for out"
+            )
+        # A function that failed with everything was mended: there is nothing to keep.
+        if not overwrites and (is_alive or self.has_answers):
+            raise why
+        self._clear()
+
+    def _finds(self, joined: dict[str, Any] | CannotContinue | None, call: _Call) -> TypeGuard[dict[str, Any]]:
+        """Return whether the answers in `out` are those that the call asks for, with nothing left to do."""
+        if not isinstance(joined, dict):
+            return False
+        return not (call.retries and joined["failed"] and joined.get("token") != self._token)
+
+    def _look_at_out(self, call: _Call) -> dict[str, Any] | CannotContinue | None:
+        """Return the manifest of the answers in `out`, or why they are not those to this call; None: there are none."""
+        assert self.out is not None
+        if not self.out.exists():
+            return None
+        if not self._manifest_path.exists():
+            return CannotContinue(
                 f"{self.out.name} exists, and nbaccel.map did not write it: overwrite=True replaces it, "
                 "another name for out keeps it"
             )
-        self._check(known, self.out)
-        if not (retry_failed and known["failed"]):
+        known = self._look(self._manifest_path, self.out)
+        if call.stream is None or not self._finds(known, call) or known.get("token") == self._token:
+            return known  # of this call, or its items are compared when they are drawn
+        if difference := call.difference(known):
+            anew = "; the generator was read to compare it: make it anew" if call.stream.is_drawn_once else ""
+            return CannotContinue(f"{self.out.name} has answers to other items ({difference}): {_WAYS}{anew}")
+        return known
+
+    def _look(self, path: Path, place: Path) -> dict[str, Any] | CannotContinue | None:
+        """Return the manifest at `path`, of the answers in `place`; or why these are not those to this call."""
+        if not path.exists():
             return None
+        try:
+            known = read_manifest(path)
+        except CannotContinue as error:
+            return error
+        if not (why := self._difference(known, place)):
+            return known
+        if known.get("token") == self._token:
+            raise CannotContinue(f"the ranks of this call do not pass the same: {why}")
+        return CannotContinue(f"{why}: {_WAYS}")
+
+    def _difference(self, known: dict[str, Any], place: Path) -> str:
+        """Return why answers are not those to this call, or were changed; empty if they are as they were."""
+        if difference := self._manifest.difference(known):
+            return f"{place.name} has answers {difference}"
+        if place == self.out and (size := _size(place)) != known["bytes"]:
+            return f"{place.name} was changed after it was written ({known['bytes']:,} bytes then, {size:,} now)"
+        return ""
+
+    def _reopen(self, joined: dict[str, Any]) -> None:
+        """Write joined answers as records, so that those to failed items can be asked again."""
+        assert self.out is not None
         file = self.record_file("joined")
-        form, failed = self.format, frozenset(known["failed"])
+        form, failed = self.format, frozenset(joined["failed"])
         try:
             file.append(
                 AnswerRecord(index, form.pack(index, answer)) if index not in failed
@@ -377,34 +440,13 @@ class MapJob:
             )  # fmt: skip
         finally:
             file.close()
-        claims = self.claims()
-        claims.skip_to(known["joined"])
+        self.claims().skip_to(joined["joined"], joined.get("blocks") or [[joined["joined"], ""]])
         self.note_answers()
-        self._write(self._in_folder)
-        _remove(self._manifest_path)
-        return _read(self._in_folder)
-
-    def _check(self, known: Mapping[str, Any], place: Path) -> None:
-        """Refuse answers to other questions, and a file that was changed.
-
-        Raises:
-            CannotContinue: they are.
-        """
-        ways = "overwrite=True drops them and starts anew; another name for out keeps both"
-        if known.get("version") not in _READ_TOO:
-            raise CannotContinue(f"{place.name} was written by another version of nbaccel.map: {ways}")
-        if difference := self._manifest.difference(known):
-            raise CannotContinue(f"{place.name} has answers {difference}: {ways}")
-        if "bytes" in known and self.out is not None and self.out.exists() and _size(self.out) != known["bytes"]:
-            raise CannotContinue(
-                f"{place.name} was changed after it was written ({known['bytes']:,} bytes then, "
-                f"{_size(self.out):,} now): {ways}"
-            )
 
     def _write(self, path: Path, **more: Any) -> None:
         """Write the manifest, with more facts, at once and on the disk. The lock is held."""
         unfinished = self.folder / "manifest.unfinished"
-        unfinished.write_text(json.dumps({"version": _VERSION, **self._manifest.as_json, **more}, indent=1))
+        unfinished.write_text(json.dumps({**self._manifest.as_json, **more}, indent=1))
         _sync(unfinished)
         os.replace(unfinished, path)
 
@@ -420,66 +462,53 @@ class MapJob:
         return self.folder.name if self.out is None else self.out.name
 
 
-def as_items(items: Any) -> Any:
-    """Return items as a map reads them: something with a length and numbers, or a stream that is drawn once.
+def _id_at(path: Path) -> str | None:
+    """Return the name of the map that a manifest is about; None if there is none."""
+    try:
+        return id_of(read_manifest(path))
+    except CannotContinue:  # it is gone, or damaged
+        return None
+
+
+def _absolute(out: Path) -> Path:
+    try:
+        return out.expanduser().absolute()
+    except FileNotFoundError as error:
+        raise CannotSave(
+            f'out="{out}" is in the working folder, which is gone: name the file with its whole path', str(out)
+        ) from error
+
+
+def _make(folder: Path, parents: bool = False) -> None:
+    with _names(folder):
+        try:
+            folder.mkdir(mode=0o777 if parents else 0o700, parents=parents, exist_ok=True)
+        except FileNotFoundError as error:  # here nothing that another process does
+            raise PermissionError(error.errno, error.strerror) from error
+
+
+@contextmanager
+def _names(folder: Path) -> Iterator[None]:
+    """Let errors of files name a folder of answers; that it is not there is another matter.
 
     Raises:
-        TypeError: it is a text, a dict, a set or a table, of which it is not clear what an item is.
-
-    >>> as_items("text")
-    Traceback (most recent call last):
-    TypeError: items is a list of items, got a str: for one item write [item]
+        CannotSave: it cannot be made, or not be written.
     """
-    kind = type(items).__qualname__
-    if isinstance(items, str | bytes):
-        raise TypeError(f"items is a list of items, got a {kind}: for one item write [item]")
-    if isinstance(items, Mapping):
-        raise TypeError(f"items is a list of items, got a {kind}: write list(items.items()), or its values")
-    if isinstance(items, AbstractSet) and not isinstance(items, Mapping) and kind not in ("dict_keys", "dict_items"):
-        raise TypeError(f"items is a list of items, got a {kind}, whose order is another one each time: sorted(items)")
-    if hasattr(items, "columns") and hasattr(items, "to_dict"):
-        raise TypeError(f'items is a list of items, got a {kind}: write items.to_dict("records"), or one column')
-    if hasattr(items, "iloc") or kind in ("dict_keys", "dict_values", "dict_items"):
-        return list(items)
-    if hasattr(items, "__len__") and hasattr(items, "__getitem__"):
-        return items
-    if hasattr(items, "__iter__"):
-        return iter(items) if not hasattr(items, "__len__") else _Stream(items)
-    raise TypeError(f"items is a list of items, or a stream of them, got a {kind}")
-
-
-class _Stream:
-    """A stream whose source has a length, as a loader has: its length is not needed."""
-
-    def __init__(self, source: Iterable[Any]) -> None:
-        self._source = source
-
-    def __iter__(self) -> Any:
-        return iter(self._source)
-
-
-def _longest_first(items: Sequence[Any]) -> Sequence[int] | None:
-    """Return the items by length, the longest first; None where all are alike, so that they keep their order."""
-    lengths = array("q", map(length_of, items))
-    if not lengths or min(lengths) == max(lengths):
-        return None
-    return array("q", sorted(range(len(lengths)), key=lambda number: -lengths[number]))
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CannotSave(
+            f"{folder} cannot be written ({error.strerror or error}): mend that, or name a file in another folder",
+            str(folder),
+        ) from error
 
 
 def _check_numbers(tries: int, batch_size: int | None) -> None:
     for name, number in {"tries": tries, "batch_size": batch_size}.items():
         if number is not None and (not isinstance(number, int) or number < 1):
             raise ValueError(f"{name} must be a whole number from 1, got {number!r}")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CannotContinue(
-            f"{path.name} cannot be read ({type(error).__name__}: {error}); overwrite=True starts anew"
-        ) from error
-    return found
 
 
 def _remove_abandoned(parent: Path) -> None:

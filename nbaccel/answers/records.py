@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
+    "LONGEST_ANSWER",
     "AnswerIndex",
     "AnswerRecord",
     "RecordFile",
@@ -29,6 +30,9 @@ _UNCHECKED = struct.Struct("<2sBBQI")
 _MARK = b"nR"
 _FAILED = 1
 _LONGEST = 1 << 31
+LONGEST_ANSWER = 2_000_000_000
+"""Most bytes of an answer: readers take a record with a longer one for a damaged one."""
+
 _READ_BYTES = 1 << 20
 _SYNC_S = 1.0
 _MOST_OPEN = 64
@@ -186,6 +190,10 @@ class AnswerIndex:
             return False
         state = self._states[index]
         return state == _ANSWERED or (state == _HAS_FAILED and self._rounds[index] >= least_round)
+
+    def done_since(self, least_round: int) -> int:
+        """Return how many items have an answer, or an error of `least_round` or later."""
+        return self.answered + sum(self.is_done(index, least_round) for index in self.failures())
 
     def failures(self) -> list[int]:
         """Return the items that have an error and no answer."""

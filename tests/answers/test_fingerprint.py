@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
@@ -70,3 +77,65 @@ def test_of_a_data_set_some_items_are_read() -> None:
 
     checksum_of_sample(Slow())  # type: ignore[arg-type]
     assert Slow.read < 50
+
+
+@dataclass
+class Tagged:
+    tags: set[str]
+
+
+class Plain:
+    """An object like most: with texts that are the same object or not, a set, and a way back to itself."""
+
+    def __init__(self, name: str = "name", tags: str = "abcdefgh") -> None:
+        self.names = [name, "".join(name)]
+        self.tags = set(tags)
+        self.me = self
+
+
+def objects() -> list[Any]:
+    texts = ["".join(["text ", str(number)]) for number in range(3)]
+    rows = pandas.DataFrame({"text": texts, "number": range(3)}).to_numpy()
+    return [rows, rows[1], Tagged(set("abcdefgh")), Plain(), pandas.Series(texts), datetime.date(2020, 1, 2), {Plain}]
+
+
+@pytest.mark.slow
+def test_objects_have_the_same_checksum_in_another_process() -> None:
+    words = "from answers.test_fingerprint import *; print([checksum_of([each]) for each in objects()])"
+    found = set()
+    for seed in "12":
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        found.add(
+            subprocess.run([sys.executable, "-c", words], capture_output=True, env=environment, check=True).stdout
+        )
+    assert len(found) == 1
+
+
+def test_equal_objects_have_equal_checksums_and_others_do_not() -> None:
+    assert checksum_of([Plain("".join(["na", "me"]))]) == checksum_of([Plain()]) != checksum_of([Plain("other")])
+    assert checksum_of([Plain(tags="a")]) != checksum_of([Plain()])
+    assert checksum_of([Tagged({"a"})]) != checksum_of([Tagged({"b"})])
+    assert checksum_of([numpy_row("a", 1)]) == checksum_of([numpy_row("a", 1)]) != checksum_of([numpy_row("a", 2)])
+
+
+def numpy_row(*values: Any) -> Any:
+    return np.array(["".join(value) if isinstance(value, str) else value for value in values], dtype=object)
+
+
+def test_of_an_object_that_cannot_be_taken_apart_the_class_counts() -> None:
+    assert checksum_of([threading.Lock()]) == checksum_of([threading.Lock()]) != checksum_of([sys.stdout])
+
+
+def test_a_graph_of_objects_takes_no_time() -> None:
+    class Node:
+        pass
+
+    nodes: list[Any] = [Node() for _ in range(20)]
+    for node in nodes:
+        node.others = nodes
+    first: Any = Node()
+    last = first
+    for _ in range(1000):
+        last.next = Node()
+        last = last.next
+    assert checksum_of([nodes[0]]) != checksum_of([first])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,14 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from nbaccel.answers import Answers, Failed, MapJob
 from nbaccel.answers.claim_log import ClaimLog
+from nbaccel.answers.fingerprint import checksum_of
 from nbaccel.answers.map_job import as_items
 from nbaccel.answers.records import AnswerRecord
 from nbaccel.answers.source_mark import SourceMark
-from nbaccel.errors import CannotContinue
+from nbaccel.errors import CannotContinue, CannotSave
 from old_maps import program
 
 ITEMS = ["one", "three", "four"]
@@ -39,12 +43,11 @@ def answer(job: MapJob, only: int = 100, failing: tuple[int, ...] = ()) -> None:
     claims = job.claims()
     file = job.record_file(claims.enter())
     while only and (claim := claims.claim(1)) is not None and claim.indices:
-        (item,) = claim.indices
-        if item in failing:
-            packed = job.format.pack_error(item, "ValueError: no")
-            file.append([AnswerRecord(item, packed, is_failed=True, round=claims.round)])
-        else:
-            file.append([AnswerRecord(item, job.format.pack(item, ITEMS[item].upper()), round=claims.round)])
+        for item in claim.indices:
+            is_failed = item in failing
+            text = ITEMS[item].upper()
+            packed = job.format.pack_error(item, "ValueError: no") if is_failed else job.format.pack(item, text)
+            file.append([AnswerRecord(item, packed, is_failed=is_failed, round=claims.round)])
         job.note_answers()
         only -= 1
     file.close()
@@ -221,33 +224,235 @@ def test_another_function_is_refused_by_what_the_version_before_wrote(old_maps: 
         MapJob.open(program.ITEMS, function, setup, out=old_maps / out, key="v1")
 
 
-def test_overwrite_starts_anew(tmp_path: Path) -> None:
+def test_overwrite_drops_what_belongs_to_something_else(tmp_path: Path) -> None:
     finished(tmp_path / "a.jsonl")
     job = opened(tmp_path / "a.jsonl", function=whisper, overwrite=True)
     assert not job.is_finished
     answer(job, only=1)
     job.close()
-    job = opened(tmp_path / "a.jsonl", overwrite=True)
+    job = opened(tmp_path / "a.jsonl", items=ITEMS[::-1], overwrite=True)
     assert job.records().done == 0
     job.close()
+
+
+def test_overwrite_that_stays_in_the_line_drops_nothing_of_that_line(tmp_path: Path) -> None:
+    job = opened(tmp_path / "a.jsonl", overwrite=True)
+    answer(job, only=2)
+    job.close()
+    job = opened(tmp_path / "a.jsonl", overwrite=True)
+    assert job.records().done == 2
+    answer(job)
+    assert job.finish()
+    job.close()
+    assert opened(tmp_path / "a.jsonl", overwrite=True).is_finished
+
+
+@pytest.mark.parametrize("damage", ["foreign", "changed", "damaged", "of another version"])
+def test_overwrite_drops_what_comes_from_elsewhere(tmp_path: Path, damage: str) -> None:
+    out, manifest = tmp_path / "a.jsonl", tmp_path / "a.jsonl.manifest.json"
+    finished(out)
+    if damage == "foreign":
+        manifest.unlink()
+    elif damage == "changed":
+        out.write_text("mine")
+    else:
+        manifest.write_text("[]" if damage == "damaged" else '{"version": 99}')
+    before = out.read_text()
+    with pytest.raises(CannotContinue, match="overwrite=True"):
+        opened(out)
+    job = opened(out, overwrite=True)
+    assert (job.is_finished, out.read_text()) == (False, before)
+    job.close()
+    assert finished(out, overwrite=True) == ["ONE", "THREE", "FOUR"]
+    assert left(tmp_path) == ["a.jsonl", "a.jsonl.manifest.json"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_what_is_overwritten_stays_until_new_answers_replace_it(tmp_path: Path, name: str) -> None:
+    finished(tmp_path / name)
+    job = opened(tmp_path / name, function=whisper, overwrite=True)
+    assert job.format.read(tmp_path / name) == ["ONE", "THREE", "FOUR"]
+    job.close()
+    job.discard()  # as after a function that fails at once
+    assert left(tmp_path) == [name, f"{name}.manifest.json"]
+    job = opened(tmp_path / name, function=whisper, overwrite=True)
+    answer(job, only=1)
+    job.close()
+    before = opened(tmp_path / name)
+    assert before.is_finished
+    assert before.answers() == ["ONE", "THREE", "FOUR"]
+    job = opened(tmp_path / name, function=whisper)
+    assert job.records().done == 1, "the new call goes on, and need not say overwrite again"
+    answer(job)
+    assert job.finish()
+    job.close()
+    assert left(tmp_path) == [name, f"{name}.manifest.json"]
+    with pytest.raises(CannotContinue, match="of another function"):
+        opened(tmp_path / name)
+
+
+def test_a_map_whose_folder_is_discarded_has_not_the_answers_of_another(tmp_path: Path) -> None:
+    finished(tmp_path / "a.jsonl")
+    job = opened(tmp_path / "a.jsonl", function=whisper, overwrite=True)
+    job.close()
+    job.discard()
+    assert not job.is_finished
 
 
 def test_what_another_run_writes_is_not_overwritten(tmp_path: Path) -> None:
     running = opened(tmp_path / "a.jsonl")
     with pytest.raises(CannotContinue, match=r"a.jsonl is being written by another run"):
-        opened(tmp_path / "a.jsonl", overwrite=True)
+        opened(tmp_path / "a.jsonl", function=whisper, overwrite=True)
+    opened(tmp_path / "a.jsonl", overwrite=True).close()  # the same call joins in
     running.close()
-    opened(tmp_path / "a.jsonl", overwrite=True).close()
+    opened(tmp_path / "a.jsonl", function=whisper, overwrite=True).close()
 
 
 def test_of_the_ranks_of_one_call_the_first_overwrites(tmp_path: Path) -> None:
-    finished(tmp_path / "a.jsonl")
+    finished(tmp_path / "a.jsonl", function=whisper)
     first = opened(tmp_path / "a.jsonl", overwrite=True, token="call")
     answer(first, only=2)
     second = opened(tmp_path / "a.jsonl", overwrite=True, token="call")
     assert second.records().done == 2
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_ranks_of_one_call_that_pass_something_else_are_said(tmp_path: Path, is_over: bool) -> None:
+    job = opened(tmp_path / "a.jsonl", token="call")
+    answer(job)
+    assert not is_over or job.finish()
+    for overwrite in (False, True):
+        with pytest.raises(CannotContinue, match=r"the ranks of this call do not pass the same: .* with key=None, now"):
+            opened(tmp_path / "a.jsonl", key=1, token="call", overwrite=overwrite)
+    job.close()
+
+
+def streamed(out: Path, items: Any, **options: Any) -> MapJob:
+    """Open a map of a stream, and answer all items of a new one, in blocks of two."""
+    job = opened(out, as_items(items), **options)
+    if not job.is_finished:
+        claims, listed = job.claims(), list(items if isinstance(items, list | Again) else ITEMS)
+        for start in range(0, len(listed), 2):
+            block = listed[start : start + 2]
+            claims.add_block(start, start + len(block), checksum_of(block))
+        claims.end_stream(len(listed))
+        answer(job)
+        assert job.finish()
+    job.close()
+    return job
+
+
+class Again:
+    """A stream that can be read several times."""
+
+    def __init__(self, items: list[str]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Any:
+        return iter(self.items)
+
+
+OTHER_STREAMS = {
+    "items 0 to 1 are others": ["one", "two", "four"],
+    "item 2 is another one": ["one", "three", "five"],
+    "it ends after 2 now": ["one", "three"],
+    "more than 3 now": [*ITEMS, "five"],
+    "it ends after 0 now": [],
+}
+
+
+@pytest.mark.parametrize("words", OTHER_STREAMS)
+@pytest.mark.parametrize("make", [iter, Again])
+def test_a_finished_stream_is_compared_item_by_item(tmp_path: Path, words: str, make: Any) -> None:
+    out = tmp_path / "a.jsonl"
+    streamed(out, make(ITEMS))
+    assert opened(out, as_items(make(ITEMS))).answers() == ["ONE", "THREE", "FOUR"]
+    with pytest.raises(
+        CannotContinue, match=rf"a.jsonl has answers to other items \({words}\): overwrite=True"
+    ) as caught:
+        opened(out, as_items(make(OTHER_STREAMS[words])))
+    assert str(caught.value).endswith("make it anew") == (make is iter)
+    assert "\n" not in str(caught.value)
+    stream = as_items(make(OTHER_STREAMS[words]))
+    job = opened(out, stream, overwrite=True)
+    assert (job.is_finished, list(stream)) == (False, OTHER_STREAMS[words]), "nothing that was compared is lost"
+    job.close()
+
+
+def test_failed_items_of_a_finished_stream_are_asked_again_with_the_same_items(tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+    job = opened(out, as_items(Again(ITEMS)))
+    claims = job.claims()
+    claims.add_block(0, 3, checksum_of(ITEMS))
+    claims.end_stream(3)
+    answer(job, failing=(1,))
+    assert job.finish()
+    job.close()
+    again = opened(out, as_items(Again(ITEMS)), retry_failed=True)
+    assert again.claims().blocks == {}
+    claims = again.claims()
+    claims.refresh()
+    assert claims.blocks == {0: (3, checksum_of(ITEMS))}
+    with pytest.raises(CannotContinue, match="gives more items now than the 3 of before"):
+        claims.add_block(3, 4, "")
+    answer(again)
+    assert again.finish()
+    again.close()
+    with pytest.raises(CannotContinue, match="to other items"):
+        opened(out, as_items(Again(ITEMS[::-1])))
+
+
+def test_a_finished_map_is_read_where_nobody_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished(tmp_path / "a.jsonl")
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
+
+    exists = os.mkdir
+    monkeypatch.setattr(os, "mkdir", lambda path, *rest: exists(path, *rest) if path == tmp_path else refuse())
+    assert opened(tmp_path / "a.jsonl").answers() == ["ONE", "THREE", "FOUR"]
+    assert opened(tmp_path / "a.jsonl", overwrite=True).is_finished
+    with pytest.raises(CannotSave, match=r"b.jsonl.parts cannot be written \(Read-only file system\): mend that, or"):
+        opened(tmp_path / "b.jsonl")
+
+
+def test_a_place_where_no_folder_can_be_made_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CannotSave, match=r"/proc/x.jsonl.parts cannot be written \(No such file or directory\)"):
+        opened(Path("/proc/x.jsonl"))
+    (tmp_path / "file").touch()
+    with pytest.raises(CannotSave, match=r"/file cannot be written \(File exists\)"):
+        opened(tmp_path / "file" / "x.jsonl")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(CannotSave, match=r'out="x.jsonl" is in the working folder, which is gone: name the file'):
+        opened(Path("x.jsonl"))
+
+
+def test_a_disk_that_loses_answers_each_time_ends_the_map(tmp_path: Path) -> None:
+    job = opened(tmp_path / "a.jsonl")
+    with pytest.raises(
+        CannotSave, match=r"a.jsonl.parts has lost answers .*, 4 times, now those to 3 items: is its disk"
+    ):
+        for _ in range(9):
+            answer(job)
+            for path in (job.folder / "records").iterdir():
+                os.truncate(path, 0)
+            job.finish()
+    job.close()
+
+
+@pytest.mark.parametrize("key", [{1, 2}, object(), torch.ones(2), b"v1", ["v1", print], {("a", "b"): print}])
+def test_a_key_is_plain(key: Any) -> None:
+    with pytest.raises(TypeError, match=r'^key is a text, a number, None, or .* got a \w+: .*key="checkpoint 3"$'):
+        opened(None, key=key)
+
+
+def test_equal_keys_are_equal(tmp_path: Path) -> None:
+    finished(tmp_path / "a.jsonl", key={"b": numpy.float64(0.5), "a": (1, numpy.int64(2))})
+    assert opened(tmp_path / "a.jsonl", key={"a": (1, 2), "b": 0.5}).is_finished
 
 
 def test_a_rank_that_comes_when_all_is_done_overwrites_nothing(tmp_path: Path) -> None:

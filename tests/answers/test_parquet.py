@@ -89,3 +89,15 @@ def test_pandas_and_pyarrow_read_the_folder_as_one_table(tmp_path: Path) -> None
     assert list(table["score"].dropna()) == [1.0, 1.0, 1.0, 1.0, 0.5]
     assert list(table["error"].dropna()) == ["ValueError: no"]
     assert pyarrow.parquet.read_table(tmp_path / "answers.parquet").num_rows == 6
+
+
+def test_no_answer_is_a_table_without_rows(tmp_path: Path) -> None:
+    assert list(mapped([], tmp_path)) == []
+    table = pandas.read_parquet(tmp_path / "answers.parquet")
+    assert (list(table.columns), len(table)) == (["index", "answer", "error"], 0)
+
+
+def test_tuples_bytes_and_keys_are_what_json_makes_of_them(tmp_path: Path) -> None:
+    assert list(mapped([(1, "x"), (2, "y")], tmp_path)) == [[1, "x"], [2, "y"]]
+    (tmp_path / "more").mkdir()
+    assert list(mapped([{1: b"a"}, {1: b"b"}], tmp_path / "more")) == [{"1": "YQ=="}, {"1": "Yg=="}]

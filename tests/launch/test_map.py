@@ -201,6 +201,7 @@ def test_an_item_that_fails_is_recorded_and_tried_again_when_asked(
     nbaccel.map(rarely, range(10), **call)
     assert "already, 1 failed (answers.failed): no rank was started" in capsys.readouterr().out
     assert len(nbaccel.map(rarely, range(10), retry_failed=True, **call).failed) == 1
+    assert ", 9 of them before, 1 failed" in capsys.readouterr().out
 
 
 def slowly(items: list[int]) -> list[int]:
@@ -307,6 +308,18 @@ def test_a_second_interrupt_does_not_wait_for_the_call(tmp_path: Path) -> None:
     assert not marks.calls("ended")
 
 
+@pytest.mark.parametrize("limit_s", [None, 1.5])
+def test_a_stop_while_the_last_items_finish_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], limit_s: float | None
+) -> None:
+    marks = Marks(tmp_path, seconds=2.5)
+    thread = when(lambda: len(marks.calls("began")) == 2, press if limit_s is None else lambda: None)
+    call: dict[str, Any] = {"out": tmp_path / "a.jsonl", "batch_size": 1, "num_processes": 2, "cpu": True}
+    assert nbaccel.map(marks, range(2), time_limit_s=limit_s, **call) == [0, 1]
+    thread.join()
+    assert capsys.readouterr().out.startswith("2 items in ")
+
+
 def test_an_interrupt_in_this_process_lets_it_finish_its_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     start_by(monkeypatch, "inline")
     marks = Marks(tmp_path)
@@ -369,6 +382,32 @@ def test_an_out_of_other_items_names_overwrite(tmp_path: Path) -> None:
     with pytest.raises(CannotContinue, match="overwrite=True"):
         nbaccel.map(double, range(10), out=out, cpu=True, key="other weights")
     assert len(nbaccel.map(double, range(11), out=out, cpu=True, overwrite=True)) == 11
+
+
+def test_overwrite_that_stays_in_the_line_does_nothing_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = {"out": tmp_path / "a.jsonl", "cpu": True, "overwrite": True}
+    nbaccel.map(double, range(10), **call)
+    capsys.readouterr()
+    assert nbaccel.map(double, range(10), **call) == double(list(range(10)))
+    said = capsys.readouterr().out
+    assert "10 items are in " in said
+    assert said.endswith("only answers to something else: another key=, or no file, does it again\n")
+    with pytest.raises(RuntimeError):
+        nbaccel.map(fails, range(10), **call)
+    assert nbaccel.map(double, range(10), **call) == double(list(range(10)))
+    assert "already: no rank was started" in capsys.readouterr().out
+
+
+def test_another_generator_has_not_the_answers_of_the_first(tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+    nbaccel.map(double, (number for number in range(30)), out=out, cpu=True)
+    assert len(nbaccel.map(double, (number for number in range(30)), out=out, cpu=True)) == 30
+    with pytest.raises(CannotContinue, match=r"a.jsonl has answers to other items \(.*\): overwrite=True"):
+        nbaccel.map(double, (number for number in range(90, 120)), out=out, cpu=True)
+    answers = nbaccel.map(double, (number for number in range(90, 120)), out=out, cpu=True, overwrite=True)
+    assert answers == [2 * number for number in range(90, 120)]
 
 
 @pytest.mark.parametrize(

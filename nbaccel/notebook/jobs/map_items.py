@@ -21,7 +21,7 @@ from nbaccel.answers import Answers, MapJob
 from nbaccel.answers.map_job import as_items
 from nbaccel.display.item_count import ItemCount
 from nbaccel.display.run_view import RunView
-from nbaccel.errors import CannotSend, LaunchRefused, NestedLaunch
+from nbaccel.errors import CannotSave, CannotSend, LaunchRefused, NestedLaunch
 from nbaccel.events import Listener
 from nbaccel.hardware import Survey
 from nbaccel.launch.api import as_run, keep_run, planned, show_run
@@ -74,6 +74,7 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
     tries: int = 3,
     retry_failed: bool = False,
     time_limit_s: float | None = None,
+    hang_timeout_s: float | None = None,
     background: bool = False,
 ) -> Answers:
     """Call a function with all items, some at a time, on all GPUs; return the answers in the order of the items.
@@ -89,16 +90,21 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
 
     function: ``function(items)``, or ``function(state, items)`` with `setup`; items is a list, the result a list of as
         many answers. Numbers, texts, lists, dicts, arrays and tensors can be answers.
-    items: a list, or anything with a length and numbers; a generator is read once, by one of the ranks.
+    items: a list, or anything with a length and numbers; a generator is read once, by one of the ranks, and again when
+        the answers are there, to compare. Items in memory are compared one by one, of a data set about 32 of them.
     setup: ``setup(accelerator)``, called once in each process; returns the state, such as a model on
         ``accelerator.device``. There is no process group: a collective ends the run when a rank has died.
     out: "answers.jsonl", or "answers.parquet" for a folder of Parquet files; None keeps the answers in memory.
     num_processes, devices, cpu: as for `launch`; by default one rank for each GPU, or one.
     batch_size: most items in one call of the function; None to choose it by time and memory.
-    key: what the answers also depend on, as a text or a number.
-    overwrite: drop what is in `out`, where it belongs to other items or another function, or comes from elsewhere.
+    key: what the answers also depend on: a text, a number, None, or a list, a tuple or a dict of these.
+    overwrite: drop what is in `out`, where it belongs to other items, another function or another key, was changed, or
+        comes from elsewhere; it stays until all new answers are there. What this call has done itself is kept: another
+        key, or deleting the file, does it again.
     retry_failed: try the items again that failed in an earlier run.
     time_limit_s: stop after these seconds; what is done by then stays.
+    hang_timeout_s: a call of the function that takes longer counts as the death of its process: it is started again,
+        and an item that does so `tries` times alone, three times at most, is a `Failed`.
     background: return once the processes have been started. What is returned are the answers to come, a `LaterAnswers`:
         its length, an item, a loop, `wait()` wait for the end, and an interrupt ends this waiting alone; `stop()` ends
         the map, `is_over` and its text say how far it is, and the commands of ``%%accelerate --bg`` reach it.
@@ -107,7 +113,7 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
         The error of `setup`, or of `function` where it fails alike with the first items of all ranks.
         KeyboardInterrupt: it was stopped, before each item had its answer.  TimeoutError: `time_limit_s` was over.
             The calls under way have returned by then; a second interrupt does not wait for them. Both say what is done.
-        CannotContinue: `out` has answers to something else.  CannotSave: the disk is full.
+        CannotContinue: `out` has answers to something else.  CannotSave: the disk is full, or `out` cannot be written.
         RankDied: a rank died four times without finishing an item in between.
         LaunchRefused: nothing was started; the message says why.
 
@@ -127,6 +133,7 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
         cpu=cpu or None,
         timeout=None if time_limit_s is None else seconds_of(time_limit_s),
     )
+    limit_s = None if hang_timeout_s is None else seconds_of(hang_timeout_s)
     place = background_here() if background else None
     if place is not None:
         place.make_room(for_another=True)
@@ -140,11 +147,15 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
     )  # fmt: skip
     with ExitStack() as closing:
         closing.enter_context(_closed_after(job))
-        task = MapTask(job, items, function, setup)
+        task = MapTask(job, items, function, setup, limit_s)
         if job.is_finished:
             answers = job.answers()
             failed = f", {_failed(answers)}" if answers.failed else ""
             words = f"{_are(len(answers))} in {job.out} already{failed}: no rank was started"
+            if overwrite:
+                words += (
+                    "; overwrite=True drops only answers to something else: another key=, or no file, does it again"
+                )
             ConsoleScreen().write("stdout", f"{words}\n")
             return LaterAnswers(FinishedMap(answers, words), job.out) if background else answers
         run = MapRun(job, options, task)
@@ -161,8 +172,16 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
 class MapTask(FunctionTask):
     """The work of one rank of a map; in ranks that are no copies of the notebook it is a plain `FunctionTask`."""
 
-    def __init__(self, job: MapJob, items: Any, function: Callable[..., Any], setup: Callable[..., Any] | None) -> None:
-        super().__init__(load_named(_WORKER), (job, items, function, setup))
+    def __init__(
+        self,
+        job: MapJob,
+        items: Any,
+        function: Callable[..., Any],
+        setup: Callable[..., Any] | None,
+        hang_timeout_s: float | None = None,
+    ) -> None:
+        super().__init__(load_named(_WORKER), (job, items, function, setup, hang_timeout_s))
+        self.hang_timeout_s = hang_timeout_s
         self.users = [function] if setup is None else [function, setup]
         self.title = f"map({_name(function)}, {_in_words(job.total)})"
 
@@ -193,7 +212,7 @@ class MapTask(FunctionTask):
 
     def _unsent(self, error: CannotSend) -> CannotSend:
         """Return the error with the argument of the call that cannot be sent."""
-        _, items, function, setup = self.args
+        _, items, function, setup, _ = self.args
         for name, value in {"function": function, "setup": setup, "items": items}.items():
             try:
                 os.close(pack({name: value}).fd)
@@ -301,7 +320,7 @@ class MapRun:
         """Begin to show the run.  view: where, see `show_run`."""
         self._view = view
         self.shown = show_run(self._launcher, self.spec, self.survey, self.name, **view)
-        self.shown.history.items = ItemCount(self._job.total, self._job.records().done)
+        self.shown.history.items = ItemCount(self._job.total, self._job.done())
 
     def go(
         self,
@@ -416,10 +435,11 @@ def _run_here(job: MapJob, spec: LaunchSpec, task: MapTask, launcher: Launcher, 
     """Work on the map in this process, where no other can be started; no time limit reaches it."""
     error: BaseException | None = None
     post_mortem: PostMortem | None = None
-    if spec.timeout_s is not None:
+    limits = {"time_limit_s": spec.timeout_s, "hang_timeout_s": task.hang_timeout_s}
+    if given := next((name for name, limit in limits.items() if limit is not None), ""):
         raise LaunchRefused(
-            f"time_limit_s can stop ranks only, and this map would run in the notebook's own process "
-            f"({spec.start.reason}): leave time_limit_s out"
+            f"{given} can stop ranks only, and this map would run in the notebook's own process "
+            f"({spec.start.reason}): leave {given} out"
         )
     with launcher.turn():
         try:
@@ -439,7 +459,7 @@ def _is_finished(job: MapJob) -> bool:
     """Return whether a map that was stopped had nothing left to do: then the stop came too late, and is none."""
     try:
         return job.finish()
-    except OSError:  # as it was not joined by the ranks
+    except (OSError, CannotSave):  # as it was not joined by the ranks
         return False
 
 
@@ -489,7 +509,7 @@ def _time(seconds: float) -> str:
 
 def _what_stays(job: MapJob) -> str:
     """Return what is done of a map that is not finished, and how it goes on."""
-    done = job.records().done
+    done = job.done()
     if not done:
         return "no item is done"
     of = f"{done:,} of {_in_words(job.total)}" if job.total is not None else plural(done, "item")
