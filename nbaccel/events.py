@@ -176,6 +176,14 @@ class ItemsDone(Event):
 
 
 @frozen
+class CallTimedOut(Event):
+    """Report of a rank of a map that its process before was ended by a call which took too long.
+
+    The rank goes on, with ever fewer items in a call, so this is progress.
+    """
+
+
+@frozen
 class OutOfMemory(Event):
     """Shortage of memory in this rank, which goes on with the same step in smaller pieces; no work is lost.
 

@@ -73,6 +73,7 @@ class RunSettings:
     checkpoint_every: interval at which the training saves itself, "10min" or "500steps".  checkpoint_dir: its folder.
     keep: number of those checkpoints that are kept.
     project_dir: the folder of an Accelerator that names none: for trackers, and for saves that it names itself.
+    swept_values: the values of a run of a sweep, in words that no other run of it has; None for any other run.
     resume: the checkpoint to continue from: "" for the newest in `checkpoint_dir`, or a checkpoint or a folder of some.
     seeds_alike: all ranks' generators start at `seed` itself, for a program that does not know ranks.
     strategy: one of `STRATEGIES`, or the name of an installed one; the rank that looks it up refuses an unknown name.
@@ -104,6 +105,7 @@ class RunSettings:
     dynamo_use_regional_compilation: bool | None = None
     strategy: str | None = None
     project_dir: str | None = None
+    swept_values: str | None = None
 
     def __post_init__(self) -> None:
         if self.mixed_precision is not None and self.mixed_precision not in PRECISIONS:
@@ -147,6 +149,7 @@ class RunSettings:
             "NBACCEL_KEEP": self.keep,
             "NBACCEL_RESUME": self.resume,
             "NBACCEL_PROJECT_DIR": self.project_dir,
+            "NBACCEL_SWEPT_VALUES": self.swept_values,
             "ACCELERATE_DYNAMO_BACKEND": self.dynamo_backend,
             "ACCELERATE_DYNAMO_MODE": self.dynamo_mode,
             "ACCELERATE_DYNAMO_USE_FULLGRAPH": self.dynamo_use_fullgraph,
@@ -184,6 +187,7 @@ class RunSettings:
             keep=number("NBACCEL_KEEP"),
             resume=env.get("NBACCEL_RESUME"),
             project_dir=env.get("NBACCEL_PROJECT_DIR") or None,
+            swept_values=env.get("NBACCEL_SWEPT_VALUES"),
             dynamo_backend=(env.get("ACCELERATE_DYNAMO_BACKEND") or "").lower() or None,
             dynamo_mode=env.get("ACCELERATE_DYNAMO_MODE") or None,
             dynamo_use_fullgraph=flag("ACCELERATE_DYNAMO_USE_FULLGRAPH"),

@@ -66,6 +66,7 @@ UNGUARDED = {
     "_apply": "module._apply",
     "_buffers": "module._buffers",
     "_non_persistent_buffers_set": "module._non_persistent_buffers_set",
+    "_rebuild_buckets": "torch._C._distributed_c10d.Reducer._rebuild_buckets",
     "_compiled_call_impl": "module._compiled_call_impl",
     "_extra_state": "torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX",
     "_modules": "module._modules",

@@ -455,7 +455,7 @@ class MapJob:
         os.replace(unfinished, path)
 
     def _clear(self) -> None:
-        """Remove all but the lock, which is held."""
+        """Remove all but the lock, which is held; a process that waits for it may make the folder of records."""
         for path in self.folder.iterdir():
             if path != self._lock:
                 _remove(path)

@@ -22,6 +22,7 @@ from typing import Any
 
 from nbaccel.answers.source_mark import SourceMark
 from nbaccel.display.history import History
+from nbaccel.errors import LaunchRefused
 from nbaccel.events import Loss, Metric
 from nbaccel.launch.ipc.spec import load_named
 from nbaccel.launch.run import Run
@@ -30,6 +31,7 @@ from nbaccel.settings import RunSettings
 __all__ = [
     "FinishedRuns",
     "as_key",
+    "as_one_of_a_sweep",
     "in_words",
     "value_in_words",
 ]
@@ -43,15 +45,19 @@ _CONTAINERS = (tuple, list, set, frozenset, dict)
 _NAMED_BY_REPR = {("torch", "dtype"), ("torch", "device")}
 
 
+class _NotKept(Exception):
+    """A value is of a kind that has no place in JSON or safetensors."""
+
+
 class FinishedRuns:
     """The folder of the runs of sweeps; nothing is made before a run begins.
 
-    unkept: the names of runs that ended well and whose values could not be kept, each with the reason.
+    unkept: the values of each run that ended well and could not be kept, in words, with the reason.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).expanduser()
-        self.unkept: dict[str, str] = {}
+        self.unkept: list[tuple[str, str]] = []
 
     def folder_of(self, config: Mapping[str, Any], key: str) -> Path:
         """Return the folder of a run: its values in words, and a part of its key."""
@@ -59,11 +65,23 @@ class FinishedRuns:
         return self.folder / f"{words}-{key[:10]}"
 
     def begin(self, config: Mapping[str, Any], key: str) -> Path:
-        """Make the folder of a run that begins, and return it."""
+        """Make the folder of a run that begins, and return it.
+
+        Raises:
+            LaunchRefused: nothing can be written there.
+        """
         folder = self.folder_of(config, key)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (_RECORD, _FILES):
-            (folder / name).unlink(missing_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in (_RECORD, _FILES):
+                (folder / name).unlink(missing_ok=True)
+            with open(folder / _LOG, "ab"):
+                """It can be written."""
+        except OSError as error:
+            raise LaunchRefused(
+                f"the runs of a sweep need a folder for what they print, and {self.folder} cannot be written "
+                f"({error.strerror}): pass another folder= to nbaccel.sweep, or work in a folder that can be written."
+            ) from error
         return folder
 
     @staticmethod
@@ -103,18 +121,18 @@ class FinishedRuns:
     def keep(self, run: Run, left: Mapping[str, Any], key: str) -> None:
         """Keep a run that ended well; the record is complete or absent, whenever this process ends.
 
-        A value that is not plain data is no error: `unkept` has it, and the next sweep does the run again; the same
-        goes for a run without a `key`.
+        A value that cannot be kept is no error: `unkept` has it, and the next sweep does the run again; the same goes
+        for a run without a `key`.
         """
         if not key:
-            self.unkept[in_words(run.config)] = _why_no_key(run.config)
+            self.unkept.append((in_words(run.config), _why_no_key(run.config, run.origin.seed)))
             return
         folder = self.folder_of(run.config, key)
         try:
             tensors: dict[str, Any] = {}
             value = _taken_apart((run.value, dict(left)), tensors)
             if tensors:
-                _write(folder / _TENSORS, load_named("safetensors.torch:save")(tensors))
+                _write(folder / _TENSORS, _packed(tensors))
             history = run.history
             curves = {name: (history.curve(name).step, history.curve(name).mean) for name in history.names}
             record = {
@@ -131,10 +149,12 @@ class FinishedRuns:
                 "rows": [row for row in history.rows if _is_plain(row)],
             }
             _write(folder / _RECORD, json.dumps(record).encode())
-        except (TypeError, ValueError, RecursionError) as error:
-            self.unkept[in_words(run.config)] = str(error)
         except OSError as error:
-            self.unkept[in_words(run.config)] = f"{folder} could not be written: {error}"
+            self.unkept.append((in_words(run.config), f"{folder} could not be written: {error}"))
+        except _NotKept as reason:
+            self.unkept.append((in_words(run.config), str(reason)))
+        except Exception as error:  # of a package, or of a class of the user's: it costs this run alone
+            self.unkept.append((in_words(run.config), f"its value cannot be kept ({type(error).__name__}: {error})"))
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -160,27 +180,47 @@ def _taken_apart(value: Any, tensors: dict[str, Any]) -> Any:
     """Return a value as JSON, and add its tensors and arrays to `tensors`, on the CPU.
 
     Raises:
-        TypeError: it holds an object of another kind.
+        _NotKept: it holds an object of another kind.
 
-    >>> _taken_apart({"scores": (1, 2.5)}, {})
-    {'dict': ['scores', {'tuple': [1, 2.5]}]}
+    >>> _taken_apart({"scores": (1, 2.5), "raw": b"a"}, {})
+    {'dict': ['scores', {'tuple': [1, 2.5]}, 'raw', {'bytes': ['61']}]}
     """
     kind = type(value)
     if kind in _SCALARS:
         return value
+    if kind is bytes:
+        return {"bytes": [value.hex()]}
     if kind is dict:
         return {"dict": [_taken_apart(part, tensors) for item in value.items() for part in item]}
     if kind in (list, tuple, set, frozenset):
         return {kind.__name__: [_taken_apart(part, tensors) for part in value]}
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     name = str(len(tensors))
-    if torch is not None and kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
+    if torch is not None and kind is torch.Size:
+        return {"Size": list(value)}
+    if torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
+        if value.layout is not torch.strided or value.is_quantized:
+            what = "quantised" if value.is_quantized else "sparse"
+            raise _NotKept(f"it holds a {what} tensor, which safetensors files cannot hold; a dense one is kept")
         tensors[name] = value.detach().cpu().contiguous().clone()
         return {"tensor": [name]}
+    if numpy is not None and kind is numpy.ndarray and value.dtype.kind in "US":
+        parts = [each if type(each) is str else each.hex() for each in value.ravel().tolist()]
+        return {"texts": [value.dtype.str, list(value.shape), parts]}
     if numpy is not None and torch is not None and (kind is numpy.ndarray or issubclass(kind, numpy.generic)):
-        tensors[name] = torch.from_numpy(numpy.array(value))
-        return {"ndarray" if kind is numpy.ndarray else "number": [name]}
-    raise TypeError(f"it holds an object of the class {kind.__name__}, which is neither data nor a tensor")
+        with suppress(TypeError):
+            tensors[name] = torch.from_numpy(numpy.array(value))
+            return {"ndarray" if kind is numpy.ndarray else "number": [name]}
+        raise _NotKept(f"it holds an array of {value.dtype}, which safetensors files cannot hold")
+    raise _NotKept(f"it holds an object of the class {kind.__name__}, which is neither data nor a tensor")
+
+
+def _packed(tensors: Mapping[str, Any]) -> bytes:
+    try:
+        packed: bytes = load_named("safetensors.torch:save")(tensors)
+    except KeyError as error:  # its table of types has no such entry
+        raise _NotKept(f"it holds a tensor of {error}, which safetensors files cannot hold") from None
+    return packed
 
 
 def _rebuilt(structure: Any, tensors: Mapping[str, Any]) -> Any:
@@ -188,11 +228,26 @@ def _rebuilt(structure: Any, tensors: Mapping[str, Any]) -> Any:
     if type(structure) in _SCALARS:
         return structure
     ((kind, parts),) = structure.items()
-    if kind in ("tensor", "ndarray", "number"):
-        found = tensors[parts[0]]
-        return found if kind == "tensor" else found.numpy() if kind == "ndarray" else found.numpy()[()]
+    if kind in _LEAVES:
+        return _LEAVES[kind](parts, tensors)
     built = [_rebuilt(part, tensors) for part in parts]
     return dict(zip(built[::2], built[1::2], strict=True)) if kind == "dict" else _KINDS[kind](built)
+
+
+def _texts_in(dtype: str, shape: list[int], parts: list[str]) -> Any:
+    """Return an array of texts."""
+    values = [bytes.fromhex(part) for part in parts] if dtype.strip("<>|=").startswith("S") else parts
+    return load_named("numpy:array")(values, dtype).reshape(shape)
+
+
+_LEAVES: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
+    "tensor": lambda parts, tensors: tensors[parts[0]],
+    "ndarray": lambda parts, tensors: tensors[parts[0]].numpy(),
+    "number": lambda parts, tensors: tensors[parts[0]].numpy()[()],
+    "bytes": lambda parts, tensors: bytes.fromhex(parts[0]),
+    "Size": lambda parts, tensors: load_named("torch:Size")(parts),
+    "texts": lambda parts, tensors: _texts_in(*parts),
+}
 
 
 def _is_plain(row: Mapping[str, Any]) -> bool:
@@ -226,24 +281,35 @@ def in_words(config: Mapping[str, Any]) -> str:
 def value_in_words(value: Any) -> str:
     """Return one value in words."""
     if isinstance(value, str):
-        return value
+        return _in_a_row(value)
     if type(value) is dict and all(type(name) is str for name in value):
         return f"{{{in_words(value)}}}"
     if type(value) is float:
         return f"{value:g}"
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         return value.__name__
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST_NAME // 2 else f"{type(value).__name__}(…)"
 
 
+def _in_a_row(text: str) -> str:
+    """Return a text on one line, without its middle if it is long.
+
+    >>> _in_a_row("a\\nb"), _in_a_row("data/" + 90 * "x" + "/fold-1.csv")
+    ('a\\\\nb', 'data/xxxxxxxxxxxxxxx…xxxxxxxx/fold-1.csv')
+    """
+    text = text if text.isprintable() else repr(text)[1:-1]
+    half = _LONGEST_NAME // 4
+    return text if len(text) <= _LONGEST_NAME // 2 else f"{text[:half]}…{text[1 - half :]}"
+
+
 def as_key(source: str, config: Mapping[str, Any], seed: int | None, settings: RunSettings, world_size: int) -> str:
-    """Return the key of a run; empty if a value of `config` cannot be told from another of its kind.
+    """Return the key of a run; empty if a value of `config` cannot be told from another of its kind, or without a seed.
 
     source: the digest of what runs, see `SourceMark`.
     """
     values = {name: _mark_of(value) for name, value in config.items()}
-    if None in values.values():
+    if None in values.values() or seed is None:
         return ""
     chosen = {
         name: getattr(settings, name)
@@ -253,34 +319,67 @@ def as_key(source: str, config: Mapping[str, Any], seed: int | None, settings: R
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _why_no_key(config: Mapping[str, Any]) -> str:
+def as_one_of_a_sweep(config: Mapping[str, Any]) -> str:
+    """Return values in words that differ for different values; empty if one cannot be told from another of its kind.
+
+    >>> as_one_of_a_sweep({"lr": 0.1}) == as_one_of_a_sweep({"lr": 0.1 + 1e-12})
+    False
+    """
+    marks = {name: _mark_of(value) for name, value in config.items()}
+    digest = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
+    return "" if None in marks.values() else f"{in_words(config)} ({digest[:8]})"
+
+
+def _why_no_key(config: Mapping[str, Any], seed: int | None) -> str:
     """Return why a run with these values has no key."""
     for name, value in config.items():
+        if isinstance(value, types.FunctionType) and _mark_of(value) is None:
+            return f"{name} is a function that holds an object, which no later sweep can compare"
         if _mark_of(value) is None:
             return f"{name} is an object of the class {type(value).__name__}, which no later sweep can compare"
+    if seed is None:
+        return "it has no seed, so that nobody knows its random numbers"
     return "the code that runs cannot be read"
 
 
 def _mark_of(value: Any) -> str | None:
     """Return a text that is equal for equal values, in another process too; None if there is none."""
+    try:
+        return _text_of(value)
+    except RecursionError:  # it contains itself
+        return None
+
+
+def _text_of(value: Any) -> str | None:
     if type(value) in _PLAIN:
         return repr(value)
     if type(value) in _CONTAINERS:
         parts = value.items() if type(value) is dict else value
-        marks = [_mark_of(part) for part in parts]
+        marks = [_text_of(part) for part in parts]
         if None in marks:
             return None
         in_order = sorted(map(str, marks)) if type(value) in (set, frozenset) else marks
         return f"{type(value).__name__}({in_order})"
+    if isinstance(value, types.FunctionType) and not _holds_what_is_marked(value):
+        return None
     if isinstance(value, types.FunctionType | type):
         return f"{value.__module__}.{value.__qualname__} {SourceMark.of(value, is_strict=True).digest}"
     if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | type | None):
         return f"{getattr(value.__self__, '__name__', value.__module__)} {value.__qualname__}"
     if type(value) is functools.partial:
-        parts = _mark_of((value.func, value.args, value.keywords))
+        parts = _text_of((value.func, value.args, value.keywords))
         return None if parts is None else f"partial {parts}"
     if isinstance(value, PurePath) or (type(value).__module__, type(value).__name__) in _NAMED_BY_REPR:
         return repr(value)
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
         return f"{value.dtype} {value.item()!r}"
     return None
+
+
+def _holds_what_is_marked(function: types.FunctionType) -> bool:
+    """Return whether all that a function holds, in its closure and its defaults, can be told from others."""
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell
+            held.append(cell.cell_contents)
+    return all(each is function or isinstance(each, types.ModuleType) or _text_of(each) is not None for each in held)

@@ -22,7 +22,7 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey
 from nbaccel.launch.api import as_run
 from nbaccel.launch.diagnosis import PostMortem, failed_alike
-from nbaccel.launch.finished_runs import FinishedRuns, as_key, in_words
+from nbaccel.launch.finished_runs import FinishedRuns, as_key, as_one_of_a_sweep, in_words
 from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.ipc.spec import LaunchSpec, Task
 from nbaccel.launch.launcher import Launcher
@@ -245,6 +245,7 @@ class Sweeping:
             seeds_alike=True if plan.settings.seeds_alike else None,
             checkpoint_dir=str(checkpoints),
             project_dir=str(folder),
+            swept_values=as_one_of_a_sweep(config) or folder.name,
         )
         spec = plan.spec(self.work.task(config), self.work.setup, wants_results=True)
         settings = own.over(plan.settings)
@@ -287,7 +288,7 @@ class Sweeping:
         failed = [run.log_path for run in runs if run.state is not None and run.state.word == "failed" and run.log_path]
         if failed:
             yield f"the traceback of a failed run is at the end of its log, such as {failed[0]}"
-        for words, why in list(self.finished.unkept.items())[:1]:
+        for words, why in self.finished.unkept[:1]:
             count = len(self.finished.unkept)
             yield f"{plural(count, 'run')} will be done again by the same sweep, as {words}: {why}"
 

@@ -47,7 +47,7 @@ from nbaccel.notebook.cell_run import (
 from nbaccel.notebook.cell_source import read_cell
 from nbaccel.notebook.jobs.background import Background, CellPlace, CellScreen, why_not_in_the_background
 from nbaccel.notebook.jobs.sweep import FOLDER, configurations, line_on_copies, own_bytes, refuse_a_full_host
-from nbaccel.notebook.jobs.sweep_cell import SweptCell, lists_of
+from nbaccel.notebook.jobs.sweep_cell import SweptCell, lists_of, values_to_sweep
 from nbaccel.notebook.memory_report import RankMemory
 from nbaccel.notebook.persistent_session import PersistentSession, of_the_start
 from nbaccel.notebook.shell_hooks import CudaWatch
@@ -352,7 +352,7 @@ class Session:
                     self.shell.user_ns.update(lists_of(runs, sweeping.left, out))
                     self.last_run = LastRun(sweeping.work.name, counted(runs), sweeping.seconds)
                     assert isinstance(sweeping.work, SweptCell)
-                    for line in sweeping.work.lines(runs):
+                    for line in sweeping.work.lines(runs, sweeping.left):
                         self.say(line)
 
     def _plan_sweep(self, asked: RunOptions, body: str) -> tuple[RunOptions, Sweeping, Sequence[str]]:
@@ -360,7 +360,7 @@ class Session:
         options, source, _ = self._read(asked, body)
         if self.stay.is_on:
             raise LaunchRefused("ranks stay in this notebook, and a sweep needs its own: %accelerate stop ends them.")
-        configs = configurations({name: list(values) for name, values in options.sweep or ()})
+        configs = configurations(values_to_sweep(options.sweep or (), self.shell.user_ns))
         first_seed = configs[0].get("seed", options.seed or 0)
         options = replace(options, seed=first_seed)
         survey = self.survey()
@@ -402,7 +402,7 @@ class Session:
         sweeping = Sweeping(
             work, configs, chosen.slots, plans, survey, finished, options.checkpoint_dir, options.plot or ()
         )
-        return options, sweeping, [*chosen.notes, *filter(None, [copies])]
+        return options, sweeping, [*work.notes(), *chosen.notes, *filter(None, [copies])]
 
     def remembered(self) -> Runs:
         """Return the runs of this notebook, with those that `keep-runs` has kept from other kernels.

@@ -1,8 +1,9 @@
 """The values of `--sweep`: from the line of a cell to a list for each name. Runs in the kernel; starts nothing.
 
-A value is a Python literal, or a word; `0-4` means the numbers from 0 to 4. Quotes and brackets keep blanks and commas
-together, so these words are cut out of the line before a shell's rules are applied to the rest of it. The list of
-`--sweep` ends at the first word that is not NAME=VALUES.
+A value is a Python literal, or a word; `0-4` means the numbers from 0 to 4. Words that most likely are a mistake are
+refused, and quotes make a text of any of them. Quotes and brackets keep blanks and commas together, so these words are
+cut out of the line before a shell's rules are applied to the rest of it. The list of `--sweep` ends at the first word
+that is not NAME=VALUES.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import argparse
 import ast
 import keyword
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
 __all__ = [
     "SWEEP",
+    "BareWord",
     "SweptName",
     "cut_out",
     "read_swept",
@@ -30,9 +33,18 @@ _FLAG = re.compile(r"(?:(?<=\s)|^)--sweep(?=\s|=|$)")
 _NAME = re.compile(r"[^\W\d]\w*=")
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _WORD = re.compile(r"[\w./:+@-]+")
+_OF_DIGITS = re.compile(r"[+-]?[.\d][\d.eE+_-]*")
+_CONSTANTS = {"true": "True", "false": "False", "none": "None"}
+_FLOATS = frozenset({"nan", "inf", "+inf", "-inf"})
 _OPEN, _CLOSE = "([{", ")]}"
 _MOST_VALUES = 10_000
 _OURS = "accelerator"
+
+
+class BareWord(str):
+    """A text that was written without quotes: it may be a name that was meant."""
+
+    __slots__ = ()
 
 
 def cut_out(line: str) -> tuple[str, list[str], str]:
@@ -128,11 +140,46 @@ def _values(name: str, part: str) -> list[Any]:
                 f"{name}={part}: a range goes up, and has {_MOST_VALUES} values at most; write the values with commas"
             )
         return list(range(first, last + 1))
+    if part.lower() in _FLOATS:
+        return [float(part)]
     try:
-        return [ast.literal_eval(part)]
+        value = ast.literal_eval(part)
     except (ValueError, SyntaxError):
-        if _WORD.fullmatch(part):
-            return [part]
-    raise argparse.ArgumentTypeError(
-        f"{name}: a value is a Python literal, a word, or a range such as 0-4; got {part!r}"
-    ) from None
+        return [_word(name, part)]
+    if any(number == math.inf for number in _floats_in(value)):
+        raise argparse.ArgumentTypeError(f"{name}={part}: no float holds such a number; write inf if it is meant")
+    return [value]
+
+
+def _word(name: str, part: str) -> BareWord:
+    """Return a value that is no literal.
+
+    Raises:
+        ArgumentTypeError: it can only be a mistake.
+    """
+    quoted = f"for the text, put it into quotes: {name}='{part}'"
+    if part.startswith("-"):
+        raise argparse.ArgumentTypeError(
+            f"{part} stands in the values of {name}: a flag stands behind a blank, with no comma before it; {quoted}"
+        )
+    if (constant := _CONSTANTS.get(part)) is not None:
+        raise argparse.ArgumentTypeError(f"{name}={part}: write {constant}; {quoted}")
+    if _OF_DIGITS.fullmatch(part):
+        raise argparse.ArgumentTypeError(
+            f"{name}={part}: this is no number and no range; write the values with commas, or a range such as 0-4; "
+            f"{quoted}"
+        )
+    if not _WORD.fullmatch(part):
+        raise argparse.ArgumentTypeError(
+            f"{name}: a value is a Python literal, a word, or a range such as 0-4; got {part!r}"
+        )
+    return BareWord(part)
+
+
+def _floats_in(value: Any) -> Iterator[float]:
+    if isinstance(value, float | complex):
+        yield abs(value)
+    elif isinstance(value, dict):
+        yield from (number for pair in value.items() for each in pair for number in _floats_in(each))
+    elif isinstance(value, list | tuple | set):
+        yield from (number for each in value for number in _floats_in(each))

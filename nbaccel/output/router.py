@@ -104,6 +104,8 @@ class OutputRouter:
             self._log.remark(rank, f"rich output of this rank is not shown: {kinds}")
             return
         now = self._settled(rank)
+        if message["kind"] == "display":  # an update would be a line for each state
+            self._log.add(rank, str((message.get("data") or {}).get("text/plain", "")))
         for own in self._displays.translate(message):
             self._painter.publish(own, now)
 
@@ -381,6 +383,12 @@ class RunLog:
         if len(partial) > _LONGEST_PARTIAL:  # progress bars: megabytes may come without a newline
             self._write_lines(rank, bytes(partial))
             partial.clear()
+
+    def add(self, rank: int, text: str) -> None:
+        """Write the text of rich output, which stands beside its picture or table."""
+        if text:
+            self.finish(rank)
+            self._write_lines(rank, text.encode("utf-8", "backslashreplace"))
 
     def remark(self, rank: int, text: str) -> None:
         """Write a line of the project about output that is no text."""

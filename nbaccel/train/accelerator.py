@@ -303,21 +303,36 @@ class Accelerator(ProcessControl):
 
         It is `nbaccel.map` inside of a run: see there for the arguments, for items that fail, and for what belongs to
         `out`; where ranks read other values, those of rank 0 count. The ranks claim chunks from files beside `out`, the
-        longest items first, and wait for each other only at the end. If a rank dies, the others take its items; whether
-        the run goes on then is the launcher's matter.
+        longest items first, and wait for each other only at the beginning and at the end. If a rank dies, the others
+        take its items; whether the run goes on then is the launcher's matter.
 
-        items: the same in all ranks.  setup: called once in each rank, with this Accelerator.
+        Each rank calls the function as often as it has items for it: prepared models that are replicated may be used in
+        it, with the buffers that rank 0 has at the beginning; models in shards (FSDP) and other collectives may not.
+
+        items: the same in all ranks, and no prepared loader, which has a part of the data in each. The first ones are
+            compared; a stream is read by one rank afterwards.
+        setup: called once in each rank, with this Accelerator.
+
+        Raises:
+            ValueError: the ranks have different items.  CollectiveMismatch: the function waits for other ranks.
 
         >>> from nbaccel import Accelerator
         >>> Accelerator().map(lambda texts: [text.upper() for text in texts], ["a", "b"])
         ['A', 'B']
         """
+        if (swept := RunSettings.from_env().swept_values) is not None:  # answers of its model are not those of another
+            key = {"key": key, "run": swept}
         from nbaccel.train.mapping.map_worker import map_in_ranks
 
         return map_in_ranks(
-            self, function, items, setup, out, batch_size=batch_size, key=key,
+            self, function, items, setup, out, self._apart, batch_size=batch_size, key=key,
             overwrite=overwrite, tries=tries, retry_failed=retry_failed,
         )  # fmt: skip
+
+    def _apart(self) -> AbstractContextManager[Any]:
+        """Return a block in which prepared models that are replicated wait for no other rank."""
+        models = self._equipment.prepared.models
+        return self._equipment.strategy.apart(models, self.collectives) if models else nullcontext()
 
     # -- a step
 

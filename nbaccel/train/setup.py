@@ -51,9 +51,15 @@ def setup_rank(
     return ImplicitTraining(world, settings) if world.is_distributed else LoneTraining()
 
 
-def map_in_rank(job: MapJob, items: Any, function: Callable[..., Any], setup: Callable[..., Any] | None) -> None:
+def map_in_rank(
+    job: MapJob,
+    items: Any,
+    function: Callable[..., Any],
+    setup: Callable[..., Any] | None,
+    hang_timeout_s: float | None = None,
+) -> None:
     """Work on a map in a rank that the launcher starts again if it dies; see `nbaccel.map`."""
-    work(Accelerator(), job, items, function, setup, is_restarted=True)
+    work(Accelerator(), job, items, function, setup, is_restarted=True, hang_timeout_s=hang_timeout_s)
 
 
 def call_with_accelerator(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -102,8 +102,30 @@ def test_an_interrupt_ends_all_and_the_list_has_what_was_done(kernel: RealKernel
     assert not (kernel.folder / "waits-3").exists()
 
 
+def test_a_run_at_its_time_limit_does_not_bring_back_what_the_notebook_had(kernel: RealKernel, start: str) -> None:
+    kernel.do("import shutil; shutil.rmtree('.nbaccel', ignore_errors=True)")
+    kernel.do("score = 777")
+    body = "import time\ntime.sleep({})\nscore = 5"
+    cell = kernel.do(swept(body.format("x"), "--sweep x=0,60 --slots 2 --time-limit 2s --out score", start))
+    assert kernel.value("score") == [5, None]
+    assert "score (a list of 2, None for 1 run stopped before it had assigned score)" in cell.stdout
+    kernel.do("score = 777")
+    cell = kernel.do(swept(body.format("60"), "--time-limit 2s --out score", start))
+    assert kernel.value("score") == 777
+    assert "not brought back: score (the cell ended without assigning it)" in cell.stdout
+
+
+def test_a_name_that_nothing_reads_is_said_before_the_runs(kernel: RealKernel) -> None:
+    kernel.do("lr = 100")
+    cell = kernel.do(swept("r = lr", "--sweep lrr=1,inf --out r"))
+    assert "lrr is swept, and nothing in the cell reads it: runs that differ in it alone are equal" in cell.stdout
+    assert kernel.value("r") == [100, 100]
+    kernel.do(swept("r = lr > 5", "--sweep lr=1,inf --out r"))
+    assert kernel.value("r") == [False, True]
+
+
 def test_a_mistake_of_all_runs_is_said_once_with_the_place_of_its_traceback(kernel: RealKernel) -> None:
-    cell = kernel.do(swept("def step():\n    return undefined\nstep()", "--sweep fold=0-3 --slots 2"))
+    cell = kernel.do(swept("def step():\n    return undefined[fold]\nstep()", "--sweep fold=0-3 --slots 2"))
     lines = cell.stdout.splitlines()
     assert lines[1].startswith("sweep of Cell In[")
     assert "4 runs: 4 failed on 2 slots" in lines[1]
@@ -200,6 +222,8 @@ def test_n_is_the_number_of_ranks_of_each_run(kernel: RealKernel, start: str) ->
         ("--sweep fold=0-1 -n 2 --gpus-per-run 1", "print(fold)", "use --gpus-per-run 2"),
         ("--sweep fold=0-1 --bg", "print(fold)", "--sweep and --bg exclude each other"),
         ("--slots 2", "print(1)", "--slots 2 is about the runs of a sweep, and this cell has no --sweep"),
+        ("--sweep x=In", "print(x)", "--sweep x=In: In is the name of a list in the notebook, and here it would be"),
+        ("--sweep x=1,2, --slots 2", "print(x)", "--slots stands in the values of x: a flag stands behind a blank"),
         ("--sweep seed=a,b", "print(seed)", "a seed is a whole number from 0 on; got 'a'"),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 from nbaccel.display.history import History
 from nbaccel.events import Loss, Metric
 from nbaccel.launch.finished_runs import FinishedRuns, as_key, value_in_words
-from nbaccel.launch.run import Run
+from nbaccel.launch.run import Run, RunOrigin
 from nbaccel.settings import RunSettings
 
 CONFIG = {"fold": 0, "lr": 0.1}
@@ -26,7 +26,7 @@ def finished_run(value: Any) -> Run:
     for step in range(5):
         history.feed(0, 0.1 * step, Loss(1.0 / (step + 1), step))
         history.feed(0, 0.1 * step, Metric({"acc": step / 5}, step))
-    return Run([value], history, None, "fork", "", "", seconds=2.5, config=dict(CONFIG))
+    return Run([value], history, None, "fork", "", "", seconds=2.5, config=dict(CONFIG), origin=RunOrigin(seed=0))
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,9 @@ def finished_run(value: Any) -> Run:
         [torch.ones(2), None],
         float("inf"),
         [np.arange(3), np.float32(0.5), True],
+        {"raw": b"\0\xff", "size": torch.Size([2, 3])},
+        np.array([["a", "ü"], ["c", ""]]),
+        np.array([b"a", b"bc"]),
     ],
 )
 def test_a_run_comes_back_with_its_value_and_its_curves(tmp_path: Path, value: Any) -> None:
@@ -82,7 +85,98 @@ def test_a_value_that_is_no_data_is_not_kept_and_said(tmp_path: Path) -> None:
     runs.begin(CONFIG, "a" * 64)
     runs.keep(finished_run(object()), {}, "a" * 64)
     assert runs.find(CONFIG, "a" * 64) is None
-    assert list(runs.unkept) == ["fold=0, lr=0.1"]
+    assert [words for words, _ in runs.unkept] == ["fold=0, lr=0.1"]
+
+
+def test_a_parameter_comes_back_as_a_tensor(tmp_path: Path) -> None:
+    runs = FinishedRuns(tmp_path)
+    runs.begin(CONFIG, "a" * 64)
+    runs.keep(finished_run(torch.nn.Parameter(torch.ones(2))), {}, "a" * 64)
+    both = runs.find(CONFIG, "a" * 64)
+    assert both is not None
+    assert repr(both[0].value) == "tensor([1., 1.])"
+
+
+class Settings(dict[str, int]):
+    """A class of the user's."""
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (
+            torch.eye(2).to_sparse(),
+            "it holds a sparse tensor, which safetensors files cannot hold; a dense one is kept",
+        ),
+        (np.fft.fft(np.ones(2)), "it holds a tensor of torch.complex128, which safetensors files cannot hold"),
+        (np.array([None, {}]), "it holds an array of object, which safetensors files cannot hold"),
+        (Settings(), "it holds an object of the class Settings, which is neither data nor a tensor"),
+    ],
+)
+def test_a_value_that_cannot_be_kept_costs_its_run_alone(tmp_path: Path, value: Any, why: str) -> None:
+    runs = FinishedRuns(tmp_path)
+    runs.begin(CONFIG, "a" * 64)
+    runs.keep(finished_run(value), {}, "a" * 64)
+    assert runs.find(CONFIG, "a" * 64) is None
+    assert runs.unkept == [("fold=0, lr=0.1", why)]
+
+
+def test_any_error_of_keeping_a_value_is_said_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(tensors: Any) -> bytes:
+        raise RuntimeError("no such kind")
+
+    monkeypatch.setattr("safetensors.torch.save", fails)
+    runs = FinishedRuns(tmp_path)
+    runs.begin(CONFIG, "a" * 64)
+    runs.keep(finished_run(torch.ones(2)), {}, "a" * 64)
+    assert runs.unkept == [("fold=0, lr=0.1", "its value cannot be kept (RuntimeError: no such kind)")]
+
+
+def scaled_by(factor: Any) -> Callable[[Any], Any]:
+    def scale(x: Any, power: Any = 1) -> Any:
+        return factor * x**power
+
+    return scale
+
+
+def test_functions_that_a_function_makes_are_told_apart_by_what_they_hold() -> None:
+    def key(function: Any) -> str:
+        return as_key("s", {"act": function}, 0, RunSettings(), 1)
+
+    assert key(scaled_by(1)) == key(scaled_by(1)) != ""
+    assert len({key(scaled_by(each)) for each in (1, 2, 3.0, "a", (1, 2), torch.float16, scaled_by(1))}) == 7
+    assert key(scaled_by(torch.ones(2))) == "", "two tensors cannot be told apart"
+    weights = torch.ones(2)
+    assert key(lambda x, weight=weights: x * weight) == ""
+    odd, even = calls_each_other()
+    assert key(odd) == key(even) == ""
+    assert key(calls_itself()) == key(calls_itself()) != ""
+
+
+def calls_itself() -> Callable[[int], int]:
+    def count(n: int) -> int:
+        return count(n - 1) if n else 0
+
+    return count
+
+
+def calls_each_other() -> tuple[Callable[[int], bool], Callable[[int], bool]]:
+    def odd(n: int) -> bool:
+        return n > 0 and even(n - 1)
+
+    def even(n: int) -> bool:
+        return n == 0 or odd(n - 1)
+
+    return odd, even
+
+
+def test_a_run_without_a_seed_is_done_again_and_said(tmp_path: Path) -> None:
+    runs = FinishedRuns(tmp_path)
+    run = finished_run(1)
+    run.origin = RunOrigin(seed=None)
+    assert as_key("s", run.config, None, RunSettings(), 1) == ""
+    runs.keep(run, {}, "")
+    assert runs.unkept == [("fold=0, lr=0.1", "it has no seed, so that nobody knows its random numbers")]
 
 
 def test_a_key_tells_functions_apart_by_what_they_compute() -> None:
@@ -113,6 +207,8 @@ def test_a_key_tells_functions_apart_by_what_they_compute() -> None:
         (Path("data/a.csv"), None),
         (functools.partial(torch.clamp, min=0), None),
         ("adam", "adam"),
+        ("a\nb", "a\\nb"),
+        ("data/" + 9000 * "x" + "/fold-1.csv", "data/" + 15 * "x" + "…" + 8 * "x" + "/fold-1.csv"),
         (None, "None"),
         ((8, 8), "(8, 8)"),
     ],
@@ -127,16 +223,22 @@ def test_values_that_beginners_sweep_are_told_apart_and_named(value: Any, words:
         assert value_in_words(value) == words
 
 
+def test_a_value_of_several_lines_is_named_in_one() -> None:
+    assert value_in_words(np.eye(2)) == "array([[1., 0.], [0., 1.]])"
+
+
 def test_a_run_without_a_key_is_not_kept_and_the_reason_is_said(tmp_path: Path) -> None:
     runs = FinishedRuns(tmp_path)
     run = finished_run(1)
     run.config = {"lr": 0.1, "act": torch.nn.ReLU()}
     assert as_key("s", run.config, 0, RunSettings(), 1) == ""
     runs.keep(run, {}, "")
-    assert runs.unkept == {"lr=0.1, act=ReLU()": "act is an object of the class ReLU, which no later sweep can compare"}
+    assert runs.unkept == [
+        ("lr=0.1, act=ReLU()", "act is an object of the class ReLU, which no later sweep can compare")
+    ]
     run.config = {"lr": 0.1}
     runs.keep(run, {}, "")
-    assert runs.unkept["lr=0.1"] == "the code that runs cannot be read"
+    assert runs.unkept[1] == ("lr=0.1", "the code that runs cannot be read")
 
 
 def test_a_key_tells_values_seeds_and_settings_apart() -> None:

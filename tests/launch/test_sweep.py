@@ -120,6 +120,13 @@ def test_the_last_name_varies_fastest_and_a_finished_run_is_found_again(capsys: 
     assert len(calls()) == 7
 
 
+def test_runs_without_a_seed_are_done_again(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        sweep(adds, lr=1, fold=0, seed=None, cpu=True)
+    assert len(calls()) == 2
+    assert "as lr=1, fold=0: it has no seed, so that nobody knows its random numbers" in capsys.readouterr().out
+
+
 def test_each_run_has_its_seed_log_and_folder() -> None:
     def draws(seed: int) -> dict[str, Any]:
         print("drawn with", seed)
@@ -217,6 +224,63 @@ def test_an_interrupt_ends_the_running_ones_and_the_waiting_ones_do_not_begin(tm
     gc.collect()
 
 
+def predicts(weight: float, accelerator: Accelerator) -> list[float]:
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, weight)
+
+    def answers(items: list[int]) -> list[float]:
+        time.sleep(0.02)
+        return [model(torch.tensor([float(item)])).item() for item in items]
+
+    return list(accelerator.map(answers, list(range(10)), out="same.jsonl", batch_size=1))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_runs_do_not_get_the_answers_of_each_others_models(slots: int) -> None:
+    for _ in range(2):
+        runs = sweep(predicts, weight=[1.0, 2.0], slots=slots, cpu=True)
+        ended = [run.error is None for run in runs]
+        assert ended == [True, False] or (ended == [False, True] and slots == 2)
+        for run in runs:
+            if run.error is None:
+                assert run.value == [run.config["weight"] * item for item in range(10)]
+            else:
+                assert "'run': 'weight=1 (" in str(run.error)
+                assert "another name for out keeps both" in str(run.error)
+
+
+def scaled_by(factor: int) -> Callable[[int], int]:
+    return lambda x: x * factor
+
+
+def applies(act: Callable[[int], int]) -> int:
+    return act(10)
+
+
+def test_functions_that_a_function_makes_are_values_of_their_own() -> None:
+    for _ in range(2):
+        runs = sweep(applies, act=[scaled_by(1), scaled_by(2)], cpu=True)
+        assert [run.value for run in runs] == [10, 20]
+    assert [run.value for run in sweep(applies, act=[scaled_by(3), scaled_by(2)], cpu=True)] == [30, 20]
+
+
+def interrupts_itself(fold: int) -> int:
+    if fold == 1:
+        raise KeyboardInterrupt
+    return fold
+
+
+def test_a_run_that_raises_an_interrupt_itself_is_stopped_and_done_again() -> None:
+    for _ in range(2):
+        runs = sweep(interrupts_itself, fold=range(3), cpu=True)
+        assert [run.state.word for run in runs if run.state] == ["done", "stopped", "done"]
+        assert [run.value for run in runs] == [0, None, 2]
+        assert str(runs[1].error) == "rank 0 of 1 ended by a KeyboardInterrupt"
+    assert not (Path(runs[1].log_path).parent / "run.json").exists()
+    with pytest.raises(KeyboardInterrupt, match="rank 0 of 1 ended by a KeyboardInterrupt"):
+        launch(interrupts_itself, 1, (1,), cpu=True)
+
+
 _KILLED = """
 import time
 from pathlib import Path
@@ -266,6 +330,47 @@ def takes(lr: float, epochs: int = 1) -> float:
     return lr * epochs
 
 
+def needs_slots(slots: int) -> int:
+    return slots
+
+
+def checks(check: int = 1, devices: str | None = None) -> int:
+    return check
+
+
+def test_a_parameter_with_a_default_may_have_the_name_of_an_argument_of_the_sweep() -> None:
+    assert sweep(checks, cpu=True)[0].value == 1
+
+
+def test_a_function_gets_the_seed_of_its_run_if_it_asks_for_one() -> None:
+    def needs(lr: int, seed: int) -> int:
+        return seed
+
+    def has(lr: int, seed: int = 42) -> int:
+        return seed
+
+    def takes_any(**given: Any) -> list[str]:
+        return sorted(given)
+
+    assert [run.value for run in sweep(needs, lr=[1, 2], seed=7, cpu=True)] == [7, 7]
+    assert sweep(needs, lr=1, cpu=True)[0].value == 0
+    assert sweep(has, lr=1, seed=7, cpu=True)[0].value == 7
+    assert sweep(has, lr=1, cpu=True)[0].value == 42
+    assert sweep(has, lr=1, seed=None, cpu=True)[0].value == 42
+    assert sweep(takes_any, lr=1, seed=7, cpu=True)[0].value == ["lr"]
+    runs = sweep(needs, lr=1, seed=[3, 4], cpu=True)
+    assert [(run.value, run.origin.seed) for run in runs] == [(3, 3), (4, 4)]
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    Path("file").touch()
+    for folder in ("file", "file/in", "/proc/sweeps"):
+        with pytest.raises(
+            LaunchRefused, match=f"and {folder} cannot be written .*pass another folder= to nbaccel.sweep"
+        ):
+            sweep(takes, lr=[1.0], cpu=True, folder=folder)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
@@ -273,6 +378,29 @@ def takes(lr: float, epochs: int = 1) -> float:
         (lambda: sweep(takes, lr=[1.0], fold=[0], cpu=True), TypeError, r"takes\(\) has no parameter 'fold'; it takes"),
         (lambda: sweep(takes, lr=1.0, num_processes=2), TypeError, r"The ranks of each run are gpus_per_run\. Nothing"),
         (lambda: sweep(takes, epochs=[1], cpu=True), TypeError, r"takes\(\) needs a value for 'lr', and the sweep has"),
+        (lambda: sweep(takes, lr=1, slots="2"), TypeError, "slots must be a whole number, or None; got '2'. Nothing"),  # type: ignore[arg-type]
+        (lambda: sweep(takes, lr=1, gpus_per_run=1.5), TypeError, "gpus_per_run must be a whole number; got 1.5"),  # type: ignore[arg-type]
+        (
+            lambda: sweep(takes, lr=1, devices=[0]),  # type: ignore[arg-type]
+            TypeError,
+            r'devices must be a text such as "0,1", or None; got \[0\]',
+        ),
+        (lambda: sweep(takes, lr=1, folder=None), TypeError, "folder must be a path; got None"),  # type: ignore[arg-type]
+        (
+            lambda: sweep(takes, lr=1, seed="a"),
+            TypeError,
+            "seed must be a whole number, several of them, or None; got 'a'",
+        ),
+        (
+            lambda: sweep(needs_slots, slots=2),
+            TypeError,
+            r"slots is an argument of nbaccel.sweep itself, so needs_slots",
+        ),
+        (
+            lambda: sweep(checks, check=[1, 2]),  # type: ignore[arg-type]
+            TypeError,
+            r"check is an argument of nbaccel.sweep itself, so checks\(\) d",
+        ),
         (lambda: sweep(takes, lr=[1.0], slots=0, cpu=True), LaunchRefused, "slots must be 1 or more; got 0."),
         (lambda: sweep(takes, accelerator=[1], lr=1.0, cpu=True), TypeError, "accelerator is given to the function"),
         (lambda: sweep(3, lr=[1.0]), TypeError, "the first argument must be the function that each run calls, got int"),  # type: ignore[arg-type]
@@ -301,6 +429,15 @@ def test_a_function_that_cannot_be_sent_is_one_sentence_and_works_by_fork() -> N
 def test_a_rank_cannot_sweep() -> None:
     with pytest.raises(nbaccel.NestedLaunch, match="ranks do not launch ranks"):
         launch(sweep, 1, (takes,), {"lr": [1.0]}, cpu=True)
+
+
+def test_a_rank_of_torchrun_cannot_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        nbaccel.NestedLaunch, match=r"this is rank 1 of 2 that torchrun .* start the script by python alone"
+    ):
+        sweep(takes, lr=[1.0], cpu=True)
 
 
 def planned(start: str, ranks: int = 1, *, bytes_to_copy: int = 0, gpus: tuple[Gpu, ...] = ()) -> LaunchPlan:

@@ -822,7 +822,18 @@ def test_only_the_first_shown_ranks_displays_are_shown_and_the_others_noted_in_t
     run.router.publish(0, rich("of rank 0"))
     run.router.close()
     assert shown_at_the_end(run.screen) == ["of rank 0"]
-    assert log.getvalue() == b"[rank 1] (rich output of this rank is not shown: text/plain)\n"
+    assert log.getvalue() == b"[rank 1] (rich output of this rank is not shown: text/plain)\n[rank 0] of rank 0\n"
+
+
+def test_the_text_of_rich_output_is_in_the_log_after_what_was_printed_before_it() -> None:
+    log = io.BytesIO()
+    run = Run(1, log=log)
+    run.router.feed(0, "stdout", b"first")
+    run.router.publish(0, rich("two\nlines"))
+    run.router.publish(0, rich("of a bar", "update", "panel"))
+    run.router.feed(0, "stdout", b"last\n")
+    run.router.close()
+    assert log.getvalue().decode().splitlines() == [f"[rank 0] {line}" for line in ("first", "two", "lines", "last")]
 
 
 def test_display_ids_of_a_rank_cannot_be_those_of_the_notebook_or_of_another_run() -> None:

@@ -45,6 +45,7 @@ from nbaccel.launch.objects.names import (
     seeds,
     with_their_own,
 )
+from nbaccel.launch.objects.old_values import OldValues
 from nbaccel.launch.objects.parameters import (
     checksums,
     is_bound_to_its_process,
@@ -71,23 +72,14 @@ _ACCELERATOR = "accelerator"
 _SMALL_BYTES = 1_000_000
 _WORTH_MEASURING_BYTES = 100_000_000
 _MOST_GRADIENT_BYTES = 64_000_000
-"""Largest size of gradients that are sent; larger ones stay in the rank.
-
-A loop has used them already, and they are as large as the model.
-"""
+"""Largest size of gradients that are sent: a loop has used them already, and they are as large as the model."""
 
 _MOST_OF_MEMORY, _MOST_OF_MEMORY_FOR_A_MODEL = 0.25, 0.75
 """Shares of the free memory: a value made by a cell stays in its rank if it is larger."""
 
 _OF_RANKS = (
-    "torch.utils.tensorboard",
-    "tensorboardX",
-    "wandb",
-    "logging",
-    "accelerate",
-    "lightning",
-    "pytorch_lightning",
-)
+    "torch.utils.tensorboard", "tensorboardX", "wandb", "logging", "accelerate", "lightning", "pytorch_lightning",
+)  # fmt: skip
 _TRAINERS = ("transformers.trainer", "transformers.trainer_seq2seq", "trl.trainer")
 """Packages and modules whose objects know the ranks, and are no data."""
 
@@ -170,6 +162,7 @@ class CellTask(Task):
         self._started_with = {name: id(value) for name, value in namespace.items()}
         self._is_copy = is_copy
         self._marks: dict[str, int] = {}
+        self._old = OldValues((), namespace, "", ())
         self._baseline: Baseline | None = None
         self._looked_at: list[str] = []
         self._last: Any = None
@@ -195,13 +188,16 @@ class CellTask(Task):
         if not self.leaves_all:
             with suppress(Exception):  # as in `results`
                 self._marks = self._marked()
+        if self.home is None:  # persistent ranks keep their own variables
+            self._old = OldValues(self.out, self.namespace, self.source.code, self._parts)
         began = time.monotonic()
         statements, *expression = self._parts
         try:
-            _execute(statements, self.namespace)
-            if expression:
-                self._last = _execute(expression[0], self.namespace)
-                self._has_last = self._last is not None
+            with self._old.compared():
+                _execute(statements, self.namespace)
+                if expression:
+                    self._last = _execute(expression[0], self.namespace)
+                    self._has_last = self._last is not None
         except NameError as error:
             if why := self._unsent.get(str(error.name)):
                 error.add_note(f"the notebook's {error.name} was not sent to the ranks, as the cell binds it: {why}")
@@ -282,12 +278,13 @@ class CellTask(Task):
             facts["result"] = _formatted(self._last)
             if _is_small_data(self._last):
                 values[RESULT] = self._last
-        missing = {name: "the cell ended without assigning it" for name in self.out if name not in self.namespace}
+        missing = {name: "the cell ended without assigning it" for name in self.out if name not in values}
         return Results(values, missing, optional=frozenset({RESULT}), facts=facts, may_lack=True)
 
     def _named(self) -> dict[str, Any]:
-        """Return the values of the names in `--out` that exist."""
-        return {name: plain(self.namespace[name]) for name in self.out if name in self.namespace}
+        """Return the values of the names in `--out` that the cell has left."""
+        names = [name for name in self.out if name in self.namespace and name not in self._old.untouched]
+        return {name: plain(self.namespace[name]) for name in names}
 
     def _trained(self) -> tuple[dict[str, int], list[str]]:
         """Return numbers by which ranks, and the notebook, compare the parameters that a cell trained.

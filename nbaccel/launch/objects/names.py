@@ -21,6 +21,7 @@ from typing import Any
 from nbaccel.code_text import names_read, names_used
 
 __all__ = [
+    "READ_BY_TEXT",
     "codes_of",
     "first_card_in",
     "home_of",
@@ -31,10 +32,14 @@ __all__ = [
     "names_in_magics",
     "names_read",
     "not_read",
+    "read_before_made",
     "says_first_card",
     "seeds",
     "with_their_own",
 ]
+
+READ_BY_TEXT = frozenset({"eval", "exec", "globals", "locals", "vars"})
+"""Functions by which code may read any name."""
 
 _WRITES = frozenset({"STORE_NAME", "STORE_GLOBAL"})
 _SEEDS = frozenset({"manual_seed", "manual_seed_all", "seed", "seed_all", "seed_everything", "set_seed"})
@@ -223,6 +228,17 @@ def made_before_read(code: str, namespace: Mapping[str, Any] | None = None) -> s
     order = _Order(namespace or {})
     order.follow(_statements_of(code))
     return order.made
+
+
+def read_before_made(code: str, namespace: Mapping[str, Any]) -> set[str]:
+    """Return the names that the cell may read before it has bound them, also in functions of the notebook.
+
+    >>> sorted(read_before_made("score = run(x)\\nif x:\\n    best = max(best, score)", {}))
+    ['best', 'max', 'run', 'x']
+    """
+    order = _Order(namespace)
+    order.follow(_statements_of(code))
+    return order.read
 
 
 def not_read(code: str, namespace: Mapping[str, Any]) -> set[str]:

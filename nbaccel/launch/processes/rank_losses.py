@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from nbaccel.events import Event, ItemsDone
+from nbaccel.events import CallTimedOut, Event, ItemsDone
 from nbaccel.launch.ipc.reports import signal_name
 from nbaccel.launch.ipc.spec import LaunchSpec
 from nbaccel.launch.processes.workers import WorkerGroup
@@ -56,8 +56,9 @@ class EndOfRun:
 class RestartRanks(EndOfRun):
     """Starts a rank that died again, at most three times without progress in between, unless ranks have met.
 
-    Progress is an `ItemsDone` of the rank's present process that counts at least one item. It is a listener of the run:
-    the supervisor has it fed with all records of the dead process before it asks.
+    Progress is an `ItemsDone` of the rank's present process that counts at least one item, or word of it that a time
+    limit on calls has ended the process before, which isolates the item that hangs. It is a listener of the run: the
+    supervisor has it fed with all records of the dead process before it asks.
 
     Ranks that have formed a process group cannot lose one of them: a new process could not enter the group, and the
     others would wait for it. The file in which they meet shows it. A rank announces itself there before it looks at
@@ -74,6 +75,8 @@ class RestartRanks(EndOfRun):
 
     def feed(self, rank: int, at: float, event: Event) -> None:
         """Note the progress of a rank."""
+        if isinstance(event, CallTimedOut):
+            self._restarts.pop(rank, None)
         if isinstance(event, ItemsDone) and event.done + event.failed > 0:
             self._restarts.pop(rank, None)
 

@@ -74,6 +74,7 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
     tries: int = 3,
     retry_failed: bool = False,
     time_limit_s: float | None = None,
+    hang_timeout_s: float | None = None,
     background: bool = False,
 ) -> Answers:
     """Call a function with all items, some at a time, on all GPUs; return the answers in the order of the items.
@@ -102,6 +103,8 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
         key, or deleting the file, does it again.
     retry_failed: try the items again that failed in an earlier run.
     time_limit_s: stop after these seconds; what is done by then stays.
+    hang_timeout_s: a call of the function that takes longer counts as the death of its process: it is started again,
+        and an item that does so `tries` times alone, three times at most, is a `Failed`.
     background: return once the processes have been started. What is returned are the answers to come, a `LaterAnswers`:
         its length, an item, a loop, `wait()` wait for the end, and an interrupt ends this waiting alone; `stop()` ends
         the map, `is_over` and its text say how far it is, and the commands of ``%%accelerate --bg`` reach it.
@@ -130,6 +133,7 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
         cpu=cpu or None,
         timeout=None if time_limit_s is None else seconds_of(time_limit_s),
     )
+    limit_s = None if hang_timeout_s is None else seconds_of(hang_timeout_s)
     place = background_here() if background else None
     if place is not None:
         place.make_room(for_another=True)
@@ -143,7 +147,7 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
     )  # fmt: skip
     with ExitStack() as closing:
         closing.enter_context(_closed_after(job))
-        task = MapTask(job, items, function, setup)
+        task = MapTask(job, items, function, setup, limit_s)
         if job.is_finished:
             answers = job.answers()
             failed = f", {_failed(answers)}" if answers.failed else ""
@@ -168,8 +172,16 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
 class MapTask(FunctionTask):
     """The work of one rank of a map; in ranks that are no copies of the notebook it is a plain `FunctionTask`."""
 
-    def __init__(self, job: MapJob, items: Any, function: Callable[..., Any], setup: Callable[..., Any] | None) -> None:
-        super().__init__(load_named(_WORKER), (job, items, function, setup))
+    def __init__(
+        self,
+        job: MapJob,
+        items: Any,
+        function: Callable[..., Any],
+        setup: Callable[..., Any] | None,
+        hang_timeout_s: float | None = None,
+    ) -> None:
+        super().__init__(load_named(_WORKER), (job, items, function, setup, hang_timeout_s))
+        self.hang_timeout_s = hang_timeout_s
         self.users = [function] if setup is None else [function, setup]
         self.title = f"map({_name(function)}, {_in_words(job.total)})"
 
@@ -200,7 +212,7 @@ class MapTask(FunctionTask):
 
     def _unsent(self, error: CannotSend) -> CannotSend:
         """Return the error with the argument of the call that cannot be sent."""
-        _, items, function, setup = self.args
+        _, items, function, setup, _ = self.args
         for name, value in {"function": function, "setup": setup, "items": items}.items():
             try:
                 os.close(pack({name: value}).fd)
@@ -423,10 +435,11 @@ def _run_here(job: MapJob, spec: LaunchSpec, task: MapTask, launcher: Launcher, 
     """Work on the map in this process, where no other can be started; no time limit reaches it."""
     error: BaseException | None = None
     post_mortem: PostMortem | None = None
-    if spec.timeout_s is not None:
+    limits = {"time_limit_s": spec.timeout_s, "hang_timeout_s": task.hang_timeout_s}
+    if given := next((name for name, limit in limits.items() if limit is not None), ""):
         raise LaunchRefused(
-            f"time_limit_s can stop ranks only, and this map would run in the notebook's own process "
-            f"({spec.start.reason}): leave time_limit_s out"
+            f"{given} can stop ranks only, and this map would run in the notebook's own process "
+            f"({spec.start.reason}): leave {given} out"
         )
     with launcher.turn():
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import index
@@ -14,7 +15,7 @@ from typing import Any
 
 from nbaccel.answers.source_mark import SourceMark
 from nbaccel.display.history import History
-from nbaccel.errors import LaunchRefused
+from nbaccel.errors import LaunchRefused, NestedLaunch
 from nbaccel.hardware import Survey
 from nbaccel.launch.api import how_it_ended
 from nbaccel.launch.earlier_models import refuse_what_stays_here
@@ -35,6 +36,7 @@ from nbaccel.options.run_options import RunOptions
 from nbaccel.output.screens import ConsoleScreen, shell_here
 from nbaccel.quantities import amount, plural
 from nbaccel.settings import STOP
+from nbaccel.world import World
 
 __all__ = [
     "FOLDER",
@@ -82,7 +84,8 @@ def sweep(
     slots: runs that go side by side; None for as many as there are free cards over `gpus_per_run`, or one on CPUs.
     gpus_per_run: cards, and ranks, of each run; on CPUs the ranks alone.  devices: cards to use, "2,3"; None for all
     that no other process uses.  cpu: use none.
-    seed: of every run; several values are swept like all others.
+    seed: of every run; several values are swept like all others. A parameter `seed` of the function gets it if that has
+    no default, or if it is not 0 here. None for no seed: then no run is found again.
     folder: for what the runs print, for their checkpoints and trackers, and for what has been finished.
     check: raise the error of the first failed run after all are over; otherwise it is in its `Run.error`.
     hang_timeout_s, start_method: of each run, see `launch`.
@@ -95,10 +98,14 @@ def sweep(
     >>> runs[0].config, runs[0].value  # doctest: +SKIP
     ({'lr': 0.001, 'fold': 0}, 0.91)
     """
-    refuse_nested_launch()
+    _refuse_in_ranks()
+    own = {"slots": slots, "gpus_per_run": gpus_per_run, "devices": devices, "cpu": cpu, "folder": folder,
+           "check": check, "hang_timeout_s": hang_timeout_s, "start_method": start_method}  # fmt: skip
     swept = values if isinstance(seed, int) or seed is None else {**values, _SEED: seed}
     configs = configurations(swept)
     work = _SweptFunction(function, seed if _SEED not in swept else None)
+    work.refuse_names_of_ours(own)
+    _refuse_wrong_kinds(own, configs)
     work.refuse_wrong_names(configs)
     survey = Survey.take(looks_for_gpus=not cpu)
     chosen = choose_slots(slots, index(gpus_per_run), devices, cpu, survey, most=len(configs), name_of=holder_name)
@@ -129,6 +136,40 @@ def sweep(
     return runs
 
 
+def _refuse_in_ranks() -> None:
+    refuse_nested_launch()
+    world = World.from_env()
+    if world.is_distributed:
+        raise NestedLaunch(
+            f"this is rank {world.rank} of {world.world_size} that torchrun or another launcher has started, and each "
+            "would do the whole sweep: start the script by python alone; nbaccel.sweep starts the ranks of its runs."
+        )
+
+
+def _refuse_wrong_kinds(own: Mapping[str, Any], configs: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse arguments of `sweep` itself, and seeds, of a wrong kind.
+
+    Raises:
+        TypeError: with the argument.
+    """
+    needs: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "slots": (lambda value: value is None or hasattr(value, "__index__"), "a whole number, or None"),
+        "gpus_per_run": (lambda value: hasattr(value, "__index__"), "a whole number"),
+        "devices": (lambda value: value is None or isinstance(value, str), 'a text such as "0,1", or None'),
+        "folder": (lambda value: isinstance(value, str | os.PathLike), "a path"),
+        "check": (lambda value: isinstance(value, int), "True or False"),
+        "cpu": (lambda value: isinstance(value, int), "True or False"),
+    }
+    for name, (is_right, kind) in needs.items():
+        if not is_right(own[name]):
+            raise TypeError(f"{name} must be {kind}; got {own[name]!r}. Nothing was started.")
+    for seed in [config[_SEED] for config in configs if _SEED in config]:
+        if not hasattr(seed, "__index__"):
+            raise TypeError(
+                f"seed must be a whole number, several of them, or None; got {seed!r}. Nothing was started."
+            )
+
+
 def _in_arguments(values: Mapping[str, Any]) -> str:
     """Return the swept names with their values, as they are remembered."""
     lists = {name: _several(value) for name, value in values.items() if not isinstance(value, Iterator)}
@@ -154,10 +195,17 @@ def configurations(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _several(value: Any) -> list[Any]:
-    is_array = type(value).__module__ == "numpy" and getattr(value, "ndim", 0) == 1
-    if is_array:
+    if _is_array(value):
         return list(value.tolist())
-    return list(value) if isinstance(value, (*_MANY, Iterator)) else [value]
+    return list(value) if _is_several(value) else [value]
+
+
+def _is_several(value: Any) -> bool:
+    return isinstance(value, (*_MANY, Iterator)) or _is_array(value)
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and getattr(value, "ndim", 0) == 1
 
 
 _RANK_BYTES = 20_000_000
@@ -248,6 +296,22 @@ class _SweptFunction:
             parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values()
         )
 
+    def refuse_names_of_ours(self, own: Mapping[str, Any]) -> None:
+        """Refuse a parameter that has the name of an argument of `sweep`, which gets its values.
+
+        own: these arguments.
+
+        Raises:
+            TypeError: the function would not get what it needs, or what was given for it.
+        """
+        for name, value in own.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None and (parameter.default is parameter.empty or _is_several(value)):
+                raise TypeError(
+                    f"{name} is an argument of nbaccel.sweep itself, so {self.name}() does not get it: rename the "
+                    "parameter. Nothing was started."
+                )
+
     def refuse_wrong_names(self, configs: Sequence[Mapping[str, Any]]) -> None:
         """Refuse names that the function does not take, and a call without a value that it needs.
 
@@ -270,7 +334,7 @@ class _SweptFunction:
                 parameter.VAR_KEYWORD,
                 parameter.VAR_POSITIONAL,
             )
-            if is_needed and name not in names and name != _ACCELERATOR:
+            if is_needed and name not in names and name not in (_ACCELERATOR, _SEED):
                 raise TypeError(
                     f"{self.name}() needs a value for {name!r}, and the sweep has none: give it one, {name}=[…], or a "
                     "default. Nothing was started."
@@ -278,6 +342,9 @@ class _SweptFunction:
 
     def task(self, config: Mapping[str, Any]) -> Task:
         given = {name: value for name, value in config.items() if name != _SEED or name in self._parameters}
+        parameter = self._parameters.get(_SEED)
+        if parameter is not None and (self._seed or parameter.default is parameter.empty):
+            given.setdefault(_SEED, self._seed)
         return FunctionTask(self.function, (), given, caller=_CALLER if _ACCELERATOR in self._parameters else "")
 
     def seed_of(self, config: Mapping[str, Any]) -> int | None:

@@ -1,13 +1,17 @@
 """A cell with `--sweep`: it runs once for each configuration, some side by side. Runs in the kernel.
 
 The values of a configuration are set in the rank before the first line of the cell. `--out score` leaves in the
-notebook a list `score`, in the order of the configurations, with None for a run that failed; nothing else comes back.
+notebook a list `score`, in the order of the configurations, with None for a run that failed, or that was stopped before
+it had assigned `score`; nothing else comes back.
 The cell ends well, whatever its runs do, unless it is interrupted.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
+import difflib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,11 +21,18 @@ from nbaccel.display.history import History
 from nbaccel.errors import LaunchRefused, ResultsMissing
 from nbaccel.launch.ipc.cell_task import RESULT, CellSource, CellTask
 from nbaccel.launch.ipc.spec import Task
-from nbaccel.launch.objects.names import made_before_read
+from nbaccel.launch.objects.names import (
+    READ_BY_TEXT,
+    made_before_read,
+    names_in_magics,
+    names_read,
+    with_their_own,
+)
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.processes.launch_result import LaunchResult
 from nbaccel.launch.run import Run
 from nbaccel.options.run_options import RunOptions
+from nbaccel.options.swept_values import BareWord, SweptName
 from nbaccel.quantities import plural
 
 __all__ = [
@@ -31,6 +42,7 @@ __all__ = [
     "lines_of_lists",
     "lists_of",
     "refuse_bound_names",
+    "values_to_sweep",
 ]
 
 _SEED, _ACCELERATOR = "seed", "accelerator"
@@ -57,6 +69,7 @@ class SweptCell:
     ) -> None:
         names = configs[0].keys()
         refuse_bound_names(source.code, names)
+        self._configs = configs
         _refuse_wrong_seeds(configs)
         self.name = source.name
         self.setup = setup
@@ -83,9 +96,24 @@ class SweptCell:
         left = {name: values[name] for name in self._out if name in values}
         return [values.get(RESULT), *[None] * (len(outcome.ended.reports) - 1)], left
 
-    def lines(self, runs: Sequence[Run]) -> Iterator[str]:
+    def notes(self) -> Iterator[str]:
+        """Yield lines before the runs on names whose values may not be meant so."""
+        parts = self._cell.compile()
+        read = with_their_own(names_read(parts) | names_in_magics(self._cell.code), self._namespace)
+        for name, value in self._configs[0].items():
+            if name not in read and name != _SEED and not read & READ_BY_TEXT:
+                near = difflib.get_close_matches(name, read - vars(builtins).keys(), n=1)
+                yield (
+                    f"{name} is swept, and nothing in the cell reads it: runs that differ in it alone are equal"
+                    f"{f' (did you mean {near[0]}?)' if near else ''}"
+                )
+            is_alone = all(config[name] is value for config in self._configs)
+            if type(value) is list and len(value) > 1 and is_alone:
+                yield f"{name}={value} is one value; {len(value)} are {name}={','.join(map(repr, value))}"
+
+    def lines(self, runs: Sequence[Run], left: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """Yield the lines on what came back, see `lines_of_lists`."""
-        return lines_of_lists(runs, self._out, self._cell.code, self._namespace)
+        return lines_of_lists(runs, left, self._out, self._cell.code, self._namespace)
 
     def end(self, outcome: LaunchResult, seconds: float, history: History) -> tuple[BaseException | None, str]:
         assert self.plan is not None, "a cell is planned before it runs"
@@ -106,11 +134,41 @@ def with_values(code: str, config: Mapping[str, Any]) -> str:
     """
     first, _, rest = code.partition("\n")
     assert not first.strip(), "the first line of a cell of ranks is that of the magic"
-    return f"{'; '.join(f'{name} = {value!r}' for name, value in config.items())}\n{rest}"
+    return f"{'; '.join(f'{name} = {_as_literal(value)}' for name, value in config.items())}\n{rest}"
+
+
+def _as_literal(value: Any) -> str:
+    """Return a value as Python that needs no name.
+
+    >>> _as_literal(float("inf")), _as_literal([1, 2])
+    ('1e999', '[1, 2]')
+    """
+    if type(value) is float and not math.isfinite(value):
+        return {"inf": "1e999", "-inf": "-1e999"}.get(repr(value), "1e999 - 1e999")
+    return repr(value)
+
+
+def values_to_sweep(swept: Sequence[SweptName], namespace: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the values of `--sweep` by name.
+
+    Raises:
+        LaunchRefused: a word is the name of several values in the notebook.
+    """
+    for name, values in swept:
+        for value in values:
+            held = namespace.get(value) if isinstance(value, BareWord) else None
+            dimensions = getattr(held, "ndim", 0)
+            if isinstance(held, list | tuple | range) or (type(dimensions) is int and dimensions > 0):
+                raise LaunchRefused(
+                    f"--sweep {name}={value}: {value} is the name of a {type(held).__name__} in the notebook, and here "
+                    f"it would be the text '{value}'. Write its values with commas, or use nbaccel.sweep(train, "
+                    f"{name}={value}); for the text, put it into quotes. Nothing was started."
+                )
+    return {name: [str(each) if isinstance(each, BareWord) else each for each in values] for name, values in swept}
 
 
 def lists_of(runs: Sequence[Run], left: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
-    """Return for each name of `--out` its values in the order of the runs, None for a run that failed.
+    """Return for each name of `--out` its values in the order of the runs, None for a run that failed or left none.
 
     left: what each run has left, by name.
     """
@@ -118,14 +176,20 @@ def lists_of(runs: Sequence[Run], left: Sequence[Mapping[str, Any]], names: Sequ
     return {name: [values.get(name) if run.error is None else None for run, values in pairs] for name in names}
 
 
-def lines_of_lists(runs: Sequence[Run], names: Sequence[str], code: str, namespace: Mapping[str, Any]) -> Iterator[str]:
+def lines_of_lists(
+    runs: Sequence[Run],
+    left: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    code: str,
+    namespace: Mapping[str, Any],
+) -> Iterator[str]:
     """Yield the lines on what came back, and on what a reader of the cell may miss.
 
-    names: those of `--out`.  code: the cell.  namespace: that of the notebook.
+    left: what each run has left, by name.  names: those of `--out`.  code: the cell.  namespace: that of the notebook.
     """
     tree = ast.parse(code)
     if names:
-        yield _line_of_lists(runs, names)
+        yield _line_of_lists(runs, left, names)
     elif example := _last_assigned(tree):
         yield f"nothing was brought back: --out {example} would leave a list of {len(runs)}"
     if changed := [name for name in changed_at(tree) if isinstance(namespace.get(name), list | dict | set)]:
@@ -135,11 +199,14 @@ def lines_of_lists(runs: Sequence[Run], names: Sequence[str], code: str, namespa
         )
 
 
-def _line_of_lists(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _line_of_lists(runs: Sequence[Run], left: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     lost = sum(run.error is not None for run in runs)
-    none = f", None for {plural(lost, 'run')} that did not end well" if lost else ""
+    early = sum(run.error is None and not values.keys() >= set(names) for run, values in zip(runs, left, strict=True))
+    of = names[0] if len(names) == 1 else "all of them"
+    why = [f"None for {plural(lost, 'run')} that did not end well"] if lost else []
+    why += [f"None for {plural(early, 'run')} stopped before it had assigned {of}"] if early else []
     each = "a list" if len(names) == 1 else "lists"
-    return f"brought back: {', '.join(names)} ({each} of {len(runs)}{none})"
+    return f"brought back: {', '.join(names)} ({', '.join([f'{each} of {len(runs)}', *why])})"
 
 
 def _last_assigned(tree: ast.Module) -> str:

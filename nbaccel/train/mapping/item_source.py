@@ -7,26 +7,33 @@ checksums of the blocks tell whether that gives the same items.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections import namedtuple
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from itertools import islice
+from functools import cache
 from typing import Any, Protocol
 
 from nbaccel.answers import MapJob
 from nbaccel.answers.claim_log import ClaimLog, LifeLock
 from nbaccel.answers.fingerprint import checksum_of
 from nbaccel.errors import CannotContinue
+from nbaccel.train.mapping.same_items import StreamReader, reader_of
 
 __all__ = ["ItemSource", "ListedItems", "StreamedItems", "source_of_items"]
 
 _POLL_S = 0.02
 _BLOCKS_AHEAD = 4
 _LEAVE_S = 1.0
+_READ_IN_A_THREAD = (
+    "map reads a stream in a thread of its own, while the function works: what may be used only in the thread that "
+    "made it, as a connection to SQLite, is opened in the generator itself, or read before by list(items)"
+)
 
 
 class ItemSource(Protocol):
@@ -80,7 +87,7 @@ class StreamedItems:
     stream: each rank has its own, with the same items.  claims: this rank's view of the map.
     """
 
-    def __init__(self, job: MapJob, stream: Iterable[Any], claims: ClaimLog, ranks: int) -> None:
+    def __init__(self, job: MapJob, stream: Iterable[Any] | StreamReader, claims: ClaimLog, ranks: int) -> None:
         self._job = job
         self._stream = stream
         self._claims = claims
@@ -140,11 +147,11 @@ class _Drawer(threading.Thread):
     size: items of the next block.  error: of the stream; None so far.
     """
 
-    def __init__(self, job: MapJob, stream: Iterable[Any], role: LifeLock, ranks: int) -> None:
+    def __init__(self, job: MapJob, stream: Iterable[Any] | StreamReader, role: LifeLock, ranks: int) -> None:
         super().__init__(name="nbaccel-stream", daemon=True)
         self._folder = job.folder / "blocks"
         self._job = job
-        self._stream = stream
+        self._reader = stream.unused() if isinstance(stream, StreamReader) else reader_of(stream)
         self._role = role
         self._ahead = _BLOCKS_AHEAD * ranks
         self._claims = job.claims()
@@ -155,23 +162,26 @@ class _Drawer(threading.Thread):
     def run(self) -> None:
         try:
             self._folder.mkdir(exist_ok=True)
-            self._draw(iter(self._stream))
+            self._draw()
         except BaseException as error:
+            if "thread" in str(error):
+                error.add_note(_READ_IN_A_THREAD)
             self.error = error
 
     def leave(self) -> None:
         self._leaves.set()
+        self._reader.close()
         self.join(_LEAVE_S)  # the stream may be waiting for something that does not come
         self._role.close()
 
-    def _draw(self, stream: Iterator[Any]) -> None:
+    def _draw(self) -> None:
         self._claims.refresh()
         answered = self._job.records() if self._claims.blocks else None
         start = 0
         while not self._leaves.is_set():
             known = self._claims.blocks.get(start)
             size = max(1, self.size) if known is None else known[0] - start
-            block = list(islice(stream, size))
+            block = self._reader.take(size)
             if known is not None:
                 self._compare(start, block, *known)
             if not block:
@@ -195,13 +205,63 @@ class _Drawer(threading.Thread):
 
     def _write(self, start: int, block: Sequence[Any]) -> None:
         unfinished = self._folder / f".{start}"
-        unfinished.write_bytes(pickle.dumps(block, 5))
+        unfinished.write_bytes(_packed(start, block))
         os.replace(unfinished, self._folder / str(start))
 
     def _wait(self, size: int) -> None:
         """Wait until the ranks have claimed most of what is drawn."""
         while self._claims.remaining() > self._ahead * size and not self._leaves.wait(_POLL_S):
             self._claims.refresh()
+
+
+def _packed(start: int, block: Sequence[Any]) -> bytes:
+    """Return the items of a block as bytes, by which another rank gets them.
+
+    Raises:
+        TypeError: an item cannot be pickled.
+    """
+    try:
+        return _dumps(block)
+    except Exception:
+        for number, item in enumerate(block, start):
+            try:
+                _dumps(item)
+            except Exception as error:
+                kind = f"{type(item).__module__}.{type(item).__qualname__}"
+                raise TypeError(
+                    f"item number {number:,} of the stream is a {kind}, which cannot be handed to another process "
+                    f"({error}): let the stream give texts, numbers, lists, dicts or arrays, such as os.fspath(entry)"
+                ) from error
+        raise
+
+
+def _dumps(value: Any) -> bytes:
+    file = io.BytesIO()
+    _ItemPickler(file, 5).dump(value)
+    return file.getvalue()
+
+
+class _ItemPickler(pickle.Pickler):
+    """Pickles also named tuples whose class no other process can import, as those of ``DataFrame.itertuples``."""
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if not issubclass(kind, tuple) or not hasattr(kind, "_fields"):
+            return NotImplemented
+        try:
+            pickle.dumps(kind)
+        except pickle.PicklingError:
+            return _named_tuple, (kind.__name__, kind._fields, tuple(value))
+        return NotImplemented
+
+
+def _named_tuple(name: str, fields: tuple[str, ...], values: tuple[Any, ...]) -> Any:
+    return _tuple_class(name, fields)._make(values)
+
+
+@cache
+def _tuple_class(name: str, fields: tuple[str, ...]) -> Any:
+    return namedtuple(name, fields, rename=True)  # made from data
 
 
 def source_of_items(job: MapJob, items: Any, claims: ClaimLog, ranks: int) -> ItemSource:

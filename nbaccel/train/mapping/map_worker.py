@@ -11,7 +11,6 @@ of a call leave the map together, as stopped or as done, so that none of them wa
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import sys
@@ -19,27 +18,34 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from nbaccel.answers import Answers, MapJob
 from nbaccel.answers.claim_log import Claim
 from nbaccel.answers.fingerprint import length_of
-from nbaccel.answers.formats import InMemoryFormat
 from nbaccel.answers.map_job import IN_MEMORY, as_items
 from nbaccel.answers.records import AnswerRecord
 from nbaccel.answers.source_mark import SourceMark
-from nbaccel.errors import CannotSave, RunStopped
+from nbaccel.errors import CannotSave, CollectiveMismatch, RunStopped
 from nbaccel.events import CallEntered, CallsEnded, ItemsDone, emit
 from nbaccel.failures import Recovery, recovery_of
 from nbaccel.quantities import plural
-from nbaccel.train.distributed.nested import is_container, map_children
+from nbaccel.train.mapping.call_watch import watch_of_calls
 from nbaccel.train.mapping.chunk_size import ChunkSize
+from nbaccel.train.mapping.item_call import CallAnswers, ItemCall
 from nbaccel.train.mapping.item_source import source_of_items
+from nbaccel.train.mapping.same_items import (
+    StreamReader,
+    first_items_of,
+    reader_of,
+    refuse_different_items,
+    refuse_parts,
+)
 from nbaccel.train.oom.memory import release_unused
+from nbaccel.train.oom.microbatch.engine import forbid_collectives
 from nbaccel.train.oom.retry.attempt import Attempt
 from nbaccel.world import run_folder
 
@@ -48,10 +54,8 @@ __all__ = ["MapWorker", "map_in_ranks", "work"]
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.01, 0.5
 _REPORT_S = 0.2
 _LONGEST_ERROR = 2000
-_PLAIN = (str, int, float, bytes)
-_NO_LISTS = (str, bytes, Mapping, Set, tuple)
-"""Results that are no list of answers though they can be read as one. A set has no order. Of a tuple it is not clear
-whether it has the answers or, as in ``return scores, labels``, a part of each; so it is with a table (`columns`)."""
+_MOST_DEATHS = 3
+"""Number of processes that may die with one item alone, whatever `tries` is: the launcher starts no more in a row."""
 
 
 def map_in_ranks(
@@ -60,32 +64,96 @@ def map_in_ranks(
     items: Any,
     setup: Callable[..., Any] | None,
     out: str | os.PathLike[str] | None,
+    apart: Callable[[], AbstractContextManager[Any]],
     **options: Any,
 ) -> Answers:
     """Map in the ranks that call this together, and return the answers in each of them.
 
     One collective at the beginning tells the ranks that this is one call; afterwards none waits for another's share.
+    apart: a block in which prepared models wait for no other rank; see `Strategy.apart`.
     options: as `MapJob.open` takes them.
     """
-    items, world = as_items(items), accelerator.world
+    world = accelerator.world
+    refuse_parts(items, world)
+    items = as_items(items)
     token, folder, marks = "", None, None
-    if world.is_distributed:
-        # A rank may read another value of its own, as its number: the sources are those of rank 0.
-        is_asked = out is not None and world.is_main_process
-        marks = (SourceMark.of(function), SourceMark.of(setup)) if is_asked else None
-        token, marks = accelerator.collectives.broadcast_objects([(uuid.uuid4().hex, marks)])[0]
+    if not world.is_distributed:
+        return _mapped(accelerator, function, items, setup, out, **options)
+    if not hasattr(items, "__len__"):
+        items = reader_of(items)
+    try:
+        token, marks = _agreed(accelerator, function, items, setup, is_kept=out is not None)
         folder = Path(run_folder() or tempfile.gettempdir()) / f"{IN_MEMORY}{token}"
         if out is None and world.local_world_size != world.world_size:
             raise ValueError(
                 f"rank {world.rank} of {world.world_size} is on another machine than rank 0 or others: name a file in "
                 'a folder that all machines share, out="shared/answers.jsonl"'
             )
-    job = MapJob.open(items, function, setup, out=out, token=token, folder=folder, marks=marks, **options)
+        found = {"token": token, "folder": folder, "marks": marks}
+        with apart():
+            return _mapped(accelerator, function, items, setup, out, **found, **options)
+    finally:
+        if isinstance(items, StreamReader):
+            items.close()
+
+
+def _agreed(
+    accelerator: Any, function: Callable[..., Any], items: Any, setup: Callable[..., Any] | None, is_kept: bool
+) -> tuple[str, tuple[SourceMark, SourceMark] | None]:
+    """Return what the ranks of one call share: a token, and the sources of function and setup. Collective.
+
+    A rank may read another value of its own, as its number: the sources are those of rank 0.
+
+    Raises:
+        ValueError, PeerFailed, or the error of a stream: the items are not the same in all ranks.
+    """
+    world = accelerator.world
+    first, error = first_items_of(items)
+    is_asked = is_kept and world.is_main_process
+    marks = (SourceMark.of(function), SourceMark.of(setup)) if is_asked else None
+    by_rank = accelerator.collectives.gather_objects([(uuid.uuid4().hex, marks, first)])
+    refuse_different_items(world, [one for _, _, one in by_rank], error)
+    token, marks, _ = by_rank[0]
+    return token, marks
+
+
+def _mapped(
+    accelerator: Any, function: Callable[..., Any], items: Any, setup: Callable[..., Any] | None,
+    out: str | os.PathLike[str] | None, **options: Any,
+) -> Answers:  # fmt: skip
+    world = accelerator.world
+    job = MapJob.open(items, function, setup, out=out, **options)
     try:
-        work(accelerator, job, items, function, setup)
+        work(accelerator, job, items, _WithoutPeers(function) if world.is_distributed else function, setup)
         return job.answers()
     finally:
         job.close(world.rank, world.world_size)
+
+
+class _WithoutPeers:
+    """The function of a map in several ranks, whose collectives are refused: no other rank need come to them.
+
+    They are looked for until a call has succeeded.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._is_watched = True
+
+    def __call__(self, *args: Any) -> Any:
+        if not self._is_watched:
+            return self._function(*args)
+        returned = forbid_collectives(self._function, _waits)(*args)
+        self._is_watched = False
+        return returned
+
+
+def _waits(name: str) -> CollectiveMismatch:
+    return CollectiveMismatch(
+        f"the function of accelerator.map waits for other ranks, and this rank alone has these items: it calls {name}. "
+        "A model in shards (FSDP), a training, prepare and gather do that. Gather what map returns, which all ranks "
+        "get; for a model that needs all ranks loop over the data in each of them"
+    )
 
 
 def work(
@@ -95,10 +163,12 @@ def work(
     function: Callable[..., Any],
     setup: Callable[..., Any] | None,
     is_restarted: bool = False,
+    hang_timeout_s: float | None = None,
 ) -> None:
     """Work on a map until each item has an answer or an error, and they are joined. No collective.
 
     is_restarted: the launcher starts this rank again if it dies: it does so when it can no longer use its device.
+    hang_timeout_s: this process ends where a call of `function` takes longer; `is_restarted` is True then.
 
     Raises:
         What `setup` raises; what `function` raises, if the first items of all ranks fail alike; OSError of the disk.
@@ -115,7 +185,8 @@ def work(
 
     try:
         while not job.finish():
-            MapWorker(job, items, call, accelerator.process_index, accelerator.num_processes, is_restarted).run()
+            rank, ranks = accelerator.process_index, accelerator.num_processes
+            MapWorker(job, items, call, rank, ranks, is_restarted, hang_timeout_s).run()
     except OSError as error:  # of our own files: those of the function stay with its items
         if isinstance(error, FileNotFoundError) and job.is_finished:
             return  # another worker has joined the answers meanwhile, and removed the folder
@@ -128,10 +199,6 @@ def work(
         emit(CallsEnded())  # after the join, which a stop does not interrupt either
 
 
-_GETS_A_LIST = "map calls the function with a list of items, and it returns a list of as many answers"
-"""Said where the error of a function speaks of a list: most often the function is one for a single item."""
-
-
 class MapWorker:
     """One worker: its claims, its records, and what it has learned about the size of a call.
 
@@ -139,10 +206,17 @@ class MapWorker:
     """
 
     def __init__(
-        self, job: MapJob, items: Any, call: Callable[[list[Any]], Any], rank: int, ranks: int, is_restarted: bool
+        self,
+        job: MapJob,
+        items: Any,
+        call: Callable[[list[Any]], Any],
+        rank: int,
+        ranks: int,
+        is_restarted: bool,
+        hang_timeout_s: float | None = None,
     ) -> None:
         self._job = job
-        self._call = call
+        self._call = ItemCall(call, job.format)
         self._rank = rank
         self._ranks = ranks
         self._is_restarted = is_restarted
@@ -156,6 +230,7 @@ class MapWorker:
         self._calls = 0
         self._is_tested = False
         self._is_stop_asked = False
+        self._watch = watch_of_calls(job.folder, hang_timeout_s, rank, job.has_answers)
         name = self._claims.enter()
         self._records = job.record_file(name)
 
@@ -187,6 +262,7 @@ class MapWorker:
         finally:
             self._report()
             self._items.close()
+            self._watch.close()
             self._claims.leave()
             self._records.close()
         if self._claims.is_stopped:
@@ -211,9 +287,10 @@ class MapWorker:
 
     def _answer(self, claim: Claim) -> None:
         """Write an answer or an error for each item of a claim."""
-        if claim.alone >= self._job.tries:
-            times = plural(claim.alone, "time")
-            self._write_failed(claim.indices[0], f"RankDied: the process ended {times} while it worked on this item")
+        if claim.alone >= min(self._job.tries, _MOST_DEATHS):
+            index, times = claim.indices[0], plural(claim.alone, "time")
+            why = self._watch.explain(index, claim.alone)
+            self._write_failed(index, why or f"RankDied: the process ended {times} while it worked on this item")
             return
         begun, is_whole = time.monotonic(), True
         pending = self._calls_of(claim.indices)
@@ -222,7 +299,7 @@ class MapWorker:
             part = pending.pop()
             attempt = self._attempt(part)
             if attempt.error is None:
-                self._write(attempt.value)
+                self._take(attempt.value, claim)
             else:
                 is_whole = False
                 pending += self._after(attempt, part, claim)
@@ -231,46 +308,28 @@ class MapWorker:
             self._size.took(len(claim.indices), time.monotonic() - begun, shortest)
 
     def _attempt(self, part: Sequence[int]) -> Attempt:
-        attempt = Attempt(self._records_of, part, (), {})
+        attempt = Attempt(self._returned, part, (), {})
         self._calls += 1
         return attempt
+
+    def _returned(self, part: Sequence[int]) -> CallAnswers:
+        items = self._items.get(part)
+        with self._watch.over(part):
+            return self._call(part, items, self._claims.round)
+
+    def _take(self, returned: CallAnswers, claim: Claim) -> None:
+        """Write what a call returned. Answers that cannot be written are not asked again: they would be the same."""
+        if not (returned.records or self._done or self._is_tested):
+            self._test(returned.refused[0][1], claim)
+        if returned.records:
+            self._write(returned.records)
+        for index, error in returned.refused:
+            self._write_failed(index, _text_of(error))
 
     def _calls_of(self, indices: Sequence[int]) -> list[Sequence[int]]:
         """Return the items of each call, the first one last."""
         most = self._size.in_one_call
         return [indices[start : start + most] for start in range(0, len(indices), most)][::-1]
-
-    def _records_of(self, part: Sequence[int]) -> list[AnswerRecord]:
-        """Call the function; return the records of its answers.
-
-        Raises:
-            TypeError: it did not return one answer for each item, or one that cannot be written.
-        """
-        chunk = self._items.get(part)
-        try:
-            answers = self._call(chunk)
-        except (AttributeError, TypeError) as error:
-            if "list" in str(error):
-                error.add_note(_GETS_A_LIST)
-            raise
-        if inspect.iscoroutine(answers):
-            answers.close()
-            raise TypeError(
-                f"the function is async, and map calls plain ones: let it return asyncio.run({answers.__name__}(items))"
-            )
-        if isinstance(answers, _NO_LISTS) or hasattr(answers, "columns") or not hasattr(answers, "__iter__"):
-            raise TypeError(
-                f"the function returns a list of answers, one for each of {plural(len(chunk), 'item')}; "
-                f"it returned a {type(answers).__qualname__}"
-            )
-        answers = list(answers)
-        if len(answers) != len(part):
-            raise TypeError(f"the function returned {plural(len(answers), 'answer')} for {plural(len(part), 'item')}")
-        if isinstance(self._format, InMemoryFormat):
-            answers = [one if isinstance(one, _PLAIN) else _on_host(one) for one in answers]
-        pack = self._format.pack
-        return [AnswerRecord(index, pack(index, one), round=self._claims.round)
-                for index, one in zip(part, answers, strict=True)]  # fmt: skip
 
     def _after(self, attempt: Attempt, part: Sequence[int], claim: Claim) -> list[Sequence[int]]:
         """Return what is called next after a call that failed, the first one last; record an item that is given up.
@@ -280,7 +339,7 @@ class MapWorker:
         """
         error = attempt.error
         assert error is not None
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or isinstance(error, CollectiveMismatch):
             raise error
         self._items.tend(1)  # raises the error of the stream, if it was that
         if recovery_of(error) is Recovery.RESTART:
@@ -290,7 +349,7 @@ class MapWorker:
             self._size.does_not_fit(len(part), max(map(length_of, self._items.get(part))))
         elif not self._done and not self._is_tested:
             self._test(error, claim)
-        text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+        text = _text_of(error)
         del error
         attempt.forget()
         if is_shortage:
@@ -325,6 +384,8 @@ class MapWorker:
             other = attempt.error
             if other is not None and not isinstance(other, Exception):
                 raise other
+            if other is None and not attempt.value.records:
+                other = attempt.value.refused[0][1]
             is_alike = other is not None and _place_of(other) == place
             attempt.forget()
             if not is_alike:
@@ -374,14 +435,11 @@ def _stopped() -> RunStopped:
     return RunStopped("stopped before the next call of the function of a map")
 
 
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+
+
 def _place_of(error: BaseException) -> str:
     """Return the class of an error and the line that raised it."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     return f"{type(error).__qualname__} at {frame.f_code.co_filename}:{line}"
-
-
-def _on_host(answer: Any) -> Any:
-    """Return an answer whose tensors are on the host, each in memory of its own: one of a batch holds the batch."""
-    if isinstance(answer, Tensor):
-        return answer.detach().cpu().clone()
-    return map_children(_on_host, answer) if is_container(answer) else answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -135,6 +135,19 @@ class Replicated(Strategy):
             return _AloneWithBuckets(module.lent_to)
         return _Alone(module) if isinstance(module, DistributedDataParallel) else self.no_sync(model)
 
+    @contextmanager
+    def apart(self, models: Sequence[Module], collectives: Collectives) -> Iterator[None]:
+        replicas = [module for module in map(without_compile, models) if isinstance(module, DistributedDataParallel)]
+        for replica in replicas:
+            if "reducer" in replica.__dict__:  # otherwise gradients are lent
+                replica.reducer._rebuild_buckets()  # what the next forward with gradients would do, with all ranks
+            if replica.broadcast_buffers:
+                _take_buffers(replica, collectives, self.world.is_main_process)
+        with ExitStack() as stack:
+            for replica in replicas:
+                stack.enter_context(_Alone(replica))
+            yield
+
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
         module = without_compile(model)
         return _Reduce(module) if isinstance(module, DistributedDataParallel) else nullcontext()
@@ -185,6 +198,17 @@ class Replicated(Strategy):
     def finds_parallel(self) -> bool:
         # Takes some 10 ms, so it is called once, before refusing.
         return any(is_parallel(module) for module in living_modules())
+
+
+def _take_buffers(replica: DistributedDataParallel, collectives: Collectives, is_main: bool) -> None:
+    """Give all ranks the buffers of rank 0, as DDP does in a forward. Collective."""
+    named = replica.module.named_buffers()
+    buffers = [buffer for name, buffer in named if name not in replica.parameters_to_ignore]
+    received = collectives.broadcast(buffers) if buffers else []
+    if not is_main:
+        with torch.no_grad():
+            for buffer, sent in zip(buffers, received, strict=True):
+                buffer.copy_(sent)
 
 
 def _replicated_modules() -> list[Module]:

@@ -103,6 +103,13 @@ class Strategy:
         """
         return nullcontext()
 
+    def apart(self, models: Sequence[Module], collectives: Collectives) -> AbstractContextManager[Any]:
+        """Let forwards of `models` wait for no other rank while entered, as often as each rank runs some.
+
+        Entering is collective. A forward that cannot do without the others is one of its collectives nevertheless.
+        """
+        return nullcontext()
+
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
         """Let backward synchronise gradients of `model` while entered, also those of a forward under `no_sync`."""
         return nullcontext()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -83,3 +85,49 @@ def test_a_function_brings_no_model_along_that_the_cell_makes_anew() -> None:
         os.close(payload.fd)
         sizes[code] = payload.nbytes > 1_000_000
     assert sizes == {"use()": True, "model = 1\nuse()": False, "use()\nmodel = 1": True}
+
+
+def left(code: str, *out: str, **names: Any) -> dict[str, Any]:
+    """What a cell leaves of the names in `--out`, also if it ends by an error."""
+    task = CellTask(CellSource(code, "Cell In[1]"), {"__name__": "__main__", **names}, out)
+    with suppress(ZeroDivisionError):
+        task.run()
+    results = task.results(0)
+    assert set(results.missing) == set(out) - results.values.keys()
+    return dict(results.values)
+
+
+def test_a_cell_that_ends_early_does_not_leave_what_the_notebook_had() -> None:
+    assert left("1 / 0\nscore = 2", "score", score=1) == {}
+    assert left("score = 1\n1 / 0", "score", score=1) == {"score": 1}
+    assert left("if False:\n    score = 2", "score", score=1) == {}
+    assert left("for at in range(3):\n    best_epoch = at", "best_epoch", best_epoch=2) == {"best_epoch": 2}
+    assert left("best = max(best, 2)", "best", best=3) == {"best": 3}, "it has read and kept it"
+    assert left("1 / 0\nbest = max(best, 2)", "best", best=3) == {}
+    assert left("def score_of():\n    global score\n    score = 1\nscore_of()", "score", score=1) == {"score": 1}
+    assert left("print(globals()['score'])\n1 / 0", "score", score=1) == {}
+
+
+@pytest.mark.parametrize("call", ["callbacks[0]()", "callbacks['end']()", "callbacks()", "callbacks.__wrapped__()"])
+def test_a_callback_reads_what_the_notebook_had(call: str) -> None:
+    space: dict[str, Any] = {"__name__": "__main__", "best": 1}
+    exec("def shows(): return best", space)
+    shows = space.pop("shows")
+    held = {"callbacks[0]()": [shows], "callbacks['end']()": {"end": shows}, "callbacks()": functools.partial(shows)}
+    names = {**space, "callbacks": held.get(call, functools.cache(shows))}
+    task = CellTask(CellSource(f"result = {call}\nif False:\n    best = 2", "Cell In[1]"), names, ("result", "best"))
+    shows.__globals__.clear()
+    shows.__globals__.update(names)
+    task.namespace = shows.__globals__
+    task.run()
+    assert task.results(0).values == {"result": 1, "best": 1}
+
+
+def test_an_object_that_the_notebook_had_is_left_if_it_was_changed() -> None:
+    assert left("scores.append(1)\n1 / 0", "scores", scores=[]) == {"scores": [1]}
+    assert left("1 / 0\nscores.append(1)", "scores", scores=[]) == {}
+    assert left("1 / 0\nscores = []", "scores", scores=[5]) == {}
+    model = torch.nn.Linear(2, 1)
+    assert (
+        left("with torch.no_grad():\n    model.weight += 1\n1 / 0", "model", model=model, torch=torch)["model"] is model
+    )

@@ -489,19 +489,6 @@ def test_a_value_that_each_rank_has_otherwise_refuses_nothing(tmp_path: Path) ->
     assert number == "number in lambda"
 
 
-def test_different_items_in_the_ranks_are_refused(tmp_path: Path) -> None:
-    def rank() -> str:
-        accelerator = Accelerator(cpu=True)
-        items = TEXTS if accelerator.is_main_process else TEXTS[:-1]
-        try:
-            accelerator.map(shout, items, out=tmp_path / "a.jsonl")
-        except CannotContinue as error:
-            return str(error)
-        return ""
-
-    assert sum("to other items" in said for said in run_ranks(2, rank)) == 1
-
-
 # -- kills
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from nbaccel.train.oom.memory import release_unused
 from nbaccel.train.oom.microbatch.loss_weights import shifts_labels
 from nbaccel.train.oom.microbatch.sizes import MicroBatches
 from nbaccel.train.oom.microbatch.snapshot import ForwardSnapshot
-from nbaccel.train.oom.microbatch.task import LossFunction, MicroBatch, MicroBatchTask, Shortage, Work
+from nbaccel.train.oom.microbatch.task import MicroBatch, MicroBatchTask, Shortage, Work
 from nbaccel.train.step.accumulation import StepClock
 from nbaccel.train.step.gradients import Gradients, StepReport
 from nbaccel.train.step.precision import Precision
@@ -416,33 +416,44 @@ def _who(count: float, ranks: float, world: World) -> str:
     return f"rank {int(ranks)} of {world.world_size}" if count == 1 else f"{int(count)} of {world.world_size} ranks"
 
 
-def forbid_collectives(loss_fn: LossFunction) -> LossFunction:
-    """Return `loss_fn`, in which a collective raises `CannotSplit`.
+def _cannot_split(name: str) -> CannotSplit:
+    return CannotSplit(
+        f"forward_backward cannot lead a loss function that waits for other ranks, and this one calls {name}: "
+        "a rank that ran out of memory would repeat it alone. Exchange values after forward_backward, with "
+        "accelerator.gather or reduce; if the loss itself needs them, use accelerator.backward, and "
+        "find_executable_batch_size or %%accelerate --oom shrink where that does not fit."
+    )
 
-    One rank alone may repeat the loss function, so its collectives are refused before any rank waits: all that go
-    through torch's dispatcher, ours and the program's own. Watching costs some microseconds per operation, so it is
-    done in the first forward only.
+
+def forbid_collectives(
+    function: Callable[..., Any], refusal: Callable[[str], Exception] = _cannot_split
+) -> Callable[..., Any]:
+    """Return `function`, in which a collective raises an error.
+
+    One rank alone may call it, so its collectives are refused before any rank waits: all that go through torch's
+    dispatcher, ours and the program's own. Watching costs some microseconds per operation, so it is done in the first
+    call only.
+
+    refusal: the error, by the name of the collective; `CannotSplit` for a loss function of `forward_backward`.
     """
 
-    def run(micro_batch: Any) -> Tensor:
-        with _Silence():  # type: ignore[no-untyped-call]
-            return loss_fn(micro_batch)
+    def run(*args: Any) -> Any:
+        with _Silence(refusal):
+            return function(*args)
 
     return run
 
 
 class _Silence(TorchDispatchMode):
+    def __init__(self, refusal: Callable[[str], Exception]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._refusal = refusal
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # compiled models are compiled as they would be without this mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            name = func._schema.name.partition("::")[2].strip("_")
-            raise CannotSplit(
-                f"forward_backward cannot lead a loss function that waits for other ranks, and this one calls {name}: "
-                "a rank that ran out of memory would repeat it alone. Exchange values after forward_backward, with "
-                "accelerator.gather or reduce; if the loss itself needs them, use accelerator.backward, and "
-                "find_executable_batch_size or %%accelerate --oom shrink where that does not fit."
-            )
+            raise self._refusal(func._schema.name.partition("::")[2].strip("_"))
         return func(*args, **(kwargs or {}))

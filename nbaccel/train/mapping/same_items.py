@@ -1,0 +1,200 @@
+"""Same items in all ranks: the ranks of one call compare theirs before they deal them out. Runs in ranks.
+
+One rank draws a stream for all of them. Were each rank's stream a part of the data, as that of a prepared loader is,
+all other parts would be lost without a word. So each rank reads the first items itself, and shows their checksums.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import islice
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from nbaccel.answers.fingerprint import checksum_of
+from nbaccel.errors import PeerFailed
+from nbaccel.quantities import plural
+from nbaccel.train.data import PreparedLoader
+from nbaccel.values import frozen
+from nbaccel.world import World
+
+__all__ = ["FirstItems", "StreamReader", "first_items_of", "reader_of", "refuse_different_items", "refuse_parts"]
+
+_COMPARED = 16
+_COMPARE_S = 0.5
+"""Most items that are compared, and the time after which no more of a slow stream are read for it."""
+
+
+class StreamReader(threading.Thread):
+    """Reads a stream in one thread of its own, from the first item to the last.
+
+    A generator may open what only the thread may use that has opened it, as a connection to SQLite. Gradients are
+    off there: a loader that is iterated so trains nothing.
+
+    stream: read once, by one reader.
+    """
+
+    def __init__(self, stream: Iterable[Any]) -> None:
+        super().__init__(name="nbaccel-stream-reader", daemon=True)
+        self._stream = stream
+        self._head: list[Any] = []
+        self._asked: SimpleQueue[int] = SimpleQueue()
+        self._given: SimpleQueue[list[Any] | BaseException] = SimpleQueue()
+        self._is_used = self._is_asked = False
+
+    def unused(self) -> StreamReader:
+        """Return a reader from the first item on: this one, unless items were taken of it, or it was closed."""
+        return reader_of(self._stream) if self._is_used else self
+
+    def take(self, most: int) -> list[Any]:
+        """Return the next items: `most`, or fewer at the end of the stream.
+
+        Raises:
+            The error of the stream.
+        """
+        self._is_used = True
+        taken, self._head = self._head[:most], self._head[most:]
+        if self._is_asked and len(taken) < most:
+            taken += self._next(1)
+        return taken + self._next(most - len(taken)) if len(taken) < most else taken
+
+    def look_ahead(self) -> tuple[list[Any], bool]:
+        """Return the first items, which stay in the stream, and whether there are no others."""
+        until = time.monotonic() + _COMPARE_S
+        with suppress(Empty):
+            while len(self._head) < _COMPARED:
+                more = self._next(1, max(0.0, until - time.monotonic()) if self._head else None)
+                if not more:
+                    return self._head, True
+                self._head += more
+        return self._head, False
+
+    def close(self) -> None:
+        """Let the thread end, once the stream has given what it was asked for."""
+        self._is_used = True
+        self._asked.put(0)
+
+    def _next(self, count: int, timeout_s: float | None = None) -> list[Any]:
+        """Return the next items; those that it was asked for before, if they have not come yet.
+
+        Raises:
+            Empty: they take longer; they come next.
+        """
+        if not self._is_asked:
+            self._asked.put(count)
+        self._is_asked = True
+        found = self._given.get(timeout=timeout_s)
+        self._is_asked = False
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def run(self) -> None:
+        stream: Any = None
+        with torch.no_grad():
+            while count := self._asked.get():
+                try:
+                    stream = iter(self._stream) if stream is None else stream
+                    self._given.put(list(islice(stream, count)))
+                except BaseException as error:
+                    self._given.put(error)
+
+
+def reader_of(stream: Iterable[Any]) -> StreamReader:
+    """Return a reader of a stream, at work."""
+    reader = StreamReader(stream)
+    reader.start()
+    return reader
+
+
+def refuse_parts(items: Any, world: World) -> None:
+    """Refuse a loader that gives this rank its own part of the data.
+
+    Raises:
+        ValueError: it does.
+    """
+    if not world.is_distributed:
+        return
+    sampler = getattr(items, "sampler", None) if isinstance(items, DataLoader) else None
+    if isinstance(items, PreparedLoader):
+        what = "items is a loader that was prepared, which gives each rank its own part of the data"
+        instead = "the loader before prepare"
+    elif isinstance(sampler, DistributedSampler):
+        what = "items is a loader with a DistributedSampler, which gives each rank its own part of the data"
+        instead = "a loader without it"
+    else:
+        return
+    raise ValueError(f"{what}, and accelerator.map would lose the others: pass the data set, or {instead}")
+
+
+@frozen
+class FirstItems:
+    """The facts about its items that a rank shows to the others.
+
+    count: of the items; None for a stream.  checksums: of the first items, one each; empty for items that take long to
+        read.  is_all: a stream has no others.  error: that they have raised, in words.
+    """
+
+    count: int | None
+    checksums: tuple[str, ...] = ()
+    is_all: bool = False
+    error: str = ""
+
+    def difference(self, other: FirstItems) -> str:
+        """Return in words how `other` differs; empty if it does not."""
+        if self.count != other.count:
+            here, there = (
+                "a stream" if count is None else plural(count, "item") for count in (self.count, other.count)
+            )
+            return f"{there} instead of {here}"
+        for number, (mine, its) in enumerate(zip(self.checksums, other.checksums, strict=False)):
+            if mine != its:
+                return f"another item number {number:,}"
+        shorter, longer = sorted((self, other), key=lambda one: len(one.checksums))
+        if shorter.is_all and len(longer.checksums) > len(shorter.checksums):
+            return f"{plural(len(other.checksums), 'item')} {'' if other.is_all else 'or more '}in its stream"
+        return ""
+
+
+def first_items_of(items: Any) -> tuple[FirstItems, BaseException | None]:
+    """Return the facts that this rank shows to the others, and the error that its items have raised."""
+    try:
+        if not isinstance(items, StreamReader):
+            some = items[:_COMPARED] if isinstance(items, list | tuple | range) else ()
+            return FirstItems(len(items), _checksums(some)), None
+        head, is_all = items.look_ahead()
+        return FirstItems(None, _checksums(head), is_all), None
+    except Exception as error:
+        return FirstItems(None, error=f"{type(error).__name__}: {error}"), error
+
+
+def _checksums(items: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(checksum_of([item]) for item in items)
+
+
+def refuse_different_items(world: World, found: Sequence[FirstItems], error: BaseException | None) -> None:
+    """Refuse items that are not the same in all ranks; each of them raises.
+
+    found: of every rank.  error: that those of this rank have raised.
+
+    Raises:
+        ValueError: they are not.  PeerFailed: those of another rank have raised an error.
+        The error that this rank's own have raised.
+    """
+    if error is not None:
+        raise error
+    if failed := {rank: one.error for rank, one in enumerate(found) if one.error}:
+        raise PeerFailed("; ".join(f"the items of rank {rank} have failed: {text}" for rank, text in failed.items()))
+    different = {rank: found[0].difference(one) for rank, one in enumerate(found)}
+    if said := [f"rank {rank} has {words}" for rank, words in different.items() if words]:
+        raise ValueError(
+            f"the ranks of accelerator.map have different items: compared with rank 0, {', '.join(said)}. It deals the "
+            "items out itself, so each rank passes all of them, in one order: no part for its own rank, and no "
+            "shuffling; list(items) in the notebook, before the ranks start, makes one list for all"
+        )
