@@ -23,10 +23,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nbaccel.answers import Answers, MapJob
 from nbaccel.answers.claim_log import Claim
 from nbaccel.answers.fingerprint import length_of
-from nbaccel.answers.map_job import IN_MEMORY, as_items
+from nbaccel.answers.item_list import ItemMark, as_items
+from nbaccel.answers.map_job import IN_MEMORY
 from nbaccel.answers.records import AnswerRecord
 from nbaccel.answers.source_mark import SourceMark
 from nbaccel.errors import CannotSave, CollectiveMismatch, RunStopped
@@ -82,14 +85,14 @@ def map_in_ranks(
     if not hasattr(items, "__len__"):
         items = reader_of(items)
     try:
-        token, marks = _agreed(accelerator, function, items, setup, is_kept=out is not None)
+        token, marks, mark = _agreed(accelerator, function, items, setup, is_kept=out is not None)
         folder = Path(run_folder() or tempfile.gettempdir()) / f"{IN_MEMORY}{token}"
         if out is None and world.local_world_size != world.world_size:
             raise ValueError(
                 f"rank {world.rank} of {world.world_size} is on another machine than rank 0 or others: name a file in "
                 'a folder that all machines share, out="shared/answers.jsonl"'
             )
-        found = {"token": token, "folder": folder, "marks": marks}
+        found = {"token": token, "folder": folder, "marks": marks, "mark_of_items": mark}
         with apart():
             return _mapped(accelerator, function, items, setup, out, **found, **options)
     finally:
@@ -99,8 +102,10 @@ def map_in_ranks(
 
 def _agreed(
     accelerator: Any, function: Callable[..., Any], items: Any, setup: Callable[..., Any] | None, is_kept: bool
-) -> tuple[str, tuple[SourceMark, SourceMark] | None]:
-    """Return what the ranks of one call share: a token, and the sources of function and setup. Collective.
+) -> tuple[str, tuple[SourceMark, SourceMark] | None, ItemMark]:
+    """Return what the ranks of one call share: a token, the sources of function and setup, the mark of the items.
+
+    Collective.
 
     A rank may read another value of its own, as its number: the sources are those of rank 0.
 
@@ -114,7 +119,7 @@ def _agreed(
     by_rank = accelerator.collectives.gather_objects([(uuid.uuid4().hex, marks, first)])
     refuse_different_items(world, [one for _, _, one in by_rank], error)
     token, marks, _ = by_rank[0]
-    return token, marks
+    return token, marks, first.mark
 
 
 def _mapped(
@@ -122,7 +127,8 @@ def _mapped(
     out: str | os.PathLike[str] | None, **options: Any,
 ) -> Answers:  # fmt: skip
     world = accelerator.world
-    job = MapJob.open(items, function, setup, out=out, **options)
+    with torch.no_grad():  # where it compares a loader: one that is iterated so trains nothing
+        job = MapJob.open(items, function, setup, out=out, **options)
     try:
         work(accelerator, job, items, _WithoutPeers(function) if world.is_distributed else function, setup)
         return job.answers()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from nbaccel.answers.fingerprint import checksum_of
+from nbaccel.answers.item_list import ItemMark, ItemStream
 from nbaccel.errors import PeerFailed
 from nbaccel.quantities import plural
 from nbaccel.train.data import PreparedLoader
@@ -74,6 +75,21 @@ class StreamReader(threading.Thread):
                     return self._head, True
                 self._head += more
         return self._head, False
+
+    def difference(self, blocks: Iterable[tuple[int, str]], keeps: bool = False) -> str:
+        """Compare all items with those of an earlier stream, as `ItemStream` does; with `keeps` they come again."""
+        stream = ItemStream(self._one_by_one())
+        found = stream.difference(blocks, keeps)
+        if keeps:
+            self._head = [*stream.drawn, *self._head]
+            self._is_used = False
+        return found
+
+    is_drawn_once = True
+
+    def _one_by_one(self) -> Iterator[Any]:
+        while some := self.take(1):
+            yield from some
 
     def close(self) -> None:
         """Let the thread end, once the stream has given what it was asked for."""
@@ -137,25 +153,27 @@ def refuse_parts(items: Any, world: World) -> None:
 class FirstItems:
     """The facts about its items that a rank shows to the others.
 
-    count: of the items; None for a stream.  checksums: of the first items, one each; empty for items that take long to
+    mark: of the items.  checksums: of the first items, one each; empty for items that take long to
         read.  is_all: a stream has no others.  error: that they have raised, in words.
     """
 
-    count: int | None
+    mark: ItemMark
     checksums: tuple[str, ...] = ()
     is_all: bool = False
     error: str = ""
 
     def difference(self, other: FirstItems) -> str:
         """Return in words how `other` differs; empty if it does not."""
-        if self.count != other.count:
+        if self.mark.total != other.mark.total:
             here, there = (
-                "a stream" if count is None else plural(count, "item") for count in (self.count, other.count)
+                "a stream" if count is None else plural(count, "item") for count in (self.mark.total, other.mark.total)
             )
             return f"{there} instead of {here}"
         for number, (mine, its) in enumerate(zip(self.checksums, other.checksums, strict=False)):
             if mine != its:
                 return f"another item number {number:,}"
+        if self.mark != other.mark:
+            return "other items, as many"
         shorter, longer = sorted((self, other), key=lambda one: len(one.checksums))
         if shorter.is_all and len(longer.checksums) > len(shorter.checksums):
             return f"{plural(len(other.checksums), 'item')} {'' if other.is_all else 'or more '}in its stream"
@@ -167,11 +185,11 @@ def first_items_of(items: Any) -> tuple[FirstItems, BaseException | None]:
     try:
         if not isinstance(items, StreamReader):
             some = items[:_COMPARED] if isinstance(items, list | tuple | range) else ()
-            return FirstItems(len(items), _checksums(some)), None
+            return FirstItems(ItemMark.of(items), _checksums(some)), None
         head, is_all = items.look_ahead()
-        return FirstItems(None, _checksums(head), is_all), None
+        return FirstItems(ItemMark(None, ""), _checksums(head), is_all), None
     except Exception as error:
-        return FirstItems(None, error=f"{type(error).__name__}: {error}"), error
+        return FirstItems(ItemMark(None, ""), error=f"{type(error).__name__}: {error}"), error
 
 
 def _checksums(items: Sequence[Any]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from nbaccel import Accelerator
+from nbaccel.answers.item_list import ItemMark
 from nbaccel.errors import PeerFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train.mapping.same_items import FirstItems, reader_of
@@ -164,9 +165,33 @@ def test_no_thread_of_a_reader_stays() -> None:
     assert "nbaccel-stream-reader" not in [thread.name for thread in threading.enumerate()]
 
 
+def test_lists_that_differ_late_are_refused_by_all_and_no_folder_is_made(tmp_path: Path) -> None:
+    def late(accelerator: Accelerator) -> list[int]:
+        return [*range(99), accelerator.process_index]
+
+    for words in said(late, out=tmp_path / "a.jsonl"):
+        assert "compared with rank 0, rank 1 has other items, as many. It deals the items out itself" in words
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_finished_stream_is_compared_in_each_rank(tmp_path: Path, overwrite: bool) -> None:
+    """Also where its first items were looked at before, and it is one that must give all of them again."""
+    options: dict[str, Any] = {"out": tmp_path / "a.jsonl", "overwrite": overwrite}
+    assert said(lambda accelerator: iter(range(60)), **options) == ["60 answers"] * 2
+    assert said(lambda accelerator: iter(range(60)), **options) == ["60 answers"] * 2
+    for words in said(lambda accelerator: iter([*range(50), 0]), **options):
+        assert words == "51 answers" if overwrite else "has answers to other items (" in words
+
+
 def test_how_two_ranks_may_differ() -> None:
-    assert not FirstItems(None, ("a", "b")).difference(FirstItems(None, ("a",)))  # one of them was slower
-    assert FirstItems(None, ("a",), is_all=True).difference(FirstItems(None, ("a", "b"))) == (
-        "2 items or more in its stream"
+    assert not FirstItems(ItemMark(None, ""), ("a", "b")).difference(
+        FirstItems(ItemMark(None, ""), ("a",))
+    )  # one of them was slower
+    assert FirstItems(ItemMark(None, ""), ("a",), is_all=True).difference(
+        FirstItems(ItemMark(None, ""), ("a", "b"))
+    ) == ("2 items or more in its stream")
+    assert (
+        FirstItems(ItemMark(None, ""), ("a", "b"), is_all=True).difference(FirstItems(ItemMark(None, ""), ("a", "c")))
+        == "another item number 1"
     )
-    assert FirstItems(None, ("a", "b"), is_all=True).difference(FirstItems(None, ("a", "c"))) == "another item number 1"
