@@ -451,11 +451,11 @@ class MapJob:
         os.replace(unfinished, path)
 
     def _clear(self) -> None:
-        """Remove all but the lock, which is held."""
+        """Remove all but the lock, which is held; a process that waits for it may make the folder of records."""
         for path in self.folder.iterdir():
             if path != self._lock:
                 _remove(path)
-        (self.folder / "records").mkdir(mode=0o700)
+        (self.folder / "records").mkdir(mode=0o700, exist_ok=True)
 
     @property
     def _name(self) -> str:

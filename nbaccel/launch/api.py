@@ -253,7 +253,7 @@ def how_it_ended(outcome: LaunchResult, seconds: float) -> tuple[BaseException |
     if ended.is_timed_out:
         return TimeoutError(f"the run was stopped after its time limit, {seconds:.1f} s"), "stopped"
     stopped = [rank for rank, report in enumerate(ended.reports) if report is not None and report.status == "stopped"]
-    if stopped and ended.first_failed is None:  # the code raises it, or somebody has sent the signal to the process
+    if stopped and outcome.error is None:  # the code raises it, or somebody has sent the signal to the process
         return KeyboardInterrupt(f"rank {stopped[0]} of {len(ended.reports)} ended by a KeyboardInterrupt"), "stopped"
     error = outcome.error or _missing_value(outcome)
     return error, "done" if error is None else "failed"

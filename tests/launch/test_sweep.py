@@ -381,10 +381,10 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
         (lambda: sweep(takes, lr=1, slots="2"), TypeError, "slots must be a whole number, or None; got '2'. Nothing"),  # type: ignore[arg-type]
         (lambda: sweep(takes, lr=1, gpus_per_run=1.5), TypeError, "gpus_per_run must be a whole number; got 1.5"),  # type: ignore[arg-type]
         (
-            lambda: sweep(takes, lr=1, devices=[0]),
+            lambda: sweep(takes, lr=1, devices=[0]),  # type: ignore[arg-type]
             TypeError,
             r'devices must be a text such as "0,1", or None; got \[0\]',
-        ),  # type: ignore[arg-type]
+        ),
         (lambda: sweep(takes, lr=1, folder=None), TypeError, "folder must be a path; got None"),  # type: ignore[arg-type]
         (
             lambda: sweep(takes, lr=1, seed="a"),
@@ -397,10 +397,10 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
             r"slots is an argument of nbaccel.sweep itself, so needs_slots",
         ),
         (
-            lambda: sweep(checks, check=[1, 2]),
+            lambda: sweep(checks, check=[1, 2]),  # type: ignore[arg-type]
             TypeError,
             r"check is an argument of nbaccel.sweep itself, so checks\(\) d",
-        ),  # type: ignore[arg-type]
+        ),
         (lambda: sweep(takes, lr=[1.0], slots=0, cpu=True), LaunchRefused, "slots must be 1 or more; got 0."),
         (lambda: sweep(takes, accelerator=[1], lr=1.0, cpu=True), TypeError, "accelerator is given to the function"),
         (lambda: sweep(3, lr=[1.0]), TypeError, "the first argument must be the function that each run calls, got int"),  # type: ignore[arg-type]

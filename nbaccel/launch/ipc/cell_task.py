@@ -191,22 +191,19 @@ class CellTask(Task):
         if self.home is None:  # persistent ranks keep their own variables
             self._old = OldValues(self.out, self.namespace, self.source.code, self._parts)
         began = time.monotonic()
+        statements, *expression = self._parts
         try:
             with self._old.compared():
-                self._execute()
+                _execute(statements, self.namespace)
+                if expression:
+                    self._last = _execute(expression[0], self.namespace)
+                    self._has_last = self._last is not None
         except NameError as error:
             if why := self._unsent.get(str(error.name)):
                 error.add_note(f"the notebook's {error.name} was not sent to the ranks, as the cell binds it: {why}")
             raise
         if self.source.is_timed:
             print(f"Wall time: {time.monotonic() - began:.3g} s")
-
-    def _execute(self) -> None:
-        statements, *expression = self._parts
-        _execute(statements, self.namespace)
-        if expression:
-            self._last = _execute(expression[0], self.namespace)
-            self._has_last = self._last is not None
 
     def results(self, rank: int) -> Results:
         found: dict[str, Any] = {}

@@ -152,7 +152,7 @@ def _refuse_wrong_kinds(own: Mapping[str, Any], configs: Sequence[Mapping[str, A
     Raises:
         TypeError: with the argument.
     """
-    needs = {
+    needs: dict[str, tuple[Callable[[Any], bool], str]] = {
         "slots": (lambda value: value is None or hasattr(value, "__index__"), "a whole number, or None"),
         "gpus_per_run": (lambda value: hasattr(value, "__index__"), "a whole number"),
         "devices": (lambda value: value is None or isinstance(value, str), 'a text such as "0,1", or None'),
