@@ -104,12 +104,10 @@ class _LimitedCalls:
             faulthandler.cancel_dump_traceback_later()
 
     def explain(self, index: int, deaths: int) -> str:
-        found = [stacks for first, count, stacks in map(_read, self._folder.iterdir()) if (first, count) == (index, 1)]
-        if not any(found):
-            return ""
-        return (
-            f"TimeoutError: took longer than {self._limit}, {plural(deaths, 'time')}{_place(next(filter(None, found)))}"
-        )
+        for first, count, stacks in map(_read, self._folder.iterdir()):
+            if (first, count) == (index, 1):
+                return f"TimeoutError: took longer than {self._limit}, {plural(deaths, 'time')}{_place(stacks)}"
+        return ""
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
