@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import Protocol
 
 from nbaccel.events import CallTimedOut, emit
-from nbaccel.quantities import plural, said
+from nbaccel.notices import is_users
+from nbaccel.quantities import plural
 
 __all__ = ["CallWatch", "Unwatched", "watch_of_calls"]
 
 _PLACE = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _OUR_CALL = f'File "{Path(__file__).with_name("item_call.py")}"'
+_CELL = re.compile(r"[/\\]ipykernel_\d+[/\\]")
+"""In the names that IPython's kernel gives to the text of cells."""
+
 _TOLD = ".told"
 
 
@@ -77,8 +81,8 @@ class _LimitedCalls:
                 with suppress(FileNotFoundError):  # another notebook's rank of this number was first
                     path.rename(path.with_suffix(_TOLD))
                 sys.stderr.write(
-                    f"rank {rank}: a call with {plural(count, 'item')} took longer than {self._limit}"
-                    f"{_place(stacks)}; its process was ended\n"
+                    f"a call with {plural(count, 'item')} took longer than {self._limit}{_place(stacks)}: "
+                    f"the process of rank {rank} before this one was ended\n"
                 )
                 sys.stderr.flush()
                 if counts:
@@ -86,7 +90,7 @@ class _LimitedCalls:
 
     @property
     def _limit(self) -> str:
-        return f"hang_timeout_s={self._limit_s:g} ({said(self._limit_s)})"
+        return f"hang_timeout_s={self._limit_s:g}"
 
     @contextmanager
     def over(self, indices: Sequence[int]) -> Iterator[None]:
@@ -100,12 +104,10 @@ class _LimitedCalls:
             faulthandler.cancel_dump_traceback_later()
 
     def explain(self, index: int, deaths: int) -> str:
-        found = [stacks for first, count, stacks in map(_read, self._folder.iterdir()) if (first, count) == (index, 1)]
-        if not any(found):
-            return ""
-        return (
-            f"TimeoutError: took longer than {self._limit}, {plural(deaths, 'time')}{_place(next(filter(None, found)))}"
-        )
+        for first, count, stacks in map(_read, self._folder.iterdir()):
+            if (first, count) == (index, 1):
+                return f"TimeoutError: took longer than {self._limit}, {plural(deaths, 'time')}{_place(stacks)}"
+        return ""
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -123,10 +125,17 @@ def _read(path: Path) -> tuple[int, int, str]:
 
 
 def _place(stacks: str) -> str:
-    """Return where the function was, as ", in parse, line 3 of text.py"; empty if the stacks do not show it."""
+    """Return where the user's function was, as ", in parse, line 3 of text.py"; empty if the stacks do not show it.
+
+    >>> _place('  File "/tmp/ipykernel_7/8.py", line 3 in parse\\n  ' + _OUR_CALL + ", line 9 in __call__")
+    ', in parse, line 3 of its cell'
+    """
     for stack in stacks.split("\n\n"):
-        if _OUR_CALL in stack and (innermost := _PLACE.search(stack)) is not None:
-            return f", in {innermost[3]}, line {innermost[2]} of {Path(innermost[1]).name}"
+        if _OUR_CALL in stack:
+            frames = _PLACE.findall(stack)
+            path, line, name = next((frame for frame in frames if is_users(frame[0])), frames[0])
+            file = "its cell" if _CELL.search(path) else Path(path).name
+            return f", in {name}, line {line} of {file}"
     return ""
 
 
