@@ -49,6 +49,7 @@ _MOST_RACES = 1000
 
 
 _WAYS = "overwrite=True drops them and starts anew; another name for out keeps both"
+_KEEPING = "retry_failed=True keeps them and does the rest by the new code; "
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class MapJob:
     out: the file of answers; None for answers in memory.  folder: of what is not joined yet.
     total: number of items; None for a stream.  order: the items by length, longest first; None for their own order.
     tries: how often an item may fail alone.  batch_size: most items of one call of the function; None to choose.
-    call: equal in all ranks of one call.
+    call: equal in all ranks of one call.  news: what a person should read before it begins; most often empty.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class MapJob:
         self._token = call
         self._id = ""
         self._losses = 0
+        self.news = ""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is this process's own."""
@@ -342,7 +344,7 @@ class MapJob:
 
     def _begin_locked(self, call: _Call) -> None:
         claims = self.claims()
-        there = self._look(self._in_folder, self.folder)
+        there = self._look(self._in_folder, self.folder, call)
         joined = None if isinstance(there, dict) or self.out is None else self._look_at_out(call)
         if self._finds(joined, call):
             self._id = id_of(joined)
@@ -357,6 +359,8 @@ class MapJob:
                 self._reopen(joined)
             self._write(self._in_folder, token=self._token, id=uuid.uuid4().hex)
             there = json.loads(self._in_folder.read_text())
+        elif self._manifest.difference_of_code(there):  # from here on they are answers by this code
+            self._write(self._in_folder, token=there.get("token"), id=id_of(there))
         self._id = id_of(there)
         self._go_on(claims, call.retries)
         self._presence = claims.attend()
@@ -401,7 +405,7 @@ class MapJob:
                 f"{self.out.name} exists, and nbaccel.map did not write it: overwrite=True replaces it, "
                 "another name for out keeps it"
             )
-        known = self._look(self._manifest_path, self.out)
+        known = self._look(self._manifest_path, self.out, call)
         if call.stream is None or not self._finds(known, call) or known.get("token") == self._token:
             return known  # of this call, or its items are compared when they are drawn
         if difference := call.difference(known):
@@ -409,23 +413,32 @@ class MapJob:
             return CannotContinue(f"{self.out.name} has answers to other items ({difference}): {_WAYS}{anew}")
         return known
 
-    def _look(self, path: Path, place: Path) -> dict[str, Any] | CannotContinue | None:
-        """Return the manifest at `path`, of the answers in `place`; or why these are not those to this call."""
+    def _look(self, path: Path, place: Path, call: _Call) -> dict[str, Any] | CannotContinue | None:
+        """Return the manifest at `path`, of the answers in `place`; or why these are not those to this call.
+
+        Those by other code are taken if the call retries what failed, and there is something left to do.
+        """
         if not path.exists():
             return None
         try:
             known = read_manifest(path)
         except CannotContinue as error:
             return error
-        if not (why := self._difference(known, place)):
+        is_left = place == self.folder or bool(known["failed"])
+        if not (why := self._difference(known, place, by_any_code=call.retries and is_left)):
+            if code := self._manifest.difference_of_code(known):
+                self.news = (
+                    f"answers {code.partition(';')[0]} stay; what failed and what is left is done by the new code"
+                )
             return known
         if known.get("token") == self._token:
             raise CannotContinue(f"the ranks of this call do not pass the same: {why}")
-        return CannotContinue(f"{why}: {_WAYS}")
+        is_for_code = is_left and not self._difference(known, place, by_any_code=True)
+        return CannotContinue(f"{why}: {_KEEPING if is_for_code else ''}{_WAYS}")
 
-    def _difference(self, known: dict[str, Any], place: Path) -> str:
+    def _difference(self, known: dict[str, Any], place: Path, by_any_code: bool = False) -> str:
         """Return why answers are not those to this call, or were changed; empty if they are as they were."""
-        if difference := self._manifest.difference(known):
+        if difference := self._manifest.difference(known, by_any_code):
             return f"{place.name} has answers {difference}"
         if place == self.out and (size := _size(place)) != known["bytes"]:
             return f"{place.name} was changed after it was written ({known['bytes']:,} bytes then, {size:,} now)"

@@ -42,21 +42,30 @@ class MapManifest:
         facts = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {"version": _VERSION, **facts, "function": self.function.names, "setup": self.setup.names}
 
-    def difference(self, known: Mapping[str, Any]) -> str:
-        """Return in words what is different in the facts of a file; empty if nothing is."""
+    def difference(self, known: Mapping[str, Any], by_any_code: bool = False) -> str:
+        """Return in words what is different in the facts of a file; empty if nothing is.
+
+        by_any_code: the function and its setup may have changed.
+        """
         if self.total != (total := known["total"]):
             here = "a stream" if self.total is None else plural(self.total, "item")
             there = "a stream" if total is None else plural(total, "item")
             return f"to other items ({there}, now {here})"
         if self.items != known["items"]:
             return f"to other items (as many, {plural(self.total or 0, 'item')}, with other contents or order)"
+        if not by_any_code and (changed := self.difference_of_code(known)):
+            return changed
+        return f"with key={known['key']}, now key={self.key}" if self.key != known["key"] else ""
+
+    def difference_of_code(self, known: Mapping[str, Any]) -> str:
+        """Return in words what is different in the function or its setup; empty if nothing is."""
         for name, words in {"function": "of another function", "setup": "with another setup"}.items():
             mark: SourceMark = getattr(self, name)
             if changed := mark.difference(known[name]):
                 if mark.is_another(known[name]):
                     return f"{words} ({changed})"
                 return f"of other code: {changed}; put back, the same line goes on"
-        return f"with key={known['key']}, now key={self.key}" if self.key != known["key"] else ""
+        return ""
 
 
 def id_of(known: Mapping[str, Any]) -> str:

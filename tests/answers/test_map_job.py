@@ -527,6 +527,30 @@ def test_failed_items_are_left_alone_unless_they_are_asked_for(tmp_path: Path, i
     assert left(tmp_path) == ["a.jsonl", "a.jsonl.manifest.json"]
 
 
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_failed_and_missing_items_can_be_done_by_a_mended_function_and_the_other_answers_stay(
+    is_joined: bool, tmp_path: Path
+) -> None:
+    out = tmp_path / "a.jsonl"
+    job = opened(out)
+    answer(job, only=100 if is_joined else 2, failing=(0,))
+    assert job.finish() is is_joined
+    job.close()
+    with pytest.raises(CannotContinue, match=r"of another function.*: retry_failed=True keeps them and does the rest"):
+        opened(out, function=whisper)
+    with pytest.raises(CannotContinue, match=r"to other items .*: overwrite=True"):
+        opened(out, ITEMS[::-1], function=whisper, retry_failed=True)
+    job = opened(out, function=whisper, retry_failed=True)
+    assert job.news.startswith("answers of another function")
+    answer(job)
+    assert job.finish()
+    job.close()
+    assert job.answers() == ["ONE", "THREE", "FOUR"]
+    assert opened(out, function=whisper).is_finished, "they are answers by this function now"
+    with pytest.raises(CannotContinue, match=r"of another function .*: overwrite=True"):
+        opened(out, retry_failed=True)  # nothing is left to do by another one
+
+
 def test_an_item_that_fails_again_has_its_newest_error(tmp_path: Path) -> None:
     out = tmp_path / "a.jsonl"
     job = opened(out)

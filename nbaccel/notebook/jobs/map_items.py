@@ -101,7 +101,8 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
     overwrite: drop what is in `out`, where it belongs to other items, another function or another key, was changed, or
         comes from elsewhere; it stays until all new answers are there. What this call has done itself is kept: another
         key, or deleting the file, does it again.
-    retry_failed: try the items again that failed in an earlier run.
+    retry_failed: try the items again that failed in an earlier run; the function may have been mended since, and the
+        answers that there are stay.
     time_limit_s: stop after these seconds; what is done by then stays.
     hang_timeout_s: a call of the function that takes longer counts as the death of its process: it is started again,
         and an item that does so `tries` times alone, three times at most, is a `Failed`.
@@ -321,6 +322,8 @@ class MapRun:
         self._view = view
         self.shown = show_run(self._launcher, self.spec, self.survey, self.name, **view)
         self.shown.history.items = ItemCount(self._job.total, self._job.done())
+        if self._job.news:
+            self.shown.write("stdout", f"{self._job.out}: {self._job.news}\n")
 
     def go(
         self,
