@@ -46,7 +46,9 @@ def test_items_in_memory_are_compared_one_by_one(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "items", [range(9), array("q", [1, 2]), memoryview(b"ab"), torch.zeros(3), TensorDataset(torch.zeros(3))], ids=str
+    "items",
+    [range(9), array("q", [1, 2]), memoryview(b"ab"), torch.zeros(3), TensorDataset(torch.zeros(3))],
+    ids=lambda items: type(items).__name__,
 )
 def test_numbers_are_too(items: Any) -> None:
     assert is_read_whole(as_items(items))
