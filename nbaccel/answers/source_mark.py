@@ -189,7 +189,7 @@ class _Reading:
         marks = {_WHOLE: self._marks.pop(_WHOLE), **dict(kept[:_MOST_NAMES])}
         left = max(0, _MOST_NAMES - len(kept))
         marks |= dict(list(self._marks.items())[:left])
-        if rest := sorted(list(self._marks.items())[left:]):
+        if rest := sorted([*kept[_MOST_NAMES:], *list(self._marks.items())[left:]]):
             marks[_OTHERS] = LONG + short_hash(json.dumps(rest))
         return marks, tuple(self._uncounted)
 

@@ -67,7 +67,7 @@ class ItemCount:
         """Record that the process of `rank` has died: the next one counts from 0."""
         of_rank = self._of(rank)
         of_rank.earlier_done, of_rank.earlier_failed = of_rank.done, of_rank.failed
-        of_rank.present = ItemsDone()
+        of_rank.present = ItemsDone(everywhere=of_rank.present.everywhere)
 
     def _of(self, rank: int) -> _OfRank:
         return self._ranks.setdefault(rank, _OfRank())

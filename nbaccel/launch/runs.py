@@ -37,7 +37,7 @@ class Runs(Sequence[Run]):
 
         runs = nbaccel.runs
         runs                         # as the last line of a cell: a table, one line for each run
-        runs[-2].curves["loss"]      # `nbaccel.last_run` is `runs[-1]`
+        runs[-2].curves["loss"]      # `runs[-1]` is `nbaccel.last_run`, unless another kernel has added one
         runs[-3:].plot("acc")        # as the last line of a cell: the curves of the last three in one axis
         runs.compare(3, 5)           # those of runs 3 and 5, by the numbers in the table, and how their flags differ
         runs.compare(metric=["loss", "acc"])  # those of all runs, one below the other

@@ -124,7 +124,7 @@ class _Ticking(Pollable):
         stem, suffix = os.path.splitext(path.lstrip("./").partition(os.sep)[0])
         self._view.say(
             f"runs {one} and {other} both write {path}{more}, side by side: what one of them reads may be the other's, "
-            f'and both are done again next time. Put a swept value into the name, as in f"{stem}-{{{self._example}}}'
+            f'and is not kept. Put a swept value into the name, as in f"{stem}-{{{self._example}}}'
             f'{suffix}", or let one run go at a time: 1 slot'
         )
 
@@ -189,6 +189,8 @@ class Sweeping:
             NbaccelError: nothing has run, since the first run could not be started.
         """
         queued = [_QueuedRun(self, number, config, launcher) for number, config in enumerate(self.configs)]
+        for number, each in enumerate(queued):
+            each.is_repeated = bool(each.key) and each.key in {other.key for other in queued[:number]}
         with launcher.turn():
             launcher.load(self.work.setup)
             rows = [each.row for each in queued]
@@ -298,6 +300,7 @@ class _QueuedRun:
 
     run: its result; None before.  left: what it has left by name.  post_mortem: what is known of its end, if it failed.
     is_first: nothing has run before it, so if it cannot be started, nothing can.
+    key: by which it is found again; empty if it is not.  is_repeated: an earlier run has the same values.
     """
 
     def __init__(self, sweeping: Sweeping, number: int, config: dict[str, Any], launcher: Launcher) -> None:
@@ -305,7 +308,8 @@ class _QueuedRun:
         self._number = number
         self.config = config
         self._launcher = launcher
-        self._key = sweeping.key_of(config)
+        self.key = sweeping.key_of(config)
+        self.is_repeated = False
         self._relay = PressRelay()
         self.saves_itself = sweeping.plans[0].settings.checkpoint_every is not None
         self.post_mortem: PostMortem | None = None
@@ -316,7 +320,7 @@ class _QueuedRun:
         self._seed = sweeping.work.seed_of(config)
         self.run: Run | None = None
         self.left: dict[str, Any] = {}
-        found = sweeping.finished.find(config, self._key) if self._key else None
+        found = sweeping.finished.find(config, self.key) if self.key else None
         self.is_found = found is not None
         if found is not None:
             run, self.left = found
@@ -337,7 +341,8 @@ class _QueuedRun:
         row.began_at = time.monotonic()
         outcome: LaunchResult | None = None
         try:
-            folder = sweeping.finished.begin(self.config, self._key or f"{self._number}")
+            has_key = bool(self.key) and not self.is_repeated
+            folder = sweeping.finished.begin(self.config, self.key if has_key else f"{self._number}")
             sweeping.files.begin(self._number + 1, FinishedRuns.files_in(folder))
             spec = sweeping.spec_of(self.config, place, folder)
             watching = RunObservers(
@@ -372,8 +377,11 @@ class _QueuedRun:
             outcome.close()
         shown.end(word, seconds, error, rank)
         self._take(run, word, shown.history, seconds, error, rank)
-        if word == "done" and self._sweeping.files.is_alone(self._number + 1):
-            self._sweeping.finished.keep(run, self.left, self._key)
+        finished = self._sweeping.finished
+        if word == "done" and not self._sweeping.files.is_alone(self._number + 1):
+            finished.unkept.append((in_words(run.config), "it wrote a file that a run beside it wrote, too"))
+        elif word == "done" and not self.is_repeated:
+            finished.keep(run, self.left, self.key)
         elif word == "failed" and error is not None:
             FinishedRuns.add_traceback(run.log_path, error)
 

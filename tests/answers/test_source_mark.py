@@ -38,6 +38,16 @@ def difference(one: str, two: str, names: dict[str, Any] | None = None, others: 
     return after.difference(json.loads(json.dumps(before.names)))
 
 
+def test_of_many_constants_each_counts() -> None:
+    names = [f"c{number}" for number in range(250)]
+    text = f"def f():\n    return [{', '.join(names)}]\n"
+    values = dict.fromkeys(names, 1)
+    mark = SourceMark.of(notebook(text, **values), is_strict=True)
+    assert len(mark.names) <= 202
+    for changed in (names[0], names[-1], names[100]):
+        assert SourceMark.of(notebook(text, **values | {changed: 2}), is_strict=True).digest != mark.digest
+
+
 COUNTS = "def make(n):\n    def g(x):\n        nonlocal n\n        n += 1\n        return x\n    return g\n"
 OBJECT = "class C:\n    def __init__(self, n):\n        self.n = n\n    def __call__(self, x):\n        return x\n"
 READS = "def f(x):\n    return {}\n"

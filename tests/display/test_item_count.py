@@ -53,6 +53,15 @@ def test_the_next_map_of_a_run_counts_anew() -> None:
     assert items.done == 2
 
 
+def test_progress_does_not_go_back_when_a_process_dies() -> None:
+    items = ItemCount(1000)
+    items.take(0, 1.0, ItemsDone(done=50, everywhere=400))
+    items.restart(0)
+    assert items.done == 400
+    items.take(0, 2.0, ItemsDone(done=1, everywhere=410))
+    assert (items.done, items.finished) == (410, 51)
+
+
 def test_items_of_a_process_that_died_are_kept_and_the_next_one_counts_from_zero() -> None:
     history = history_of()
     history.feed(1, 11.0, RankRestarted("rank 1 was killed by SIGKILL; started again"))

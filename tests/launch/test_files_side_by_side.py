@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 
 import nbaccel
+from nbaccel import Accelerator
 from nbaccel.launch.processes.shared_files import FileList, SharedFiles
 from nbaccel.launch.worker.integrations.written_files import is_private_file
 
@@ -84,6 +88,58 @@ def test_files_of_their_own_and_added_lines_are_nobodys_business(
     assert len(list(tmp_path.glob(".nbaccel/sweeps/*/run.json"))) == 2
 
 
+def in_two_ranks(lr: float, accelerator: Accelerator) -> float:
+    """Both ranks save one file, rank 1 later; rank 0's is the one that is left, as without a sweep."""
+    warnings.simplefilter("ignore")  # that rank 1 has skipped its own
+    time.sleep(0.5 * accelerator.process_index)
+    torch.save(accelerator.process_index, f"rank-{lr}.pt")
+    accelerator.wait_for_everyone()
+    return float(torch.load(f"rank-{lr}.pt"))
+
+
+def test_of_several_ranks_of_a_run_rank_0_alone_writes_a_file() -> None:
+    runs = nbaccel.sweep(in_two_ranks, lr=[0.1, 0.2], gpus_per_run=2, slots=1, cpu=True)
+    assert [run.error or run.value for run in runs] == [0.0, 0.0]
+
+
+def elsewhere(fold: int) -> float:
+    Path(f"of-{fold}").mkdir()
+    os.chdir(f"of-{fold}")
+    torch.save(torch.tensor(float(fold)), "../best.pt")
+    os.chdir("..")
+    meets(fold)
+    return float(torch.load("best.pt"))
+
+
+def test_a_run_that_changes_the_folder_is_seen_too(capsys: pytest.CaptureFixture[str]) -> None:
+    nbaccel.sweep(elsewhere, fold=[0, 1], slots=2, cpu=True)
+    said = capsys.readouterr().out
+    assert "runs 1 and 2 both write best.pt, side by side" in said
+    assert "2 runs will be done again by the same sweep, as fold=0: it wrote a file that a run beside it wrote" in said
+
+
+def test_equal_configurations_have_folders_of_their_own(tmp_path: Path) -> None:
+    runs = nbaccel.sweep(meets_nobody, lr=[0.1, 0.1], slots=2, cpu=True)
+    assert len({run.log_path for run in runs}) == 2
+    assert [Path(run.log_path).read_text() for run in runs] == ["[rank 0] hello\n"] * 2
+
+
+def meets_nobody(lr: float) -> float:
+    print("hello")
+    return lr
+
+
+def test_a_folder_that_goes_away_fails_its_runs_alone(tmp_path: Path) -> None:
+    runs = nbaccel.sweep(breaks_the_folder, fold=[0, 1, 2], folder="kept", slots=1, cpu=True)
+    assert [type(run.error).__name__ for run in runs[1:]] == ["LaunchRefused"] * 2
+
+
+def breaks_the_folder(fold: int) -> int:
+    shutil.rmtree("kept")
+    Path("kept").touch()
+    return fold
+
+
 def one_after_the_other(fold: int) -> float:
     torch.save(torch.tensor(float(fold)), "best.pt")
     return float(torch.load("best.pt"))
@@ -128,3 +184,5 @@ def test_caches_and_temporary_files_are_private_but_not_those_of_the_working_fol
     assert is_private_file(str(tmp_path / "best.pt"))
     assert not is_private_file(str(tmp_path / "best.pt"), str(tmp_path))
     assert is_private_file(str(tmp_path / ".cache" / "x"), str(tmp_path))
+    assert is_private_file("/work/pkg/__pycache__/m.cpython-311.pyc", "/work")
+    assert not is_private_file("/drive/.shortcuts/work/best.pt", "/drive/.shortcuts/work")

@@ -228,4 +228,5 @@ def test_results_that_a_cell_collects_in_an_object_of_the_notebook_are_said_to_s
     notebook = {"scores": [], "best": {}, "net": object()}
     _, line = lines_of_lists(runs, [{"a": 1}], ("a",), code, notebook)
     assert line.startswith("not brought back: scores, best, which each run has changed for itself")
+    assert len([*lines_of_lists(runs, [{"scores": [1]}], ("scores",), "scores.append(1)", {"scores": [[1]]})]) == 1
     assert changed_at(ast.parse("f(x.append)\nwith a[0]: pass\nfor b[1] in c: pass")) == ["b"]

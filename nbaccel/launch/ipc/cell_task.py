@@ -55,6 +55,7 @@ from nbaccel.launch.objects.parameters import (
 )
 from nbaccel.launch.objects.sharded_tensors import held_in_shards
 from nbaccel.launch.objects.wrappers import PYRO, is_wrapper, kept_apart, modules_in, plain
+from nbaccel.settings import RunSettings
 
 __all__ = [
     "RANDOM",
@@ -189,7 +190,8 @@ class CellTask(Task):
             with suppress(Exception):  # as in `results`
                 self._marks = self._marked()
         if self.home is None:  # persistent ranks keep their own variables
-            self._old = OldValues(self.out, self.namespace, self.source.code, self._parts)
+            is_swept = RunSettings.from_env().swept_values is not None
+            self._old = OldValues(self.out, self.namespace, self.source.code, self._parts, is_swept)
         began = time.monotonic()
         statements, *expression = self._parts
         try:

@@ -53,7 +53,7 @@ class InitTask(_HomeTask):
     def __init__(self, home: SharedNamespace) -> None:
         super().__init__(home)
         home.learn(home.namespace)
-        home.new_cells()  # of those that have run, a rank gets the texts as it starts
+        home.learn_cells()  # a rank gets the texts of those that have run as it starts
         public = {name: value for name, value in home.namespace.items() if not name.startswith("_")}
         self.first_card = first_card_in(public)  # what later cells will say is not known
 

@@ -511,11 +511,13 @@ class SharedNamespace:
         """Record that the peer holds nothing."""
         self._known.clear()
 
+    def learn_cells(self) -> None:
+        """Record that the peer has the lines of the notebook's cells that have run by now."""
+        self._cells = frozenset(cell_sources())
+
     def new_cells(self) -> dict[str, list[str]]:
-        """Return the lines of the notebook's cells that the peer does not have, and record that it has them now."""
-        new = {name: lines for name, lines in cell_sources().items() if name not in self._cells}
-        self._cells |= new.keys()
-        return new
+        """Return the lines of later cells. Each task sends all of them: a rank may not have taken part in the last."""
+        return {name: lines for name, lines in cell_sources().items() if name not in self._cells}
 
     @property
     def by_reference(self) -> dict[int, str]:

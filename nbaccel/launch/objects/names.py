@@ -305,7 +305,10 @@ class _Order:
         """Account for the names in `nodes`: those that are read first, then those that are bound."""
         names = [leaf for node in nodes for leaf in ast.walk(node) if isinstance(leaf, ast.Name)]
         changed = {
-            node.target.id for node in nodes if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
+            part.target.id
+            for node in nodes
+            for part in ast.walk(node)
+            if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name)
         }
         self.deleted |= {name.id for name in names if isinstance(name.ctx, ast.Del)}
         read = {name.id for name in names if not isinstance(name.ctx, self._binds)} | changed

@@ -64,7 +64,9 @@ class SharedFiles:
         self._runs[number] = _Run(FileList(path), beside=beside)
 
     def end(self, number: int) -> None:
-        """Take note that a run is over."""
+        """Take note that a run is over; nothing happens if it has not begun."""
+        if number not in self._runs:
+            return
         self._files_of(number)
         self._runs[number].is_over = True
 

@@ -152,6 +152,8 @@ class _Rank:
         ring = RingWriter(boot.ring_fd)
         self.reporter = Reporter(ring, self._gate, self.calls, SaveGrace(self.page, self.rank, watch))
         attach_to_foreign_trainers()
+        if boot.written_files:  # before `write_one_file`, which looks at who calls what it puts around `torch.save`
+            note_written_files(boot.written_files)
         if boot.world.is_distributed and not RunSettings.from_env(boot.environ).independent:
             self._one_training.watch()
             self._whole_models.watch()
@@ -159,8 +161,6 @@ class _Rank:
             self._lone_metrics.watch()
             write_one_run(boot.world, boot.store_path)
             write_one_file(boot.world, boot.store_path)
-        if boot.written_files:
-            note_written_files(boot.written_files)
         self.is_fork = is_fork
         self._watch = watch
         self._task_watch: TaskWatch | None = None

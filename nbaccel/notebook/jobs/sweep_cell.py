@@ -192,7 +192,10 @@ def lines_of_lists(
         yield _line_of_lists(runs, left, names)
     elif example := _last_assigned(tree):
         yield f"nothing was brought back: --out {example} would leave a list of {len(runs)}"
-    if changed := [name for name in changed_at(tree) if isinstance(namespace.get(name), list | dict | set)]:
+    own = {*names, *(name for name, _ in bound_at(tree))}
+    if changed := [
+        name for name in changed_at(tree) if name not in own and isinstance(namespace.get(name), list | dict | set)
+    ]:
         yield (
             f"not brought back: {', '.join(changed)}, which each run has changed for itself; give the value a name of "
             "its own in the cell, for --out"

@@ -37,7 +37,8 @@ class _Files:
     """The files of this process.  path: of the list."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self._path = os.path.abspath(path)  # the program may change the working directory
+        self._home = os.getcwd()
         self._own_folder = os.path.dirname(os.path.abspath(path)) + os.sep
         self._known: set[str] = set()
         self._is_looking = False
@@ -58,7 +59,7 @@ class _Files:
         try:
             path = os.path.abspath(os.fsdecode(given))
             is_known = path in self._known or path.startswith(self._own_folder) or len(self._known) >= _MOST_FILES
-            if not is_known and not is_private_file(path, os.getcwd()):
+            if not is_known and not is_private_file(path, self._home):
                 self._known.add(path)
                 self._add(path)
         except Exception:  # an error here would appear as one of the program's own call
@@ -103,7 +104,8 @@ def is_private_file(path: str, home: str = "") -> bool:
     >>> is_private_file("/dev/null"), is_private_file("/work/best.pt")
     (True, False)
     """
-    if path.startswith(("/dev/", "/proc/")) or f"{os.sep}." in path or os.path.isdir(path):
+    is_at_home = bool(home) and path.startswith(home + os.sep)
+    below = path.removeprefix(home) if is_at_home else path  # home itself may lie below a hidden folder
+    if path.startswith(("/dev/", "/proc/")) or f"{os.sep}." in below or f"{os.sep}__pycache__{os.sep}" in below:
         return True
-    is_temporary = path.startswith(f"{tempfile.gettempdir()}{os.sep}")
-    return is_temporary and not (home and path.startswith(home + os.sep))
+    return os.path.isdir(path) or (not is_at_home and path.startswith(f"{tempfile.gettempdir()}{os.sep}"))
