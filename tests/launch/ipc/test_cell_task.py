@@ -100,12 +100,18 @@ def left(code: str, *out: str, **names: Any) -> dict[str, Any]:
 def test_a_cell_that_ends_early_does_not_leave_what_the_notebook_had() -> None:
     assert left("1 / 0\nscore = 2", "score", score=1) == {}
     assert left("score = 1\n1 / 0", "score", score=1) == {"score": 1}
-    assert left("if False:\n    score = 2", "score", score=1) == {}
     assert left("for at in range(3):\n    best_epoch = at", "best_epoch", best_epoch=2) == {"best_epoch": 2}
     assert left("best = max(best, 2)", "best", best=3) == {"best": 3}, "it has read and kept it"
     assert left("1 / 0\nbest = max(best, 2)", "best", best=3) == {}
     assert left("def score_of():\n    global score\n    score = 1\nscore_of()", "score", score=1) == {"score": 1}
     assert left("print(globals()['score'])\n1 / 0", "score", score=1) == {}
+
+
+def test_a_run_of_a_sweep_leaves_only_what_it_has_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert left("if False:\n    score = 2", "score", score=1) == {"score": 1}
+    monkeypatch.setenv("NBACCEL_SWEPT_VALUES", "lr=0.1")
+    assert left("if False:\n    score = 2", "score", score=1) == {}
+    assert left("best = max(best, 2)", "best", best=3) == {"best": 3}
 
 
 @pytest.mark.parametrize("call", ["callbacks[0]()", "callbacks['end']()", "callbacks()", "callbacks.__wrapped__()"])
