@@ -31,7 +31,12 @@ _ALSO_PLAIN = ("torch.dtype", "builtins.range", "decimal.Decimal", "fractions.Fr
                "datetime.datetime", "datetime.timedelta")  # fmt: skip
 _DEVICE = re.compile(r"(cpu|cuda|mps|xla|xpu)(:\d+)?")
 _SECRET = re.compile(r"api_?key|secret|passw|credential|(hf|api|auth|access)_?token", re.IGNORECASE)
-"""Names whose texts are in no file, and do not count for a map: they say who asks."""
+"""Names whose texts are in no file."""
+
+_NO_SECRET = re.compile(r"secretar|secretion|prompt", re.IGNORECASE)
+_BLANK = re.compile(r"\s")
+_BEFORE_PLACE = re.compile(r" of | in ")
+"""Between the name of an argument and that of its function, as in "prompt of has_secret()"."""
 
 _LIKE_A_SECRET = re.compile(r"[^\s'\"]{20}")
 """So many characters without a blank, as tokens have: such a text counts, and only its hash is written."""
@@ -49,8 +54,8 @@ def mark_of_value(name: str, value: Any, is_strict: bool) -> str:
     >>> mark_of_value("MAX_TOKENS", 32, False), mark_of_value("device", "cuda:1", False)
     ('= 32', '')
     """
-    is_hidden = is_secret(name, value)
-    if not is_strict and (is_hidden or is_place(value) or _is_data(value)):
+    is_hidden = type(value) in (str, bytes) and _SECRET.search(name) is not None
+    if not is_strict and (is_secret(name, value) or is_place(value) or _is_data(value)):
         return ""
     try:
         text = _text_of(value)
@@ -92,8 +97,16 @@ def _is_tuple(value: Any) -> bool:
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Return whether a value is a password or the like, which says who asks."""
-    return type(value) in (str, bytes) and _SECRET.search(name) is not None
+    """Return whether a value is a password or the like: it has no blanks, and its own name says so.
+
+    >>> is_secret("CFG.api_key", "abc"), is_secret("PASSWORD_PROMPT", "Say it."), is_secret("x of is_secret()", "abc")
+    (True, False, False)
+    """
+    if type(value) not in (str, bytes):
+        return False
+    own = _BEFORE_PLACE.split(name)[0].rpartition(".")[2]
+    text = value if type(value) is str else value.decode("latin-1")
+    return bool(_SECRET.search(own)) and not (_NO_SECRET.search(own) or _BLANK.search(text))
 
 
 def is_place(value: Any) -> bool:

@@ -352,6 +352,23 @@ def test_secrets_are_not_written_and_a_new_one_stops_nobody() -> None:
     assert difference(text, text.replace("_aB", "_AB")) == "LIKE_ONE has changed"
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("PASSWORD_PROMPT = 'Is it {} one?'\n" + READS.format("PASSWORD_PROMPT"), "PASSWORD_PROMPT"),
+        ("SECRETARY = '{}'\n" + READS.format("SECRETARY"), "SECRETARY"),
+        (
+            "P = '{}'\ndef has_secret(x, prompt=P):\n    return x\n" + READS.format("has_secret(x)"),
+            "prompt of has_secret()",
+        ),
+    ],
+)
+def test_what_is_only_named_after_secrets_counts_and_is_not_written(text: str, name: str) -> None:
+    one, two = (text.replace("{}", word) for word in ("short", "other"))
+    assert difference(one, two) == f"{name} has changed"
+    assert "short" not in json.dumps(SourceMark.of(notebook(one)).names)
+
+
 def test_of_objects_that_a_package_defines_the_class_counts() -> None:
     model = torch.nn.Linear(2, 2, device="cpu")
     assert SourceMark.of(model).digest == SourceMark.of(torch.nn.Linear(3, 3, device="cpu")).digest
