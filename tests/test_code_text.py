@@ -8,6 +8,7 @@ import linecache
 import os
 import shutil
 import subprocess
+import warnings
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -162,6 +163,18 @@ def test_code_without_a_text_is_known_by_its_instructions() -> None:
     one, two, three = (mark(scope["f"]) for scope in scopes)
     assert one == two != three
     assert one.startswith(COMPILED)
+
+
+@pytest.mark.parametrize("action", ["always", "error"])
+def test_warnings_about_the_code_are_not_given_again(tmp_path: Path, action: Any) -> None:
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("ignore")
+        function = function_in(tmp_path / "one.py", "def f(x):\n    return x is 1 or '\\d'\n")
+        warnings.simplefilter(action)
+        assert mark(function).startswith(CODE)
+        assert mark_of_text("lambda x: x is 1 or '\\d'").startswith(CODE)
+        assert SourceMark.of_cell("'\\d'", [], {}).names[""].startswith(CODE)
+    assert given == []
 
 
 def test_what_an_older_version_printed_has_the_mark_of_its_function(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from nbaccel.answers.plain_values import (
     parts_of,
     short_hash,
 )
-from nbaccel.code_text import CODE, COMPILED, CodeTexts, mark_of_code, mark_of_text, mark_of_tree, names_read
+from nbaccel.code_text import CODE, COMPILED, CodeTexts, mark_of_code, mark_of_text, mark_of_tree, names_read, parsed
 from nbaccel.notices import is_users
 from nbaccel.quantities import plural
 from nbaccel.values import frozen
@@ -204,7 +204,7 @@ class _Reading:
 
     def read_cell(self, text: str, codes: Sequence[types.CodeType], names: Mapping[str, Any]) -> None:
         """Follow a cell."""
-        self._marks[_WHOLE] = mark_of_tree(ast.parse(text))
+        self._marks[_WHOLE] = mark_of_tree(parsed(text))
         self._add_globals(names_read(codes), names)
         self._follow()
 
