@@ -74,6 +74,10 @@ _CALLED_BY_NAME = (
     types.FunctionType, types.BuiltinFunctionType, type, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.MethodWrapperType, types.ClassMethodDescriptorType,
 )  # fmt: skip
+_FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_SCOPES = (*_FUNCTION_NODES, ast.ClassDef, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+"""Parts of a function that bind names of their own."""
+
 _IS_AROUND = "__wrapped__"
 _MOST_AROUND = 20
 _MADE = ("<string>", "<attrs")
@@ -406,19 +410,49 @@ class _Reading:
 def changed_in(tree: ast.AST) -> Iterator[str]:
     """Yield the names and attributes that a function changes behind itself: "seen", or "self.seen".
 
+    Names that a function within it binds are others, though they may be called alike.
+
     >>> list(changed_in(ast.parse("def f(x):\\n    global n\\n    seen[x] = 1\\n    self.all.append(x)")))
     ['n', 'seen', 'self.all']
     """
-    for node in ast.walk(tree):
+    no_names: frozenset[str] = frozenset()
+    todo = deque([(tree, no_names)])
+    while todo:
+        node, bound = todo.popleft()
+        yield from (path for path in _changed_by(node) if path.partition(".")[0] not in bound)
+        for child in ast.iter_child_nodes(node):
+            todo.append((child, _bound_in(child, bound) if isinstance(child, _FUNCTION_NODES) else bound))
+
+
+def _changed_by(node: ast.AST) -> Iterable[str]:
+    match node:
+        case ast.Global() | ast.Nonlocal():
+            return node.names
+        case ast.Attribute(ctx=ast.Store() | ast.Del()):
+            return [_path_of(node)]
+        case ast.Subscript(ctx=ast.Store() | ast.Del()):
+            return [_path_of(node.value)]
+        case ast.Call(func=ast.Attribute(attr=name, value=owner)) if name in _CHANGE_IT:
+            return [_path_of(owner)]
+    return ()
+
+
+def _bound_in(function: ast.AST, around: frozenset[str]) -> frozenset[str]:
+    """Return the names that an inner function binds as parameters or by assignments, and those bound around it."""
+    own, of_others, of_all = set(), set(), set()
+    todo = deque(ast.iter_child_nodes(function))
+    while todo:
+        node = todo.popleft()
         match node:
-            case ast.Global() | ast.Nonlocal():
-                yield from node.names
-            case ast.Attribute(ctx=ast.Store() | ast.Del()):
-                yield _path_of(node)
-            case ast.Subscript(ctx=ast.Store() | ast.Del()):
-                yield _path_of(node.value)
-            case ast.Call(func=ast.Attribute(attr=name, value=owner)) if name in _CHANGE_IT:
-                yield _path_of(owner)
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
+                own.add(name)
+            case ast.Nonlocal(names=names):
+                of_others.update(names)
+            case ast.Global(names=names):
+                of_all.update(names)
+        if not isinstance(node, _SCOPES):
+            todo.extend(ast.iter_child_nodes(node))
+    return around.union(own - of_others) - of_all
 
 
 def _path_of(node: ast.expr) -> str:

@@ -165,6 +165,16 @@ CHANGED: dict[str, tuple[str, str, str]] = {
         "import torch\nW = torch.zeros(2, device='cpu')\n" + READS.format("W"),
         "W was 2 then, and is an object now",
     ),
+    "what is called like a parameter of an inner function": (
+        "S = {}\ndef f(x):\n    def g(S):\n        S[1] = x\n    return g, S\n",
+        "S = {1: 1}\ndef f(x):\n    def g(S):\n        S[1] = x\n    return g, S\n",
+        "S was {} then, and is {1: 1} now",
+    ),
+    "what is called like a name that an inner function assigns": (
+        "S = []\ndef f(x):\n    def g():\n        S = []\n        lambda: S.append(x)\n    return g, S\n",
+        "S = [1]\ndef f(x):\n    def g():\n        S = []\n        lambda: S.append(x)\n    return g, S\n",
+        "S was [] then, and is [1] now",
+    ),
     "a choice of an enumeration": (
         "import enum\nclass E(enum.Enum):\n    A = 1\n    B = 2\nc = E.A\n" + READS.format("c"),
         "import enum\nclass E(enum.Enum):\n    A = 1\n    B = 2\nc = E.B\n" + READS.format("c"),
@@ -266,6 +276,16 @@ NOT_COUNTED: dict[str, tuple[str, str]] = {
     "a cache of a helper": (
         "S = {}\ndef g(x):\n    S[x] = 1\ndef f(x):\n    return S.get(x) or g(x)\n",
         "S = {1: 1}\ndef g(x):\n    S[x] = 1\ndef f(x):\n    return S.get(x) or g(x)\n",
+    ),
+    "a list to which an inner function appends": (
+        "S = []\ndef f(x):\n    [S for S in x]\n    def g(y):\n        [S for S in y]\n        S.append(y)\n"
+        "    return g, S\n",
+        "S = [1]\ndef f(x):\n    [S for S in x]\n    def g(y):\n        [S for S in y]\n        S.append(y)\n"
+        "    return g, S\n",
+    ),
+    "a count in an inner function": (
+        "N = 0\ndef f(x):\n    def g():\n        global N\n        N += 1\n    return g\n",
+        "N = 7\ndef f(x):\n    def g():\n        global N\n        N += 1\n    return g\n",
     ),
     "a count": (
         "N = 0\ndef f(x):\n    global N\n    N += 1\n    return x\n",
