@@ -21,7 +21,7 @@ _DEEPEST = 32
 _BYTES = 16
 _MOST_OBJECTS = 10_000
 
-_NUMBERS: tuple[type, ...] = (bool, int, float, complex)
+_NUMBERS = (bool, int, float, complex)
 
 _Write = Callable[[bytes], object]
 
@@ -117,9 +117,13 @@ def _write_bytes(kind: bytes, data: bytes, write: _Write) -> None:
 def _text_of_number(value: Any) -> str:
     """Return a number as text; those of NumPy that are numbers of Python as Python does: versions of NumPy differ."""
     if type(value) not in _NUMBERS and not isinstance(value, Enum):
-        for kind in _NUMBERS:
-            if isinstance(value, kind):
-                return kind.__repr__(value)
+        match value:
+            case int():
+                return int.__repr__(value)
+            case float():
+                return float.__repr__(value)
+            case complex():
+                return complex.__repr__(value)
     return repr(value)
 
 
