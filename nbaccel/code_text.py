@@ -15,8 +15,9 @@ import functools
 import hashlib
 import linecache
 import types
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "mark_of_tree",
     "names_read",
     "names_used",
+    "parsed",
 ]
 
 CODE, COMPILED = "code ", "compiled "
@@ -118,11 +120,29 @@ def mark_of_tree(node: Any) -> str:
 def mark_of_text(text: str) -> str:
     """Return the mark of one function or lambda that was printed by `ast.unparse`; empty if it is something else."""
     with suppress(SyntaxError, ValueError):
-        (statement,) = ast.parse(text).body
+        (statement,) = parsed(text).body
         node = statement.value if isinstance(statement, ast.Expr) else statement
         if isinstance(node, _Function):
             return mark_of_tree(node)
     return ""
+
+
+def parsed(text: str) -> ast.Module:
+    """Return the tree of a text, without the warnings that Python gave when the user's code was compiled.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    with _no_warnings():
+        return ast.parse(text)
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Let Python give no warnings, in all threads: for as short as one text needs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 # --- the tree of a function -------------------------------------------------------------------------------------
@@ -196,7 +216,7 @@ def _compiled(tree: ast.Module, flags: int) -> Iterator[tuple[_Function, int, ty
     """
     functions = [node for node in ast.walk(tree) if isinstance(node, _Function)]
     flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    plain = list(_within(compile(tree, "", "exec", flags, dont_inherit=True)))
+    plain = list(_within(_code_of(tree, flags)))
     found = []
     for number, node in enumerate(functions, 1):
         found.append((node, _first_line(node)))
@@ -204,7 +224,7 @@ def _compiled(tree: ast.Module, flags: int) -> Iterator[tuple[_Function, int, ty
         for each in (node, *first_decorator):
             each.lineno = each.end_lineno = number
             each.col_offset = each.end_col_offset = 0
-    numbered = list(_within(compile(tree, "", "exec", flags, dont_inherit=True)))
+    numbered = list(_within(_code_of(tree, flags)))
     if len(plain) != len(numbered):  # equal lambdas in one place were one
         plain = numbered
     for code, same in zip(plain, numbered, strict=True):
@@ -212,13 +232,19 @@ def _compiled(tree: ast.Module, flags: int) -> Iterator[tuple[_Function, int, ty
             yield *found[number - 1], code
 
 
+def _code_of(tree: ast.Module, flags: int) -> types.CodeType:
+    with _no_warnings():
+        code: types.CodeType = compile(tree, "", "exec", flags, dont_inherit=True)
+    return code
+
+
 def _parsed(lines: list[str]) -> ast.Module:
     """Return the tree of a file or a cell. Of a cell as it was typed, the lines of magics become empty."""
     try:
-        return ast.parse("".join(lines))
+        return parsed("".join(lines))
     except SyntaxError:
         plain = ["\n" if line.lstrip().startswith(("%", "!", "?")) else line for line in lines]
-        return ast.parse("".join(plain))
+        return parsed("".join(plain))
 
 
 def _first_line(node: _Function) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copyreg
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -19,6 +20,8 @@ _MOST_SAMPLED = 32
 _DEEPEST = 32
 _BYTES = 16
 _MOST_OBJECTS = 10_000
+
+_NUMBERS = (bool, int, float, complex)
 
 _Write = Callable[[bytes], object]
 
@@ -63,7 +66,7 @@ class _Walk:
             case bytes() | bytearray() | memoryview():
                 return _write_bytes(b"b", bytes(value), write)
             case bool() | int() | float() | complex() | None:
-                return _write_bytes(b"n", repr(value).encode(), write)
+                return _write_bytes(b"n", _text_of_number(value).encode(), write)
         if len(self.around) > _DEEPEST:
             if self.left == _MOST_OBJECTS:
                 raise ValueError(f"an item is nested more than {_DEEPEST} levels deep, or contains itself")
@@ -109,6 +112,19 @@ class _Walk:
 def _write_bytes(kind: bytes, data: bytes, write: _Write) -> None:
     write(kind + b"%d;" % len(data))
     write(data)
+
+
+def _text_of_number(value: Any) -> str:
+    """Return a number as text; those of NumPy that are numbers of Python as Python does: versions of NumPy differ."""
+    if type(value) not in _NUMBERS and not isinstance(value, Enum):
+        match value:
+            case int():
+                return int.__repr__(value)
+            case float():
+                return float.__repr__(value)
+            case complex():
+                return complex.__repr__(value)
+    return repr(value)
 
 
 def _bytes_of(value: Any) -> bytes | None:

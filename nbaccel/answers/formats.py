@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
@@ -75,7 +76,8 @@ class ParquetFormat:
     """A folder of Parquet files of one schema: the columns index, answer and error.
 
     Where each answer is a dict, its keys are the columns instead of answer; a key that one of them lacks is None in it
-    afterwards. Answers for which Parquet has no common type are in the column answer as JSON.
+    afterwards, also in a dict within an answer. Answers for which Parquet has no common type are in the column answer
+    as JSON.
 
     Raises:
         ModuleNotFoundError: there is no pyarrow.
@@ -248,7 +250,8 @@ def _check_other_keys(value: dict[Any, Any]) -> None:
                 "cannot hold: use texts or plain numbers as keys, or leave out= away to keep answers in memory"
             )
     texts = [*json.loads(json.dumps(dict.fromkeys(value)), object_pairs_hook=lambda pairs: [key for key, _ in pairs])]
-    if twice := next((text for text in texts if texts.count(text) > 1), None):
+    if len(texts) > len(set(texts)):
+        ((twice, _),) = Counter(texts).most_common(1)
         raise TypeError(
             f'an answer holds a dict with several keys that are "{twice}" in JSON, where all keys are texts: '
             "use texts, or leave out= away to keep answers in memory"

@@ -78,11 +78,16 @@ def as_items(items: Any) -> Any:
         raise TypeError(f'items is a list of items, got a {kind}: write items.to_dict("records"), or one column')
     if hasattr(items, "iloc") or kind in ("dict_keys", "dict_values", "dict_items"):
         return list(items)
-    if hasattr(items, "__len__") and hasattr(items, "__getitem__"):
+    if hasattr(items, "__len__") and hasattr(items, "__getitem__") and not _has_no_numbers(items):
         return list(items[:]) if _is_plain_column(items) else items
     if hasattr(items, "__iter__"):
         return items if isinstance(items, ItemStream) else ItemStream(items)
     raise TypeError(f"items is a list of items, or a stream of them, got a {kind}")
+
+
+def _has_no_numbers(items: Any) -> bool:
+    """Return whether items are a stream of torch, which may have a length, and inherits a method that only raises."""
+    return any(kind.__qualname__ == "IterableDataset" for kind in type(items).__mro__)
 
 
 def _is_plain_column(items: Any) -> bool:

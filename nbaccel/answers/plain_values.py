@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
-__all__ = ["LONG", "VALUE", "is_a", "is_plain", "mark_of_value", "parts_of", "short_hash"]
+__all__ = ["LONG", "VALUE", "is_a", "is_place", "is_plain", "is_secret", "mark_of_value", "parts_of", "short_hash"]
 
 VALUE, LONG = "= ", "# "
 """Beginnings of the marks of values: of those that stand there as they are, and of hashes."""
@@ -31,7 +31,12 @@ _ALSO_PLAIN = ("torch.dtype", "builtins.range", "decimal.Decimal", "fractions.Fr
                "datetime.datetime", "datetime.timedelta")  # fmt: skip
 _DEVICE = re.compile(r"(cpu|cuda|mps|xla|xpu)(:\d+)?")
 _SECRET = re.compile(r"api_?key|secret|passw|credential|(hf|api|auth|access)_?token", re.IGNORECASE)
-"""Names whose texts are in no file, and do not count for a map: they say who asks."""
+"""Names whose texts are in no file."""
+
+_NO_SECRET = re.compile(r"secretar|secretion|prompt", re.IGNORECASE)
+_BLANK = re.compile(r"\s")
+_BEFORE_PLACE = re.compile(r" of | in ")
+"""Between the name of an argument and that of its function, as in "prompt of has_secret()"."""
 
 _LIKE_A_SECRET = re.compile(r"[^\s'\"]{20}")
 """So many characters without a blank, as tokens have: such a text counts, and only its hash is written."""
@@ -49,14 +54,14 @@ def mark_of_value(name: str, value: Any, is_strict: bool) -> str:
     >>> mark_of_value("MAX_TOKENS", 32, False), mark_of_value("device", "cuda:1", False)
     ('= 32', '')
     """
-    is_secret = type(value) in (str, bytes) and _SECRET.search(name) is not None
-    if not is_strict and (is_secret or _is_data_or_place(value)):
+    is_hidden = type(value) in (str, bytes) and _SECRET.search(name) is not None
+    if not is_strict and (is_secret(name, value) or is_place(value) or _is_data(value)):
         return ""
     try:
         text = _text_of(value)
     except (_NotCounted, RecursionError, RuntimeError):  # it contains itself, or a thread changes it
         return ""
-    is_short = len(text) <= _LONGEST_VALUE and not (is_secret or _LIKE_A_SECRET.search(text))
+    is_short = len(text) <= _LONGEST_VALUE and not (is_hidden or _LIKE_A_SECRET.search(text))
     return VALUE + text if is_short else f"{LONG}{type(value).__name__} {short_hash(text)}"
 
 
@@ -91,11 +96,35 @@ def _is_tuple(value: Any) -> bool:
     return type(value) is tuple or (is_a(value, tuple) and hasattr(type(value), "_fields"))
 
 
-def _is_data_or_place(value: Any) -> bool:
-    """Return whether a value is data, or says where something runs or lies: another session may have another one."""
-    if type(value) in (list, dict, set):
-        return sum(1 for _ in islice(parts_of(value), _MOST_IN_CONTAINER + 1)) > _MOST_IN_CONTAINER
-    return is_a(value, PurePath) or (type(value) is str and _DEVICE.fullmatch(value) is not None)
+def is_secret(name: str, value: Any) -> bool:
+    """Return whether a value is a password or the like: it has no blanks, and its own name says so.
+
+    >>> is_secret("CFG.api_key", "abc"), is_secret("PASSWORD_PROMPT", "Say it."), is_secret("x of is_secret()", "abc")
+    (True, False, False)
+    """
+    if type(value) not in (str, bytes):
+        return False
+    own = _BEFORE_PLACE.split(name)[0].rpartition(".")[2]
+    text = value if type(value) is str else value.decode("latin-1")
+    return bool(_SECRET.search(own)) and not (_NO_SECRET.search(own) or _BLANK.search(text))
+
+
+def is_place(value: Any) -> bool:
+    """Return whether a value says where something runs or lies: another session may have another one.
+
+    >>> is_place("cuda:1"), is_place(PurePath("data")), is_place("data")
+    (True, True, False)
+    """
+    kind = type(value)
+    if kind is str:
+        return _DEVICE.fullmatch(value) is not None
+    return is_a(value, PurePath) or f"{kind.__module__}.{kind.__name__}" == "torch.device"
+
+
+def _is_data(value: Any) -> bool:
+    if type(value) not in (list, dict, set):
+        return False
+    return sum(1 for _ in islice(parts_of(value), _MOST_IN_CONTAINER + 1)) > _MOST_IN_CONTAINER
 
 
 def parts_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -27,8 +27,18 @@ from dataclasses import is_dataclass
 from itertools import islice
 from typing import Any, Self
 
-from nbaccel.answers.plain_values import LONG, VALUE, is_a, is_plain, mark_of_value, parts_of, short_hash
-from nbaccel.code_text import CODE, COMPILED, CodeTexts, mark_of_code, mark_of_text, mark_of_tree, names_read
+from nbaccel.answers.plain_values import (
+    LONG,
+    VALUE,
+    is_a,
+    is_place,
+    is_plain,
+    is_secret,
+    mark_of_value,
+    parts_of,
+    short_hash,
+)
+from nbaccel.code_text import CODE, COMPILED, CodeTexts, mark_of_code, mark_of_text, mark_of_tree, names_read, parsed
 from nbaccel.notices import is_users
 from nbaccel.quantities import plural
 from nbaccel.values import frozen
@@ -49,6 +59,9 @@ _MOST_LOOKED_AT = 100
 """Values in a container among which functions are looked for."""
 
 _CLASS, _NAMED = "class ", "name "
+_UNCOUNTED = "uncounted "
+_DATA, _OBJECT = _UNCOUNTED + "data", _UNCOUNTED + "an object"
+"""Marks of values that code reads and that do not count: all are equal, and differ from those of what counts."""
 
 _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__", "__setstate__"})
 _CHANGE_IT = frozenset(
@@ -61,6 +74,10 @@ _CALLED_BY_NAME = (
     types.FunctionType, types.BuiltinFunctionType, type, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.MethodWrapperType, types.ClassMethodDescriptorType,
 )  # fmt: skip
+_FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_SCOPES = (*_FUNCTION_NODES, ast.ClassDef, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+"""Parts of a function that bind names of their own."""
+
 _IS_AROUND = "__wrapped__"
 _MOST_AROUND = 20
 _MADE = ("<string>", "<attrs")
@@ -118,8 +135,8 @@ class SourceMark:
     def difference(self, earlier: Mapping[str, str] | str) -> str:
         """Return in words what differs from an earlier mark; empty if nothing does.
 
-        A name that only one of them has makes no difference: the code that reads it would differ too, and a value that
-        does not count now, or did not then, cannot be compared.
+        A name that only one of them has makes no difference: the code that reads it would differ too, or it is a place
+        or a password. Data and other objects cannot be compared, but a number that has become data has changed.
 
         earlier: its names; or a text alone, as the first version wrote it.
         """
@@ -130,10 +147,20 @@ class SourceMark:
         if isinstance(earlier, str):
             return ""
         both = {name: (then, self.names[name]) for name, then in earlier.items() if name in self.names}
-        changed = [_changed(name, *marks) for name, marks in both.items() if marks[0] != marks[1]]
+        changed = [_changed(name, *marks) for name, marks in both.items() if not _are_alike(*marks)]
         if len(changed) > _MOST_IN_WORDS:
             changed[_MOST_IN_WORDS:] = [f"{plural(len(changed) - _MOST_IN_WORDS, 'more name')} differ"]
         return "; ".join(changed)
+
+
+def _are_alike(then: str, now: str) -> bool:
+    """Return whether nothing differs as far as is known: a model may not have been loaded when its name was None.
+
+    >>> _are_alike("= None", "uncounted an object"), _are_alike("= None", "uncounted data")
+    (True, False)
+    """
+    has_come_or_gone = {then, now} == {VALUE + "None", _OBJECT}
+    return then == now or has_come_or_gone or (then.startswith(_UNCOUNTED) and now.startswith(_UNCOUNTED))
 
 
 def _changed(name: str, then: str, now: str) -> str:
@@ -146,8 +173,9 @@ def _changed(name: str, then: str, now: str) -> str:
         return f"{name} has changed, or its text is not found and cannot be compared"
     if name == _OTHERS:
         return "another of the names that it reads has changed"
-    if then.startswith(VALUE) and now.startswith(VALUE):
-        return f"{name} was {then.removeprefix(VALUE)} then, and is {now.removeprefix(VALUE)} now"
+    if all(mark.startswith((VALUE, _UNCOUNTED)) for mark in (then, now)):
+        then, now = (mark.removeprefix(VALUE).removeprefix(_UNCOUNTED) for mark in (then, now))
+        return f"{name} was {then} then, and is {now} now"
     is_function = then.startswith((CODE, COMPILED)) and not name.endswith(")")
     return f"{name}() has changed" if is_function else f"{name} has changed"
 
@@ -165,6 +193,8 @@ class _Reading:
         self._marks: dict[str, str] = {}
         self._values: dict[str, Any] = {}
         self._uncounted: list[str] = []
+        self._objects: list[str] = []
+        self._of_class: dict[str, str] = {}  # attributes that an object has of its class, with their names there
         self._todo: deque[tuple[str, Any]] = deque()
         self._seen: dict[str, Any] = {}  # holds the objects, so that none gets the id of another
         self._first: dict[int, str] = {}  # by the ids of functions, classes and objects: the name that came first
@@ -178,20 +208,33 @@ class _Reading:
 
     def read_cell(self, text: str, codes: Sequence[types.CodeType], names: Mapping[str, Any]) -> None:
         """Follow a cell."""
-        self._marks[_WHOLE] = mark_of_tree(ast.parse(text))
+        self._marks[_WHOLE] = mark_of_tree(parsed(text))
         self._add_globals(names_read(codes), names)
         self._follow()
 
     def finished(self) -> tuple[dict[str, str], tuple[str, ...]]:
         """Return the marks, those of many names as one, and the arguments that do not count."""
         values = {name: mark_of_value(name, value, self._is_strict) for name, value in self._values.items()}
-        kept = [(name, mark) for name, mark in values.items() if mark and name not in self._changed]
+        kept = [(name, mark) for name, mark in values.items() if mark and not self._changes(name)]
         marks = {_WHOLE: self._marks.pop(_WHOLE), **dict(kept[:_MOST_NAMES])}
         left = max(0, _MOST_NAMES - len(kept))
         marks |= dict(list(self._marks.items())[:left])
         if rest := sorted([*kept[_MOST_NAMES:], *list(self._marks.items())[left:]]):
             marks[_OTHERS] = LONG + short_hash(json.dumps(rest))
+        if not self._is_strict:  # a digest tells by the missing name that a value counts no more
+            marks |= dict(list(self._marks_of_uncounted(values))[: max(0, _MOST_NAMES - len(marks))])
         return marks, tuple(self._uncounted)
+
+    def _marks_of_uncounted(self, values: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """Yield the marks of data and objects; places and passwords may be anything."""
+        for name, mark in values.items():
+            value = self._values[name]
+            if not (mark or self._changes(name) or is_place(value) or is_secret(name, value)):
+                yield name, _DATA
+        yield from ((name, _OBJECT) for name in self._objects if not self._changes(name))
+
+    def _changes(self, name: str) -> bool:
+        return not self._changed.isdisjoint({name, self._of_class.get(name, name)})
 
     # -- names
 
@@ -321,11 +364,28 @@ class _Reading:
             self._add(kind.__name__, kind)
         if name == _WHOLE:
             self._marks[name] = _NAMED + (kind.__name__ if self._is_own(kind) else _full_name(kind))
+        elif not is_place(value):
+            self._objects.append(name)
         if all(map(self._is_own, mine)) or kind in (types.SimpleNamespace, argparse.Namespace):
             state = set() if self._is_strict else self._state_of(mine)
-            for attribute, each in _attributes_of(value).items():
+            for attribute, each in (self._defaults_of(name, mine) | _attributes_of(value)).items():
                 if attribute not in state:
                     self._add(f"{name or f'its {kind.__name__}'}.{attribute}", each)
+
+    def _defaults_of(self, name: str, classes: Sequence[type]) -> dict[str, Any]:
+        """Return the plain attributes that an object has of its class, until it gets its own.
+
+        name: of the object.
+        """
+        found: dict[str, Any] = {}
+        for kind in () if self._is_strict else classes[::-1]:  # a digest tells an attribute of its own anyway
+            for attribute, each in _members_of(kind):
+                if is_plain(each):
+                    found[attribute] = each
+                    self._of_class[f"{name or f'its {classes[0].__name__}'}.{attribute}"] = (
+                        f"{kind.__name__}.{attribute}"
+                    )
+        return found
 
     def _state_of(self, classes: Iterable[type]) -> set[str]:
         """Return attributes that methods change after the object was made: its state, not its settings."""
@@ -350,19 +410,49 @@ class _Reading:
 def changed_in(tree: ast.AST) -> Iterator[str]:
     """Yield the names and attributes that a function changes behind itself: "seen", or "self.seen".
 
+    Names that a function within it binds are others, though they may be called alike.
+
     >>> list(changed_in(ast.parse("def f(x):\\n    global n\\n    seen[x] = 1\\n    self.all.append(x)")))
     ['n', 'seen', 'self.all']
     """
-    for node in ast.walk(tree):
+    no_names: frozenset[str] = frozenset()
+    todo = deque([(tree, no_names)])
+    while todo:
+        node, bound = todo.popleft()
+        yield from (path for path in _changed_by(node) if path.partition(".")[0] not in bound)
+        for child in ast.iter_child_nodes(node):
+            todo.append((child, _bound_in(child, bound) if isinstance(child, _FUNCTION_NODES) else bound))
+
+
+def _changed_by(node: ast.AST) -> Iterable[str]:
+    match node:
+        case ast.Global() | ast.Nonlocal():
+            return node.names
+        case ast.Attribute(ctx=ast.Store() | ast.Del()):
+            return [_path_of(node)]
+        case ast.Subscript(ctx=ast.Store() | ast.Del()):
+            return [_path_of(node.value)]
+        case ast.Call(func=ast.Attribute(attr=name, value=owner)) if name in _CHANGE_IT:
+            return [_path_of(owner)]
+    return ()
+
+
+def _bound_in(function: ast.AST, around: frozenset[str]) -> frozenset[str]:
+    """Return the names that an inner function binds as parameters or by assignments, and those bound around it."""
+    own, of_others, of_all = set(), set(), set()
+    todo = deque(ast.iter_child_nodes(function))
+    while todo:
+        node = todo.popleft()
         match node:
-            case ast.Global() | ast.Nonlocal():
-                yield from node.names
-            case ast.Attribute(ctx=ast.Store() | ast.Del()):
-                yield _path_of(node)
-            case ast.Subscript(ctx=ast.Store() | ast.Del()):
-                yield _path_of(node.value)
-            case ast.Call(func=ast.Attribute(attr=name, value=owner)) if name in _CHANGE_IT:
-                yield _path_of(owner)
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
+                own.add(name)
+            case ast.Nonlocal(names=names):
+                of_others.update(names)
+            case ast.Global(names=names):
+                of_all.update(names)
+        if not isinstance(node, _SCOPES):
+            todo.extend(ast.iter_child_nodes(node))
+    return around.union(own - of_others) - of_all
 
 
 def _path_of(node: ast.expr) -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,17 @@ def test_of_a_data_set_some_items_are_read() -> None:
 
     checksum_of_sample(Slow())  # type: ignore[arg-type]
     assert Slow.read < 50
+
+
+def test_numbers_of_numpy_count_as_those_of_python() -> None:
+    """NumPy 2 prints the first one as np.float64(1.5)."""
+    assert checksum_of([np.float64(1.5), np.complex128(1j)]) == checksum_of([1.5, 1j])
+    assert checksum_of([np.float64(1.5)]) != checksum_of([np.float64(2.5)])
+    assert len({checksum_of([each]) for each in (True, 1, Color.RED)}) == 3
+
+
+class Color(IntEnum):
+    RED = 1
 
 
 @dataclass

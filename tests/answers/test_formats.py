@@ -46,6 +46,28 @@ def test_keys_that_json_cannot_keep_are_said(answer: Any, words: str, around: An
     assert "\n" not in str(caught.value)
 
 
+def test_many_keys_are_compared_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+
+    class Key(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    load = json.loads
+    monkeypatch.setattr(json, "loads", lambda text, **more: [Key(key) for key in load(text, **more)])
+    answer: dict[int | str, float] = dict.fromkeys(range(1000), 0.5)
+    formats._check_keys(answer)
+    assert compared < 10_000
+    with pytest.raises(TypeError, match='several keys that are "7" in JSON'):
+        formats._check_keys(answer | {"7": 0.5})
+
+
 def test_numbers_that_json_does_not_know_stay_what_they_are(tmp_path: Path) -> None:
     answers = Accelerator(cpu=True).map(list, [math.nan, math.inf], out=tmp_path / "a.jsonl")
     assert math.isnan(answers[0])

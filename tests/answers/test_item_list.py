@@ -120,6 +120,23 @@ def test_a_stream_gives_all_its_items_after_it_was_compared(make: Any) -> None:
         assert len(list(stream)) == left
 
 
+class Counted(torch.utils.data.IterableDataset[str]):
+    """A stream of torch that knows its length."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[str]:
+        return drawn()
+
+
+def test_a_stream_of_torch_may_have_a_length() -> None:
+    stream = as_items(Counted())
+    assert isinstance(stream, ItemStream)
+    assert ItemMark.of(stream) == ItemMark(None, "")
+    assert list(stream) == TEXTS[:5]
+
+
 def test_streams_that_are_equal_have_no_difference() -> None:
     blocks = [(2, ItemMark.of(TEXTS[:2]).checksum), (5, ItemMark.of(TEXTS[2:5]).checksum)]
     assert ItemStream(drawn()).difference(blocks, keeps=True) == ""

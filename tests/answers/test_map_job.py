@@ -165,7 +165,7 @@ def make(limit: int) -> Any:
 
 def test_a_changed_constant_or_helper_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finished(tmp_path / "a.jsonl", function=shortened)
-    monkeypatch.setitem(globals(), "HELD", [])  # data
+    monkeypatch.setitem(globals(), "HELD", [2] * 999)  # data
     assert opened(tmp_path / "a.jsonl", function=shortened).is_finished
     monkeypatch.setitem(globals(), "LIMIT", 5)
     with pytest.raises(

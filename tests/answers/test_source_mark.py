@@ -140,6 +140,41 @@ CHANGED: dict[str, tuple[str, str, str]] = {
         "from dataclasses import dataclass\n@dataclass\nclass C:\n    size: int\nc = C(2)\n" + READS.format("c.size"),
         "c.size was 1 then, and is 2 now",
     ),
+    "an attribute of an object that was its class's": (
+        "class C:\n    n = 'a'\nc = C()\n" + READS.format("c.n"),
+        "class C:\n    n = 'a'\nc = C()\nc.n = 'b'\n" + READS.format("c.n"),
+        "c.n was 'a' then, and is 'b' now",
+    ),
+    "an attribute of an object that is its class's again": (
+        "class B:\n    n = 1\nclass C(B):\n    n = 2\nc = C()\nc.n = 3\n" + READS.format("c.n"),
+        "class B:\n    n = 1\nclass C(B):\n    n = 2\nc = C()\n" + READS.format("c.n"),
+        "c.n was 3 then, and is 2 now",
+    ),
+    "a constant that became data": (
+        "S = None\n" + READS.format("S"),
+        "S = [1] * 101\n" + READS.format("S"),
+        "S was None then, and is data now",
+    ),
+    "data that became a constant": (
+        "S = [1] * 101\n" + READS.format("S"),
+        "S = [1] * 2\n" + READS.format("S"),
+        "S was data then, and is [1, 1] now",
+    ),
+    "a number that became a tensor": (
+        "import torch\nW = 2\n" + READS.format("W"),
+        "import torch\nW = torch.zeros(2, device='cpu')\n" + READS.format("W"),
+        "W was 2 then, and is an object now",
+    ),
+    "what is called like a parameter of an inner function": (
+        "S = {}\ndef f(x):\n    def g(S):\n        S[1] = x\n    return g, S\n",
+        "S = {1: 1}\ndef f(x):\n    def g(S):\n        S[1] = x\n    return g, S\n",
+        "S was {} then, and is {1: 1} now",
+    ),
+    "what is called like a name that an inner function assigns": (
+        "S = []\ndef f(x):\n    def g():\n        S = []\n        lambda: S.append(x)\n    return g, S\n",
+        "S = [1]\ndef f(x):\n    def g():\n        S = []\n        lambda: S.append(x)\n    return g, S\n",
+        "S was [] then, and is [1] now",
+    ),
     "a choice of an enumeration": (
         "import enum\nclass E(enum.Enum):\n    A = 1\n    B = 2\nc = E.A\n" + READS.format("c"),
         "import enum\nclass E(enum.Enum):\n    A = 1\n    B = 2\nc = E.B\n" + READS.format("c"),
@@ -234,12 +269,6 @@ NOT_COUNTED: dict[str, tuple[str, str]] = {
     "a comment": ("def f(x):\n    return x\n", "def f(x):\n    # why\n    return x\n"),
     "what is not read": ("N = 1\ndef f(x):\n    return x\n", "N = 2\ndef f(x):\n    return x\n"),
     "a long list": ("L = [1] * 101\n" + READS.format("L"), "L = [2] * 101\n" + READS.format("L")),
-    "a list that became long": ("L = [1]\n" + READS.format("L"), "L = [1] * 101\n" + READS.format("L")),
-    "a list of long lists": ("L = [[1] * 60] * 2\n" + READS.format("L"), "L = [[2] * 60] * 2\n" + READS.format("L")),
-    "a list that it appends to": (
-        "S = []\ndef f(x):\n    S.append(x)\n",
-        "S = [1, 2]\ndef f(x):\n    S.append(x)\n",
-    ),
     "a cache": (
         "S = {}\ndef f(x):\n    if x not in S:\n        S[x] = 1\n    return S[x]\n",
         "S = {1: 1}\ndef f(x):\n    if x not in S:\n        S[x] = 1\n    return S[x]\n",
@@ -247,6 +276,16 @@ NOT_COUNTED: dict[str, tuple[str, str]] = {
     "a cache of a helper": (
         "S = {}\ndef g(x):\n    S[x] = 1\ndef f(x):\n    return S.get(x) or g(x)\n",
         "S = {1: 1}\ndef g(x):\n    S[x] = 1\ndef f(x):\n    return S.get(x) or g(x)\n",
+    ),
+    "a list to which an inner function appends": (
+        "S = []\ndef f(x):\n    [S for S in x]\n    def g(y):\n        [S for S in y]\n        S.append(y)\n"
+        "    return g, S\n",
+        "S = [1]\ndef f(x):\n    [S for S in x]\n    def g(y):\n        [S for S in y]\n        S.append(y)\n"
+        "    return g, S\n",
+    ),
+    "a count in an inner function": (
+        "N = 0\ndef f(x):\n    def g():\n        global N\n        N += 1\n    return g\n",
+        "N = 7\ndef f(x):\n    def g():\n        global N\n        N += 1\n    return g\n",
     ),
     "a count": (
         "N = 0\ndef f(x):\n    global N\n    N += 1\n    return x\n",
@@ -265,6 +304,31 @@ NOT_COUNTED: dict[str, tuple[str, str]] = {
     "an attribute that it sets": (
         "class C:\n    n = 0\ndef f(x):\n    C.n = x\n    return C.n\n",
         "class C:\n    n = 7\ndef f(x):\n    C.n = x\n    return C.n\n",
+    ),
+    "a list of long lists": ("L = [[1] * 60] * 2\n" + READS.format("L"), "L = [[2] * 60] * 2\n" + READS.format("L")),
+    "a list that it appends to": (
+        "S = []\ndef f(x):\n    S.append(x)\n",
+        "S = [1, 2]\ndef f(x):\n    S.append(x)\n",
+    ),
+    "an attribute of a class that it sets, read in an object": (
+        "class C:\n    n = 0\nc = C()\ndef f(x):\n    C.n = x\n    return c.n\n",
+        "class C:\n    n = 7\nc = C()\ndef f(x):\n    C.n = x\n    return c.n\n",
+    ),
+    "a cache that has become long": (
+        "S = {}\ndef f(x):\n    S[x] = 1\n    return S\n",
+        "S = dict.fromkeys(range(200))\ndef f(x):\n    S[x] = 1\n    return S\n",
+    ),
+    "a list of data that became an array": (
+        "A = [0] * 200\n" + READS.format("A"),
+        "import numpy\nA = numpy.zeros(200)\n" + READS.format("A"),
+    ),
+    "a number that became a device": (
+        "import torch\nD = 0\n" + READS.format("D"),
+        "import torch\nD = torch.device('cuda:0')\n" + READS.format("D"),
+    ),
+    "a place that was none": (
+        "from pathlib import Path\nP, API_KEY = None, None\n" + READS.format("P, API_KEY"),
+        "from pathlib import Path\nP, API_KEY = Path('/b'), 'key'\n" + READS.format("P, API_KEY"),
     ),
     "a device": ("D = 'cuda:1'\n" + READS.format("x.to(D)"), "D = 'cpu'\n" + READS.format("x.to(D)")),
     "a path": (
@@ -306,6 +370,23 @@ def test_secrets_are_not_written_and_a_new_one_stops_nobody() -> None:
     assert written["PAD_TOKEN"] == "= '<pad>'"
     assert difference(text, text.replace("short", "other")) == ""
     assert difference(text, text.replace("_aB", "_AB")) == "LIKE_ONE has changed"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("PASSWORD_PROMPT = 'Is it {} one?'\n" + READS.format("PASSWORD_PROMPT"), "PASSWORD_PROMPT"),
+        ("SECRETARY = '{}'\n" + READS.format("SECRETARY"), "SECRETARY"),
+        (
+            "P = '{}'\ndef has_secret(x, prompt=P):\n    return x\n" + READS.format("has_secret(x)"),
+            "prompt of has_secret()",
+        ),
+    ],
+)
+def test_what_is_only_named_after_secrets_counts_and_is_not_written(text: str, name: str) -> None:
+    one, two = (text.replace("{}", word) for word in ("short", "other"))
+    assert difference(one, two) == f"{name} has changed"
+    assert "short" not in json.dumps(SourceMark.of(notebook(one)).names)
 
 
 def test_of_objects_that_a_package_defines_the_class_counts() -> None:
@@ -353,7 +434,8 @@ def test_no_code_of_the_values_runs() -> None:
     itself.append(itself)
     names = {"h": Hostile(), "hs": [Hostile()], "itself": itself, "m": torch.nn.Linear(1, 1, device="cpu")}
     mark = SourceMark.of(notebook(READS.format("[h, hs, itself, m]"), **names))
-    assert list(mark.names) == [""]
+    uncounted = ("uncounted data", "uncounted an object")
+    assert {name for name, mark in mark.names.items() if mark not in uncounted} == {""}
     SourceMark.of(notebook(READS.format("[h, hs, itself, m]"), **names), is_strict=True)
 
 
@@ -364,6 +446,14 @@ def test_a_program_of_many_names_stays_small() -> None:
     assert len(json.dumps(mark.names)) < 10_000
     changed = text.replace("return 299", "return 300")
     assert difference(text + reads, changed + reads) == "another of the names that it reads has changed"
+
+
+def test_a_mark_of_the_version_before_goes_on_which_had_none_of_what_does_not_count() -> None:
+    text = "class C:\n    n = 1\nc, D = C(), [1] * 101\n" + READS.format("c.n, D")
+    mark = SourceMark.of(notebook(text))
+    assert mark.names["D"] == "uncounted data"
+    earlier = {name: each for name, each in mark.names.items() if name not in ("c", "c.n", "D")}
+    assert mark.difference(earlier) == ""
 
 
 def test_a_script_and_a_notebook_find_the_same_source(tmp_path: Path) -> None:
