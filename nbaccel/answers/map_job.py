@@ -360,6 +360,11 @@ class MapJob:
             self._write(self._in_folder, token=self._token, id=uuid.uuid4().hex)
             there = json.loads(self._in_folder.read_text())
         elif self._manifest.difference_of_code(there):  # from here on they are answers by this code
+            if claims.anyone():
+                raise CannotContinue(
+                    f"{self._name} is being written by a run with the earlier code: stop that run first, and the same "
+                    "call goes on by the new code"
+                )
             self._write(self._in_folder, token=there.get("token"), id=id_of(there))
         self._id = id_of(there)
         self._go_on(claims, call.retries)

@@ -551,6 +551,20 @@ def test_failed_and_missing_items_can_be_done_by_a_mended_function_and_the_other
         opened(out, retry_failed=True)  # nothing is left to do by another one
 
 
+def test_a_mended_function_waits_for_the_end_of_a_run_with_the_earlier_one(tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+    running = opened(out)
+    answer(running, only=2, failing=(0, 1))
+    before = (running.folder / "manifest.json").read_text(), (running.folder / "claims").read_text()
+    with pytest.raises(CannotContinue, match="a.jsonl is being written by a run with the earlier code: stop that run"):
+        opened(out, function=whisper, retry_failed=True)
+    assert ((running.folder / "manifest.json").read_text(), (running.folder / "claims").read_text()) == before
+    running.close()
+    first = opened(out, function=whisper, retry_failed=True, token="call")
+    opened(out, function=whisper, retry_failed=True, token="call").close()  # the ranks of one call
+    first.close()
+
+
 def test_an_item_that_fails_again_has_its_newest_error(tmp_path: Path) -> None:
     out = tmp_path / "a.jsonl"
     job = opened(out)
