@@ -25,7 +25,7 @@ from nbaccel.answers.fingerprint import checksum_of
 from nbaccel.errors import CannotContinue
 from nbaccel.train.mapping.same_items import StreamReader, reader_of
 
-__all__ = ["ItemSource", "ListedItems", "StreamedItems", "source_of_items"]
+__all__ = ["ItemSource", "ListedItems", "StreamedItems", "UsersError", "source_of_items"]
 
 _POLL_S = 0.02
 _BLOCKS_AHEAD = 4
@@ -36,6 +36,14 @@ _READ_IN_A_THREAD = (
 )
 
 
+class UsersError(Exception):
+    """Carries an error of the user's code, which ends the map, past the handler of errors of our own files."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+
 class ItemSource(Protocol):
     """Gives items by their numbers."""
 
@@ -43,7 +51,8 @@ class ItemSource(Protocol):
         """Do what is due before a claim.  size: items that a claim has now.
 
         Raises:
-            Exception: the stream has failed; this rank draws from it.
+            UsersError: the stream has failed; this rank draws from it.
+            Exception: this rank cannot keep what it has drawn, or it is not the same as before.
         """
 
     def get(self, indices: Sequence[int]) -> list[Any]: ...
@@ -164,9 +173,11 @@ class _Drawer(threading.Thread):
             self._folder.mkdir(exist_ok=True)
             self._draw()
         except BaseException as error:
-            if "thread" in str(error):
-                error.add_note(_READ_IN_A_THREAD)
             self.error = error
+            users = error.error if isinstance(error, UsersError) else error
+            with suppress(Exception):  # the class of an error, which may be the program's own, may fail to write it
+                if "thread" in str(users):
+                    users.add_note(_READ_IN_A_THREAD)
 
     def leave(self) -> None:
         self._leaves.set()
@@ -181,7 +192,10 @@ class _Drawer(threading.Thread):
         while not self._leaves.is_set():
             known = self._claims.blocks.get(start)
             size = max(1, self.size) if known is None else known[0] - start
-            block = self._reader.take(size)
+            try:
+                block = self._reader.take(size)
+            except BaseException as error:
+                raise UsersError(error) from error
             if known is not None:
                 self._compare(start, block, *known)
             if not block:

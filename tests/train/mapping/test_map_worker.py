@@ -146,6 +146,14 @@ def test_a_function_that_fails_with_everything_ends_early_with_its_error() -> No
     assert caught.traceback[-1].path == Path(__file__)
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "no such image"), ConnectionError("refused")])
+def test_so_does_one_whose_errors_look_like_those_of_our_files(tmp_path: Path, error: OSError) -> None:
+    with pytest.raises(type(error)) as caught:
+        mapped(Recording(lambda texts: error), out=tmp_path / "a.jsonl")
+    assert caught.value is error
+    assert error.__context__ is None
+
+
 def test_the_longest_items_may_fail_where_others_do_not() -> None:
     function = Recording(lambda texts: IndexError("too long") if max(map(len, texts)) > 15 else None)
     answers = mapped(function)
@@ -404,6 +412,22 @@ def test_an_error_of_the_stream_ends_the_map_with_it() -> None:
 
     with pytest.raises(LookupError, match="the page is gone"):
         mapped(shout, failing())
+
+
+class Mute(PermissionError):
+    """An error whose text fails."""
+
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
+def test_such_an_error_may_look_like_one_of_our_files_and_have_no_text(tmp_path: Path) -> None:
+    def failing() -> Iterator[str]:
+        yield from TEXTS[:5]
+        raise Mute
+
+    with pytest.raises(Mute):
+        mapped(shout, failing(), out=tmp_path / "a.jsonl")
 
 
 def test_an_endless_stream_is_not_read_far_ahead() -> None:
