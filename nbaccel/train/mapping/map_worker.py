@@ -266,8 +266,10 @@ class MapWorker:
                 if claim is None:
                     break
                 if claim.indices:
+                    failed = self._failed
                     self._answer(claim)
-                    self._items.drop(claim.indices)
+                    if self._failed == failed:
+                        self._items.drop(claim.indices)
                     wait_s = _FIRST_WAIT_S
                 else:
                     if not self._done:
@@ -307,6 +309,7 @@ class MapWorker:
             why = self._watch.explain(index, claim.alone)
             self._write_failed(index, why or f"RankDied: the process ended {times} while it worked on this item")
             return
+        self._items.load(claim.indices, lambda: self._enter_call([claim.indices]))
         begun, is_whole = time.monotonic(), True
         pending = self._calls_of(claim.indices)
         while pending:

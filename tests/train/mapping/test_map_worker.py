@@ -19,6 +19,7 @@ import torch
 from answers.forks import ended, fork, kill
 from nbaccel import Accelerator
 from nbaccel.answers import Answers, Failed, MapJob
+from nbaccel.answers.claim_log import LifeLock
 from nbaccel.answers.map_job import as_items
 from nbaccel.answers.records import RecordFile
 from nbaccel.errors import CannotContinue, CannotSave, RunStopped
@@ -403,6 +404,49 @@ def test_failed_items_of_a_stream_are_drawn_again(tmp_path: Path, is_over: bool)
             call()
     (tmp_path / "broken").unlink()
     assert call(retry_failed=True) == shouted()
+
+
+def test_a_second_run_may_ask_again_for_failed_items_of_a_stream_that_is_being_answered(tmp_path: Path) -> None:
+    """The first process waits with its last item, so that the second one does what has failed before."""
+    call: dict[str, Any] = {"out": tmp_path / "a.jsonl", "batch_size": 2}
+
+    def answer(texts: list[str]) -> list[str]:
+        if TEXTS[7] in texts and not (tmp_path / "mended").exists():
+            raise ValueError("no")
+        if TEXTS[59] in texts:
+            (tmp_path / "mended").touch()
+            while not (tmp_path / "done").exists():
+                time.sleep(0.01)
+        elif (tmp_path / "mended").exists():
+            (tmp_path / "done").touch()
+        return shout(texts)
+
+    first = fork(lambda: mapped(answer, drawn(), **call))
+    while not (tmp_path / "mended").exists():
+        time.sleep(0.01)
+    assert mapped(answer, drawn(), retry_failed=True, **call) == shouted()
+    assert ended(first) == 0
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_rank_does_not_wait_for_ever_for_a_block_that_is_gone(tmp_path: Path, is_stopped: bool) -> None:
+    job = MapJob.open(as_items(drawn()), shout, None, out=tmp_path / "a.jsonl")
+    claims = job.claims()
+    claims.add_block(0, 60, "")
+    claims.end_stream(60)
+    drawer = LifeLock(job.folder / "drawer")
+    drawn_all = None if is_stopped else LifeLock(job.folder / "drawn")
+    error, words = (RunStopped, "before the next call") if is_stopped else (CannotContinue, "from number 0 on are gone")
+    looks = itertools.count()
+    with outlet(
+        lambda event: event.stop() if isinstance(event, CallEntered) and is_stopped and next(looks) > 3 else None
+    ):
+        with pytest.raises(error, match=words):
+            mapped(shout, drawn(), out=tmp_path / "a.jsonl")
+    for lock in (drawer, drawn_all):
+        if lock is not None:
+            lock.close()
+    job.close()
 
 
 def test_an_error_of_the_stream_ends_the_map_with_it() -> None:
