@@ -276,10 +276,18 @@ class MapJob:
 
     def _remove_folder(self) -> None:
         """Remove the folder, whose lock is held, under another name, so that no other worker adds a file meanwhile."""
-        rest = self.folder.with_name(f".{self.folder.name}.joined")
-        shutil.rmtree(rest, ignore_errors=True)  # of a process that was killed here
-        os.rename(self.folder, rest)
-        shutil.rmtree(rest, ignore_errors=True)
+        shutil.rmtree(self._rest, ignore_errors=True)  # of a process that was killed here
+        os.rename(self.folder, self._rest)
+        shutil.rmtree(self._rest, ignore_errors=True)
+
+    def _remove_rest(self) -> None:
+        """Remove what a process left that was killed while it removed the folder of joined answers."""
+        with suppress(OSError):  # most often there is nothing, and nobody may be able to write here
+            if self._lock.exists():
+                with locked(self._lock):
+                    if not (self._in_folder.exists() or self.claims().anyone()):
+                        self._remove_folder()
+            shutil.rmtree(self._rest, ignore_errors=True)
 
     def close(self, reader: int = 0, readers: int = 1) -> None:
         """Let other calls overwrite `out`; the last of `readers` removes the folder of answers in memory.
@@ -298,13 +306,18 @@ class MapJob:
     def discard(self) -> None:
         """Remove the folder if it has no answer: a function that failed at once may be mended, and `out` used again."""
         if not self.is_finished and not self.records().answered:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            with suppress(OSError), locked(self._lock):
+                self._remove_folder()
 
     # -- the beginning
 
     @property
     def _lock(self) -> Path:
         return self.folder / "job.lock"
+
+    @property
+    def _rest(self) -> Path:
+        return self.folder.with_name(f".{self.folder.name}.joined")
 
     @property
     def _manifest_path(self) -> Path:
@@ -330,9 +343,11 @@ class MapJob:
         joined = None if self.out is None or self._in_folder.exists() else self._look_at_out(call)
         if self._finds(joined, call):
             self._id = id_of(joined)
+            self._remove_rest()
             return
         for _ in range(_MOST_RACES):
             _make(self.folder)
+            self._refuse_foreign()
             # Another process may join, and remove the folder, meanwhile.
             with suppress(FileNotFoundError), _names(self.folder), locked(self._lock):
                 try:
@@ -341,6 +356,16 @@ class MapJob:
                     if not self._in_folder.exists():  # refused, or finished
                         self._remove_folder()
         raise CannotSave(f"{self.folder} is removed whenever it is made: take another name for out", str(self.folder))
+
+    def _refuse_foreign(self) -> None:
+        """Refuse a folder that has something and no lock, which is the first file in one of ours."""
+        with _names(self.folder), suppress(FileNotFoundError):
+            names = os.listdir(self.folder)
+            if names and self._lock.name not in names and not self._lock.exists():
+                raise CannotContinue(
+                    f"{self.folder} has files, and nbaccel.map did not write them: it needs a folder of this name, so "
+                    "move yours, or take another name for out"
+                )
 
     def _begin_locked(self, call: _Call) -> None:
         claims = self.claims()
@@ -426,7 +451,7 @@ class MapJob:
         if not path.exists():
             return None
         try:
-            known = read_manifest(path)
+            known = read_manifest(path, is_joined=place == self.out)
         except CannotContinue as error:
             return error
         is_left = place == self.folder or bool(known["failed"])

@@ -498,6 +498,15 @@ def test_a_foreign_file_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "a.jsonl").read_text() == "mine"
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_foreign_folder_is_kept(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "a.jsonl.parts").mkdir()
+    (tmp_path / "a.jsonl.parts" / "mine").touch()
+    with pytest.raises(CannotContinue, match=r"a.jsonl.parts has files, and nbaccel.map did not write them: .*, or "):
+        opened(tmp_path / "a.jsonl", overwrite=overwrite)
+    assert left(tmp_path / "a.jsonl.parts") == ["mine"]
+
+
 def test_a_file_that_was_changed_is_not_taken_for_the_answers(tmp_path: Path) -> None:
     finished(tmp_path / "a.jsonl")
     with open(tmp_path / "a.jsonl", "a") as file:
@@ -511,6 +520,21 @@ def test_a_damaged_manifest_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.manifest.json").write_text("{")
     with pytest.raises(CannotContinue, match=r"manifest.json cannot be read"):
         opened(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(("name", "is_over"), [("failed", True), ("bytes", True), ("key", True), ("total", False)])
+def test_a_manifest_that_lacks_something_is_said(tmp_path: Path, name: str, is_over: bool) -> None:
+    job = opened(tmp_path / "a.jsonl")
+    answer(job, only=9 if is_over else 1)
+    assert job.finish() is is_over
+    job.close()
+    path = tmp_path / ("a.jsonl.manifest.json" if is_over else "a.jsonl.parts/manifest.json")
+    known = json.loads(path.read_text())
+    del known[name]
+    path.write_text(json.dumps(known))
+    with pytest.raises(CannotContinue, match=f'manifest.json is damaged, it has no "{name}": overwrite=True'):
+        opened(tmp_path / "a.jsonl")
+    assert finished(tmp_path / "a.jsonl", overwrite=True) == ["ONE", "THREE", "FOUR"]
 
 
 @pytest.mark.parametrize("is_over", [True, False])
@@ -556,7 +580,7 @@ def test_a_mended_function_waits_for_the_end_of_a_run_with_the_earlier_one(tmp_p
     running = opened(out)
     answer(running, only=2, failing=(0, 1))
     before = (running.folder / "manifest.json").read_text(), (running.folder / "claims").read_text()
-    with pytest.raises(CannotContinue, match="a.jsonl is being written by a run with the earlier code: stop that run"):
+    with pytest.raises(CannotContinue, match=r"a.jsonl is being written by a run with the earlier code: stop that"):
         opened(out, function=whisper, retry_failed=True)
     assert ((running.folder / "manifest.json").read_text(), (running.folder / "claims").read_text()) == before
     running.close()
@@ -622,7 +646,20 @@ def test_a_kill_at_any_moment_of_the_end_loses_nothing(
         monkeypatch.undo()
         job.close()
     assert finished(tmp_path / "a.jsonl") == ["ONE", "THREE", "FOUR"]
-    assert not (tmp_path / "a.jsonl.parts").exists() or opened(tmp_path / "a.jsonl").is_finished
+    assert left(tmp_path) == ["a.jsonl", "a.jsonl.manifest.json"]
+
+
+def test_a_folder_in_which_somebody_works_is_not_taken_for_the_rest_of_joined_answers(tmp_path: Path) -> None:
+    finished(tmp_path / "a.jsonl")
+    folder = tmp_path / "a.jsonl.parts"
+    folder.mkdir()
+    (folder / "job.lock").touch()
+    alive = ClaimLog(folder, 3).attend()
+    assert opened(tmp_path / "a.jsonl").is_finished
+    assert folder.exists()
+    alive.close()
+    assert opened(tmp_path / "a.jsonl").is_finished
+    assert not folder.exists()
 
 
 def test_answers_in_memory_leave_no_folder() -> None:
