@@ -328,8 +328,8 @@ class ClaimLog:
         self._append([_TAKE, self._me, [[item.item, item.deaths, item.alone] for item in taken]])
         return Claim([item.item for item in taken], taken[0].alone if len(taken) == 1 else 0)
 
-    def _find_dead(self) -> None:
-        """Give up the claims of workers that are dead."""
+    def _find_dead(self, deaths: int = 1) -> None:
+        """Give up the claims of workers that are dead.  deaths: 0 if their items are not to blame."""
         for worker, claimed in list(self._state.open.items()):
             if worker == self._me or is_held(self._folder / "workers" / worker):
                 continue
@@ -339,7 +339,7 @@ class ClaimLog:
                 answered.read(path, grows=True)
             is_alone = len(claimed) == 1
             left = [
-                [item.item, item.deaths + 1, item.alone + is_alone]
+                [item.item, item.deaths + deaths, item.alone + is_alone * deaths]
                 for item in (each if isinstance(each, Leftover) else Leftover(each) for each in claimed)
                 if not answered.is_done(item.item, self._state.round)
             ]
@@ -351,6 +351,12 @@ class ClaimLog:
         """Return whether a worker is alive."""
         workers = self._folder / "workers"
         return workers.exists() and any(is_held(path) for path in workers.iterdir())
+
+    def give_up_all(self) -> None:
+        """Leave to others what a run had claimed that has ended as a whole, by nothing that its items have done."""
+        with locked(self._lock):
+            self._read()
+            self._find_dead(deaths=0)
 
     def ask_again(self, indices: Sequence[int], token: str, new_round: bool) -> None:
         """Let items be claimed again that are missing, or have failed: then `new_round`. Once for each `token`."""

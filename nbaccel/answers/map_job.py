@@ -57,11 +57,13 @@ class _Call:
     """The wishes of a call about answers that exist already.
 
     stream: the items, if they are one.  overwrites: what is something else may be dropped.  retries: failed items.
+    is_watched: see `MapJob.open`.
     """
 
     stream: ItemStream | None
     overwrites: bool
     retries: bool
+    is_watched: bool = False
     _compared: dict[str, str] = field(default_factory=dict)
 
     def difference(self, known: Mapping[str, Any]) -> str:
@@ -120,6 +122,7 @@ class MapJob:
         folder: Path | None = None,
         marks: tuple[SourceMark, SourceMark] | None = None,
         mark_of_items: ItemMark | None = None,
+        is_watched: bool = False,
     ) -> Self:
         """Return the map, its folder made or found. Several processes may open it at once.
 
@@ -129,6 +132,7 @@ class MapJob:
         folder: of answers in memory, if several processes share it; it need not exist.
         marks: the sources of `function` and `setup`, if another rank of the call has found them.
         mark_of_items: that of `items`, if it is known already.
+        is_watched: a launcher starts ranks that die again, so a run that has ended as a whole was ended from outside.
 
         Raises:
             CannotContinue: `out` has other answers than those that the call asks for, or is used in another way.
@@ -154,7 +158,7 @@ class MapJob:
         stream: Any = items if job.is_stream else None
         if stream is not None and not hasattr(stream, "difference"):
             stream = ItemStream(stream)
-        job._begin(_Call(stream, overwrite, retry_failed))
+        job._begin(_Call(stream, overwrite, retry_failed, is_watched))
         return job
 
     # -- what there is
@@ -392,13 +396,15 @@ class MapJob:
                 )
             self._write(self._in_folder, token=there.get("token"), id=id_of(there))
         self._id = id_of(there)
-        self._go_on(claims, call.retries)
+        self._go_on(claims, call)
         self._presence = claims.attend()
 
-    def _go_on(self, claims: ClaimLog, retry_failed: bool) -> None:
-        if retry_failed and (failed := self.records().failures()):
+    def _go_on(self, claims: ClaimLog, call: _Call) -> None:
+        if call.retries and (failed := self.records().failures()):
             claims.ask_again(failed, self._token, new_round=True)
         if not claims.anyone():
+            if call.is_watched:
+                claims.give_up_all()
             shutil.rmtree(self.folder / "failing", ignore_errors=True)
             shutil.rmtree(self.folder / "blocks", ignore_errors=True)  # of another session: they are drawn again
 

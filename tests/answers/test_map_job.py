@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy
 import pytest
 import torch
 
+from answers.forks import ended, fork
 from nbaccel.answers import Answers, Failed, MapJob
 from nbaccel.answers.claim_log import ClaimLog
 from nbaccel.answers.fingerprint import checksum_of
@@ -37,6 +39,18 @@ def whisper(texts: list[str]) -> list[str]:
 
 def opened(out: Path | None, items: Any = ITEMS, function: Any = shout, **options: Any) -> MapJob:
     return MapJob.open(items, function, options.pop("setup", None), out=out, **options)
+
+
+def killed_with_a_claim(job: MapJob) -> None:
+    """Claim an item in a process that is killed then."""
+
+    def process() -> None:
+        claims = job.claims()
+        claims.enter()
+        claims.claim(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert ended(fork(process)) != 0
 
 
 def answer(job: MapJob, only: int = 100, failing: tuple[int, ...] = ()) -> None:
@@ -587,6 +601,24 @@ def test_a_mended_function_waits_for_the_end_of_a_run_with_the_earlier_one(tmp_p
     first = opened(out, function=whisper, retry_failed=True, token="call")
     opened(out, function=whisper, retry_failed=True, token="call").close()  # the ranks of one call
     first.close()
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_an_item_is_not_to_blame_for_the_end_of_a_run_as_a_whole_whose_ranks_would_be_started_again(
+    tmp_path: Path, is_watched: bool
+) -> None:
+    for _ in range(3):
+        job = opened(tmp_path / "a.jsonl", ITEMS[:1], is_watched=is_watched)
+        killed_with_a_claim(job)
+        job.close()  # as at the death of the notebook
+    job = opened(tmp_path / "a.jsonl", ITEMS[:1], is_watched=is_watched)
+    claims = job.claims()
+    claims.enter()
+    claim = claims.claim(1)
+    assert claim is not None
+    assert claim.alone == (0 if is_watched else 3)
+    claims.leave()
+    job.close()
 
 
 def test_an_item_that_fails_again_has_its_newest_error(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
     items = as_items(items)
     job = MapJob.open(
         items, function, setup, out=out, key=key, overwrite=overwrite, retry_failed=retry_failed, tries=tries,
-        batch_size=batch_size,
+        batch_size=batch_size, is_watched=True,
     )  # fmt: skip
     with ExitStack() as closing:
         closing.enter_context(_closed_after(job))

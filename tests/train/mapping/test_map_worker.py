@@ -438,11 +438,13 @@ def test_a_rank_does_not_wait_for_ever_for_a_block_that_is_gone(tmp_path: Path, 
     drawn_all = None if is_stopped else LifeLock(job.folder / "drawn")
     error, words = (RunStopped, "before the next call") if is_stopped else (CannotContinue, "from number 0 on are gone")
     looks = itertools.count()
-    with outlet(
-        lambda event: event.stop() if isinstance(event, CallEntered) and is_stopped and next(looks) > 3 else None
-    ):
-        with pytest.raises(error, match=words):
-            mapped(shout, drawn(), out=tmp_path / "a.jsonl")
+
+    def stop(event: Event) -> None:
+        if isinstance(event, CallEntered) and is_stopped and next(looks) > 3:
+            event.stop()
+
+    with outlet(stop), pytest.raises(error, match=words):
+        mapped(shout, drawn(), out=tmp_path / "a.jsonl")
     for lock in (drawer, drawn_all):
         if lock is not None:
             lock.close()
