@@ -10,6 +10,7 @@ Each line is a checksum and a JSON list. A torn line at the end, of a worker tha
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -202,6 +203,12 @@ class ClaimLog:
         self._me = uuid.uuid4().hex[:12]
         self._life = self._lock_of(self._me)
         return self._me
+
+    def beside(self) -> ClaimLog:
+        """Return the claims as another thread of this worker sees them."""
+        other = ClaimLog(self._folder, None if self._is_stream else self._state.total, self._order, self._call)
+        other._me = self._me
+        return other
 
     def attend(self) -> LifeLock:
         """Return a lock that shows that a process has this map open, though it may claim nothing."""
@@ -428,7 +435,13 @@ class ClaimLog:
         self._count(line)
 
     def _read(self) -> None:
-        """Count the lines that are new, and cut a torn one off the end. The lock is held."""
+        """Count the lines that are new, and cut a torn one off the end. The lock is held.
+
+        Raises:
+            FileNotFoundError: the map was joined, and its folder is gone, or is that of another map by now.
+        """
+        if self._me and not (life := self._folder / "workers" / self._me).exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(life))
         with suppress(FileNotFoundError), open(self._path, "r+b") as file:
             file.seek(self._read_to)
             for data in file:

@@ -122,7 +122,7 @@ class StreamedItems:
         if self._drawer is None:
             with suppress(BlockingIOError):
                 role = LifeLock(self._job.folder / "drawer")
-                self._drawer = _Drawer(self._job, self._stream, role, self._ranks)
+                self._drawer = _Drawer(self._job, self._stream, role, self._claims.beside(), self._ranks)
                 self._drawer.start()
         if self._drawer is not None:
             self._drawer.size = size
@@ -177,7 +177,9 @@ class _Drawer(threading.Thread):
     size: items of the next block.  error: of the stream; None so far.
     """
 
-    def __init__(self, job: MapJob, stream: Iterable[Any] | StreamReader, role: LifeLock, ranks: int) -> None:
+    def __init__(
+        self, job: MapJob, stream: Iterable[Any] | StreamReader, role: LifeLock, claims: ClaimLog, ranks: int
+    ) -> None:
         super().__init__(name="nbaccel-stream", daemon=True)
         self._folder = job.folder / "blocks"
         self._job = job
@@ -185,7 +187,7 @@ class _Drawer(threading.Thread):
         self._role = role
         self._drawn: LifeLock | None = None
         self._ahead = _BLOCKS_AHEAD * ranks
-        self._claims = job.claims()
+        self._claims = claims
         self._leaves = threading.Event()
         self.size = 1
         self.error: BaseException | None = None
