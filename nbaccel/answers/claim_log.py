@@ -10,6 +10,7 @@ Each line is a checksum and a JSON list. A torn line at the end, of a worker tha
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -83,7 +84,7 @@ def is_held(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two processes may look at once
     except BlockingIOError:
         return True
     finally:
@@ -202,6 +203,12 @@ class ClaimLog:
         self._me = uuid.uuid4().hex[:12]
         self._life = self._lock_of(self._me)
         return self._me
+
+    def beside(self) -> ClaimLog:
+        """Return the claims as another thread of this worker sees them."""
+        other = ClaimLog(self._folder, None if self._is_stream else self._state.total, self._order, self._call)
+        other._me = self._me
+        return other
 
     def attend(self) -> LifeLock:
         """Return a lock that shows that a process has this map open, though it may claim nothing."""
@@ -328,8 +335,8 @@ class ClaimLog:
         self._append([_TAKE, self._me, [[item.item, item.deaths, item.alone] for item in taken]])
         return Claim([item.item for item in taken], taken[0].alone if len(taken) == 1 else 0)
 
-    def _find_dead(self) -> None:
-        """Give up the claims of workers that are dead."""
+    def _find_dead(self, deaths: int = 1) -> None:
+        """Give up the claims of workers that are dead.  deaths: 0 if their items are not to blame."""
         for worker, claimed in list(self._state.open.items()):
             if worker == self._me or is_held(self._folder / "workers" / worker):
                 continue
@@ -339,7 +346,7 @@ class ClaimLog:
                 answered.read(path, grows=True)
             is_alone = len(claimed) == 1
             left = [
-                [item.item, item.deaths + 1, item.alone + is_alone]
+                [item.item, item.deaths + deaths, item.alone + is_alone * deaths]
                 for item in (each if isinstance(each, Leftover) else Leftover(each) for each in claimed)
                 if not answered.is_done(item.item, self._state.round)
             ]
@@ -351,6 +358,12 @@ class ClaimLog:
         """Return whether a worker is alive."""
         workers = self._folder / "workers"
         return workers.exists() and any(is_held(path) for path in workers.iterdir())
+
+    def give_up_all(self) -> None:
+        """Leave to others what a run had claimed that has ended as a whole, by nothing that its items have done."""
+        with locked(self._lock):
+            self._read()
+            self._find_dead(deaths=0)
 
     def ask_again(self, indices: Sequence[int], token: str, new_round: bool) -> None:
         """Let items be claimed again that are missing, or have failed: then `new_round`. Once for each `token`."""
@@ -422,7 +435,13 @@ class ClaimLog:
         self._count(line)
 
     def _read(self) -> None:
-        """Count the lines that are new, and cut a torn one off the end. The lock is held."""
+        """Count the lines that are new, and cut a torn one off the end. The lock is held.
+
+        Raises:
+            FileNotFoundError: the map was joined, and its folder is gone, or is that of another map by now.
+        """
+        if self._me and not (life := self._folder / "workers" / self._me).exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(life))
         with suppress(FileNotFoundError), open(self._path, "r+b") as file:
             file.seek(self._read_to)
             for data in file:

@@ -57,11 +57,13 @@ class _Call:
     """The wishes of a call about answers that exist already.
 
     stream: the items, if they are one.  overwrites: what is something else may be dropped.  retries: failed items.
+    is_watched: see `MapJob.open`.
     """
 
     stream: ItemStream | None
     overwrites: bool
     retries: bool
+    is_watched: bool = False
     _compared: dict[str, str] = field(default_factory=dict)
 
     def difference(self, known: Mapping[str, Any]) -> str:
@@ -120,6 +122,7 @@ class MapJob:
         folder: Path | None = None,
         marks: tuple[SourceMark, SourceMark] | None = None,
         mark_of_items: ItemMark | None = None,
+        is_watched: bool = False,
     ) -> Self:
         """Return the map, its folder made or found. Several processes may open it at once.
 
@@ -129,6 +132,7 @@ class MapJob:
         folder: of answers in memory, if several processes share it; it need not exist.
         marks: the sources of `function` and `setup`, if another rank of the call has found them.
         mark_of_items: that of `items`, if it is known already.
+        is_watched: a launcher starts ranks that die again, so a run that has ended as a whole was ended from outside.
 
         Raises:
             CannotContinue: `out` has other answers than those that the call asks for, or is used in another way.
@@ -154,7 +158,7 @@ class MapJob:
         stream: Any = items if job.is_stream else None
         if stream is not None and not hasattr(stream, "difference"):
             stream = ItemStream(stream)
-        job._begin(_Call(stream, overwrite, retry_failed))
+        job._begin(_Call(stream, overwrite, retry_failed, is_watched))
         return job
 
     # -- what there is
@@ -276,10 +280,18 @@ class MapJob:
 
     def _remove_folder(self) -> None:
         """Remove the folder, whose lock is held, under another name, so that no other worker adds a file meanwhile."""
-        rest = self.folder.with_name(f".{self.folder.name}.joined")
-        shutil.rmtree(rest, ignore_errors=True)  # of a process that was killed here
-        os.rename(self.folder, rest)
-        shutil.rmtree(rest, ignore_errors=True)
+        shutil.rmtree(self._rest, ignore_errors=True)  # of a process that was killed here
+        os.rename(self.folder, self._rest)
+        shutil.rmtree(self._rest, ignore_errors=True)
+
+    def _remove_rest(self) -> None:
+        """Remove what a process left that was killed while it removed the folder of joined answers."""
+        with suppress(OSError):  # most often there is nothing, and nobody may be able to write here
+            if self._lock.exists():
+                with locked(self._lock):
+                    if not (self._in_folder.exists() or self.claims().anyone()):
+                        self._remove_folder()
+            shutil.rmtree(self._rest, ignore_errors=True)
 
     def close(self, reader: int = 0, readers: int = 1) -> None:
         """Let other calls overwrite `out`; the last of `readers` removes the folder of answers in memory.
@@ -298,13 +310,18 @@ class MapJob:
     def discard(self) -> None:
         """Remove the folder if it has no answer: a function that failed at once may be mended, and `out` used again."""
         if not self.is_finished and not self.records().answered:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            with suppress(OSError), locked(self._lock):
+                self._remove_folder()
 
     # -- the beginning
 
     @property
     def _lock(self) -> Path:
         return self.folder / "job.lock"
+
+    @property
+    def _rest(self) -> Path:
+        return self.folder.with_name(f".{self.folder.name}.joined")
 
     @property
     def _manifest_path(self) -> Path:
@@ -330,9 +347,11 @@ class MapJob:
         joined = None if self.out is None or self._in_folder.exists() else self._look_at_out(call)
         if self._finds(joined, call):
             self._id = id_of(joined)
+            self._remove_rest()
             return
         for _ in range(_MOST_RACES):
             _make(self.folder)
+            self._refuse_foreign()
             # Another process may join, and remove the folder, meanwhile.
             with suppress(FileNotFoundError), _names(self.folder), locked(self._lock):
                 try:
@@ -341,6 +360,16 @@ class MapJob:
                     if not self._in_folder.exists():  # refused, or finished
                         self._remove_folder()
         raise CannotSave(f"{self.folder} is removed whenever it is made: take another name for out", str(self.folder))
+
+    def _refuse_foreign(self) -> None:
+        """Refuse a folder that has something and no lock, which is the first file in one of ours."""
+        with _names(self.folder), suppress(FileNotFoundError):
+            names = os.listdir(self.folder)
+            if names and self._lock.name not in names and not self._lock.exists():
+                raise CannotContinue(
+                    f"{self.folder} has files, and nbaccel.map did not write them: it needs a folder of this name, so "
+                    "move yours, or take another name for out"
+                )
 
     def _begin_locked(self, call: _Call) -> None:
         claims = self.claims()
@@ -360,15 +389,22 @@ class MapJob:
             self._write(self._in_folder, token=self._token, id=uuid.uuid4().hex)
             there = json.loads(self._in_folder.read_text())
         elif self._manifest.difference_of_code(there):  # from here on they are answers by this code
+            if claims.anyone():
+                raise CannotContinue(
+                    f"{self._name} is being written by a run with the earlier code: stop that run first, and the same "
+                    "call goes on by the new code"
+                )
             self._write(self._in_folder, token=there.get("token"), id=id_of(there))
         self._id = id_of(there)
-        self._go_on(claims, call.retries)
+        self._go_on(claims, call)
         self._presence = claims.attend()
 
-    def _go_on(self, claims: ClaimLog, retry_failed: bool) -> None:
-        if retry_failed and (failed := self.records().failures()):
+    def _go_on(self, claims: ClaimLog, call: _Call) -> None:
+        if call.retries and (failed := self.records().failures()):
             claims.ask_again(failed, self._token, new_round=True)
         if not claims.anyone():
+            if call.is_watched:
+                claims.give_up_all()
             shutil.rmtree(self.folder / "failing", ignore_errors=True)
             shutil.rmtree(self.folder / "blocks", ignore_errors=True)  # of another session: they are drawn again
 
@@ -421,7 +457,7 @@ class MapJob:
         if not path.exists():
             return None
         try:
-            known = read_manifest(path)
+            known = read_manifest(path, is_joined=place == self.out)
         except CannotContinue as error:
             return error
         is_left = place == self.folder or bool(known["failed"])

@@ -19,6 +19,8 @@ _VERSION = 2
 _READ_TOO = (1, 2)
 """Versions of the manifest that are read. The first has the text of a function, and no mark of what that reads."""
 
+_OF_JOINED = ("joined", "bytes", "failed")
+
 _DEEPEST_KEY = 32
 
 
@@ -73,8 +75,8 @@ def id_of(known: Mapping[str, Any]) -> str:
     return str(known.get("id") or checksum_of([known.get(name) for name in MapManifest.__dataclass_fields__]))
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the facts in a file.
+def read_manifest(path: Path, is_joined: bool = False) -> dict[str, Any]:
+    """Return the facts in a file.  is_joined: it is about joined answers, of which there are more facts.
 
     Raises:
         CannotContinue: it is damaged, or of another version.
@@ -92,6 +94,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{path.name} was written by another version of nbaccel.map: overwrite=True drops its answers and starts "
             "anew; another name for out keeps both"
         )
+    names = (*MapManifest.__dataclass_fields__, *(_OF_JOINED if is_joined else ()))
+    if missing := [name for name in names if name not in found]:
+        raise CannotContinue(f'{path.name} is damaged, it has no "{missing[0]}": overwrite=True starts anew')
     return found
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +112,24 @@ def test_the_lock_of_a_killed_worker_is_free_though_its_child_lives(tmp_path: Pa
     kill(pid)
     LifeLock(tmp_path / "life").close()
     os.kill(int((tmp_path / "child").read_text()), 9)
+
+
+@pytest.mark.parametrize("of", [lambda claims: claims, ClaimLog.beside])
+def test_a_worker_of_a_map_whose_folder_is_that_of_another_one_leaves_it_alone(tmp_path: Path, of: Any) -> None:
+    folder = tmp_path / "a.jsonl.parts"
+    folder.mkdir()
+    late = of(worker(folder))
+    late.refresh()
+    all_of(worker(folder, 100))
+    late.refresh()
+    shutil.rmtree(folder)
+    folder.mkdir()
+    worker(folder).claim(4)
+    before = (folder / "claims").read_bytes()
+    for use in (lambda: late.claim(1), lambda: late.stop([]), lambda: late.add_block(0, 1, "")):
+        with pytest.raises(FileNotFoundError):
+            use()
+    assert (folder / "claims").read_bytes() == before
 
 
 def test_a_torn_line_is_cut(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy
 import pytest
 import torch
 
+from answers.forks import ended, fork
 from nbaccel.answers import Answers, Failed, MapJob
 from nbaccel.answers.claim_log import ClaimLog
 from nbaccel.answers.fingerprint import checksum_of
@@ -37,6 +39,18 @@ def whisper(texts: list[str]) -> list[str]:
 
 def opened(out: Path | None, items: Any = ITEMS, function: Any = shout, **options: Any) -> MapJob:
     return MapJob.open(items, function, options.pop("setup", None), out=out, **options)
+
+
+def killed_with_a_claim(job: MapJob) -> None:
+    """Claim an item in a process that is killed then."""
+
+    def process() -> None:
+        claims = job.claims()
+        claims.enter()
+        claims.claim(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert ended(fork(process)) != 0
 
 
 def answer(job: MapJob, only: int = 100, failing: tuple[int, ...] = ()) -> None:
@@ -498,6 +512,15 @@ def test_a_foreign_file_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "a.jsonl").read_text() == "mine"
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_foreign_folder_is_kept(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "a.jsonl.parts").mkdir()
+    (tmp_path / "a.jsonl.parts" / "mine").touch()
+    with pytest.raises(CannotContinue, match=r"a.jsonl.parts has files, and nbaccel.map did not write them: .*, or "):
+        opened(tmp_path / "a.jsonl", overwrite=overwrite)
+    assert left(tmp_path / "a.jsonl.parts") == ["mine"]
+
+
 def test_a_file_that_was_changed_is_not_taken_for_the_answers(tmp_path: Path) -> None:
     finished(tmp_path / "a.jsonl")
     with open(tmp_path / "a.jsonl", "a") as file:
@@ -511,6 +534,21 @@ def test_a_damaged_manifest_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.manifest.json").write_text("{")
     with pytest.raises(CannotContinue, match=r"manifest.json cannot be read"):
         opened(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(("name", "is_over"), [("failed", True), ("bytes", True), ("key", True), ("total", False)])
+def test_a_manifest_that_lacks_something_is_said(tmp_path: Path, name: str, is_over: bool) -> None:
+    job = opened(tmp_path / "a.jsonl")
+    answer(job, only=9 if is_over else 1)
+    assert job.finish() is is_over
+    job.close()
+    path = tmp_path / ("a.jsonl.manifest.json" if is_over else "a.jsonl.parts/manifest.json")
+    known = json.loads(path.read_text())
+    del known[name]
+    path.write_text(json.dumps(known))
+    with pytest.raises(CannotContinue, match=f'manifest.json is damaged, it has no "{name}": overwrite=True'):
+        opened(tmp_path / "a.jsonl")
+    assert finished(tmp_path / "a.jsonl", overwrite=True) == ["ONE", "THREE", "FOUR"]
 
 
 @pytest.mark.parametrize("is_over", [True, False])
@@ -549,6 +587,38 @@ def test_failed_and_missing_items_can_be_done_by_a_mended_function_and_the_other
     assert opened(out, function=whisper).is_finished, "they are answers by this function now"
     with pytest.raises(CannotContinue, match=r"of another function .*: overwrite=True"):
         opened(out, retry_failed=True)  # nothing is left to do by another one
+
+
+def test_a_mended_function_waits_for_the_end_of_a_run_with_the_earlier_one(tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+    running = opened(out)
+    answer(running, only=2, failing=(0, 1))
+    before = (running.folder / "manifest.json").read_text(), (running.folder / "claims").read_text()
+    with pytest.raises(CannotContinue, match=r"a.jsonl is being written by a run with the earlier code: stop that"):
+        opened(out, function=whisper, retry_failed=True)
+    assert ((running.folder / "manifest.json").read_text(), (running.folder / "claims").read_text()) == before
+    running.close()
+    first = opened(out, function=whisper, retry_failed=True, token="call")
+    opened(out, function=whisper, retry_failed=True, token="call").close()  # the ranks of one call
+    first.close()
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_an_item_is_not_to_blame_for_the_end_of_a_run_as_a_whole_whose_ranks_would_be_started_again(
+    tmp_path: Path, is_watched: bool
+) -> None:
+    for _ in range(3):
+        job = opened(tmp_path / "a.jsonl", ITEMS[:1], is_watched=is_watched)
+        killed_with_a_claim(job)
+        job.close()  # as at the death of the notebook
+    job = opened(tmp_path / "a.jsonl", ITEMS[:1], is_watched=is_watched)
+    claims = job.claims()
+    claims.enter()
+    claim = claims.claim(1)
+    assert claim is not None
+    assert claim.alone == (0 if is_watched else 3)
+    claims.leave()
+    job.close()
 
 
 def test_an_item_that_fails_again_has_its_newest_error(tmp_path: Path) -> None:
@@ -608,7 +678,20 @@ def test_a_kill_at_any_moment_of_the_end_loses_nothing(
         monkeypatch.undo()
         job.close()
     assert finished(tmp_path / "a.jsonl") == ["ONE", "THREE", "FOUR"]
-    assert not (tmp_path / "a.jsonl.parts").exists() or opened(tmp_path / "a.jsonl").is_finished
+    assert left(tmp_path) == ["a.jsonl", "a.jsonl.manifest.json"]
+
+
+def test_a_folder_in_which_somebody_works_is_not_taken_for_the_rest_of_joined_answers(tmp_path: Path) -> None:
+    finished(tmp_path / "a.jsonl")
+    folder = tmp_path / "a.jsonl.parts"
+    folder.mkdir()
+    (folder / "job.lock").touch()
+    alive = ClaimLog(folder, 3).attend()
+    assert opened(tmp_path / "a.jsonl").is_finished
+    assert folder.exists()
+    alive.close()
+    assert opened(tmp_path / "a.jsonl").is_finished
+    assert not folder.exists()
 
 
 def test_answers_in_memory_leave_no_folder() -> None:

@@ -510,11 +510,16 @@ def test_answers_in_memory_come_from_the_background_and_nothing_is_left(
 def test_another_run_is_refused_meanwhile_and_drops_nothing(tmp_path: Path) -> None:
     done = nbaccel.map(double, range(3), out=tmp_path / "done.jsonl", cpu=True)
     marks = Marks(tmp_path, seconds=0.3)
-    answers = nbaccel.map(marks, range(10), batch_size=1, cpu=True, background=True)
+    here = {"out": tmp_path / "a.jsonl", "batch_size": 1, "cpu": True}
+    answers = nbaccel.map(marks, range(10), background=True, **here)  # type: ignore[arg-type]
+    manifest = (tmp_path / "a.jsonl.parts" / "manifest.json").read_text()
     refused = r"map\(Marks, 10 items\) has been running in the background since .*: wait\(\) for it, or stop\(\) it\."
     for call in ({}, {"background": True}, {"out": tmp_path / "done.jsonl", "overwrite": True}):
         with pytest.raises(LaunchRefused, match=refused):
             nbaccel.map(double, range(5), cpu=True, **call)  # type: ignore[arg-type]
+    with pytest.raises(LaunchRefused, match=refused):
+        nbaccel.map(double, range(10), retry_failed=True, **here)  # type: ignore[arg-type]
+    assert (tmp_path / "a.jsonl.parts" / "manifest.json").read_text() == manifest
     assert nbaccel.map(double, range(3), out=tmp_path / "done.jsonl", cpu=True) == done
     assert answers == list(range(10))
 

@@ -138,13 +138,13 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
     place = background_here() if background else None
     if place is not None:
         place.make_room(for_another=True)
-    if overwrite:
+    if overwrite or retry_failed:
         with default_launcher().turn():
-            pass  # it is refused beside a run in the background: here, where nothing has been dropped yet
+            pass  # it is refused beside a run in the background: here, where no file has been changed yet
     items = as_items(items)
     job = MapJob.open(
         items, function, setup, out=out, key=key, overwrite=overwrite, retry_failed=retry_failed, tries=tries,
-        batch_size=batch_size,
+        batch_size=batch_size, is_watched=True,
     )  # fmt: skip
     with ExitStack() as closing:
         closing.enter_context(_closed_after(job))

@@ -14,18 +14,19 @@ import threading
 import time
 from bisect import bisect_right
 from collections import namedtuple
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, Protocol
 
 from nbaccel.answers import MapJob
-from nbaccel.answers.claim_log import ClaimLog, LifeLock
+from nbaccel.answers.claim_log import ClaimLog, LifeLock, is_held
 from nbaccel.answers.fingerprint import checksum_of
+from nbaccel.answers.records import AnswerIndex
 from nbaccel.errors import CannotContinue
 from nbaccel.train.mapping.same_items import StreamReader, reader_of
 
-__all__ = ["ItemSource", "ListedItems", "StreamedItems", "source_of_items"]
+__all__ = ["ItemSource", "ListedItems", "StreamedItems", "UsersError", "source_of_items"]
 
 _POLL_S = 0.02
 _BLOCKS_AHEAD = 4
@@ -36,6 +37,14 @@ _READ_IN_A_THREAD = (
 )
 
 
+class UsersError(Exception):
+    """Carries an error of the user's code, which ends the map, past the handler of errors of our own files."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+
 class ItemSource(Protocol):
     """Gives items by their numbers."""
 
@@ -43,13 +52,23 @@ class ItemSource(Protocol):
         """Do what is due before a claim.  size: items that a claim has now.
 
         Raises:
-            Exception: the stream has failed; this rank draws from it.
+            UsersError: the stream has failed; this rank draws from it.
+            Exception: this rank cannot keep what it has drawn, or it is not the same as before.
         """
 
-    def get(self, indices: Sequence[int]) -> list[Any]: ...
+    def load(self, indices: Sequence[int], look: Callable[[], None]) -> None:
+        """Wait until the items of a claim are there.  look: called now and then; what it raises ends the wait.
+
+        Raises:
+            As `tend` does.
+            CannotContinue: they do not come.
+        """
+
+    def get(self, indices: Sequence[int]) -> list[Any]:
+        """Return items of the claim that was loaded last."""
 
     def drop(self, indices: Sequence[int]) -> None:
-        """Forget the items of a claim that are answered."""
+        """Forget the items of a claim, each of which has an answer; those that failed may be asked again."""
 
     def some(self, claimed: Sequence[int]) -> list[int]:
         """Return a few items of different lengths, for a function that has failed with those of its first claim."""
@@ -65,6 +84,9 @@ class ListedItems:
         self._order = order if order is not None else range(len(items))
 
     def tend(self, size: int) -> None:
+        pass
+
+    def load(self, indices: Sequence[int], look: Callable[[], None]) -> None:
         pass
 
     def get(self, indices: Sequence[int]) -> list[Any]:
@@ -94,39 +116,47 @@ class StreamedItems:
         self._ranks = ranks
         self._folder = job.folder / "blocks"
         self._drawer: _Drawer | None = None
-        self._held: tuple[int, list[Any]] = (-1, [])
+        self._held: dict[int, Any] = {}
 
     def tend(self, size: int) -> None:
         if self._drawer is None:
             with suppress(BlockingIOError):
                 role = LifeLock(self._job.folder / "drawer")
-                self._drawer = _Drawer(self._job, self._stream, role, self._ranks)
+                self._drawer = _Drawer(self._job, self._stream, role, self._claims.beside(), self._ranks)
                 self._drawer.start()
         if self._drawer is not None:
             self._drawer.size = size
             if self._drawer.error is not None:
                 raise self._drawer.error
 
-    def get(self, indices: Sequence[int]) -> list[Any]:
-        return [self._item(index) for index in indices]
-
-    def _item(self, index: int) -> Any:
+    def load(self, indices: Sequence[int], look: Callable[[], None]) -> None:
         starts = sorted(self._claims.blocks)  # few: blocks grow with the speed of the function
-        start = starts[bisect_right(starts, index) - 1]
-        if self._held[0] != start:
-            self._held = start, self._block(start)
-        return self._held[1][index - start]
+        by_block: dict[int, list[int]] = {}
+        for index in indices:
+            by_block.setdefault(starts[bisect_right(starts, index) - 1], []).append(index)
+        self._held = {}
+        for start, wanted in by_block.items():
+            block = self._block(start, look)
+            self._held |= {index: block[index - start] for index in wanted}
 
-    def _block(self, start: int) -> list[Any]:
+    def _block(self, start: int, look: Callable[[], None]) -> list[Any]:
         """Return a block of items; waits for the drawer where an earlier session had drawn it."""
         while True:
+            is_all_drawn = is_held(self._job.folder / "drawn")  # before the block is looked for: it may come last
             with suppress(FileNotFoundError):
-                block: list[Any] = pickle.loads((self._folder / str(start)).read_bytes())  # drawn in this session
+                block: list[Any] = pickle.loads((self._folder / str(start)).read_bytes())
                 return block
+            if is_all_drawn:
+                raise CannotContinue(
+                    f"the items from number {start:,} on are gone from {self._folder}: stop all runs that write there, "
+                    "and the same call draws them again"
+                )
             self.tend(1)
-            if self._drawer is not None and not self._drawer.is_alive() and self._drawer.error is None:
-                raise CannotContinue(f"the items from number {start:,} on are gone from {self._folder}: overwrite=True")
+            look()
             time.sleep(_POLL_S)
+
+    def get(self, indices: Sequence[int]) -> list[Any]:
+        return [self._held[index] for index in indices]
 
     def drop(self, indices: Sequence[int]) -> None:
         stop, _checksum = self._claims.blocks.get(indices[0], (0, ""))
@@ -147,14 +177,17 @@ class _Drawer(threading.Thread):
     size: items of the next block.  error: of the stream; None so far.
     """
 
-    def __init__(self, job: MapJob, stream: Iterable[Any] | StreamReader, role: LifeLock, ranks: int) -> None:
+    def __init__(
+        self, job: MapJob, stream: Iterable[Any] | StreamReader, role: LifeLock, claims: ClaimLog, ranks: int
+    ) -> None:
         super().__init__(name="nbaccel-stream", daemon=True)
         self._folder = job.folder / "blocks"
         self._job = job
         self._reader = stream.unused() if isinstance(stream, StreamReader) else reader_of(stream)
         self._role = role
+        self._drawn: LifeLock | None = None
         self._ahead = _BLOCKS_AHEAD * ranks
-        self._claims = job.claims()
+        self._claims = claims
         self._leaves = threading.Event()
         self.size = 1
         self.error: BaseException | None = None
@@ -164,31 +197,47 @@ class _Drawer(threading.Thread):
             self._folder.mkdir(exist_ok=True)
             self._draw()
         except BaseException as error:
-            if "thread" in str(error):
-                error.add_note(_READ_IN_A_THREAD)
             self.error = error
+            users = error.error if isinstance(error, UsersError) else error
+            with suppress(Exception):  # the class of an error, which may be the program's own, may fail to write it
+                if "thread" in str(users):
+                    users.add_note(_READ_IN_A_THREAD)
 
     def leave(self) -> None:
         self._leaves.set()
         self._reader.close()
         self.join(_LEAVE_S)  # the stream may be waiting for something that does not come
+        if self._drawn is not None:
+            self._drawn.close()
         self._role.close()
+
+    def _say_all_is_drawn(self) -> None:
+        """Hold a lock for as long as this drawer lives, which tells the others to wait for no block."""
+        while self._drawn is None and not self._leaves.is_set():
+            try:
+                self._drawn = LifeLock(self._job.folder / "drawn")
+            except BlockingIOError:  # another process looks at it
+                self._leaves.wait(_POLL_S)
 
     def _draw(self) -> None:
         self._claims.refresh()
-        answered = self._job.records() if self._claims.blocks else None
+        found = self._job.records() if self._claims.blocks else AnswerIndex(0)
+        failed = frozenset(found.failures())  # they may be asked again while this drawer lives
         start = 0
         while not self._leaves.is_set():
             known = self._claims.blocks.get(start)
             size = max(1, self.size) if known is None else known[0] - start
-            block = self._reader.take(size)
+            try:
+                block = self._reader.take(size)
+            except BaseException as error:
+                raise UsersError(error) from error
             if known is not None:
                 self._compare(start, block, *known)
             if not block:
                 self._claims.end_stream(start)
-                return
+                return self._say_all_is_drawn()
             stop = start + len(block)
-            if answered is None or not all(answered.is_done(index, self._claims.round) for index in range(start, stop)):
+            if not all(found.is_done(index) and index not in failed for index in range(start, stop)):
                 self._write(start, block)
             if known is None:
                 self._claims.add_block(start, stop, checksum_of(block))

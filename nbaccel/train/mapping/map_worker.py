@@ -39,7 +39,7 @@ from nbaccel.quantities import plural
 from nbaccel.train.mapping.call_watch import watch_of_calls
 from nbaccel.train.mapping.chunk_size import ChunkSize
 from nbaccel.train.mapping.item_call import CallAnswers, ItemCall
-from nbaccel.train.mapping.item_source import source_of_items
+from nbaccel.train.mapping.item_source import UsersError, source_of_items
 from nbaccel.train.mapping.same_items import (
     StreamReader,
     first_items_of,
@@ -177,7 +177,8 @@ def work(
     hang_timeout_s: this process ends where a call of `function` takes longer; `is_restarted` is True then.
 
     Raises:
-        What `setup` raises; what `function` raises, if the first items of all ranks fail alike; OSError of the disk.
+        What `setup` raises; what `function` raises, if the first items of all ranks fail alike; what a stream raises.
+        CannotSave: the disk is full, or the folder of the map cannot be written.
         RunStopped: the run is being stopped, and items are left.
     """
     if job.is_finished:
@@ -189,11 +190,14 @@ def work(
         def call(chunk: list[Any]) -> Any:
             return function(state, chunk)
 
+    users: UsersError | None = None
     try:
         while not job.finish():
             rank, ranks = accelerator.process_index, accelerator.num_processes
             MapWorker(job, items, call, rank, ranks, is_restarted, hang_timeout_s).run()
-    except OSError as error:  # of our own files: those of the function stay with its items
+    except UsersError as found:
+        users = found
+    except OSError as error:  # of our own files
         if isinstance(error, FileNotFoundError) and job.is_finished:
             return  # another worker has joined the answers meanwhile, and removed the folder
         raise CannotSave(
@@ -203,6 +207,11 @@ def work(
         ) from error
     finally:
         emit(CallsEnded())  # after the join, which a stop does not interrupt either
+    if users is not None:
+        try:
+            raise users.error  # here, where it gets no other context than its own
+        finally:
+            del users  # else this frame and the error would keep each other
 
 
 class MapWorker:
@@ -257,8 +266,10 @@ class MapWorker:
                 if claim is None:
                     break
                 if claim.indices:
+                    failed = self._failed
                     self._answer(claim)
-                    self._items.drop(claim.indices)
+                    if self._failed == failed:
+                        self._items.drop(claim.indices)
                     wait_s = _FIRST_WAIT_S
                 else:
                     if not self._done:
@@ -298,6 +309,7 @@ class MapWorker:
             why = self._watch.explain(index, claim.alone)
             self._write_failed(index, why or f"RankDied: the process ended {times} while it worked on this item")
             return
+        self._items.load(claim.indices, lambda: self._enter_call([claim.indices]))
         begun, is_whole = time.monotonic(), True
         pending = self._calls_of(claim.indices)
         while pending:
@@ -399,7 +411,7 @@ class MapWorker:
         self._say_it_fails(place)
         while not (self._job.has_answers or self._others_fail_otherwise(place)):
             if len(self._failing()) >= self._ranks:
-                raise error
+                raise UsersError(error)
             self._enter_call([claim.indices])
             time.sleep(_LONGEST_WAIT_S / 5)  # the other ranks still begin; what they find decides
 

@@ -19,6 +19,7 @@ import torch
 from answers.forks import ended, fork, kill
 from nbaccel import Accelerator
 from nbaccel.answers import Answers, Failed, MapJob
+from nbaccel.answers.claim_log import LifeLock
 from nbaccel.answers.map_job import as_items
 from nbaccel.answers.records import RecordFile
 from nbaccel.errors import CannotContinue, CannotSave, RunStopped
@@ -144,6 +145,14 @@ def test_a_function_that_fails_with_everything_ends_early_with_its_error() -> No
         mapped(function)
     assert len(function.calls) <= 5
     assert caught.traceback[-1].path == Path(__file__)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "no such image"), ConnectionError("refused")])
+def test_so_does_one_whose_errors_look_like_those_of_our_files(tmp_path: Path, error: OSError) -> None:
+    with pytest.raises(type(error)) as caught:
+        mapped(Recording(lambda texts: error), out=tmp_path / "a.jsonl")
+    assert caught.value is error
+    assert error.__context__ is None
 
 
 def test_the_longest_items_may_fail_where_others_do_not() -> None:
@@ -397,6 +406,51 @@ def test_failed_items_of_a_stream_are_drawn_again(tmp_path: Path, is_over: bool)
     assert call(retry_failed=True) == shouted()
 
 
+def test_a_second_run_may_ask_again_for_failed_items_of_a_stream_that_is_being_answered(tmp_path: Path) -> None:
+    """The first process waits with its last item, so that the second one does what has failed before."""
+    call: dict[str, Any] = {"out": tmp_path / "a.jsonl", "batch_size": 2}
+
+    def answer(texts: list[str]) -> list[str]:
+        if TEXTS[7] in texts and not (tmp_path / "mended").exists():
+            raise ValueError("no")
+        if TEXTS[59] in texts:
+            (tmp_path / "mended").touch()
+            while not (tmp_path / "done").exists():
+                time.sleep(0.01)
+        elif (tmp_path / "mended").exists():
+            (tmp_path / "done").touch()
+        return shout(texts)
+
+    first = fork(lambda: mapped(answer, drawn(), **call))
+    while not (tmp_path / "mended").exists():
+        time.sleep(0.01)
+    assert mapped(answer, drawn(), retry_failed=True, **call) == shouted()
+    assert ended(first) == 0
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_rank_does_not_wait_for_ever_for_a_block_that_is_gone(tmp_path: Path, is_stopped: bool) -> None:
+    job = MapJob.open(as_items(drawn()), shout, None, out=tmp_path / "a.jsonl")
+    claims = job.claims()
+    claims.add_block(0, 60, "")
+    claims.end_stream(60)
+    drawer = LifeLock(job.folder / "drawer")
+    drawn_all = None if is_stopped else LifeLock(job.folder / "drawn")
+    error, words = (RunStopped, "before the next call") if is_stopped else (CannotContinue, "from number 0 on are gone")
+    looks = itertools.count()
+
+    def stop(event: Event) -> None:
+        if isinstance(event, CallEntered) and is_stopped and next(looks) > 3:
+            event.stop()
+
+    with outlet(stop), pytest.raises(error, match=words):
+        mapped(shout, drawn(), out=tmp_path / "a.jsonl")
+    for lock in (drawer, drawn_all):
+        if lock is not None:
+            lock.close()
+    job.close()
+
+
 def test_an_error_of_the_stream_ends_the_map_with_it() -> None:
     def failing() -> Iterator[str]:
         yield from TEXTS[:5]
@@ -404,6 +458,22 @@ def test_an_error_of_the_stream_ends_the_map_with_it() -> None:
 
     with pytest.raises(LookupError, match="the page is gone"):
         mapped(shout, failing())
+
+
+class Mute(PermissionError):
+    """An error whose text fails."""
+
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
+def test_such_an_error_may_look_like_one_of_our_files_and_have_no_text(tmp_path: Path) -> None:
+    def failing() -> Iterator[str]:
+        yield from TEXTS[:5]
+        raise Mute
+
+    with pytest.raises(Mute):
+        mapped(shout, failing(), out=tmp_path / "a.jsonl")
 
 
 def test_an_endless_stream_is_not_read_far_ahead() -> None:
