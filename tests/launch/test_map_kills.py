@@ -209,6 +209,10 @@ def test_fifty_maps_survive_random_kills(runs: Runs, capsys: pytest.CaptureFixtu
         victims = [
             runs.chance.choice(["ranks", "ranks", "helpers", "kernel"]) for _ in range(runs.chance.randint(1, 4))
         ]
+        if (
+            victims.count("ranks") == 4
+        ):  # all may hit one rank before it has done anything: then the map ends, by design
+            victims.pop()
         start, began = runs.chance.choice(["fork", "zygote"]), time.monotonic()
         runs.round(number, victims, start)
         with capsys.disabled():
