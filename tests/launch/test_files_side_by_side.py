@@ -155,14 +155,14 @@ def test_only_runs_at_the_same_time_are_compared_and_each_file_is_found_once(tmp
     runs = SharedFiles()
     runs.begin(0, str(tmp_path / "0"))
     runs.begin(1, str(tmp_path / "1"))
-    (tmp_path / "0").write_text("/work/best.pt\n")
+    (tmp_path / "0").write_text("/content/best.pt\n")
     assert list(runs.found()) == []
     runs.end(0)
     runs.begin(2, str(tmp_path / "2"))
-    (tmp_path / "2").write_text("/work/best.pt\n")
+    (tmp_path / "2").write_text("/content/best.pt\n")
     assert list(runs.found()) == [], "run 0 was over when run 2 began"
-    (tmp_path / "1").write_text("/work/other.pt\n/work/best.pt\n")
-    assert list(runs.found()) == [("/work/best.pt", 0, 1)]
+    (tmp_path / "1").write_text("/content/other.pt\n/content/best.pt\n")
+    assert list(runs.found()) == [("/content/best.pt", 0, 1)]
     assert list(runs.found()) == []
     for number in (1, 2):
         runs.end(number)
@@ -184,5 +184,5 @@ def test_caches_and_temporary_files_are_private_but_not_those_of_the_working_fol
     assert is_private_file(str(tmp_path / "best.pt"))
     assert not is_private_file(str(tmp_path / "best.pt"), str(tmp_path))
     assert is_private_file(str(tmp_path / ".cache" / "x"), str(tmp_path))
-    assert is_private_file("/work/pkg/__pycache__/m.cpython-311.pyc", "/work")
-    assert not is_private_file("/drive/.shortcuts/work/best.pt", "/drive/.shortcuts/work")
+    assert is_private_file("/content/pkg/__pycache__/m.cpython-311.pyc", "/content")
+    assert not is_private_file("/drive/.shortcuts/content/best.pt", "/drive/.shortcuts/content")

@@ -101,7 +101,7 @@ def is_private_file(path: str, home: str = "") -> bool:
     A folder is opened for a temporary file without a name (`tempfile.TemporaryFile`).
     home: a folder whose files count even if it is among the temporary ones.
 
-    >>> is_private_file("/dev/null"), is_private_file("/work/best.pt")
+    >>> is_private_file("/dev/null"), is_private_file("/content/best.pt")
     (True, False)
     """
     is_at_home = bool(home) and path.startswith(home + os.sep)
