@@ -116,7 +116,7 @@ def test_objects_have_the_same_checksum_in_another_process() -> None:
     words = "from answers.test_fingerprint import *; print([checksum_of([each]) for each in objects()])"
     found = set()
     for seed in "12":
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         found.add(
             subprocess.run([sys.executable, "-c", words], capture_output=True, env=environment, check=True).stdout
         )
