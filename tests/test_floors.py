@@ -19,7 +19,7 @@ FLOORS = {
     **dict.fromkeys(["aborting", "asking_cuda", "code_text", "demand", "errors", "events", "failures", "forkable"], 0),
     **dict.fromkeys(["gpu_driver", "hardware", "missing_names", "notices", "quantities", "room", "settings"], 0),
     **dict.fromkeys(["quantised", "storage", "tracking", "values", "world"], 0),
-    **dict.fromkeys(["output", "options", "answers"], 1),
+    **dict.fromkeys(["output", "options", "answers", "dry_run"], 1),
     "display": 2,
     **dict.fromkeys(["train", "launch", "trackers"], 3),
     "notebook": 4,
