@@ -31,6 +31,16 @@ def numbers(loader: Any) -> list[list[int]]:
     return [batch[:, 0].tolist() for batch in loader]
 
 
+@pytest.fixture(autouse=True)
+def worker_processes_have_ended() -> Iterator[None]:
+    """Wait for the threads that close the pipes of worker processes, which do so after their loader is gone."""
+    yield
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("QueueFeeder"):
+            thread.join()
+
+
 def test_a_loop_gets_the_longest_batch_one_in_between_and_the_short_last_one() -> None:
     with Cutting() as cutting:
         assert numbers(sentences()) == [[2, 3], [4, 5], [10]]
@@ -84,18 +94,16 @@ def test_worker_processes_give_the_same(options: dict[str, Any]) -> None:
     assert len(cutting.log.ended) == 3
     assert [len(batches) for batches in cutting.log.batches] == [3, 6, 3]
     assert len(numbers(loader)) == 6
-    del loader  # ends its worker processes
-    gc.collect()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_of_a_shuffled_loader_the_longest_is_chosen_in_each_order(workers: int) -> None:
     with Cutting() as cutting:
         for _ in cutting.rounds(2):
-            first = numbers(sentences(shuffle=True, num_workers=workers))[0]
-            assert 2 in first
+            first, *_, last = numbers(sentences(shuffle=True, num_workers=workers))
+            assert 2 in first + last
     for batches in cutting.log.batches:
-        assert batches[0][0] == 18.0
+        assert max(size for size, _ in batches if size) in (batches[0][0], batches[-1][0])
 
 
 def test_the_order_is_that_of_torch() -> None:
@@ -142,8 +150,6 @@ def test_a_persistent_worker_of_a_stream_begins_again() -> None:
         lengths = [len(list(loader)) for _ in cutting.rounds(3)]
     assert lengths[0] == lengths[2] == 3
     assert lengths[1] > 3
-    del loader  # ends its worker process
-    gc.collect()
 
 
 def test_a_short_stream_ends_by_itself() -> None:
