@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,25 +68,8 @@ class DryRunHooks:
     def _iterate(
         self, real: Callable[..., Any], loader: PreparedLoader, *args: Any, **kwargs: Any
     ) -> Generator[Any, None, None]:
-        batches = real(loader, *args, **kwargs)
-        return self._announce(loader, batches) if self._cuts.minds else batches
-
-    def _announce(self, loader: PreparedLoader, batches: Any) -> Generator[Any, None, None]:
-        cuts = self._cuts
-        length = None
-        with suppress(TypeError):
-            length = len(loader)
-        try:
-            with cuts.announced(loader, length, _stride_of(loader._source)) as this:
-                while True:
-                    with cuts.reading_for(this), cuts.waiting(this):
-                        batch = next(batches, batches)  # which it never yields
-                    if batch is batches:
-                        return
-                    cuts.hand_out(this)
-                    yield batch
-        finally:
-            batches.close()
+        batches: Generator[Any, None, None] = real(loader, *args, **kwargs)
+        return self._cuts.announce(loader, batches, _stride_of(loader._source)) if self._cuts.minds else batches
 
     def _place(
         self, real: Callable[..., Any], batches: Iterator[tuple[Any, bool]], device: torch.device | None
