@@ -7,9 +7,10 @@ happens. A loop ends before its next round when
 - 6 of its rounds have drawn batches from a pass that began outside of the round,
 - 6 of its rounds have stepped an optimizer; 2 if an inner loop stepped in them, or was ended.
 
-These depend on counts alone, so all ranks decide alike. Loops that neither draw nor step, such as those that prepare
-texts, run as they are, and their time counts as that of the code around them. Records are written when a loop, a
-branch or a pass ends, and when a loop matters for the first time: what a killed rank has left says where it was.
+A loop that iterates a loader itself gets all the batches that the loader gives, and ends with it. All this depends on
+counts alone, so all ranks decide alike. Loops that neither draw nor step, such as those that prepare texts, run as they
+are, and their time counts as that of the code around them. Records are written when a loop, a branch or a pass ends,
+and when a loop matters for the first time: what a killed rank has left says where it was.
 
 Seconds are those of `clock`. On a GPU it should wait for the device first: it is read in the first rounds only.
 """
@@ -36,7 +37,7 @@ MOST_PASSES, MOST_DRAWS, MOST_STEPS, MOST_STEPPING_LOOPS = 2, 6, 6, 2
 MOST_BATCHES = 3
 """Batches of a pass over a cut loader."""
 
-_KEPT = 16
+_KEPT = 64
 """Rounds of one loop, and values of one comparison, that are kept one by one."""
 
 _TIMED = 20
@@ -344,6 +345,7 @@ class _Loop(_Span):
         self._has_inner = False
         self._is_last_batch = False
         self._passes: list[MeasuredPass] = []
+        self._iterated: MeasuredPass | None = None  # the pass that the loop itself iterates, which ends the loop
         self._every: dict[int, dict[str, Any]] = {}
         self._compared: dict[int, dict[str, Any]] = {}
 
@@ -475,15 +477,21 @@ class _Loop(_Span):
             self._rounds[what] += 1
         return self._rounds[what]
 
+    def _has_had(self, what: str, most: int) -> bool:
+        """Count the present round; return whether there were `most`, unless the pass that it iterates ends the loop."""
+        return self._count(what) >= most and (self._iterated is None or self._iterated.is_over)
+
     def note_begin(self, begun: MeasuredPass) -> None:
         if self.is_in_round:
             begun.began_in[self.id] = self.rounds
             if self._is_in_branch():  # an evaluation now and then: the loop's own rounds say when it ends
-                self.must_end |= self._count("drew") >= MOST_DRAWS
+                self.must_end |= self._has_had("drew", MOST_DRAWS)
             else:
                 self.must_end |= self._count("began") >= MOST_PASSES
         elif self.log.top is self:
             self._is_first_of_pass = True
+            if not self.rounds:
+                self._iterated = begun
 
     def _is_in_branch(self) -> bool:
         """Return whether a periodic `if` of this loop is open."""
@@ -495,7 +503,7 @@ class _Loop(_Span):
 
     def note_batch(self, drawn: MeasuredPass, size: float | None, is_last: bool) -> None:
         """Note a batch of a pass that did not begin in this round."""
-        self.must_end |= self._count("drew") >= MOST_DRAWS
+        self.must_end |= self._has_had("drew", MOST_DRAWS)
         if self.log._innermost() is not self:
             return
         if drawn not in self._passes:
@@ -508,7 +516,7 @@ class _Loop(_Span):
 
     def note_step(self, is_inner: bool) -> None:
         self._has_inner |= is_inner
-        self.must_end |= self._count("stepped") >= (MOST_STEPPING_LOOPS if self._has_inner else MOST_STEPS)
+        self.must_end |= self._has_had("stepped", MOST_STEPPING_LOOPS if self._has_inner else MOST_STEPS)
 
     def _limiting(self) -> list[MeasuredPass]:
         """Return the passes that, being cut, have ended this loop; those that go on beside them, as in `zip`, too."""

@@ -197,15 +197,12 @@ class StepTimes:
             self._leave(self._parts.index("forward"))
 
     def _before_step(self, *_: Any) -> None:
-        if self._is_here:
-            if "optimizer" in self._parts:  # of a step that an error has ended
-                self._leave(self._parts.index("optimizer"))
+        if self._is_here and "optimizer" not in self._parts:  # else of its base class, or after one that has failed
             self._enter("optimizer")
 
     def _after_step(self, *_: Any) -> None:
-        if self._is_here:
-            if "optimizer" in self._parts:
-                self._leave(len(self._parts) - 1 - self._parts[::-1].index("optimizer"))
+        if self._is_here and "optimizer" in self._parts:
+            self._leave(self._parts.index("optimizer"))
             self._on_step()
 
 
