@@ -30,6 +30,7 @@ from typing import Any, Protocol
 from nbaccel.dry_run.batch_choice import FIRST, ChosenBatches, ItemLengths, choose
 from nbaccel.dry_run.decisions import SharedDecisions
 from nbaccel.dry_run.loop_log import DryRunEnded
+from nbaccel.dry_run.worker_times import BatchesMade, WorkerTimes
 from nbaccel.notices import PACKAGE_DIR
 
 __all__ = ["LoaderCuts", "LoopRecords", "OnePass", "PassOfLog", "PassWatcher"]
@@ -52,8 +53,11 @@ _BETWEEN = frozenset({"contextlib", "fastprogress", "rich", "runpy", "threading"
 class PassOfLog(Protocol):
     """One iteration over a loader, as the log of the loops counts it."""
 
-    def batch(self, size: float | None, kind: str, waited_s: float) -> None:
-        """Note that a batch is handed out next, for which the loop has waited `waited_s` seconds."""
+    def batch(self, size: float | None, kind: str, waited_s: float, made_s: float | None) -> None:
+        """Note that a batch is handed out next, for which the loop has waited `waited_s` seconds.
+
+        made_s: seconds in which a worker process makes a batch; None where that is unknown.
+        """
 
     def end(self, is_whole: bool) -> None:
         """Note the end of the pass.  is_whole: it gave all batches that the loader has."""
@@ -101,7 +105,7 @@ class OnePass:
     waited_s: seconds for which it waited for the next one.
     more: rounds beyond the usual ones; None until that is decided.
     chosen: batches that are given; None until they are known, and where they are the first ones.
-    scan_s: seconds in which the batches were chosen.
+    scan_s: seconds in which the batches were chosen.  made: times of worker processes.
     """
 
     place: str
@@ -118,6 +122,7 @@ class OnePass:
     reached: int = -1
     waited_s: float = 0.0
     scan_s: float = 0.0
+    made: BatchesMade | None = None
     more: int | None = None
     chosen: ChosenBatches | None = None
     log: PassOfLog | None = None
@@ -191,18 +196,21 @@ class LoaderCuts:
         self._windows: list[tuple[weakref.ref[Any], int]] = []
         self._reading = 0
         self._hooks = _IteratorHooks(self)
+        self.worker_times = WorkerTimes()
         self._is_on = False
 
     def begin(self) -> None:
         """Cut loaders from now on, in this process and this thread."""
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._is_on = True
+        self.worker_times.begin()
         self._hooks.install()
 
     def end(self) -> None:
         """Leave loaders as they are from now on."""
         self._is_on = False
         self._hooks.remove()
+        self.worker_times.end()
 
     @property
     def minds(self) -> bool:
@@ -360,7 +368,7 @@ class LoaderCuts:
         for watcher in self._watchers:
             watcher.batch(this, size, kind)
         if this.log is not None:
-            this.log.batch(size, kind, this.waited_s)
+            this.log.batch(size, kind, this.waited_s, None if this.made is None else this.made.mean_s)
         this.waited_s = 0.0
 
     def end_pass(self, this: OnePass) -> None:
@@ -417,10 +425,12 @@ class _IteratorHooks:
         @functools.wraps(torchs_reset)
         def reset(iterator: Any, loader: Any, first_iter: bool = False) -> None:
             iterator.__dict__.pop("_next_data", None)
-            if not first_iter and (earlier := iterator.__dict__.pop(_CUT, None)) is not None:
-                earlier.end()
-            if not first_iter and cuts.minds:
-                _Cut(cuts, iterator, loader)
+            if not first_iter:
+                earlier = iterator.__dict__.pop(_CUT, None)
+                if earlier is not None:
+                    earlier.end()
+                if cuts.minds:
+                    _Cut(cuts, iterator, loader, earlier)
             with cuts.part("loader"):
                 torchs_reset(iterator, loader, first_iter)
             if (cut := iterator.__dict__.get(_CUT)) is not None:
@@ -452,7 +462,8 @@ class _Cut:
     this: its pass.  is_announced: a loader that reads ahead announces its batches.
     """
 
-    def __init__(self, cuts: LoaderCuts, iterator: Any, loader: Any) -> None:
+    def __init__(self, cuts: LoaderCuts, iterator: Any, loader: Any, earlier: _Cut | None = None) -> None:
+        """Begin the pass of `iterator`.  earlier: the cut of the pass before, with the same worker processes."""
         from torch.utils.data.dataloader import _DatasetKind
 
         self._cuts = cuts
@@ -461,6 +472,8 @@ class _Cut:
         self._length = _length_of(iterator._index_sampler if self._is_map else loader)
         self.is_announced = cuts.reader is not None
         self.this = cuts.reader or cuts.begin_pass(loader, self._length, None)
+        if iterator._num_workers:
+            self.this.made = cuts.worker_times.share(iterator._num_workers) if earlier is None else earlier.this.made
         self._given: Iterator[Any] | None = None
         self._left = weakref.finalize(iterator, self.end)
         self._left.atexit = False
