@@ -5,7 +5,7 @@ Of a stream, and of a sampler that has no end, the first batches are given. The 
 more batches in between, so that their times are known well. Loops see the end of a loader as at the end of an epoch.
 
 A loop of a library that begins the same loader for the third time, while no loop of the program has moved, is left by
-`DryRunEnded`. Prepared loaders announce their passes (`prepared`), since they read ahead of their loop.
+`DryRunEnded`. Prepared loaders read ahead of their loop, so that they announce what they hand out (`announce`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ from nbaccel.notices import PACKAGE_DIR
 __all__ = ["LoaderCuts", "LoopRecords", "OnePass", "PassOfLog", "PassWatcher"]
 
 _ROUNDS = 3
-_MOST_MORE = 40
-_MORE_SECONDS = 2.0
-_MOST_INDICES = 2_000_000
-_MOST_WITHOUT_END = 100_000
+_MOST_ROUNDS, _MORE_SECONDS = 40, 2.0
+"""Limits of the second pass at a place, which is as long as the sooner of them allows."""
+
+_MOST_INDICES, _MOST_WITHOUT_END = 2_000_000, 100_000
+"""Samples whose indices are listed, of a loader with a length, and of one without."""
+
 _MOST_BEGINS = 3
 _MOST_LOOKS = 200
 """Begins of a loader at one place that are left after a single batch, such as ``next(iter(loader))``."""
@@ -286,7 +288,7 @@ class LoaderCuts:
             number,
             batches,
             stride,
-            next((window for known, window in self._windows if known() is loader), 1),
+            next((window for known, window in reversed(self._windows) if known() is loader), 1),
             is_alike=is_alike,
             begun=begun,
             workers=loader.num_workers,
@@ -311,7 +313,7 @@ class LoaderCuts:
 
     def _more_by_time(self, this: OnePass) -> int:
         round_s = self._round_s.get(this.key, _MORE_SECONDS)
-        rounds = int(min(_MOST_MORE, _MORE_SECONDS / max(round_s, 1e-6)))
+        rounds = int(min(_MOST_ROUNDS, _MORE_SECONDS / max(round_s, 1e-6)))
         return max(0, rounds - _ROUNDS)
 
     def choose(self, this: OnePass, dataset: Any, rounds: Sequence[Sequence[Any]], has_last: bool) -> ChosenBatches:

@@ -97,12 +97,16 @@ class StepTimes:
 
     def measure(self, owner: Any, name: str, part: str) -> None:
         """Count calls of the function `name` of `owner` as `part`, until `end`."""
+        import torch
+
         real = getattr(owner, name, None)
         if real is None:
             return
 
         @functools.wraps(real)
         def measured(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # see `_before_forward`
+                return real(*args, **kwargs)
             with self.part(part):
                 return real(*args, **kwargs)
 
@@ -155,7 +159,8 @@ class StepTimes:
         if self._waits:
             import torch
 
-            torch.cuda.synchronize()
+            if not torch.cuda.is_current_stream_capturing():  # a graph, which must not be waited for
+                torch.cuda.synchronize()
         now = self._clock()
         if self._passes:
             self._passes[-1].seconds[self._parts[-1] if self._parts else PROGRAM] += now - self._since
