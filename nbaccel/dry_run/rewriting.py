@@ -47,7 +47,8 @@ Table = list[dict[str, Any]]
 
 Each has: number, kind ("for", "while", "branch", "every" or "compare"), file, line, end_line, head (its source text),
 function ("" for code outside of functions). A branch has "every", the numbers of its conditions. A comparison has
-"ends", the numbers of the loops that it ends, and "when", the outcome that ends them.
+"ends", the numbers of the loops that it ends, "when", the outcome that ends them, and "is_test": it is in the test of a
+`while`.
 """
 
 _NOT_REWRITTEN = frozenset({"forward", "__getitem__", "__getitems__", "__len__", "collate_fn"})
@@ -162,7 +163,7 @@ class _Rewriter:
         if isinstance(node, ast.For):
             node.iter = _at(_call("over", ast.Constant(number), node.iter), node.iter)
         else:
-            test, _ = self._test(node.test, ([number], False), with_every=False)
+            test, _ = self._test(node.test, ([number], False), of_while=True)
             asked = _at(_call("goes_on", ast.Constant(number)), node.test)
             held = _at(_call("holds", ast.Constant(number), test), node.test)
             node.test = _at(ast.BoolOp(ast.And(), [asked, held]), node.test)
@@ -193,7 +194,7 @@ class _Rewriter:
             return list(self._loops)
         return self._loops[-1:] if any(isinstance(each, ast.Break) for each in block) else []
 
-    def _test(self, node: ast.expr, ends: _Ends, with_every: bool = True) -> tuple[ast.expr, list[int]]:
+    def _test(self, node: ast.expr, ends: _Ends, of_while: bool = False) -> tuple[ast.expr, list[int]]:
         """Return a test that is logged, and the numbers of the periods in it.
 
         Parts of a test are comparisons that end a loop if one of them alone decides: those of `and` in a `while`, and
@@ -203,21 +204,21 @@ class _Rewriter:
             one_decides = ends is not None and ends[1] is isinstance(node.op, ast.Or)
             decide = [one_decides or _rest_is_about(node.values, value) for value in node.values]
             parts = [
-                self._test(value, ends if is_one else None, with_every)
+                self._test(value, ends if is_one else None, of_while)
                 for value, is_one in zip(node.values, decide, strict=True)
             ]
             node.values = [part for part, _ in parts]
             return node, [number for _, numbers in parts for number in numbers]
-        if with_every and (period := _period(node)) is not None:
+        if not of_while and (period := _period(node)) is not None:
             value, every, remainder, is_negated = period
             number = self._enter("every", node, ast.unparse(node))
             asked: ast.expr = _at(_call("every", ast.Constant(number), value, every, remainder), node)
             return (_at(ast.UnaryOp(ast.Not(), asked), node) if is_negated else asked), [number]
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            node.operand, numbers = self._test(node.operand, ends and (ends[0], not ends[1]), with_every)
+            node.operand, numbers = self._test(node.operand, ends and (ends[0], not ends[1]), of_while)
             return node, numbers
         if ends is not None and isinstance(node, ast.Compare) and _is_limit(node):
-            number = self._enter("compare", node, ast.unparse(node), ends=ends[0], when=ends[1])
+            number = self._enter("compare", node, ast.unparse(node), ends=ends[0], when=ends[1], is_test=of_while)
             operator = ast.Constant(_OPERATORS[type(node.ops[0])])
             return _at(_call("compare", ast.Constant(number), node.left, operator, node.comparators[0]), node), []
         return node, []
