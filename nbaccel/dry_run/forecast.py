@@ -120,7 +120,7 @@ def measure_noise(seconds: float = 1.0, clock: Callable[[], float] = time.perf_c
             continue
         taken.append(took)
     deciles = statistics.quantiles(taken, n=10, method="inclusive")
-    return (deciles[-1] - deciles[0]) / 2 / statistics.median(taken)
+    return float((deciles[-1] - deciles[0]) / 2 / statistics.median(taken))
 
 
 def _compute(count: int) -> int:
@@ -152,7 +152,7 @@ class _Node:
             return len(self.runs)
         began = {(run["outer"], run["outer_round"]) for node in self.inner.values() for run in node.runs}
         return sum(
-            run["rounds"] - (run["end"] in ("left", "error") and (run["id"], run["rounds"]) not in began)
+            _rounds_had(run) - (run["end"] in ("left", "error") and (run["id"], run["rounds"]) not in began)
             for run in self.runs
         )
 
@@ -428,15 +428,14 @@ def _own_of_run(run: Record) -> float:
 
 def _rounds_of_run(run: Record) -> float | None:
     """Return the rounds that a run of a loop or of a pass would have had; None if they are unknown."""
+    if not _is_cut(run):
+        return _rounds_had(run)
+    totals = [run.get("total")]
     if run["kind"] == "pass":
-        return run["batches"] if _is_cut(run) else _rounds_had(run)
-    if run["end"] == "cut":
-        return run["total"]
-    if run["is_cut_by_pass"]:
-        batches = [each["batches"] for each in run["passes"]]
-        totals = [each for each in (*batches, run["total"]) if each is not None]
-        return min(totals, default=None)
-    return run["rounds"]
+        totals = [run["batches"]]
+    elif run["is_cut_by_pass"]:
+        totals += [each["batches"] for each in run["passes"]]
+    return min((total for total in totals if total is not None), default=None)
 
 
 def _times_of(inner: _Node, had: float, rounds: float) -> tuple[float, float]:

@@ -2,17 +2,17 @@
 
 A rewritten program asks one object, the builtin `LOG` (see `nbaccel.dry_run.loop_log`), before each round of a loop::
 
-    for batch in loader:          with _nbaccel_log.loop(7):
-        train(batch)                  for batch in _nbaccel_log.over(7, loader):
+    for batch in loader:          with __nbaccel_log__.loop(7):
+        train(batch)                  for batch in __nbaccel_log__.over(7, loader):
                                           train(batch)
 
-    if step % 100 == 0:           if _nbaccel_log.every(8, step, 100, 0):
-        evaluate()                    with _nbaccel_log.branch(9):
+    if step % 100 == 0:           if __nbaccel_log__.every(8, step, 100, 0):
+        evaluate()                    with __nbaccel_log__.branch(9):
                                           evaluate()
 
-    while step < 1000:            with _nbaccel_log.loop(11):
-        train(step)                   while _nbaccel_log.goes_on(11) and _nbaccel_log.holds(
-                                          11, _nbaccel_log.compare(10, step, "<", 1000)):
+    while step < 1000:            with __nbaccel_log__.loop(11):
+        train(step)                   while __nbaccel_log__.goes_on(11) and __nbaccel_log__.holds(
+                                          11, __nbaccel_log__.compare(10, step, "<", 1000)):
                                           train(step)
 
 No names are bound in the program, and every line keeps its number. Generators and coroutines stay as they are: they
@@ -39,7 +39,7 @@ from nbaccel.notices import is_users
 
 __all__ = ["LOG", "REACHED", "Table", "is_rewritable", "provide", "rewrite", "rewrite_functions"]
 
-LOG, REACHED = "_nbaccel_log", "_nbaccel_reached"
+LOG, REACHED = "__nbaccel_log__", "__nbaccel_reached__"
 """Builtins that rewritten code calls: the `LoopLog`, and a function that takes the number of a line."""
 
 Table = list[dict[str, Any]]
@@ -80,8 +80,8 @@ def rewrite(tree: ast.Module, first_number: int = 0, marks_lines: bool = False, 
     >>> rewrite(tree)[0]["head"]
     'for epoch in range(9)'
     >>> print(ast.unparse(tree))
-    with _nbaccel_log.loop(0):
-        for epoch in _nbaccel_log.over(0, range(9)):
+    with __nbaccel_log__.loop(0):
+        for epoch in __nbaccel_log__.over(0, range(9)):
             print(epoch)
     """
     rewriter = _Rewriter(first_number, marks_lines, file)
@@ -305,7 +305,7 @@ def _call(method: str, *arguments: ast.expr) -> ast.Call:
 
 def _with(method: str, number: int, body: list[ast.stmt], where: ast.stmt) -> ast.With:
     item = ast.withitem(_at(_call(method, ast.Constant(number)), where), None)
-    return _at(ast.With([item], body), where)
+    return ast.copy_location(ast.With([item], body), where)
 
 
 def _at(node: Any, where: ast.AST) -> Any:
