@@ -15,15 +15,19 @@ import functools
 import os
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 __all__ = ["ObservedPass", "StepTimes"]
 
 PROGRAM = "program"
 _BACKWARD = "backward"
+_ABOUT_HOOKS = "Using `torch.compile"
+"""Beginning of torch's warning that the hooks of all modules are called once more for a compiled one."""
+
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "broadcast", "broadcast_object_list", "reduce"),
@@ -79,6 +83,8 @@ class StepTimes:
             register_optimizer_step_post_hook(self._after_step),
         ]
         self._undo = [handle.remove for handle in handles]
+        warnings.filterwarnings("ignore", _ABOUT_HOOKS)
+        self._undo.append(functools.partial(_forget_filter, warnings.filters[0]))
         self.measure(torch.utils.data.DataLoader, "_get_iterator", "loader")  # starts worker processes
         for name in ("backward", "grad"):
             self.measure(torch.autograd, name, _BACKWARD)
@@ -223,3 +229,9 @@ def _has_cuda() -> bool:
     import torch
 
     return bool(torch.cuda.is_initialized())
+
+
+def _forget_filter(ours: Any) -> None:
+    filters: Any = warnings.filters
+    with suppress(ValueError):  # the program has reset them
+        filters.remove(ours)

@@ -263,7 +263,7 @@ def test_another_place_begins_with_three() -> None:
 def test_a_loop_of_a_library_is_left_where_it_begins_a_loader_for_the_third_time() -> None:
     loader, passes = sentences(), []
     with Cutting(), pytest.raises(DryRunEnded, match=r"has begun the same loader 2 times at test_a_loop_of_a_library"):
-        while True:
+        for _ in range(9):
             passes.append(len(list(loader)))
     assert passes == [3, 6]
 
@@ -271,7 +271,7 @@ def test_a_loop_of_a_library_is_left_where_it_begins_a_loader_for_the_third_time
 def test_with_worker_processes_it_is_left_quietly(recwarn: pytest.WarningsRecorder) -> None:
     loader = sentences(num_workers=1)
     with Cutting(), pytest.raises(DryRunEnded):
-        while True:
+        for _ in range(9):
             list(loader)
     gc.collect()
     assert not recwarn.list
