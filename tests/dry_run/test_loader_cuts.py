@@ -48,7 +48,7 @@ def worker_processes_have_ended() -> Iterator[None]:
     gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith("QueueFeeder"):
-            thread.join()
+            thread.join(5)  # not for ever: a test that has failed keeps its loader
 
 
 def test_a_loop_gets_the_longest_batch_one_in_between_and_the_short_last_one() -> None:
