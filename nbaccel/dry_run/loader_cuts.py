@@ -31,6 +31,7 @@ from nbaccel.dry_run.one_pass import (
     LoopRecords,
     OnePass,
     PassWatcher,
+    are_of_cells,
     is_drawn_by_for,
     name_of,
     users_frames,
@@ -45,7 +46,9 @@ _MOST_ROUNDS, _MORE_SECONDS = 40, 2.0
 _MOST_INDICES, _MOST_WITHOUT_END = 2_000_000, 100_000
 """Samples whose indices are listed, of a loader with a length, and of one without."""
 
-_MOST_BEGINS = 3
+_MOST_BEGINS, _MOST_BEGINS_OF_CELLS = 3, 20
+"""Begins of a loader at one place; the second where cells alone led there: a comprehension, which has an end."""
+
 _MOST_LOOKS = 200
 """Begins of a loader at one place that are left after a single batch, such as ``next(iter(loader))``."""
 
@@ -169,12 +172,12 @@ class LoaderCuts:
         if stride is None:
             stride = self._stride
             batches = None if batches is None else math.ceil(batches / stride)
-        frames = list(users_frames())
+        frames = users_frames()
         place = " < ".join(f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in frames) or "?"
         if loader not in self._numbers:
             self._numbers[loader] = next(self._next_number)
         begun = (self._numbers[loader], place, self._log.present())
-        self._refuse_third(begun)
+        self._refuse_endless(begun, _MOST_BEGINS_OF_CELLS if are_of_cells(frames) else _MOST_BEGINS)
         key = f"{place} {type(loader.dataset).__qualname__} {loader.batch_size} {batches}"
         number = self._passes[key]
         self._passes[key] += 1
@@ -191,9 +194,9 @@ class LoaderCuts:
             workers=loader.num_workers,
         )
 
-    def _refuse_third(self, begun: tuple[Any, ...]) -> None:
+    def _refuse_endless(self, begun: tuple[Any, ...], most: int) -> None:
         looks = self._looks[begun]
-        if self._begins[begun] - looks >= _MOST_BEGINS - 1 or looks >= _MOST_LOOKS:
+        if self._begins[begun] - looks >= most - 1 or looks >= _MOST_LOOKS:
             raise DryRunEnded(
                 f"a loop that is not the program's has begun the same loader {self._begins[begun]} times at "
                 f"{begun[1]}: the dry run leaves it there, and does not check the lines that follow"
@@ -253,9 +256,9 @@ class LoaderCuts:
         A `for` ends with its loader. A ``next(iterator)`` in a loop that counts its steps would fail at the end; so
         would a second one in another line. The log ends such loops. A ``list(loader)`` draws in one place, and ends.
         """
-        frame = next(users_frames(passes_bars=False), None)
+        frames = users_frames(passes_bars=False)
         before, this.drawn_at = this.drawn_at, ()
-        if frame is not None and not is_drawn_by_for(frame):
+        if frames and not is_drawn_by_for(frame := frames[0]):
             this.drawn_at = frame.f_code, frame.f_lasti, self._log.present()
         this.goes_on = bool(before and this.drawn_at) and before != this.drawn_at
 

@@ -10,7 +10,7 @@ import itertools
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -20,7 +20,17 @@ from nbaccel.dry_run.batch_choice import FIRST, ChosenBatches
 from nbaccel.dry_run.worker_times import BatchesMade
 from nbaccel.notices import PACKAGE_DIR
 
-__all__ = ["ROUNDS", "LoopRecords", "OnePass", "PassOfLog", "PassWatcher", "is_drawn_by_for", "name_of", "users_frames"]
+__all__ = [
+    "ROUNDS",
+    "LoopRecords",
+    "OnePass",
+    "PassOfLog",
+    "PassWatcher",
+    "are_of_cells",
+    "is_drawn_by_for",
+    "name_of",
+    "users_frames",
+]
 
 ROUNDS = 3
 """Rounds that a pass gives, unless it is the second one at its place."""
@@ -146,22 +156,31 @@ def is_drawn_by_for(frame: FrameType) -> bool:
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("FOR_ITER", "SEND", "YIELD_VALUE", "RESUME")
 
 
-def users_frames(passes_bars: bool = True) -> Iterator[FrameType]:
-    """Yield the frames of the program that led here, innermost first: not this package's, nor torch's.
+def users_frames(passes_bars: bool = True) -> list[FrameType]:
+    """Return the frames of the program that led here, innermost first: not this package's, nor torch's.
 
+    Of a forked rank, what the kernel did when it forked is left out: it is below this package's own frames.
     passes_bars: nor those of `_BETWEEN`, but for ``contextlib``, which this package uses.
     """
-    torch = sys.modules["torch"]
-    passed_by = (PACKAGE_DIR, os.path.dirname(str(torch.__file__)) + os.sep)
+    of_torch = os.path.dirname(str(sys.modules["torch"].__file__)) + os.sep
+    found: list[FrameType] = []
+    above_ours = 0
     frame: FrameType | None = sys._getframe(1)
-    depth = 0
-    while frame is not None and depth < _DEEPEST:
+    while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        is_between = package in _BETWEEN and (passes_bars or package == "contextlib")
-        if not is_between and not frame.f_code.co_filename.startswith(passed_by):
-            depth += 1
-            yield frame
+        if frame.f_code.co_filename.startswith(PACKAGE_DIR):
+            above_ours = len(found)
+        elif not frame.f_code.co_filename.startswith(of_torch) and (
+            package not in _BETWEEN or not (passes_bars or package == "contextlib")
+        ):
+            found.append(frame)
         frame = frame.f_back
+    return found[: above_ours or None][:_DEEPEST]
+
+
+def are_of_cells(frames: Sequence[FrameType]) -> bool:
+    """Return whether `frames` are those of a cell and of functions of the notebook, and of no library."""
+    return all(frame.f_globals.get("__name__") == "__main__" for frame in frames)
 
 
 def name_of(frames: Sequence[FrameType], loader: Any) -> str:
