@@ -207,6 +207,23 @@ PROGRAMS = {
             step()
             if episode >= 200: break
     """,
+    "a memory that is filled before the training begins": """
+        seen = 0
+        for episode in range(200):
+            for t in range(100):
+                work(0.01)
+                seen += 1
+                if seen > 500:
+                    work(0.5)
+                    step()
+    """,
+    "a memory that is filled in the loop that trains": """
+        for i in range(20000):
+            work(0.001)
+            if i > 1000:
+                work(0.1)
+                step()
+    """,
     "a loop that ends by itself": """
         for i in range(4):
             work(i)
