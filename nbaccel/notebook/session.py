@@ -21,7 +21,6 @@ from nbaccel.launch.diagnosis import PostMortem
 from nbaccel.launch.finished_runs import FinishedRuns
 from nbaccel.launch.gpu_trouble import before_a_run, holder_name
 from nbaccel.launch.inline import post_mortem_here, run_inline
-from nbaccel.launch.ipc.cell_task import RESULT, CellSource, CellTask
 from nbaccel.launch.ipc.spec import LaunchSpec, Results
 from nbaccel.launch.kernel_models import Cards, SetAside, held_here, kernel_freed
 from nbaccel.launch.launcher import Launcher, default_launcher, refuse_nested_launch
@@ -35,6 +34,8 @@ from nbaccel.launch.runs import Runs
 from nbaccel.launch.slots import choose_slots
 from nbaccel.launch.sweep_runs import counted
 from nbaccel.launch.sweeping import Sweeping
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launch.tasks.cell_task import RESULT, CellTask
 from nbaccel.notebook.cell_run import (
     CellRun,
     DisplayData,
