@@ -7,14 +7,17 @@ that all ranks share them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from nbaccel.aborting import on_renewal
 from nbaccel.answers import MapJob
+from nbaccel.dry_run.rank_records import RankRecords
 from nbaccel.settings import RunSettings
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.rng import set_seed
+from nbaccel.train.gather_watch import watch_gathers
 from nbaccel.train.implicit.lone import LoneTraining
 from nbaccel.train.implicit.loop import ImplicitTraining
 from nbaccel.train.implicit.rank_streams import use_own_device
@@ -38,6 +41,8 @@ def setup_rank(
     binds_accelerator: False when the cell defines that name itself.
     """
     settings, world = RunSettings.from_env(), current_world()
+    if settings.dry_run:
+        watch_gathers(RankRecords(Path(settings.dry_run), world.rank).write)
     if world.is_distributed:
         use_own_device(world)
     if settings.seed is not None:

@@ -152,7 +152,7 @@ class CellTask(Task):
             is_swept = RunSettings.from_env().swept_values is not None
             self._old = OldValues(self.out, self.namespace, self.source.code, self._parts, is_swept)
         began = time.monotonic()
-        statements, *expression = self._parts
+        statements, *expression = self._executed()
         try:
             with self._old.compared():
                 execute(statements, self.namespace)
@@ -165,6 +165,10 @@ class CellTask(Task):
             raise
         if self.source.is_timed:
             print(f"Wall time: {time.monotonic() - began:.3g} s")
+
+    def _executed(self) -> list[types.CodeType]:
+        """Return the code that runs: the statements, and the last expression if its value is to be shown."""
+        return self._parts
 
     def results(self, rank: int) -> Results:
         found: dict[str, Any] = {}
@@ -361,7 +365,12 @@ class CellTask(Task):
         head: dict[str, Any] = {"source": self.source, "out": out, "result_rank": self.result_rank, "unsent": {}}
         head |= {"debugged": self.debugged, "random": self.random, "knows_ranks": self.knows_ranks}
         head["cells"] = {} if self.home is None else self.home.new_cells()
+        head["own"] = self._own_facts()
         return self._packed(head)
+
+    def _own_facts(self) -> Mapping[str, Any]:
+        """Return further keyword arguments with which a subclass is made in the rank."""
+        return {}
 
     def _packed(self, head: dict[str, Any]) -> Payload:
         unneeded = self._not_needed
@@ -418,6 +427,7 @@ class CellTask(Task):
             result_rank=head["result_rank"],
             debugged=head["debugged"],
             is_copy=False,
+            **head["own"],
         )
         task._unsent, task.random, task.knows_ranks = head["unsent"], head["random"], head["knows_ranks"]
         return task

@@ -1,0 +1,98 @@
+"""DryRunTask: a cell that is tried with a few batches of each loop, and leaves nothing. Made in the kernel, run in ranks.
+
+It runs the same code as `CellTask`, rewritten so that loops can be ended; see `nbaccel.dry_run`. What the cell would
+have brought back is reported by name, size and checksum.
+"""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nbaccel.answers.fingerprint import checksum_of
+from nbaccel.dry_run.rank_run import RankDryRun
+from nbaccel.launch.ipc.nbytes import size_of
+from nbaccel.launch.ipc.spec import Results
+from nbaccel.launch.ipc.user_code import is_users
+from nbaccel.launch.objects.wrappers import plain
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launch.tasks.cell_task import RANDOM, RESULT, CellTask
+from nbaccel.world import World
+
+__all__ = ["DryRunTask"]
+
+_COMPARED_BYTES = 1_000_000
+"""Largest size of a value that ranks compare: a score, a list of losses, predictions."""
+
+_SHOWN = 60
+"""Characters of a value that a report shows."""
+
+
+class DryRunTask(CellTask):
+    """Tries a cell; see `CellTask` for the arguments.
+
+    folder: the folder in which the ranks record what they see; it exists, and ranks share it.
+    """
+
+    reference = "nbaccel.launch.tasks.dry_run_task:DryRunTask"
+
+    def __init__(
+        self,
+        source: CellSource,
+        namespace: dict[str, Any],
+        out: tuple[str, ...] | None = None,
+        extra: tuple[str, ...] = (),
+        *,
+        folder: str,
+        **options: Any,
+    ) -> None:
+        super().__init__(source, namespace, out, extra, **options)
+        self.folder = folder
+        self._rewritten: list[types.CodeType] = []
+
+    def _own_facts(self) -> Mapping[str, Any]:
+        return {"folder": self.folder}
+
+    def run(self) -> None:
+        world = World.from_env()
+        dry_run = RankDryRun(Path(self.folder), world.rank, world.world_size, is_users)
+        self._rewritten = dry_run.rewritten(self.source.code, self.source.name, self.source.flags)
+        with dry_run:
+            super().run()
+
+    def _executed(self) -> list[types.CodeType]:
+        return self._rewritten
+
+    def results(self, rank: int) -> Results:
+        """Return no values, but their sizes, and in every rank the checksums of small ones."""
+        found = super().results(rank)
+        values = {name: value for name, value in found.values.items() if name not in (RESULT, RANDOM)}
+        seen: dict[str, tuple[str, str]] = {}
+        for name in sorted({*self.out, *self.binds()} & self.namespace.keys()):
+            with suppress(Exception):  # a class of the user's may raise anything
+                value = plain(self.namespace[name])
+                if _is_compared(value):
+                    seen[name] = checksum_of([value]), _shown(value)
+        sizes: dict[str, int] = {}
+        for name, value in values.items():
+            with suppress(Exception):  # as above
+                sizes[name] = size_of(value)
+        facts = {**found.facts, "left_bytes": sizes, "seen": seen, "pid": os.getpid()}
+        return replace(found, values={}, changes=[], places=None, parts={}, facts=facts)
+
+
+def _is_compared(value: Any) -> bool:
+    """Return whether `value` is a result that could be compared: numbers, texts, arrays and containers of these."""
+    kinds = (bool, int, float, complex, str, list, tuple, dict)
+    is_data = isinstance(value, kinds) or type(value).__name__ in ("ndarray", "Tensor", "DataFrame", "Series")
+    return is_data and size_of(value) <= _COMPARED_BYTES
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
