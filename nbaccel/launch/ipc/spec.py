@@ -97,7 +97,10 @@ class Task(ABC):
     reference: ClassVar[str]
     """The class as "module:Class", by which a zygote and a persistent rank find it."""
 
-    def begin(self, rank: int) -> None:  # noqa: B027  # few tasks have to
+    def prepare_process(self) -> None:  # noqa: B027  # few tasks have to
+        """Prepare a rank's process, before the setup of the run."""
+
+    def begin(self, rank: int) -> None:  # noqa: B027  # as above
         """Record facts about the time before `run`, in a rank."""
 
     @abstractmethod

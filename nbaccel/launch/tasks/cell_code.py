@@ -39,9 +39,22 @@ class CellSource:
         Raises:
             SyntaxError: with the cell's name and line.
         """
-        flags = self.flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-        module = compile(self.code, self.name, "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
+        return self.compile_tree(self.parsed())
+
+    def parsed(self) -> ast.Module:
+        """Return the tree of the code.
+
+        Raises:
+            SyntaxError: with the cell's name and line.
+        """
+        flags = self.flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST
+        module = compile(self.code, self.name, "exec", flags, dont_inherit=True)
         assert isinstance(module, ast.Module)
+        return module
+
+    def compile_tree(self, module: ast.Module) -> list[types.CodeType]:
+        """Return what `compile` does, for a tree that may have been rewritten."""
+        flags = self.flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
         body = module.body
         is_shown = bool(body) and isinstance(body[-1], ast.Expr) and not self.code.rstrip().endswith(";")
         split = len(body) - 1 if is_shown else len(body)

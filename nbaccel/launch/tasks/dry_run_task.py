@@ -6,7 +6,6 @@ have brought back is reported by name, size and checksum.
 
 from __future__ import annotations
 
-import os
 import types
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,10 +17,10 @@ from nbaccel.answers.fingerprint import checksum_of
 from nbaccel.dry_run.rank_run import RankDryRun
 from nbaccel.launch.ipc.nbytes import size_of
 from nbaccel.launch.ipc.spec import Results
-from nbaccel.launch.ipc.user_code import is_users
 from nbaccel.launch.objects.wrappers import plain
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.launch.tasks.cell_task import RANDOM, RESULT, CellTask
+from nbaccel.settings import RunSettings
 from nbaccel.world import World
 
 __all__ = ["DryRunTask"]
@@ -54,15 +53,19 @@ class DryRunTask(CellTask):
         super().__init__(source, namespace, out, extra, **options)
         self.folder = folder
         self._rewritten: list[types.CodeType] = []
+        self._dry_run: RankDryRun | None = None
 
     def _own_facts(self) -> Mapping[str, Any]:
         return {"folder": self.folder}
 
+    def prepare_process(self) -> None:
+        self._dry_run = RankDryRun(Path(self.folder), World.from_env(), RunSettings.from_env())
+        self._dry_run.install()
+
     def run(self) -> None:
-        world = World.from_env()
-        dry_run = RankDryRun(Path(self.folder), world.rank, world.world_size, is_users)
-        self._rewritten = dry_run.rewritten(self.source.code, self.source.name, self.source.flags)
-        with dry_run:
+        assert self._dry_run is not None, "the process was not prepared"
+        self._rewritten = self._dry_run.rewritten(self.source.parsed(), self.source.name, self.source.compile_tree)
+        with self._dry_run:
             super().run()
 
     def _executed(self) -> list[types.CodeType]:
@@ -82,7 +85,7 @@ class DryRunTask(CellTask):
         for name, value in values.items():
             with suppress(Exception):  # as above
                 sizes[name] = size_of(value)
-        facts = {**found.facts, "left_bytes": sizes, "seen": seen, "pid": os.getpid()}
+        facts = {**found.facts, "left_bytes": sizes, "seen": seen}
         return replace(found, values={}, changes=[], places=None, parts={}, facts=facts)
 
 
