@@ -1,8 +1,9 @@
 """The runtime of one rank: from the moment its process exists until `os._exit`. Runs in ranks, never returns.
 
-Forked ranks and ranks of the zygote have the same runtime. The order of the prologue matters: the death watch comes
-before anything that can hang, CPU threads before anything that can compute, the streams before anything that can
-print. No exception may leave `run_rank`: above it is the kernel's own message loop.
+Forked ranks and ranks of the zygote have the same runtime. The order of the prologue matters: the file shield comes
+before the first thread, the death watch before anything that can hang, CPU threads before anything that can compute,
+the streams before anything that can print. No exception may leave `run_rank`: above it is the kernel's own message
+loop.
 """
 
 from __future__ import annotations
@@ -89,6 +90,10 @@ def run_rank(
     code = BROKEN
     try:
         os.setsid()
+        if boot.shield:
+            from nbaccel.launch.worker.shielded import entered_by  # for dry runs alone
+
+            make_task = entered_by(boot.shield, make_task)
         watch = DeathWatch(boot.kernel_pidfd, boot.channel_fd)
         watch.start()
         raise_oom_score()

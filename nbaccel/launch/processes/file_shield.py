@@ -1,0 +1,184 @@
+"""File shield of a dry run: ranks that enter it write no file of the machine. Runs in the kernel.
+
+`FileShield` starts the process that holds the namespaces (`shield_holder`), and says why there is none where Linux, a
+container or a system administrator forbids them. Ranks enter by `worker/shielded.py`. There, `FolderSnapshot` finds the
+files that have changed.
+
+Not shielded: network file systems, and what is no file: databases, sockets, /dev/shm, /run, GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nbaccel.hardware import usable_memory
+from nbaccel.launch.processes import shield_holder
+from nbaccel.quantities import plural
+
+__all__ = [
+    "FileShield",
+    "FolderSnapshot",
+]
+
+_ANSWER_S = 20.0
+_END_S = 10.0
+
+
+class FileShield:
+    """Namespaces in which ranks may write to every local file system, and nothing of it reaches the machine.
+
+    Start and close take 0.1 s together where a folder is on a local disk.
+
+    entry: for `LaunchSpec.shield`; empty if there is no shield.
+    why_not: the reason for that, as half a sentence.
+    not_covered: folders that can be written to and are not shielded, such as network file systems.
+    """
+
+    def __init__(self, holder: subprocess.Popen[bytes] | None, folder: Path, answer: dict[str, Any]) -> None:
+        self._holder, self._folder, self._answer = holder, folder, answer
+        self.why_not: str = answer["why_not"]
+        self.entry = ""
+        if not self.why_not:
+            self.entry = f"/proc/{answer['pid']}/ns {answer['namespace']} {_meeting_folder(folder)}"
+        self.not_covered = [Path(path) for path in answer.get("open", ()) if path != str(_meeting_folder(folder))]
+
+    @classmethod
+    def start(cls, own: Sequence[Path], folder: Path) -> FileShield:
+        """Start it, in an empty `folder` of its own, on a local disk if there is one; what ranks write lies there.
+
+        own: folders that ranks and the kernel share: what ranks write there reaches the machine. They exist already.
+        """
+        folder = folder.resolve()
+        _meeting_folder(folder).mkdir(mode=0o700)
+        shared = [_meeting_folder(folder), *(path.resolve() for path in own)]
+        order = {
+            "folder": str(folder),
+            "shared": [str(path) for path in shared],
+            "memory_bytes": usable_memory().available_bytes // 2,
+            "kernel": os.getpid(),
+        }
+        try:
+            holder = subprocess.Popen(
+                [sys.executable, "-S", "-E", shield_holder.__file__, json.dumps(order)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return cls(None, folder, {"why_not": f"its process could not be started ({error.strerror})"})
+        return cls(holder, folder, _answer_of(holder))
+
+    def covers(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether what a rank writes at `path` is thrown away."""
+        uncovered = [*self._answer.get("open", ()), *self._answer.get("of_the_system", ())]
+        return shield_holder.is_covered(os.path.realpath(path), self._answer.get("covered", ()), uncovered)
+
+    @staticmethod
+    def free_bytes(path: str | os.PathLike[str]) -> int:
+        """Return the free bytes of the disk of `path`, which may not exist yet: the real ones, for this user."""
+        place = Path(path).absolute()
+        disk = os.statvfs(next(folder for folder in (place, *place.parents) if folder.exists()))
+        return disk.f_bavail * disk.f_frsize
+
+    def close(self) -> None:
+        """End the holder, and remove all that ranks have written; ranks that are inside have ended before."""
+        holder, self._holder = self._holder, None
+        if holder is not None:
+            with suppress(subprocess.TimeoutExpired):
+                holder.communicate(b"\n", timeout=_END_S)
+            if holder.poll() is None:
+                holder.kill()
+                holder.communicate()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _meeting_folder(folder: Path) -> Path:
+    """Return the folder in which runs have their own: kernel and ranks both see it."""
+    return folder / "runs"
+
+
+def _answer_of(holder: subprocess.Popen[bytes]) -> dict[str, Any]:
+    assert holder.stdout is not None
+    if not select.select([holder.stdout], [], [], _ANSWER_S)[0]:
+        return {"why_not": f"no namespace was ready in {_ANSWER_S:.0f} s"}
+    try:
+        answer: dict[str, Any] = json.loads(holder.stdout.readline())
+    except ValueError:
+        said = holder.communicate()[1].decode(errors="replace").strip().splitlines()
+        return {
+            "why_not": f"its process ended with exit code {holder.returncode}: {said[-1] if said else 'no message'}"
+        }
+    return answer
+
+
+_CACHE_OF_PYTHON = "__pycache__"
+
+
+class FolderSnapshot:
+    """The files below a folder, as they were at one moment: which have changed since then.
+
+    folder: it.  files: the time, size and number of each, by path.  most: files that are looked at.
+    """
+
+    def __init__(self, folder: Path, files: dict[str, tuple[int, int, int]], most: int) -> None:
+        self.folder = folder
+        self._files, self._most = files, most
+
+    @classmethod
+    def of(cls, folder: Path, most: int = 20_000) -> FolderSnapshot:
+        """Look at the files below `folder`, except those in hidden folders; links are not followed."""
+        return cls(folder, dict(_files_below(folder, most)), most)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all files were looked at."""
+        return len(self._files) < self._most
+
+    def changed(self) -> list[str]:
+        """Return the paths of files that were made, changed or removed since then, in order.
+
+        The last entry says so where there are more files than were looked at.
+        """
+        now = dict(_files_below(self.folder, self._most))
+        is_whole = self.is_whole and len(now) < self._most
+        paths = {path for path in self._files.keys() & now.keys() if self._files[path] != now[path]}
+        if is_whole:
+            paths |= self._files.keys() ^ now.keys()
+        else:
+            # Of what only one of the two looks has seen, the disk itself tells whether it is new or gone.
+            paths |= {path for path in self._files.keys() - now.keys() if not os.path.lexists(path)}
+        told = sorted(paths)
+        if not is_whole:
+            told.append(f"{self.folder} holds more than {plural(self._most, 'file')}; new ones are not listed")
+        return told
+
+
+def _files_below(folder: Path, most: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Yield path and state of at most `most` files."""
+    count = 0
+    folders = [str(folder)]
+    while folders:
+        entries: list[os.DirEntry[str]] = []
+        with suppress(OSError), os.scandir(folders.pop()) as found:  # removed meanwhile, or nobody may list it
+            entries = sorted(found, key=lambda entry: entry.name)
+        for entry in entries:
+            with suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    if not entry.name.startswith(".") and entry.name != _CACHE_OF_PYTHON:
+                        folders.append(entry.path)
+                    continue
+                if count >= most:
+                    return
+                count += 1
+                known = entry.stat(follow_symlinks=False)
+                yield entry.path, (known.st_mtime_ns, known.st_size, known.st_ino)
