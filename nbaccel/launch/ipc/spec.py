@@ -381,6 +381,7 @@ class LaunchSpec:
     own_devices: each rank sees only its own devices, the first as number 0; otherwise every rank sees all of them.
     restarts_ranks: a rank that dies is started again alone, while the others work; for independent ranks only.
     written_files: path of a list of the files that the ranks write, a line each; empty if none is wanted.
+    ends_waiting: a run in which all ranks wait in collectives, and none goes on, is ended after seconds.
     shield: `FileShield.entry`, for ranks whose files are thrown away; empty otherwise.
     """
 
@@ -400,6 +401,7 @@ class LaunchSpec:
     own_devices: bool = False
     restarts_ranks: bool = False
     written_files: str = ""
+    ends_waiting: bool = False
     shield: str = ""
 
     def __post_init__(self) -> None:
