@@ -31,6 +31,7 @@ __all__ = [
     "names_read",
     "names_used",
     "parsed",
+    "parsed_lines",
 ]
 
 CODE, COMPILED = "code ", "compiled "
@@ -195,7 +196,7 @@ class _Text:
     @functools.cached_property
     def _of_file(self) -> list[tuple[_Function, int, types.CodeType]]:
         with suppress(SyntaxError, ValueError):
-            return list(_compiled(_parsed(self.lines), self._flags))
+            return list(_compiled(parsed_lines(self.lines), self._flags))
         return []
 
     @functools.cached_property
@@ -203,7 +204,7 @@ class _Text:
         """The functions as IPython compiles a cell, statement by statement: imports above make no difference then."""
         found: list[tuple[_Function, int, types.CodeType]] = []
         with suppress(SyntaxError, ValueError):
-            for statement in _parsed(self.lines).body:
+            for statement in parsed_lines(self.lines).body:
                 found += _compiled(ast.Module([statement], []), self._flags)
         return found
 
@@ -238,7 +239,7 @@ def _code_of(tree: ast.Module, flags: int) -> types.CodeType:
     return code
 
 
-def _parsed(lines: list[str]) -> ast.Module:
+def parsed_lines(lines: list[str]) -> ast.Module:
     """Return the tree of a file or a cell. Of a cell as it was typed, the lines of magics become empty."""
     try:
         return parsed("".join(lines))

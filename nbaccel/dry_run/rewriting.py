@@ -1,0 +1,386 @@
+"""Rewrites loops of a program, so that a dry run can end them, and marks the lines that are reached. Runs in ranks.
+
+A rewritten program asks one object, the builtin `LOG` (see `nbaccel.dry_run.loop_log`), before each round of a loop::
+
+    for batch in loader:          with _nbaccel_log.loop(7):
+        train(batch)                  for batch in _nbaccel_log.over(7, loader):
+                                          train(batch)
+
+    if step % 100 == 0:           if _nbaccel_log.every(8, step, 100, 0):
+        evaluate()                    with _nbaccel_log.branch(9):
+                                          evaluate()
+
+    while step < 1000:            with _nbaccel_log.loop(11):
+        train(step)                   while _nbaccel_log.goes_on(11) and _nbaccel_log.holds(
+                                          11, _nbaccel_log.compare(10, step, "<", 1000)):
+                                          train(step)
+
+No names are bound in the program, and every line keeps its number. Generators and coroutines stay as they are: they
+are left in the middle of a round, so their loops do not nest with those of their callers. Functions that the body of a
+dry run calls, in earlier cells and in local modules, are rewritten in place by `rewrite_functions`. Nothing here knows
+when a loop ends.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import gc
+import linecache
+import os
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from nbaccel.code_text import parsed_lines
+from nbaccel.notices import is_users
+
+__all__ = ["LOG", "REACHED", "Table", "is_rewritable", "provide", "rewrite", "rewrite_functions"]
+
+LOG, REACHED = "_nbaccel_log", "_nbaccel_reached"
+"""Builtins that rewritten code calls: the `LoopLog`, and a function that takes the number of a line."""
+
+Table = list[dict[str, Any]]
+"""The rewritten places, one for each number, as plain JSON.
+
+Each has: number, kind ("for", "while", "branch", "every" or "compare"), file, line, end_line, head (its source text),
+function ("" for code outside of functions). A branch has "every", the numbers of its conditions. A comparison has
+"ends", the numbers of the loops that it ends, and "when", the outcome that ends them.
+"""
+
+_NOT_REWRITTEN = frozenset({"forward", "__getitem__", "__getitems__", "__len__", "collate_fn"})
+"""Functions that train nothing: they are called for each batch or sample, by compiled models or in other processes."""
+
+_OPERATORS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "=="}
+_LONGEST_HEAD = 80
+_FUTURE = 0x1FE0000
+"""The bits of `co_flags` for `from __future__` imports."""
+
+_Functions = ast.FunctionDef | ast.AsyncFunctionDef
+_Ends = tuple[list[int], bool] | None
+"""Loops that a test ends, and the outcome that ends them; None for a test that ends no loop by itself."""
+
+
+def provide(log: Any, reached: Callable[[int], object] = lambda line: None) -> None:
+    """Let rewritten code of this process find its log, from now on; processes that are forked later log nothing."""
+    setattr(builtins, LOG, log)
+    setattr(builtins, REACHED, reached)
+    os.register_at_fork(after_in_child=log.leave)
+
+
+def rewrite(tree: ast.Module, first_number: int = 0, marks_lines: bool = False, file: str = "") -> Table:
+    """Rewrite the loops of a program in place, and return the table of what was rewritten.
+
+    first_number: of the first entry; later ones count up.  marks_lines: each statement says that it was reached.
+
+    >>> tree = ast.parse("for epoch in range(9):\\n    print(epoch)")
+    >>> rewrite(tree)[0]["head"]
+    'for epoch in range(9)'
+    >>> print(ast.unparse(tree))
+    with _nbaccel_log.loop(0):
+        for epoch in _nbaccel_log.over(0, range(9)):
+            print(epoch)
+    """
+    rewriter = _Rewriter(first_number, marks_lines, file)
+    tree.body = rewriter.block(tree.body)
+    ast.fix_missing_locations(tree)
+    return rewriter.table
+
+
+# --- the tree ----------------------------------------------------------------------------------------------------
+
+
+class _Rewriter:
+    """Rewrites statements, block by block.
+
+    table: what was rewritten so far.
+    """
+
+    def __init__(self, first_number: int, marks_lines: bool, file: str) -> None:
+        self.table: Table = []
+        self._first_number = first_number
+        self._marks_lines = marks_lines
+        self._file = file
+        self._names: list[str] = []  # of the functions and classes around
+        self._is_on = True  # loops here are rewritten
+        self._loops: list[int] = []  # open in this function
+
+    def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        done: list[ast.stmt] = []
+        for at, statement in enumerate(statements):
+            if self._marks_lines and not _must_stay_first(statement, at):
+                mark = ast.Call(ast.Name(REACHED, ast.Load()), [ast.Constant(statement.lineno)], [])
+                done.append(_at(ast.Expr(mark), statement))
+            rest = statements[at + 1 :]
+            if rest and self._is_on and isinstance(statement, ast.If) and _goes_to_the_next_round(statement):
+                # `if step % 100: continue` makes the rest of the block a branch
+                head = f"if not ({ast.unparse(statement.test)})"
+                statement.test, numbers = self._test(statement.test, None)
+                statement.body = self.block(statement.body)
+                done.append(statement)
+                return [*done, self._branch(rest, numbers, head, rest[0])]
+            done.append(self._statement(statement))
+        return done
+
+    def _statement(self, node: ast.stmt) -> ast.stmt:
+        if isinstance(node, _Functions | ast.ClassDef):
+            self._inner_scope(node)
+        elif self._is_on and isinstance(node, ast.For | ast.While):
+            return self._loop(node)
+        elif self._is_on and isinstance(node, ast.If):
+            return self._if(node)
+        else:
+            self._blocks_of(node)
+        return node
+
+    def _blocks_of(self, node: ast.AST) -> None:
+        """Rewrite the blocks of a statement. The expressions in it have no statements, and stay."""
+        for field in ("body", "orelse", "finalbody"):
+            inner = getattr(node, field, None)
+            if isinstance(inner, list):
+                setattr(node, field, self.block(inner))
+        for part in [*getattr(node, "handlers", ()), *getattr(node, "cases", ())]:
+            part.body = self.block(part.body)
+
+    def _inner_scope(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
+        outer = self._is_on, self._loops
+        is_plain = isinstance(node, ast.FunctionDef) and node.name not in _NOT_REWRITTEN
+        self._is_on, self._loops = is_plain and not _is_generator(node), []
+        self._names.append(node.name)
+        self._blocks_of(node)
+        self._names.pop()
+        self._is_on, self._loops = outer
+
+    def _loop(self, node: ast.For | ast.While) -> ast.stmt:
+        if isinstance(node, ast.For):
+            kind, head = "for", f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}"
+        else:
+            kind, head = "while", f"while {ast.unparse(node.test)}"
+        number = self._enter(kind, node, head)
+        if isinstance(node, ast.For):
+            node.iter = _at(_call("over", ast.Constant(number), node.iter), node.iter)
+        else:
+            test, _ = self._test(node.test, ([number], False), with_every=False)
+            asked = _at(_call("goes_on", ast.Constant(number)), node.test)
+            held = _at(_call("holds", ast.Constant(number), test), node.test)
+            node.test = _at(ast.BoolOp(ast.And(), [asked, held]), node.test)
+        self._loops.append(number)
+        node.body = self.block(node.body)
+        self._loops.pop()
+        node.orelse = self.block(node.orelse)
+        return _with("loop", number, [node], node)
+
+    def _if(self, node: ast.If) -> ast.If:
+        head = f"if {ast.unparse(node.test)}"
+        leaving, outcome = (self._left_by(node.body), True) if node.body else ([], True)
+        if not leaving and (leaving := self._left_by(node.orelse)):
+            outcome = False
+        first = node.body[0]
+        node.test, numbers = self._test(node.test, (leaving, outcome) if leaving else None)
+        node.body = [self._branch(node.body, numbers, head, first)] if numbers else self.block(node.body)
+        node.orelse = self.block(node.orelse)
+        return node
+
+    def _branch(self, body: list[ast.stmt], numbers: list[int], head: str, first: ast.stmt) -> ast.stmt:
+        number = self._enter("branch", first, head, every=numbers, end_line=body[-1].end_lineno)
+        return _with("branch", number, self.block(body), first)
+
+    def _left_by(self, block: list[ast.stmt]) -> list[int]:
+        """Return the loops that a block leaves when it is run."""
+        if any(isinstance(each, ast.Return) for each in block):
+            return list(self._loops)
+        return self._loops[-1:] if any(isinstance(each, ast.Break) for each in block) else []
+
+    def _test(self, node: ast.expr, ends: _Ends, with_every: bool = True) -> tuple[ast.expr, list[int]]:
+        """Return a test that is logged, and the numbers of the periods in it.
+
+        Parts of a test are comparisons that end a loop if one of them alone decides: those of `and` in a `while`, and
+        those of `or` in an `if`.
+        """
+        if isinstance(node, ast.BoolOp):
+            decides = ends is not None and ends[1] is isinstance(node.op, ast.Or)
+            parts = [self._test(value, ends if decides else None, with_every) for value in node.values]
+            node.values = [part for part, _ in parts]
+            return node, [number for _, numbers in parts for number in numbers]
+        if with_every and (period := _period(node)) is not None:
+            value, every, remainder, is_negated = period
+            number = self._enter("every", node, ast.unparse(node))
+            asked: ast.expr = _at(_call("every", ast.Constant(number), value, every, remainder), node)
+            return (_at(ast.UnaryOp(ast.Not(), asked), node) if is_negated else asked), [number]
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            node.operand, numbers = self._test(node.operand, ends and (ends[0], not ends[1]), with_every)
+            return node, numbers
+        if ends is not None and isinstance(node, ast.Compare) and _is_limit(node):
+            number = self._enter("compare", node, ast.unparse(node), ends=ends[0], when=ends[1])
+            operator = ast.Constant(_OPERATORS[type(node.ops[0])])
+            return _at(_call("compare", ast.Constant(number), node.left, operator, node.comparators[0]), node), []
+        return node, []
+
+    def _enter(self, kind: str, node: ast.stmt | ast.expr, head: str, **more: Any) -> int:
+        number = self._first_number + len(self.table)
+        head = head if len(head) <= _LONGEST_HEAD else head[: _LONGEST_HEAD - 3] + "..."
+        place = {"file": self._file, "line": node.lineno, "end_line": node.end_lineno, "head": head}
+        self.table.append({"number": number, "kind": kind, **place, "function": ".".join(self._names), **more})
+        return number
+
+
+def _must_stay_first(statement: ast.stmt, at: int) -> bool:
+    """Return whether a statement would lose its meaning behind another one: a docstring, or an import of the future."""
+    if isinstance(statement, ast.ImportFrom):
+        return statement.module == "__future__"
+    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return at == 0 and is_text
+
+
+def _goes_to_the_next_round(node: ast.If) -> bool:
+    """Return whether a statement is `if step % 100: continue`, or the like."""
+    is_bare = len(node.body) == 1 and isinstance(node.body[0], ast.Continue) and not node.orelse
+    if not is_bare:
+        return False
+    if _mod(node.test) is not None:
+        node.test = _at(ast.Compare(node.test, [ast.NotEq()], [_at(ast.Constant(0), node.test)]), node.test)
+    period = _period(node.test)
+    return period is not None and period[3]
+
+
+def _mod(node: ast.expr) -> tuple[ast.expr, ast.expr] | None:
+    """Return both sides of `X % K`; None for another expression, also for one that formats a text."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        is_text = isinstance(node.left, ast.JoinedStr) or isinstance(getattr(node.left, "value", 0), str)
+        return None if is_text else (node.left, node.right)
+    return None
+
+
+def _period(node: ast.expr) -> tuple[ast.expr, ast.expr, ast.expr, bool] | None:
+    """Return X, K, C and whether it is negated, for `X % K == C`, `X % K != C` and `not X % K`; else None."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) and (sides := _mod(node.operand)):
+        return *sides, _at(ast.Constant(0), node), False
+    if not isinstance(node, ast.Compare) or len(node.ops) != 1 or not isinstance(node.ops[0], ast.Eq | ast.NotEq):
+        return None
+    if (sides := _mod(node.left)) is None:
+        return None
+    return *sides, node.comparators[0], isinstance(node.ops[0], ast.NotEq)
+
+
+def _is_limit(node: ast.Compare) -> bool:
+    sides = [node.left, *node.comparators]
+    return len(sides) == 2 and type(node.ops[0]) in _OPERATORS and not all(isinstance(s, ast.Constant) for s in sides)
+
+
+def _is_generator(node: ast.AST) -> bool:
+    """Return whether a function yields; functions and lambdas inside of it do not count."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Yield | ast.YieldFrom):
+            return True
+        if not isinstance(child, _Functions | ast.Lambda | ast.ClassDef) and _is_generator(child):
+            return True
+    return False
+
+
+def _call(method: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(ast.Attribute(ast.Name(LOG, ast.Load()), method, ast.Load()), list(arguments), [])
+
+
+def _with(method: str, number: int, body: list[ast.stmt], where: ast.stmt) -> ast.With:
+    item = ast.withitem(_at(_call(method, ast.Constant(number)), where), None)
+    return _at(ast.With([item], body), where)
+
+
+def _at(node: Any, where: ast.AST) -> Any:
+    """Give a new node the place of the user's, as tracebacks shall show it."""
+    return ast.copy_location(node, where)
+
+
+# --- functions that exist -----------------------------------------------------------------------------------------
+
+
+def is_rewritable(filename: str) -> bool:
+    """Return whether code of that file is of the notebook, or of a module beside it: no library, and it has a text."""
+    parts = filename.split(os.sep)
+    if not is_users(filename) or "site-packages" in parts or "dist-packages" in parts:
+        return False
+    return bool(linecache.getlines(filename))
+
+
+def rewrite_functions(first_number: int = 0, is_ours: Callable[[str], bool] = is_rewritable) -> Table:
+    """Give all functions of this process whose file `is_ours` accepts code with rewritten loops; return the table.
+
+    A function is left alone if its code does not come from the text that its file has now. Only for a process that is
+    thrown away: nothing puts the code back. Modules that are imported later are not rewritten.
+    """
+    table: Table = []
+    files: dict[str, list[types.FunctionType]] = {}
+    judged: dict[str, bool] = {}
+    for function in _functions():
+        name = function.__code__.co_filename
+        if name not in judged:
+            judged[name] = is_ours(name)
+        if judged[name]:
+            files.setdefault(name, []).append(function)
+    for name, functions in files.items():
+        with suppress(SyntaxError, ValueError, RecursionError):  # no text, or not one that can be compiled as a whole
+            table += _rewrite_file(name, functions, first_number + len(table))
+    return table
+
+
+def _functions() -> Iterator[types.FunctionType]:
+    """Yield the functions of this process. A forked rank has frozen its objects, so that collections leave them."""
+    was_frozen = gc.get_freeze_count() > 0
+    if was_frozen:
+        gc.unfreeze()
+    found = [each for each in gc.get_objects() if type(each) is types.FunctionType]
+    if was_frozen:
+        gc.freeze()
+    yield from found
+
+
+def _rewrite_file(name: str, functions: Sequence[types.FunctionType], first_number: int) -> Table:
+    """Rewrite the functions of one file or cell; return an empty table if none of them has a loop."""
+    tree = parsed_lines(linecache.getlines(name))
+    plain_tree = copy.deepcopy(tree)
+    table = rewrite(tree, first_number, file=name)
+    if not table:
+        return []
+    codes: dict[int, tuple[_Codes, _Codes]] = {}
+    count = 0
+    for function in functions:
+        flags = function.__code__.co_flags & _FUTURE
+        if flags not in codes:
+            codes[flags] = _codes(plain_tree, name, flags), _codes(tree, name, flags)
+        plain, rewritten = (each.get(_key(function.__code__)) for each in codes[flags])
+        if plain is None or rewritten is None or not _uses_log(rewritten):
+            continue
+        if _is_same(function.__code__, plain) and function.__code__.co_freevars == rewritten.co_freevars:
+            function.__code__ = rewritten
+            count += 1
+    return table if count else []
+
+
+_Codes = dict[tuple[str, int], types.CodeType | None]
+
+
+def _key(code: types.CodeType) -> tuple[str, int]:
+    return code.co_qualname, code.co_firstlineno
+
+
+def _codes(tree: ast.Module, name: str, flags: int) -> _Codes:
+    """Return the code of each function of a file; None where two have one name and line."""
+    found: _Codes = {}
+    pending = [compile(tree, name, "exec", flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)]
+    while pending:
+        for constant in pending.pop().co_consts:
+            if isinstance(constant, types.CodeType):
+                found[_key(constant)] = None if _key(constant) in found else constant
+                pending.append(constant)
+    return found
+
+
+def _is_same(one: types.CodeType, other: types.CodeType) -> bool:
+    """Return whether a function has been compiled from this text: its file may have been edited since."""
+    return (one.co_code, one.co_names, one.co_varnames) == (other.co_code, other.co_names, other.co_varnames)
+
+
+def _uses_log(code: types.CodeType) -> bool:
+    return LOG in code.co_names or any(isinstance(each, types.CodeType) and _uses_log(each) for each in code.co_consts)

@@ -1,0 +1,123 @@
+"""Seconds of a round, from the few rounds that a dry run has had. Used in the kernel; pure arithmetic.
+
+The first round of all has warm-up in it (memory is reserved, kernels are chosen), which is counted once. Where batches
+differ in size, a round takes a + b * size seconds, and the rounds of the whole run are at the mean size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["RoundSeconds", "Sample", "round_seconds"]
+
+_SPREAD_OF_ONE = 0.08
+"""Relative standard error of a mean that a single round gave. It is assumed: a single value shows no spread."""
+
+_DIFFERENT = 1.02
+"""Ratio of the largest size to the smallest, from which on sizes differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One round, or one batch.
+
+    own_s: of the round without inner loops.  waited_s: for its batch.  size: of its batch; None unknown.
+    is_first_of_pass: its batch was the first of a pass, for which loaders take longer.
+    """
+
+    own_s: float
+    waited_s: float = 0.0
+    size: float | None = None
+    is_first_of_pass: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSeconds:
+    """The mean of a round of the whole run.
+
+    mean_s: with waiting.  error_s: standard error of the mean.  warm_up_s: by which the first round of all took longer.
+    """
+
+    mean_s: float
+    error_s: float = 0.0
+    warm_up_s: float = 0.0
+
+
+def round_seconds(
+    samples: Sequence[Sample], mean_size: float | None, workers: int = 0, made_s: float | None = None
+) -> RoundSeconds:
+    """Return the seconds of a round from `samples`, in the order in which they came.
+
+    mean_size: of all batches of the loader; None unknown.  workers: processes that make batches meanwhile.
+    made_s: seconds in which one worker makes a batch; None unknown.
+    """
+    if not samples:
+        return RoundSeconds(0.0)
+    later = samples[1:] if len(samples) > 2 else samples
+    line = _line([(each.size, each.own_s) for each in later], mean_size)
+    own_s = line.at(mean_size)
+    warm_up_s = max(0.0, samples[0].own_s - line.at(samples[0].size)) if len(samples) > 2 else 0.0
+    waiting = [each for each in later if not each.is_first_of_pass] or later
+    if workers and made_s is not None:
+        waited_s, error_s = max(0.0, made_s / workers - own_s), 0.0
+    elif workers:
+        waited_s, error_s = sum(each.waited_s for each in waiting) / len(waiting), 0.0
+    else:
+        waits = _line([(each.size, each.waited_s) for each in waiting], mean_size)
+        waited_s = waits.at(mean_size)
+        error_s = waited_s * waits.relative_error
+    return RoundSeconds(own_s + waited_s, math.hypot(own_s * line.relative_error, error_s), warm_up_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """base + slope * size.  mean: of all samples, for an unknown size."""
+
+    base: float
+    slope: float
+    mean: float
+    relative_error: float
+
+    def at(self, size: float | None) -> float:
+        return self.mean if size is None or not self.slope else self.base + self.slope * size
+
+
+def _line(points: list[tuple[Any, float]], mean_size: float | None) -> _Line:
+    """Fit a line, by relative distances, since noise is relative. Without different sizes it is level."""
+    seconds = [each for _, each in points]
+    mean = sum(seconds) / len(seconds)
+    sizes = [size for size, _ in points if size is not None]
+    differ = len(sizes) == len(points) and min(sizes) > 0 and max(sizes) > _DIFFERENT * min(sizes)
+    if not differ or mean_size is None or min(seconds) <= 0:
+        return _Line(mean, 0.0, mean, _relative_error(seconds, [mean] * len(seconds), 1))
+    weights = [1 / each**2 for each in seconds]
+    total = sum(weights)
+    size_0 = sum(w * size for w, size in zip(weights, sizes, strict=True)) / total
+    mean_0 = sum(w * each for w, each in zip(weights, seconds, strict=True)) / total
+    spread = sum(w * (size - size_0) ** 2 for w, size in zip(weights, sizes, strict=True))
+    slope = sum(w * (size - size_0) * each for w, size, each in zip(weights, sizes, seconds, strict=True)) / spread
+    base = mean_0 - slope * size_0
+    if slope <= 0:
+        return _Line(mean, 0.0, mean, _relative_error(seconds, [mean] * len(seconds), 1))
+    if base < 0:  # no round takes less than nothing
+        base, slope = (
+            0.0,
+            sum(w * s * y for w, s, y in zip(weights, sizes, seconds, strict=True))
+            / sum(w * s * s for w, s in zip(weights, sizes, strict=True)),
+        )
+    fitted = [base + slope * size for size in sizes]
+    return _Line(base, slope, mean, _relative_error(seconds, fitted, 2))
+
+
+def _relative_error(seconds: Sequence[float], fitted: Sequence[float], parameters: int) -> float:
+    """Return the relative standard error of a fit."""
+    free = len(seconds) - parameters
+    if not any(seconds):
+        return 0.0
+    if free <= 0:
+        return _SPREAD_OF_ONE / math.sqrt(len(seconds))
+    squares = sum(((each - fit) / fit) ** 2 for each, fit in zip(seconds, fitted, strict=True) if fit > 0)
+    return math.sqrt(squares / free / len(seconds))
