@@ -55,7 +55,7 @@ class RankDryRun:
         self._cuts = LoaderCuts(
             self._log,
             write,
-            SharedDecisions(folder, world.rank),
+            SharedDecisions(folder, world.rank, world.world_size),
             [self._times, self._peaks],
             self._times.part,
             stride=world.world_size if is_shared and settings.batches == EACH else 1,

@@ -51,6 +51,7 @@ __all__ = [
     "read_strategy",
     "settings",
     "some_flags",
+    "unabbreviated",
 ]
 
 _LARGEST_SEED = 2**32 - 1
@@ -319,7 +320,7 @@ def flags(function: Function) -> Function:
     for flag in reversed(_SETTINGS + _OF_ONE_CELL):
         function = flag(function)
     wide: Callable[..., Any] = kwds  # one line per flag, whatever the width of the terminal
-    decorated: Function = wide(formatter_class=_help_formatter, allow_abbrev=False)(function)
+    decorated: Function = wide(formatter_class=_help_formatter)(function)
     return decorated
 
 
@@ -330,7 +331,13 @@ def flags_parser() -> argparse.ArgumentParser:
     def accelerate() -> None: ...
 
     make: Callable[..., argparse.ArgumentParser] = construct_parser
-    return make(accelerate)
+    return unabbreviated(make(accelerate))
+
+
+def unabbreviated(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Return the parser, which from now on takes flags that are written out: `--check` is not `--checkpoint-every`."""
+    parser.allow_abbrev = False  # IPython's parser has no argument for it
+    return parser
 
 
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
@@ -347,7 +354,7 @@ def some_flags(keys: Collection[str], **about: Any) -> argparse.ArgumentParser:
     about: further arguments of `ArgumentParser`.
     """
     make: Callable[..., argparse.ArgumentParser] = MagicArgumentParser  # it reports mistakes by UsageError
-    parser = make(formatter_class=_plain_formatter, allow_abbrev=False, **about)
+    parser = unabbreviated(make(formatter_class=_plain_formatter, **about))
     for flag in _SETTINGS:
         if {name.removeprefix("--") for name in flag.args} & {*keys}:
             flag.add_to_parser(parser, None)

@@ -1,4 +1,4 @@
-"""DryRunTask: a cell that is tried with a few batches of each loop, and leaves nothing. Made in the kernel, run in ranks.
+"""DryRunTask: a cell that is tried with a few batches of each loop, and leaves nothing. Made in the kernel, for ranks.
 
 It runs the same code as `CellTask`, rewritten so that loops can be ended; see `nbaccel.dry_run`. What the cell would
 have brought back is reported by name, size and checksum.
@@ -75,6 +75,10 @@ class DryRunTask(CellTask):
         """Return no values, but their sizes, and in every rank the checksums of small ones."""
         found = super().results(rank)
         values = {name: value for name, value in found.values.items() if name not in (RESULT, RANDOM)}
+        for name in found.facts.get("changed", ()):  # in place: the content of these comes back
+            values.setdefault(name, self.namespace.get(name))
+        for name in self.leftovers():
+            values.pop(name, None)
         seen: dict[str, tuple[str, str]] = {}
         for name in sorted({*self.out, *self.binds()} & self.namespace.keys()):
             with suppress(Exception):  # a class of the user's may raise anything

@@ -6,27 +6,25 @@ listed. Nothing comes back: the variables of the notebook are as before.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from nbaccel.display.run_view import RunView
 from nbaccel.dry_run.forecast import measure_noise
 from nbaccel.dry_run.rank_records import read_records
-from nbaccel.errors import CheckFailed
+from nbaccel.hardware import Platform
 from nbaccel.launch.ipc.spec import LaunchSpec
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.processes.file_shield import FileShield, FolderSnapshot
-from nbaccel.launch.processes.launch_result import LaunchResult
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launch.tasks.cell_task import CellTask
 from nbaccel.launch.tasks.dry_run_task import DryRunTask
 from nbaccel.notebook.checks.findings import DryRunResult
 from nbaccel.notebook.checks.report import CheckReport
@@ -41,23 +39,24 @@ _PREFIX = "nbaccel-check-"
 class CellCheck:
     """The check of one cell.
 
-    say: prints a line of the project.  task: makes the work of the ranks, given their shared folder.
+    task: the cell as it would run.  setup: see `Session`.  say: prints a line of the project.
     """
 
     def __init__(
         self,
         launcher: Launcher,
         plan: LaunchPlan,
-        source: CellSource,
-        task: Callable[[str], DryRunTask],
+        task: CellTask,
         setup: str | None,
+        platform: Platform,
         say: Callable[[str], None],
     ) -> None:
         self._launcher = launcher
         self._plan = plan
-        self._source = source
-        self._task = task
+        self._cell = task
+        self._source = task.source
         self._setup = setup
+        self._platform = platform
         self._say = say
 
     def run(self) -> CheckReport:
@@ -100,10 +99,14 @@ class CellCheck:
         finally:
             outcome.close()
         changed = [] if snapshot is None else snapshot.changed()
-        return CheckReport.of(found, self._source, self._plan, changed)
+        return CheckReport.of(found, self._source, self._plan, changed, self._platform)
 
     def _spec(self, records: Path, shield: FileShield) -> LaunchSpec:
-        spec = self._plan.spec(self._task(str(records)), self._setup, wants_results=False)
+        cell = self._cell
+        out = None if cell.leaves_all else cell.out
+        task = DryRunTask(self._source, cell.namespace, out, cell.extra, folder=str(records))
+        task.random = cell.random
+        spec = self._plan.spec(task, self._setup, wants_results=False)
         settings = replace(spec.settings, dry_run=str(records), checkpoint_every=None, resume=None)
         return replace(spec, settings=settings, oom=STOP, timeout_s=None, shield=shield.entry, ends_waiting=True)
 

@@ -118,10 +118,13 @@ class DryRunResult:
         """Return the seconds before the first loop that matters."""
         return float(self.last("whole").get("setup_s", self.last("setup").get("seconds", 0.0)))
 
-    def peaks(self, rank: int) -> Mapping[str, int]:
-        """Return the peaks of memory of a rank, in bytes, by name: "host", "device", "device_reserved"."""
-        peaks: Mapping[str, int] = self.last("peak", rank).get("peaks", {})
-        return peaks
+    def peak(self, kind: str, rank: int = 0) -> Record:
+        """Return a peak of memory of a rank: "bytes", and "batch", during which it rose; empty if it is not known.
+
+        kind: "host", "device" or "device_reserved".
+        """
+        peak: Record = self.last("peak", rank).get("peaks", {}).get(kind, {})
+        return peak
 
     def saves(self) -> list[Save]:
         """Return the saves of rank 0, those in the same loops with paths that differ in numbers as one."""

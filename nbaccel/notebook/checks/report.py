@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.dry_run.forecast import Forecast, forecast, not_reached
+from nbaccel.dry_run.forecast import Forecast, forecast
+from nbaccel.dry_run.unreached_lines import not_reached
 from nbaccel.hardware import Platform
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.tasks.cell_code import CellSource
@@ -34,17 +35,16 @@ _FULL = 0.95
 _COLOURS = {RED: "#c62828", YELLOW: "#b26a00", OK: "#2e7d32"}
 """Readable on white and on the dark ground of JupyterLab, by a contrast of 4.5 : 1 at least."""
 
-_PARTS = {
-    "loader": "loader",
-    "to_device": "host to device",
-    "forward": "forward",
-    "backward": "backward",
-    "communication": "communication",
-    "optimizer": "optimizer",
-    "save": "saves",
-    "own": "your own code",
-}
-"""Parts of a step in the order of the report, and their names there."""
+_PARTS = ("loader", "host to device", "forward", "backward", "communication", "optimizer", "saving", "program")
+"""Parts of a step in the order of the report, see `StepTimes`."""
+
+_NAMES = {"saving": "saves", "program": "your own code"}
+"""Names of these parts in the report, where they differ."""
+
+_ACCELERATOR = "accelerator"
+_MOST_NAMES = 6
+_SMALL_BYTES = 1000
+"""Size of a value that is not listed where the cell brings back all that it leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class _Writer:
         self._plan = plan
         self._platform = platform
         ended = found.last("end")
-        self._gaps = not_reached(source.parsed(), set(ended.get("reached", ()))) if ended else []
+        self._gaps = not_reached(source.code, set(ended.get("reached", ()))) if ended else []
         self._forecast: Forecast | None = None
         if found.of_kind("whole"):
             self._forecast = forecast(found.records[0], found.table, found.noise)
@@ -132,8 +132,9 @@ class _Writer:
         took = f"{plural(found.world_size, 'rank')}, {duration(found.seconds)}{setup}"
         if error is not None:
             yield self._error(error)
-            if not found.is_hung and error.line and self._is_in_cell(error.file):
-                yield ReportLine(YELLOW, f"not reached: {_lines_words(self._rest(error.line))}" or "")
+            rest = self._rest(error.line)
+            if not found.is_hung and self._is_in_cell(error.file) and rest:
+                yield ReportLine(YELLOW, f"not reached: {rest}")
             return
         left = found.last("end").get("left", "")
         if left:
@@ -160,8 +161,7 @@ class _Writer:
                 YELLOW, f"{head}: it needs the network, which a check leaves alone: load it in a cell before this one"
             )
         if error.is_memory:
-            batch = self._found.last("peak").get("with", {})
-            at = _at_batch(batch.get("device") or batch.get("host"))
+            at = _at_batch((self._found.peak("device") or self._found.peak("host")).get("batch"))
             return ReportLine(RED, f"{head}: out of memory{at}: {error.text}{more}")
         return ReportLine(RED, f"{head}: {error.text}{more}" if head else f"{error.text}{more}")
 
@@ -178,9 +178,10 @@ class _Writer:
     def _is_in_cell(self, file: str) -> bool:
         return file == self._source.name
 
-    def _rest(self, line: int) -> tuple[int, int]:
-        last = len(self._source.code.rstrip().splitlines())
-        return min(line + 1, last), last
+    def _rest(self, line: int) -> str:
+        """Return the statements of the cell's top level that come after a line, as a range of lines; empty for none."""
+        later = [node for node in self._source.parsed().body if node.lineno > line]
+        return _lines_words((later[0].lineno, later[-1].end_lineno or later[-1].lineno)) if later else ""
 
     # --- is it right
 
@@ -195,7 +196,7 @@ class _Writer:
                 yield ReportLine(
                     RED,
                     f"{name} depends on the rank ({shown}), and --out brings that of rank 0: compute it from what all "
-                    f"ranks have, {name} = accelerator.reduce({name}, \"mean\") or accelerator.gather_for_metrics",
+                    f'ranks have, {name} = accelerator.reduce({name}, "mean") or accelerator.gather_for_metrics',
                 )
         others = [name for name, _ in differing if name not in asked]
         if others and self._plan.options.names_back is None:
@@ -213,20 +214,20 @@ class _Writer:
             where = f"line {place[0]}: " if self._is_in_cell(str(place[1])) else ""
             yield ReportLine(
                 RED,
-                f"{where}accelerator.gather counts {plural(record['repeated'], 'sample')} twice, those that fill up the "
-                f"last batch ({record['rows']} rows): use accelerator.gather_for_metrics",
+                f"{where}accelerator.gather counts {plural(record['repeated'], 'sample')} twice, those that fill up "
+                f"the last batch ({record['rows']} rows): use accelerator.gather_for_metrics",
             )
 
     # --- does it fit
 
     def _memory(self) -> Iterator[ReportLine]:
         gpus = self._plan.devices.gpus
-        peaks = [self._found.peaks(rank) for rank in range(self._found.world_size)]
         kind = "device_reserved" if gpus else "host"
-        values = [each[kind] for each in peaks if each.get(kind)]
+        peaks = [self._found.peak(kind, rank) for rank in range(self._found.world_size)]
+        values = [int(each["bytes"]) for each in peaks if each]
         if not values:
             return
-        batch = self._found.last("peak").get("with", {}).get(kind) or {}
+        batch = peaks[0].get("batch")
         at = _at_batch(batch)
         if gpus:
             room = min(gpu.total_bytes for gpu in gpus)
@@ -247,7 +248,9 @@ class _Writer:
         whole = sum(seconds.values())
         if not whole:
             return
-        shares = ", ".join(f"{_PARTS[name]} {part / whole:.0%}" for name, part in seconds.items() if part / whole >= 0.01)
+        shares = ", ".join(
+            f"{_NAMES.get(name, name)} {part / whole:.0%}" for name, part in seconds.items() if part / whole >= 0.01
+        )
         yield ReportLine(OK, f"a batch takes {_short(whole / best['batches'])}: {shares}")
         share = seconds.get("loader", 0.0) / whole
         if share > _SLOW_LOADER:
@@ -262,11 +265,13 @@ class _Writer:
         if expected is None or self._found.error is not None:
             return
         start_s = self._found.seconds - float(self._found.last("whole").get("seconds", 0.0))
-        low, high = expected.low_s + start_s, expected.high_s + start_s
         for unknown in expected.unknown:
             yield ReportLine(YELLOW, f"the time cannot be forecast: {unknown}")
-        if expected.unknown:
+        for early in expected.may_end_early:
+            yield ReportLine(OK, early)
+        if expected.high_s is None:
             return
+        low, high = expected.low_s + start_s, expected.high_s + start_s
         words = f"the whole run takes {duration(low)} to {duration(high)}"
         limit_s, whose = self._limit()
         if limit_s is None:
@@ -307,7 +312,7 @@ class _Writer:
                 yield ReportLine(OK, f"{words}; {amount(free)} free")
 
     def _times_of(self, save: Save) -> int | None:
-        return None if self._forecast is None else self._forecast.times(save.loops, save.count)
+        return save.count if not save.loops else None
 
     def _out(self) -> Iterator[ReportLine]:
         found = self._found
@@ -318,9 +323,14 @@ class _Writer:
         if found.missing:
             reasons = ", ".join(f"{name} ({why})" for name, why in found.missing.items())
             yield ReportLine(RED, f"--out would not bring {reasons}")
-        if sizes:
-            parts = [f"{name} ({amount(size)})" for name, size in sizes.items()]
-            yield ReportLine(OK, f"comes back: {listed(parts)}")
+        if self._plan.options.names_back is None:
+            sizes = {name: size for name, size in sizes.items() if size >= _SMALL_BYTES and name != _ACCELERATOR}
+        largest = sorted(sizes.items(), key=lambda item: -item[1])
+        parts = [f"{name} ({amount(size)})" for name, size in largest[:_MOST_NAMES]]
+        if len(largest) > _MOST_NAMES:
+            parts.append(f"{len(largest) - _MOST_NAMES} smaller ones")
+        if parts:
+            yield ReportLine(OK, f"comes back: {', '.join(parts)}")
 
     _plan_result_rank = 0
 
