@@ -379,6 +379,7 @@ class LaunchSpec:
     restarts_ranks: a rank that dies is started again alone, while the others work; for independent ranks only.
     written_files: path of a list of the files that the ranks write, a line each; empty if none is wanted.
     shield: `FileShield.entry`, for ranks whose files are thrown away; empty otherwise.
+    saves_to: folder below which ranks save what torch and safetensors write; empty for the program's own paths.
     """
 
     task: Task
@@ -398,6 +399,7 @@ class LaunchSpec:
     restarts_ranks: bool = False
     written_files: str = ""
     shield: str = ""
+    saves_to: str = ""
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:
@@ -429,7 +431,7 @@ class WorkerBoot:
     sees_one_card: this rank, one of several, sees a single device, its own.
     run_nonce: marks places in the output pipe where a rich message belongs.
     store_path: the file through which the ranks of the run find each other.
-    written_files, shield: see `LaunchSpec`.
+    written_files, shield, saves_to: see `LaunchSpec`.
     """
 
     world: World
@@ -441,6 +443,7 @@ class WorkerBoot:
     store_path: str
     written_files: str
     shield: str
+    saves_to: str
     kernel_pidfd: int
     channel_fd: int
     stdout_fd: int
