@@ -310,6 +310,30 @@ def test_a_read_only_folder_stays_one(tmp_path: Path) -> None:
     assert in_program(READ_ONLY, str(tmp_path)) == [{"closed": "Read-only file system"}, []]
 
 
+ON_AN_OVERLAY = """
+private_mounts()
+os.chdir(sys.argv[1])
+for folder in ("lower", "upper", "work", "disk", "lower/home"):
+    os.mkdir(folder)
+call("mount", b"overlay", b"disk", b"overlay", 0, b"lowerdir=lower,upperdir=upper,workdir=work")
+folder = Path("disk", "shield")
+folder.mkdir()
+shield = FileShield.start([], folder)
+if os.fork() == 0:
+    enter(shield.entry)
+    Path("disk", "home", "new").write_text("x" * 1000)
+    os._exit(0)
+os.wait()
+print(json.dumps([shield.why_not, shield.memory_bytes > 0, shield.covers("disk/home"), os.listdir("disk/home")]))
+shield.close()
+"""
+
+
+def test_where_no_disk_takes_what_is_written_it_lies_in_memory(tmp_path: Path) -> None:
+    needs_root()
+    assert in_program(ON_AN_OVERLAY, str(tmp_path)) == ["", True, True, []]
+
+
 WITHOUT_A_RIGHT = """
 class Header(ctypes.Structure):
     _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]

@@ -383,6 +383,7 @@ class LaunchSpec:
     written_files: path of a list of the files that the ranks write, a line each; empty if none is wanted.
     ends_waiting: a run in which all ranks wait in collectives, and none goes on, is ended after seconds.
     shield: `FileShield.entry`, for ranks whose files are thrown away; empty otherwise.
+    saves_to: folder below which ranks save what torch and safetensors write; empty for the program's own paths.
     """
 
     task: Task
@@ -403,6 +404,7 @@ class LaunchSpec:
     written_files: str = ""
     ends_waiting: bool = False
     shield: str = ""
+    saves_to: str = ""
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:
@@ -434,7 +436,7 @@ class WorkerBoot:
     sees_one_card: this rank, one of several, sees a single device, its own.
     run_nonce: marks places in the output pipe where a rich message belongs.
     store_path: the file through which the ranks of the run find each other.
-    written_files, shield: see `LaunchSpec`.
+    written_files, shield, saves_to: see `LaunchSpec`.
     """
 
     world: World
@@ -446,6 +448,7 @@ class WorkerBoot:
     store_path: str
     written_files: str
     shield: str
+    saves_to: str
     kernel_pidfd: int
     channel_fd: int
     stdout_fd: int

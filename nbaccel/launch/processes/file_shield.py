@@ -41,6 +41,7 @@ class FileShield:
     entry: for `LaunchSpec.shield`; empty if there is no shield.
     why_not: the reason for that, as half a sentence.
     not_covered: folders that can be written to and are not shielded, such as network file systems.
+    memory_bytes: limit of all that ranks write, where it lies in memory since no disk takes it; 0 on a disk.
     """
 
     def __init__(self, holder: subprocess.Popen[bytes] | None, folder: Path, answer: dict[str, Any]) -> None:
@@ -50,6 +51,7 @@ class FileShield:
         if not self.why_not:
             self.entry = f"/proc/{answer['pid']}/ns {answer['namespace']} {_meeting_folder(folder)}"
         self.not_covered = [Path(path) for path in answer.get("open", ()) if path != str(_meeting_folder(folder))]
+        self.memory_bytes: int = answer.get("memory_bytes", 0)
 
     @classmethod
     def start(cls, own: Sequence[Path], folder: Path) -> FileShield:
@@ -76,7 +78,11 @@ class FileShield:
             )
         except OSError as error:
             return cls(None, folder, {"why_not": f"its process could not be started ({error.strerror})"})
-        return cls(holder, folder, _answer_of(holder))
+        try:
+            return cls(holder, folder, _answer_of(holder))
+        except BaseException:  # an interrupt
+            cls(holder, folder, {"why_not": "interrupted"}).close()
+            raise
 
     def covers(self, path: str | os.PathLike[str]) -> bool:
         """Return whether what a rank writes at `path` is thrown away."""

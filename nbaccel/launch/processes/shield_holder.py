@@ -174,6 +174,11 @@ class _NewRoot:
         self._to_copy_bytes = _MOST_COPIED_BYTES
         self._folders_left = _MOST_FOLDERS
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Return whether overlays have their layers in memory."""
+        return bool(self._memory)
+
     def build(self, root: SeenMount) -> None:
         """Build it, and make it the root of this process."""
         for folder in (self.top, self._layers):
@@ -438,6 +443,7 @@ class _Inner:
             raise _Refused(f"this machine allows no overlays ({new.error})")
         of_the_system = [*_OF_THE_SYSTEM, *_SERVICES]
         answer = {"why_not": "", "covered": new.covered, "open": new.open, "of_the_system": of_the_system}
+        answer["memory_bytes"] = self._order["memory_bytes"] if new.is_in_memory else 0
         if is_covered(folder, new.covered, [*new.open, *of_the_system]):
             try:
                 _touch(os.path.join(folder, _PROBE))

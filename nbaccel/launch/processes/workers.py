@@ -145,6 +145,7 @@ class WorkerGroup:
             store_path=self.store_path,
             written_files=spec.written_files,
             shield=spec.shield,
+            saves_to=spec.saves_to,
             kernel_pidfd=self._kernel_pidfd,
             channel_fd=channel_fd,
             stdout_fd=stdout_fd,

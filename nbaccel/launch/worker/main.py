@@ -157,8 +157,7 @@ class _Rank:
         ring = RingWriter(boot.ring_fd)
         self.reporter = Reporter(ring, self._gate, self.calls, SaveGrace(self.page, self.rank, watch))
         attach_to_foreign_trainers()
-        if boot.written_files:  # before `write_one_file`, which looks at who calls what it puts around `torch.save`
-            note_written_files(boot.written_files)
+        _watch_files(boot)  # before `write_one_file`, which looks at who calls what it puts around `torch.save`
         if boot.world.is_distributed and not RunSettings.from_env(boot.environ).independent:
             self._one_training.watch()
             self._whole_models.watch()
@@ -430,6 +429,16 @@ def _only_names(results: Results, why: str) -> Results:
     names = [name for name, value in wanted.items() if was_asked_for or is_data(name, value)]
     names += [ObjectPlace(*change.token).name for change in results.changes]
     return Results(missing={**results.missing, **dict.fromkeys(names, why)})
+
+
+def _watch_files(boot: WorkerBoot) -> None:
+    """List what this rank writes, or write it elsewhere, if the run asks for that."""
+    if boot.written_files:
+        note_written_files(boot.written_files)
+    if boot.saves_to:
+        from nbaccel.launch.worker.integrations.redirected_saves import redirect_saves  # for dry runs alone
+
+        redirect_saves(boot.saves_to)
 
 
 def _limit_threads(threads: int) -> None:

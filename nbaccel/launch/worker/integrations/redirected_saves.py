@@ -1,0 +1,172 @@
+"""Writes elsewhere what a program saves by torch and safetensors: a dry run without a file shield. Runs in ranks.
+
+`torch.save` and `save_file` of safetensors write below a folder of the run, and their files are found under their own
+names by `torch.load`, `load_file`, `open` for reading, `os.stat` (so by `os.path` and `pathlib`), `os.rename`,
+`os.replace` and `os.remove`. All other files that a program writes or removes are real ones.
+
+Not covered: listings of folders, programs that a rank starts, names such as `from torch import save` of the notebook.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from nbaccel.dry_run.redirection import Redirection
+from nbaccel.launch.ipc.import_hooks import when_loaded
+
+__all__ = ["redirect_saves"]
+
+_OURS = "nbaccel."
+_AROUND_SAVES = (f"{_OURS}launch.worker.integrations.", f"{_OURS}dry_run.")
+"""Modules that also put something around `torch.save`, and are not its callers."""
+
+
+def redirect_saves(folder: str) -> None:
+    """Begin to write below `folder` what the program saves. Called once per process, before `write_one_file`.
+
+    nbaccel's own checkpoints are left alone: `nbaccel/train/redirected_checkpoints.py`.
+    """
+    saves = _Saves(Redirection(folder))
+    when_loaded({"torch": partial(_wrap_torchs_saves, saves), "safetensors.torch": partial(_wrap_save_file, saves)})
+    os.stat = _reading(os.stat, saves)
+    builtins.open = io.open = _reading(builtins.open, saves)
+    os.rename, os.replace = _moving(os.rename, saves), _moving(os.replace, saves)
+    os.remove, os.unlink = _removing(os.remove, saves), _removing(os.unlink, saves)
+
+
+class _Saves:
+    """The files that were saved elsewhere.  places: where."""
+
+    def __init__(self, places: Redirection) -> None:
+        self.places = places
+        self._known: set[str] = set()
+
+    def place(self, given: Any) -> str | None:
+        """Return where to save what the program saves at `given`; None if that is no path."""
+        path = _path(given)
+        if path is None:
+            return None
+        place = self.places.to_write(path)
+        if place != path:
+            self._known.add(os.path.abspath(path))
+        return place
+
+    def is_known(self, given: Any) -> bool:
+        """Return whether this rank has saved elsewhere what the program means by `given`."""
+        path = _path(given) if self._known else None
+        return path is not None and os.path.abspath(path) in self._known
+
+    def found(self, given: Any) -> str | None:
+        """Return where that is that the program means by `given`, if a rank has saved it elsewhere."""
+        path = _path(given)
+        place = None if path is None else self.places.to_read(path)
+        return None if place is None or place == path else place
+
+    def move(self, source: str, target: Any, moves: Callable[..., None]) -> None:
+        """Move a file or folder that was saved elsewhere; `source` is its place."""
+        path = _path(target)
+        if path is not None:
+            moves(source, self.places.to_write_folder(path) if os.path.isdir(source) else self.place(path))
+
+    def forget(self, given: Any) -> None:
+        path = _path(given)
+        if path is not None:
+            self._known.discard(os.path.abspath(path))
+
+
+def _path(given: Any) -> str | None:
+    return os.fsdecode(given) if isinstance(given, (str, bytes, os.PathLike)) else None
+
+
+def _wrap_torchs_saves(saves: _Saves, torch: Any) -> None:
+    for name, wrapped in (
+        ("save", _redirected(torch.save, saves.place, 1, "f")),
+        ("load", _redirected(torch.load, saves.found, 0, "f")),
+    ):
+        setattr(torch, name, wrapped)
+        setattr(torch.serialization, name, wrapped)  # where pickle finds it
+
+
+def _wrap_save_file(saves: _Saves, module: Any) -> None:
+    module.save_file = _redirected(module.save_file, saves.place, 1, "filename")
+    module.load_file = _redirected(module.load_file, saves.found, 0, "filename")
+
+
+def _redirected(
+    function: Callable[..., Any], choose: Callable[[Any], str | None], position: int, name: str
+) -> Callable[..., Any]:
+    """Return `function` with the path that `choose` returns for its argument.  position, name: of that argument."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        is_named = len(args) <= position
+        given = kwargs.get(name) if is_named else args[position]
+        place = None if _is_called_by_us() else choose(given)
+        if place is None:
+            return function(*args, **kwargs)
+        if is_named:
+            return function(*args, **kwargs | {name: place})
+        return function(*args[:position], place, *args[position + 1 :], **kwargs)
+
+    return call
+
+
+def _is_called_by_us() -> bool:
+    """Return whether the caller of a wrapped function is nbaccel, which knows where it writes."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (caller := f"{frame.f_globals.get('__name__')}.").startswith(_AROUND_SAVES):
+        frame = frame.f_back
+    return frame is not None and caller.startswith(_OURS)
+
+
+def _reading(function: Callable[..., Any], saves: _Saves) -> Callable[..., Any]:
+    """Return `os.stat` or `open`, which look at the other place for a file that was saved there."""
+    opens = function is not os.stat
+
+    @functools.wraps(function)
+    def call(given: Any, *args: Any, **kwargs: Any) -> Any:
+        if opens and set("wax+") & set(str(args[0] if args else kwargs.get("mode", "r"))):
+            return function(given, *args, **kwargs)
+        if saves.is_known(given) and (place := saves.found(given)) is not None:
+            return function(place, *args, **kwargs)
+        try:
+            return function(given, *args, **kwargs)
+        except FileNotFoundError:
+            place = saves.found(given)  # another rank may have saved it
+            if place is None:
+                raise
+        return function(place, *args, **kwargs)
+
+    return call
+
+
+def _moving(function: Callable[..., None], saves: _Saves) -> Callable[..., None]:
+    @functools.wraps(function)
+    def move(source: Any, target: Any, **kwargs: Any) -> None:
+        place = saves.found(source)
+        if place is None or os.path.isdir(place):
+            function(source, target, **kwargs)
+        if place is not None:
+            saves.move(place, target, function)
+            saves.forget(source)
+
+    return move
+
+
+def _removing(function: Callable[..., None], saves: _Saves) -> Callable[..., None]:
+    @functools.wraps(function)
+    def remove(path: Any, **kwargs: Any) -> None:
+        place = saves.found(path)
+        function(path if place is None else place, **kwargs)
+        saves.forget(path)
+
+    return remove
