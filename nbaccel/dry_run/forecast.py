@@ -89,7 +89,8 @@ def forecast(records: Iterable[Record], table: Table, noise: float = 0.0) -> For
     setup = next((each for each in kept if each["kind"] == "setup"), whole)
     reckoning = _Reckoning({entry["number"]: entry for entry in table})
     total = reckoning.of(_tree(kept), 1.0) + _Seconds(reckoning.once_s, reckoning.once_s)
-    margin_s = _WIDTH * math.sqrt(total.variance) + (_LEAST_WIDTH + noise) * (total.low_s + total.high_s) / 2
+    middle_s = (total.low_s + total.high_s) / 2
+    margin_s = _LEAST_WIDTH * middle_s + math.hypot(_WIDTH * math.sqrt(total.variance), noise * middle_s)
     low_s, high_s = max(total.low_s - margin_s, 0.0), total.high_s + margin_s
     is_rough = high_s - low_s > _ROUGH * (high_s + low_s) * (1 + 1e-9)
     return Forecast(
@@ -223,16 +224,16 @@ class _Reckoning:
         """Return the seconds of one run of a loop or of a pass."""
         own = _own_of_pass(node) if node.kind == "pass" else _own_of_loop(node)
         self.once_s += own.warm_up_s
-        rounds = self._rounds(node, times)
-        if rounds is None:
-            rounds = sum(run.get("rounds", run.get("count", 0)) for run in node.runs) / len(node.runs)
-            one = _seconds(own) + self._inner(node, 1.0, 1.0)
-            self.unknown.append(self._unknown(node, (one.low_s + one.high_s) / 2))
+        known = self._rounds(node, times)
+        rounds = sum(map(_rounds_had, node.runs)) / len(node.runs) if known is None else known
+        start_s = sum(run["start_s"] for run in node.runs) / len(node.runs)
+        inside = _seconds(own).times(rounds, rounds) + self._inner(node, rounds, times)
+        if known is None:
+            self.unknown.append(self._unknown(node, (inside.low_s + inside.high_s) / 2 / max(rounds, 1)))
         else:
             self._find_early_end(node)
-        start_s = sum(run["start_s"] for run in node.runs) / len(node.runs)
-        self._note(node, rounds, times, (own.mean_s * rounds + start_s) * times)
-        return _Seconds(start_s, start_s) + _seconds(own).times(rounds, rounds) + self._inner(node, rounds, times)
+        self._note(node, known, times, (own.mean_s * rounds + start_s) * times)
+        return _Seconds(start_s, start_s) + inside
 
     def _inner(self, node: _Node, rounds: float, times: float) -> _Seconds:
         """Return the seconds of what is inside of a node, for all rounds of one run."""
@@ -397,6 +398,10 @@ def _with_inner_loops(node: _Node) -> Iterator[_Node]:
         yield from _with_inner_loops(inner)
 
 
+def _rounds_had(run: Record) -> int:
+    return int(run["count"] if run["kind"] == "pass" else run["rounds"])
+
+
 def _is_cut(run: Record) -> bool:
     return bool(run["end"] == "cut" or run["is_cut_by_pass"])
 
@@ -404,7 +409,7 @@ def _is_cut(run: Record) -> bool:
 def _rounds_of_run(run: Record) -> float | None:
     """Return the rounds that a run of a loop or of a pass would have had; None if they are unknown."""
     if run["kind"] == "pass":
-        return run["batches"] if run["is_cut"] else run["count"]
+        return run["batches"] if run["is_cut"] else _rounds_had(run)
     if run["end"] == "cut":
         return run["total"]
     if run["is_cut_by_pass"]:

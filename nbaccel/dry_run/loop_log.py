@@ -441,9 +441,20 @@ class _Loop(_Span):
     def note_begin(self, begun: MeasuredPass) -> None:
         if self.is_in_round:
             begun.began_in[self.id] = self.rounds
-            self.must_end |= self._count("began") >= MOST_PASSES
+            if self._is_in_branch():  # an evaluation now and then: the loop's own rounds say when it ends
+                self.must_end |= self._count("drew") >= MOST_DRAWS
+            else:
+                self.must_end |= self._count("began") >= MOST_PASSES
         elif self.log.top is self:
             self._is_first_of_pass = True
+
+    def _is_in_branch(self) -> bool:
+        """Return whether a periodic `if` of this loop is open."""
+        span: _Span | None = self.log.top
+        inner: _Span | None = None
+        while span is not None and span is not self:
+            inner, span = span, span.outer
+        return isinstance(inner, _Branch)
 
     def note_batch(self, drawn: MeasuredPass, size: float | None, is_last: bool) -> None:
         """Note a batch of a pass that did not begin in this round."""

@@ -197,11 +197,15 @@ class _Rewriter:
         """Return a test that is logged, and the numbers of the periods in it.
 
         Parts of a test are comparisons that end a loop if one of them alone decides: those of `and` in a `while`, and
-        those of `or` in an `if`.
+        those of `or` in an `if`. So does the second part of `if limit is not None and step >= limit`.
         """
         if isinstance(node, ast.BoolOp):
-            decides = ends is not None and ends[1] is isinstance(node.op, ast.Or)
-            parts = [self._test(value, ends if decides else None, with_every) for value in node.values]
+            one_decides = ends is not None and ends[1] is isinstance(node.op, ast.Or)
+            decide = [one_decides or _rest_is_about(node.values, value) for value in node.values]
+            parts = [
+                self._test(value, ends if is_one else None, with_every)
+                for value, is_one in zip(node.values, decide, strict=True)
+            ]
             node.values = [part for part, _ in parts]
             return node, [number for _, numbers in parts for number in numbers]
         if with_every and (period := _period(node)) is not None:
@@ -267,6 +271,21 @@ def _period(node: ast.expr) -> tuple[ast.expr, ast.expr, ast.expr, bool] | None:
 def _is_limit(node: ast.Compare) -> bool:
     sides = [node.left, *node.comparators]
     return len(sides) == 2 and type(node.ops[0]) in _OPERATORS and not all(isinstance(s, ast.Constant) for s in sides)
+
+
+def _rest_is_about(parts: list[ast.expr], one: ast.expr) -> bool:
+    """Return whether all parts of a test but `one` ask about nothing that `one` does not read."""
+    rest = [part for part in parts if part is not one]
+    return not any(isinstance(node, ast.Call) for part in rest for node in ast.walk(part)) and all(
+        _read(part) <= _read(one) for part in rest
+    )
+
+
+def _read(node: ast.AST) -> set[str]:
+    """Return the names that an expression reads, with their attributes."""
+    if isinstance(node, ast.Name | ast.Attribute):
+        return {ast.unparse(node)}
+    return {name for child in ast.iter_child_nodes(node) for name in _read(child)}
 
 
 def _is_generator(node: ast.AST) -> bool:

@@ -113,7 +113,7 @@ def _is_never_marked(statement: ast.stmt) -> bool:
 
 
 def _only_leaves(block: list[ast.stmt]) -> bool:
-    """Return whether a block only raises, warns or leaves; a text that is printed before an error counts as a warning."""
+    """Return whether a block only raises, warns or leaves; a text printed before an error counts as a warning."""
     raises = any(isinstance(each, ast.Raise) for each in block)
     return all(_leaves(each) or (raises and _called(each) == "print") for each in block)
 
