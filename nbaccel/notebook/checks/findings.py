@@ -172,14 +172,15 @@ def _error_of(outcome: LaunchResult) -> FoundError | None:
         return FoundError(head, where, more=rest)
     link = report.links[-1]
     file, line = _place_of(link)
+    head, *rest = "\n".join(link.headline or [link.type_name]).splitlines()
     notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("raised on ")]
     kind = report.kind
     return FoundError(
-        link.headline[-1] if link.headline else link.type_name,
+        head,
         where,
         file,
         line,
-        " ".join(notes),
+        "\n".join(dict.fromkeys([*rest, *"\n".join(notes).splitlines()])),
         kind is Failure.OUT_OF_MEMORY,
     )
 

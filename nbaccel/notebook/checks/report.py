@@ -149,7 +149,7 @@ class _Writer:
         if not place and error.line:
             place = f"{error.file}, line {error.line}"
         head = ", ".join(filter(None, [place, error.where]))
-        more = f"\n  {error.more.strip()}" if error.more.strip() else ""
+        more = "".join(f"\n  {line.strip()}" for line in error.more.splitlines() if line.strip())
         if counts := self._counts_of_cut_batches(error.text):
             return ReportLine(
                 YELLOW,
@@ -195,8 +195,8 @@ class _Writer:
                 shown = ", ".join(f"{value} in rank {rank}" for rank, value in enumerate(values[:4]))
                 yield ReportLine(
                     RED,
-                    f"{name} depends on the rank ({shown}), and --out brings that of rank 0: compute it from what all "
-                    f'ranks have, {name} = accelerator.reduce({name}, "mean") or accelerator.gather_for_metrics',
+                    f"{name} depends on the rank ({shown}), and --out brings that of rank 0: gather what it is computed "
+                    "from first, predictions and labels by accelerator.gather_for_metrics",
                 )
         others = [name for name, _ in differing if name not in asked]
         if others and self._plan.options.names_back is None:
@@ -256,7 +256,7 @@ class _Writer:
         if share > _SLOW_LOADER:
             yield ReportLine(
                 YELLOW,
-                f"the loader {best.get('name', '')} takes {share:.0%} of each batch: more num_workers, or a cheaper "
+                f"{best.get('name') or 'the loader'} takes {share:.0%} of each batch: more num_workers, or a cheaper "
                 "data set; --speed 3min measures what helps",
             )
 
