@@ -240,8 +240,9 @@ class _Reckoning:
         total = _Seconds(0.0, 0.0)
         had = node.rounds_had()
         for inner in node.inner.values():
-            if inner.kind == "branch" and (held := self._times_of_branch(inner, rounds, times)) is not None:
-                low = high = held
+            held = self._share_of_branch(inner, times) if inner.kind == "branch" else None
+            if held is not None:
+                low = high = held * rounds
             else:
                 low, high = _times_of(inner, had, rounds)
             total += self.of(inner, times * (low + high) / 2).times(low, high)
@@ -317,21 +318,36 @@ class _Reckoning:
                 rounds *= self._rounds(inner, 1.0) or 0.0
         return rounds
 
-    def _times_of_branch(self, node: _Node, rounds: float, times: float) -> float | None:
-        """Return how often a branch runs in `rounds` rounds of the loop around it; None if it has no period."""
-        loop = node.outer
-        while loop is not None and loop.kind == "branch":
+    def _share_of_branch(self, node: _Node, times: float) -> float | None:
+        """Return how often a branch runs in one round of what is around it; None if it has no period.
+
+        times: how often the whole program runs what is around it.
+        """
+        found = self._held(node, times)
+        if found is None or node.outer is None:
+            return None
+        loop, held, rounds = found
+        if loop is node.outer:
+            return held / rounds
+        around = self._held(node.outer, times) if node.outer.kind == "branch" else None
+        if around is not None and around[0] is loop:
+            return min(held / around[1], 1.0) if around[1] else 0.0
+        if node.outer.kind == "branch":
+            return None
+        in_a_run = len(node.runs) / len({run["outer"] for run in node.runs})
+        return held / rounds * in_a_run * len(node.outer.runs) / max(node.outer.rounds_had(), 1)
+
+    def _held(self, branch: _Node, times: float) -> tuple[_Node, float, float] | None:
+        """Return the loop whose rounds a branch counts, in how many of them it runs, and how many there are."""
+        numbers = self._entries.get(branch.number, {}).get("every", ())
+        loop = branch.outer
+        while loop is not None:
+            seen = [n for n in numbers if any(n in _numbered(run.get("every", {})) for run in loop.runs)]
+            if seen:
+                rounds = self._rounds(loop, times)
+                return (loop, min(self._times_held(loop, n, rounds, times) for n in seen), rounds) if rounds else None
             loop = loop.outer
-        if loop is None or loop.kind != "loop":
-            return None
-        if node.outer is not loop:  # inside of another branch, which has been counted
-            return None
-        held = [
-            self._times_held(loop, number, rounds, times)
-            for number in self._entries.get(node.number, {}).get("every", ())
-            if any(number in _numbered(run["every"]) for run in loop.runs)
-        ]
-        return min(held, default=None)
+        return None
 
     def _times_held(self, loop: _Node, number: int, rounds: float, times: float) -> float:
         seen = [found for run in loop.runs if (found := _numbered(run["every"]).get(number)) is not None]

@@ -74,6 +74,8 @@ class LoopLog:
         self._whole.began_s = self.now()
         self.top = self._whole  # the innermost open loop or branch
         self._setup_s: float | None = None
+        self._homes: dict[int, int] = {}  # of each period, the number of the loop whose rounds it counts
+        self._asked: _Loop | None = None  # the loop of the last period
 
     # --- what rewritten code calls ------------------------------------------------------------------------------
 
@@ -104,15 +106,21 @@ class LoopLog:
     def every(self, number: int, value: Any, period: Any, remainder: Any) -> Any:
         """Return ``value % period == remainder``; in the last round that a loop gets it is true if it never was."""
         is_true = value % period == remainder
-        loop = self._innermost() if self._is_here() else None
-        if loop is None or type(value) is not int or type(period) is not int or type(remainder) is not int:
-            return is_true
-        return loop.every(number, value, period, remainder, is_true)
+        is_count = type(value) is int and type(period) is int and type(remainder) is int
+        loop = self._home_of(number, value) if is_count and self._is_here() else None
+        self._asked = loop
+        return is_true if loop is None else loop.every(number, value, period, remainder, is_true)
 
     def branch(self, number: int) -> Any:
         """Return the context in which the body of a periodic `if` runs."""
-        loop = self._innermost() if self._is_here() else None
-        return _NOTHING if loop is None or loop.is_long() else _Branch(self, number, self.top)
+        loop = self._asked if self._is_here() else None
+        if loop is None or loop.rounds > _MOST_PENDING or loop.is_long():
+            return _NOTHING
+        outer = self.top
+        while not (outer is loop or outer.matters or isinstance(outer, _Branch)):
+            assert outer.outer is not None
+            outer = outer.outer
+        return _Branch(self, number, outer)
 
     def compare(self, number: int, left: Any, op: str, right: Any) -> Any:
         """Return the result of the comparison, and keep its values."""
@@ -224,6 +232,26 @@ class LoopLog:
         top = self.top
         return top if top.number == number and isinstance(top, _Loop) and self._is_here() else None
 
+    def _home_of(self, number: int, value: int) -> _Loop | None:
+        """Return the loop whose rounds a period counts: the innermost one that matters, or that moves the value.
+
+        Callbacks are called in a loop of their own, and count the rounds of the training around it.
+        """
+        innermost = self._innermost()
+        home = self._homes.get(number)
+        loop = innermost
+        while loop is not None and not (loop.matters if home is None else loop.number == home):
+            loop = loop.outer_loop
+        if loop is None or loop is innermost:
+            if loop is not None:
+                self._homes[number] = loop.number
+            return innermost
+        if loop.moves_within_a_round(number, value):
+            assert innermost is not None
+            loop = innermost
+        self._homes[number] = loop.number
+        return loop
+
     def _innermost(self) -> _Loop | None:
         top = self.top
         return top if isinstance(top, _Loop) else top.outer_loop
@@ -233,6 +261,7 @@ class _Span:
     """A stretch of the program that nests with others: a loop, a branch, or the whole program.
 
     inner_s: seconds of the spans in it that matter, and of passes; the rest is its own.
+    lifted_s: those of branches in it that belong to a loop around it.
     pending: records that are written when it comes to matter, and dropped if it does not.
     """
 
@@ -245,7 +274,7 @@ class _Span:
         self.outer_round = 0 if outer is None else outer.rounds
         self.rounds = 0
         self.began_s = 0.0
-        self.inner_s = 0.0
+        self.inner_s = self.lifted_s = 0.0
         self.matters = outer is None
         self.pending: list[dict[str, Any]] = []
 
@@ -269,17 +298,25 @@ class _Span:
 
 
 class _Branch(_Span):
-    """The body of a periodic `if`."""
+    """The body of a periodic `if`: a part of the loop whose rounds it counts, not of a loop over callbacks below it."""
 
     def __enter__(self) -> None:
+        self._before = self.log.top
         self.log.top = self
         self.began_s = self.log.now()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         assert self.outer is not None
-        self.log.top = self.outer
+        self.log.top = span = self._before
         seconds = self.log.now() - self.began_s
+        while span is not self.outer:
+            span.inner_s += seconds
+            span.lifted_s += seconds
+            assert span.outer is not None
+            span = span.outer
         self.outer.inner_s += seconds
+        for record in self.pending:
+            self.outer.keep(record)
         self.outer.keep({"kind": "branch", **self.place(), "seconds": seconds, "own_s": seconds - self.inner_s})
 
 
@@ -313,12 +350,12 @@ class _Loop(_Span):
     # --- from begin to end --------------------------------------------------------------------------------------
 
     def __enter__(self) -> _Loop:
-        self.log.top = self
-        if self.is_timed:
-            self.began_s = self._mark_s = self.log.now()
         if self.log.is_first(self.number):
             open_loops = [[loop.number, loop.rounds] for loop in self.log._loops()]
             self.log.write({"kind": "loop_began", **self.place(), "open": open_loops[::-1]})
+        self.log.top = self
+        if self.is_timed:
+            self.began_s = self._mark_s = self.log.now()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -332,7 +369,7 @@ class _Loop(_Span):
         if kind is not None:
             self.end = "cut" if issubclass(kind, DryRunEnded) else "error"
         seconds = self.log.now() - self.began_s
-        self.outer.inner_s += seconds
+        self.outer.inner_s += seconds - self.lifted_s
         if self.end == "cut" and self.outer_loop is not None:
             self.outer_loop._has_inner = True
         limiting = [] if self.end in ("cut", "error") else self._limiting()
@@ -489,6 +526,11 @@ class _Loop(_Span):
             is_true = True
         seen["was_true"] = is_true or seen.get("was_true", False)
         return is_true
+
+    def moves_within_a_round(self, number: int, value: int) -> bool:
+        """Return whether a value has been another one in the same round: then it counts an inner loop."""
+        values = self._every.get(number, {}).get("values", ())
+        return bool(values) and values[-1][0] == self.rounds and values[-1][1] != value
 
     def _is_last_round(self) -> bool:
         """Return whether the dry run will end the loop after this round, where the loop itself would go on."""

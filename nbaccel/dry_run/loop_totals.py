@@ -36,7 +36,7 @@ def total_of(iterable: Any, depth: int = 0) -> int | None:
     with suppress(Exception):  # the user's `__len__` may raise anything
         return len(iterable)
     if isinstance(iterable, types.GeneratorType):
-        return _total_of_epochs(iterable)
+        return _total_of_generator(iterable, depth)
     with suppress(Exception):
         if (read := _PARTS.get(type(iterable))) is not None:
             return read(_parts_of(iterable), depth + 1)
@@ -48,16 +48,22 @@ def total_of(iterable: Any, depth: int = 0) -> int | None:
     return None
 
 
-def _total_of_epochs(generator: Any) -> int | None:
-    """Return the total of `accelerator.epochs(n)`: less than n if the program is resumed."""
+def _total_of_generator(generator: Any, depth: int) -> int | None:
+    """Return the total of `accelerator.epochs(n)`, or of what has begun to iterate over a progress bar or a loader.
+
+    Of epochs it is less than n if the program is resumed.
+    """
     frame = generator.gi_frame
-    if frame is None or not frame.f_code.co_filename.startswith(PACKAGE_DIR):
+    if frame is None:
         return None
-    names = frame.f_locals
-    count, counter = names.get("count"), names.get("self")
-    if type(count) is not int:
+    names, code = frame.f_locals, frame.f_code
+    owner = names.get("self")
+    if code.co_name == "__iter__":
+        return total_of(owner, depth + 1)
+    count = names.get("count")
+    if not code.co_filename.startswith(PACKAGE_DIR) or type(count) is not int:
         return None
-    first = getattr(counter, "under_way", 0) if getattr(counter, "_is_resumed", False) else 0
+    first = getattr(owner, "under_way", 0) if getattr(owner, "_is_resumed", False) else 0
     return max(count - first, 0)
 
 

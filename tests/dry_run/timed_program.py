@@ -33,7 +33,7 @@ class Clock:
 
 
 class Loader:
-    """A loader of batches, which are their sizes; in a dry run it hands out the longest, the middle and the last one."""
+    """A loader of batches, which are their sizes; a dry run has the longest one, the middle one and the last one."""
 
     def __init__(
         self, sizes: list[float], clock: Clock, log: LoopLog | None, load_s: float = 0.0, has_length: bool = True
