@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -216,21 +216,28 @@ class LoaderCuts:
 
     # -- passes of loaders that read ahead of their loop
 
-    @contextmanager
-    def announced(self, loader: Any, batches: int | None, stride: int = 1) -> Iterator[OnePass]:
-        """Begin a pass over `loader`, whose batches are announced by `start` and `hand_out`; end it when left.
+    def announce(self, loader: Any, batches: Generator[Any, None, None], stride: int) -> Generator[Any, None, None]:
+        """Yield `batches`, which `loader` has made for the loop, each noted when the loop gets it.
 
-        batches: this rank's.  stride: see `OnePass`.
+        The iterators that torch begins meanwhile read for this pass.  stride: see `OnePass`.
         """
-        this = self.begin_pass(loader, batches, stride)
         try:
-            yield this
+            this = self.begin_pass(loader, _length_of(loader), stride)
+            try:
+                while True:
+                    with self._reading_for(this), self.waiting(this):
+                        batch = next(batches, batches)  # which it never yields
+                    if batch is batches:
+                        return
+                    self.hand_out(this)
+                    yield batch
+            finally:
+                self.end_pass(this)
         finally:
-            self.end_pass(this)
+            batches.close()
 
     @contextmanager
-    def reading_for(self, this: OnePass) -> Iterator[None]:
-        """Let the iterators that torch begins meanwhile read for `this`."""
+    def _reading_for(self, this: OnePass) -> Iterator[None]:
         self._announced.append(this)
         try:
             yield

@@ -1,7 +1,6 @@
 """RankDryRun: all that watches and cuts the program of one rank during a dry run. Runs in ranks.
 
-It owns the log of loops, the cuts of loaders, the clocks and the records. Its parts are installed when the rank begins,
-before other hooks of torch, and removed when the cell is over.
+It owns the log of loops, and the parts that cut loaders and measure, from the first line of the cell to its last.
 """
 
 from __future__ import annotations
@@ -14,18 +13,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from nbaccel.dry_run.decisions import SharedDecisions
-from nbaccel.dry_run.loader_cuts import LoaderCuts
 from nbaccel.dry_run.loop_log import DryRunEnded, LoopLog
-from nbaccel.dry_run.memory_peaks import MemoryPeaks
 from nbaccel.dry_run.rank_records import RankRecords
 from nbaccel.dry_run.rewriting import Table, provide, rewrite, rewrite_functions
-from nbaccel.dry_run.saved_files import SavedFiles
-from nbaccel.dry_run.step_times import StepTimes
-from nbaccel.settings import EACH, RunSettings
-from nbaccel.world import World
 
 __all__ = ["RankDryRun"]
 
@@ -39,34 +31,25 @@ _OFFLINE_FLAGS = (("huggingface_hub.constants", "HF_HUB_OFFLINE"), ("datasets.co
 class RankDryRun:
     """Watches the program of one rank, and ends its loops.
 
-    folder: that the ranks share.
+    folder: that the ranks share.  rank: of this process.
+    make_parts: returns, for a log, a function that appends a record, and a folder, an object
+    that cuts loaders and measures from `begin` to `end`.
     reached: lines of the cell in which a statement has begun.
     """
 
-    def __init__(self, folder: Path, world: World, settings: RunSettings) -> None:
-        self._records = RankRecords(folder, world.rank)
-        write = self._records.write
+    def __init__(self, folder: Path, rank: int, make_parts: Callable[..., Any]) -> None:
+        self._records = RankRecords(folder, rank)
         self.reached: set[int] = set()
-        self._log = LoopLog(write)
-        self._times = StepTimes(write, on_step=self._log.note_step)
-        self._peaks = MemoryPeaks(write)
-        self._saves = SavedFiles(write, self._log.open_loops, self._times.part)
-        is_shared = world.is_distributed and not (settings.strict or settings.independent)
-        self._cuts = LoaderCuts(
-            self._log,
-            write,
-            SharedDecisions(folder, world.rank, world.world_size),
-            [self._times, self._peaks],
-            self._times.part,
-            stride=world.world_size if is_shared and settings.batches == EACH else 1,
-            begins_whole=is_shared and settings.batches != EACH,
-        )
+        self._log = LoopLog(self._records.write)
+        self._parts = make_parts(self._log, self._records.write, folder)
         self._table: Table = []
 
-    def install(self) -> None:
-        """Cut loaders from now on, and keep libraries from the network."""
-        _go_offline()
-        self._cuts.begin()
+    def go_offline(self) -> None:
+        """Keep libraries from the network, before the program imports them."""
+        os.environ.update(_OFFLINE)
+        for module, name in _OFFLINE_FLAGS:
+            if module in sys.modules:
+                setattr(sys.modules[module], name, True)
 
     def rewritten(
         self, tree: ast.Module, name: str, compile_parts: Callable[[ast.Module], list[types.CodeType]]
@@ -83,9 +66,7 @@ class RankDryRun:
 
     def __enter__(self) -> Self:
         provide(self._log, self.reached.add)
-        self._times.begin()
-        self._peaks.begin()
-        self._saves.begin()
+        self._parts.begin()
         return self
 
     def __exit__(
@@ -94,8 +75,7 @@ class RankDryRun:
         """Remove what was installed, and write the last records. A loop that could be ended only so is no error."""
         is_cut = isinstance(error, DryRunEnded)
         with suppress(OSError):  # the disk of the records is full: the error of the cell says more
-            for part in (self._cuts, self._saves, self._times, self._peaks):
-                part.end()
+            self._parts.end()
             self._log.close(ended_well=error is None)
             self._records.write(
                 {
@@ -108,10 +88,3 @@ class RankDryRun:
             )
         self._log.leave()
         return is_cut
-
-
-def _go_offline() -> None:
-    os.environ.update(_OFFLINE)
-    for module, name in _OFFLINE_FLAGS:
-        if module in sys.modules:
-            setattr(sys.modules[module], name, True)

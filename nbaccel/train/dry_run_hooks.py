@@ -8,26 +8,68 @@ epoch, as the accumulation and `gather_for_metrics` need it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nbaccel.dry_run.decisions import SharedDecisions
 from nbaccel.dry_run.loader_cuts import LoaderCuts, OnePass
+from nbaccel.dry_run.loop_log import LoopLog
+from nbaccel.dry_run.memory_peaks import MemoryPeaks
 from nbaccel.dry_run.saved_files import SavedFiles
 from nbaccel.dry_run.step_times import StepTimes
+from nbaccel.settings import EACH, RunSettings
 from nbaccel.train.checkpoint import manager, writer
 from nbaccel.train.data import loader as prepared_loader
 from nbaccel.train.data.dispatch import DispatchSource
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.sources import Source, StreamSource
+from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.transport import Transport
 
-__all__ = ["DryRunHooks"]
+__all__ = ["DryRunHooks", "DryRunParts"]
 
 _COLLECTIVES = ("all_gather", "read_all", "all_reduce", "start_sum", "finish_sums", "broadcast", "barrier")
+
+
+class DryRunParts:
+    """Cuts of loaders, and records of times, peaks and saves, of one rank; they last from `begin` to `end`.
+
+    log: of the loops.  write: appends a record.  folder: an empty one that all ranks see, for what they decide alike.
+
+    Begin them after `ImplicitTraining`, if there is one.
+    """
+
+    def __init__(self, log: LoopLog, write: Callable[[Mapping[str, Any]], None], folder: Path) -> None:
+        settings, world = RunSettings.from_env(), current_world()
+        is_joint = world.is_distributed and not settings.independent
+        trains_raw = is_joint and not settings.strict
+        has_own_batches = trains_raw and settings.batches == EACH
+        self.times = StepTimes(write, log.note_step)
+        self.peaks = MemoryPeaks(write)
+        self.saves = SavedFiles(write, log.open_loops, self.times.part)
+        self.cuts = LoaderCuts(
+            log,
+            write,
+            SharedDecisions(folder, world.rank, world.world_size if is_joint else 1),
+            [self.times, self.peaks],
+            self.times.part,
+            stride=world.world_size if has_own_batches else 1,
+            begins_whole=trains_raw and not has_own_batches,
+        )
+        self._hooks = DryRunHooks(self.cuts, self.times, self.saves)
+
+    def begin(self) -> None:
+        """Begin with all parts."""
+        for part in (self.times, self.peaks, self.saves, self.cuts, self._hooks):
+            part.begin()  # type: ignore[attr-defined]
+
+    def end(self) -> None:
+        """Take all hooks away, and write the records of the whole time."""
+        for part in (self._hooks, self.cuts, self.saves, self.peaks, self.times):
+            part.end()  # type: ignore[attr-defined]
 
 
 class DryRunHooks:
@@ -69,25 +111,8 @@ class DryRunHooks:
     def _iterate(
         self, real: Callable[..., Any], loader: PreparedLoader, *args: Any, **kwargs: Any
     ) -> Generator[Any, None, None]:
-        batches = real(loader, *args, **kwargs)
-        return self._announce(loader, batches) if self._cuts.minds else batches
-
-    def _announce(self, loader: PreparedLoader, batches: Any) -> Generator[Any, None, None]:
-        cuts = self._cuts
-        length = None
-        with suppress(TypeError):
-            length = len(loader)
-        try:
-            with cuts.announced(loader, length, _stride_of(loader._source)) as this:
-                while True:
-                    with cuts.reading_for(this), cuts.waiting(this):
-                        batch = next(batches, batches)  # which it never yields
-                    if batch is batches:
-                        return
-                    cuts.hand_out(this)
-                    yield batch
-        finally:
-            batches.close()
+        batches: Generator[Any, None, None] = real(loader, *args, **kwargs)
+        return self._cuts.announce(loader, batches, _stride_of(loader._source)) if self._cuts.minds else batches
 
     def _place(
         self, real: Callable[..., Any], batches: Iterator[tuple[Any, bool]], device: torch.device | None

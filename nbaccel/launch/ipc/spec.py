@@ -97,10 +97,7 @@ class Task(ABC):
     reference: ClassVar[str]
     """The class as "module:Class", by which a zygote and a persistent rank find it."""
 
-    def prepare_process(self) -> None:  # noqa: B027  # few tasks have to
-        """Prepare a rank's process, before the setup of the run."""
-
-    def begin(self, rank: int) -> None:  # noqa: B027  # as above
+    def begin(self, rank: int) -> None:  # noqa: B027  # few tasks have to
         """Record facts about the time before `run`, in a rank."""
 
     @abstractmethod

@@ -16,12 +16,10 @@ from typing import Any
 from nbaccel.answers.fingerprint import checksum_of
 from nbaccel.dry_run.rank_run import RankDryRun
 from nbaccel.launch.ipc.nbytes import size_of
-from nbaccel.launch.ipc.spec import Results
+from nbaccel.launch.ipc.spec import Results, load_named
 from nbaccel.launch.objects.wrappers import plain
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.launch.tasks.cell_task import RANDOM, RESULT, CellTask
-from nbaccel.settings import RunSettings
-from nbaccel.world import World
 
 __all__ = ["DryRunTask"]
 
@@ -36,6 +34,7 @@ class DryRunTask(CellTask):
     """Tries a cell; see `CellTask` for the arguments.
 
     folder: the folder in which the ranks record what they see; it exists, and ranks share it.
+    make_parts: "module:function" that returns what cuts loaders and measures, see `RankDryRun`.
     """
 
     reference = "nbaccel.launch.tasks.dry_run_task:DryRunTask"
@@ -48,22 +47,25 @@ class DryRunTask(CellTask):
         extra: tuple[str, ...] = (),
         *,
         folder: str,
+        make_parts: str,
         **options: Any,
     ) -> None:
         super().__init__(source, namespace, out, extra, **options)
         self.folder = folder
+        self.make_parts = make_parts
         self._rewritten: list[types.CodeType] = []
         self._dry_run: RankDryRun | None = None
 
     def _own_facts(self) -> Mapping[str, Any]:
-        return {"folder": self.folder}
+        return {"folder": self.folder, "make_parts": self.make_parts}
 
-    def prepare_process(self) -> None:
-        self._dry_run = RankDryRun(Path(self.folder), World.from_env(), RunSettings.from_env())
-        self._dry_run.install()
+    def begin(self, rank: int) -> None:
+        super().begin(rank)
+        self._dry_run = RankDryRun(Path(self.folder), rank, load_named(self.make_parts))
+        self._dry_run.go_offline()
 
     def run(self) -> None:
-        assert self._dry_run is not None, "the process was not prepared"
+        assert self._dry_run is not None, "`begin` comes before"
         self._rewritten = self._dry_run.rewritten(self.source.parsed(), self.source.name, self.source.compile_tree)
         with self._dry_run:
             super().run()

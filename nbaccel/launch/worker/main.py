@@ -198,7 +198,6 @@ class _Rank:
         task: Task | None = None
         try:
             task = make_task()
-            task.prepare_process()
             if setup is not None:
                 self._task_watch = load_named(setup)(task.namespace)
             with debugging(task.debugged, self.rank, self._streams.ask, self._streams.tell) as debugger:

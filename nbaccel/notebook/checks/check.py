@@ -35,6 +35,9 @@ __all__ = ["CellCheck"]
 
 _PREFIX = "nbaccel-check-"
 
+_PARTS = "nbaccel.train.setup:dry_run_parts"
+"""Function that returns what cuts the loaders of a rank, and measures."""
+
 
 class CellCheck:
     """The check of one cell.
@@ -77,8 +80,8 @@ class CellCheck:
         snapshot = None
         if shield.why_not:
             self._say(
-                f"files are not shielded here: {shield.why_not}. Saves of torch, safetensors and nbaccel are redirected; "
-                "what else the cell writes is real"
+                f"files are not shielded here: {shield.why_not}. Saves of torch, safetensors and nbaccel are redirected, "
+                "and what else the cell writes is real"
             )
             snapshot = FolderSnapshot.of(Path.cwd())
         elif open_folders := [path for path in shield.not_covered if path != folder / "records"]:
@@ -104,7 +107,7 @@ class CellCheck:
     def _spec(self, records: Path, shield: FileShield) -> LaunchSpec:
         cell = self._cell
         out = None if cell.leaves_all else cell.out
-        task = DryRunTask(self._source, cell.namespace, out, cell.extra, folder=str(records))
+        task = DryRunTask(self._source, cell.namespace, out, cell.extra, folder=str(records), make_parts=_PARTS)
         task.random = cell.random
         spec = self._plan.spec(task, self._setup, wants_results=False)
         settings = replace(spec.settings, dry_run=str(records), checkpoint_every=None, resume=None)
