@@ -77,6 +77,8 @@ UNGUARDED = {
     # loaders
     "_BaseDataLoaderIter": "dataloader._BaseDataLoaderIter",
     "_DatasetKind": "dataloader._DatasetKind.Map",
+    "_MapDatasetFetcher": "dataloader._utils.fetch._MapDatasetFetcher.fetch",
+    "_IterableDatasetFetcher": "dataloader._utils.fetch._IterableDatasetFetcher.fetch",
     "_MultiProcessingDataLoaderIter": "dataloader._MultiProcessingDataLoaderIter",
     "_utils": "dataloader._utils.signal_handling",
     "_remove_worker_pids": "dataloader._utils.signal_handling._remove_worker_pids",

@@ -75,7 +75,10 @@ class ChosenBatches:
         >>> ChosenBatches.from_record(chosen.record()) == chosen
         True
         """
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+        }
+        return cls(**values)
 
 
 def choose(

@@ -120,7 +120,7 @@ def measure_noise(seconds: float = 1.0, clock: Callable[[], float] = time.perf_c
             continue
         taken.append(took)
     deciles = statistics.quantiles(taken, n=10, method="inclusive")
-    return (deciles[-1] - deciles[0]) / 2 / statistics.median(taken)
+    return float((deciles[-1] - deciles[0]) / 2 / statistics.median(taken))
 
 
 def _compute(count: int) -> int:
@@ -152,7 +152,7 @@ class _Node:
             return len(self.runs)
         began = {(run["outer"], run["outer_round"]) for node in self.inner.values() for run in node.runs}
         return sum(
-            run["rounds"] - (run["end"] in ("left", "error") and (run["id"], run["rounds"]) not in began)
+            _rounds_had(run) - (run["end"] in ("left", "error") and (run["id"], run["rounds"]) not in began)
             for run in self.runs
         )
 
@@ -223,6 +223,8 @@ class _Reckoning:
     def _of_rounds(self, node: _Node, times: float) -> _Seconds:
         """Return the seconds of one run of a loop or of a pass."""
         own = _own_of_pass(node) if node.kind == "pass" else _own_of_loop(node)
+        if times <= len(node.runs) and not any(map(_is_cut, node.runs)):  # it has run as it will
+            own = RoundSeconds(sum(map(_own_of_run, node.runs)) / max(sum(map(_rounds_had, node.runs)), 1))
         self.once_s += own.warm_up_s
         known = self._rounds(node, times)
         rounds = sum(map(_rounds_had, node.runs)) / len(node.runs) if known is None else known
@@ -255,8 +257,7 @@ class _Reckoning:
         numbers = [_rounds_of_run(run) for run in node.runs]
         known = [number for number in numbers if number is not None]
         rounds = sum(known) / len(known) if len(known) == len(numbers) else None
-        is_natural = node.kind == "pass" or not any(_is_cut(run) for run in node.runs)
-        if is_natural:
+        if node.kind == "pass" or not any(map(_is_cut, node.runs)):
             return rounds
         for limit, counter, inner in self._limits(node):
             if inner is not None:  # an inner loop counts, and its end is that of this one
@@ -279,9 +280,8 @@ class _Reckoning:
                 if found is None:
                     continue
                 counter, op, limit = found
-                is_test = self._entries.get(node.number, {}).get("kind") == "while" and not entry["when"]
                 counter = self._scaled(holder, counter)
-                until = rounds_until(counter, op, limit, entry["when"], is_test and holder is node)
+                until = rounds_until(counter, op, limit, entry["when"], entry["is_test"])
                 if until is not None:
                     yield until, counter, None if holder is node else holder
 
@@ -385,7 +385,7 @@ class _Reckoning:
 
     def _find_early_end(self, node: _Node) -> None:
         """Note comparisons that end a loop by no counter, as those of early stopping do."""
-        if node.kind == "pass" or not any(_is_cut(run) for run in node.runs):
+        if node.kind == "pass" or not any(map(_is_cut, node.runs)):
             return
         for holder in _with_inner_loops(node):
             for number in sorted({int(number) for run in holder.runs for number in run["compared"]}):
@@ -419,20 +419,23 @@ def _rounds_had(run: Record) -> int:
 
 
 def _is_cut(run: Record) -> bool:
-    return bool(run["end"] == "cut" or run["is_cut_by_pass"])
+    return bool(run["is_cut"] if run["kind"] == "pass" else run["end"] == "cut" or run["is_cut_by_pass"])
+
+
+def _own_of_run(run: Record) -> float:
+    return float(run["seconds"] - run["start_s"] if run["kind"] == "pass" else run["own_s"] + run["waited_s"])
 
 
 def _rounds_of_run(run: Record) -> float | None:
     """Return the rounds that a run of a loop or of a pass would have had; None if they are unknown."""
+    if not _is_cut(run):
+        return _rounds_had(run)
+    totals = [run.get("total")]
     if run["kind"] == "pass":
-        return run["batches"] if run["is_cut"] else _rounds_had(run)
-    if run["end"] == "cut":
-        return run["total"]
-    if run["is_cut_by_pass"]:
-        batches = [each["batches"] for each in run["passes"]]
-        totals = [each for each in (*batches, run["total"]) if each is not None]
-        return min(totals, default=None)
-    return run["rounds"]
+        totals = [run["batches"]]
+    elif run["is_cut_by_pass"]:
+        totals += [each["batches"] for each in run["passes"]]
+    return min((total for total in totals if total is not None), default=None)
 
 
 def _times_of(inner: _Node, had: float, rounds: float) -> tuple[float, float]:

@@ -5,7 +5,7 @@ Of a stream, and of a sampler that has no end, the first batches are given. The 
 more batches in between, so that their times are known well. Loops see the end of a loader as at the end of an epoch.
 
 A loop of a library that begins the same loader for the third time, while no loop of the program has moved, is left by
-`DryRunEnded`. Prepared loaders announce their passes (`prepared`), since they read ahead of their loop.
+`DryRunEnded`. Prepared loaders read ahead of their loop, so that they announce what they hand out (`announce`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ from typing import Any, Protocol
 from nbaccel.dry_run.batch_choice import FIRST, ChosenBatches, ItemLengths, choose
 from nbaccel.dry_run.decisions import SharedDecisions
 from nbaccel.dry_run.loop_log import DryRunEnded
+from nbaccel.dry_run.worker_times import BatchesMade, WorkerTimes
 from nbaccel.notices import PACKAGE_DIR
 
 __all__ = ["LoaderCuts", "LoopRecords", "OnePass", "PassOfLog", "PassWatcher"]
 
 _ROUNDS = 3
-_MOST_MORE = 40
-_MORE_SECONDS = 2.0
-_MOST_INDICES = 2_000_000
-_MOST_WITHOUT_END = 100_000
+_MOST_ROUNDS, _MORE_SECONDS = 40, 2.0
+"""Limits of the second pass at a place, which is as long as the sooner of them allows."""
+
+_MOST_INDICES, _MOST_WITHOUT_END = 2_000_000, 100_000
+"""Samples whose indices are listed, of a loader with a length, and of one without."""
+
 _MOST_BEGINS = 3
 _MOST_LOOKS = 200
 """Begins of a loader at one place that are left after a single batch, such as ``next(iter(loader))``."""
@@ -52,8 +55,11 @@ _BETWEEN = frozenset({"contextlib", "fastprogress", "rich", "runpy", "threading"
 class PassOfLog(Protocol):
     """One iteration over a loader, as the log of the loops counts it."""
 
-    def batch(self, size: float | None, kind: str, waited_s: float) -> None:
-        """Note that a batch is handed out next, for which the loop has waited `waited_s` seconds."""
+    def batch(self, size: float | None, kind: str, waited_s: float, made_s: float | None) -> None:
+        """Note that a batch is handed out next, for which the loop has waited `waited_s` seconds.
+
+        made_s: seconds in which a worker process makes a batch; None where that is unknown.
+        """
 
     def end(self, is_whole: bool) -> None:
         """Note the end of the pass.  is_whole: it gave all batches that the loader has."""
@@ -101,7 +107,7 @@ class OnePass:
     waited_s: seconds for which it waited for the next one.
     more: rounds beyond the usual ones; None until that is decided.
     chosen: batches that are given; None until they are known, and where they are the first ones.
-    scan_s: seconds in which the batches were chosen.
+    scan_s: seconds in which the batches were chosen.  made: times of worker processes.
     """
 
     place: str
@@ -118,6 +124,7 @@ class OnePass:
     reached: int = -1
     waited_s: float = 0.0
     scan_s: float = 0.0
+    made: BatchesMade | None = None
     more: int | None = None
     chosen: ChosenBatches | None = None
     log: PassOfLog | None = None
@@ -191,18 +198,21 @@ class LoaderCuts:
         self._windows: list[tuple[weakref.ref[Any], int]] = []
         self._reading = 0
         self._hooks = _IteratorHooks(self)
+        self.worker_times = WorkerTimes()
         self._is_on = False
 
     def begin(self) -> None:
         """Cut loaders from now on, in this process and this thread."""
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._is_on = True
+        self.worker_times.begin()
         self._hooks.install()
 
     def end(self) -> None:
         """Leave loaders as they are from now on."""
         self._is_on = False
         self._hooks.remove()
+        self.worker_times.end()
 
     @property
     def minds(self) -> bool:
@@ -278,7 +288,7 @@ class LoaderCuts:
             number,
             batches,
             stride,
-            next((window for known, window in self._windows if known() is loader), 1),
+            next((window for known, window in reversed(self._windows) if known() is loader), 1),
             is_alike=is_alike,
             begun=begun,
             workers=loader.num_workers,
@@ -303,7 +313,7 @@ class LoaderCuts:
 
     def _more_by_time(self, this: OnePass) -> int:
         round_s = self._round_s.get(this.key, _MORE_SECONDS)
-        rounds = int(min(_MOST_MORE, _MORE_SECONDS / max(round_s, 1e-6)))
+        rounds = int(min(_MOST_ROUNDS, _MORE_SECONDS / max(round_s, 1e-6)))
         return max(0, rounds - _ROUNDS)
 
     def choose(self, this: OnePass, dataset: Any, rounds: Sequence[Sequence[Any]], has_last: bool) -> ChosenBatches:
@@ -360,7 +370,7 @@ class LoaderCuts:
         for watcher in self._watchers:
             watcher.batch(this, size, kind)
         if this.log is not None:
-            this.log.batch(size, kind, this.waited_s)
+            this.log.batch(size, kind, this.waited_s, None if this.made is None else this.made.mean_s)
         this.waited_s = 0.0
 
     def end_pass(self, this: OnePass) -> None:
@@ -417,10 +427,12 @@ class _IteratorHooks:
         @functools.wraps(torchs_reset)
         def reset(iterator: Any, loader: Any, first_iter: bool = False) -> None:
             iterator.__dict__.pop("_next_data", None)
-            if not first_iter and (earlier := iterator.__dict__.pop(_CUT, None)) is not None:
-                earlier.end()
-            if not first_iter and cuts.minds:
-                _Cut(cuts, iterator, loader)
+            if not first_iter:
+                earlier = iterator.__dict__.pop(_CUT, None)
+                if earlier is not None:
+                    earlier.end()
+                if cuts.minds:
+                    _Cut(cuts, iterator, loader, earlier)
             with cuts.part("loader"):
                 torchs_reset(iterator, loader, first_iter)
             if (cut := iterator.__dict__.get(_CUT)) is not None:
@@ -452,7 +464,8 @@ class _Cut:
     this: its pass.  is_announced: a loader that reads ahead announces its batches.
     """
 
-    def __init__(self, cuts: LoaderCuts, iterator: Any, loader: Any) -> None:
+    def __init__(self, cuts: LoaderCuts, iterator: Any, loader: Any, earlier: _Cut | None = None) -> None:
+        """Begin the pass of `iterator`.  earlier: the cut of the pass before, with the same worker processes."""
         from torch.utils.data.dataloader import _DatasetKind
 
         self._cuts = cuts
@@ -461,6 +474,8 @@ class _Cut:
         self._length = _length_of(iterator._index_sampler if self._is_map else loader)
         self.is_announced = cuts.reader is not None
         self.this = cuts.reader or cuts.begin_pass(loader, self._length, None)
+        if iterator._num_workers:
+            self.this.made = cuts.worker_times.share(iterator._num_workers) if earlier is None else earlier.this.made
         self._given: Iterator[Any] | None = None
         self._left = weakref.finalize(iterator, self.end)
         self._left.atexit = False

@@ -2,17 +2,17 @@
 
 A rewritten program asks one object, the builtin `LOG` (see `nbaccel.dry_run.loop_log`), before each round of a loop::
 
-    for batch in loader:          with _nbaccel_log.loop(7):
-        train(batch)                  for batch in _nbaccel_log.over(7, loader):
+    for batch in loader:          with __nbaccel_log__.loop(7):
+        train(batch)                  for batch in __nbaccel_log__.over(7, loader):
                                           train(batch)
 
-    if step % 100 == 0:           if _nbaccel_log.every(8, step, 100, 0):
-        evaluate()                    with _nbaccel_log.branch(9):
+    if step % 100 == 0:           if __nbaccel_log__.every(8, step, 100, 0):
+        evaluate()                    with __nbaccel_log__.branch(9):
                                           evaluate()
 
-    while step < 1000:            with _nbaccel_log.loop(11):
-        train(step)                   while _nbaccel_log.goes_on(11) and _nbaccel_log.holds(
-                                          11, _nbaccel_log.compare(10, step, "<", 1000)):
+    while step < 1000:            with __nbaccel_log__.loop(11):
+        train(step)                   while __nbaccel_log__.goes_on(11) and __nbaccel_log__.holds(
+                                          11, __nbaccel_log__.compare(10, step, "<", 1000)):
                                           train(step)
 
 No names are bound in the program, and every line keeps its number. Generators and coroutines stay as they are: they
@@ -39,7 +39,7 @@ from nbaccel.notices import is_users
 
 __all__ = ["LOG", "REACHED", "Table", "is_rewritable", "provide", "rewrite", "rewrite_functions"]
 
-LOG, REACHED = "_nbaccel_log", "_nbaccel_reached"
+LOG, REACHED = "__nbaccel_log__", "__nbaccel_reached__"
 """Builtins that rewritten code calls: the `LoopLog`, and a function that takes the number of a line."""
 
 Table = list[dict[str, Any]]
@@ -47,7 +47,8 @@ Table = list[dict[str, Any]]
 
 Each has: number, kind ("for", "while", "branch", "every" or "compare"), file, line, end_line, head (its source text),
 function ("" for code outside of functions). A branch has "every", the numbers of its conditions. A comparison has
-"ends", the numbers of the loops that it ends, and "when", the outcome that ends them.
+"ends", the numbers of the loops that it ends, "when", the outcome that ends them, and "is_test": it is in the test of a
+`while`.
 """
 
 _NOT_REWRITTEN = frozenset({"forward", "__getitem__", "__getitems__", "__len__", "collate_fn"})
@@ -79,8 +80,8 @@ def rewrite(tree: ast.Module, first_number: int = 0, marks_lines: bool = False, 
     >>> rewrite(tree)[0]["head"]
     'for epoch in range(9)'
     >>> print(ast.unparse(tree))
-    with _nbaccel_log.loop(0):
-        for epoch in _nbaccel_log.over(0, range(9)):
+    with __nbaccel_log__.loop(0):
+        for epoch in __nbaccel_log__.over(0, range(9)):
             print(epoch)
     """
     rewriter = _Rewriter(first_number, marks_lines, file)
@@ -162,7 +163,7 @@ class _Rewriter:
         if isinstance(node, ast.For):
             node.iter = _at(_call("over", ast.Constant(number), node.iter), node.iter)
         else:
-            test, _ = self._test(node.test, ([number], False), with_every=False)
+            test, _ = self._test(node.test, ([number], False), of_while=True)
             asked = _at(_call("goes_on", ast.Constant(number)), node.test)
             held = _at(_call("holds", ast.Constant(number), test), node.test)
             node.test = _at(ast.BoolOp(ast.And(), [asked, held]), node.test)
@@ -193,7 +194,7 @@ class _Rewriter:
             return list(self._loops)
         return self._loops[-1:] if any(isinstance(each, ast.Break) for each in block) else []
 
-    def _test(self, node: ast.expr, ends: _Ends, with_every: bool = True) -> tuple[ast.expr, list[int]]:
+    def _test(self, node: ast.expr, ends: _Ends, of_while: bool = False) -> tuple[ast.expr, list[int]]:
         """Return a test that is logged, and the numbers of the periods in it.
 
         Parts of a test are comparisons that end a loop if one of them alone decides: those of `and` in a `while`, and
@@ -203,21 +204,21 @@ class _Rewriter:
             one_decides = ends is not None and ends[1] is isinstance(node.op, ast.Or)
             decide = [one_decides or _rest_is_about(node.values, value) for value in node.values]
             parts = [
-                self._test(value, ends if is_one else None, with_every)
+                self._test(value, ends if is_one else None, of_while)
                 for value, is_one in zip(node.values, decide, strict=True)
             ]
             node.values = [part for part, _ in parts]
             return node, [number for _, numbers in parts for number in numbers]
-        if with_every and (period := _period(node)) is not None:
+        if not of_while and (period := _period(node)) is not None:
             value, every, remainder, is_negated = period
             number = self._enter("every", node, ast.unparse(node))
             asked: ast.expr = _at(_call("every", ast.Constant(number), value, every, remainder), node)
             return (_at(ast.UnaryOp(ast.Not(), asked), node) if is_negated else asked), [number]
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            node.operand, numbers = self._test(node.operand, ends and (ends[0], not ends[1]), with_every)
+            node.operand, numbers = self._test(node.operand, ends and (ends[0], not ends[1]), of_while)
             return node, numbers
         if ends is not None and isinstance(node, ast.Compare) and _is_limit(node):
-            number = self._enter("compare", node, ast.unparse(node), ends=ends[0], when=ends[1])
+            number = self._enter("compare", node, ast.unparse(node), ends=ends[0], when=ends[1], is_test=of_while)
             operator = ast.Constant(_OPERATORS[type(node.ops[0])])
             return _at(_call("compare", ast.Constant(number), node.left, operator, node.comparators[0]), node), []
         return node, []
@@ -304,7 +305,7 @@ def _call(method: str, *arguments: ast.expr) -> ast.Call:
 
 def _with(method: str, number: int, body: list[ast.stmt], where: ast.stmt) -> ast.With:
     item = ast.withitem(_at(_call(method, ast.Constant(number)), where), None)
-    return _at(ast.With([item], body), where)
+    return ast.copy_location(ast.With([item], body), where)
 
 
 def _at(node: Any, where: ast.AST) -> Any:

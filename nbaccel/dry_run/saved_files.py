@@ -53,12 +53,20 @@ class SavedFiles:
     def begin(self) -> None:
         """Record saves from now on. Imports the libraries of the functions, where they are installed."""
         self._pid, self._thread = os.getpid(), threading.get_ident()
+        ours: dict[int, tuple[Any, Any]] = {}
         for module, names in _FUNCTIONS.items():
             with suppress(ImportError, AttributeError):
                 if importlib.util.find_spec(module) is not None:
                     owner = importlib.import_module(module)
                     for name in names:
-                        self._replace(owner, module, name)
+                        real = getattr(owner, name)
+                        ours[id(real)] = real, self._recorded(real, f"{module}.{name}")
+        for holder in list(sys.modules.values()):
+            for name, value in list(getattr(holder, "__dict__", {}).items()):
+                if id(value) in ours:
+                    real, recorded = ours[id(value)]
+                    self._replaced.append((holder, name, real, recorded))
+                    setattr(holder, name, recorded)
 
     def end(self) -> None:
         """Put the functions back, unless they were wrapped meanwhile."""
@@ -112,9 +120,7 @@ class SavedFiles:
             }
         )
 
-    def _replace(self, owner: Any, module: str, name: str) -> None:
-        real, function = getattr(owner, name), f"{module}.{name}"
-
+    def _recorded(self, real: Callable[..., Any], function: str) -> Callable[..., Any]:
         @functools.wraps(real)
         def recorded(*args: Any, **kwargs: Any) -> Any:
             file = next((kwargs[each] for each in _KEYWORDS if each in kwargs), None)
@@ -125,11 +131,7 @@ class SavedFiles:
             with self.saving(function, path, size):
                 return real(*args, **kwargs)
 
-        for holder in {id(each): each for each in [owner, *sys.modules.values()] if each is not None}.values():
-            for key, value in list(getattr(holder, "__dict__", {}).items()):
-                if value is real:
-                    self._replaced.append((holder, key, real, recorded))
-                    setattr(holder, key, recorded)
+        return recorded
 
 
 def _measure(file: Any, suffix: str) -> tuple[str, Callable[[], int]]:

@@ -15,15 +15,19 @@ import functools
 import os
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 __all__ = ["ObservedPass", "StepTimes"]
 
 PROGRAM = "program"
 _BACKWARD = "backward"
+_ABOUT_HOOKS = "Using `torch.compile"
+"""Beginning of torch's warning that the hooks of all modules are called once more for a compiled one."""
+
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "broadcast", "broadcast_object_list", "reduce"),
@@ -79,6 +83,8 @@ class StepTimes:
             register_optimizer_step_post_hook(self._after_step),
         ]
         self._undo = [handle.remove for handle in handles]
+        warnings.filterwarnings("ignore", _ABOUT_HOOKS)
+        self._undo.append(functools.partial(_forget_filter, warnings.filters[0]))
         self.measure(torch.utils.data.DataLoader, "_get_iterator", "loader")  # starts worker processes
         for name in ("backward", "grad"):
             self.measure(torch.autograd, name, _BACKWARD)
@@ -97,12 +103,16 @@ class StepTimes:
 
     def measure(self, owner: Any, name: str, part: str) -> None:
         """Count calls of the function `name` of `owner` as `part`, until `end`."""
+        import torch
+
         real = getattr(owner, name, None)
         if real is None:
             return
 
         @functools.wraps(real)
         def measured(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # see `_before_forward`
+                return real(*args, **kwargs)
             with self.part(part):
                 return real(*args, **kwargs)
 
@@ -155,7 +165,8 @@ class StepTimes:
         if self._waits:
             import torch
 
-            torch.cuda.synchronize()
+            if not torch.cuda.is_current_stream_capturing():  # a graph, which must not be waited for
+                torch.cuda.synchronize()
         now = self._clock()
         if self._passes:
             self._passes[-1].seconds[self._parts[-1] if self._parts else PROGRAM] += now - self._since
@@ -197,15 +208,12 @@ class StepTimes:
             self._leave(self._parts.index("forward"))
 
     def _before_step(self, *_: Any) -> None:
-        if self._is_here:
-            if "optimizer" in self._parts:  # of a step that an error has ended
-                self._leave(self._parts.index("optimizer"))
+        if self._is_here and "optimizer" not in self._parts:  # else of its base class, or after one that has failed
             self._enter("optimizer")
 
     def _after_step(self, *_: Any) -> None:
-        if self._is_here:
-            if "optimizer" in self._parts:
-                self._leave(len(self._parts) - 1 - self._parts[::-1].index("optimizer"))
+        if self._is_here and "optimizer" in self._parts:
+            self._leave(self._parts.index("optimizer"))
             self._on_step()
 
 
@@ -221,3 +229,9 @@ def _has_cuda() -> bool:
     import torch
 
     return bool(torch.cuda.is_initialized())
+
+
+def _forget_filter(ours: Any) -> None:
+    filters: Any = warnings.filters
+    with suppress(ValueError):  # the program has reset them
+        filters.remove(ours)

@@ -79,12 +79,12 @@ class _Gaps:
                 yield from self.of_block(handler.body)
         for case in getattr(node, "cases", ()):
             yield from self._part(case.pattern.lineno, case.body)
-        after = getattr(node, "handlers", None) or getattr(node, "body", None)
+        above: list[ast.AST] = getattr(node, "handlers", None) or getattr(node, "body", [])
         for field in ("orelse", "finalbody"):
             block = getattr(node, field, None)
             if block:
-                yield from self._part(self._line_of_else(after, block), block)
-                after = block
+                yield from self._part(self._line_of_else(above, block), block)
+                above = block
 
     def _part(self, head: int, block: list[ast.stmt]) -> Iterator[tuple[int, int]]:
         """Yield the gaps of a part with a line above it, such as `else`, which belongs to the gap if nothing ran."""

@@ -64,12 +64,12 @@ class DryRunParts:
     def begin(self) -> None:
         """Begin with all parts."""
         for part in (self.times, self.peaks, self.saves, self.cuts, self._hooks):
-            part.begin()  # type: ignore[attr-defined]
+            part.begin()
 
     def end(self) -> None:
         """Take all hooks away, and write the records of the whole time."""
         for part in (self._hooks, self.cuts, self.saves, self.peaks, self.times):
-            part.end()  # type: ignore[attr-defined]
+            part.end()
 
 
 class DryRunHooks:
@@ -118,9 +118,7 @@ class DryRunHooks:
         self, real: Callable[..., Any], batches: Iterator[tuple[Any, bool]], device: torch.device | None
     ) -> Iterator[tuple[Any, bool]]:
         this = self._cuts.reader
-        if this is None:
-            return real(batches, device)
-        placed = real(self._marked(this, batches), device)
+        placed: Iterator[tuple[Any, bool]] = real(batches if this is None else self._marked(this, batches), device)
         return placed if device is None or device.type == "cpu" else self._moved(placed)
 
     def _marked(self, this: OnePass, batches: Iterator[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:

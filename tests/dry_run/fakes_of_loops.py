@@ -25,6 +25,7 @@ class FakeLog:
         self.begun: list[tuple[str, str, int | None, float | None]] = []
         self.batches: list[list[tuple[float | None, str]]] = []
         self.ended: list[bool] = []
+        self.made_s: list[float | None] = []
         self.round = 0
 
     def begin_pass(self, place: str, name: str, batches: int | None, mean_size: float | None, workers: int) -> FakePass:
@@ -48,8 +49,9 @@ class FakePass:
         self._log = log
         self._batches = batches
 
-    def batch(self, size: float | None, kind: str, waited_s: float) -> None:
+    def batch(self, size: float | None, kind: str, waited_s: float, made_s: float | None) -> None:
         self._batches.append((size, kind))
+        self._log.made_s.append(made_s)
 
     def end(self, is_whole: bool) -> None:
         self._log.ended.append(is_whole)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dry_run.fakes_of_loops import Cutting, Sentences, padded
 from nbaccel import Accelerator
-from nbaccel.dry_run.loop_log import DryRunEnded
+from nbaccel.dry_run.loop_log import DryRunEnded, LoopLog
 from nbaccel.dry_run.saved_files import SavedFiles
 from nbaccel.dry_run.step_times import StepTimes
 from nbaccel.settings import RunSettings
@@ -22,6 +21,7 @@ from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.dry_run_hooks import DryRunHooks
 from nbaccel.train.implicit.loop import ImplicitTraining
+from nbaccel.train.setup import dry_run_parts
 
 LENGTHS = [1 + number * 7 % 13 for number in range(41)]
 
@@ -233,7 +233,7 @@ def left(folder: Path) -> str:
     with DryRun(folder):
         loader = Accelerator().prepare(sentences())
         try:
-            for _ in itertools.count():
+            for _ in range(9):
                 list(loader)
         except DryRunEnded as error:
             return str(error)
@@ -243,6 +243,56 @@ def left(folder: Path) -> str:
 def test_a_prepared_loader_ends_the_loop_of_a_library(tmp_path: Path) -> None:
     for text in run_ranks(2, left, tmp_path):
         assert "has begun the same loader 2 times at left:" in text
+
+
+# -- all parts of a rank, with the log of the loops
+
+
+def whole_rank(folder: Path, is_raw: bool) -> Any:
+    records: list[Any] = []
+    log = LoopLog(records.append)
+    parts, training = dry_run_parts(log, records.append, folder), None
+    if is_raw:
+        training = ImplicitTraining(current_world(), RunSettings())
+        training.begin({})
+    parts.begin()
+    model: Any = nn.Linear(1, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 1e-9)
+    loader: Any = DataLoader(TensorDataset(torch.arange(4000.0).reshape(-1, 1)), 4, shuffle=True)
+    backward: Callable[[Tensor], None] = Tensor.backward
+    if not is_raw:
+        accelerator = Accelerator()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        backward = accelerator.backward
+    batches = []
+    with log.loop(0) as epochs:
+        for _ in epochs.over(range(10)):
+            batches.append(0)
+            with log.loop(1) as loop:
+                for (x,) in loop.over(loader):
+                    backward(model(x).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    batches[-1] += 1
+    parts.end()
+    if training is not None:
+        training.end()
+    log.close(ended_well=True)
+    return batches, records
+
+
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_a_loop_gets_all_that_its_loader_gives(is_raw: bool, tmp_path: Path) -> None:
+    for batches, records in run_ranks(2, whole_rank, tmp_path, is_raw):
+        assert batches == [3, 40]
+        of = {kind: [record for record in records if record["kind"] == kind] for kind in ("loop", "root", "peak")}
+        assert of["root"][0]["steps"] == 43
+        assert [(loop["number"], loop["rounds"], loop["is_cut_by_pass"]) for loop in of["loop"]] == [
+            (1, 3, True),
+            (1, 40, True),
+            (0, 2, False),
+        ]
+        assert len(of["peak"]) == 3
 
 
 # -- checkpoints, and what is undone

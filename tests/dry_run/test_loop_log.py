@@ -372,3 +372,12 @@ def test_epochs_of_an_accelerator_have_a_total() -> None:
     from nbaccel import Accelerator
 
     assert total_of(Accelerator().epochs(12)) == 12
+
+
+def test_epochs_of_a_resumed_program_are_those_that_are_left() -> None:
+    from nbaccel.train.checkpoint.training_state import Epochs
+    from nbaccel.train.step.accumulation import Accumulation
+
+    epochs = Epochs()
+    epochs.load(epoch=5, clock=Accumulation(1).clock)
+    assert total_of(epochs.run(12, Accumulation(1))) == 7

@@ -115,6 +115,6 @@ def run_dry(text: str, monkeypatch: Any, marks_lines: bool = False) -> DryRun:
     monkeypatch.setattr("builtins." + rewriting.REACHED, reached.add, raising=False)
     names = names_of(clock, log)
     exec(compile(tree, "program", "exec"), names)
-    assert log.top.number == -1, "something is still open"
+    assert log._open.top.number == -1, "something is still open"
     log.close(ended_well=True)
     return DryRun(records, json.loads(json.dumps(table)), names, reached)

@@ -1,0 +1,445 @@
+"""Open loops and branches of a program, with the seconds of their rounds, and when a dry run ends them. Runs in ranks.
+
+`OpenSpans` is what a rank has open at a moment: the whole program, in it loops, in these branches and further loops.
+Seconds of a span are its own and those of what is in it. A loop or a branch matters once it has drawn a batch or
+stepped an optimizer; the time of others counts as that of the code around them, and nothing is written of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Real
+from types import TracebackType
+from typing import Any, Protocol
+
+from nbaccel.dry_run.loop_totals import total_of
+
+__all__ = ["MOST_BATCHES", "Branch", "DryRunEnded", "Loop", "OpenSpans", "Span"]
+
+MOST_PASSES, MOST_DRAWS, MOST_STEPS, MOST_STEPPING_LOOPS = 2, 6, 6, 2
+"""Rounds after which a loop ends: those that began a pass, drew a batch, stepped, and stepped in an inner loop."""
+
+MOST_BATCHES = 3
+"""Batches of a pass over a cut loader."""
+
+KEPT = 64
+"""Rounds of one loop, and values of one comparison, that are kept one by one."""
+
+_TIMED = 20
+"""Runs of one loop without a draw or a step, after which its rounds are not timed any more."""
+
+MOST_RECORDS = 64
+"""Records of branches that a loop keeps until it is known to matter, and rounds after which it makes none."""
+
+Write = Callable[[Mapping[str, Any]], None]
+
+
+class DryRunEnded(BaseException):
+    """Ends a loop of a library that could not be ended otherwise. No `except Exception` of the program stops it."""
+
+
+class Drawn(Protocol):
+    """A pass over a loader, as a loop that draws from it sees it: `nbaccel.dry_run.loop_log.MeasuredPass`."""
+
+    began_in: dict[int, int]
+    last_drawn_in: tuple[int, int]
+    is_over: bool
+    is_cut: bool
+
+    def in_short(self) -> dict[str, Any]: ...
+
+
+class OpenSpans:
+    """The open loops and branches of one thread, its clock, and where its records go.
+
+    top: the innermost one.  whole: the outermost one, the program.
+    thread: whose loops these are; None once the process is another one.
+    unimportant: runs of each loop that neither drew nor stepped.
+    """
+
+    def __init__(self, write: Write, clock: Callable[[], float]) -> None:
+        self.write = write
+        self.clock = clock
+        self.thread: int | None = threading.get_ident()
+        self.unimportant: Counter[int] = Counter()
+        self._ids = itertools.count(1)
+        self._seen: set[int] = set()
+        self._excluded_s = 0.0
+        self.setup_s: float | None = None
+        self.whole = Span(self, -1, None)
+        self.whole.began_s = self.now()
+        self.top: Span = self.whole
+
+    def now(self) -> float:
+        return self.clock() - self._excluded_s
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        began_s = self.clock()
+        try:
+            yield
+        finally:
+            self._excluded_s += self.clock() - began_s
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    def is_first(self, number: int) -> bool:
+        """Return whether a place is met for the first time."""
+        is_first = number not in self._seen
+        self._seen.add(number)
+        return is_first
+
+    def is_here(self) -> bool:
+        """Return whether the caller is the thread whose loops these are."""
+        return threading.get_ident() == self.thread
+
+    def note_setup(self, until_s: float) -> None:
+        """Note that what came until then was preparation: a loop that matters began."""
+        if self.setup_s is None:
+            self.setup_s = until_s - self.whole.began_s
+            self.write({"kind": "setup", "seconds": self.setup_s})
+
+    def matter(self) -> None:
+        """Note that everything open has drawn or stepped."""
+        spans = []
+        span: Span | None = self.top
+        while span is not None and not span.matters:
+            spans.append(span)
+            span = span.outer
+        for span in reversed(spans):
+            span.come_to_matter()
+
+    def loops(self) -> Iterator[Loop]:
+        """Yield the open loops, the innermost first."""
+        loop = self.innermost()
+        while loop is not None:
+            yield loop
+            loop = loop.outer_loop
+
+    def innermost(self) -> Loop | None:
+        top = self.top
+        return top if isinstance(top, Loop) else top.outer_loop
+
+    def own(self, number: int) -> Loop | None:
+        """Return the innermost loop if it has this number, and the caller is its thread."""
+        top = self.top
+        return top if top.number == number and isinstance(top, Loop) and threading.get_ident() == self.thread else None
+
+
+class Span:
+    """A stretch of the program that nests with others: a loop, a branch, or the whole program.
+
+    inner_s: seconds of the spans in it that matter, and of passes; the rest is its own.
+    lifted_s: those of branches in it that belong to a loop around it.
+    pending: records that are written when it comes to matter, and dropped if it does not.
+    """
+
+    def __init__(self, spans: OpenSpans, number: int, outer: Span | None) -> None:
+        self.spans = spans
+        self.number = number
+        self.outer = outer
+        self.outer_loop: Loop | None = outer if isinstance(outer, Loop) else getattr(outer, "outer_loop", None)
+        self.id = 0 if outer is None else spans.new_id()
+        self.outer_round = 0 if outer is None else outer.rounds
+        self.rounds: int = 0
+        self.began_s: float = 0.0
+        self.inner_s = self.lifted_s = 0.0
+        self.matters = outer is None
+        self.pending: list[dict[str, Any]] = []
+
+    def come_to_matter(self) -> None:
+        self.matters = True
+        for record in self.pending:
+            self.spans.write(record)
+        self.pending = []
+
+    def keep(self, record: dict[str, Any]) -> None:
+        """Write the record of a part, now or when this span matters."""
+        if self.matters:
+            self.spans.write(record)
+        elif len(self.pending) < MOST_RECORDS:
+            self.pending.append(record)
+
+    def place(self) -> dict[str, Any]:
+        """Return what a record says of the place of this span."""
+        assert self.outer is not None
+        return {"id": self.id, "number": self.number, "outer": self.outer.id, "outer_round": self.outer_round}
+
+
+class Branch(Span):
+    """The body of a periodic `if`: a part of the loop whose rounds it counts, not of a loop over callbacks below it."""
+
+    def __enter__(self) -> None:
+        self._before = self.spans.top
+        self.spans.top = self
+        self.began_s = self.spans.now()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        assert self.outer is not None
+        self.spans.top = span = self._before
+        seconds = self.spans.now() - self.began_s
+        while span is not self.outer:
+            span.inner_s += seconds
+            span.lifted_s += seconds
+            assert span.outer is not None
+            span = span.outer
+        self.outer.inner_s += seconds
+        for record in self.pending:
+            self.outer.keep(record)
+        self.outer.keep({"kind": "branch", **self.place(), "seconds": seconds, "own_s": seconds - self.inner_s})
+
+
+class Loop(Span):
+    """One run of a loop.
+
+    end: how it ended: "exhausted", "cut" by the dry run, "left" by break or return, or "error".
+    is_in_round: the body is running; False while the next item is made, or the test of a `while` is evaluated.
+    """
+
+    def __init__(self, spans: OpenSpans, number: int, outer: Span) -> None:
+        super().__init__(spans, number, outer)
+        self.end = ""
+        self.total: int | None = None
+        self.must_end = False
+        self.is_in_round = False
+        self.is_timed = spans.unimportant[number] < _TIMED
+        self._kept: list[list[Any]] = []  # [own seconds, seconds of waiting, size of the batches, pass began]
+        self._size: float | None = None
+        self._is_first_of_pass = False
+        self._own_s = self._waited_s = self._start_s = 0.0
+        self._mark_s = self._mark_inner_s = 0.0  # when the round, or the waiting, began
+        self._rounds = {"began": 0, "drew": 0, "stepped": 0}
+        self._last_rounds = {"began": 0, "drew": 0, "stepped": 0}
+        self._has_inner = False
+        self._is_last_batch = False
+        self._passes: list[Drawn] = []
+        self._iterated: Drawn | None = None  # the pass that the loop itself iterates, which ends the loop
+        self._every: dict[int, dict[str, Any]] = {}
+        self._compared: dict[int, dict[str, Any]] = {}
+
+    # --- from begin to end --------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Loop:
+        if self.spans.is_first(self.number):
+            open_loops = [[loop.number, loop.rounds] for loop in self.spans.loops()]
+            self.spans.write({"kind": "loop_began", **self.place(), "open": open_loops[::-1]})
+        self.spans.top = self
+        if self.is_timed:
+            self.began_s = self._mark_s = self.spans.now()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        assert self.outer is not None
+        self.spans.top = self.outer
+        if not self.matters:
+            self.spans.unimportant[self.number] += 1
+            return
+        if self.is_in_round:
+            self._end_round()
+        if kind is not None:
+            self.end = "cut" if issubclass(kind, DryRunEnded) else "error"
+        seconds = self.spans.now() - self.began_s
+        self.outer.inner_s += seconds - self.lifted_s
+        if self.end == "cut" and self.outer_loop is not None:
+            self.outer_loop._has_inner = True
+        limiting = [] if self.end in ("cut", "error") else self._limiting()
+        self.spans.write(
+            {
+                "kind": "loop",
+                **self.place(),
+                "end": self.end or "left",
+                "total": self.total,
+                "rounds": self.rounds,
+                "seconds": seconds,
+                "start_s": self._start_s,
+                "own_s": self._own_s,
+                "waited_s": self._waited_s,
+                "kept": self._kept,
+                "is_cut_by_pass": bool(limiting),
+                "passes": [each.in_short() for each in limiting or self._passes[-MOST_BATCHES:]],
+                "every": self._every,
+                "compared": self._compared,
+            }
+        )
+
+    def over(self, iterable: Iterable[Any]) -> Iterator[Any]:
+        self.total = total_of(iterable)
+        return self._items(iter(iterable))
+
+    def _items(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        try:
+            while self.may_go_on():
+                item = [next(iterator)]
+                self.begin_round()
+                yield item.pop()  # this frame keeps no batch alive
+                while self.is_long() and not self.must_end:
+                    self.rounds += 1
+                    yield next(iterator)
+        except StopIteration:
+            self.end = "exhausted"
+            self.is_in_round = False
+
+    def is_long(self) -> bool:
+        """Return whether the loop has had many rounds, none of which mattered: then nothing of it is kept."""
+        return self.rounds >= KEPT and not self.matters
+
+    def goes_on(self) -> bool:
+        """Begin the next round of a `while True`, and return whether there is one."""
+        if self.may_go_on():
+            self.begin_round()
+        return self.end != "cut"
+
+    def may_go_on(self) -> bool:
+        """End the round, and return whether the dry run allows another one."""
+        if self.is_in_round:
+            self._end_round()
+        if self.must_end:
+            self.end = "cut"
+            return False
+        return True
+
+    def begin_round(self) -> None:
+        self.rounds += 1
+        self.is_in_round = True
+        if not self.is_timed or (self.rounds > KEPT and not self.matters):
+            return
+        now = self.spans.now()
+        waited_s = now - self._mark_s - (self.inner_s - self._mark_inner_s)
+        if self.rounds == 1:
+            self._start_s, waited_s = (waited_s, 0.0) if self._is_first_of_pass else (0.0, waited_s)
+        self._waited_s += waited_s
+        if len(self._kept) < KEPT:
+            self._kept.append([None, waited_s, self._size, self._is_first_of_pass])
+        self._size, self._is_first_of_pass = None, False
+        self._mark_s, self._mark_inner_s = now, self.inner_s
+
+    def _end_round(self) -> None:
+        self.is_in_round = False
+        if not self.is_timed or (self.rounds > KEPT and not self.matters):
+            return
+        now = self.spans.now()
+        own_s = now - self._mark_s - (self.inner_s - self._mark_inner_s)
+        self._own_s += own_s
+        if self._kept and self._kept[-1][0] is None:
+            self._kept[-1][0] = own_s
+            if self._size is not None:  # batches that the body drew
+                self._kept[-1][2] = self._size
+        self._size = None
+        self._mark_s, self._mark_inner_s = now, self.inner_s
+
+    def come_to_matter(self) -> None:
+        if not self.is_timed:
+            self.is_timed = True
+            self.began_s = self._mark_s = self.spans.now()
+            self._mark_inner_s = self.inner_s
+        self.spans.note_setup(self.began_s)
+        super().come_to_matter()
+
+    # --- what happens in it -------------------------------------------------------------------------------------
+
+    def _count(self, what: str) -> int:
+        """Count the present round, or the coming one while it is waited for, and return the number of such rounds."""
+        present = self.rounds + (not self.is_in_round)
+        if self._last_rounds[what] != present:
+            self._last_rounds[what] = present
+            self._rounds[what] += 1
+        return self._rounds[what]
+
+    def _has_had(self, what: str, most: int) -> bool:
+        """Count the present round; return whether there were `most`, unless the pass that it iterates ends the loop."""
+        return self._count(what) >= most and (self._iterated is None or self._iterated.is_over)
+
+    def note_begin(self, begun: Drawn) -> None:
+        if self.is_in_round:
+            begun.began_in[self.id] = self.rounds
+            if self._is_in_branch():  # an evaluation now and then: the loop's own rounds say when it ends
+                self.must_end |= self._has_had("drew", MOST_DRAWS)
+            else:
+                self.must_end |= self._count("began") >= MOST_PASSES
+        elif self.spans.top is self:
+            self._is_first_of_pass = True
+            if not self.rounds:
+                self._iterated = begun
+
+    def _is_in_branch(self) -> bool:
+        """Return whether a periodic `if` of this loop is open."""
+        span: Span | None = self.spans.top
+        inner: Span | None = None
+        while span is not None and span is not self:
+            inner, span = span, span.outer
+        return isinstance(inner, Branch)
+
+    def note_batch(self, drawn: Drawn, size: float | None, is_last: bool) -> None:
+        """Note a batch of a pass that did not begin in this round."""
+        self.must_end |= self._has_had("drew", MOST_DRAWS)
+        if self.spans.innermost() is not self:
+            return
+        if drawn not in self._passes:
+            self._passes = [each for each in self._passes if not each.is_over]  # `drawn` goes on in their place
+            self._passes.append(drawn)
+        drawn.last_drawn_in = self.id, self.rounds + (not self.is_in_round)
+        self._is_last_batch = is_last
+        if size is not None:
+            self._size = (self._size or 0) + size
+
+    def note_step(self, is_inner: bool) -> None:
+        self._has_inner |= is_inner
+        self.must_end |= self._has_had("stepped", MOST_STEPPING_LOOPS if self._has_inner else MOST_STEPS)
+
+    def _limiting(self) -> list[Drawn]:
+        """Return the passes that, being cut, have ended this loop; those that go on beside them, as in `zip`, too."""
+        last = [each for each in self._passes if each.last_drawn_in[1] >= self.rounds - 1]
+        return last if any(each.is_cut for each in last) else []
+
+    def every(self, number: int, value: int, period: int, remainder: int, is_true: bool) -> bool:
+        if self.is_long():
+            return is_true
+        seen = self._every.setdefault(number, {"period": period, "remainder": remainder, "values": [], "forced": []})
+        if len(seen["values"]) < KEPT:
+            seen["values"].append([self.rounds, value])
+        if not is_true and not seen.get("was_true") and self._is_last_round():
+            seen["forced"].append(self.rounds)
+            is_true = True
+        seen["was_true"] = is_true or seen.get("was_true", False)
+        return is_true
+
+    def moves_within_a_round(self, number: int, value: int) -> bool:
+        """Return whether a value has been another one in the same round: then it counts an inner loop."""
+        values = self._every.get(number, {}).get("values", ())
+        return bool(values) and values[-1][0] == self.rounds and values[-1][1] != value
+
+    def _is_last_round(self) -> bool:
+        """Return whether the dry run will end the loop after this round, where the loop itself would go on."""
+        if self.total is not None and self.rounds >= self.total:
+            return False
+        before = {name: self._rounds[name] - (self._last_rounds[name] == self.rounds) for name in self._rounds}
+        most_steps = MOST_STEPPING_LOOPS if self._has_inner else MOST_STEPS
+        return (
+            self.must_end
+            or self._is_last_batch
+            or before["began"] >= MOST_PASSES - 1
+            or before["drew"] >= MOST_DRAWS - 1
+            or before["stepped"] >= most_steps - 1
+        )
+
+    def keep_compared(self, number: int, left: Any, op: str, right: Any) -> None:
+        if not (_is_number(left) and _is_number(right)):
+            return
+        seen = self._compared.setdefault(number, {"op": op, "values": []})
+        if len(seen["values"]) < KEPT:
+            round_number = self.rounds + (not self.is_in_round)
+            has_acted = round_number in (*self._last_rounds.values(),) and self.is_in_round
+            seen["values"].append([round_number, _plain(left), _plain(right), has_acted])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> int | float:
+    return value if type(value) in (int, float) else float(value)

@@ -1,0 +1,499 @@
+"""The forecast of a whole run contains the truth: programs run whole and dry by the same manual clock."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from typing import Any
+
+import pytest
+
+from dry_run.timed_program import DryRun, run_dry, run_whole
+from nbaccel.dry_run.forecast import Forecast, forecast, measure_noise
+from nbaccel.dry_run.round_counts import RoundCounter, counter_of, rounds_until, times_that_hold
+from nbaccel.dry_run.round_seconds import Sample, round_seconds
+
+PROGRAMS = {
+    "epochs of batches, the last of which is short": """
+        work(3)
+        train = loader([4.0] * 250 + [1.0])
+        for epoch in range(7):
+            for size in train:
+                work(0.1 * size)
+                step()
+            work(2)
+        work(4)
+    """,
+    "an evaluation that is longer than its training": """
+        train, test = loader(100, 0.01), loader(1000, 0.05)
+        def evaluate():
+            for x in test: work(0.2)
+        for epoch in range(5):
+            for x in train:
+                work(0.1)
+                step()
+            evaluate()
+    """,
+    "saves every 5 epochs": """
+        for epoch in range(23):
+            for x in loader(50):
+                work(0.1)
+                step()
+            if (epoch + 1) % 5 == 0: work(30)
+    """,
+    "while True, ended by a count of steps": """
+        it = 0
+        while True:
+            if it % 50 == 0:
+                for k in range(20): work(0.05)
+            work(0.3)
+            step()
+            it += 1
+            if it > 1000: break
+    """,
+    "sizes that are skewed 10:1": """
+        train = loader([10.0 if i % 20 == 0 else 1.0 + i % 3 for i in range(200)] + [0.5])
+        for epoch in range(4):
+            for x in train:
+                work(0.02 + 0.1 * x)
+                step()
+    """,
+    "a warm-up that takes as long as the rest": """
+        warm_up = 20
+        for x in loader(200):
+            work(0.1 + warm_up)
+            step()
+            warm_up = 0
+    """,
+    "steps that are counted over epochs": """
+        train = loader(100)
+        steps = 0
+        for epoch in range(10**6):
+            for x in train:
+                work(0.1)
+                step()
+                steps += 1
+                if steps % 90 == 0: work(9)
+                if steps >= 730: break
+            if steps >= 730: break
+    """,
+    "steps that are counted over epochs, in a function that returns": """
+        def fit(train):
+            steps = 0
+            while True:
+                for x in train:
+                    work(0.1)
+                    step()
+                    steps += 1
+                    if steps >= 730: return
+        fit(loader(100))
+    """,
+    "a while over epochs that counts batches": """
+        train = loader(100)
+        steps = 0
+        while steps < 1000:
+            for x in train:
+                work(0.1)
+                step()
+                steps += 1
+    """,
+    "no loader": """
+        for i in range(5000):
+            work(0.01)
+            step()
+            if i % 1000 == 0: work(4)
+    """,
+    "a loader that begins again and again": """
+        def cycle(loader):
+            while True:
+                for x in loader: yield x
+        for i, x in zip(range(3000), cycle(loader(40, 0.05))):
+            work(0.1)
+            step()
+    """,
+    "an iterator that is drawn from by hand": """
+        train = loader(40, 0.05)
+        for epoch in range(10):
+            it = iter(train)
+            while True:
+                try: x = next(it)
+                except StopIteration: break
+                work(0.1)
+                step()
+    """,
+    "an iterator that is drawn from by hand, and made again": """
+        train = loader(40, 0.05)
+        it, n = iter(train), 0
+        while n < 500:
+            try: x = next(it)
+            except StopIteration:
+                it = iter(train)
+                x = next(it)
+            work(0.1)
+            step()
+            n += 1
+    """,
+    "folds": """
+        for fold in range(5):
+            train, test = loader(30), loader(10)
+            for epoch in range(4):
+                for x in train: work(0.1); step()
+                for x in test: work(0.05)
+    """,
+    "a loop of a library": """
+        train = loader(50)
+        for epoch in range(9):
+            losses = [work(0.1) for x in train]
+            step()
+        x = next(iter(train))
+    """,
+    "two loaders side by side, of which the shorter one ends the loop": """
+        a, b = loader(80), loader(50)
+        for epoch in range(6):
+            for x, y in zip(a, b):
+                work(0.3)
+                step()
+    """,
+    "rounds that are skipped by continue": """
+        for i in range(1000):
+            work(0.1)
+            step()
+            if (i + 1) % 100 != 0: continue
+            work(20)
+    """,
+    "steps of the optimizer every 8 batches": """
+        for epoch in range(5):
+            for i, x in enumerate(loader(100)):
+                work(0.1)
+                if (i + 1) % 8 == 0:
+                    work(0.5)
+                    step()
+    """,
+    "a period of epochs inside of the loop over batches": """
+        for epoch in range(20):
+            for x in loader(100):
+                work(0.1)
+                step()
+                if epoch % 4 == 0: work(0.3)
+    """,
+    "callbacks, and a loop that only draws pictures": """
+        def log(i):
+            if i % 10 == 0: work(1)
+        i = 0
+        for epoch in range(8):
+            for x in loader(100):
+                work(0.1)
+                step()
+                for callback in (log, lambda i: work(0.01)): callback(i)
+                i += 1
+            for k in range(100):
+                if k % 10 == 0: work(0.5)
+    """,
+    "a period inside of a period": """
+        i = 0
+        while i < 3000:
+            work(0.1)
+            step()
+            if i % 500 == 0:
+                work(1)
+                if i % 1000 == 0: work(5)
+            i += 1
+    """,
+    "episodes": """
+        episode = 0
+        while True:
+            episode += 1
+            for t in range(100): work(0.01)
+            step()
+            if episode >= 200: break
+    """,
+    "a loop that ends by itself": """
+        for i in range(4):
+            work(i)
+            step()
+    """,
+    "a search that is left at once": """
+        for x in loader(100):
+            work(1)
+            break
+    """,
+}
+
+
+def dry(text: str, monkeypatch: pytest.MonkeyPatch) -> DryRun:
+    return run_dry(text, monkeypatch)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_forecast_contains_the_truth_and_is_narrow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = run_whole(PROGRAMS[name])
+    found = dry(PROGRAMS[name], monkeypatch).forecast()
+    assert found.high_s is not None
+    assert found.low_s <= truth <= found.high_s, found
+    assert found.high_s - found.low_s <= 0.4 * truth
+    assert not found.is_rough
+    assert found.ended_well
+    assert found.unknown == found.may_end_early == ()
+
+
+def test_set_up_is_told_apart_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dry("work(30)\nsample = next(iter(loader(9)))\nfor i in range(9): work(1); step()", monkeypatch).forecast()
+    assert found.setup_s == 30
+    assert found.low_s > 30
+
+
+def test_noise_of_the_machine_makes_the_range_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = dry("for i in range(1000): work(1); step()", monkeypatch)
+    quiet, noisy = run.forecast(), run.forecast(noise=0.1)
+    assert quiet.high_s is not None
+    assert noisy.high_s is not None
+    assert noisy.high_s - noisy.low_s == pytest.approx(quiet.high_s - quiet.low_s + 200)
+    assert not noisy.is_rough
+    assert run.forecast(noise=0.3).is_rough
+
+
+def test_rounds_that_differ_make_the_forecast_rough(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "for i in range(999): work([1, 5, 1, 6, 2, 9, 1][i % 7]); step()"
+    found = dry(text, monkeypatch).forecast()
+    assert found.is_rough
+    assert found.high_s is not None
+    assert found.low_s < run_whole(text) < found.high_s
+
+
+def test_parts_that_ran_in_some_rounds_only_widen_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+    train, test = loader(100), loader(50)
+    for epoch in range(8):
+        for x in train: work(0.1); step()
+        if epoch == 1:
+            for x in test: work(0.5)
+    """
+    found = dry(text, monkeypatch).forecast()
+    assert found.high_s is not None
+    assert found.low_s < run_whole(text) < 80 + 8 * 25 < found.high_s
+    assert found.is_rough
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "loss = 5\nwhile loss > 1:\n    for x in loader(100): work(0.03); step()\n    loss *= 0.99",
+            "the loop in line 2 ends by a condition: each round takes 3.0 s",
+        ),
+        (
+            "for epoch in range(9):\n    for x in loader(50, has_length=False): work(0.25)",
+            "the loop in line 2 ends with a loader that has no length: each round takes 0.25 s",
+        ),
+        (
+            "for epoch in range(9): sum(work(0.25) or x for x in loader(50, has_length=False))",
+            "the loader loader has no length: each batch takes 0.25 s",
+        ),
+        (
+            "import itertools\nfor i in itertools.count(): work(2); step()",
+            "the loop in line 2 ends by a condition: each round takes 2.0 s",
+        ),
+    ],
+)
+def test_a_loop_without_a_number_of_rounds_is_named(text: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dry(text, monkeypatch).forecast()
+    assert found.unknown == (sentence,)
+    assert found.high_s is None
+    assert found.low_s > 0
+
+
+def test_a_loop_of_another_file_is_named_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = dry("loss = 5\nwhile loss > 1: work(2); step()", monkeypatch)
+    for entry in run.table:
+        entry["file"] = "/home/user/train.py"
+    assert run.forecast().unknown == ("the loop in line 2 of train.py ends by a condition: each round takes 2.0 s",)
+
+
+def test_early_stopping_is_named_and_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+    bad = 0
+    for epoch in range(20):
+        for x in loader(100): work(0.1); step()
+        if epoch: bad += 1
+        if bad >= 3: break
+    """
+    found = dry(text, monkeypatch).forecast()
+    assert found.may_end_early == ("the loop in line 3 may end earlier, by line 6",)
+    assert found.low_s < 200 < (found.high_s or 0)
+
+
+def test_the_earlier_of_two_ends_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for most, fewer in [(700, 900), (900, 700)]:
+        text = f"""
+        i = 0
+        while i < {most}:
+            work(1)
+            step()
+            i += 1
+            if i >= {fewer}: break
+        """
+        found = dry(text, monkeypatch).forecast()
+        assert found.low_s < 700 < (found.high_s or 0)
+
+
+def test_parts_say_where_the_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dry(PROGRAMS["an evaluation that is longer than its training"], monkeypatch).forecast()
+    evaluation, training, epochs = found.parts
+    assert (evaluation.line, evaluation.head, evaluation.rounds, evaluation.runs) == (4, "for x in test", 1000, 5)
+    assert evaluation.seconds == pytest.approx(1250, rel=0.01)
+    assert (training.rounds, training.runs) == (100, 5)
+    assert training.seconds == pytest.approx(55, rel=0.01)
+    assert (epochs.rounds, epochs.runs) == (5, 1)
+    assert sum(part.seconds for part in found.parts) == pytest.approx(run_whole(PROGRAMS[list(PROGRAMS)[1]]), rel=0.01)
+
+
+def test_workers_hide_what_they_load_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = dry("for x in loader(1000): work(0.1); step()", monkeypatch)
+    (loop,) = run.of_kind("loop")
+    for made_s, seconds in [(0.2, 100), (1.6, 400)]:
+        for each in loop["passes"]:
+            each["workers"], each["made_s"] = 4, made_s
+        found = run.forecast()
+        assert found.low_s < seconds < (found.high_s or 0)
+
+
+def test_records_of_a_rank_that_was_killed_give_what_they_have() -> None:
+    assert forecast([], []) == Forecast(0.0, 0.0, 0.0, ended_well=False)
+    began = {"kind": "loop_began", "id": 1, "number": 0, "outer": 0, "outer_round": 0, "open": []}
+    assert not forecast([began, {"kind": "setup", "seconds": 5.0}], []).ended_well
+    assert forecast([began, {"kind": "setup", "seconds": 5.0}], []).setup_s == 5
+
+
+def test_noise_is_the_spread_of_the_same_computation() -> None:
+    class Uneven:
+        """A clock by which every other computation takes twice as long."""
+
+        now, calls = 0.0, 0
+
+        def __call__(self) -> float:
+            self.calls += 1
+            self.now += 0.1 * (1 + self.calls % 4 // 3)
+            return self.now
+
+    assert measure_noise(5.0, Uneven()) > 0.2
+    now = iter(range(10**6))
+    assert measure_noise(50.0, lambda: float(next(now))) == 0
+
+
+# --- rounds
+
+
+@pytest.mark.parametrize(
+    ("text", "rounds"),
+    [
+        ("n = 0\nwhile n < 40:\n    n += 1\n    step()", 40),
+        ("n = 0\nwhile n <= 40:\n    n += 1\n    step()", 41),
+        ("n = 40\nwhile n > 0:\n    n -= 1\n    step()", 40),
+        ("n = 0\nwhile 40 > n:\n    n += 1\n    step()", 40),
+        ("n = 3\nwhile n < 40:\n    n += 5\n    step()", 8),
+        ("n = 0\nwhile not n >= 40 and True:\n    n += 1\n    step()", 40),
+        ("n = 0\nwhile True:\n    step()\n    n += 1\n    if n == 40: break", 40),
+        ("n = 0\nwhile True:\n    if n == 40: break\n    step()\n    n += 1", 40),
+        ("n = 0\nwhile True:\n    step()\n    n += 1\n    if n > 40: break", 41),
+        ("n, most = 0, 40\nwhile True:\n    step()\n    n += 1\n    if most is not None and n >= most: break", 40),
+        ("n = 0\nwhile True:\n    step()\n    n += 1\n    if n < 40: continue\n    else: break", 40),
+        ("a, b = 0, 80\nwhile a < b:\n    a += 1\n    b -= 1\n    step()", None),
+        ("n = 1\nwhile n < 10**9:\n    n *= 2\n    step()", None),
+    ],
+)
+def test_a_counter_tells_when_a_loop_ends(text: str, rounds: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = dry(text, monkeypatch)
+    names: dict[str, Any] = {"step": lambda: steps.append(1)}
+    steps: list[int] = []
+    exec(textwrap.dedent(text), names)
+    (part,) = run.forecast().parts
+    assert part.rounds == rounds
+    assert rounds is None or abs(len(steps) - rounds) <= 0
+
+
+def test_two_values_are_a_counter_only_if_they_count_from_the_beginning() -> None:
+    assert counter_of([[[1, 3, True], [2, 6, True]]]) == RoundCounter(3, 3, 1, is_late=True)
+    assert counter_of([[[1, 0, False], [2, 1, False]]]) == RoundCounter(0, 1, 1)
+    assert counter_of([[[1, 0, True], [2, 1, True]]]) is None, "rounds without progress"
+    assert counter_of([[[1, 0, True], [2, 1, True], [3, 2, True]]]) is not None
+    assert counter_of([[[1, 0, True], [2, 1, True], [3, 0, True]]]) is None
+    assert counter_of([[[1, 7, False]]]) is None
+    assert counter_of([]) is None
+
+
+def test_a_counter_that_goes_on_in_the_next_run_does_not_restart() -> None:
+    on = counter_of([[[1, 0], [2, 1], [3, 2]], [[1, 3], [2, 4], [3, 5]]])
+    again = counter_of([[[1, 0], [2, 1], [3, 2]], [[1, 0], [2, 1], [3, 2]]])
+    assert on is not None
+    assert again is not None
+    assert (on.restarts, again.restarts) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("first", "step", "op", "limit", "when", "rounds"),
+    [
+        (0, 1, ">=", 10, True, 10),
+        (0, 1, ">", 10, True, 11),
+        (0, 3, ">=", 10, True, 4),
+        (10, -1, "<", 1, True, 10),
+        (10, -1, "<=", 1, True, 9),
+        (0, -1, ">=", 10, True, None),
+        (20, 1, ">=", 10, True, 0),
+        (0, 0.1, ">=", 1, True, 10),
+        (0, 3, "==", 10, True, None),
+        (0, 2, "==", 10, True, 5),
+        (0, 1, "==", 10, False, None),
+    ],
+)
+def test_rounds_until_a_limit(
+    first: float, step: float, op: str, limit: float, when: bool, rounds: float | None
+) -> None:
+    assert rounds_until(RoundCounter(first, step, 1), op, limit, when, is_test=True) == rounds
+
+
+@pytest.mark.parametrize(
+    ("first", "step", "period", "remainder"), [(0, 1, 5, 0), (1, 1, 7, 3), (4, 3, 6, 1), (4, 3, 6, 0)]
+)
+def test_times_that_a_period_holds_are_counted(first: int, step: int, period: int, remainder: int) -> None:
+    held = sum((first + step * number) % period == remainder for number in range(1000))
+    assert times_that_hold(RoundCounter(first, step, 1), period, remainder, 1000) == held
+    on_average = times_that_hold(RoundCounter(first, step, 1, restarts=False), period, remainder, 1000)
+    assert on_average == pytest.approx(held, abs=1)
+    assert times_that_hold(RoundCounter(first, step, 1), period, remainder, 10**9) == pytest.approx(
+        held * 10**6, rel=0.01
+    )
+
+
+# --- seconds of a round
+
+
+def test_the_first_round_of_all_is_warm_up() -> None:
+    found = round_seconds([Sample(9.0), Sample(1.0), Sample(1.2)], None)
+    assert found.mean_s == pytest.approx(1.1)
+    assert found.warm_up_s == pytest.approx(7.9)
+    assert found.error_s == pytest.approx(0.1, rel=0.01)
+
+
+def test_a_round_is_taken_at_the_mean_size() -> None:
+    samples = [Sample(5.0 + 50, size=50.0), Sample(1.0 + 10, size=10.0), Sample(1.0 + 2, size=2.0)]
+    found = round_seconds(samples, 6.0)
+    assert found.mean_s == pytest.approx(7.0)
+    assert found.warm_up_s == pytest.approx(4.0)
+
+
+def test_a_line_through_sizes_has_no_negative_parts() -> None:
+    falling = [Sample(1.0, size=9.0), Sample(1.0, size=9.0), Sample(2.0, size=1.0)]
+    assert round_seconds(falling, 5.0).mean_s == pytest.approx(1.5)
+    steep = [Sample(9.0, size=3.0), Sample(9.0, size=3.0), Sample(1.0, size=1.0)]
+    assert 0 < round_seconds(steep, 0.5).mean_s < 1
+
+
+def test_waiting_for_the_first_batch_of_a_pass_is_not_that_of_each_batch() -> None:
+    samples = [Sample(1.0, 7.0, None, True), Sample(1.0, 0.5), Sample(1.0, 7.0, None, True), Sample(1.0, 0.5)]
+    assert round_seconds(samples, None).mean_s == pytest.approx(1.5)
+    assert round_seconds(samples, None, workers=2).mean_s == pytest.approx(1.5)
+
+
+def test_no_sample_takes_no_time() -> None:
+    assert round_seconds([], None).mean_s == 0
+    assert not math.isnan(round_seconds([Sample(0.0)] * 4, None).error_s)
