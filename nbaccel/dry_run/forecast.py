@@ -462,26 +462,35 @@ def _slow_counter(runs: list[list[list[Any]]]) -> RoundCounter | None:
 
 
 def _own_of_loop(node: _Node) -> RoundSeconds:
-    samples: Samples = []
+    samples: list[Samples] = []
     for run in node.runs:
         kept = [Sample(own, waited, size, is_first) for own, waited, size, is_first in run["kept"] if own is not None]
-        samples += kept[:-1] if run["end"] in ("left", "error") and len(kept) > 1 else kept
+        samples.append(kept[:-1] if run["end"] in ("left", "error") and len(kept) > 1 else kept)
     passes = [run["passes"] for run in node.runs]
+    found = _own_of_runs(samples, passes)
     rounds = sum(run["rounds"] for run in node.runs)
-    found = round_seconds(samples, _mean_size(passes), *_workers(itertools.chain(*passes)))
-    if rounds > 2 * len(samples):  # a long loop, of which the first rounds alone were kept
+    if rounds > 2 * sum(map(len, samples)):  # a long loop, of which the first rounds alone were kept
         found = RoundSeconds(sum(run["own_s"] + run["waited_s"] for run in node.runs) / rounds, found.error_s)
     return found
 
 
 def _own_of_pass(node: _Node) -> RoundSeconds:
     samples = [
-        Sample(own, waited, size, at == 0)
+        [
+            Sample(own, waited, size, at == 0)
+            for at, (own, waited, _, size, _) in enumerate(run["handed"])
+            if own is not None
+        ]
         for run in node.runs
-        for at, (own, waited, _, size, _) in enumerate(run["handed"])
-        if own is not None
     ]
-    return round_seconds(samples, _mean_size([[run] for run in node.runs]), *_workers(node.runs))
+    return _own_of_runs(samples, [[run] for run in node.runs])
+
+
+def _own_of_runs(samples: list[Samples], passes: list[list[Record]]) -> RoundSeconds:
+    """Return the seconds of a round; the first run has warm-up if there are others, else its first round."""
+    warming = len(samples[0]) if sum(map(len, samples[1:])) >= 2 else 1
+    workers, made_s = _workers(itertools.chain(*passes))
+    return round_seconds(list(itertools.chain(*samples)), _mean_size(passes), workers, made_s, warming)
 
 
 def _mean_size(of_runs: Iterable[Iterable[Record]]) -> float | None:

@@ -1,6 +1,7 @@
 """Seconds of a round, from the few rounds that a dry run has had. Used in the kernel; pure arithmetic.
 
-The first round of all has warm-up in it (memory is reserved, kernels are chosen), which is counted once. Where batches
+The first rounds have warm-up in them (memory is reserved, kernels are chosen, Python adapts its code), which is counted
+once. On a CPU the second round of a first epoch still takes twice as long as that of the second epoch. Where batches
 differ in size, a round takes a + b * size seconds, and the rounds of the whole run are at the mean size.
 """
 
@@ -15,6 +16,9 @@ __all__ = ["RoundSeconds", "Sample", "round_seconds"]
 
 _SPREAD_OF_ONE = 0.08
 """Relative standard error of a mean that a single round gave. It is assumed: a single value shows no spread."""
+
+_NEEDED = 1.2
+"""Ratio to the largest other size, from which on the first batch of a pass says how time grows."""
 
 _DIFFERENT = 1.02
 """Ratio of the largest size to the smallest, from which on sizes differ."""
@@ -38,7 +42,7 @@ class Sample:
 class RoundSeconds:
     """The mean of a round of the whole run.
 
-    mean_s: with waiting.  error_s: standard error of the mean.  warm_up_s: by which the first round of all took longer.
+    mean_s: with waiting.  error_s: standard error of the mean.  warm_up_s: by which the first rounds took longer.
     """
 
     mean_s: float
@@ -47,19 +51,21 @@ class RoundSeconds:
 
 
 def round_seconds(
-    samples: Sequence[Sample], mean_size: float | None, workers: int = 0, made_s: float | None = None
+    samples: Sequence[Sample], mean_size: float | None, workers: int = 0, made_s: float | None = None, warming: int = 1
 ) -> RoundSeconds:
     """Return the seconds of a round from `samples`, in the order in which they came.
 
     mean_size: of all batches of the loader; None unknown.  workers: processes that make batches meanwhile.
     made_s: seconds in which one worker makes a batch; None unknown.
+    warming: the number of first samples that have warm-up; they count like others if fewer than two would be left.
     """
     if not samples:
         return RoundSeconds(0.0)
-    later = samples[1:] if len(samples) > 2 else samples
-    line = _line([(each.size, each.own_s) for each in later], mean_size)
+    warming = warming if len(samples) - warming >= 2 else 0
+    later = samples[warming:]
+    line = _line([(each.size, each.own_s) for each in _typical(later)], mean_size)
     own_s = line.at(mean_size)
-    warm_up_s = max(0.0, samples[0].own_s - line.at(samples[0].size)) if len(samples) > 2 else 0.0
+    warm_up_s = max(0.0, sum(each.own_s - line.at(each.size) for each in samples[:warming]))
     waiting = [each for each in later if not each.is_first_of_pass] or later
     if workers and made_s is not None:
         waited_s, error_s = max(0.0, made_s / workers - own_s), 0.0
@@ -70,6 +76,17 @@ def round_seconds(
         waited_s = waits.at(mean_size)
         error_s = waited_s * waits.relative_error
     return RoundSeconds(own_s + waited_s, math.hypot(own_s * line.relative_error, error_s), warm_up_s)
+
+
+def _typical(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """Leave out first rounds of a pass, which find cold caches: one of three in a dry run, and one of many otherwise.
+
+    The longest batch comes first, so they stay where they alone show how long such a round takes.
+    """
+    others = [each for each in samples if not each.is_first_of_pass]
+    largest = max((each.size or 0 for each in others), default=0)
+    is_needed = any((each.size or 0) > _NEEDED * largest for each in samples)
+    return samples if len(others) < 2 or is_needed else others
 
 
 @dataclass(frozen=True, slots=True)
