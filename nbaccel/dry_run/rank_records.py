@@ -12,7 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RankRecords", "read_records"]
+__all__ = ["SAVES", "RankRecords", "read_records"]
+
+SAVES = "saves"
+"""Name of the folder, beside that of the records, which gets what is saved where files are not shielded."""
 
 
 class RankRecords:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.aborting import on_renewal
 from nbaccel.answers import MapJob
-from nbaccel.dry_run.rank_records import RankRecords
+from nbaccel.dry_run.rank_records import SAVES, RankRecords
 from nbaccel.settings import RunSettings
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.rng import set_seed
-from nbaccel.train.gather_watch import watch_gathers
 from nbaccel.train.implicit.lone import LoneTraining
 from nbaccel.train.implicit.loop import ImplicitTraining
 from nbaccel.train.implicit.rank_streams import use_own_device
@@ -46,7 +45,7 @@ def setup_rank(
     """
     settings, world = RunSettings.from_env(), current_world()
     if settings.dry_run:
-        watch_gathers(RankRecords(Path(settings.dry_run), world.rank).write)
+        _prepare_dry_run(Path(settings.dry_run), world.rank)
     if world.is_distributed:
         use_own_device(world)
     if settings.seed is not None:
@@ -58,6 +57,15 @@ def setup_rank(
     if settings.independent or settings.strict:
         return None
     return ImplicitTraining(world, settings) if world.is_distributed else LoneTraining()
+
+
+def _prepare_dry_run(folder: Path, rank: int) -> None:
+    from nbaccel.train.gather_watch import watch_gathers
+    from nbaccel.train.redirected_checkpoints import redirect_checkpoints
+
+    watch_gathers(RankRecords(folder, rank).write)
+    if (saves := folder.with_name(SAVES)).is_dir():
+        redirect_checkpoints(str(saves))
 
 
 def map_in_rank(

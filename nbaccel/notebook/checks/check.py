@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nbaccel.display.run_view import RunView
 from nbaccel.dry_run.forecast import measure_noise
-from nbaccel.dry_run.rank_records import read_records
+from nbaccel.dry_run.rank_records import SAVES, read_records
 from nbaccel.hardware import Platform
 from nbaccel.launch.ipc.spec import LaunchSpec
 from nbaccel.launch.launcher import Launcher
@@ -83,6 +83,7 @@ class CellCheck:
                 f"files are not shielded here: {shield.why_not}. Saves of torch, safetensors and nbaccel are redirected, "
                 "and what else the cell writes is real"
             )
+            (folder / SAVES).mkdir()
             snapshot = FolderSnapshot.of(Path.cwd())
         elif open_folders := [path for path in shield.not_covered if path != folder / "records"]:
             self._say(f"files are not shielded here: {', '.join(map(str, open_folders))}")
@@ -110,8 +111,11 @@ class CellCheck:
         task = DryRunTask(self._source, cell.namespace, out, cell.extra, folder=str(records), make_parts=_PARTS)
         task.random = cell.random
         spec = self._plan.spec(task, self._setup, wants_results=False)
+        saves_to = str(records.with_name(SAVES)) if shield.why_not else ""
         settings = replace(spec.settings, dry_run=str(records), checkpoint_every=None, resume=None)
-        return replace(spec, settings=settings, oom=STOP, timeout_s=None, shield=shield.entry, ends_waiting=True)
+        return replace(
+            spec, settings=settings, oom=STOP, timeout_s=None, shield=shield.entry, ends_waiting=True, saves_to=saves_to
+        )
 
 
 @contextmanager
