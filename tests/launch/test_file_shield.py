@@ -355,39 +355,46 @@ def attempt():
     os.chown("theirs", 12345, 12345)
     with open("theirs", "a") as file:
         file.write("more")
+    return [Path("theirs").read_text(), os.stat("theirs").st_uid, state()]
+
+def state():
     rights = [line for line in open("/proc/self/status") if line.startswith("CapEff")]
-    return [Path("theirs").read_text(), os.stat("theirs").st_uid, rights]
+    known = {path: os.stat(path) for path in ("/", *(f"/{name}" for name in os.listdir("/")))}
+    return [rights, {path: [one.st_uid, one.st_gid, one.st_mode] for path, one in known.items()}]
 
 os.chdir(sys.argv[1])
 Path("theirs").write_text("text")
 os.chown("theirs", 12346, 12346)
 give_up_mounting()
-rights = [line for line in open("/proc/self/status") if line.startswith("CapEff")]
-print(json.dumps([shielded(sys.argv[1], attempt), rights, os.listdir(), os.stat("theirs").st_uid]))
+before = state()
+print(json.dumps([shielded(sys.argv[1], attempt), before, os.listdir(), os.stat("theirs").st_uid]))
 """
 )
 
 
 def test_root_that_may_not_mount_gets_a_user_namespace_with_all_users_and_no_more_rights(tmp_path: Path) -> None:
     needs_root()
-    answer, rights, names, owner = in_program(AS_IN_A_CONTAINER, str(tmp_path))
+    answer, state, names, owner = in_program(AS_IN_A_CONTAINER, str(tmp_path))
     if "why_not" in answer:
         pytest.skip(answer["why_not"])
-    assert answer == ["textmore", 12345, rights]
+    assert answer == ["textmore", 12345, state]
     assert (names, owner) == (["theirs"], 12346)
 
 
 AS_A_USER = """
 private_mounts()
-home, readable = sys.argv[1], sys.argv[2:]
-# Python itself may lie below a folder that only root may enter.
-kept = {folder: os.open(folder, os.O_PATH) for folder in readable}
-for folder in readable:
-    closed = [str(path) for path in reversed([Path(folder), *Path(folder).parents]) if not path.stat().st_mode & 1]
-    for path in closed[:1]:
-        call("mount", b"tmpfs", os.fsencode(path), b"tmpfs", 0, b"mode=755")
-        os.makedirs(folder)
-        call("mount", f"/proc/self/fd/{kept[folder]}".encode(), os.fsencode(folder), None, 1 << 12 | 1 << 14, None)
+home = sys.argv[1]
+# What the user needs, Python itself too, may lie below a folder that only root may enter.
+kept = {}
+for folder in map(Path, sys.argv[1:]):
+    closed = [path for path in reversed([folder, *folder.parents]) if not path.stat().st_mode & 1]
+    if closed:
+        kept[folder] = closed[0], os.open(folder, os.O_PATH)
+for path in {path for path, _ in kept.values()}:
+    call("mount", b"tmpfs", bytes(path), b"tmpfs", 0, b"mode=755")
+for folder, (_, fd) in kept.items():
+    folder.mkdir(parents=True, exist_ok=True)
+    call("mount", f"/proc/self/fd/{fd}".encode(), bytes(folder), None, 1 << 12 | 1 << 14, None)
 
 # A mount below the home: Linux hides what is under it from user namespaces.
 os.makedirs(home + "/disk")
@@ -423,7 +430,6 @@ def test_a_user_without_rights_is_shielded_by_a_user_namespace(tmp_path_factory:
     """Folders of others that the user may not write to stay closed, though the namespace shows them as its own."""
     needs_root()
     with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
         home = os.path.join(folder, "home")
         os.mkdir(home)
         readable = {sys.base_prefix, sys.prefix, str(REPOSITORY)}
