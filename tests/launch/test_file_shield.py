@@ -351,23 +351,29 @@ AS_IN_A_CONTAINER = (
     WITHOUT_A_RIGHT
     + """
 def attempt():
+    seen = state()
     Path("new").touch()
+    Path("disk", "new").touch()
     os.chown("theirs", 12345, 12345)
     with open("theirs", "a") as file:
         file.write("more")
-    return [Path("theirs").read_text(), os.stat("theirs").st_uid, state()]
+    return [Path("theirs").read_text(), os.stat("theirs").st_uid, seen]
 
 def state():
     rights = [line for line in open("/proc/self/status") if line.startswith("CapEff")]
-    known = {path: os.stat(path) for path in ("/", *(f"/{name}" for name in os.listdir("/")))}
+    known = {path: os.stat(path) for path in ("/", "theirs", "disk", *(f"/{name}" for name in os.listdir("/")))}
     return [rights, {path: [one.st_uid, one.st_gid, one.st_mode] for path, one in known.items()}]
 
 os.chdir(sys.argv[1])
 Path("theirs").write_text("text")
 os.chown("theirs", 12346, 12346)
+os.mkdir("disk")
+private_mounts()
+call("mount", b"tmpfs", b"disk", b"tmpfs", 0, b"size=1m,uid=12346,gid=12346,mode=2750")
 give_up_mounting()
 before = state()
-print(json.dumps([shielded(sys.argv[1], attempt), before, os.listdir(), os.stat("theirs").st_uid]))
+answer = shielded(sys.argv[1], attempt)
+print(json.dumps([answer, before, sorted(str(path) for path in Path().rglob("*")), os.stat("theirs").st_uid]))
 """
 )
 
@@ -378,7 +384,7 @@ def test_root_that_may_not_mount_gets_a_user_namespace_with_all_users_and_no_mor
     if "why_not" in answer:
         pytest.skip(answer["why_not"])
     assert answer == ["textmore", 12345, state]
-    assert (names, owner) == (["theirs"], 12346)
+    assert (names, owner) == (["disk", "theirs"], 12346)
 
 
 AS_A_USER = """

@@ -360,6 +360,8 @@ class _NewRoot:
         self._count += 1
         copy = os.path.join(self._layers, f"{self._count}-file")
         shutil.copy2(path, copy)
+        if not self._maps_one:
+            os.chown(copy, known.st_uid, known.st_gid)
         _call("mount", os.fsencode(copy), os.fsencode(place), None, _MS_BIND, None)
 
     def _bind(self, path: str) -> None:
