@@ -33,18 +33,29 @@ from typing import Any
 __all__ = ["SeenMount", "mount_tree"]
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
-_MS_BIND, _MS_REC, _MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 1 << 5, 1 << 12, 1 << 14, 1 << 18
 _MNT_DETACH = 2
 _CAP_SYS_ADMIN = 21
 _FLAGS = {"nosuid": 2, "nodev": 4, "noexec": 8}
-"""Options of a mount that hold for its overlay too, with their bits."""
 
 _LOCAL = frozenset(
     {"bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "ntfs3", "overlay", "ramfs"}
     | {"reiserfs", "tmpfs", "vfat", "xfs", "zfs"}
 )
 _VIRTUAL = frozenset(
-    {"autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "devtmpfs", "efivarfs"}
+    {
+        "autofs",
+        "binfmt_misc",
+        "fuse.lxcfs",
+        "bpf",
+        "cgroup",
+        "cgroup2",
+        "configfs",
+        "debugfs",
+        "devpts",
+        "devtmpfs",
+        "efivarfs",
+    }
     | {"fusectl", "hugetlbfs", "mqueue", "nsfs", "proc", "pstore", "rpc_pipefs", "securityfs", "sysfs", "tracefs"}
 )
 _OF_THE_SYSTEM = ("/proc", "/sys", "/dev")
@@ -87,6 +98,11 @@ class SeenMount:
             yield from mount.below()
 
     @property
+    def flags(self) -> int:
+        """Return the bits of those of its options that hold for an overlay too."""
+        return sum(bit for name, bit in _FLAGS.items() if name in self.options)
+
+    @property
     def is_shielded(self) -> bool:
         """Return whether it gets an overlay."""
         if "ro" in self.options or self.kind not in _LOCAL or is_in(self.point, _OF_THE_SYSTEM):
@@ -96,8 +112,8 @@ class SeenMount:
     @property
     def is_open(self) -> bool:
         """Return whether a program may keep files there, and it gets no overlay."""
-        is_for_files = self.kind not in _VIRTUAL | {"tmpfs"} and not is_in(self.point, _OF_THE_SYSTEM)
-        return is_for_files and "ro" not in self.options and not self.is_shielded
+        is_of_the_system = self.kind in _VIRTUAL or is_in(self.point, (*_OF_THE_SYSTEM, *_SERVICES))
+        return not is_of_the_system and "ro" not in self.options and not self.is_shielded
 
 
 def mount_tree(text: str) -> SeenMount | None:
@@ -184,9 +200,9 @@ class _NewRoot:
         for folder in (self.top, self._layers):
             os.mkdir(folder)
         self._put(root)
-        for path in (*_SERVICES, *self._shared):
-            if os.path.exists(path) and not any(path == mount.point for mount in root.below()):
-                self._bind(path)
+        mounted = {mount.point for mount in root.below()}
+        for path in (*(path for path in _SERVICES if os.path.exists(path) and path not in mounted), *self._shared):
+            self._bind(path)
         self.open += self._shared
         os.chdir(self.top)
         try:
@@ -204,7 +220,7 @@ class _NewRoot:
             for other in mount.on_top:
                 self._put_if_shielded(other)
         elif not os.path.isdir(mount.point):
-            self._copy(mount.point)
+            self._copy(mount, mount.point)
         elif self._is_alone and mount.on_top:
             _call("mount", b"tmpfs", os.fsencode(self._place(mount.point)), b"tmpfs", 0, b"mode=755")
             self._rebuild(mount, mount.point)
@@ -225,27 +241,29 @@ class _NewRoot:
     def _rebuild(self, mount: SeenMount, folder: str) -> None:
         """Fill the place of `folder`, a part of `mount` with other mounts below it, entry by entry."""
         self.covered.append(folder)
-        on_top = {other.point: other for other in mount.on_top}
         with os.scandir(folder) as entries:
             for entry in entries:
-                place = self._place(entry.path)
-                if entry.is_symlink():
-                    os.symlink(os.readlink(entry.path), place)
-                elif not entry.is_dir():
-                    _touch(place)
-                    if entry.path in on_top:
-                        self._put(on_top[entry.path])
-                    else:
-                        self._copy(entry.path)
-                else:
-                    os.mkdir(place)
-                    if entry.path in on_top:
-                        self._put(on_top[entry.path])
-                    elif any(is_in(point, (entry.path,)) for point in on_top):
-                        self._rebuild(mount, entry.path)
-                    else:
-                        self._cover(mount, entry.path)
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    self._put_entry(mount, entry)
         self._take_mode(folder, self._place(folder))
+
+    def _put_entry(self, mount: SeenMount, entry: os.DirEntry[str]) -> None:
+        path, place = entry.path, self._place(entry.path)
+        if entry.is_symlink():
+            os.symlink(os.readlink(path), place)
+            return
+        if entry.is_dir():
+            os.mkdir(place)
+        else:
+            _touch(place)
+        if (on_top := next((other for other in mount.on_top if other.point == path), None)) is not None:
+            self._put(on_top)
+        elif not entry.is_dir():
+            self._copy(mount, path)
+        elif any(is_in(other.point, (path,)) for other in mount.on_top):
+            self._rebuild(mount, path)
+        else:
+            self._cover(mount, path)
 
     def _cover(self, mount: SeenMount, folder: str) -> None:
         """Put an overlay of `folder`, a part of `mount`, into its place; where that fails, the folder itself."""
@@ -259,14 +277,13 @@ class _NewRoot:
                 self.open.append(folder)
 
     def _overlay(self, mount: SeenMount, folder: str) -> None:
-        flags = sum(bit for name, bit in _FLAGS.items() if name in mount.options)
         try:
-            self._mount_overlay(folder, flags, self._layers)
+            self._mount_overlay(folder, mount.flags, self._layers)
         except OSError:
             if self._layers == self._memory:
                 raise
             self._memory = self._memory or self._in_memory()
-            self._mount_overlay(folder, flags, self._memory)
+            self._mount_overlay(folder, mount.flags, self._memory)
             if not self.overlays:
                 self._layers = self._memory
         self.overlays += 1
@@ -305,8 +322,8 @@ class _NewRoot:
         home, here = os.path.expanduser("~"), os.getcwd()
         self._look_below(folder, upper, folder.rstrip("/").count("/"))
         for path in (home, here, self._folder, *self._shared):
-            if is_in(path, (folder,)):
-                self._make_chain(folder, upper, os.path.dirname(path))
+            if path != folder and is_in(path, (folder,)):
+                self._make_chain(folder, upper, path)
 
     def _look_below(self, folder: str, upper: str, depth: int) -> bool:
         """Return whether the folder of others at `folder` has to be in `upper`, and make it there."""
@@ -330,7 +347,7 @@ class _NewRoot:
     def _make_chain(self, folder: str, upper: str, path: str) -> None:
         for name in os.path.relpath(path, folder).split("/"):
             folder, upper = os.path.join(folder, name), os.path.join(upper, name)
-            if name != "." and not (os.path.isdir(folder) and _is_mine(os.stat(folder))):
+            if os.path.isdir(folder):
                 os.makedirs(upper, exist_ok=True)
                 self._take_mode(folder, upper)
 
@@ -345,7 +362,7 @@ class _NewRoot:
         may_write = os.access(folder, os.W_OK)
         os.chmod(copy, mode | 0o200 if may_write else mode & ~0o222)
 
-    def _copy(self, path: str) -> None:
+    def _copy(self, mount: SeenMount, path: str) -> None:
         """Put a copy of a file into its place, which exists; a large one itself, read-only."""
         known = os.stat(path)
         place, may_write = self._place(path), os.access(path, os.W_OK)
@@ -354,7 +371,8 @@ class _NewRoot:
             return
         if known.st_size > self._to_copy_bytes:
             self._bind(path)
-            _call("mount", None, os.fsencode(place), None, _MS_BIND | 32 | 1, None)  # MS_REMOUNT | MS_RDONLY
+            flags = _MS_BIND | _MS_REMOUNT | _MS_RDONLY | mount.flags
+            _call("mount", None, os.fsencode(place), None, flags, None)
             return
         self._to_copy_bytes -= known.st_size
         self._count += 1
