@@ -22,7 +22,7 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.processes.file_shield import FileShield, FolderSnapshot
-from nbaccel.launch.processes.shield_holder import mount_tree
+from nbaccel.launch.processes.mount_table import mount_tree
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
 from nbaccel.settings import RunSettings
@@ -230,7 +230,7 @@ def test_a_rank_that_cannot_enter_runs_nothing_of_the_users(
 # -- programs with other rights
 
 UNSHIELDED = """
-import ctypes, json, os, subprocess, sys
+import ctypes, json, os, subprocess, sys, traceback
 from pathlib import Path
 from nbaccel.launch.processes.file_shield import FileShield
 from nbaccel.launch.worker.shielded import enter
@@ -257,6 +257,8 @@ def shielded(home, function):
             try:
                 enter(shield.entry)
                 os.write(write, json.dumps(function()).encode())
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)
@@ -408,7 +410,11 @@ call("mount", b"tmpfs", os.fsencode(home + "/disk"), b"tmpfs", 0, b"mode=777")
 Path(home, "old.txt").write_text("old")
 Path(home, "of_root").mkdir()
 os.makedirs(home + "/of_root/mine")
-for path in (home, home + "/old.txt", home + "/of_root/mine"):
+os.makedirs(home + "/mine/old")
+Path(home, "mine/old/kept").write_text("kept")
+Path(home, "mine/old/too").write_text("too")
+mine = ("", "/old.txt", "/of_root/mine", "/mine", "/mine/old", "/mine/old/kept", "/mine/old/too")
+for path in (home + name for name in mine):
     os.chown(path, 12345, 12345)
 os.setgroups([])
 os.setgid(12345)
@@ -424,7 +430,16 @@ def attempt():
                 file.write("x")
         except OSError as error:
             errors[path] = error.strerror
-    return [errors, Path("old.txt").read_text(), os.getuid()]
+    text = Path("old.txt").read_text()
+    os.rename("mine/old", "mine/renamed")
+    os.replace("mine/renamed/kept", "of_root/mine/kept")
+    os.remove("old.txt")
+    try:
+        os.rename("of_root/mine/kept", "disk/kept")
+    except OSError as error:
+        errors["from disk to disk"] = error.strerror
+    kept = Path("of_root/mine/kept").read_text()
+    return [errors, text, os.getuid(), kept, os.listdir("mine/renamed"), os.listdir("mine"), os.path.exists("old.txt")]
 
 answer = shielded(home, attempt)
 found = sorted(str(path.relative_to(home)) for path in Path(home).rglob("*"))
@@ -442,8 +457,11 @@ def test_a_user_without_rights_is_shielded_by_a_user_namespace(tmp_path_factory:
         answer, names, text, has_reached = in_program(AS_A_USER, home, *readable)
     if "why_not" in answer:
         pytest.skip(answer["why_not"])
-    assert answer == [{"of_root/new": "Permission denied", "/new": "Permission denied"}, "oldx", 12345]
-    assert (names, text, has_reached) == (["disk", "of_root", "of_root/mine", "old.txt"], "old", False)
+    refused = {"of_root/new": "Permission denied", "/new": "Permission denied"}
+    refused["from disk to disk"] = "Invalid cross-device link"
+    assert answer == [refused, "oldx", 12345, "kept", ["too"], ["renamed"], False]
+    before = ["disk", "mine", "mine/old", "mine/old/kept", "mine/old/too", "of_root", "of_root/mine", "old.txt"]
+    assert (names, text, has_reached) == (before, "old", False)
 
 
 REFUSED = (
