@@ -166,10 +166,13 @@ def test_files_that_the_notebook_has_open_or_mapped_are_not_changed_by_forked_ra
     with open("mapped", "r+b") as file:
         mapped = mmap.mmap(file.fileno(), 0)
 
+    here = os.open(home, os.O_RDONLY)
+
     def change() -> tuple[str, bytes]:
         log.write(f"from rank {os.environ['RANK']}\n")
         log.flush()
         mapped[:1] = b"1"
+        os.close(os.open("below", os.O_CREAT | os.O_WRONLY, dir_fd=here))
         return Path("log.txt").read_text(), Path("mapped").read_bytes()[:1]
 
     log.flush()
@@ -178,8 +181,10 @@ def test_files_that_the_notebook_has_open_or_mapped_are_not_changed_by_forked_ra
     assert [byte for _, byte in seen] == [b"1", b"1"]
     assert (home / "log.txt").read_text() == "from the notebook\n"
     assert mapped[:1] == b"0"
+    assert not (home / "below").exists()
     log.close()
     mapped.close()
+    os.close(here)
 
 
 def says_where_runs_meet() -> str:

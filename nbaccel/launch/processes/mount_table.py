@@ -16,20 +16,9 @@ _LOCAL = frozenset(
     | {"reiserfs", "tmpfs", "vfat", "xfs", "zfs"}
 )
 _VIRTUAL = frozenset(
-    {
-        "autofs",
-        "binfmt_misc",
-        "fuse.lxcfs",
-        "bpf",
-        "cgroup",
-        "cgroup2",
-        "configfs",
-        "debugfs",
-        "devpts",
-        "devtmpfs",
-        "efivarfs",
-    }
-    | {"fusectl", "hugetlbfs", "mqueue", "nsfs", "proc", "pstore", "rpc_pipefs", "securityfs", "sysfs", "tracefs"}
+    {"autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "devtmpfs", "efivarfs"}
+    | {"fuse.lxcfs", "fusectl", "hugetlbfs", "mqueue", "nsfs", "proc", "pstore", "rpc_pipefs", "securityfs", "sysfs"}
+    | {"tracefs"}
 )
 OF_THE_SYSTEM = ("/proc", "/sys", "/dev")
 SERVICES = ("/run", "/tmp/nvidia-mps")

@@ -170,10 +170,10 @@ def _keep_inherited_files(runs: str) -> None:
     """
     for fd, path in _open_files(runs):
         with suppress(OSError):
-            flags = int(_fdinfo(fd)["flags"], 8) & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
-            position = int(_fdinfo(fd)["pos"])
-            again = os.open(path, flags)
-            os.lseek(again, position, os.SEEK_SET)
+            state = _fdinfo(fd)
+            again = os.open(path, int(state["flags"], 8) & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC))
+            with suppress(OSError):  # some folders have no position
+                os.lseek(again, int(state["pos"]), os.SEEK_SET)
             os.dup2(again, fd, inheritable=os.get_inheritable(fd))
             os.close(again)
     for region in list(_Region.all_for_writing(runs)):
@@ -181,11 +181,12 @@ def _keep_inherited_files(runs: str) -> None:
 
 
 def _open_files(runs: str) -> Iterator[tuple[int, str]]:
-    """Yield the descriptors of regular files, each with its path."""
+    """Yield the descriptors of regular files and folders, each with its path."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             path = os.readlink(f"/proc/self/fd/{name}")
-            if _is_of_the_machine(path, runs) and stat.S_ISREG(os.fstat(int(name)).st_mode):
+            mode = os.fstat(int(name)).st_mode
+            if _is_of_the_machine(path, runs) and (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 yield int(name), path
 
 
