@@ -232,6 +232,15 @@ def test_a_rank_that_cannot_enter_runs_nothing_of_the_users(
     assert sorted(os.listdir(home)) == ["folder", "old.txt"]
 
 
+def modules_of_dry_runs() -> list[str]:
+    names = ("shielded", "redirected_saves", "redirected_checkpoints", "dry_run")
+    return [module for module in sys.modules if module.startswith("nbaccel.") and module.endswith(names)]
+
+
+def test_a_run_without_a_shield_loads_nothing_of_it(launcher: Launcher) -> None:
+    assert in_ranks(launcher, "", "zygote", modules_of_dry_runs) == [[], []]
+
+
 # -- programs with other rights
 
 UNSHIELDED = """
@@ -315,6 +324,26 @@ print(json.dumps([shielded(sys.argv[1], attempt), os.listdir("open")]))
 def test_a_read_only_folder_stays_one(tmp_path: Path) -> None:
     needs_root()
     assert in_program(READ_ONLY, str(tmp_path)) == [{"closed": "Read-only file system"}, []]
+
+
+ONLY_READ_ONLY = """
+private_mounts()
+call("mount", b"/", b"/mnt", None, 1 << 12 | 1 << 14, None)
+os.chroot("/mnt")
+for line in reversed(open("/proc/self/mountinfo").read().splitlines()):
+    point = line.split()[4].encode().decode("unicode_escape")
+    kind = line.partition(" - ")[2].split()[0]
+    if kind not in ("proc", "sysfs", "devtmpfs", "devpts", "cgroup", "cgroup2") and not point.startswith("/dev"):
+        call("mount", None, os.fsencode(point), None, 4096 | 32 | 1, None)
+call("mount", b"tmpfs", b"/run", b"tmpfs", 0, b"size=1m")
+os.mkdir("/run/home")
+print(json.dumps(shielded("/run/home", lambda: None)))
+"""
+
+
+def test_where_no_file_system_can_be_written_to_there_is_no_shield() -> None:
+    needs_root()
+    assert in_program(ONLY_READ_ONLY) == {"why_not": "no local file system can be written to"}
 
 
 ON_AN_OVERLAY = """

@@ -343,7 +343,11 @@ class _Inner:
         except OSError as error:
             raise _Refused(f"nothing can be mounted in a namespace here ({_name(error)})") from None
         if not new.overlays:
-            raise _Refused(f"this machine allows no overlays ({new.error})")
+            raise _Refused(
+                f"this machine allows no overlays ({new.error})"
+                if new.error
+                else "no local file system can be written to"
+            )
         of_the_system = [*OF_THE_SYSTEM, *SERVICES]
         limit = self._order["memory_bytes"] if new.is_in_memory else 0
         answer: dict[str, Any] = {
