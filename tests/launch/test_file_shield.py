@@ -22,7 +22,7 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.processes.file_shield import FileShield, FolderSnapshot
-from nbaccel.launch.processes.shield_holder import mount_tree
+from nbaccel.launch.processes.mount_table import mount_tree
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
 from nbaccel.settings import RunSettings
@@ -166,10 +166,13 @@ def test_files_that_the_notebook_has_open_or_mapped_are_not_changed_by_forked_ra
     with open("mapped", "r+b") as file:
         mapped = mmap.mmap(file.fileno(), 0)
 
+    here = os.open(home, os.O_RDONLY)
+
     def change() -> tuple[str, bytes]:
         log.write(f"from rank {os.environ['RANK']}\n")
         log.flush()
         mapped[:1] = b"1"
+        os.close(os.open("below", os.O_CREAT | os.O_WRONLY, dir_fd=here))
         return Path("log.txt").read_text(), Path("mapped").read_bytes()[:1]
 
     log.flush()
@@ -178,8 +181,10 @@ def test_files_that_the_notebook_has_open_or_mapped_are_not_changed_by_forked_ra
     assert [byte for _, byte in seen] == [b"1", b"1"]
     assert (home / "log.txt").read_text() == "from the notebook\n"
     assert mapped[:1] == b"0"
+    assert not (home / "below").exists()
     log.close()
     mapped.close()
+    os.close(here)
 
 
 def says_where_runs_meet() -> str:
@@ -227,10 +232,19 @@ def test_a_rank_that_cannot_enter_runs_nothing_of_the_users(
     assert sorted(os.listdir(home)) == ["folder", "old.txt"]
 
 
+def modules_of_dry_runs() -> list[str]:
+    names = ("shielded", "redirected_saves", "redirected_checkpoints", "dry_run")
+    return [module for module in sys.modules if module.startswith("nbaccel.") and module.endswith(names)]
+
+
+def test_a_run_without_a_shield_loads_nothing_of_it(launcher: Launcher) -> None:
+    assert in_ranks(launcher, "", "zygote", modules_of_dry_runs) == [[], []]
+
+
 # -- programs with other rights
 
 UNSHIELDED = """
-import ctypes, json, os, subprocess, sys
+import ctypes, json, os, subprocess, sys, traceback
 from pathlib import Path
 from nbaccel.launch.processes.file_shield import FileShield
 from nbaccel.launch.worker.shielded import enter
@@ -257,6 +271,8 @@ def shielded(home, function):
             try:
                 enter(shield.entry)
                 os.write(write, json.dumps(function()).encode())
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)
@@ -310,6 +326,26 @@ def test_a_read_only_folder_stays_one(tmp_path: Path) -> None:
     assert in_program(READ_ONLY, str(tmp_path)) == [{"closed": "Read-only file system"}, []]
 
 
+ONLY_READ_ONLY = """
+private_mounts()
+call("mount", b"/", b"/mnt", None, 1 << 12 | 1 << 14, None)
+os.chroot("/mnt")
+for line in reversed(open("/proc/self/mountinfo").read().splitlines()):
+    point = line.split()[4].encode().decode("unicode_escape")
+    kind = line.partition(" - ")[2].split()[0]
+    if kind not in ("proc", "sysfs", "devtmpfs", "devpts", "cgroup", "cgroup2") and not point.startswith("/dev"):
+        call("mount", None, os.fsencode(point), None, 4096 | 32 | 1, None)
+call("mount", b"tmpfs", b"/run", b"tmpfs", 0, b"size=1m")
+os.mkdir("/run/home")
+print(json.dumps(shielded("/run/home", lambda: None)))
+"""
+
+
+def test_where_no_file_system_can_be_written_to_there_is_no_shield() -> None:
+    needs_root()
+    assert in_program(ONLY_READ_ONLY) == {"why_not": "no local file system can be written to"}
+
+
 ON_AN_OVERLAY = """
 private_mounts()
 os.chdir(sys.argv[1])
@@ -351,43 +387,56 @@ AS_IN_A_CONTAINER = (
     WITHOUT_A_RIGHT
     + """
 def attempt():
+    seen = state()
     Path("new").touch()
+    Path("disk", "new").touch()
     os.chown("theirs", 12345, 12345)
     with open("theirs", "a") as file:
         file.write("more")
+    return [Path("theirs").read_text(), os.stat("theirs").st_uid, seen]
+
+def state():
     rights = [line for line in open("/proc/self/status") if line.startswith("CapEff")]
-    return [Path("theirs").read_text(), os.stat("theirs").st_uid, rights]
+    known = {path: os.stat(path) for path in ("/", "theirs", "disk", *(f"/{name}" for name in os.listdir("/")))}
+    return [rights, {path: [one.st_uid, one.st_gid, one.st_mode] for path, one in known.items()}]
 
 os.chdir(sys.argv[1])
 Path("theirs").write_text("text")
 os.chown("theirs", 12346, 12346)
+os.mkdir("disk")
+private_mounts()
+call("mount", b"tmpfs", b"disk", b"tmpfs", 0, b"size=1m,uid=12346,gid=12346,mode=2750")
 give_up_mounting()
-rights = [line for line in open("/proc/self/status") if line.startswith("CapEff")]
-print(json.dumps([shielded(sys.argv[1], attempt), rights, os.listdir(), os.stat("theirs").st_uid]))
+before = state()
+answer = shielded(sys.argv[1], attempt)
+print(json.dumps([answer, before, sorted(str(path) for path in Path().rglob("*")), os.stat("theirs").st_uid]))
 """
 )
 
 
 def test_root_that_may_not_mount_gets_a_user_namespace_with_all_users_and_no_more_rights(tmp_path: Path) -> None:
     needs_root()
-    answer, rights, names, owner = in_program(AS_IN_A_CONTAINER, str(tmp_path))
+    answer, state, names, owner = in_program(AS_IN_A_CONTAINER, str(tmp_path))
     if "why_not" in answer:
         pytest.skip(answer["why_not"])
-    assert answer == ["textmore", 12345, rights]
-    assert (names, owner) == (["theirs"], 12346)
+    assert answer == ["textmore", 12345, state]
+    assert (names, owner) == (["disk", "theirs"], 12346)
 
 
 AS_A_USER = """
 private_mounts()
-home, readable = sys.argv[1], sys.argv[2:]
-# Python itself may lie below a folder that only root may enter.
-kept = {folder: os.open(folder, os.O_PATH) for folder in readable}
-for folder in readable:
-    closed = [str(path) for path in reversed([Path(folder), *Path(folder).parents]) if not path.stat().st_mode & 1]
-    for path in closed[:1]:
-        call("mount", b"tmpfs", os.fsencode(path), b"tmpfs", 0, b"mode=755")
-        os.makedirs(folder)
-        call("mount", f"/proc/self/fd/{kept[folder]}".encode(), os.fsencode(folder), None, 1 << 12 | 1 << 14, None)
+home = sys.argv[1]
+# What the user needs, Python itself too, may lie below a folder that only root may enter.
+kept = {}
+for folder in map(Path, sys.argv[1:]):
+    closed = [path for path in reversed([folder, *folder.parents]) if not path.stat().st_mode & 1]
+    if closed:
+        kept[folder] = closed[0], os.open(folder, os.O_PATH)
+for path in {path for path, _ in kept.values()}:
+    call("mount", b"tmpfs", bytes(path), b"tmpfs", 0, b"mode=755")
+for folder, (_, fd) in kept.items():
+    folder.mkdir(parents=True, exist_ok=True)
+    call("mount", f"/proc/self/fd/{fd}".encode(), bytes(folder), None, 1 << 12 | 1 << 14, None)
 
 # A mount below the home: Linux hides what is under it from user namespaces.
 os.makedirs(home + "/disk")
@@ -395,7 +444,11 @@ call("mount", b"tmpfs", os.fsencode(home + "/disk"), b"tmpfs", 0, b"mode=777")
 Path(home, "old.txt").write_text("old")
 Path(home, "of_root").mkdir()
 os.makedirs(home + "/of_root/mine")
-for path in (home, home + "/old.txt", home + "/of_root/mine"):
+os.makedirs(home + "/mine/old")
+Path(home, "mine/old/kept").write_text("kept")
+Path(home, "mine/old/too").write_text("too")
+mine = ("", "/old.txt", "/of_root/mine", "/mine", "/mine/old", "/mine/old/kept", "/mine/old/too")
+for path in (home + name for name in mine):
     os.chown(path, 12345, 12345)
 os.setgroups([])
 os.setgid(12345)
@@ -411,7 +464,16 @@ def attempt():
                 file.write("x")
         except OSError as error:
             errors[path] = error.strerror
-    return [errors, Path("old.txt").read_text(), os.getuid()]
+    text = Path("old.txt").read_text()
+    os.rename("mine/old", "mine/renamed")
+    os.replace("mine/renamed/kept", "of_root/mine/kept")
+    os.remove("old.txt")
+    try:
+        os.rename("of_root/mine/kept", "disk/kept")
+    except OSError as error:
+        errors["from disk to disk"] = error.strerror
+    kept = Path("of_root/mine/kept").read_text()
+    return [errors, text, os.getuid(), kept, os.listdir("mine/renamed"), os.listdir("mine"), os.path.exists("old.txt")]
 
 answer = shielded(home, attempt)
 found = sorted(str(path.relative_to(home)) for path in Path(home).rglob("*"))
@@ -423,15 +485,17 @@ def test_a_user_without_rights_is_shielded_by_a_user_namespace(tmp_path_factory:
     """Folders of others that the user may not write to stay closed, though the namespace shows them as its own."""
     needs_root()
     with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
         home = os.path.join(folder, "home")
         os.mkdir(home)
         readable = {sys.base_prefix, sys.prefix, str(REPOSITORY)}
         answer, names, text, has_reached = in_program(AS_A_USER, home, *readable)
     if "why_not" in answer:
         pytest.skip(answer["why_not"])
-    assert answer == [{"of_root/new": "Permission denied", "/new": "Permission denied"}, "oldx", 12345]
-    assert (names, text, has_reached) == (["disk", "of_root", "of_root/mine", "old.txt"], "old", False)
+    refused = {"of_root/new": "Permission denied", "/new": "Permission denied"}
+    refused["from disk to disk"] = "Invalid cross-device link"
+    assert answer == [refused, "oldx", 12345, "kept", ["too"], ["renamed"], False]
+    before = ["disk", "mine", "mine/old", "mine/old/kept", "mine/old/too", "of_root", "of_root/mine", "old.txt"]
+    assert (names, text, has_reached) == (before, "old", False)
 
 
 REFUSED = (

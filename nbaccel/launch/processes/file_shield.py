@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.hardware import usable_memory
-from nbaccel.launch.processes import shield_holder
+from nbaccel.launch.processes.mount_table import is_covered
 from nbaccel.quantities import plural
 
 __all__ = [
@@ -29,6 +29,11 @@ __all__ = [
     "FolderSnapshot",
 ]
 
+# Python puts the working folder first, in which a file of the user may be called json.py.
+_BOOTSTRAP = (
+    "import sys; sys.path[:1] = [{path!r}]; from nbaccel.launch.processes.shield_holder import main; main({order!r})"
+)
+_ABOVE_PACKAGE = str(Path(__file__).resolve().parents[3])
 _ANSWER_S = 20.0
 _END_S = 10.0
 
@@ -70,7 +75,7 @@ class FileShield:
         }
         try:
             holder = subprocess.Popen(
-                [sys.executable, "-S", "-E", shield_holder.__file__, json.dumps(order)],
+                [sys.executable, "-S", "-E", "-c", _BOOTSTRAP.format(path=_ABOVE_PACKAGE, order=order)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -87,7 +92,7 @@ class FileShield:
     def covers(self, path: str | os.PathLike[str]) -> bool:
         """Return whether what a rank writes at `path` is thrown away."""
         uncovered = [*self._answer.get("open", ()), *self._answer.get("of_the_system", ())]
-        return shield_holder.is_covered(os.path.realpath(path), self._answer.get("covered", ()), uncovered)
+        return is_covered(os.path.realpath(path), self._answer.get("covered", ()), uncovered)
 
     @staticmethod
     def free_bytes(path: str | os.PathLike[str]) -> int:

@@ -1,7 +1,7 @@
 """The holder of a file shield: a process in whose mount namespace all that is written is thrown away. Standard library.
 
-It runs as a script (`python -S -E shield_holder.py ORDER`) and reports to the kernel in one line of JSON. There are two
-processes. The outer one stays in the machine's own namespaces: it maps the users of the new ones, ends with the kernel,
+`FileShield` starts it without site-packages, and it reports to the kernel in one line of JSON. There are two processes.
+ The outer one stays in the machine's own namespaces: it maps the users of the new ones, ends with the kernel,
 and removes the layers. The inner one is in the new namespaces, which ranks enter by its number.
 
 The new root is made of the mounts of this process. A writable local file system is the lower layer of an overlay, whose
@@ -27,30 +27,17 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["SeenMount", "mount_tree"]
+from nbaccel.launch.processes.mount_table import OF_THE_SYSTEM, SERVICES, SeenMount, is_covered, is_in, mount_tree
+
+__all__ = ["main"]
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
-_MS_BIND, _MS_REC, _MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 1 << 5, 1 << 12, 1 << 14, 1 << 18
 _MNT_DETACH = 2
 _CAP_SYS_ADMIN = 21
-_FLAGS = {"nosuid": 2, "nodev": 4, "noexec": 8}
-"""Options of a mount that hold for its overlay too, with their bits."""
-
-_LOCAL = frozenset(
-    {"bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "ntfs3", "overlay", "ramfs"}
-    | {"reiserfs", "tmpfs", "vfat", "xfs", "zfs"}
-)
-_VIRTUAL = frozenset(
-    {"autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "devtmpfs", "efivarfs"}
-    | {"fusectl", "hugetlbfs", "mqueue", "nsfs", "proc", "pstore", "rpc_pipefs", "securityfs", "sysfs", "tracefs"}
-)
-_OF_THE_SYSTEM = ("/proc", "/sys", "/dev")
-_SERVICES = ("/run", "/tmp/nvidia-mps")
-"""Folders of sockets and pipes: one that is seen through an overlay leads to no service."""
-
 _MOST_COPIED_BYTES = 64 << 20
 _MOST_FOLDERS, _DEEPEST = 3_000, 5
 _OF_ROOT = (
@@ -67,91 +54,6 @@ _OF_ROOT = (
 )
 """Limits of the search for folders that this user may write to, below folders of others."""
 _REMOVE_S = 5.0
-
-
-class SeenMount:
-    """One mount that this process sees.
-
-    point: its path.  kind: its file system.  options: those of the mount and of the file system.  on_top: the mounts on
-    it, which are on no other.
-    """
-
-    def __init__(self, point: str, kind: str, options: Sequence[str]) -> None:
-        self.point, self.kind, self.options = point, kind, options
-        self.on_top: list[SeenMount] = []
-
-    def below(self) -> Iterator[SeenMount]:
-        """Yield every mount that lies below this one."""
-        for mount in self.on_top:
-            yield mount
-            yield from mount.below()
-
-    @property
-    def is_shielded(self) -> bool:
-        """Return whether it gets an overlay."""
-        if "ro" in self.options or self.kind not in _LOCAL or is_in(self.point, _OF_THE_SYSTEM):
-            return False
-        return self.kind != "tmpfs" or not is_in(self.point, _SERVICES)
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether a program may keep files there, and it gets no overlay."""
-        is_for_files = self.kind not in _VIRTUAL | {"tmpfs"} and not is_in(self.point, _OF_THE_SYSTEM)
-        return is_for_files and "ro" not in self.options and not self.is_shielded
-
-
-def mount_tree(text: str) -> SeenMount | None:
-    """Return the mount of the root folder, with all others that can be seen; None if the root folder is no mount.
-
-    text: of `/proc/PID/mountinfo`.
-    """
-    children: dict[str, list[tuple[str, SeenMount]]] = {}
-    roots: list[tuple[str, SeenMount]] = []
-    for line in text.splitlines():
-        first, _, last = line.partition(" - ")
-        number, parent, _, _, point, options = first.split(" ")[:6]
-        kind, _, of_system = last.split(" ")[:3]
-        mount = SeenMount(_unescaped(point), kind, [*options.split(","), *of_system.split(",")])
-        if mount.point == "/":
-            roots.append((number, mount))
-        if number != parent:
-            children.setdefault(parent, []).append((number, mount))
-    return _seen(*roots[0], children) if roots else None
-
-
-def _seen(number: str, mount: SeenMount, children: dict[str, list[tuple[str, SeenMount]]]) -> SeenMount:
-    """Return the mount that is seen at the place of `mount`, with what is seen on top of it."""
-    own = children.get(number, [])
-    for other, covering in own:
-        if covering.point == mount.point:
-            return _seen(other, covering, children)
-    points = [child.point for _, child in own]
-    # Linux puts a mount on the topmost one: those that lie below another child of the same mount were there before it.
-    mount.on_top = [
-        _seen(other, child, children)
-        for other, child in own
-        if not any(is_in(child.point, (point,)) for point in points if point != child.point)
-    ]
-    return mount
-
-
-def is_in(path: str, folders: Sequence[str]) -> bool:
-    """Return whether `path` is one of `folders`, or lies below one.
-
-    >>> is_in("/run/user", ["/run"]), is_in("/runs", ["/run"])
-    (True, False)
-    """
-    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
-
-
-def _unescaped(text: str) -> str:
-    r"""
-    >>> _unescaped(r"/my\040data")
-    '/my data'
-    """
-    for character in ("\t", "\n", " "):
-        text = text.replace(f"\\{ord(character):03o}", character)
-    return text.replace("\\134", "\\")
 
 
 class _NewRoot:
@@ -184,9 +86,9 @@ class _NewRoot:
         for folder in (self.top, self._layers):
             os.mkdir(folder)
         self._put(root)
-        for path in (*_SERVICES, *self._shared):
-            if os.path.exists(path) and not any(path == mount.point for mount in root.below()):
-                self._bind(path)
+        mounted = {mount.point for mount in root.below()}
+        for path in (*(path for path in SERVICES if os.path.exists(path) and path not in mounted), *self._shared):
+            self._bind(path)
         self.open += self._shared
         os.chdir(self.top)
         try:
@@ -204,7 +106,12 @@ class _NewRoot:
             for other in mount.on_top:
                 self._put_if_shielded(other)
         elif not os.path.isdir(mount.point):
-            self._copy(mount.point)
+            self._count += 1
+            copy = os.path.join(self._layers, f"{self._count}-file")
+            is_copied = self._copied(mount.point, copy)
+            self._bind(copy if is_copied else mount.point, mount.point)
+            if not is_copied:
+                self._close(mount, mount.point)
         elif self._is_alone and mount.on_top:
             _call("mount", b"tmpfs", os.fsencode(self._place(mount.point)), b"tmpfs", 0, b"mode=755")
             self._rebuild(mount, mount.point)
@@ -225,27 +132,31 @@ class _NewRoot:
     def _rebuild(self, mount: SeenMount, folder: str) -> None:
         """Fill the place of `folder`, a part of `mount` with other mounts below it, entry by entry."""
         self.covered.append(folder)
-        on_top = {other.point: other for other in mount.on_top}
         with os.scandir(folder) as entries:
             for entry in entries:
-                place = self._place(entry.path)
-                if entry.is_symlink():
-                    os.symlink(os.readlink(entry.path), place)
-                elif not entry.is_dir():
-                    _touch(place)
-                    if entry.path in on_top:
-                        self._put(on_top[entry.path])
-                    else:
-                        self._copy(entry.path)
-                else:
-                    os.mkdir(place)
-                    if entry.path in on_top:
-                        self._put(on_top[entry.path])
-                    elif any(is_in(point, (entry.path,)) for point in on_top):
-                        self._rebuild(mount, entry.path)
-                    else:
-                        self._cover(mount, entry.path)
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    self._put_entry(mount, entry)
         self._take_mode(folder, self._place(folder))
+
+    def _put_entry(self, mount: SeenMount, entry: os.DirEntry[str]) -> None:
+        path, place = entry.path, self._place(entry.path)
+        if entry.is_symlink():
+            os.symlink(os.readlink(path), place)
+            return
+        if entry.is_dir():
+            os.mkdir(place)
+        else:
+            _touch(place)
+        if (on_top := next((other for other in mount.on_top if other.point == path), None)) is not None:
+            self._put(on_top)
+        elif not entry.is_dir():
+            if not self._copied(path, place):
+                self._bind(path)
+                self._close(mount, path)
+        elif any(is_in(other.point, (path,)) for other in mount.on_top):
+            self._rebuild(mount, path)
+        else:
+            self._cover(mount, path)
 
     def _cover(self, mount: SeenMount, folder: str) -> None:
         """Put an overlay of `folder`, a part of `mount`, into its place; where that fails, the folder itself."""
@@ -259,14 +170,13 @@ class _NewRoot:
                 self.open.append(folder)
 
     def _overlay(self, mount: SeenMount, folder: str) -> None:
-        flags = sum(bit for name, bit in _FLAGS.items() if name in mount.options)
         try:
-            self._mount_overlay(folder, flags, self._layers)
+            self._mount_overlay(folder, mount.flags, self._layers)
         except OSError:
             if self._layers == self._memory:
                 raise
             self._memory = self._memory or self._in_memory()
-            self._mount_overlay(folder, flags, self._memory)
+            self._mount_overlay(folder, mount.flags, self._memory)
             if not self.overlays:
                 self._layers = self._memory
         self.overlays += 1
@@ -305,8 +215,8 @@ class _NewRoot:
         home, here = os.path.expanduser("~"), os.getcwd()
         self._look_below(folder, upper, folder.rstrip("/").count("/"))
         for path in (home, here, self._folder, *self._shared):
-            if is_in(path, (folder,)):
-                self._make_chain(folder, upper, os.path.dirname(path))
+            if path != folder and is_in(path, (folder,)):
+                self._make_chain(folder, upper, path)
 
     def _look_below(self, folder: str, upper: str, depth: int) -> bool:
         """Return whether the folder of others at `folder` has to be in `upper`, and make it there."""
@@ -330,7 +240,7 @@ class _NewRoot:
     def _make_chain(self, folder: str, upper: str, path: str) -> None:
         for name in os.path.relpath(path, folder).split("/"):
             folder, upper = os.path.join(folder, name), os.path.join(upper, name)
-            if name != "." and not (os.path.isdir(folder) and _is_mine(os.stat(folder))):
+            if os.path.isdir(folder):
                 os.makedirs(upper, exist_ok=True)
                 self._take_mode(folder, upper)
 
@@ -345,25 +255,28 @@ class _NewRoot:
         may_write = os.access(folder, os.W_OK)
         os.chmod(copy, mode | 0o200 if may_write else mode & ~0o222)
 
-    def _copy(self, path: str) -> None:
-        """Put a copy of a file into its place, which exists; a large one itself, read-only."""
+    def _copied(self, path: str, copy: str) -> bool:
+        """Copy a file that this user may write to; return False for a large one, or if it may not."""
         known = os.stat(path)
-        place, may_write = self._place(path), os.access(path, os.W_OK)
-        if not (stat.S_ISREG(known.st_mode) and may_write):
-            self._bind(path)
-            return
-        if known.st_size > self._to_copy_bytes:
-            self._bind(path)
-            _call("mount", None, os.fsencode(place), None, _MS_BIND | 32 | 1, None)  # MS_REMOUNT | MS_RDONLY
-            return
+        is_written = stat.S_ISREG(known.st_mode) and os.access(path, os.W_OK)
+        if not is_written or known.st_size > self._to_copy_bytes:
+            return False
         self._to_copy_bytes -= known.st_size
-        self._count += 1
-        copy = os.path.join(self._layers, f"{self._count}-file")
         shutil.copy2(path, copy)
-        _call("mount", os.fsencode(copy), os.fsencode(place), None, _MS_BIND, None)
+        if not self._maps_one:
+            os.chown(copy, known.st_uid, known.st_gid)
+        return True
 
-    def _bind(self, path: str) -> None:
-        _call("mount", os.fsencode(path), os.fsencode(self._place(path)), None, _MS_BIND | _MS_REC, None)
+    def _close(self, mount: SeenMount, path: str) -> None:
+        """Make a file that was bound as it is, a part of `mount`, read-only; sockets and the like stay open."""
+        if stat.S_ISREG(os.stat(path).st_mode):
+            flags = _MS_BIND | _MS_REMOUNT | _MS_RDONLY | mount.flags
+            _call("mount", None, os.fsencode(self._place(path)), None, flags, None)
+
+    def _bind(self, path: str, over: str = "") -> None:
+        """Show `path` as it is, in the place of `over`, by default its own."""
+        place = os.fsencode(self._place(over or path))
+        _call("mount", os.fsencode(path), place, None, _MS_BIND | _MS_REC, None)
 
     def _place(self, path: str) -> str:
         return self.top if path == "/" else self.top + path
@@ -386,16 +299,6 @@ def _call(name: str, *arguments: Any) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments) != 0:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
-
-
-def is_covered(path: str, covered: Sequence[str], uncovered: Sequence[str]) -> bool:
-    """Return whether an overlay lies over `path`: the longest of the folders that it is in decides.
-
-    >>> is_covered("/home/me/data/x", ["/", "/home"], ["/home/me/data"]), is_covered("/home/me/x", ["/"], ["/proc"])
-    (False, True)
-    """
-    longest = max((folder for folder in (*covered, *uncovered) if is_in(path, (folder,))), key=len, default="")
-    return longest in covered and longest not in uncovered
 
 
 class _Refused(Exception):
@@ -440,10 +343,20 @@ class _Inner:
         except OSError as error:
             raise _Refused(f"nothing can be mounted in a namespace here ({_name(error)})") from None
         if not new.overlays:
-            raise _Refused(f"this machine allows no overlays ({new.error})")
-        of_the_system = [*_OF_THE_SYSTEM, *_SERVICES]
-        answer = {"why_not": "", "covered": new.covered, "open": new.open, "of_the_system": of_the_system}
-        answer["memory_bytes"] = self._order["memory_bytes"] if new.is_in_memory else 0
+            raise _Refused(
+                f"this machine allows no overlays ({new.error})"
+                if new.error
+                else "no local file system can be written to"
+            )
+        of_the_system = [*OF_THE_SYSTEM, *SERVICES]
+        limit = self._order["memory_bytes"] if new.is_in_memory else 0
+        answer: dict[str, Any] = {
+            "why_not": "",
+            "covered": new.covered,
+            "open": new.open,
+            "of_the_system": of_the_system,
+        }
+        answer |= {"memory_bytes": limit}
         if is_covered(folder, new.covered, [*new.open, *of_the_system]):
             try:
                 _touch(os.path.join(folder, _PROBE))
@@ -573,7 +486,3 @@ def main(order: dict[str, Any]) -> None:
             os.kill(inner, signal.SIGKILL)
             os.waitpid(inner, 0)
         _remove(order["folder"])
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

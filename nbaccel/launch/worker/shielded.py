@@ -4,6 +4,9 @@ From then on the process, and all that it starts, sees the file systems that `pr
 what it writes is thrown away. Rights and the working folder are as before. A forked rank also has the files that the
 kernel has open or mapped to memory; `_keep_inherited_files` puts those of the shield into their places.
 
+In a user namespace an overlay refuses to rename a folder that existed before, and parts of one file system are several
+overlays. `_Renaming` copies there, where the real run would rename.
+
 Not covered: a file of which the kernel has kept no name, since it was deleted.
 """
 
@@ -11,9 +14,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import re
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -64,7 +69,7 @@ def enter(entry: str) -> None:
     """
     namespaces, identity, _ = entry.split(" ", 2)
     here = os.getcwd()
-    rights = _Rights.of_this_process()
+    rights, renaming = _Rights.of_this_process(), _Renaming.among_real_mounts()
     fds = {name: os.open(os.path.join(namespaces, name), os.O_RDONLY) for name in ("user", "mnt")}
     fds["root"] = os.open(os.path.join(namespaces, "../root"), os.O_PATH | os.O_DIRECTORY)
     try:
@@ -79,10 +84,57 @@ def enter(entry: str) -> None:
         os.chdir(here)
         if is_alone:  # in its user namespace this process may do anything, which it may not in the real run
             rights.apply()
+            os.rename, os.replace = renaming.wrapped(os.rename), renaming.wrapped(os.replace)
     finally:
         for fd in fds.values():
             os.close(fd)
     _keep_inherited_files(entry.split(" ", 2)[2])
+
+
+class _Renaming:
+    """Renames inside of a file system that the shield shows as several.  points: the mounts of the machine."""
+
+    def __init__(self, points: list[str]) -> None:
+        self._points = points
+
+    @classmethod
+    def among_real_mounts(cls) -> _Renaming:
+        """Read the mounts, before the shield is entered."""
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            points = [line.split(" ")[4].replace("\\040", " ") for line in file]
+        return cls(sorted(points, key=len, reverse=True))
+
+    def wrapped(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return `os.rename` or `os.replace`, which copies if only the shield refuses."""
+
+        @functools.wraps(function)
+        def rename(source: Any, target: Any, **kwargs: Any) -> None:
+            try:
+                function(source, target, **kwargs)
+            except OSError as error:
+                if error.errno != errno.EXDEV or kwargs or self._mount(source) != self._mount(target):
+                    raise
+                _copy_over(os.fspath(source), os.fspath(target))
+
+        return rename
+
+    def _mount(self, path: Any) -> str:
+        """Return the mount in which the entry `path` lies; of a mount itself, that one."""
+        parent, name = os.path.split(os.path.abspath(os.fsdecode(path)))
+        real = os.path.join(os.path.realpath(parent), name)
+        return next(point for point in self._points if real == point or real.startswith(point.rstrip("/") + "/"))
+
+
+def _copy_over(source: Any, target: Any) -> None:
+    """Do by copies what a rename does."""
+    if os.path.isdir(source) and not os.path.islink(source):
+        if os.path.isdir(target):
+            os.rmdir(target)  # raises for one that is not empty, as a rename does
+        shutil.copytree(source, target, symlinks=True)
+        shutil.rmtree(source)
+    else:
+        shutil.copy2(source, target, follow_symlinks=False)
+        os.unlink(source)
 
 
 class _RightsHeader(ctypes.Structure):
@@ -118,10 +170,10 @@ def _keep_inherited_files(runs: str) -> None:
     """
     for fd, path in _open_files(runs):
         with suppress(OSError):
-            flags = int(_fdinfo(fd)["flags"], 8) & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
-            position = int(_fdinfo(fd)["pos"])
-            again = os.open(path, flags)
-            os.lseek(again, position, os.SEEK_SET)
+            state = _fdinfo(fd)
+            again = os.open(path, int(state["flags"], 8) & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC))
+            with suppress(OSError):  # some folders have no position
+                os.lseek(again, int(state["pos"]), os.SEEK_SET)
             os.dup2(again, fd, inheritable=os.get_inheritable(fd))
             os.close(again)
     for region in list(_Region.all_for_writing(runs)):
@@ -129,11 +181,12 @@ def _keep_inherited_files(runs: str) -> None:
 
 
 def _open_files(runs: str) -> Iterator[tuple[int, str]]:
-    """Yield the descriptors of regular files, each with its path."""
+    """Yield the descriptors of regular files and folders, each with its path."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             path = os.readlink(f"/proc/self/fd/{name}")
-            if _is_of_the_machine(path, runs) and stat.S_ISREG(os.fstat(int(name)).st_mode):
+            mode = os.fstat(int(name)).st_mode
+            if _is_of_the_machine(path, runs) and (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 yield int(name), path
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +105,36 @@ def test_saved_files_are_found_under_their_names_and_the_folder_has_not_changed(
         **{"exist": [True, False, False], "is_large": True},
     }
     assert run(saves) == [expected, expected]
+    assert before.changed() == []
+
+
+def looks_into_folders(elsewhere: str) -> dict[str, Any]:
+    redirect_checkpoints(elsewhere)
+    Accelerator(cpu=True).save_model(torch.nn.Linear(1, 1), "weights")
+    if os.environ["RANK"] != "0":
+        return {}
+    os.makedirs("out")
+    for number in range(2):
+        torch.save(torch.ones(1), f"out/model{number}.pt")
+    Path("out/real.txt").touch()
+    names = ["model0.pt", "model1.pt", "real.txt"]
+    assert sorted(os.listdir("out")) == names
+    assert sorted(path.name for path in Path("out").glob("*")) == names
+    assert sorted(glob.glob("out/*.pt")) == ["out/model0.pt", "out/model1.pt"]
+    os.rename("out", "moved")
+    assert sorted(os.listdir("moved")) == names
+    shutil.copy("moved/model0.pt", "moved/copy.pt")
+    shutil.rmtree("moved")
+    gone = os.path.exists("out") or os.path.exists("moved") or os.path.exists("moved/model0.pt")
+    Path("weights/config.json").write_text("{}")
+    return {"is_left": gone, "weights": sorted(os.listdir("weights")), "here": sorted(os.listdir())}
+
+
+def test_listings_of_folders_show_what_was_saved(run: Run, home: Path, elsewhere: Path) -> None:
+    before = FolderSnapshot.of(home)
+    seen, _ = run(looks_into_folders, str(elsewhere))
+    expected = {"is_left": False, "weights": ["config.json", "model.safetensors"], "here": ["old.pt", "weights"]}
+    assert seen == expected
     assert before.changed() == []
 
 

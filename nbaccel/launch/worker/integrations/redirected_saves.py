@@ -1,21 +1,23 @@
 """Writes elsewhere what a program saves by torch and safetensors: a dry run without a file shield. Runs in ranks.
 
-`torch.save` and `save_file` of safetensors write below a folder of the run, and their files are found under their own
-names by `torch.load`, `load_file`, `open` for reading, `os.stat` (so by `os.path` and `pathlib`), `os.rename`,
-`os.replace` and `os.remove`. All other files that a program writes or removes are real ones.
+`torch.save` and `save_file` of safetensors write below a folder of the run. Their files are found under their own names
+by `torch.load`, `load_file`, `open`, and by those functions of `os` that `os.path`, `pathlib`, `glob` and `shutil` use:
+`stat`, `listdir`, `scandir`, `rename`, `replace`, `remove`, `rmdir`. All other files that a program writes or removes
+are real ones, except in folders that only nbaccel's checkpoints have made.
 
-Not covered: listings of folders, programs that a rank starts, names such as `from torch import save` of the notebook.
-Imports no torch.
+Not covered: programs that a rank starts, and names such as `from torch import save` of the notebook. Imports no torch.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import io
 import os
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -41,6 +43,8 @@ def redirect_saves(folder: str) -> None:
     builtins.open = io.open = _reading(builtins.open, saves)
     os.rename, os.replace = _moving(os.rename, saves), _moving(os.replace, saves)
     os.remove, os.unlink = _removing(os.remove, saves), _removing(os.unlink, saves)
+    os.rmdir = _removing_folders(os.rmdir, saves)
+    os.listdir, os.scandir = _listing(os.listdir, saves), _scanning(os.scandir, saves)
 
 
 class _Saves:
@@ -128,21 +132,27 @@ def _is_called_by_us() -> bool:
     return frame is not None and caller.startswith(_OURS)
 
 
+def _is_relative_to_a_descriptor(options: Mapping[str, Any]) -> bool:
+    return any(value is not None for name, value in options.items() if name.endswith("dir_fd"))
+
+
 def _reading(function: Callable[..., Any], saves: _Saves) -> Callable[..., Any]:
-    """Return `os.stat` or `open`, which look at the other place for a file that was saved there."""
+    """Return `os.stat` or `open`, which look at the other place for what was saved there."""
     opens = function is not os.stat
 
     @functools.wraps(function)
     def call(given: Any, *args: Any, **kwargs: Any) -> Any:
-        if opens and set("wax+") & set(str(args[0] if args else kwargs.get("mode", "r"))):
+        if _is_relative_to_a_descriptor(kwargs):
             return function(given, *args, **kwargs)
-        if saves.is_known(given) and (place := saves.found(given)) is not None:
+        writes = opens and bool(set("wax+") & set(str(args[0] if args else kwargs.get("mode", "r"))))
+        if not writes and saves.is_known(given) and (place := saves.found(given)) is not None:
             return function(place, *args, **kwargs)
         try:
             return function(given, *args, **kwargs)
         except FileNotFoundError:
-            place = saves.found(given)  # another rank may have saved it
-            if place is None:
+            # Another rank may have saved it, or the folder exists only there.
+            place = saves.place(given) if writes else saves.found(given)
+            if place is None or place == given:
                 raise
         return function(place, *args, **kwargs)
 
@@ -152,8 +162,8 @@ def _reading(function: Callable[..., Any], saves: _Saves) -> Callable[..., Any]:
 def _moving(function: Callable[..., None], saves: _Saves) -> Callable[..., None]:
     @functools.wraps(function)
     def move(source: Any, target: Any, **kwargs: Any) -> None:
-        place = saves.found(source)
-        if place is None or os.path.isdir(place):
+        place = None if _is_relative_to_a_descriptor(kwargs) else saves.found(source)
+        if place is None or (os.path.isdir(place) and os.path.lexists(source)):
             function(source, target, **kwargs)
         if place is not None:
             saves.move(place, target, function)
@@ -165,8 +175,68 @@ def _moving(function: Callable[..., None], saves: _Saves) -> Callable[..., None]
 def _removing(function: Callable[..., None], saves: _Saves) -> Callable[..., None]:
     @functools.wraps(function)
     def remove(path: Any, **kwargs: Any) -> None:
-        place = saves.found(path)
+        place = None if _is_relative_to_a_descriptor(kwargs) else saves.found(path)
         function(path if place is None else place, **kwargs)
         saves.forget(path)
 
     return remove
+
+
+def _removing_folders(function: Callable[..., None], saves: _Saves) -> Callable[..., None]:
+    @functools.wraps(function)
+    def remove(path: Any, **kwargs: Any) -> None:
+        place = None if _is_relative_to_a_descriptor(kwargs) else saves.found(path)
+        if place is None or os.path.lexists(path):
+            function(path, **kwargs)
+        if place is not None:
+            shutil.rmtree(place, ignore_errors=True)
+
+    return remove
+
+
+def _listing(function: Callable[..., list[Any]], saves: _Saves) -> Callable[..., list[Any]]:
+    @functools.wraps(function)
+    def listdir(path: Any = ".") -> list[Any]:
+        place = saves.found("." if path is None else path)
+        if place is None:
+            return function(path)
+        names = function(place)
+        if os.path.lexists(path):
+            names += [name for name in function(path) if name not in names]
+        return names
+
+    return listdir
+
+
+def _scanning(function: Callable[..., Any], saves: _Saves) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def scandir(path: Any = ".") -> Any:
+        place = saves.found("." if path is None else path)
+        if place is None:
+            return function(path)
+        entries: dict[Any, Any] = {}
+        for folder in [path, place] if os.path.lexists(path) else [place]:
+            with function(folder) as found:
+                entries |= {entry.name: entry for entry in found}
+        return _Entries(entries.values())
+
+    return scandir
+
+
+class _Entries(contextlib.AbstractContextManager["_Entries", None]):
+    """Entries of several folders, as `os.scandir` returns those of one."""
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release nothing: the folders are closed already."""
