@@ -36,6 +36,7 @@ __all__ = [
 LONGEST, BETWEEN, LAST, FIRST = "longest", "between", "last", "first"
 """Kinds of batches; "first" are those of a pass whose batches cannot be listed."""
 
+_SPARE = 40
 _LOOKS = 16
 _MOST_ITEMS = 20_000
 _MOST_SECONDS = 2.0
@@ -49,19 +50,21 @@ class ChosenBatches:
     """The rounds of a pass to be given, in this order. A round is as many batches as all readers take at a time.
 
     positions: of each round in the pass.  kinds, sizes: of each; a size is None where batches do not differ.
+    given: how many of them a loop gets; the others are for a program that draws by ``next`` and counts on more.
     rounds: how many the pass has.  mean_size: of those that were scanned; None where they do not differ.
     """
 
     positions: tuple[int, ...]
     kinds: tuple[str, ...]
     sizes: tuple[float | None, ...]
+    given: int
     rounds: int
     mean_size: float | None
 
     @property
     def are_all(self) -> bool:
         """True if no round of the pass is left out."""
-        return len(self.positions) >= self.rounds
+        return self.given >= self.rounds
 
     def record(self) -> dict[str, Any]:
         """Return the choice as a value of JSON, for other ranks."""
@@ -95,10 +98,9 @@ def choose(
     is_between_first: begin with the one in between, for a loop whose first batch is not cut yet.
     has_last: the last round is the last one of the pass; otherwise the pass goes on, and it is one like the others.
 
-    >>> choose(10, {0: 4.0, 1: 9.0, 2: 5.0, 9: 2.0}).positions
-    (1, 2, 9)
-    >>> choose(100, {}, more=2).positions
-    (0, 50, 25, 75, 99)
+    >>> chosen = choose(100, {0: 4.0, 1: 9.0, 2: 5.0, 99: 2.0})
+    >>> chosen.positions[:chosen.given]
+    (1, 2, 99)
     """
     last = rounds - 1
     inner = range(last if has_last else rounds)
@@ -111,18 +113,28 @@ def choose(
     if is_between_first:
         chosen.reverse()
     others = [each for each in inner if each not in (longest, between)]
-    if len(others) > more:
-        others = [others[(number + 1) * len(others) // (more + 1)] for number in range(more)]
-    chosen += [(position, BETWEEN) for position in others]
+    picked = _evenly(others, more)
+    chosen += [(position, BETWEEN) for position in picked]
     if has_last:
         chosen.append((last, LAST))
+    given = len(chosen)
+    taken = set(picked)
+    chosen += [(position, BETWEEN) for position in _evenly([each for each in others if each not in taken], _SPARE)]
     return ChosenBatches(
         tuple(position for position, _ in chosen),
         tuple(kind for _, kind in chosen),
         tuple(sizes.get(position) for position, _ in chosen),
+        given,
         rounds,
         statistics.fmean(sizes.values()) if sizes else None,
     )
+
+
+def _evenly(positions: list[int], count: int) -> list[int]:
+    """Return `count` of the positions, spread over them; all where there are no more."""
+    if len(positions) <= count:
+        return positions
+    return [positions[(number + 1) * len(positions) // (count + 1)] for number in range(count)]
 
 
 class ItemLengths:

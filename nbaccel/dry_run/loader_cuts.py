@@ -15,27 +15,30 @@ import hashlib
 import itertools
 import math
 import os
-import statistics
-import sys
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
-from nbaccel.dry_run.batch_choice import FIRST, ChosenBatches, ItemLengths, choose
+from nbaccel.dry_run.batch_choice import ChosenBatches, ItemLengths, choose
 from nbaccel.dry_run.decisions import SharedDecisions
 from nbaccel.dry_run.loop_log import DryRunEnded
-from nbaccel.dry_run.worker_times import BatchesMade, WorkerTimes
-from nbaccel.notices import PACKAGE_DIR
+from nbaccel.dry_run.one_pass import (
+    ROUNDS,
+    LoopRecords,
+    OnePass,
+    PassWatcher,
+    is_drawn_by_for,
+    name_of,
+    users_frames,
+)
+from nbaccel.dry_run.worker_times import WorkerTimes
 
-__all__ = ["LoaderCuts", "LoopRecords", "OnePass", "PassOfLog", "PassWatcher"]
+__all__ = ["LoaderCuts"]
 
-_ROUNDS = 3
 _MOST_ROUNDS, _MORE_SECONDS = 40, 2.0
 """Limits of the second pass at a place, which is as long as the sooner of them allows."""
 
@@ -46,114 +49,7 @@ _MOST_BEGINS = 3
 _MOST_LOOKS = 200
 """Begins of a loader at one place that are left after a single batch, such as ``next(iter(loader))``."""
 
-_DEEPEST = 40
 _CUT = "_nbaccel_cut"
-_BETWEEN = frozenset({"contextlib", "fastprogress", "rich", "runpy", "threading", "tqdm"})
-"""Modules whose frames are passed by: they begin a pass for the program, or run it."""
-
-
-class PassOfLog(Protocol):
-    """One iteration over a loader, as the log of the loops counts it."""
-
-    def batch(self, size: float | None, kind: str, waited_s: float, made_s: float | None) -> None:
-        """Note that a batch is handed out next, for which the loop has waited `waited_s` seconds.
-
-        made_s: seconds in which a worker process makes a batch; None where that is unknown.
-        """
-
-    def end(self, is_whole: bool) -> None:
-        """Note the end of the pass.  is_whole: it gave all batches that the loader has."""
-
-
-class LoopRecords(Protocol):
-    """Part of the log of the loops that is told of passes."""
-
-    def begin_pass(
-        self, place: str, name: str, batches: int | None, mean_size: float | None, workers: int
-    ) -> PassOfLog:
-        """Begin a pass that has `batches` batches in a whole run, which are made by so many worker processes."""
-
-    def excluded(self) -> AbstractContextManager[None]:
-        """Return what leaves the time that is spent within it out of all times."""
-
-    def present(self) -> tuple[Any, ...]:
-        """Return a value that is equal as long as no loop of the program has moved."""
-
-
-class PassWatcher(Protocol):
-    """Observer of passes, such as the one that measures where the time of a step goes."""
-
-    def begin_pass(self, this: OnePass) -> None: ...
-
-    def batch(self, this: OnePass, size: float | None, kind: str) -> None: ...
-
-    def end_pass(self, this: OnePass) -> None: ...
-
-
-@dataclass(eq=False)
-class OnePass:
-    """One iteration over a loader in a dry run.
-
-    place: where the program has begun it, its line first, then those that called it.  name: of the loader.
-    key: of passes at the same place over such a loader.  number: how many of them came before.
-    batches: of the whole pass for the loop; None where unknown.
-    stride: batches of the loader that are read for one of the loop: by several ranks that take turns.
-    window: batches of the loop that belong together, since an optimizer steps once in them; a round has as many.
-    is_alike: every rank must be given the same batches, since they are split over the ranks afterwards.
-    begun: identifies the loader, the place, and the rounds of the program's loops.
-
-    workers: processes that make its batches.
-    given: batches that the loop had.  reached: the round of the last one.
-    waited_s: seconds for which it waited for the next one.
-    more: rounds beyond the usual ones; None until that is decided.
-    chosen: batches that are given; None until they are known, and where they are the first ones.
-    scan_s: seconds in which the batches were chosen.  made: times of worker processes.
-    """
-
-    place: str
-    name: str
-    key: str
-    number: int
-    batches: int | None
-    stride: int
-    window: int
-    is_alike: bool
-    begun: tuple[Any, ...]
-    workers: int = 0
-    given: int = 0
-    reached: int = -1
-    waited_s: float = 0.0
-    scan_s: float = 0.0
-    made: BatchesMade | None = None
-    more: int | None = None
-    chosen: ChosenBatches | None = None
-    log: PassOfLog | None = None
-    is_over: bool = False
-    times: list[float] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        """Batches that the loop gets, as far as is known."""
-        rounds = len(self.chosen.positions) if self.chosen is not None else _ROUNDS + (self.more or 0)
-        return rounds * self.window
-
-    @property
-    def is_whole(self) -> bool:
-        """True if the loop got all batches of the loader."""
-        return self.chosen is not None and self.chosen.are_all and self.reached >= len(self.chosen.positions) - 1
-
-    def present_kind(self) -> tuple[float | None, str]:
-        """Return size and kind of the batches of the round that the pass has reached."""
-        if self.chosen is None:
-            return None, FIRST
-        at = min(self.reached, len(self.chosen.positions) - 1)
-        return self.chosen.sizes[at], self.chosen.kinds[at]
-
-    @property
-    def round_s(self) -> float:
-        """Seconds of a round, without the first one, which is slower."""
-        gaps = [after - before for before, after in itertools.pairwise(self.times)]
-        return statistics.median(gaps[1:] or gaps) * self.window if gaps else 0.0
 
 
 class LoaderCuts:
@@ -235,6 +131,7 @@ class LoaderCuts:
             this = self.begin_pass(loader, _length_of(loader), stride)
             try:
                 while True:
+                    self.note_draw(this)
                     with self._reading_for(this), self.waiting(this):
                         batch = next(batches, batches)  # which it never yields
                     if batch is batches:
@@ -272,7 +169,7 @@ class LoaderCuts:
         if stride is None:
             stride = self._stride
             batches = None if batches is None else math.ceil(batches / stride)
-        frames = list(_users_frames())
+        frames = list(users_frames())
         place = " < ".join(f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in frames) or "?"
         if loader not in self._numbers:
             self._numbers[loader] = next(self._next_number)
@@ -283,7 +180,7 @@ class LoaderCuts:
         self._passes[key] += 1
         return OnePass(
             place,
-            _name_in(frames, loader),
+            name_of(frames, loader),
             key,
             number,
             batches,
@@ -314,7 +211,7 @@ class LoaderCuts:
     def _more_by_time(self, this: OnePass) -> int:
         round_s = self._round_s.get(this.key, _MORE_SECONDS)
         rounds = int(min(_MOST_ROUNDS, _MORE_SECONDS / max(round_s, 1e-6)))
-        return max(0, rounds - _ROUNDS)
+        return max(0, rounds - ROUNDS)
 
     def choose(self, this: OnePass, dataset: Any, rounds: Sequence[Sequence[Any]], has_last: bool) -> ChosenBatches:
         """Decide which of `rounds` are given in the pass; collective where all ranks must be given the same."""
@@ -349,6 +246,18 @@ class LoaderCuts:
         with self.part("loader"):
             yield
         this.waited_s += time.perf_counter() - began - (this.scan_s - scanned)
+
+    def note_draw(self, this: OnePass) -> None:
+        """Note that a batch is drawn next, and whether by a call that differs from the one before.
+
+        A `for` ends with its loader. A ``next(iterator)`` in a loop that counts its steps would fail at the end; so
+        would a second one in another line. The log ends such loops. A ``list(loader)`` draws in one place, and ends.
+        """
+        frame = next(users_frames(passes_bars=False), None)
+        before, this.drawn_at = this.drawn_at, ()
+        if frame is not None and not is_drawn_by_for(frame):
+            this.drawn_at = frame.f_code, frame.f_lasti, self._log.present()
+        this.goes_on = bool(before and this.drawn_at) and before != this.drawn_at
 
     def start(self, this: OnePass) -> None:
         """Note that the first batch is read next, or was read: the log begins the pass. Once for each pass."""
@@ -470,13 +379,12 @@ class _Cut:
 
         self._cuts = cuts
         self._is_map = iterator._dataset_kind == _DatasetKind.Map
-        self._dataset = iterator._dataset
-        self._length = _length_of(iterator._index_sampler if self._is_map else loader)
+        length = _length_of(iterator._index_sampler if self._is_map else loader)
         self.is_announced = cuts.reader is not None
-        self.this = cuts.reader or cuts.begin_pass(loader, self._length, None)
+        self.this = cuts.reader or cuts.begin_pass(loader, length, None)
         if iterator._num_workers:
             self.this.made = cuts.worker_times.share(iterator._num_workers) if earlier is None else earlier.this.made
-        self._given: Iterator[Any] | None = None
+        self._given: _GivenIndices | None = None
         self._left = weakref.finalize(iterator, self.end)
         self._left.atexit = False
         iterator.__dict__[_CUT] = self
@@ -490,45 +398,19 @@ class _Cut:
             if iterator._num_workers and is_first:
                 self._cuts.start(self.this)
         elif is_first or self._given is None:
-            self._given = self._indices(iterator._sampler_iter)
+            self._given = _GivenIndices(self.this, self._cuts, iterator)
             if iterator._num_workers:
-                self._given = iter(list(self._given))
+                self._given.choose()
         if self._given is not None:
             iterator._sampler_iter = self._given
-
-    def _indices(self, drawn: Iterator[Any]) -> Iterator[Any]:
-        """Yield the indices of the chosen batches. Nothing is drawn before the first is asked for, as in torch."""
-        this = self.this
-        with self._cuts.choosing(this):
-            batches, has_last = self._listed(drawn)
-            size = this.stride * this.window
-            rounds = [batches[start : start + size] for start in range(0, len(batches), size)]
-            if self._length is None and not has_last:
-                given = rounds[: _ROUNDS + self._cuts.more_of(this)]
-            elif rounds:
-                chosen = self._cuts.choose(this, self._dataset, rounds, has_last)
-                given = [rounds[position] for position in chosen.positions]
-            else:
-                given = []
-        self._cuts.start(this)
-        yield from itertools.chain.from_iterable(given)
-
-    def _listed(self, drawn: Iterator[Any]) -> tuple[list[Any], bool]:
-        """Return the indices of the pass, and whether these are all."""
-        limit = _MOST_WITHOUT_END if self._length is None else _MOST_INDICES
-        batches, samples = [], 0
-        for batch in drawn:
-            batches.append(batch)
-            samples += len(batch) if isinstance(batch, Sequence) else 1
-            if samples >= limit:
-                break
-        return batches, samples < limit
 
     def read(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
         """Return the next batch, by torch's function `real`."""
         cuts, this, before = self._cuts, self.this, iterator._num_yielded
+        if not self.is_announced:
+            cuts.note_draw(this)
         if not self._is_map:
-            if before >= (_ROUNDS + cuts.more_of(this)) * this.stride * this.window:
+            if before >= (ROUNDS + cuts.more_of(this)) * this.stride * this.window and not this.goes_on:
                 iterator._next_data = _end_of_stream
             cuts.start(this)
         try:
@@ -547,6 +429,53 @@ class _Cut:
             self._cuts.end_pass(self.this)
 
 
+class _GivenIndices(Iterator[Any]):
+    """The indices of the chosen batches. Nothing is drawn before the first is asked for, as in torch."""
+
+    def __init__(self, this: OnePass, cuts: LoaderCuts, iterator: Any) -> None:
+        self._this = this
+        self._cuts = cuts
+        self._drawn = iterator._sampler_iter
+        self._length = _length_of(iterator._index_sampler)
+        self._dataset = iterator._dataset
+        self._batches: list[Any] | None = None
+        self._given = self._at = 0
+
+    def __next__(self) -> Any:
+        batches = self.choose() if self._batches is None else self._batches
+        if self._at >= len(batches) or (self._at >= self._given and not self._this.goes_on):
+            raise StopIteration
+        self._at += 1
+        return batches[self._at - 1]
+
+    def choose(self) -> list[Any]:
+        """Draw the indices of the pass, and return those of the chosen batches, followed by spare ones."""
+        this = self._this
+        with self._cuts.choosing(this):
+            batches, has_last = self._listed()
+            size = this.stride * this.window
+            rounds = [batches[start : start + size] for start in range(0, len(batches), size)]
+            given = ROUNDS + self._cuts.more_of(this)
+            if rounds and (has_last or self._length is not None):
+                chosen = self._cuts.choose(this, self._dataset, rounds, has_last)
+                rounds, given = [rounds[position] for position in chosen.positions], chosen.given
+            self._given = sum(map(len, rounds[:given]))
+            self._batches = list(itertools.chain.from_iterable(rounds))
+        self._cuts.start(this)
+        return self._batches
+
+    def _listed(self) -> tuple[list[Any], bool]:
+        """Return the indices of the pass, and whether these are all."""
+        limit = _MOST_WITHOUT_END if self._length is None else _MOST_INDICES
+        batches, samples = [], 0
+        for batch in self._drawn:
+            batches.append(batch)
+            samples += len(batch) if isinstance(batch, Sequence) else 1
+            if samples >= limit:
+                break
+        return batches, samples < limit
+
+
 def _end_of_stream() -> Any:
     raise StopIteration
 
@@ -563,32 +492,6 @@ def _shares_out(loader: Any) -> bool:
     parts = tops + [getattr(top, name, None) for top in tops for name in ("sampler", "batch_sampler")]
     names = ("num_replicas", "num_processes")
     return any(getattr(part, name, None) not in (None, 1) for part in parts for name in names)
-
-
-# -- the program's lines
-
-
-def _users_frames() -> Iterator[FrameType]:
-    """Yield the frames of the program that led here, innermost first: not this package's, nor torch's."""
-    torch = sys.modules["torch"]
-    passed_by = (PACKAGE_DIR, os.path.dirname(str(torch.__file__)) + os.sep)
-    frame: FrameType | None = sys._getframe(1)
-    depth = 0
-    while frame is not None and depth < _DEEPEST:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in _BETWEEN and not frame.f_code.co_filename.startswith(passed_by):
-            depth += 1
-            yield frame
-        frame = frame.f_back
-
-
-def _name_in(frames: Sequence[FrameType], loader: Any) -> str:
-    """Return the variable that holds `loader`, or a description of it."""
-    for frame in frames:  # a function's own variables are not read: its frame would hold a copy of them all
-        for name, each in list(frame.f_globals.items()):
-            if each is loader and not name.startswith("_"):
-                return name
-    return f"a loader over {type(loader.dataset).__qualname__}"
 
 
 def _file_name(this: OnePass, what: str) -> str:

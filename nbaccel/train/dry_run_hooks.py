@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from nbaccel.dry_run.decisions import SharedDecisions
-from nbaccel.dry_run.loader_cuts import LoaderCuts, OnePass
+from nbaccel.dry_run.loader_cuts import LoaderCuts
 from nbaccel.dry_run.loop_log import LoopLog
 from nbaccel.dry_run.memory_peaks import MemoryPeaks
+from nbaccel.dry_run.one_pass import OnePass
 from nbaccel.dry_run.saved_files import SavedFiles
 from nbaccel.dry_run.step_times import StepTimes
 from nbaccel.settings import EACH, RunSettings

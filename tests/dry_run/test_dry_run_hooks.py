@@ -106,6 +106,16 @@ def test_ranks_give_equally_many_more_batches_in_a_second_epoch(tmp_path: Path) 
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def drawn_by_next(folder: Path) -> list[int]:
+    with DryRun(folder) as run:
+        iterator = iter(Accelerator().prepare(sentences()))
+        return [len(next(iterator)) for _ in run.rounds(5)]
+
+
+def test_a_prepared_loader_gives_what_a_loop_draws_that_counts_its_steps(tmp_path: Path) -> None:
+    assert run_ranks(2, drawn_by_next, tmp_path) == [[4] * 5] * 2
+
+
 def no_backward(folder: Path) -> int:
     """Rank 0 alone looks, which must not wait for rank 1."""
     accelerator = Accelerator()

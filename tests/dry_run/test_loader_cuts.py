@@ -257,6 +257,59 @@ def test_another_place_begins_with_three() -> None:
         assert len(list(loader)) == 3
 
 
+# -- programs that draw by `next`
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_loop_of_the_program_that_counts_its_steps_gets_what_it_draws(workers: int) -> None:
+    """It would fail where the loader ends. The log ends it, after six rounds."""
+    loader = DataLoader(TensorDataset(torch.arange(400)), 2, num_workers=workers)
+    with Cutting() as cutting:
+        iterator = iter(loader)
+        given = [next(iterator)[0][0].item() for _ in cutting.rounds(9)]
+        del iterator
+    assert len(set(given)) == 9
+    assert cutting.log.kinds == [["longest", "between", "last", *["between"] * 6]]
+    assert cutting.log.ended == [False]
+
+
+def test_two_lines_that_draw_get_what_they_draw() -> None:
+    with Cutting():
+        iterator = iter(sentences())
+        first = next(iterator), next(iterator), next(iterator)
+        second = next(iterator), next(iterator), next(iterator)
+        assert next(iterator, None) is None
+    assert len({batch[0, 0].item() for batch in first + second}) == 6
+
+
+def test_of_a_stream_too() -> None:
+    with Cutting() as cutting:
+        iterator = iter(DataLoader(Stream(), 2))
+        assert len([next(iterator) for _ in cutting.rounds(9)]) == 9
+
+
+def test_a_list_of_batches_ends_with_the_loader() -> None:
+    loader = sentences()
+    with Cutting() as cutting:
+        assert [len(list(loader)) for _ in cutting.rounds(1)] == [3]
+        assert len([batch for _ in cutting.rounds(1) for batch in loader]) == 3
+        assert len(list(enumerate(loader))) == 3
+        assert len(list(zip(loader, range(9), strict=False))) == 3
+
+
+def test_a_generator_around_a_loader_ends_with_it() -> None:
+    def moved(loader: Any) -> Iterator[Any]:
+        for batch in loader:
+            yield batch + 1
+
+    with Cutting() as cutting:
+        seen = 0
+        for _ in moved(sentences()):
+            cutting.log.round += 1
+            seen += 1
+    assert seen == 3
+
+
 # -- loops that are not the program's
 
 
