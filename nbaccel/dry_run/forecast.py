@@ -228,7 +228,9 @@ class _Reckoning:
         self.once_s += own.warm_up_s
         known = self._rounds(node, times)
         rounds = sum(map(_rounds_had, node.runs)) / len(node.runs) if known is None else known
-        start_s = sum(run["start_s"] for run in node.runs) / len(node.runs)
+        starts = [run["start_s"] for run in node.runs]
+        start_s = sum(starts[1:] or starts) / len(starts[1:] or starts)
+        self.once_s += max(0.0, starts[0] - start_s)
         inside = _seconds(own).times(rounds, rounds) + self._inner(node, rounds, times)
         if known is None:
             self.unknown.append(self._unknown(node, (inside.low_s + inside.high_s) / 2 / max(rounds, 1)))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol
 
 from nbaccel.dry_run.loop_totals import total_of
@@ -139,6 +139,13 @@ class Span:
     pending: records that are written when it comes to matter, and dropped if it does not.
     """
 
+    # Values that few spans change: a program may run a small loop a million times.
+    rounds: int = 0
+    began_s: float = 0.0
+    inner_s: float = 0.0
+    lifted_s: float = 0.0
+    pending: Sequence[dict[str, Any]] = ()
+
     def __init__(self, spans: OpenSpans, number: int, outer: Span | None) -> None:
         self.spans = spans
         self.number = number
@@ -146,24 +153,20 @@ class Span:
         self.outer_loop: Loop | None = outer if isinstance(outer, Loop) else getattr(outer, "outer_loop", None)
         self.id = 0 if outer is None else spans.new_id()
         self.outer_round = 0 if outer is None else outer.rounds
-        self.rounds: int = 0
-        self.began_s: float = 0.0
-        self.inner_s = self.lifted_s = 0.0
         self.matters = outer is None
-        self.pending: list[dict[str, Any]] = []
 
     def come_to_matter(self) -> None:
         self.matters = True
         for record in self.pending:
             self.spans.write(record)
-        self.pending = []
+        self.pending = ()
 
     def keep(self, record: dict[str, Any]) -> None:
         """Write the record of a part, now or when this span matters."""
         if self.matters:
             self.spans.write(record)
         elif len(self.pending) < MOST_RECORDS:
-            self.pending.append(record)
+            self.pending = [*self.pending, record]
 
     def place(self) -> dict[str, Any]:
         """Return what a record says of the place of this span."""
@@ -194,6 +197,9 @@ class Branch(Span):
         self.outer.keep({"kind": "branch", **self.place(), "seconds": seconds, "own_s": seconds - self.inner_s})
 
 
+_NO_ROUNDS: Mapping[str, int] = MappingProxyType({"began": 0, "drew": 0, "stepped": 0})
+
+
 class Loop(Span):
     """One run of a loop.
 
@@ -201,26 +207,33 @@ class Loop(Span):
     is_in_round: the body is running; False while the next item is made, or the test of a `while` is evaluated.
     """
 
+    end: str = ""
+    total: int | None = None
+    must_end: bool = False
+    is_in_round: bool = False
+    _size: float | None = None
+    _is_first_of_pass: bool = False
+    _own_s: float = 0.0
+    _waited_s: float = 0.0
+    _start_s: float = 0.0
+    _mark_s: float = 0.0  # when the round, or the waiting, began
+    _mark_inner_s: float = 0.0
+    _first_inner_s: float = 0.0  # when its time began to be taken
+    _has_inner: bool = False
+    _is_last_batch: bool = False
+    _kept: list[list[Any]] | None = None  # [own seconds, seconds of waiting, size of the batches, pass began]
+    _rounds: Mapping[str, int] = _NO_ROUNDS  # how many began a pass, drew, stepped
+    _last_rounds: Mapping[str, int] = _NO_ROUNDS  # which one did so last
+    _passes: Sequence[Drawn] = ()
+    _iterated: Drawn | None = None  # the pass that the loop itself iterates, which ends the loop
+    _every: dict[int, dict[str, Any]] | None = None
+    _compared: dict[int, dict[str, Any]] | None = None
+
     def __init__(self, spans: OpenSpans, number: int, outer: Span) -> None:
         super().__init__(spans, number, outer)
-        self.end = ""
-        self.total: int | None = None
-        self.must_end = False
-        self.is_in_round = False
         self.is_timed = spans.unimportant[number] < _TIMED
-        self._kept: list[list[Any]] = []  # [own seconds, seconds of waiting, size of the batches, pass began]
-        self._size: float | None = None
-        self._is_first_of_pass = False
-        self._own_s = self._waited_s = self._start_s = 0.0
-        self._mark_s = self._mark_inner_s = 0.0  # when the round, or the waiting, began
-        self._rounds = {"began": 0, "drew": 0, "stepped": 0}
-        self._last_rounds = {"began": 0, "drew": 0, "stepped": 0}
-        self._has_inner = False
-        self._is_last_batch = False
-        self._passes: list[Drawn] = []
-        self._iterated: Drawn | None = None  # the pass that the loop itself iterates, which ends the loop
-        self._every: dict[int, dict[str, Any]] = {}
-        self._compared: dict[int, dict[str, Any]] = {}
+        if self.is_timed:
+            self._kept = []
 
     # --- from begin to end --------------------------------------------------------------------------------------
 
@@ -247,6 +260,7 @@ class Loop(Span):
         self.outer.inner_s += seconds - self.lifted_s
         if self.end == "cut" and self.outer_loop is not None:
             self.outer_loop._has_inner = True
+        rest_s = seconds - self._own_s - self._waited_s - self._start_s - (self.inner_s - self._first_inner_s)
         limiting = [] if self.end in ("cut", "error") else self._limiting()
         self.spans.write(
             {
@@ -256,14 +270,14 @@ class Loop(Span):
                 "total": self.total,
                 "rounds": self.rounds,
                 "seconds": seconds,
-                "start_s": self._start_s,
+                "start_s": self._start_s + max(rest_s, 0.0),  # that of the end, as of workers, with that of the start
                 "own_s": self._own_s,
                 "waited_s": self._waited_s,
                 "kept": self._kept,
                 "is_cut_by_pass": bool(limiting),
                 "passes": [each.in_short() for each in limiting or self._passes[-MOST_BATCHES:]],
-                "every": self._every,
-                "compared": self._compared,
+                "every": self._every or {},
+                "compared": self._compared or {},
             }
         )
 
@@ -313,7 +327,7 @@ class Loop(Span):
         if self.rounds == 1:
             self._start_s, waited_s = (waited_s, 0.0) if self._is_first_of_pass else (0.0, waited_s)
         self._waited_s += waited_s
-        if len(self._kept) < KEPT:
+        if self._kept is not None and len(self._kept) < KEPT:
             self._kept.append([None, waited_s, self._size, self._is_first_of_pass])
         self._size, self._is_first_of_pass = None, False
         self._mark_s, self._mark_inner_s = now, self.inner_s
@@ -335,8 +349,9 @@ class Loop(Span):
     def come_to_matter(self) -> None:
         if not self.is_timed:
             self.is_timed = True
+            self._kept = []
             self.began_s = self._mark_s = self.spans.now()
-            self._mark_inner_s = self.inner_s
+            self._mark_inner_s = self._first_inner_s = self.inner_s
         self.spans.note_setup(self.began_s)
         super().come_to_matter()
 
@@ -346,8 +361,8 @@ class Loop(Span):
         """Count the present round, or the coming one while it is waited for, and return the number of such rounds."""
         present = self.rounds + (not self.is_in_round)
         if self._last_rounds[what] != present:
-            self._last_rounds[what] = present
-            self._rounds[what] += 1
+            self._last_rounds = {**self._last_rounds, what: present}
+            self._rounds = {**self._rounds, what: self._rounds[what] + 1}
         return self._rounds[what]
 
     def _has_had(self, what: str, most: int) -> bool:
@@ -380,8 +395,8 @@ class Loop(Span):
         if self.spans.innermost() is not self:
             return
         if drawn not in self._passes:
-            self._passes = [each for each in self._passes if not each.is_over]  # `drawn` goes on in their place
-            self._passes.append(drawn)
+            # it goes on in the place of those that are over
+            self._passes = [*(each for each in self._passes if not each.is_over), drawn]
         drawn.last_drawn_in = self.id, self.rounds + (not self.is_in_round)
         self._is_last_batch = is_last
         if size is not None:
@@ -399,6 +414,8 @@ class Loop(Span):
     def every(self, number: int, value: int, period: int, remainder: int, is_true: bool) -> bool:
         if self.is_long():
             return is_true
+        if self._every is None:
+            self._every = {}
         seen = self._every.setdefault(number, {"period": period, "remainder": remainder, "values": [], "forced": []})
         if len(seen["values"]) < KEPT:
             seen["values"].append([self.rounds, value])
@@ -410,7 +427,7 @@ class Loop(Span):
 
     def moves_within_a_round(self, number: int, value: int) -> bool:
         """Return whether a value has been another one in the same round: then it counts an inner loop."""
-        values = self._every.get(number, {}).get("values", ())
+        values = (self._every or {}).get(number, {}).get("values", ())
         return bool(values) and values[-1][0] == self.rounds and values[-1][1] != value
 
     def _is_last_round(self) -> bool:
@@ -430,6 +447,8 @@ class Loop(Span):
     def keep_compared(self, number: int, left: Any, op: str, right: Any) -> None:
         if not (_is_number(left) and _is_number(right)):
             return
+        if self._compared is None:
+            self._compared = {}
         seen = self._compared.setdefault(number, {"op": op, "values": []})
         if len(seen["values"]) < KEPT:
             round_number = self.rounds + (not self.is_in_round)

@@ -54,6 +54,9 @@ function ("" for code outside of functions). A branch has "every", the numbers o
 _NOT_REWRITTEN = frozenset({"forward", "__getitem__", "__getitems__", "__len__", "collate_fn"})
 """Functions that train nothing: they are called for each batch or sample, by compiled models or in other processes."""
 
+_COMPILERS = frozenset({"compile", "jit", "njit", "script", "vectorize", "guvectorize", "function", "kernel"})
+"""Last names of decorators that translate a function into other code: torch, Numba, JAX, Triton, TensorFlow."""
+
 _OPERATORS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "=="}
 _LONGEST_HEAD = 80
 _FUTURE = 0x1FE0000
@@ -147,7 +150,7 @@ class _Rewriter:
 
     def _inner_scope(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
         outer = self._is_on, self._loops
-        is_plain = isinstance(node, ast.FunctionDef) and node.name not in _NOT_REWRITTEN
+        is_plain = isinstance(node, ast.FunctionDef) and node.name not in _NOT_REWRITTEN and not _is_compiled(node)
         self._is_on, self._loops = is_plain and not _is_generator(node), []
         self._names.append(node.name)
         self._blocks_of(node)
@@ -272,6 +275,12 @@ def _period(node: ast.expr) -> tuple[ast.expr, ast.expr, ast.expr, bool] | None:
 def _is_limit(node: ast.Compare) -> bool:
     sides = [node.left, *node.comparators]
     return len(sides) == 2 and type(node.ops[0]) in _OPERATORS and not all(isinstance(s, ast.Constant) for s in sides)
+
+
+def _is_compiled(node: ast.FunctionDef) -> bool:
+    """Return whether a decorator translates a function: a compiler does not know the log."""
+    called = (each.func if isinstance(each, ast.Call) else each for each in node.decorator_list)
+    return any(ast.unparse(each).rpartition(".")[2] in _COMPILERS for each in called)
 
 
 def _rest_is_about(parts: list[ast.expr], one: ast.expr) -> bool:

@@ -250,8 +250,17 @@ def test_a_comparison_ends_a_loop_if_it_alone_decides(test: str, ends: list[str]
     assert [entry["head"] for entry in table if entry["kind"] == "compare"] == ends
 
 
-def test_loops_of_coroutines_and_of_functions_for_single_samples_stay_as_they_are(reached: set[int]) -> None:
+def test_loops_of_coroutines_generators_compiled_functions_and_such_for_single_samples_stay(reached: set[int]) -> None:
     text = """
+        def compile(*_): return lambda function: function
+        @compile(3)
+        def compiled(n):
+            for x in range(n):
+                if x % 2 == 0: pass
+        def numbers():
+            for x in range(3):
+                while x:
+                    yield x
         async def f():
             for x in range(3): pass
             return x
