@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.aborting import on_renewal
 from nbaccel.answers import MapJob
-from nbaccel.dry_run.rank_records import SAVES, RankRecords
+from nbaccel.dry_run.rank_records import SAVES
 from nbaccel.settings import RunSettings
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.distributed.partial_state import current_world
@@ -44,8 +44,6 @@ def setup_rank(
     binds_accelerator: False when the cell defines that name itself.
     """
     settings, world = RunSettings.from_env(), current_world()
-    if settings.dry_run:
-        _prepare_dry_run(Path(settings.dry_run), world.rank)
     if world.is_distributed:
         use_own_device(world)
     if settings.seed is not None:
@@ -57,15 +55,6 @@ def setup_rank(
     if settings.independent or settings.strict:
         return None
     return ImplicitTraining(world, settings) if world.is_distributed else LoneTraining()
-
-
-def _prepare_dry_run(folder: Path, rank: int) -> None:
-    from nbaccel.train.gather_watch import watch_gathers
-    from nbaccel.train.redirected_checkpoints import redirect_checkpoints
-
-    watch_gathers(RankRecords(folder, rank).write)
-    if (saves := folder.with_name(SAVES)).is_dir():
-        redirect_checkpoints(str(saves))
 
 
 def map_in_rank(
@@ -87,5 +76,8 @@ def call_with_accelerator(function: Callable[..., Any], args: tuple[Any, ...], k
 def dry_run_parts(log: LoopLog, write: Callable[[Mapping[str, Any]], None], folder: Path) -> DryRunParts:
     """Return what cuts the loaders of this rank in a dry run, and measures; see `%%accelerate --check`."""
     from nbaccel.train.dry_run_hooks import DryRunParts
+    from nbaccel.train.redirected_checkpoints import redirect_checkpoints
 
+    if (saves := folder.with_name(SAVES)).is_dir():
+        redirect_checkpoints(str(saves))
     return DryRunParts(log, write, folder)

@@ -80,8 +80,8 @@ class CellCheck:
         snapshot = None
         if shield.why_not:
             self._say(
-                f"files are not shielded here: {shield.why_not}. Saves of torch, safetensors and nbaccel are redirected, "
-                "and what else the cell writes is real"
+                f"files are not shielded here: {shield.why_not}. Saves of torch, safetensors and nbaccel are "
+                "redirected, and what else the cell writes is real"
             )
             (folder / SAVES).mkdir()
             snapshot = FolderSnapshot.of(Path.cwd())

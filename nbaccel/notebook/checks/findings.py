@@ -1,4 +1,4 @@
-"""DryRunResult: what the ranks of a dry run have recorded and reported, as values. Runs in the kernel."""
+"""DryRunResult: the records and reports of the ranks of a dry run, as values. Runs in the kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nbaccel.launch.diagnosis import failed_alike
 from nbaccel.launch.ipc.reports import ErrorLink
 from nbaccel.launch.processes.launch_result import LaunchResult
 
-__all__ = ["DryRunResult", "FoundError", "Save"]
+__all__ = ["DryRunResult", "FoundError", "LineOfSaves"]
 
 Record = Mapping[str, Any]
 
@@ -23,7 +23,7 @@ class FoundError:
 
     text: in one line.  file, line: of the innermost place in the program; line 0 if there is none.
     where: "rank 1", "all 2 ranks".  more: what the launcher adds: where the others were, what to do.
-    is_memory: the rank ran out of memory.
+    is_memory: the rank ran out of memory.  rank: the one that failed first.
     """
 
     text: str
@@ -32,10 +32,11 @@ class FoundError:
     line: int = 0
     more: str = ""
     is_memory: bool = False
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class LineOfSaves:
     """Saves by one line of the program, or by one function.
 
     path: of the last one.  nbytes, seconds: of the largest one.  paths: different ones.  loops: numbers of the loops
@@ -52,7 +53,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class DryRunResult:
-    """What was found.
+    """The findings of one dry run.
 
     records: of each rank, oldest first.  facts: of each rank, from its report; empty for a rank that left none.
     seconds: that the dry run took, with the start of its ranks.  noise: see `forecast.measure_noise`.
@@ -126,14 +127,14 @@ class DryRunResult:
         peak: Record = self.last("peak", rank).get("peaks", {}).get(kind, {})
         return peak
 
-    def saves(self) -> list[Save]:
+    def saves(self) -> list[LineOfSaves]:
         """Return the saves of rank 0, those in the same loops with paths that differ in numbers as one."""
         groups: dict[tuple[Any, ...], list[Record]] = {}
         for record in self.of_kind("save"):
             key = re.sub(r"\d+", "#", str(record["path"])), tuple(record["loops"])
             groups.setdefault(key, []).append(record)
         return [
-            Save(
+            LineOfSaves(
                 str(each[-1]["path"]),
                 max(record["bytes"] for record in each),
                 max(record["seconds"] for record in each),
@@ -163,13 +164,11 @@ def _error_of(outcome: LaunchResult) -> FoundError | None:
         return None
     rank = ended.first_failed
     if ended.hang is not None or rank is None:
-        head, _, rest = str(error).partition("\n")
-        return FoundError(head, "", more=rest)
+        return _as_text(error, "")
     where = f"all {len(ended.reports)} ranks" if failed_alike(ended) else f"rank {rank}"
     report = ended.reports[rank]
     if report is None or not report.links:
-        head, _, rest = str(error).partition("\n")
-        return FoundError(head, where, more=rest)
+        return _as_text(error, where)
     link = report.links[-1]
     file, line = _place_of(link)
     head, *rest = "\n".join(link.headline or [link.type_name]).splitlines()
@@ -182,11 +181,17 @@ def _error_of(outcome: LaunchResult) -> FoundError | None:
         line,
         "\n".join(dict.fromkeys([*rest, *"\n".join(notes).splitlines()])),
         kind is Failure.OUT_OF_MEMORY,
+        rank,
     )
+
+
+def _as_text(error: BaseException, where: str) -> FoundError:
+    head, _, rest = str(error).partition("\n")
+    return FoundError(head, where, more=rest)
 
 
 def _place_of(link: ErrorLink) -> tuple[str, int]:
     """Return the innermost place of the notebook's own code, else of any; ("", 0) without one."""
     own = [place for place in link.places if place[0].startswith("Cell In[")]
-    file, line, *_ = (own or link.places or [("", 0)])[-1]
-    return str(file), int(line)
+    places = own or link.places
+    return (places[-1][0], places[-1][1]) if places else ("", 0)

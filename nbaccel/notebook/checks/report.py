@@ -16,7 +16,7 @@ from nbaccel.dry_run.unreached_lines import not_reached
 from nbaccel.hardware import Platform
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.tasks.cell_code import CellSource
-from nbaccel.notebook.checks.findings import DryRunResult, FoundError, Save
+from nbaccel.notebook.checks.findings import DryRunResult, FoundError, LineOfSaves
 from nbaccel.quantities import amount, duration, listed, plural
 
 __all__ = ["CheckReport", "ReportLine"]
@@ -161,7 +161,7 @@ class _Writer:
                 YELLOW, f"{head}: it needs the network, which a check leaves alone: load it in a cell before this one"
             )
         if error.is_memory:
-            at = _at_batch((self._found.peak("device") or self._found.peak("host")).get("batch"))
+            at = _at_batch(self._found.last("peak", error.rank).get("batch"))
             return ReportLine(RED, f"{head}: out of memory{at}: {error.text}{more}")
         return ReportLine(RED, f"{head}: {error.text}{more}" if head else f"{error.text}{more}")
 
@@ -195,8 +195,8 @@ class _Writer:
                 shown = ", ".join(f"{value} in rank {rank}" for rank, value in enumerate(values[:4]))
                 yield ReportLine(
                     RED,
-                    f"{name} depends on the rank ({shown}), and --out brings that of rank 0: gather what it is computed "
-                    "from first, predictions and labels by accelerator.gather_for_metrics",
+                    f"{name} depends on the rank ({shown}), and --out brings that of rank 0: gather what it is "
+                    "computed from first, predictions and labels by accelerator.gather_for_metrics",
                 )
         others = [name for name, _ in differing if name not in asked]
         if others and self._plan.options.names_back is None:
@@ -311,7 +311,7 @@ class _Writer:
             else:
                 yield ReportLine(OK, f"{words}; {amount(free)} free")
 
-    def _times_of(self, save: Save) -> int | None:
+    def _times_of(self, save: LineOfSaves) -> int | None:
         return save.count if not save.loops else None
 
     def _out(self) -> Iterator[ReportLine]:
