@@ -141,11 +141,11 @@ def test_without_worker_processes_it_is_not() -> None:
 
 
 class Stream(IterableDataset[Tensor]):
-    def __init__(self, count: int | None = None) -> None:
+    def __init__(self, count: int = 400) -> None:
         self._count = count
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (torch.tensor([number]) for number in itertools.islice(itertools.count(), self._count))
+        return (torch.tensor([number]) for number in range(self._count))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
