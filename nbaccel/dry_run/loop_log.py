@@ -54,6 +54,7 @@ class LoopLog:
         self._own, self._is_here = self._open.own, self._open.is_here
         self._homes: dict[int, int] = {}  # of each period, the number of the loop whose rounds it counts
         self._asked: Loop | None = None  # the loop of the last period
+        self._first_values: dict[int, int] = {}  # of each period
 
     # --- what rewritten code calls ------------------------------------------------------------------------------
 
@@ -87,7 +88,10 @@ class LoopLog:
         is_count = type(value) is int and type(period) is int and type(remainder) is int
         loop = self._home_of(number, value) if is_count and self._is_here() else None
         self._asked = loop
-        return is_true if loop is None else loop.every(number, value, period, remainder, is_true)
+        if loop is None:
+            return is_true
+        has_moved = self._first_values.setdefault(number, value) != value  # the number of a rank does not
+        return loop.every(number, value, period, remainder, is_true, has_moved)
 
     def branch(self, number: int) -> Any:
         """Return the context in which the body of a periodic `if` runs."""

@@ -32,6 +32,8 @@ KEPT = 64
 _TIMED = 20
 """Runs of one loop without a draw or a step, after which its rounds are not timed any more."""
 
+_MOST_COUNTED = 2**53
+
 MOST_RECORDS = 64
 """Records of branches that a loop keeps until it is known to matter, and rounds after which it makes none."""
 
@@ -411,7 +413,8 @@ class Loop(Span):
         last = [each for each in self._passes if each.last_drawn_in[1] >= self.rounds - 1]
         return last if any(each.is_cut for each in last) else []
 
-    def every(self, number: int, value: int, period: int, remainder: int, is_true: bool) -> bool:
+    def every(self, number: int, value: int, period: int, remainder: int, is_true: bool, has_moved: bool) -> bool:
+        """Keep a value, and return whether its period is to hold now.  has_moved: the value is not always the same."""
         if self.is_long():
             return is_true
         if self._every is None:
@@ -419,7 +422,7 @@ class Loop(Span):
         seen = self._every.setdefault(number, {"period": period, "remainder": remainder, "values": [], "forced": []})
         if len(seen["values"]) < KEPT:
             seen["values"].append([self.rounds, value])
-        if not is_true and not seen.get("was_true") and self._is_last_round():
+        if has_moved and not is_true and not seen.get("was_true") and self._is_last_round():
             seen["forced"].append(self.rounds)
             is_true = True
         seen["was_true"] = is_true or seen.get("was_true", False)
@@ -457,7 +460,9 @@ class Loop(Span):
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Return whether a value may be a counter. Numbers that a float cannot hold exactly are none."""
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    return is_real and bool(-_MOST_COUNTED < value < _MOST_COUNTED)
 
 
 def _plain(value: Any) -> int | float:

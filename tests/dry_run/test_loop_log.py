@@ -125,6 +125,11 @@ def test_a_period_that_never_comes_is_true_in_the_last_round(monkeypatch: pytest
     assert run.names["never"] == [], "three rounds are all that the loop has"
 
 
+def test_a_condition_on_the_number_of_a_rank_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "sent = []\nrank = 1\nfor i in range(99):\n    step()\n    if rank % 2 == 0: sent.append(i)"
+    assert run_dry(text, monkeypatch).names["sent"] == []
+
+
 def test_a_period_in_a_callback_counts_the_rounds_of_the_training_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_dry(
         """
@@ -222,8 +227,8 @@ def test_values_that_are_no_numbers_are_compared_and_not_kept(monkeypatch: pytes
     run = run_dry(
         """
         import numpy
-        n, name, ready = 0, "a", numpy.array([True])
-        while n < 9 and name < "b" and ready == True:
+        n, name, ready, best = 0, "a", numpy.array([True]), float("inf")
+        while n < 9 and name < "b" and ready == True and best > 1 and 10**400 > n:
             step()
             n += 1
         """,
