@@ -19,7 +19,7 @@ from nbaccel import Accelerator
 from nbaccel.dry_run.redirection import Redirection
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.processes.file_shield import FolderSnapshot
+from nbaccel.launch.processes.folder_snapshot import FolderSnapshot
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
 from nbaccel.settings import RunSettings
