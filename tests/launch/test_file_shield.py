@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from nbaccel.errors import LaunchRefused
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.processes.file_shield import FileShield, FolderSnapshot
+from nbaccel.launch.processes.file_shield import FileShield
 from nbaccel.launch.processes.mount_table import mount_tree
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
@@ -589,35 +589,3 @@ def test_free_bytes_are_those_of_the_disk_of_a_folder_that_does_not_exist_yet(tm
     disk = os.statvfs(tmp_path)
     free = FileShield.free_bytes(tmp_path / "none" / "yet")
     assert abs(free - disk.f_bavail * disk.f_frsize) < 1 << 30
-
-
-# -- files that have changed
-
-
-def test_files_that_were_made_changed_and_removed_are_listed(home: Path) -> None:
-    (home / ".git").mkdir()
-    (home / "__pycache__").mkdir()
-    (home / "link").symlink_to("/usr")
-    snapshot = FolderSnapshot.of(home)
-    assert snapshot.changed() == []
-    (home / ".git" / "index").touch()
-    (home / "__pycache__" / "x.pyc").touch()
-    (home / "new.txt").touch()
-    (home / "old.txt").write_text("NEW\n")
-    (home / "folder" / "kept.txt").unlink()
-    expected = [home / "folder" / "kept.txt", home / "new.txt", home / "old.txt"]
-    assert snapshot.changed() == [str(path) for path in expected]
-
-
-def test_a_folder_with_too_many_files_is_said_to_be_one(home: Path) -> None:
-    for number in range(5):
-        (home / f"{number}").touch()
-    snapshot = FolderSnapshot.of(home, most=4)
-    assert not snapshot.is_whole
-    (home / "0").write_text("changed")
-    (home / "1").unlink()
-    assert snapshot.changed() == [
-        str(home / "0"),
-        str(home / "1"),
-        f"{home} holds more than 4 files; new ones are not listed",
-    ]

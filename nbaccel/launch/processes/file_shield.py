@@ -1,8 +1,8 @@
 """File shield of a dry run: ranks that enter it write no file of the machine. Runs in the kernel.
 
 `FileShield` starts the process that holds the namespaces (`shield_holder`), and says why there is none where Linux, a
-container or a system administrator forbids them. Ranks enter by `worker/shielded.py`. There, `FolderSnapshot` finds the
-files that have changed.
+container or a system administrator forbids them. Ranks enter by `worker/shielded.py`. Where there is no shield,
+`FolderSnapshot` finds the files that have changed.
 
 Not shielded: network file systems, and what is no file: databases, sockets, /dev/shm, /run, GPUs.
 """
@@ -15,18 +15,16 @@ import select
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from nbaccel.hardware import usable_memory
 from nbaccel.launch.processes.mount_table import is_covered
-from nbaccel.quantities import plural
 
 __all__ = [
     "FileShield",
-    "FolderSnapshot",
 ]
 
 # Python puts the working folder first, in which a file of the user may be called json.py.
@@ -130,66 +128,3 @@ def _answer_of(holder: subprocess.Popen[bytes]) -> dict[str, Any]:
             "why_not": f"its process ended with exit code {holder.returncode}: {said[-1] if said else 'no message'}"
         }
     return answer
-
-
-_CACHE_OF_PYTHON = "__pycache__"
-
-
-class FolderSnapshot:
-    """The files below a folder, as they were at one moment: which have changed since then.
-
-    folder: it.  files: the time, size and number of each, by path.  most: files that are looked at.
-    """
-
-    def __init__(self, folder: Path, files: dict[str, tuple[int, int, int]], most: int) -> None:
-        self.folder = folder
-        self._files, self._most = files, most
-
-    @classmethod
-    def of(cls, folder: Path, most: int = 20_000) -> FolderSnapshot:
-        """Look at the files below `folder`, except those in hidden folders; links are not followed."""
-        return cls(folder, dict(_files_below(folder, most)), most)
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether all files were looked at."""
-        return len(self._files) < self._most
-
-    def changed(self) -> list[str]:
-        """Return the paths of files that were made, changed or removed since then, in order.
-
-        The last entry says so where there are more files than were looked at.
-        """
-        now = dict(_files_below(self.folder, self._most))
-        is_whole = self.is_whole and len(now) < self._most
-        paths = {path for path in self._files.keys() & now.keys() if self._files[path] != now[path]}
-        if is_whole:
-            paths |= self._files.keys() ^ now.keys()
-        else:
-            # Of what only one of the two looks has seen, the disk itself tells whether it is new or gone.
-            paths |= {path for path in self._files.keys() - now.keys() if not os.path.lexists(path)}
-        told = sorted(paths)
-        if not is_whole:
-            told.append(f"{self.folder} holds more than {plural(self._most, 'file')}; new ones are not listed")
-        return told
-
-
-def _files_below(folder: Path, most: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yield path and state of at most `most` files."""
-    count = 0
-    folders = [str(folder)]
-    while folders:
-        entries: list[os.DirEntry[str]] = []
-        with suppress(OSError), os.scandir(folders.pop()) as found:  # removed meanwhile, or nobody may list it
-            entries = sorted(found, key=lambda entry: entry.name)
-        for entry in entries:
-            with suppress(OSError):
-                if entry.is_dir(follow_symlinks=False):
-                    if not entry.name.startswith(".") and entry.name != _CACHE_OF_PYTHON:
-                        folders.append(entry.path)
-                    continue
-                if count >= most:
-                    return
-                count += 1
-                known = entry.stat(follow_symlinks=False)
-                yield entry.path, (known.st_mtime_ns, known.st_size, known.st_ino)

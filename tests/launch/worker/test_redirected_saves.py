@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file as imported_save
 
 from nbaccel import Accelerator
 from nbaccel.dry_run.redirection import Redirection
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.processes.file_shield import FolderSnapshot
+from nbaccel.launch.processes.folder_snapshot import FolderSnapshot
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
 from nbaccel.settings import RunSettings
@@ -136,6 +138,19 @@ def test_listings_of_folders_show_what_was_saved(run: Run, home: Path, elsewhere
     expected = {"is_left": False, "weights": ["config.json", "model.safetensors"], "here": ["old.pt", "weights"]}
     assert seen == expected
     assert before.changed() == []
+
+
+def saves_by_names(elsewhere: str) -> list[Any]:
+    if os.environ["RANK"] != "0":
+        return []
+    imported_save({"weight": torch.ones(2)}, "named.safetensors")
+    with safe_open("named.safetensors", "pt") as file:
+        return [len(file.get_tensor("weight")), os.path.exists(elsewhere + os.path.abspath("named.safetensors"))]
+
+
+def test_functions_that_were_imported_by_name_are_redirected(run: Run, home: Path, elsewhere: Path) -> None:
+    assert run(saves_by_names, str(elsewhere)) == [[2, True], []]
+    assert os.listdir(home) == ["old.pt"]
 
 
 def test_what_is_not_redirected_is_listed(run: Run, home: Path) -> None:

@@ -5,7 +5,7 @@ by `torch.load`, `load_file`, `open`, and by those functions of `os` that `os.pa
 `stat`, `listdir`, `scandir`, `rename`, `replace`, `remove`, `rmdir`. All other files that a program writes or removes
 are real ones, except in folders that only nbaccel's checkpoints have made.
 
-Not covered: programs that a rank starts, and names such as `from torch import save` of the notebook. Imports no torch.
+Not covered: programs that a rank starts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -92,17 +92,23 @@ def _path(given: Any) -> str | None:
 
 
 def _wrap_torchs_saves(saves: _Saves, torch: Any) -> None:
-    for name, wrapped in (
-        ("save", _redirected(torch.save, saves.place, 1, "f")),
-        ("load", _redirected(torch.load, saves.found, 0, "f")),
-    ):
-        setattr(torch, name, wrapped)
-        setattr(torch.serialization, name, wrapped)  # where pickle finds it
+    _put_everywhere(torch.save, _redirected(torch.save, saves.place, 1, "f"))
+    _put_everywhere(torch.load, _redirected(torch.load, saves.found, 0, "f"))
 
 
 def _wrap_save_file(saves: _Saves, module: Any) -> None:
-    module.save_file = _redirected(module.save_file, saves.place, 1, "filename")
-    module.load_file = _redirected(module.load_file, saves.found, 0, "filename")
+    _put_everywhere(module.save_file, _redirected(module.save_file, saves.place, 1, "filename"))
+    _put_everywhere(module.load_file, _redirected(module.load_file, saves.found, 0, "filename"))
+    _put_everywhere(module.safe_open, _redirected(module.safe_open, saves.found, 0, "filename"))
+
+
+def _put_everywhere(function: Callable[..., Any], wrapped: Callable[..., Any]) -> None:
+    """Give `wrapped` the place of `function` in all modules, and in the cells, that have imported it by its name."""
+    for module in list(sys.modules.values()):
+        namespace = getattr(module, "__dict__", None)
+        if isinstance(namespace, dict):
+            for name in [name for name, value in list(namespace.items()) if value is function]:
+                namespace[name] = wrapped
 
 
 def _redirected(
