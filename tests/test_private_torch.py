@@ -77,6 +77,8 @@ UNGUARDED = {
     # loaders
     "_BaseDataLoaderIter": "dataloader._BaseDataLoaderIter",
     "_DatasetKind": "dataloader._DatasetKind.Map",
+    "_MapDatasetFetcher": "dataloader._utils.fetch._MapDatasetFetcher.fetch",
+    "_IterableDatasetFetcher": "dataloader._utils.fetch._IterableDatasetFetcher.fetch",
     "_MultiProcessingDataLoaderIter": "dataloader._MultiProcessingDataLoaderIter",
     "_utils": "dataloader._utils.signal_handling",
     "_remove_worker_pids": "dataloader._utils.signal_handling._remove_worker_pids",
@@ -91,7 +93,10 @@ UNGUARDED = {
     "_next_data": "iterator._next_data",
     "_next_index": "iterator._next_index",
     "_num_workers": "iterator._num_workers",
+    "_num_yielded": "iterator._num_yielded",
     "_reset": "iterator._reset",
+    "_sampler_iter": "iterator._sampler_iter",
+    "_shutdown": "sets(dataloader._MultiProcessingDataLoaderIter, '_shutdown')",
     "_shutdown_workers": "dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
     "_worker_init_fn": "sets(dataloader._MultiProcessingDataLoaderIter, '_worker_init_fn')",
     "_workers": "sets(dataloader._MultiProcessingDataLoaderIter, '_workers')",
@@ -224,7 +229,7 @@ OTHERS = {
     "other libraries": """
         _NativeDistModel _console _dataloaders _eval_dataloaders _has_internet _is_jupyter _is_kaggle _login _params""",
     "tensorboard": "_async_writer _get_file_writer _worker",
-    "nbaccel, in the objects of others": """_fingerprint _nbaccel_dispatch _nbaccel_lone_pass
+    "nbaccel, in the objects of others": """_fingerprint _nbaccel_cut _nbaccel_dispatch _nbaccel_lone_pass
         _nbaccel_made_with _nbaccel_original _nbaccel_pass _nbaccel_stored""",
 }
 """Private names that are not torch's."""

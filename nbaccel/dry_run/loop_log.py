@@ -7,9 +7,10 @@ happens. A loop ends before its next round when
 - 6 of its rounds have drawn batches from a pass that began outside of the round,
 - 6 of its rounds have stepped an optimizer; 2 if an inner loop stepped in them, or was ended.
 
-These depend on counts alone, so all ranks decide alike. Loops that neither draw nor step, such as those that prepare
-texts, run as they are, and their time counts as that of the code around them. Records are written when a loop, a
-branch or a pass ends, and when a loop matters for the first time: what a killed rank has left says where it was.
+A loop that iterates a loader itself gets all the batches that the loader gives, and ends with it. All this depends on
+counts alone, so all ranks decide alike. Loops that neither draw nor step, such as those that prepare texts, run as they
+are, and their time counts as that of the code around them. Records are written when a loop, a branch or a pass ends,
+and when a loop matters for the first time: what a killed rank has left says where it was.
 
 Seconds are those of `clock`. On a GPU it should wait for the device first: it is read in the first rounds only.
 """

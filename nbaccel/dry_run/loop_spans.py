@@ -26,7 +26,7 @@ MOST_PASSES, MOST_DRAWS, MOST_STEPS, MOST_STEPPING_LOOPS = 2, 6, 6, 2
 MOST_BATCHES = 3
 """Batches of a pass over a cut loader."""
 
-KEPT = 16
+KEPT = 64
 """Rounds of one loop, and values of one comparison, that are kept one by one."""
 
 _TIMED = 20
@@ -232,6 +232,7 @@ class Loop(Span):
     _rounds: Mapping[str, int] = _NO_ROUNDS  # how many began a pass, drew, stepped
     _last_rounds: Mapping[str, int] = _NO_ROUNDS  # which one did so last
     _passes: Sequence[Drawn] = ()
+    _iterated: Drawn | None = None  # the pass that the loop itself iterates, which ends the loop
     _every: dict[int, dict[str, Any]] | None = None
     _compared: dict[int, dict[str, Any]] | None = None
 
@@ -392,15 +393,21 @@ class Loop(Span):
             self._rounds = {**self._rounds, what: self._rounds[what] + 1}
         return self._rounds[what]
 
+    def _has_had(self, what: str, most: int) -> bool:
+        """Count the present round; return whether there were `most`, unless the pass that it iterates ends the loop."""
+        return self._count(what) >= most and (self._iterated is None or self._iterated.is_over)
+
     def note_begin(self, begun: Drawn) -> None:
         if self.is_in_round:
             begun.began_in[self.id] = self.rounds
             if self._is_in_branch():  # an evaluation now and then: the loop's own rounds say when it ends
-                self.must_end |= self._count("drew") >= MOST_DRAWS
+                self.must_end |= self._has_had("drew", MOST_DRAWS)
             else:
                 self.must_end |= self._count("began") >= MOST_PASSES
         elif self.spans.top is self:
             self._is_first_of_pass = True
+            if not self.rounds:
+                self._iterated = begun
 
     def _is_in_branch(self) -> bool:
         """Return whether a periodic `if` of this loop is open."""
@@ -412,7 +419,7 @@ class Loop(Span):
 
     def note_batch(self, drawn: Drawn, size: float | None, is_last: bool) -> None:
         """Note a batch of a pass that did not begin in this round."""
-        self.must_end |= self._count("drew") >= MOST_DRAWS
+        self.must_end |= self._has_had("drew", MOST_DRAWS)
         if self.spans.innermost() is not self:
             return
         if drawn not in self._passes:
@@ -425,7 +432,7 @@ class Loop(Span):
 
     def note_step(self, is_inner: bool) -> None:
         self._has_inner |= is_inner
-        self.must_end |= self._count("stepped") >= (MOST_STEPPING_LOOPS if self._has_inner else MOST_STEPS)
+        self.must_end |= self._has_had("stepped", MOST_STEPPING_LOOPS if self._has_inner else MOST_STEPS)
 
     def _limiting(self) -> list[Drawn]:
         """Return the passes that, being cut, have ended this loop; those that go on beside them, as in `zip`, too."""

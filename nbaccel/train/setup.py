@@ -7,10 +7,12 @@ that all ranks share them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nbaccel.aborting import on_renewal
 from nbaccel.answers import MapJob
+from nbaccel.dry_run.rank_records import SAVES
 from nbaccel.settings import RunSettings
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.distributed.partial_state import current_world
@@ -22,7 +24,11 @@ from nbaccel.train.mapping.map_worker import work
 from nbaccel.train.oom.retry.survivors import renew
 from nbaccel.train.strategies import replicated  # noqa: F401  # the strategy of several ranks, for them to share
 
-__all__ = ["call_with_accelerator", "map_in_rank", "setup_rank"]
+if TYPE_CHECKING:
+    from nbaccel.dry_run.loop_log import LoopLog
+    from nbaccel.train.dry_run_hooks import DryRunParts
+
+__all__ = ["call_with_accelerator", "dry_run_parts", "map_in_rank", "setup_rank"]
 
 
 def setup_rank(
@@ -65,3 +71,13 @@ def map_in_rank(
 def call_with_accelerator(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the value of a function that also gets this rank's `accelerator`, by keyword; see `nbaccel.sweep`."""
     return function(*args, **kwargs, accelerator=Accelerator())
+
+
+def dry_run_parts(log: LoopLog, write: Callable[[Mapping[str, Any]], None], folder: Path) -> DryRunParts:
+    """Return what cuts the loaders of this rank in a dry run, and measures; see `%%accelerate --check`."""
+    from nbaccel.train.dry_run_hooks import DryRunParts
+    from nbaccel.train.redirected_checkpoints import redirect_checkpoints
+
+    if (saves := folder.with_name(SAVES)).is_dir():
+        redirect_checkpoints(str(saves))
+    return DryRunParts(log, write, folder)

@@ -1,0 +1,95 @@
+"""Record the memory that a rank has held at its peak in a dry run, and with which batch it rose. Runs in ranks.
+
+The device's peak is that of torch's allocator; what other libraries allocate there is not seen. The host's is the
+resident memory of the process (`VmHWM`), without its worker processes; pages that are shared with the kernel it was
+forked from count in full.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nbaccel.dry_run.step_times import ObservedPass
+
+__all__ = ["MemoryPeaks"]
+
+_STATUS = Path("/proc/self/status")
+_RESET = Path("/proc/self/clear_refs")
+_PEAK = "5"
+"""Resets the peak of the resident memory (``man 5 proc``)."""
+
+
+class MemoryPeaks:
+    """Peaks of this process, one record of the kind "peak" at the end of each pass, and one at the end of all.
+
+    Each has the peaks so far, and of each the batch that was the loop's when it rose: place, kind and size; None before
+    the first batch. "batch" is the one that the loop has now: in the last record, that of an error which ended it.
+
+    write: appends a record.  read: returns the peaks by name, in bytes.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Mapping[str, Any]], None],
+        read: Callable[[], Mapping[str, int]] | None = None,
+    ) -> None:
+        self._write = write
+        self._read = read or read_peaks
+        self._peaks: dict[str, int] = {}
+        self._with: dict[str, dict[str, Any] | None] = {}
+        self._now: dict[str, Any] | None = None
+        self._pid = 0
+
+    def begin(self) -> None:
+        """Record from now on. Peaks of the host before are forgotten, where the system allows that."""
+        self._pid = os.getpid()
+        with suppress(OSError):
+            _RESET.write_text(_PEAK, encoding="ascii")
+        self._look()
+
+    def end(self) -> None:
+        """Write the peaks of the whole time."""
+        self._look()
+        self._report("", 0)
+
+    def begin_pass(self, this: ObservedPass) -> None:
+        self._look()
+
+    def batch(self, this: ObservedPass, size: float | None, kind: str) -> None:
+        """Note that the loop gets another batch: what has risen until now was the one before."""
+        self._look()
+        self._now = {"place": this.place, "kind": kind, "size": size}
+
+    def end_pass(self, this: ObservedPass) -> None:
+        self._look()
+        self._now = None
+        self._report(this.place, this.number)
+
+    def _look(self) -> None:
+        for name, peak in self._read().items():
+            if peak > self._peaks.get(name, -1):
+                self._peaks[name] = peak
+                self._with[name] = self._now
+
+    def _report(self, place: str, number: int) -> None:
+        if os.getpid() == self._pid:
+            peaks = {name: {"bytes": peak, "batch": self._with[name]} for name, peak in self._peaks.items()}
+            self._write({"kind": "peak", "place": place, "number": number, "peaks": peaks, "batch": self._now})
+
+
+def read_peaks() -> dict[str, int]:
+    """Return the peaks of this process in bytes: "host", and "device" and "device_reserved" once it uses CUDA."""
+    peaks: dict[str, int] = {}
+    with suppress(OSError, ValueError, IndexError):
+        text = _STATUS.read_text(encoding="ascii", errors="replace")
+        peaks["host"] = int(text.partition("VmHWM:")[2].split()[0]) * 1024
+    import torch
+
+    if torch.cuda.is_initialized():
+        peaks["device"] = torch.cuda.max_memory_allocated()
+        peaks["device_reserved"] = torch.cuda.max_memory_reserved()
+    return peaks
