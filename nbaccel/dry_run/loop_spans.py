@@ -371,9 +371,8 @@ class Loop(Span):
             self.is_timed = True
             self.began_s = self.spans.now()
             self._first_inner_s = self.inner_s
-        if (
-            self.rounds >= _LATE or self._kept is None
-        ):  # a phase that fills a memory, say: it tells nothing of later rounds
+        if self.rounds >= _LATE or self._kept is None:
+            # rounds until now may have filled a memory, say: they tell nothing of later ones
             self._kept = []
             self._own_s = self._waited_s = 0.0
             self._timed = 0

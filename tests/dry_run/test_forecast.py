@@ -140,6 +140,13 @@ PROGRAMS = {
                 for x in train: work(0.1); step()
                 for x in test: work(0.05)
     """,
+    "a loop of a library that leaves its loader after two batches": """
+        import itertools
+        train = loader(50)
+        for epoch in range(9):
+            losses = [work(0.1) for x in itertools.islice(train, 2)]
+            step()
+    """,
     "a loop of a library": """
         train = loader(50)
         for epoch in range(9):

@@ -335,6 +335,37 @@ def test_the_sizes_of_batches_stand_beside_their_rounds(monkeypatch: pytest.Monk
     assert [each["mean_size"] for each in loop["passes"]] == [4, 5]
 
 
+@pytest.mark.parametrize(
+    ("kinds", "is_cut"),
+    [
+        (["longest", "between", "between", "between"], False),
+        (["longest", "between", "last"], True),
+        (["first", "first"], False),
+        (["first", "first", "first"], True),
+    ],
+)
+def test_a_pass_that_the_program_leaves_is_none_that_was_cut(kinds: list[str], is_cut: bool) -> None:
+    log, records, _ = log_of()
+    begun = log.begin_pass("", "", 100, 1.0)
+    for kind in kinds:
+        begun.batch(1.0, kind)
+    begun.end(is_whole=False)
+    assert records[-1]["is_cut"] is is_cut
+
+
+def test_a_period_is_tried_in_the_last_batches_of_a_pass_that_has_more_than_three() -> None:
+    log, _, _ = log_of()
+    begun = log.begin_pass("", "", 100, 1.0)
+    kinds = ["longest", "longest", "between", "between", "last", "last"]
+    with log.loop(1) as loop:
+        saved = []
+        for number in loop.over(range(100)):
+            begun.batch(1.0, kinds[number])
+            if log.every(2, number, 50, 49):
+                saved.append(number)
+    assert saved == [4]
+
+
 # --- totals
 
 
