@@ -8,6 +8,7 @@
     │   └── NestedLaunch         a rank tried to launch ranks
     ├── RanksFailed              ranks were started and one of them failed; knows rank and world_size
     │   └── RankDied             the process ended without a report: a signal or an exit code
+    ├── CheckFailed              --check --strict found something that will go wrong; knows what
     ├── ResultsMissing           the run is over, but a name of --out did not come back
     ├── NoInput                  code in a rank asked for keyboard input
     ├── NotInRanks               code in a rank waits for what runs in the notebook alone: a thread, a loader's worker
@@ -38,6 +39,7 @@ __all__ = [
     "CannotSave",
     "CannotSend",
     "CannotSplit",
+    "CheckFailed",
     "CheckpointCorrupt",
     "CollectiveMismatch",
     "LaunchRefused",
@@ -112,6 +114,10 @@ class RankDied(RanksFailed):
     def __init__(self, message: str, rank: int = 0, world_size: int = 1, exit_code: int = 0) -> None:
         super().__init__(message, rank, world_size)
         self.exit_code = exit_code
+
+
+class CheckFailed(NbaccelError):
+    """A cell with ``--check --strict`` would not end well: its report has red lines."""
 
 
 class ResultsMissing(NbaccelError):

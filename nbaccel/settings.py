@@ -74,6 +74,7 @@ class RunSettings:
     keep: number of those checkpoints that are kept.
     project_dir: the folder of an Accelerator that names none: for trackers, and for saves that it names itself.
     swept_values: the values of a run of a sweep, in words that no other run of it has; None for any other run.
+    dry_run: the folder in which the ranks of a dry run record what they see; None for any other run.
     resume: the checkpoint to continue from: "" for the newest in `checkpoint_dir`, or a checkpoint or a folder of some.
     seeds_alike: all ranks' generators start at `seed` itself, for a program that does not know ranks.
     strategy: one of `STRATEGIES`, or the name of an installed one; the rank that looks it up refuses an unknown name.
@@ -106,6 +107,7 @@ class RunSettings:
     strategy: str | None = None
     project_dir: str | None = None
     swept_values: str | None = None
+    dry_run: str | None = None
 
     def __post_init__(self) -> None:
         if self.mixed_precision is not None and self.mixed_precision not in PRECISIONS:
@@ -150,6 +152,7 @@ class RunSettings:
             "NBACCEL_RESUME": self.resume,
             "NBACCEL_PROJECT_DIR": self.project_dir,
             "NBACCEL_SWEPT_VALUES": self.swept_values,
+            "NBACCEL_DRY_RUN": self.dry_run,
             "ACCELERATE_DYNAMO_BACKEND": self.dynamo_backend,
             "ACCELERATE_DYNAMO_MODE": self.dynamo_mode,
             "ACCELERATE_DYNAMO_USE_FULLGRAPH": self.dynamo_use_fullgraph,
@@ -188,6 +191,7 @@ class RunSettings:
             resume=env.get("NBACCEL_RESUME"),
             project_dir=env.get("NBACCEL_PROJECT_DIR") or None,
             swept_values=env.get("NBACCEL_SWEPT_VALUES"),
+            dry_run=env.get("NBACCEL_DRY_RUN") or None,
             dynamo_backend=(env.get("ACCELERATE_DYNAMO_BACKEND") or "").lower() or None,
             dynamo_mode=env.get("ACCELERATE_DYNAMO_MODE") or None,
             dynamo_use_fullgraph=flag("ACCELERATE_DYNAMO_USE_FULLGRAPH"),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
 from nbaccel.events import Event, Metric
 from nbaccel.missing_names import missing_from
@@ -149,6 +149,13 @@ class BlankTracker(GeneralTracker):
     """
 
     name = "blank"
+
+    @classmethod
+    def in_place_of(cls, tracker: GeneralTracker) -> Self:
+        """Return one that is found by the name of `tracker`."""
+        blank = cls()
+        blank.name = tracker.name
+        return blank
 
     @property
     def tracker(self) -> BlankTracker:

@@ -56,7 +56,7 @@ PRINTS = {
     "cli/demo.py": "a command answers by printing",
     "cli/estimate_memory.py": "a command answers by printing",
     "launch/worker/debugger.py": "a debugger speaks beside the lines of pdb",
-    "launch/ipc/cell_task.py": "`%%time` inside a cell answers in the rank's output",
+    "launch/tasks/cell_task.py": "`%%time` inside a cell answers in the rank's output",
     "launch/ipc/patches.py": "a line of the rank before its cell",
     "notebook/magics.py": "the table of the flags, without a session",
     "utils/other.py": "answers as Accelerate's does",

@@ -54,6 +54,7 @@ class LoopLog:
         self._own, self._is_here = self._open.own, self._open.is_here
         self._homes: dict[int, int] = {}  # of each period, the number of the loop whose rounds it counts
         self._asked: Loop | None = None  # the loop of the last period
+        self._first_values: dict[int, int] = {}  # of each period
 
     # --- what rewritten code calls ------------------------------------------------------------------------------
 
@@ -87,7 +88,10 @@ class LoopLog:
         is_count = type(value) is int and type(period) is int and type(remainder) is int
         loop = self._home_of(number, value) if is_count and self._is_here() else None
         self._asked = loop
-        return is_true if loop is None else loop.every(number, value, period, remainder, is_true)
+        if loop is None:
+            return is_true
+        has_moved = self._first_values.setdefault(number, value) != value  # the number of a rank does not
+        return loop.every(number, value, period, remainder, is_true, has_moved)
 
     def branch(self, number: int) -> Any:
         """Return the context in which the body of a periodic `if` runs."""
@@ -203,6 +207,7 @@ class MeasuredPass:
         self._id = spans.new_id()
         self._handed: list[list[Any]] = []  # [own seconds, seconds of waiting, of a worker, size, kind]
         self._count = 0
+        self._has_had_last = False  # of those that the dry run hands out; else the program has left the pass
         self._start_s: float | None = None
         self._mark_s, self._mark_inner_s = spans.now(), spans.top.inner_s
         self._began_s, self._began_inner_s = self._mark_s, self._mark_inner_s
@@ -219,7 +224,8 @@ class MeasuredPass:
         self._count += 1
         if self._count > 1:
             self._open.note_setup(self._began_s)
-        is_last = kind == "last" or self._count >= MOST_BATCHES
+        is_last = kind == "last" or (kind == "first" and self._count >= MOST_BATCHES)
+        self._has_had_last |= is_last
         is_natural = self._batches is not None and self._batches <= MOST_BATCHES
         for loop in self._open.loops():
             if self.began_in.get(loop.id) != loop.rounds or not loop.is_in_round:
@@ -234,7 +240,7 @@ class MeasuredPass:
         if self.is_over or not self._is_here:
             return
         self.is_over = True
-        self.is_cut = not is_whole and self._count >= MOST_BATCHES
+        self.is_cut = not is_whole and self._has_had_last
         self._take_time(0.0)
         if self._is_of_round and self._open.top is self._span and self._span.rounds == self._round:
             seconds = self._open.now() - self._began_s - (self._span.inner_s - self._began_inner_s)

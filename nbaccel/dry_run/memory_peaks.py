@@ -27,7 +27,7 @@ class MemoryPeaks:
     """Peaks of this process, one record of the kind "peak" at the end of each pass, and one at the end of all.
 
     Each has the peaks so far, and of each the batch that was the loop's when it rose: place, kind and size; None before
-    the first batch.
+    the first batch. "batch" is the one that the loop has now: in the last record, that of an error which ended it.
 
     write: appends a record.  read: returns the peaks by name, in bytes.
     """
@@ -78,7 +78,7 @@ class MemoryPeaks:
     def _report(self, place: str, number: int) -> None:
         if os.getpid() == self._pid:
             peaks = {name: {"bytes": peak, "batch": self._with[name]} for name, peak in self._peaks.items()}
-            self._write({"kind": "peak", "place": place, "number": number, "peaks": peaks})
+            self._write({"kind": "peak", "place": place, "number": number, "peaks": peaks, "batch": self._now})
 
 
 def read_peaks() -> dict[str, int]:

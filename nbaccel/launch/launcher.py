@@ -235,7 +235,11 @@ class Launcher:
         method.get_ready()  # the user may interrupt this like any other wait
         method.pack(spec, watching.beside)  # and this
         return WorkerGroup(
-            spec.world_size, method, kernel_pidfd=self.resources.kernel_pidfd, guard=self.resources.guard
+            spec.world_size,
+            method,
+            kernel_pidfd=self.resources.kernel_pidfd,
+            guard=self.resources.guard,
+            meeting_folder=spec.meeting_folder,
         )
 
     def _method(self, spec: LaunchSpec) -> StartMethod:

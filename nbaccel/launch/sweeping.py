@@ -36,6 +36,7 @@ from nbaccel.launch.processes.turns import PressRelay, Turns, side_by_side
 from nbaccel.launch.run import NO_ORIGIN, Run, RunOrigin
 from nbaccel.launch.slots import SweepSlot
 from nbaccel.launch.sweep_runs import SweepRuns, counted
+from nbaccel.output.screens import SilentScreen
 from nbaccel.quantities import duration, plural
 from nbaccel.settings import RunSettings
 
@@ -75,21 +76,6 @@ class SweepWork(Protocol):
 
 
 @dataclass(slots=True)
-class _Silent:
-    """A screen that shows nothing: what the runs of a sweep print is in their logs."""
-
-    has_room_for_bars: bool = False
-
-    def write(self, stream: str, text: str) -> None:
-        """Show nothing."""
-
-    def publish(self, message: dict[str, Any]) -> None:
-        """Show nothing."""
-
-    def show_bars(self, rows: Sequence[str]) -> None:
-        """Show nothing."""
-
-
 class _Ticking(Pollable):
     """Lets the view of a sweep show what is due, and says which files its runs write side by side.
 
@@ -335,7 +321,7 @@ class _QueuedRun:
         """Do the run at a slot, see `turns.QueuedRun`."""
         sweeping, slot = self._sweeping, self._sweeping.slots[place]
         facts = sweeping.facts_of(self.config, slot)
-        shown = RunView(_Silent(), slot.devices.num_processes, facts)
+        shown = RunView(SilentScreen(), slot.devices.num_processes, facts)
         row = self.row
         row.word, row.place, row.facts, row.history = "running", str(slot), facts, shown.history
         row.began_at = time.monotonic()

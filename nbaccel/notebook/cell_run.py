@@ -20,7 +20,6 @@ from nbaccel.display.run_view import RunView
 from nbaccel.errors import NotPrepared, ResultsMissing
 from nbaccel.events import Listener
 from nbaccel.launch.diagnosis import PostMortem, failed_alike
-from nbaccel.launch.ipc.cell_task import RANDOM, RESULT, CellSource, CellTask
 from nbaccel.launch.ipc.kernel_state import are_here, set_random_states
 from nbaccel.launch.ipc.spec import LaunchSpec
 from nbaccel.launch.plan import LaunchPlan
@@ -28,6 +27,8 @@ from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.launch_result import LaunchResult, Returned
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.run import NO_ORIGIN, Run, RunOrigin, light_value
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launch.tasks.cell_task import RANDOM, RESULT, CellTask
 from nbaccel.notebook.left_by_cell import LeftByCell
 from nbaccel.notebook.left_in_ranks import LeftInRanks
 from nbaccel.notebook.results import install

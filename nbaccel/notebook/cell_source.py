@@ -16,7 +16,7 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.launch.ipc.cell_task import CellSource
+from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.notebook.shell_hooks import MAGIC, is_code
 
 __all__ = [

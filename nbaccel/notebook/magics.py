@@ -27,7 +27,7 @@ from nbaccel.gpu_driver import cuda_environ, has_gpu_driver
 from nbaccel.notebook.completion import Completer
 from nbaccel.notebook.shell_hooks import AcceleratorHelp, CudaWatch, comments_below_magic
 from nbaccel.notices import briefly
-from nbaccel.options.flags import flags
+from nbaccel.options.flags import flags, unabbreviated
 from nbaccel.options.parsing import asks_for_help, joined, parse
 
 if TYPE_CHECKING:  # they import the whole package `launch`
@@ -54,7 +54,7 @@ class AccelerateMagics(Magics):
         self._shell = shell
         self._session = session
         self._may_have_gpus = may_have_gpus
-        self._parser = type(self).accelerate.parser
+        self._parser = unabbreviated(type(self).accelerate.parser)
         self._completer = Completer(shell, self._parser)
         self._help = AcceleratorHelp(shell)
         self._cuda = CudaWatch() if session is None else session.cuda

@@ -21,8 +21,6 @@ from nbaccel.hardware import Survey
 from nbaccel.launch.diagnosis import ranks_in_words
 from nbaccel.launch.earlier_models import models_in, refuse_what_stays_here
 from nbaccel.launch.gpu_trouble import before_a_run
-from nbaccel.launch.ipc.cell_task import CellSource, CellTask
-from nbaccel.launch.ipc.namespace_tasks import InitTask, Pull, Push
 from nbaccel.launch.ipc.spec import LaunchSpec, SharedNamespace, Task
 from nbaccel.launch.launcher import Launcher, refuse_nested_launch
 from nbaccel.launch.persistent_workers import PersistentWorkers
@@ -30,6 +28,9 @@ from nbaccel.launch.plan import LaunchPlan, draws_as_here
 from nbaccel.launch.preflight import ProcessState
 from nbaccel.launch.processes.launch_result import LaunchResult
 from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launch.tasks.cell_task import CellTask
+from nbaccel.launch.tasks.namespace_tasks import InitTask, Pull, Push
 from nbaccel.notebook.results import install
 from nbaccel.options.run_options import AUTO, RunOptions, expanded
 from nbaccel.output.screens import ConsoleScreen

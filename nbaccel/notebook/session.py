@@ -15,13 +15,12 @@ from typing import Any
 
 from nbaccel.display.live_panel import Views
 from nbaccel.display.run_view import PanelSink, RunView
-from nbaccel.errors import LaunchRefused, RunStopped
+from nbaccel.errors import CheckFailed, LaunchRefused, RunStopped
 from nbaccel.hardware import Survey
 from nbaccel.launch.diagnosis import PostMortem
 from nbaccel.launch.finished_runs import FinishedRuns
 from nbaccel.launch.gpu_trouble import before_a_run, holder_name
 from nbaccel.launch.inline import post_mortem_here, run_inline
-from nbaccel.launch.ipc.cell_task import RESULT, CellSource, CellTask
 from nbaccel.launch.ipc.spec import LaunchSpec, Results
 from nbaccel.launch.kernel_models import Cards, SetAside, held_here, kernel_freed
 from nbaccel.launch.launcher import Launcher, default_launcher, refuse_nested_launch
@@ -35,6 +34,8 @@ from nbaccel.launch.runs import Runs
 from nbaccel.launch.slots import choose_slots
 from nbaccel.launch.sweep_runs import counted
 from nbaccel.launch.sweeping import Sweeping
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launch.tasks.cell_task import RESULT, CellTask
 from nbaccel.notebook.cell_run import (
     CellRun,
     DisplayData,
@@ -45,6 +46,7 @@ from nbaccel.notebook.cell_run import (
     with_reasons,
 )
 from nbaccel.notebook.cell_source import read_cell
+from nbaccel.notebook.checks.check import CellCheck
 from nbaccel.notebook.jobs.background import Background, CellPlace, CellScreen, why_not_in_the_background
 from nbaccel.notebook.jobs.sweep import FOLDER, configurations, line_on_copies, own_bytes, refuse_a_full_host
 from nbaccel.notebook.jobs.sweep_cell import SweptCell, lists_of, values_to_sweep
@@ -151,6 +153,8 @@ class Session:
         """
         if asked.sweep:
             return self._sweep(asked, body, typed)
+        if asked.check:
+            return self._check(asked, body)
         with interrupts_in_one_line():
             host, plan, source, task, spec = self._plan(asked, body)
             origin = self._origin(plan, typed)
@@ -403,6 +407,31 @@ class Session:
             work, configs, chosen.slots, plans, survey, finished, options.checkpoint_dir, options.plot or ()
         )
         return options, sweeping, [*work.notes(), *chosen.notes, *filter(None, [copies])]
+
+    # --- a dry run ---------------------------------------------------------------------------------------------
+
+    def _check(self, asked: RunOptions, body: str) -> None:
+        """Try a cell in a dry run, and show what that says of the whole run; the notebook stays as it is.
+
+        Raises:
+            LaunchRefused, UsageError, SyntaxError: nothing was started.  KeyboardInterrupt: it was interrupted.
+            CheckFailed: with `--strict`, if the cell would not end well.
+        """
+        with interrupts_in_one_line():
+            if self.stay.is_on:
+                raise LaunchRefused(
+                    "ranks stay in this notebook, and a check needs its own: %accelerate stop ends them."
+                )
+            _, plan, source, task, _ = self._plan(asked, body)
+            if plan.start.method == "inline":
+                raise LaunchRefused(
+                    f"a check needs processes that it can throw away, and here none can start: {plan.start.reason}."
+                )
+            check = CellCheck(self.launcher, plan, task, self._setup, self.survey().platform, self.say)
+            report = check.run()
+        JupyterScreen(self.shell).publish({"kind": "display", "data": report.bundle()})
+        if report.has_red and plan.options.strict:
+            raise CheckFailed(f"the check of {source.name} found what would not end well: see its red lines.")
 
     def remembered(self) -> Runs:
         """Return the runs of this notebook, with those that `keep-runs` has kept from other kernels.

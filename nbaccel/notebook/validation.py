@@ -37,6 +37,7 @@ _GIVEN: dict[str, Callable[[RunOptions], bool]] = {
     "--keep": lambda options: bool(options.keep),
     "--only": lambda options: options.only is not None,
     "--resume": lambda options: options.resume is not None,
+    "--check": lambda options: options.check is not None,
 }
 """Requests that may exclude others, and the test for each."""
 
@@ -73,6 +74,12 @@ EXCLUSIONS = (
     Exclusion("--sweep", "--only", "each run has ranks of its own, which do not stay"),
     Exclusion("--sweep", "--free-kernel", "runs begin and end while others go on"),
     Exclusion("--sweep", "--resume", "one checkpoint belongs to one run, and finished runs are found by themselves"),
+    Exclusion("--check", "--start inline", "a check needs processes that it can throw away"),
+    Exclusion("--check", "--sweep", "a check is of one run; give the cell the values of one in a line of its own"),
+    Exclusion("--check", "--bg", "a check takes half a minute, and its report stands below its cell"),
+    Exclusion("--check", "--keep", "the ranks of a check end with it"),
+    Exclusion("--check", "--only", "a check has ranks of its own, which do not stay"),
+    Exclusion("--check", "--pdb", "a check ends loops early, which nobody wants to debug"),
 )
 
 

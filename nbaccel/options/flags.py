@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from IPython.core.magic_arguments import MagicArgumentParser, MagicHelpFormatter, argument, construct_parser, kwds
 
-from nbaccel.options.run_options import AUTO, CELL, NAMED, expanded
+from nbaccel.options.run_options import AUTO, CELL, FULL, NAMED, QUICK, expanded
 from nbaccel.options.swept_values import read_swept
 from nbaccel.quantities import parse_interval, parse_seconds
 from nbaccel.settings import (
@@ -51,6 +51,7 @@ __all__ = [
     "read_strategy",
     "settings",
     "some_flags",
+    "unabbreviated",
 ]
 
 _LARGEST_SEED = 2**32 - 1
@@ -279,6 +280,9 @@ _OF_ONE_CELL = (
           help="GPUs, and ranks, of each run of a sweep; default as many as -n, or 1"),
     _flag("--bg", action="store_true", default=None,
           help="return at once, the run goes on: %%accelerate wait, status, attach, stop; default off"),
+    _flag("--check", metavar="HOW", nargs="?", const=QUICK, type=one_of("a check", QUICK, FULL),
+          help="try the cell from its first to its last line with a few batches, and change nothing; full compares "
+               "seeds and gradients too; default off"),
 )  # fmt: skip
 """Flags that apply to one cell only."""
 
@@ -300,6 +304,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "resume": ("checkpoints",),
     "time_limit": ("8h30m", "11h30m"),
     "pdb": ("0", "1"),
+    "check": (FULL,),
     "only": ("0", "0,1"),
     "sweep": ("fold=0-4", "seed=0-4"),
     "slots": ("2", "4", "8"),
@@ -326,7 +331,13 @@ def flags_parser() -> argparse.ArgumentParser:
     def accelerate() -> None: ...
 
     make: Callable[..., argparse.ArgumentParser] = construct_parser
-    return make(accelerate)
+    return unabbreviated(make(accelerate))
+
+
+def unabbreviated(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Return the parser, which from now on takes flags that are written out: `--check` is not `--checkpoint-every`."""
+    parser.allow_abbrev = False  # IPython's parser has no argument for it
+    return parser
 
 
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
@@ -343,7 +354,7 @@ def some_flags(keys: Collection[str], **about: Any) -> argparse.ArgumentParser:
     about: further arguments of `ArgumentParser`.
     """
     make: Callable[..., argparse.ArgumentParser] = MagicArgumentParser  # it reports mistakes by UsageError
-    parser = make(formatter_class=_plain_formatter, **about)
+    parser = unabbreviated(make(formatter_class=_plain_formatter, **about))
     for flag in _SETTINGS:
         if {name.removeprefix("--") for name in flag.args} & {*keys}:
             flag.add_to_parser(parser, None)

@@ -14,7 +14,9 @@ from nbaccel.errors import LaunchRefused
 __all__ = [
     "AUTO",
     "CELL",
+    "FULL",
     "NAMED",
+    "QUICK",
     "Limit",
     "RunOptions",
     "expanded",
@@ -23,6 +25,9 @@ __all__ = [
 AUTO = "auto"
 CELL, NAMED = "cell", "named"
 """Names that a cell leaves in the notebook: all that it would leave without ranks, or those in `--out`."""
+
+QUICK, FULL = "quick", "full"
+"""Ways to check a cell: one dry run, or several that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class RunOptions:
     pdb: the rank to debug.  bg: return at once, the run goes on.
     sweep: names with their values; one run for each combination.  slots: how many of these go side by side.
     gpus_per_run: GPUs, and ranks, of each of them.
+    check: `QUICK` or `FULL`: the cell is tried in a dry run, and nothing is changed.
     keep, only: for one cell alone. Ranks stay after it; it runs on some of the persistent ranks, "0,2-3".
     """
 
@@ -88,6 +94,7 @@ class RunOptions:
     sweep: tuple[tuple[str, tuple[Any, ...]], ...] | None = None
     slots: int | None = None
     gpus_per_run: int | None = None
+    check: str | None = None
 
     def over(self, weaker: RunOptions) -> RunOptions:
         """Return these choices, completed by those of `weaker`. "auto" is a choice."""

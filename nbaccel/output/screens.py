@@ -9,6 +9,7 @@ from typing import Any
 __all__ = [
     "ConsoleScreen",
     "JupyterScreen",
+    "SilentScreen",
     "shell_here",
 ]
 
@@ -52,6 +53,21 @@ class JupyterScreen(ConsoleScreen):
             transient={"display_id": display_id} if display_id else {},
             update=message["kind"] == "update",
         )
+
+
+class SilentScreen:
+    """A screen that shows nothing: the log of the run has what its ranks print."""
+
+    has_room_for_bars: bool = False
+
+    def write(self, stream: str, text: str) -> None:
+        """Show nothing."""
+
+    def publish(self, message: dict[str, Any]) -> None:
+        """Show nothing."""
+
+    def show_bars(self, rows: Sequence[str]) -> None:
+        """Show nothing."""
 
 
 def shell_here() -> Any:

@@ -27,7 +27,10 @@ from nbaccel.train.data import loader as prepared_loader
 from nbaccel.train.data.dispatch import DispatchSource
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.sources import Source, StreamSource
+from nbaccel.train.distributed.callers import users_frames
+from nbaccel.train.distributed.nested import count_rows
 from nbaccel.train.distributed.partial_state import current_world
+from nbaccel.train.distributed.process_control import ProcessControl
 from nbaccel.train.distributed.transport import Transport
 
 __all__ = ["DryRunHooks", "DryRunParts"]
@@ -60,7 +63,7 @@ class DryRunParts:
             stride=world.world_size if has_own_batches else 1,
             begins_whole=trains_raw and not has_own_batches,
         )
-        self._hooks = DryRunHooks(self.cuts, self.times, self.saves)
+        self._hooks = DryRunHooks(self.cuts, self.times, self.saves, write)
 
     def begin(self) -> None:
         """Begin with all parts."""
@@ -76,16 +79,20 @@ class DryRunParts:
 class DryRunHooks:
     """Hooks in this package's own loaders, collectives and checkpoints, between `begin` and `end`."""
 
-    def __init__(self, cuts: LoaderCuts, times: StepTimes, saves: SavedFiles) -> None:
+    def __init__(
+        self, cuts: LoaderCuts, times: StepTimes, saves: SavedFiles, write: Callable[[Mapping[str, Any]], None]
+    ) -> None:
         self._cuts = cuts
         self._times = times
         self._saves = saves
+        self._write_record = write
         self._undo: list[Callable[[], None]] = []
 
     def begin(self) -> None:
         """Install the hooks. `times` has begun: it takes those on collectives away when it ends."""
         self._replace(PreparedLoader, "_iterate", self._iterate)
         self._replace(prepared_loader, "place", self._place)
+        self._replace(ProcessControl, "gather", self._gather)
         self._replace(manager.Checkpoints, "save", self._save)
         self._replace(writer.Save, "write", self._write)
         for name in _COLLECTIVES:
@@ -141,6 +148,23 @@ class DryRunHooks:
             if following is None:
                 return
             yield following
+
+    # -- gathers
+
+    def _gather(self, real: Callable[..., Any], process: ProcessControl, tensor: Any) -> Any:
+        """Record a gather of an evaluation that counts samples twice: those that fill up a loader's last round.
+
+        A training may average its loss over repeated samples, so gathers of it are not recorded.
+        """
+        joined = real(process, tensor)
+        if not torch.is_grad_enabled():
+            _, samples = process._last_round()
+            rows = count_rows(joined)
+            if samples is not None and rows is not None and rows > max(samples, process.num_processes):
+                frame = next(iter(users_frames(1)), None)
+                place = {} if frame is None else {"file": frame.f_code.co_filename, "line": frame.f_lineno}
+                self._write_record({"kind": "gather", "rows": rows, "repeated": rows - samples, **place})
+        return joined
 
     # -- checkpoints
 

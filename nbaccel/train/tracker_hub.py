@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from nbaccel.events import Opened, emit, reports
-from nbaccel.tracking import GeneralTracker, LoggerType, find_tracker, tracker_names, without_none
+from nbaccel.settings import RunSettings
+from nbaccel.tracking import BlankTracker, GeneralTracker, LoggerType, find_tracker, tracker_names, without_none
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.process_control import ProcessControl
 from nbaccel.train.step.readings import Reading, is_plain
@@ -92,13 +93,16 @@ class Trackers:
         return self._plan is not None or bool(self._opened)
 
     def open(self, plan: TrackingPlan, is_main_process: bool) -> None:
-        """Make and start the trackers. Those of an earlier plan are finished first."""
+        """Make and start the trackers. Those of an earlier plan are finished first. In a dry run none is started."""
         self.finish()
         # Every rank makes them, so that what is missing is the same error on all of them; rank 0 opens them.
         made = [tracker for one in self.chosen for tracker in _make(one, plan)]
         self._plan = plan
         self._pid = os.getpid()
         atexit.register(self.finish)
+        if RunSettings.from_env().dry_run:  # nobody is told of it
+            self._opened = [BlankTracker.in_place_of(tracker) for tracker in made]
+            return
         for tracker in made:
             if is_main_process or not tracker.main_process_only:
                 tracker.start()

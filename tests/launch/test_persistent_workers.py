@@ -16,9 +16,7 @@ import torch
 
 from nbaccel import Accelerator
 from nbaccel.errors import CannotSend, RankDied
-from nbaccel.launch.ipc.cell_task import CellSource, CellTask
 from nbaccel.launch.ipc.control import ControlPage
-from nbaccel.launch.ipc.namespace_tasks import InitTask, Pull, Push
 from nbaccel.launch.ipc.reaper import session_members
 from nbaccel.launch.ipc.spec import Devices, LaunchSpec, SharedNamespace, Start
 from nbaccel.launch.launcher import Launcher, LaunchResult
@@ -26,6 +24,9 @@ from nbaccel.launch.persistent_workers import PersistentWorkers
 from nbaccel.launch.processes import shutdown
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launch.tasks.cell_task import CellTask
+from nbaccel.launch.tasks.namespace_tasks import InitTask, Pull, Push
 from nbaccel.output.screens import ConsoleScreen
 from nbaccel.settings import RunSettings
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch.ipc.cell_task import CellSource, CellTask
 from nbaccel.launch.ipc.control import ControlPage, RankPosition
 from nbaccel.launch.ipc.spec import Devices, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher, LaunchResult
 from nbaccel.launch.processes import shutdown
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launch.tasks.cell_task import CellTask
 from nbaccel.launch.worker.lifetime import SPOILT
 from nbaccel.output.screens import ConsoleScreen
 from nbaccel.settings import RunSettings

@@ -127,6 +127,15 @@ WRONG = {
         ("--bg --pdb 0", "--pdb and --bg exclude each other: a debugger asks for commands in the cell that runs"),
         ("--bg --start inline", "--bg and --start inline exclude each other: the notebook's own process runs one"),
     ],
+    "--check": [
+        ("--check fast", "a check is quick or full; got 'fast'"),
+        ("--check --start inline", "--check and --start inline exclude each other: a check needs processes"),
+        ("--check --sweep fold=0", "--check and --sweep exclude each other: a check is of one run"),
+        ("--check --bg", "--check and --bg exclude each other: a check takes half a minute"),
+        ("--check --keep", "--check and --keep exclude each other: the ranks of a check end with it"),
+        ("--check --only 0", "--check and --only exclude each other: a check has ranks of its own"),
+        ("--check --pdb 0", "--check and --pdb exclude each other: a check ends loops early"),
+    ],
 }
 """Long flag to lines that use it wrongly, and what is said."""
 

@@ -15,7 +15,7 @@ import pytest
 
 from nbaccel.hardware import Gpu, Survey
 from nbaccel.launch import api
-from nbaccel.launch.ipc.cell_task import CellSource
+from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.notebook.persistent_session import PersistentSession
 from nbaccel.options.run_options import RunOptions
 

@@ -10,7 +10,7 @@ from IPython.core.error import UsageError
 
 from environments import reads_assigned_commands
 from nbaccel.errors import LaunchRefused
-from nbaccel.launch.ipc.cell_task import CellSource
+from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.notebook.cell_source import read_cell
 from nbaccel.notebook.shell_hooks import comments_below_magic
 

@@ -12,8 +12,8 @@ from IPython.core.error import UsageError
 
 from nbaccel.display.history import History
 from nbaccel.errors import LaunchRefused
-from nbaccel.launch.ipc.cell_task import CellSource
 from nbaccel.launch.run import Run
+from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.notebook.cell_run import how_a_cell_ended
 from nbaccel.notebook.jobs.sweep import configurations
 from nbaccel.notebook.jobs.sweep_cell import (

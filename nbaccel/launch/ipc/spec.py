@@ -378,6 +378,9 @@ class LaunchSpec:
     own_devices: each rank sees only its own devices, the first as number 0; otherwise every rank sees all of them.
     restarts_ranks: a rank that dies is started again alone, while the others work; for independent ranks only.
     written_files: path of a list of the files that the ranks write, a line each; empty if none is wanted.
+    ends_waiting: a run in which all ranks wait in collectives, and none goes on, is ended after seconds.
+    shield: `FileShield.entry`, for ranks whose files are thrown away; empty otherwise.
+    saves_to: folder below which ranks save what torch and safetensors write; empty for the program's own paths.
     """
 
     task: Task
@@ -396,6 +399,9 @@ class LaunchSpec:
     own_devices: bool = False
     restarts_ranks: bool = False
     written_files: str = ""
+    ends_waiting: bool = False
+    shield: str = ""
+    saves_to: str = ""
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:
@@ -404,6 +410,11 @@ class LaunchSpec:
     @property
     def world_size(self) -> int:
         return self.devices.num_processes
+
+    @property
+    def meeting_folder(self) -> str | None:
+        """Return the folder in which the run makes its own; None for that of temporary files."""
+        return self.shield.split(" ", 2)[2] if self.shield else None
 
     def environ_of(self, rank: int) -> dict[str, str]:
         """Return the variables of one rank, made where its process is started: its settings and its devices."""
@@ -422,7 +433,7 @@ class WorkerBoot:
     sees_one_card: this rank, one of several, sees a single device, its own.
     run_nonce: marks places in the output pipe where a rich message belongs.
     store_path: the file through which the ranks of the run find each other.
-    written_files: see `LaunchSpec`.
+    written_files, shield, saves_to: see `LaunchSpec`.
     """
 
     world: World
@@ -433,6 +444,8 @@ class WorkerBoot:
     run_nonce: str
     store_path: str
     written_files: str
+    shield: str
+    saves_to: str
     kernel_pidfd: int
     channel_fd: int
     stdout_fd: int

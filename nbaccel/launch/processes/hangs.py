@@ -253,7 +253,9 @@ class HangWatch:
         limit_s: float | None,
         notice: Callable[[str], None],
         now: float,
+        ends_waiting: bool = False,
     ) -> None:
+        self._ends_waiting = ends_waiting
         self._page = page
         self._members = members
         self._store_path = store_path
@@ -309,6 +311,8 @@ class HangWatch:
                 in_shards = [rank for rank, stack in stacks.items() if stack.is_in_shards]
                 if in_shards and len({stack.call for stack in stacks.values()}) > 1:
                     return Hang(in_shards[0], quiet, self._lines(stacks), is_certain=True, is_alone=True)
+                if self._ends_waiting:
+                    return self._hang(stacks, quiet)
         if self._limit_s is not None and quiet >= self._limit_s:
             return self._hang(stacks, quiet)
         if quiet < _NOTICE_S:

@@ -171,7 +171,13 @@ class Supervisor:
                 begin(self._fds)
             self._watch(range(len(self._members)))
             self._hangs = HangWatch(
-                self._page, self._members, self._worker_group.store_path, self._spec.hang_timeout_s, self._notice, began
+                self._page,
+                self._members,
+                self._worker_group.store_path,
+                self._spec.hang_timeout_s,
+                self._notice,
+                began,
+                self._spec.ends_waiting,
             )
             self._limits = TimeLimits(self._page, began, self._spec.timeout_s, self._spec.program_limit)
             yield from self._loop(began)

@@ -1,8 +1,9 @@
 """The runtime of one rank: from the moment its process exists until `os._exit`. Runs in ranks, never returns.
 
-Forked ranks and ranks of the zygote have the same runtime. The order of the prologue matters: the death watch comes
-before anything that can hang, CPU threads before anything that can compute, the streams before anything that can
-print. No exception may leave `run_rank`: above it is the kernel's own message loop.
+Forked ranks and ranks of the zygote have the same runtime. The order of the prologue matters: the file shield comes
+before the first thread, the death watch before anything that can hang, CPU threads before anything that can compute,
+the streams before anything that can print. No exception may leave `run_rank`: above it is the kernel's own message
+loop.
 """
 
 from __future__ import annotations
@@ -89,6 +90,10 @@ def run_rank(
     code = BROKEN
     try:
         os.setsid()
+        if boot.shield:
+            from nbaccel.launch.worker.shielded import entered_by  # for dry runs alone
+
+            make_task = entered_by(boot.shield, make_task)
         watch = DeathWatch(boot.kernel_pidfd, boot.channel_fd)
         watch.start()
         raise_oom_score()
@@ -152,8 +157,7 @@ class _Rank:
         ring = RingWriter(boot.ring_fd)
         self.reporter = Reporter(ring, self._gate, self.calls, SaveGrace(self.page, self.rank, watch))
         attach_to_foreign_trainers()
-        if boot.written_files:  # before `write_one_file`, which looks at who calls what it puts around `torch.save`
-            note_written_files(boot.written_files)
+        _watch_files(boot)  # before `write_one_file`, which looks at who calls what it puts around `torch.save`
         if boot.world.is_distributed and not RunSettings.from_env(boot.environ).independent:
             self._one_training.watch()
             self._whole_models.watch()
@@ -424,6 +428,16 @@ def _only_names(results: Results, why: str) -> Results:
     names = [name for name, value in wanted.items() if was_asked_for or is_data(name, value)]
     names += [ObjectPlace(*change.token).name for change in results.changes]
     return Results(missing={**results.missing, **dict.fromkeys(names, why)})
+
+
+def _watch_files(boot: WorkerBoot) -> None:
+    """List what this rank writes, or write it elsewhere, if the run asks for that."""
+    if boot.written_files:
+        note_written_files(boot.written_files)
+    if boot.saves_to:
+        from nbaccel.launch.worker.integrations.redirected_saves import redirect_saves  # for dry runs alone
+
+        redirect_saves(boot.saves_to)
 
 
 def _limit_threads(threads: int) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 from nbaccel.answers.source_mark import SourceMark
 from nbaccel.display.history import History
 from nbaccel.errors import LaunchRefused, ResultsMissing
-from nbaccel.launch.ipc.cell_task import RESULT, CellSource, CellTask
 from nbaccel.launch.ipc.spec import Task
 from nbaccel.launch.objects.names import (
     READ_BY_TEXT,
@@ -31,6 +30,8 @@ from nbaccel.launch.objects.names import (
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.processes.launch_result import LaunchResult
 from nbaccel.launch.run import Run
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launch.tasks.cell_task import RESULT, CellTask
 from nbaccel.options.run_options import RunOptions
 from nbaccel.options.swept_values import BareWord, SweptName
 from nbaccel.quantities import plural

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from nbaccel.errors import StayedInRank
-from nbaccel.launch.ipc.cell_task import CellSource, CellTask
 from nbaccel.launch.ipc.kernel_state import random_states, set_random_states
 from nbaccel.launch.ipc.payload import pack_what_can_travel, unpack
 from nbaccel.launch.objects.inventory import Inventory, ObjectPlace
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launch.tasks.cell_task import CellTask
 
 
 class Holder:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.launch.ipc.cell_task import CellSource, CellTask
 from nbaccel.launch.objects.names import first_card_in, says_first_card
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launch.tasks.cell_task import CellTask
 
 CFG = "class CFG:\n    lr = 0.1\n    device = torch.device('cuda:0')"
 TRAIN = "def train():\n    def inner():\n        return model.to('cuda:0')\n    return inner()"

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from nbaccel import Accelerator, find_executable_batch_size
-from nbaccel.launch.ipc.cell_task import CellSource, CellTask
 from nbaccel.launch.ipc.spec import FunctionTask
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launch.tasks.cell_task import CellTask
 
 
 def library(name: str, **contents: Any) -> types.ModuleType:

@@ -14,11 +14,12 @@ from torch import nn
 
 from nbaccel import launch
 from nbaccel.errors import NotPrepared
-from nbaccel.launch.ipc.cell_task import CellSource, CellTask
-from nbaccel.launch.ipc.namespace_tasks import InitTask
 from nbaccel.launch.ipc.spec import Devices, LaunchSpec, SharedNamespace, Start, TaskWatch
 from nbaccel.launch.launcher import Launcher, default_launcher
 from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launch.tasks.cell_task import CellTask
+from nbaccel.launch.tasks.namespace_tasks import InitTask
 from nbaccel.output.screens import ConsoleScreen
 
 pytestmark = pytest.mark.timeout(120)

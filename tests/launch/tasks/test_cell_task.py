@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.launch.ipc.cell_task import CellSource, CellTask
 from nbaccel.launch.ipc.payload import unpack
 from nbaccel.launch.objects.wrappers import plain
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launch.tasks.cell_task import CellTask
 
 
 class Bunch(dict[str, Any]):

@@ -6,9 +6,6 @@ namespace, compiled under the cell's name, so that every traceback says `Cell In
 
 from __future__ import annotations
 
-import ast
-import asyncio
-import inspect
 import json
 import linecache
 import os
@@ -16,9 +13,8 @@ import sys
 import time
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -55,12 +51,12 @@ from nbaccel.launch.objects.parameters import (
 )
 from nbaccel.launch.objects.sharded_tensors import held_in_shards
 from nbaccel.launch.objects.wrappers import PYRO, is_wrapper, kept_apart, modules_in, plain
+from nbaccel.launch.tasks.cell_code import CellSource, execute
 from nbaccel.settings import RunSettings
 
 __all__ = [
     "RANDOM",
     "RESULT",
-    "CellSource",
     "CellTask",
 ]
 
@@ -85,43 +81,6 @@ _TRAINERS = ("transformers.trainer", "transformers.trainer_seq2seq", "trl.traine
 """Packages and modules whose objects know the ranks, and are no data."""
 
 
-@dataclass(frozen=True, slots=True)
-class CellSource:
-    """The text of a cell.
-
-    code: plain Python, with as many lines above it as the notebook shows above it, so that line numbers agree.
-    name: the file name it is compiled under, "Cell In[5]".
-    shown: the cell as the user typed it, for tracebacks.
-    flags: compiler flags of the notebook (its `from __future__` imports).
-    is_timed: a `%%time` stood at the top of the body.
-    """
-
-    code: str
-    name: str
-    shown: str = ""
-    flags: int = 0
-    is_timed: bool = False
-
-    def compile(self) -> list[types.CodeType]:
-        """Return the statements, and separately the last expression if there is one whose value is to be shown.
-
-        Raises:
-            SyntaxError: with the cell's name and line.
-        """
-        flags = self.flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-        module = compile(self.code, self.name, "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
-        assert isinstance(module, ast.Module)
-        body = module.body
-        is_shown = bool(body) and isinstance(body[-1], ast.Expr) and not self.code.rstrip().endswith(";")
-        split = len(body) - 1 if is_shown else len(body)
-        parts = [compile(ast.Module(body[:split], []), self.name, "exec", flags, dont_inherit=True)]
-        if is_shown:
-            last = body[-1]
-            assert isinstance(last, ast.Expr)
-            parts.append(compile(ast.Expression(last.value), self.name, "eval", flags, dont_inherit=True))
-        return parts
-
-
 class CellTask(Task):
     """Runs a cell and sends back its changes to the notebook, or the names in `out`.
 
@@ -136,7 +95,7 @@ class CellTask(Task):
     random: the notebook's random states, if the cell continues with them, see `draw_as_here`.
     """
 
-    reference = "nbaccel.launch.ipc.cell_task:CellTask"
+    reference = "nbaccel.launch.tasks.cell_task:CellTask"
 
     def __init__(
         self,
@@ -193,12 +152,12 @@ class CellTask(Task):
             is_swept = RunSettings.from_env().swept_values is not None
             self._old = OldValues(self.out, self.namespace, self.source.code, self._parts, is_swept)
         began = time.monotonic()
-        statements, *expression = self._parts
+        statements, *expression = self._executed()
         try:
             with self._old.compared():
-                _execute(statements, self.namespace)
+                execute(statements, self.namespace)
                 if expression:
-                    self._last = _execute(expression[0], self.namespace)
+                    self._last = execute(expression[0], self.namespace)
                     self._has_last = self._last is not None
         except NameError as error:
             if why := self._unsent.get(str(error.name)):
@@ -206,6 +165,10 @@ class CellTask(Task):
             raise
         if self.source.is_timed:
             print(f"Wall time: {time.monotonic() - began:.3g} s")
+
+    def _executed(self) -> list[types.CodeType]:
+        """Return the code that runs: the statements, and the last expression if its value is to be shown."""
+        return self._parts
 
     def results(self, rank: int) -> Results:
         found: dict[str, Any] = {}
@@ -402,7 +365,12 @@ class CellTask(Task):
         head: dict[str, Any] = {"source": self.source, "out": out, "result_rank": self.result_rank, "unsent": {}}
         head |= {"debugged": self.debugged, "random": self.random, "knows_ranks": self.knows_ranks}
         head["cells"] = {} if self.home is None else self.home.new_cells()
+        head["own"] = self._own_facts()
         return self._packed(head)
+
+    def _own_facts(self) -> Mapping[str, Any]:
+        """Return further keyword arguments with which a subclass is made in the rank."""
+        return {}
 
     def _packed(self, head: dict[str, Any]) -> Payload:
         unneeded = self._not_needed
@@ -459,6 +427,7 @@ class CellTask(Task):
             result_rank=head["result_rank"],
             debugged=head["debugged"],
             is_copy=False,
+            **head["own"],
         )
         task._unsent, task.random, task.knows_ranks = head["unsent"], head["random"], head["knows_ranks"]
         return task
@@ -475,30 +444,6 @@ class CellTask(Task):
     def has_still(self, name: str) -> bool:
         """Return whether the notebook's name has the object that it had when the task was made."""
         return name in self.namespace and id(self.namespace[name]) == self._started_with.get(name)
-
-
-def _execute(code: types.CodeType, namespace: dict[str, Any]) -> Any:
-    value = eval(code, namespace)
-    if code.co_flags & inspect.CO_COROUTINE:
-        return _completed(value)
-    return value
-
-
-def _completed(coroutine: Any) -> Any:
-    """Return the result of a cell with a top-level `await`."""
-    if not _loop_is_running():  # outside of any `except`: an error of the cell has nothing to do with it
-        return asyncio.run(coroutine)
-    # Inline, in the kernel, whose own loop is running in this thread: the cell gets a loop in another.
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(asyncio.run, coroutine).result()
-
-
-def _loop_is_running() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _formatted(value: Any) -> dict[str, Any]:

@@ -1,0 +1,130 @@
+"""File shield of a dry run: ranks that enter it write no file of the machine. Runs in the kernel.
+
+`FileShield` starts the process that holds the namespaces (`shield_holder`), and says why there is none where Linux, a
+container or a system administrator forbids them. Ranks enter by `worker/shielded.py`. Where there is no shield,
+`FolderSnapshot` finds the files that have changed.
+
+Not shielded: network file systems, and what is no file: databases, sockets, /dev/shm, /run, GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nbaccel.hardware import usable_memory
+from nbaccel.launch.processes.mount_table import is_covered
+
+__all__ = [
+    "FileShield",
+]
+
+# Python puts the working folder first, in which a file of the user may be called json.py.
+_BOOTSTRAP = (
+    "import sys; sys.path[:1] = [{path!r}]; from nbaccel.launch.processes.shield_holder import main; main({order!r})"
+)
+_ABOVE_PACKAGE = str(Path(__file__).resolve().parents[3])
+_ANSWER_S = 20.0
+_END_S = 10.0
+
+
+class FileShield:
+    """Namespaces in which ranks may write to every local file system, and nothing of it reaches the machine.
+
+    Start and close take 0.1 s together where a folder is on a local disk.
+
+    entry: for `LaunchSpec.shield`; empty if there is no shield.
+    why_not: the reason for that, as half a sentence.
+    not_covered: folders that can be written to and are not shielded, such as network file systems.
+    memory_bytes: limit of all that ranks write, where it lies in memory since no disk takes it; 0 on a disk.
+    """
+
+    def __init__(self, holder: subprocess.Popen[bytes] | None, folder: Path, answer: dict[str, Any]) -> None:
+        self._holder, self._folder, self._answer = holder, folder, answer
+        self.why_not: str = answer["why_not"]
+        self.entry = ""
+        if not self.why_not:
+            self.entry = f"/proc/{answer['pid']}/ns {answer['namespace']} {_meeting_folder(folder)}"
+        self.not_covered = [Path(path) for path in answer.get("open", ()) if path != str(_meeting_folder(folder))]
+        self.memory_bytes: int = answer.get("memory_bytes", 0)
+
+    @classmethod
+    def start(cls, own: Sequence[Path], folder: Path) -> FileShield:
+        """Start it, in an empty `folder` of its own, on a local disk if there is one; what ranks write lies there.
+
+        own: folders that ranks and the kernel share: what ranks write there reaches the machine. They exist already.
+        """
+        folder = folder.resolve()
+        _meeting_folder(folder).mkdir(mode=0o700)
+        shared = [_meeting_folder(folder), *(path.resolve() for path in own)]
+        order = {
+            "folder": str(folder),
+            "shared": [str(path) for path in shared],
+            "memory_bytes": usable_memory().available_bytes // 2,
+            "kernel": os.getpid(),
+        }
+        try:
+            holder = subprocess.Popen(
+                [sys.executable, "-S", "-E", "-c", _BOOTSTRAP.format(path=_ABOVE_PACKAGE, order=order)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return cls(None, folder, {"why_not": f"its process could not be started ({error.strerror})"})
+        try:
+            return cls(holder, folder, _answer_of(holder))
+        except BaseException:  # an interrupt
+            cls(holder, folder, {"why_not": "interrupted"}).close()
+            raise
+
+    def covers(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether what a rank writes at `path` is thrown away."""
+        uncovered = [*self._answer.get("open", ()), *self._answer.get("of_the_system", ())]
+        return is_covered(os.path.realpath(path), self._answer.get("covered", ()), uncovered)
+
+    @staticmethod
+    def free_bytes(path: str | os.PathLike[str]) -> int:
+        """Return the free bytes of the disk of `path`, which may not exist yet: the real ones, for this user."""
+        place = Path(path).absolute()
+        disk = os.statvfs(next(folder for folder in (place, *place.parents) if folder.exists()))
+        return disk.f_bavail * disk.f_frsize
+
+    def close(self) -> None:
+        """End the holder, and remove all that ranks have written; ranks that are inside have ended before."""
+        holder, self._holder = self._holder, None
+        if holder is not None:
+            with suppress(subprocess.TimeoutExpired):
+                holder.communicate(b"\n", timeout=_END_S)
+            if holder.poll() is None:
+                holder.kill()
+                holder.communicate()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _meeting_folder(folder: Path) -> Path:
+    """Return the folder in which runs have their own: kernel and ranks both see it."""
+    return folder / "runs"
+
+
+def _answer_of(holder: subprocess.Popen[bytes]) -> dict[str, Any]:
+    assert holder.stdout is not None
+    if not select.select([holder.stdout], [], [], _ANSWER_S)[0]:
+        return {"why_not": f"no namespace was ready in {_ANSWER_S:.0f} s"}
+    try:
+        answer: dict[str, Any] = json.loads(holder.stdout.readline())
+    except ValueError:
+        said = holder.communicate()[1].decode(errors="replace").strip().splitlines()
+        return {
+            "why_not": f"its process ended with exit code {holder.returncode}: {said[-1] if said else 'no message'}"
+        }
+    return answer

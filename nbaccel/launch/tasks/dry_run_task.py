@@ -1,0 +1,107 @@
+"""DryRunTask: a cell that is tried with a few batches of each loop, and leaves nothing. Made in the kernel, for ranks.
+
+It runs the same code as `CellTask`, rewritten so that loops can be ended; see `nbaccel.dry_run`. What the cell would
+have brought back is reported by name, size and checksum.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nbaccel.answers.fingerprint import checksum_of
+from nbaccel.dry_run.rank_run import RankDryRun
+from nbaccel.launch.ipc.nbytes import size_of
+from nbaccel.launch.ipc.spec import Results, load_named
+from nbaccel.launch.objects.wrappers import plain
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launch.tasks.cell_task import RANDOM, RESULT, CellTask
+
+__all__ = ["DryRunTask"]
+
+_COMPARED_BYTES = 1_000_000
+"""Largest size of a value that ranks compare: a score, a list of losses, predictions."""
+
+_SHOWN = 60
+"""Characters of a value that a report shows."""
+
+
+class DryRunTask(CellTask):
+    """Tries a cell; see `CellTask` for the arguments.
+
+    folder: the folder in which the ranks record what they see; it exists, and ranks share it.
+    make_parts: "module:function" that returns what cuts loaders and measures, see `RankDryRun`.
+    """
+
+    reference = "nbaccel.launch.tasks.dry_run_task:DryRunTask"
+
+    def __init__(
+        self,
+        source: CellSource,
+        namespace: dict[str, Any],
+        out: tuple[str, ...] | None = None,
+        extra: tuple[str, ...] = (),
+        *,
+        folder: str,
+        make_parts: str,
+        **options: Any,
+    ) -> None:
+        super().__init__(source, namespace, out, extra, **options)
+        self.folder = folder
+        self.make_parts = make_parts
+        self._rewritten: list[types.CodeType] = []
+        self._dry_run: RankDryRun | None = None
+
+    def _own_facts(self) -> Mapping[str, Any]:
+        return {"folder": self.folder, "make_parts": self.make_parts}
+
+    def begin(self, rank: int) -> None:
+        super().begin(rank)
+        self._dry_run = RankDryRun(Path(self.folder), rank, load_named(self.make_parts))
+        self._dry_run.go_offline()
+
+    def run(self) -> None:
+        assert self._dry_run is not None, "`begin` comes before"
+        self._rewritten = self._dry_run.rewritten(self.source.parsed(), self.source.name, self.source.compile_tree)
+        with self._dry_run:
+            super().run()
+
+    def _executed(self) -> list[types.CodeType]:
+        return self._rewritten
+
+    def results(self, rank: int) -> Results:
+        """Return no values, but their sizes, and in every rank the checksums of small ones."""
+        found = super().results(rank)
+        values = {name: value for name, value in found.values.items() if name not in (RESULT, RANDOM)}
+        for name in found.facts.get("changed", ()):  # in place: the content of these comes back
+            values.setdefault(name, self.namespace.get(name))
+        for name in self.leftovers():
+            values.pop(name, None)
+        seen: dict[str, tuple[str, str]] = {}
+        for name in sorted({*self.out, *self.binds()} & self.namespace.keys()):
+            with suppress(Exception):  # a class of the user's may raise anything
+                value = plain(self.namespace[name])
+                if _is_compared(value):
+                    seen[name] = checksum_of([value]), _shown(value)
+        sizes: dict[str, int] = {}
+        for name, value in values.items():
+            with suppress(Exception):  # as above
+                sizes[name] = size_of(value)
+        facts = {**found.facts, "left_bytes": sizes, "seen": seen}
+        return replace(found, values={}, changes=[], places=None, parts={}, facts=facts)
+
+
+def _is_compared(value: Any) -> bool:
+    """Return whether `value` is a result that could be compared: numbers, texts, arrays and containers of these."""
+    kinds = (bool, int, float, complex, str, list, tuple, dict)
+    is_data = isinstance(value, kinds) or type(value).__name__ in ("ndarray", "Tensor", "DataFrame", "Series")
+    return is_data and size_of(value) <= _COMPARED_BYTES
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

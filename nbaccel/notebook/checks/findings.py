@@ -1,0 +1,197 @@
+"""DryRunResult: the records and reports of the ranks of a dry run, as values. Runs in the kernel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbaccel.failures import Failure
+from nbaccel.launch.diagnosis import failed_alike
+from nbaccel.launch.ipc.reports import ErrorLink
+from nbaccel.launch.processes.launch_result import LaunchResult
+
+__all__ = ["DryRunResult", "FoundError", "LineOfSaves"]
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundError:
+    """The error that ended a dry run.
+
+    text: in one line.  file, line: of the innermost place in the program; line 0 if there is none.
+    where: "rank 1", "all 2 ranks".  more: what the launcher adds: where the others were, what to do.
+    is_memory: the rank ran out of memory.  rank: the one that failed first.
+    """
+
+    text: str
+    where: str
+    file: str = ""
+    line: int = 0
+    more: str = ""
+    is_memory: bool = False
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LineOfSaves:
+    """Saves by one line of the program, or by one function.
+
+    path: of the last one.  nbytes, seconds: of the largest one.  paths: different ones.  loops: numbers of the loops
+    around it.
+    """
+
+    path: str
+    nbytes: int
+    seconds: float
+    count: int
+    paths: int
+    loops: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunResult:
+    """The findings of one dry run.
+
+    records: of each rank, oldest first.  facts: of each rank, from its report; empty for a rank that left none.
+    seconds: that the dry run took, with the start of its ranks.  noise: see `forecast.measure_noise`.
+    free_bytes: returns the free bytes of the disk of a path.  is_hung: it was ended since no rank could go on.
+    missing: names of `--out` that did not come, each with the reason.
+    """
+
+    records: Sequence[Sequence[Record]]
+    facts: Sequence[Mapping[str, Any]]
+    error: FoundError | None
+    seconds: float
+    noise: float
+    free_bytes: Callable[[str], int]
+    log_path: str = ""
+    is_hung: bool = False
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        records: Sequence[Sequence[Record]],
+        outcome: LaunchResult,
+        *,
+        seconds: float,
+        noise: float,
+        free_bytes: Callable[[str], int],
+    ) -> DryRunResult:
+        ended = outcome.ended
+        reports = ended.reports
+        speaker = reports[outcome.task.result_rank]
+        return cls(
+            records,
+            [{} if report is None else report.facts for report in reports],
+            _error_of(outcome),
+            seconds,
+            noise,
+            free_bytes,
+            outcome.log_path,
+            ended.hang is not None,
+            {} if speaker is None else speaker.missing,
+        )
+
+    @property
+    def world_size(self) -> int:
+        return len(self.records)
+
+    def of_kind(self, kind: str, rank: int = 0) -> list[Record]:
+        """Return the records of one kind."""
+        return [record for record in self.records[rank] if record["kind"] == kind]
+
+    def last(self, kind: str, rank: int = 0) -> Record:
+        """Return the last record of one kind; an empty one if there is none."""
+        return next(iter(self.of_kind(kind, rank)[::-1]), {})
+
+    @property
+    def table(self) -> list[dict[str, Any]]:
+        """Return the rewritten places, see `dry_run.rewriting.Table`."""
+        table: list[dict[str, Any]] = self.last("table").get("table", [])
+        return table
+
+    @property
+    def setup_s(self) -> float:
+        """Return the seconds before the first loop that matters."""
+        return float(self.last("whole").get("setup_s", self.last("setup").get("seconds", 0.0)))
+
+    def peak(self, kind: str, rank: int = 0) -> Record:
+        """Return a peak of memory of a rank: "bytes", and "batch", during which it rose; empty if it is not known.
+
+        kind: "host", "device" or "device_reserved".
+        """
+        peak: Record = self.last("peak", rank).get("peaks", {}).get(kind, {})
+        return peak
+
+    def saves(self) -> list[LineOfSaves]:
+        """Return the saves of rank 0, those in the same loops with paths that differ in numbers as one."""
+        groups: dict[tuple[Any, ...], list[Record]] = {}
+        for record in self.of_kind("save"):
+            key = re.sub(r"\d+", "#", str(record["path"])), tuple(record["loops"])
+            groups.setdefault(key, []).append(record)
+        return [
+            LineOfSaves(
+                str(each[-1]["path"]),
+                max(record["bytes"] for record in each),
+                max(record["seconds"] for record in each),
+                len(each),
+                len({record["path"] for record in each}),
+                loops,
+            )
+            for (_, loops), each in groups.items()
+        ]
+
+    def differing(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield each name whose value differs between the ranks, with the values as text."""
+        seen = [facts.get("seen", {}) for facts in self.facts]
+        for name in dict.fromkeys(name for each in seen for name in each):
+            values = [each.get(name) for each in seen]
+            if all(value is not None for value in values) and len({value[0] for value in values}) > 1:
+                yield name, [value[1] for value in values]
+
+    def passes(self) -> list[Record]:
+        """Return the passes of rank 0 over loaders, see `LoopLog`."""
+        return self.of_kind("pass")
+
+
+def _error_of(outcome: LaunchResult) -> FoundError | None:
+    ended, error = outcome.ended, outcome.error
+    if error is None:
+        return None
+    rank = ended.first_failed
+    if ended.hang is not None or rank is None:
+        return _as_text(error, "")
+    where = f"all {len(ended.reports)} ranks" if failed_alike(ended) else f"rank {rank}"
+    report = ended.reports[rank]
+    if report is None or not report.links:
+        return _as_text(error, where)
+    link = report.links[-1]
+    file, line = _place_of(link)
+    head, *rest = "\n".join(link.headline or [link.type_name]).splitlines()
+    notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("raised on ")]
+    kind = report.kind
+    return FoundError(
+        head,
+        where,
+        file,
+        line,
+        "\n".join(dict.fromkeys([*rest, *"\n".join(notes).splitlines()])),
+        kind is Failure.OUT_OF_MEMORY,
+        rank,
+    )
+
+
+def _as_text(error: BaseException, where: str) -> FoundError:
+    head, _, rest = str(error).partition("\n")
+    return FoundError(head, where, more=rest)
+
+
+def _place_of(link: ErrorLink) -> tuple[str, int]:
+    """Return the innermost place of the notebook's own code, else of any; ("", 0) without one."""
+    own = [place for place in link.places if place[0].startswith("Cell In[")]
+    places = own or link.places
+    return (places[-1][0], places[-1][1]) if places else ("", 0)

@@ -1,0 +1,362 @@
+"""CheckReport: what a dry run says of the whole run, line by line. Pure, runs in the kernel.
+
+A line is red where the run would fail or be wrong, yellow where something was not checked or is worth a thought, and ok
+where it was looked at. Each red line says what to change.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel.dry_run.forecast import Forecast, forecast
+from nbaccel.dry_run.unreached_lines import not_reached
+from nbaccel.hardware import Platform
+from nbaccel.launch.plan import LaunchPlan
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.notebook.checks.findings import DryRunResult, FoundError, LineOfSaves
+from nbaccel.quantities import amount, duration, listed, plural
+
+__all__ = ["CheckReport", "ReportLine"]
+
+RED, YELLOW, OK = "red", "yellow", "ok"
+
+_SESSION_S = {Platform.KAGGLE: 12 * 3600.0, Platform.KAGGLE_BATCH: 12 * 3600.0, Platform.COLAB: 12 * 3600.0}
+"""Longest sessions: kaggle.com/docs/notebooks, research.google.com/colaboratory/faq.html (at most; often less)."""
+
+_SLOW_LOADER = 0.4
+"""Share of a step's seconds spent waiting for the loader from which on it is worth a line."""
+
+_FULL = 0.95
+"""Share of a device's memory from which on a peak is close to its end: allocations differ from run to run."""
+
+_COLOURS = {RED: "#c62828", YELLOW: "#b26a00", OK: "#2e7d32"}
+"""Readable on white and on the dark ground of JupyterLab, by a contrast of 4.5 : 1 at least."""
+
+_PARTS = ("loader", "host to device", "forward", "backward", "communication", "optimizer", "saving", "program")
+"""Parts of a step in the order of the report, see `StepTimes`."""
+
+_NAMES = {"saving": "saves", "program": "your own code"}
+"""Names of these parts in the report, where they differ."""
+
+_ACCELERATOR = "accelerator"
+_MOST_NAMES = 6
+_SMALL_BYTES = 1000
+"""Size of a value that is not listed where the cell brings back all that it leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLine:
+    """One line of a report.  level: "red", "yellow" or "ok"."""
+
+    level: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """The report of a check."""
+
+    title: str
+    lines: Sequence[ReportLine]
+
+    @classmethod
+    def of(
+        cls,
+        found: DryRunResult,
+        source: CellSource,
+        plan: LaunchPlan,
+        changed: Sequence[str] = (),
+        platform: Platform = Platform.SCRIPT,
+    ) -> CheckReport:
+        """Return the report on what a dry run of `source` found.  changed: files that it changed, by path."""
+        writer = _Writer(found, source, plan, platform)
+        lines = [*writer.lines(), *_files(changed)]
+        order = {RED: 0, YELLOW: 1, OK: 2}
+        return cls(source.name, sorted(lines, key=lambda line: order[line.level]))
+
+    @property
+    def has_red(self) -> bool:
+        return any(line.level == RED for line in self.lines)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.lines))
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f'<div><span style="color:{_COLOURS[line.level]};font-weight:600">{line.level}:</span> '
+            f'<span style="white-space:pre-wrap">{html.escape(line.text)}</span></div>'
+            for line in self.lines
+        )
+        return f'<div style="font-family:var(--jp-code-font-family,monospace);font-size:13px">{rows}</div>'
+
+    def bundle(self) -> dict[str, str]:
+        """Return the report as a notebook shows it."""
+        return {"text/plain": str(self), "text/html": self._repr_html_()}
+
+
+class _Writer:
+    """Writes the lines of one report."""
+
+    def __init__(self, found: DryRunResult, source: CellSource, plan: LaunchPlan, platform: Platform) -> None:
+        self._found = found
+        self._source = source
+        self._plan = plan
+        self._platform = platform
+        ended = found.last("end")
+        self._gaps = not_reached(source.code, set(ended.get("reached", ()))) if ended else []
+        self._forecast: Forecast | None = None
+        if found.of_kind("whole"):
+            self._forecast = forecast(found.records[0], found.table, found.noise)
+
+    def lines(self) -> Iterator[ReportLine]:
+        yield from self._end()
+        yield from self._results()
+        yield from self._gathers()
+        yield from self._memory()
+        yield from self._steps()
+        yield from self._time()
+        yield from self._disk()
+        yield from self._out()
+
+    # --- does it end
+
+    def _end(self) -> Iterator[ReportLine]:
+        found, error = self._found, self._found.error
+        setup = f" after a set-up of {duration(found.setup_s)}" if found.setup_s >= 1.0 else ""
+        took = f"{plural(found.world_size, 'rank')}, {duration(found.seconds)}{setup}"
+        if error is not None:
+            yield self._error(error)
+            rest = self._rest(error.line)
+            if not found.is_hung and self._is_in_cell(error.file) and rest:
+                yield ReportLine(YELLOW, f"not reached: {rest}")
+            return
+        left = found.last("end").get("left", "")
+        if left:
+            yield ReportLine(YELLOW, f"a loop could be ended only by leaving it: {left}")
+        if self._gaps:
+            yield ReportLine(YELLOW, f"not reached: {', '.join(map(_lines_words, self._gaps))}")
+        if not left:
+            yield ReportLine(OK, f"the cell comes to its end ({took})")
+
+    def _error(self, error: FoundError) -> ReportLine:
+        place = f"line {error.line}" if error.line and self._is_in_cell(error.file) else ""
+        if not place and error.line:
+            place = f"{error.file}, line {error.line}"
+        head = ", ".join(filter(None, [place, error.where]))
+        more = "".join(f"\n  {line.strip()}" for line in error.more.splitlines() if line.strip())
+        if counts := self._counts_of_cut_batches(error.text):
+            return ReportLine(
+                YELLOW,
+                f"{head}: {error.text}; {counts} is what the batches of this check come to, so this line, and what "
+                "follows it, could not be checked",
+            )
+        if "offline mode" in error.text.lower() or "HF_HUB_OFFLINE" in error.text:
+            return ReportLine(
+                YELLOW, f"{head}: it needs the network, which a check leaves alone: load it in a cell before this one"
+            )
+        if error.is_memory:
+            at = _at_batch(self._found.last("peak", error.rank).get("batch"))
+            return ReportLine(RED, f"{head}: out of memory{at}: {error.text}{more}")
+        return ReportLine(RED, f"{head}: {error.text}{more}" if head else f"{error.text}{more}")
+
+    def _counts_of_cut_batches(self, text: str) -> int | None:
+        """Return a number in an error that counts what cut loaders gave; None if there is none."""
+        counts: set[int] = set()
+        for each in self._found.of_kind("pass_ended") or self._found.passes():
+            if each.get("is_cut") and each.get("samples"):
+                samples = int(each["samples"])
+                counts |= {samples, samples * self._found.world_size}
+        numbers = {int(word) for word in "".join(c if c.isdigit() else " " for c in text).split()}
+        return max(counts & numbers, default=None)
+
+    def _is_in_cell(self, file: str) -> bool:
+        return file == self._source.name
+
+    def _rest(self, line: int) -> str:
+        """Return the statements of the cell's top level that come after a line, as a range of lines; empty for none."""
+        later = [node for node in self._source.parsed().body if node.lineno > line]
+        return _lines_words((later[0].lineno, later[-1].end_lineno or later[-1].lineno)) if later else ""
+
+    # --- is it right
+
+    def _results(self) -> Iterator[ReportLine]:
+        if self._found.error is not None:
+            return
+        asked = set(self._plan.options.names_back or ())
+        differing = list(self._found.differing())
+        for name, values in differing:
+            if name in asked:
+                shown = ", ".join(f"{value} in rank {rank}" for rank, value in enumerate(values[:4]))
+                yield ReportLine(
+                    RED,
+                    f"{name} depends on the rank ({shown}), and --out brings that of rank 0: gather what it is "
+                    "computed from first, predictions and labels by accelerator.gather_for_metrics",
+                )
+        others = [name for name, _ in differing if name not in asked]
+        if others and self._plan.options.names_back is None:
+            yield ReportLine(
+                YELLOW, f"differs between the ranks, and the notebook gets that of rank 0: {listed(others)}"
+            )
+
+    def _gathers(self) -> Iterator[ReportLine]:
+        told = set()
+        for record in self._found.of_kind("gather"):
+            place = record.get("line"), record.get("file")
+            if place in told:
+                continue
+            told.add(place)
+            where = f"line {place[0]}: " if self._is_in_cell(str(place[1])) else ""
+            yield ReportLine(
+                RED,
+                f"{where}accelerator.gather counts {plural(record['repeated'], 'sample')} twice, those that fill up "
+                f"the last batch ({record['rows']} rows): use accelerator.gather_for_metrics",
+            )
+
+    # --- does it fit
+
+    def _memory(self) -> Iterator[ReportLine]:
+        gpus = self._plan.devices.gpus
+        kind = "device_reserved" if gpus else "host"
+        peaks = [self._found.peak(kind, rank) for rank in range(self._found.world_size)]
+        values = [int(each["bytes"]) for each in peaks if each]
+        if not values:
+            return
+        batch = peaks[0].get("batch")
+        at = _at_batch(batch)
+        if gpus:
+            room = min(gpu.total_bytes for gpu in gpus)
+            level = YELLOW if max(values) > _FULL * room else OK
+            yield ReportLine(level, f"memory{at}: {_by_rank(values)} of {amount(room)} on the device")
+        else:
+            yield ReportLine(OK, f"memory{at}: {_by_rank(values)} of the host")
+
+    def _steps(self) -> Iterator[ReportLine]:
+        best = max(
+            (each for each in self._found.of_kind("step_times") if each.get("batches") and each.get("steps", 1)),
+            key=lambda each: sum(each["seconds"].values()),
+            default=None,
+        )
+        if best is None:
+            return
+        seconds = {name: best["seconds"].get(name, 0.0) for name in _PARTS if best["seconds"].get(name)}
+        whole = sum(seconds.values())
+        if not whole:
+            return
+        shares = ", ".join(
+            f"{_NAMES.get(name, name)} {part / whole:.0%}" for name, part in seconds.items() if part / whole >= 0.01
+        )
+        yield ReportLine(OK, f"a batch takes {_short(whole / best['batches'])}: {shares}")
+        share = seconds.get("loader", 0.0) / whole
+        if share > _SLOW_LOADER:
+            yield ReportLine(
+                YELLOW,
+                f"{best.get('name') or 'the loader'} takes {share:.0%} of each batch: more num_workers, or a cheaper "
+                "data set; --speed 3min measures what helps",
+            )
+
+    def _time(self) -> Iterator[ReportLine]:
+        expected = self._forecast
+        if expected is None or self._found.error is not None:
+            return
+        start_s = self._found.seconds - float(self._found.last("whole").get("seconds", 0.0))
+        for unknown in expected.unknown:
+            yield ReportLine(YELLOW, f"the time cannot be forecast: {unknown}")
+        for early in expected.may_end_early:
+            yield ReportLine(OK, early)
+        if expected.high_s is None:
+            return
+        low, high = expected.low_s + start_s, expected.high_s + start_s
+        words = f"the whole run takes {duration(low)} to {duration(high)}"
+        limit_s, whose = self._limit()
+        if limit_s is None:
+            yield ReportLine(OK, words)
+        elif low > limit_s:
+            yield ReportLine(
+                RED,
+                f"{words}, and {whose} ends it after {duration(limit_s)}: fewer epochs, or --checkpoint-every 10min "
+                "and --resume in the next session",
+            )
+        elif high > limit_s:
+            yield ReportLine(YELLOW, f"{words}, and {whose} ends it after {duration(limit_s)}")
+        else:
+            yield ReportLine(OK, f"{words}; {whose} ends it after {duration(limit_s)}")
+
+    def _limit(self) -> tuple[float | None, str]:
+        limit = self._plan.options.limit
+        if limit is not None:
+            return limit.seconds, limit.flag
+        session = _SESSION_S.get(self._platform)
+        return session, "a session of " + self._platform.value.partition(",")[0]
+
+    def _disk(self) -> Iterator[ReportLine]:
+        for save in self._found.saves():
+            count = self._times_of(save)
+            kept = count if save.paths > 1 and count is not None else 1
+            whole = save.nbytes * kept
+            free = self._found.free_bytes(save.path)
+            times = "" if count is None else f", {plural(count, 'time')} in the whole run"
+            words = f"a save to {save.path} has {amount(save.nbytes)} and takes {_short(save.seconds)}{times}"
+            if whole > free:
+                yield ReportLine(
+                    RED,
+                    f"{words}: that is {amount(whole)}, and the disk has {amount(free)} free: keep fewer of them, or "
+                    "name a folder on another disk",
+                )
+            else:
+                yield ReportLine(OK, f"{words}; {amount(free)} free")
+
+    def _times_of(self, save: LineOfSaves) -> int | None:
+        return save.count if not save.loops else None
+
+    def _out(self) -> Iterator[ReportLine]:
+        found = self._found
+        if found.error is not None:
+            return
+        facts: Mapping[str, Any] = found.facts[self._plan_result_rank] if found.facts else {}
+        sizes = facts.get("left_bytes", {})
+        if found.missing:
+            reasons = ", ".join(f"{name} ({why})" for name, why in found.missing.items())
+            yield ReportLine(RED, f"--out would not bring {reasons}")
+        if self._plan.options.names_back is None:
+            sizes = {name: size for name, size in sizes.items() if size >= _SMALL_BYTES and name != _ACCELERATOR}
+        largest = sorted(sizes.items(), key=lambda item: -item[1])
+        parts = [f"{name} ({amount(size)})" for name, size in largest[:_MOST_NAMES]]
+        if len(largest) > _MOST_NAMES:
+            parts.append(f"{len(largest) - _MOST_NAMES} smaller ones")
+        if parts:
+            yield ReportLine(OK, f"comes back: {', '.join(parts)}")
+
+    _plan_result_rank = 0
+
+
+def _files(changed: Sequence[str]) -> Iterator[ReportLine]:
+    for path in changed:
+        yield ReportLine(YELLOW, f"changed by this check: {path}")
+
+
+def _lines_words(lines: tuple[int, int]) -> str:
+    first, last = lines
+    return f"line {first}" if first == last else f"lines {first}-{last}"
+
+
+def _by_rank(values: Sequence[int]) -> str:
+    if len(values) == 1 or max(values) < 1.02 * min(values):
+        return amount(max(values))
+    return ", ".join(f"{amount(value)} in rank {rank}" for rank, value in enumerate(values))
+
+
+def _at_batch(batch: Mapping[str, Any] | None) -> str:
+    if not batch or batch.get("kind") != "longest":
+        return ""
+    size = batch.get("size")
+    return f" at the longest batch{f' (size {size:g})' if size else ''}"
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1.0 else f"{seconds:.1f} s"

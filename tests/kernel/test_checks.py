@@ -1,0 +1,362 @@
+"""`%%accelerate --check` in a real kernel: what a run would meet late is found early, and nothing is touched."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from environments import NEWEST
+from kernel.harness import Cell, RealKernel, accelerate
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+SETUP = """
+import time
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+X = torch.randn(1000, 20)
+Y = (X.sum(1) > 0).long()
+model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
+optimizer = torch.optim.Adam(model.parameters())
+loader = DataLoader(TensorDataset(X, Y), batch_size=32, shuffle=True)
+test_loader = DataLoader(TensorDataset(X[:101], Y[:101]), batch_size=32)
+history = []
+
+class Texts(Dataset):
+    def __len__(self):
+        return 500
+    def __getitem__(self, index):
+        return torch.ones(900 if index == 123 else 10 + index % 20, 20)
+
+class Slow(Dataset):
+    def __len__(self):
+        return 320
+    def __getitem__(self, index):
+        time.sleep(0.003)
+        return X[index], Y[index]
+
+def padded(rows):
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+def step(x, y):
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+def fit(epochs):
+    for epoch in range(epochs):
+        for x, y in loader:
+            loss = step(x, y)
+    return loss
+
+def cycled(batches):
+    while True:
+        yield from batches
+"""
+
+PREPARED = """
+model, optimizer, loader, test_loader = accelerator.prepare(model, optimizer, loader, test_loader)
+for x, y in loader:
+    loss = F.cross_entropy(model(x), y)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKernel]:
+    kernel = RealKernel(NEWEST, tmp_path_factory.mktemp("checks"))
+    try:
+        kernel.do(
+            "%load_ext nbaccel" + SETUP + "\nimport nbaccel; nbaccel.launch(int, 1)"
+        )  # the reaper runs from here on
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def report(kernel: RealKernel, body: str, flags: str = "--check") -> str:
+    """Return the report on a cell, which is line 2 and what follows of it."""
+    return text_of(kernel.run(accelerate(body, flags=flags)).succeeded())
+
+
+def text_of(cell: Cell) -> str:
+    (shown,) = cell.displays
+    assert "text/html" in shown
+    return str(shown["text/plain"])
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+FAULTS = {
+    "a name in the last line": (
+        """
+        fit(50)
+        print(histroy)
+        """,
+        "",
+        "red: line 3, all 2 ranks: NameError: name 'histroy' is not defined. Did you mean: 'history'?",
+    ),
+    "an unprepared model": (
+        """
+        loader = accelerator.prepare(loader)
+        for x, y in loader:
+            accelerator.backward(F.cross_entropy(model(x), y))
+        """,
+        "",
+        "nbaccel.errors.NotPrepared: accelerator.backward in rank",
+    ),
+    "a folder that cannot be written": (
+        """
+        fit(50)
+        torch.save(model.state_dict(), '/sys/model.pt')
+        print('saved')
+        """,
+        "",
+        "RuntimeError: [enforce fail at inline_container.cc",
+    ),
+    "a disk that is too small": (
+        """
+        for epoch in range(10**9):
+            fit(1)
+            torch.save(model.state_dict(), f'model_{epoch}.pt')
+        """,
+        "",
+        "keep fewer of them, or name a folder on another disk",
+    ),
+    "out of memory at the longest batch": (
+        """
+        model, loader = accelerator.prepare(model, DataLoader(Texts(), 16, shuffle=True, collate_fn=padded))
+        for rows in loader:
+            if rows.shape[1] > 800:
+                raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')
+            accelerator.backward(model(rows).mean())
+        """,
+        "",
+        "out of memory at the longest batch",
+    ),
+    "a collective on the main process": (
+        f"""{PREPARED}
+if accelerator.is_main_process:
+    print(accelerator.gather(loss))
+accelerator.wait_for_everyone()
+""",
+        "",
+        "a call under `if is_main_process` belongs outside of it",
+    ),
+    "a gather that counts twice": (
+        f"""{PREPARED}
+with torch.no_grad():
+    for x, y in test_loader:
+        found = accelerator.gather(model(x))
+""",
+        "",
+        "accelerator.gather counts 27 samples twice",
+    ),
+    "a slow loader": (
+        """
+        for x, y in DataLoader(Slow(), 32):
+            step(x, y)
+        """,
+        "",
+        "of each batch: more num_workers, or a cheaper data set",
+    ),
+    "a run that does not end in time": (
+        """
+        for epoch in range(10**7):
+            fit(1)
+        """,
+        "--time-limit 10min",
+        "and --time-limit ends it after 10:00: fewer epochs",
+    ),
+    "a result that depends on the rank": (
+        f"""{PREPARED}
+right = 0
+with torch.no_grad():
+    for x, y in test_loader:
+        right += (model(x).argmax(1) == y).sum().item()
+accuracy = right / 101
+""",
+        "--out accuracy",
+        "red: accuracy depends on the rank (",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(kernel: RealKernel, fault: str) -> None:
+    body, flags, sentence = FAULTS[fault]
+    said = report(kernel, body, f"--check {flags}")
+    assert sentence in said, said
+    level = "yellow: " if fault == "a slow loader" else "red: "
+    (line,) = [line for line in said.splitlines() if sentence in line] or [""]
+    assert level in said
+    assert line.startswith((level, "  ")), said
+    if level == "yellow: ":
+        assert "red: " not in said
+
+
+def test_with_strict_a_red_line_is_an_error(kernel: RealKernel) -> None:
+    error = kernel.run(accelerate(f"{PREPARED}print(histroy)", flags="--check --strict")).failed("CheckFailed")
+    assert "found what would not end well: see its red lines" in error.evalue
+
+
+# --- loops ----------------------------------------------------------------------------------------------------------
+
+LOOPS = {
+    "while True": """
+        done = 0
+        while True:
+            for x, y in loader:
+                step(x, y)
+            done += 1
+            if done == 500:
+                break
+        """,
+    "counted steps": """
+        batches = cycled(loader)
+        for number in range(5000):
+            step(*next(batches))
+        """,
+    "counted steps of a while": """
+        number, batches = 0, cycled(loader)
+        while number < 5000:
+            step(*next(batches))
+            number += 1
+        """,
+    "a threshold": """
+        loss = torch.tensor(9.0)
+        while loss > 1e-9:
+            for x, y in loader:
+                loss = step(x, y)
+        """,
+    "a threshold without a loader": """
+        loss = torch.tensor(9.0)
+        while loss > 1e-9:
+            loss = step(X[:32], Y[:32])
+        """,
+    "a function of another cell": """
+        fit(5000)
+        """,
+    "slices": """
+        for epoch in range(1000):
+            for at in range(0, 1000, 32):
+                step(X[at : at + 32], Y[at : at + 32])
+        """,
+    "epochs": """
+        for epoch in accelerator.epochs(1000):
+            for x, y in loader:
+                step(x, y)
+        """,
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_comes_to_the_last_line(kernel: RealKernel, loop: str) -> None:
+    body = textwrap.dedent(LOOPS[loop]).strip()
+    said = report(kernel, f"{body}\nlast = 'line'\nprint(histroy)")
+    assert f"red: line {body.count(chr(10)) + 4}, all 2 ranks: NameError: name 'histroy'" in said, said
+    said = report(kernel, body)
+    assert "ok: the cell comes to its end" in said, said
+    assert "red: " not in said
+    assert ("the time cannot be forecast" in said) == ("threshold" in loop), said
+
+
+def test_lines_that_are_not_reached_are_yellow(kernel: RealKernel) -> None:
+    said = report(
+        kernel,
+        "for x, y in loader:\n    loss = step(x, y)\n    if loss.isnan():\n        print('a')\n        print('b')",
+    )
+    assert "yellow: not reached: lines 5-6" in said
+
+
+# --- nothing is touched ---------------------------------------------------------------------------------------------
+
+TOUCHES = """
+from pathlib import Path
+Path('relative.txt').write_text('new')
+Path({absolute!r}).write_text('new')
+Path('there.txt').write_text('changed')
+Path('gone.txt').unlink(missing_ok=True)
+torch.save(model.state_dict(), 'model.pt')
+!touch touched.txt
+model[0].weight.data.fill_(7)
+history.append(1)
+X.zero_()
+new = 1
+fit(3)
+"""
+
+
+def test_neither_files_nor_variables_are_touched(kernel: RealKernel, tmp_path: Path) -> None:
+    kernel.do(f"import os; os.chdir({str(tmp_path)!r})")
+    (tmp_path / "there.txt").write_text("old")
+    (tmp_path / "gone.txt").write_text("old")
+    absolute = tmp_path.parent / "absolute.txt"
+    kernel.do(
+        "before = {name: value.clone() for name, value in model.state_dict().items()}; states = torch.get_rng_state()"
+    )
+    said = report(kernel, TOUCHES.format(absolute=str(absolute)))
+    assert "red: " not in said, said
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".nbaccel") == ["gone.txt", "there.txt"]
+    assert (tmp_path / "there.txt").read_text() == "old"
+    assert not absolute.exists()
+    kernel.do(
+        "assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())\n"
+        "assert not history and 'new' not in globals() and X.any() and not optimizer.state\n"
+        "assert 'accelerator' not in globals() and torch.equal(states, torch.get_rng_state())"
+    )
+
+
+def test_no_tracker_is_told(kernel: RealKernel, tmp_path: Path) -> None:
+    kernel.do(f"import os; os.chdir({str(tmp_path)!r})")
+    said = report(
+        kernel,
+        "from nbaccel import Accelerator\n"
+        f"accelerator = Accelerator(log_with=['csv', 'jsonl'], project_dir={str(tmp_path)!r})\n"
+        "accelerator.init_trackers('run', config={'lr': 1})\n"
+        "accelerator.log({'loss': 1.0})\n"
+        "accelerator.get_tracker('csv').log({'loss': 2.0})\n"
+        "accelerator.end_training()\n"
+        "import os\n"
+        "print(os.environ['WANDB_MODE'], os.environ['HF_HUB_OFFLINE'])",
+    )
+    assert "red: " not in said, said
+    assert [path.name for path in tmp_path.iterdir() if path.name != ".nbaccel"] == []
+
+
+def test_where_no_file_can_be_shielded_it_is_said_and_saves_go_elsewhere(kernel: RealKernel, tmp_path: Path) -> None:
+    kernel.do(
+        f"import os; os.chdir({str(tmp_path)!r})\n"
+        "from nbaccel.launch.processes.file_shield import FileShield\n"
+        "_start = FileShield.start\n"
+        "FileShield.start = classmethod(lambda cls, own, folder: cls(None, folder, {'why_not': 'it is a test'}))"
+    )
+    try:
+        cell = kernel.run(
+            accelerate(
+                "torch.save(model.state_dict(), 'model.pt')\ntorch.load('model.pt')\n"
+                "from pathlib import Path\nPath('real.txt').write_text('x')",
+                flags="--check",
+            )
+        ).succeeded()
+    finally:
+        kernel.do("FileShield.start = _start")
+    assert "files are not shielded here: it is a test" in cell.stdout
+    assert f"yellow: changed by this check: {tmp_path / 'real.txt'}" in text_of(cell)
+    assert "red: " not in text_of(cell)
+    assert not (tmp_path / "model.pt").exists()
+
+
+def test_nothing_is_left_in_the_folder_for_temporary_files(kernel: RealKernel) -> None:
+    report(kernel, "fit(2)")
+    assert not [name for name in os.listdir("/tmp") if name.startswith("nbaccel-check-")]
