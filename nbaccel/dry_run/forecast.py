@@ -22,7 +22,7 @@ from nbaccel.dry_run.round_counts import RoundCounter, counter_of, rounds_until,
 from nbaccel.dry_run.round_seconds import RoundSeconds, Sample, round_seconds
 from nbaccel.quantities import duration
 
-__all__ = ["Forecast", "ForecastPart", "forecast", "measure_noise"]
+__all__ = ["Forecast", "ForecastPart", "forecast", "loops_open_at_end", "measure_noise"]
 
 _LEAST_WIDTH = 0.06
 """Half of the range, relative, that no measurement makes narrower: a run of hours drifts by some percent."""
@@ -105,6 +105,21 @@ def forecast(records: Iterable[Record], table: Table, noise: float = 0.0) -> For
     )
 
 
+def loops_open_at_end(records: Iterable[Record]) -> list[int]:
+    """Return the numbers of the loops that a rank was in when its records ended, the outermost first.
+
+    It is empty where the program came to its end. A loop that has run before, and has not drawn or stepped this time,
+    is not known.
+    """
+    began: dict[int, int] = {}
+    for record in records:
+        if record["kind"] == "loop_began":
+            began[record["id"]] = record["number"]
+        elif record["kind"] in ("loop", "loop_ended"):
+            began.pop(record["id"], None)
+    return [number for _, number in sorted(began.items())]
+
+
 def measure_noise(seconds: float = 1.0, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the relative spread of a small computation that is always the same: half the distance of its deciles.
 
@@ -147,14 +162,16 @@ class _Node:
     outer: _Node | None = None
 
     def rounds_had(self) -> float:
-        """Return in how many rounds what is inside could have run; a round that was left early does not count."""
+        """Return in how many rounds what is inside could have run."""
+        return sum(self.rounds_of(run) for run in self.runs)
+
+    def rounds_of(self, run: Record) -> int:
+        """Return in how many rounds of one run what is inside could have run: not in one that was left before it."""
         if self.kind != "loop":
-            return len(self.runs)
-        began = {(run["outer"], run["outer_round"]) for node in self.inner.values() for run in node.runs}
-        return sum(
-            _rounds_had(run) - (run["end"] in ("left", "error") and (run["id"], run["rounds"]) not in began)
-            for run in self.runs
-        )
+            return 1
+        began = {(each["outer"], each["outer_round"]) for node in self.inner.values() for each in node.runs}
+        was_left = run["end"] in ("left", "error") and (run["id"], run["rounds"]) not in began
+        return _rounds_had(run) - was_left
 
 
 def _tree(records: list[Record]) -> _Node:
@@ -443,15 +460,30 @@ def _rounds_of_run(run: Record) -> float | None:
 def _times_of(inner: _Node, had: float, rounds: float) -> tuple[float, float]:
     """Return the least and the most runs of something inside of a node, in `rounds` of its rounds.
 
-    What ran in some rounds only runs by a condition: that may hold no more, or always.
+    What ran in some rounds only runs by a condition: that may hold no more, or always. If it ran in each round since
+    its first one, as a training does once enough has been collected, it goes on.
     """
     if not had:
         return rounds, rounds
-    in_rounds = len({(run["outer"], run["outer_round"]) for run in inner.runs})
+    in_rounds: int = len({(run["outer"], run["outer_round"]) for run in inner.runs})
     each = len(inner.runs) / max(in_rounds, 1)
     if in_rounds >= had:
         return each * rounds, each * rounds
+    if (before := _rounds_before(inner)) is not None:
+        return each * max(rounds - before, 1), each * max(rounds - before, 1)
     return min(each * in_rounds, each * rounds), each * rounds
+
+
+def _rounds_before(inner: _Node) -> float | None:
+    """Return the rounds of a run around it before something ran in each round; None if it did not."""
+    assert inner.outer is not None
+    before: list[int] = []
+    for run in inner.outer.runs:
+        rounds = sorted({each["outer_round"] for each in inner.runs if each["outer"] == run.get("id", 0)})
+        if len(rounds) < 2 or len(rounds) != inner.outer.rounds_of(run) - rounds[0] + 1:
+            return None
+        before.append(rounds[0] - 1)
+    return sum(before) / len(before)
 
 
 def _slow_counter(runs: list[list[list[Any]]]) -> RoundCounter | None:
@@ -470,9 +502,9 @@ def _own_of_loop(node: _Node) -> RoundSeconds:
         samples.append(kept[:-1] if run["end"] in ("left", "error") and len(kept) > 1 else kept)
     passes = [run["passes"] for run in node.runs]
     found = _own_of_runs(samples, passes)
-    rounds = sum(run["rounds"] for run in node.runs)
-    if rounds > 2 * sum(map(len, samples)):  # a long loop, of which the first rounds alone were kept
-        found = RoundSeconds(sum(run["own_s"] + run["waited_s"] for run in node.runs) / rounds, found.error_s)
+    timed = sum(run["timed"] for run in node.runs)
+    if timed > 2 * sum(map(len, samples)):  # a long loop, of which the first rounds alone were kept
+        found = RoundSeconds(sum(run["own_s"] + run["waited_s"] for run in node.runs) / timed, found.error_s)
     return found
 
 

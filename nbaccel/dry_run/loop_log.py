@@ -207,6 +207,7 @@ class MeasuredPass:
         self._id = spans.new_id()
         self._handed: list[list[Any]] = []  # [own seconds, seconds of waiting, of a worker, size, kind]
         self._count = 0
+        self._has_had_last = False  # of those that the dry run hands out; else the program has left the pass
         self._start_s: float | None = None
         self._mark_s, self._mark_inner_s = spans.now(), spans.top.inner_s
         self._began_s, self._began_inner_s = self._mark_s, self._mark_inner_s
@@ -223,7 +224,8 @@ class MeasuredPass:
         self._count += 1
         if self._count > 1:
             self._open.note_setup(self._began_s)
-        is_last = kind == "last" or self._count >= MOST_BATCHES
+        is_last = kind == "last" or (kind == "first" and self._count >= MOST_BATCHES)
+        self._has_had_last |= is_last
         is_natural = self._batches is not None and self._batches <= MOST_BATCHES
         for loop in self._open.loops():
             if self.began_in.get(loop.id) != loop.rounds or not loop.is_in_round:
@@ -238,7 +240,7 @@ class MeasuredPass:
         if self.is_over or not self._is_here:
             return
         self.is_over = True
-        self.is_cut = not is_whole and self._count >= MOST_BATCHES
+        self.is_cut = not is_whole and self._has_had_last
         self._take_time(0.0)
         if self._is_of_round and self._open.top is self._span and self._span.rounds == self._round:
             seconds = self._open.now() - self._began_s - (self._span.inner_s - self._began_inner_s)

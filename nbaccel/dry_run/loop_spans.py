@@ -32,6 +32,9 @@ KEPT = 64
 _TIMED = 20
 """Runs of one loop without a draw or a step, after which its rounds are not timed any more."""
 
+_LATE = 3
+"""First round that matters from which on the rounds before it are taken for another phase of the program."""
+
 _MOST_COUNTED = 2**53
 
 MOST_RECORDS = 64
@@ -215,6 +218,8 @@ class Loop(Span):
     is_in_round: bool = False
     _size: float | None = None
     _is_first_of_pass: bool = False
+    _is_announced: bool = False
+    _timed: int = 0  # rounds in these seconds
     _own_s: float = 0.0
     _waited_s: float = 0.0
     _start_s: float = 0.0
@@ -241,8 +246,7 @@ class Loop(Span):
 
     def __enter__(self) -> Loop:
         if self.spans.is_first(self.number):
-            open_loops = [[loop.number, loop.rounds] for loop in self.spans.loops()]
-            self.spans.write({"kind": "loop_began", **self.place(), "open": open_loops[::-1]})
+            self._announce()
         self.spans.top = self
         if self.is_timed:
             self.began_s = self._mark_s = self.spans.now()
@@ -253,6 +257,8 @@ class Loop(Span):
         self.spans.top = self.outer
         if not self.matters:
             self.spans.unimportant[self.number] += 1
+            if self._is_announced:
+                self.spans.write({"kind": "loop_ended", "id": self.id})
             return
         if self.is_in_round:
             self._end_round()
@@ -271,6 +277,7 @@ class Loop(Span):
                 "end": self.end or "left",
                 "total": self.total,
                 "rounds": self.rounds,
+                "timed": self._timed,
                 "seconds": seconds,
                 "start_s": self._start_s + max(rest_s, 0.0),  # that of the end, as of workers, with that of the start
                 "own_s": self._own_s,
@@ -282,6 +289,16 @@ class Loop(Span):
                 "compared": self._compared or {},
             }
         )
+
+    def _announce(self) -> None:
+        """Write where the loop is, for the case that the rank does not live to see its end."""
+        self._is_announced = True
+        loops = []
+        loop = self.outer_loop
+        while loop is not None:
+            loops.append([loop.number, loop.rounds])
+            loop = loop.outer_loop
+        self.spans.write({"kind": "loop_began", **self.place(), "open": loops[::-1]})
 
     def over(self, iterable: Iterable[Any]) -> Iterator[Any]:
         self.total = total_of(iterable)
@@ -341,6 +358,7 @@ class Loop(Span):
         now = self.spans.now()
         own_s = now - self._mark_s - (self.inner_s - self._mark_inner_s)
         self._own_s += own_s
+        self._timed += 1
         if self._kept and self._kept[-1][0] is None:
             self._kept[-1][0] = own_s
             if self._size is not None:  # batches that the body drew
@@ -351,9 +369,16 @@ class Loop(Span):
     def come_to_matter(self) -> None:
         if not self.is_timed:
             self.is_timed = True
+            self.began_s = self.spans.now()
+            self._first_inner_s = self.inner_s
+        if self.rounds >= _LATE or self._kept is None:
+            # rounds until now may have filled a memory, say: they tell nothing of later ones
             self._kept = []
-            self.began_s = self._mark_s = self.spans.now()
-            self._mark_inner_s = self._first_inner_s = self.inner_s
+            self._own_s = self._waited_s = 0.0
+            self._timed = 0
+            self._mark_s, self._mark_inner_s = self.spans.now(), self.inner_s
+        if not self._is_announced:
+            self._announce()
         self.spans.note_setup(self.began_s)
         super().come_to_matter()
 

@@ -140,6 +140,13 @@ PROGRAMS = {
                 for x in train: work(0.1); step()
                 for x in test: work(0.05)
     """,
+    "a loop of a library that leaves its loader after two batches": """
+        import itertools
+        train = loader(50)
+        for epoch in range(9):
+            losses = [work(0.1) for x in itertools.islice(train, 2)]
+            step()
+    """,
     "a loop of a library": """
         train = loader(50)
         for epoch in range(9):
@@ -206,6 +213,23 @@ PROGRAMS = {
             for t in range(100): work(0.01)
             step()
             if episode >= 200: break
+    """,
+    "a memory that is filled before the training begins": """
+        seen = 0
+        for episode in range(200):
+            for t in range(100):
+                work(0.01)
+                seen += 1
+                if seen > 500:
+                    work(0.5)
+                    step()
+    """,
+    "a memory that is filled in the loop that trains": """
+        for i in range(20000):
+            work(0.001)
+            if i > 1000:
+                work(0.1)
+                step()
     """,
     "a loop that ends by itself": """
         for i in range(4):

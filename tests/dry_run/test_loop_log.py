@@ -12,6 +12,7 @@ import pytest
 
 from dry_run.timed_program import Clock, DryRun, run_dry
 from nbaccel.dry_run import rewriting
+from nbaccel.dry_run.forecast import loops_open_at_end
 from nbaccel.dry_run.loop_log import DryRunEnded, LoopLog
 from nbaccel.dry_run.loop_totals import total_of
 
@@ -77,7 +78,8 @@ def test_a_loop_ends_after_rounds_that_draw_or_step(text: str, rounds: int, monk
 def test_a_loop_that_neither_draws_nor_steps_leaves_no_record_of_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_dry("for text in range(10000):\n    for part in range(2): pass\n    if text % 2 == 0: pass", monkeypatch)
     assert run.names["text"] == 9999
-    assert [each["kind"] for each in run.records] == ["loop_began", "loop_began", "whole", "root"]
+    kinds = [each["kind"] for each in run.records]
+    assert kinds == ["loop_began", "loop_began", "loop_ended", "loop_ended", "whole", "root"]
 
 
 def test_a_loop_that_trains_after_many_runs_that_did_not_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,8 +298,18 @@ def test_a_rank_that_is_killed_has_said_in_which_loop_and_pass_it_was() -> None:
                     assert [(each["number"], each["open"]) for each in began] == [(4, []), (5, [[4, 1]])]
                     assert records[-1]["kind"] == "pass_began"
                     assert records[-1]["place"] == "Cell In[3], line 9"
+                    assert loops_open_at_end(records) == [4, 5]
                     break
+            with log.loop(6) as other:
+                list(other.over(range(3)))
+            assert loops_open_at_end(records) == [4]
+            with log.loop(5) as inner:
+                for _ in inner.over(range(9)):
+                    log.note_step()
+                    assert loops_open_at_end(records) == [4, 5]
             break
+    log.close(ended_well=True)
+    assert loops_open_at_end(records) == []
 
 
 @pytest.mark.parametrize(
@@ -321,6 +333,37 @@ def test_the_sizes_of_batches_stand_beside_their_rounds(monkeypatch: pytest.Monk
     assert [size for *_, size, _ in loop["kept"]] == [14, 9, 7]
     assert loop["is_cut_by_pass"]
     assert [each["mean_size"] for each in loop["passes"]] == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_cut"),
+    [
+        (["longest", "between", "between", "between"], False),
+        (["longest", "between", "last"], True),
+        (["first", "first"], False),
+        (["first", "first", "first"], True),
+    ],
+)
+def test_a_pass_that_the_program_leaves_is_none_that_was_cut(kinds: list[str], is_cut: bool) -> None:
+    log, records, _ = log_of()
+    begun = log.begin_pass("", "", 100, 1.0)
+    for kind in kinds:
+        begun.batch(1.0, kind)
+    begun.end(is_whole=False)
+    assert records[-1]["is_cut"] is is_cut
+
+
+def test_a_period_is_tried_in_the_last_batches_of_a_pass_that_has_more_than_three() -> None:
+    log, _, _ = log_of()
+    begun = log.begin_pass("", "", 100, 1.0)
+    kinds = ["longest", "longest", "between", "between", "last", "last"]
+    with log.loop(1) as loop:
+        saved = []
+        for number in loop.over(range(100)):
+            begun.batch(1.0, kinds[number])
+            if log.every(2, number, 50, 49):
+                saved.append(number)
+    assert saved == [4]
 
 
 # --- totals
