@@ -116,6 +116,20 @@ def test_a_prepared_loader_gives_what_a_loop_draws_that_counts_its_steps(tmp_pat
     assert run_ranks(2, drawn_by_next, tmp_path) == [[4] * 5] * 2
 
 
+def on_a_device(folder: Path) -> Any:
+    with DryRun(folder) as run:
+        loader = Accelerator().prepare(sentences())
+        loader.move_to(torch.device("meta"))
+        seen = [(batch.device.type, loader.end_of_dataloader) for batch in loader]
+    return seen, run.seconds()[0]
+
+
+def test_of_batches_that_are_moved_the_time_of_the_copies_is_known(tmp_path: Path) -> None:
+    for seen, seconds in run_ranks(2, on_a_device, tmp_path):
+        assert seen == [("meta", False), ("meta", False), ("meta", True)]
+        assert seconds["host to device"] > 0
+
+
 def no_backward(folder: Path) -> int:
     """Rank 0 alone looks, which must not wait for rank 1."""
     accelerator = Accelerator()
