@@ -33,7 +33,8 @@ _WIDTH = 1.7
 _ROUGH = 0.2
 """Half of the range, relative, above which a forecast is rough."""
 
-_CHUNK_S = 0.02
+_CHUNK_S = 0.1
+"""Seconds of the computation that `measure_noise` repeats: shorter disturbances are seen in the rounds themselves."""
 
 Record = Mapping[str, Any]
 Samples = list[Sample]

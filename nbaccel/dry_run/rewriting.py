@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import copy
 import gc
 import linecache
 import os
@@ -59,6 +58,10 @@ _COMPILERS = frozenset({"compile", "jit", "njit", "script", "vectorize", "guvect
 
 _OPERATORS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "=="}
 _LONGEST_HEAD = 80
+
+_MOST_FILES = 200
+"""Files whose functions are rewritten, cells first: a library in a folder of the user has more, and takes seconds."""
+
 _FUTURE = 0x1FE0000
 """The bits of `co_flags` for `from __future__` imports."""
 
@@ -348,9 +351,9 @@ def rewrite_functions(first_number: int = 0, is_ours: Callable[[str], bool] = is
             judged[name] = is_ours(name)
         if judged[name]:
             files.setdefault(name, []).append(function)
-    for name, functions in files.items():
+    for name in sorted(files, key=lambda name: (os.path.isfile(name), name))[:_MOST_FILES]:
         with suppress(SyntaxError, ValueError, RecursionError):  # no text, or not one that can be compiled as a whole
-            table += _rewrite_file(name, functions, first_number + len(table))
+            table += _rewrite_file(name, files[name], first_number + len(table))
     return table
 
 
@@ -367,11 +370,12 @@ def _functions() -> Iterator[types.FunctionType]:
 
 def _rewrite_file(name: str, functions: Sequence[types.FunctionType], first_number: int) -> Table:
     """Rewrite the functions of one file or cell; return an empty table if none of them has a loop."""
-    tree = parsed_lines(linecache.getlines(name))
-    plain_tree = copy.deepcopy(tree)
+    lines = linecache.getlines(name)
+    tree = parsed_lines(lines)
     table = rewrite(tree, first_number, file=name)
     if not table:
         return []
+    plain_tree = parsed_lines(lines)
     codes: dict[int, tuple[_Codes, _Codes]] = {}
     count = 0
     for function in functions:
