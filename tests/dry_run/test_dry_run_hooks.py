@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dry_run.fakes_of_loops import Cutting, Sentences, padded
+from environments import REPOSITORY
 from nbaccel import Accelerator
 from nbaccel.dry_run.loop_log import DryRunEnded, LoopLog
 from nbaccel.dry_run.saved_files import SavedFiles
@@ -357,3 +361,10 @@ def test_hooks_are_taken_away() -> None:
     with DryRun(Path()):
         assert not any(now is then for now, then in zip(hooked(), before, strict=True))
     assert hooked() == before
+
+
+@pytest.mark.slow
+def test_ranks_of_other_runs_import_nothing_of_it() -> None:
+    names = "[name for name in sys.modules if 'dry_run' in name]"
+    program = f"import sys; import nbaccel.train.setup; assert not {names}, {names}"
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
