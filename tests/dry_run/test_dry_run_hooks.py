@@ -38,7 +38,7 @@ class DryRun(Cutting):
         self.times = StepTimes(lambda record: self.records.append(record))
         super().__init__(folder, world.rank, world.world_size, watchers=[self.times], part=self.times.part, **options)
         self.saves = SavedFiles(self.records.append, part=self.times.part)
-        self.hooks = DryRunHooks(self.cuts, self.times, self.saves)
+        self.hooks = DryRunHooks(self.cuts, self.times, self.saves, self.records.append)
 
     def __enter__(self) -> DryRun:
         self.times.begin()
