@@ -345,6 +345,16 @@ def test_functions_that_torch_compiles_are_as_they_were(reached: set[int], tmp_p
     assert names["seen"] == [[192], [384], [192]]
 
 
+def test_a_function_runs_as_it_was_in_a_process_that_has_no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = ast.parse("def f(n):\n    for i in range(n): pass\n    return i, sorted(locals())")
+    rewrite(tree, marks_lines=True)
+    names: dict[str, Any] = {}
+    monkeypatch.setattr(builtins, REACHED, lambda line: None, raising=False)
+    exec(compile(tree, "program", "exec", dont_inherit=True), names)
+    assert not hasattr(builtins, LOG)
+    assert names["f"](3)[0] == 2
+
+
 # --- functions that exist
 
 
