@@ -47,6 +47,7 @@ class ForecastPart:
     line: of the program; 0 unknown.  file: empty for the checked program.  head: its source text.
     rounds: of one run of it; None unknown.  runs: how often the whole program runs it.
     seconds: in the whole program, without the parts inside of it.
+    number: in the table; -1 for a pass.  had: rounds of it in the dry run, or runs of a branch.
     """
 
     line: int
@@ -55,6 +56,9 @@ class ForecastPart:
     rounds: float | None
     runs: float
     seconds: float
+    number: int = -1
+    had: float = 0.0
+    is_branch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,16 @@ class Forecast:
     may_end_early: tuple[str, ...] = ()
     is_rough: bool = False
     ended_well: bool = True
+
+    def times(self, number: int, seen: int) -> float | None:
+        """Return how often the whole program does what the dry run has done `seen` times in a loop or branch.
+
+        number: of the innermost one around it.  None: that is unknown.
+        """
+        part = next((part for part in self.parts if part.number == number and part.had), None)
+        if part is None or (part.rounds is None and not part.is_branch):
+            return None
+        return seen / part.had * part.runs * (1.0 if part.rounds is None else part.rounds)
 
 
 def forecast(records: Iterable[Record], table: Table, noise: float = 0.0) -> Forecast:
@@ -386,7 +400,20 @@ class _Reckoning:
     def _note(self, node: _Node, rounds: float | None, times: float, seconds: float) -> None:
         entry = self._entries.get(node.number, {})
         head = entry.get("head") or node.runs[0].get("name", "")
-        self.parts.append(ForecastPart(entry.get("line", 0), entry.get("file", ""), head, rounds, times, seconds))
+        is_branch = node.kind == "branch"
+        self.parts.append(
+            ForecastPart(
+                entry.get("line", 0),
+                entry.get("file", ""),
+                head,
+                rounds,
+                times,
+                seconds,
+                -1 if node.kind == "pass" else node.number,
+                len(node.runs) if is_branch else node.rounds_had(),
+                is_branch,
+            )
+        )
 
     def _place(self, number: int) -> str:
         entry = self._entries.get(number, {})

@@ -31,6 +31,7 @@ from nbaccel.dry_run.loop_spans import (
     DryRunEnded as DryRunEnded,
     Loop,
     OpenSpans,
+    Span,
     Write,
 )
 
@@ -146,6 +147,15 @@ class LoopLog:
     def open_loops(self) -> list[int]:
         """Return the numbers of the open loops, the outermost first."""
         return [loop.number for loop in self._open.loops()][::-1]
+
+    def open_parts(self) -> list[int]:
+        """Return the numbers of the open loops and branches, the outermost first."""
+        numbers = []
+        span: Span | None = self._open.top
+        while span is not None and span is not self._open.whole:
+            numbers.append(span.number)
+            span = span.outer
+        return numbers[::-1]
 
     def excluded(self) -> AbstractContextManager[None]:
         """Leave the seconds of a block out of all times: work of the dry run itself."""

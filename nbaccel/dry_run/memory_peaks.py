@@ -27,7 +27,7 @@ class MemoryPeaks:
     """Peaks of this process, one record of the kind "peak" at the end of each pass, and one at the end of all.
 
     Each has the peaks so far, and of each the batch that was the loop's when it rose: place, kind and size; None before
-    the first batch. "batch" is the one that the loop has now: in the last record, that of an error which ended it.
+    the first batch. "batch" is the newest: in the last record, that of an error which ended the program.
 
     write: appends a record.  read: returns the peaks by name, in bytes.
     """
@@ -42,6 +42,7 @@ class MemoryPeaks:
         self._peaks: dict[str, int] = {}
         self._with: dict[str, dict[str, Any] | None] = {}
         self._now: dict[str, Any] | None = None
+        self._newest: dict[str, Any] | None = None
         self._pid = 0
 
     def begin(self) -> None:
@@ -62,7 +63,7 @@ class MemoryPeaks:
     def batch(self, this: ObservedPass, size: float | None, kind: str) -> None:
         """Note that the loop gets another batch: what has risen until now was the one before."""
         self._look()
-        self._now = {"place": this.place, "kind": kind, "size": size}
+        self._now = self._newest = {"place": this.place, "kind": kind, "size": size}
 
     def end_pass(self, this: ObservedPass) -> None:
         self._look()
@@ -78,7 +79,7 @@ class MemoryPeaks:
     def _report(self, place: str, number: int) -> None:
         if os.getpid() == self._pid:
             peaks = {name: {"bytes": peak, "batch": self._with[name]} for name, peak in self._peaks.items()}
-            self._write({"kind": "peak", "place": place, "number": number, "peaks": peaks, "batch": self._now})
+            self._write({"kind": "peak", "place": place, "number": number, "peaks": peaks, "batch": self._newest})
 
 
 def read_peaks() -> dict[str, int]:

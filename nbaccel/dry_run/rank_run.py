@@ -10,7 +10,7 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +18,7 @@ from typing import Any, Self
 from nbaccel.dry_run.loop_log import DryRunEnded, LoopLog
 from nbaccel.dry_run.rank_records import RankRecords
 from nbaccel.dry_run.rewriting import Table, provide, rewrite, rewrite_functions
+from nbaccel.dry_run.short_trainings import ShortTrainings
 
 __all__ = ["RankDryRun"]
 
@@ -34,14 +35,22 @@ class RankDryRun:
     folder: that the ranks share.  rank: of this process.
     make_parts: returns, for a log, a function that appends a record, and a folder, an object
     that cuts loaders and measures from `begin` to `end`.
+    when_loaded: see `ShortTrainings`.
     reached: lines of the cell in which a statement has begun.
     """
 
-    def __init__(self, folder: Path, rank: int, make_parts: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        make_parts: Callable[..., Any],
+        when_loaded: Callable[..., AbstractContextManager[None]],
+    ) -> None:
         self._records = RankRecords(folder, rank)
         self.reached: set[int] = set()
         self._log = LoopLog(self._records.write)
         self._parts = make_parts(self._log, self._records.write, folder)
+        self._trainings = ShortTrainings(self._parts.cuts, self._records.write, when_loaded)
         self._table: Table = []
 
     def go_offline(self) -> None:
@@ -67,6 +76,7 @@ class RankDryRun:
     def __enter__(self) -> Self:
         provide(self._log, self.reached.add)
         self._parts.begin()
+        self._trainings.begin()
         return self
 
     def __exit__(
@@ -75,6 +85,7 @@ class RankDryRun:
         """Remove what was installed, and write the last records. A loop that could be ended only so is no error."""
         is_cut = isinstance(error, DryRunEnded)
         with suppress(OSError):  # the disk of the records is full: the error of the cell says more
+            self._trainings.end()
             self._parts.end()
             self._log.close(ended_well=error is None)
             self._records.write(

@@ -53,7 +53,7 @@ class DryRunParts:
         has_own_batches = trains_raw and settings.batches == EACH
         self.times = StepTimes(write, log.note_step)
         self.peaks = MemoryPeaks(write)
-        self.saves = SavedFiles(write, log.open_loops, self.times.part)
+        self.saves = SavedFiles(write, log.open_parts, self.times.part)
         self.cuts = LoaderCuts(
             log,
             write,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dry_run.fakes_of_loops import Cutting, Sentences, padded
+from environments import REPOSITORY
 from nbaccel import Accelerator
 from nbaccel.dry_run.loop_log import DryRunEnded, LoopLog
 from nbaccel.dry_run.saved_files import SavedFiles
@@ -34,7 +38,7 @@ class DryRun(Cutting):
         self.times = StepTimes(lambda record: self.records.append(record))
         super().__init__(folder, world.rank, world.world_size, watchers=[self.times], part=self.times.part, **options)
         self.saves = SavedFiles(self.records.append, part=self.times.part)
-        self.hooks = DryRunHooks(self.cuts, self.times, self.saves)
+        self.hooks = DryRunHooks(self.cuts, self.times, self.saves, self.records.append)
 
     def __enter__(self) -> DryRun:
         self.times.begin()
@@ -114,6 +118,20 @@ def drawn_by_next(folder: Path) -> list[int]:
 
 def test_a_prepared_loader_gives_what_a_loop_draws_that_counts_its_steps(tmp_path: Path) -> None:
     assert run_ranks(2, drawn_by_next, tmp_path) == [[4] * 5] * 2
+
+
+def on_a_device(folder: Path) -> Any:
+    with DryRun(folder) as run:
+        loader = Accelerator().prepare(sentences())
+        loader.move_to(torch.device("meta"))
+        seen = [(batch.device.type, loader.end_of_dataloader) for batch in loader]
+    return seen, run.seconds()[0]
+
+
+def test_of_batches_that_are_moved_the_time_of_the_copies_is_known(tmp_path: Path) -> None:
+    for seen, seconds in run_ranks(2, on_a_device, tmp_path):
+        assert seen == [("meta", False), ("meta", False), ("meta", True)]
+        assert seconds["host to device"] > 0
 
 
 def no_backward(folder: Path) -> int:
@@ -343,3 +361,10 @@ def test_hooks_are_taken_away() -> None:
     with DryRun(Path()):
         assert not any(now is then for now, then in zip(hooked(), before, strict=True))
     assert hooked() == before
+
+
+@pytest.mark.slow
+def test_ranks_of_other_runs_import_nothing_of_it() -> None:
+    names = "[name for name in sys.modules if 'dry_run' in name]"
+    program = f"import sys; import nbaccel.train.setup; assert not {names}, {names}"
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})

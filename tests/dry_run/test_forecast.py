@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dry_run.timed_program import DryRun, run_dry, run_whole
-from nbaccel.dry_run.forecast import Forecast, forecast, measure_noise
+from nbaccel.dry_run.forecast import Forecast, ForecastPart, forecast, measure_noise
 from nbaccel.dry_run.round_counts import RoundCounter, counter_of, rounds_until, times_that_hold
 from nbaccel.dry_run.round_seconds import Sample, round_seconds
 
@@ -521,3 +521,14 @@ def test_waiting_for_the_first_batch_of_a_pass_is_not_that_of_each_batch() -> No
 def test_no_sample_takes_no_time() -> None:
     assert round_seconds([], None).mean_s == 0
     assert not math.isnan(round_seconds([Sample(0.0)] * 4, None).error_s)
+
+
+def test_what_a_loop_does_is_counted_for_the_whole_run() -> None:
+    part = ForecastPart(1, "", "for epoch in range(50)", 50.0, 2.0, 1.0, number=3, had=4.0)
+    branch = ForecastPart(2, "", "if epoch % 5 == 0", None, 10.0, 1.0, number=4, had=1, is_branch=True)
+    unknown = ForecastPart(3, "", "while loss > 0.1", None, 1.0, 1.0, number=5, had=2.0)
+    found = Forecast(1.0, 2.0, 0.0, (part, branch, unknown))
+    assert found.times(3, 4) == 100.0
+    assert found.times(4, 1) == 10.0
+    assert found.times(5, 1) is None
+    assert found.times(9, 1) is None

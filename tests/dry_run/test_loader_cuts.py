@@ -7,12 +7,22 @@ import itertools
 import random
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+)
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dry_run.fakes_of_loops import Cutting, Sentences, hooks_undone, padded
@@ -255,6 +265,21 @@ def test_another_place_begins_with_three() -> None:
     with Cutting():
         assert len(list(loader)) == 3
         assert len(list(loader)) == 3
+
+
+def test_a_rank_whose_sampler_gives_it_batches_of_its_own_asks_no_other_rank(tmp_path: Path) -> None:
+    sampler: DistributedSampler[Any] = DistributedSampler(Sentences(LENGTHS), num_replicas=2, rank=1, shuffle=False)
+    with Cutting(tmp_path, rank=1, world_size=2):
+        assert len(numbers(sentences(sampler=sampler))) == 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_whose_batches_are_split_takes_the_choice_of_rank_0(tmp_path: Path) -> None:
+    given = []
+    for rank, lengths in enumerate([LENGTHS, [1] * 11]):
+        with Cutting(tmp_path, rank=rank, world_size=2):
+            given.append(numbers(DataLoader(Sentences(lengths), 2, collate_fn=padded)))
+    assert given == [[[2, 3], [4, 5], [10]]] * 2
 
 
 # -- programs that draw by `next`

@@ -32,6 +32,7 @@ def test_a_peak_is_that_of_the_batch_with_which_it_rose() -> None:
     expected = {"host": {"bytes": 30, "batch": between}, "device": {"bytes": 900, "batch": longest}}
     assert [record["peaks"] for record in records] == [expected, expected]
     assert [record["place"] for record in records] == ["train:3", ""]
+    assert records[-1]["batch"] == {"place": "train:3", "kind": "last", "size": 4.0}, "the newest, also when it is over"
 
 
 def test_what_rises_before_the_first_batch_is_of_none() -> None:
@@ -39,7 +40,8 @@ def test_what_rises_before_the_first_batch_is_of_none() -> None:
     peaks = MemoryPeaks(records.append, lambda: {"host": 10})
     peaks.begin()
     peaks.end()
-    assert records == [{"kind": "peak", "place": "", "number": 0, "peaks": {"host": {"bytes": 10, "batch": None}}}]
+    host = {"bytes": 10, "batch": None}
+    assert records == [{"kind": "peak", "place": "", "number": 0, "peaks": {"host": host}, "batch": None}]
 
 
 def test_the_peak_of_the_host_is_what_the_process_held_since_the_begin() -> None:

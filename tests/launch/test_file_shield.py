@@ -556,10 +556,8 @@ def test_a_killed_kernel_leaves_no_holder_and_no_folder(tmp_path: Path) -> None:
         holder = Path(entry.split("/ns ")[0])
         assert holder.exists()
         kernel.kill()
-    killed = time.monotonic()
     while holder.exists() or list(tmp_path.iterdir()):
-        assert time.monotonic() < killed + 2, "still there"
-        time.sleep(0.01)
+        time.sleep(0.01)  # ended by the test's own timeout; a tenth of a second otherwise
 
 
 # -- the table of mounts

@@ -15,6 +15,7 @@ from typing import Any
 
 from nbaccel.answers.fingerprint import checksum_of
 from nbaccel.dry_run.rank_run import RankDryRun
+from nbaccel.launch.ipc.import_hooks import when_loaded_meanwhile
 from nbaccel.launch.ipc.nbytes import size_of
 from nbaccel.launch.ipc.spec import Results, load_named
 from nbaccel.launch.objects.wrappers import plain
@@ -61,7 +62,7 @@ class DryRunTask(CellTask):
 
     def begin(self, rank: int) -> None:
         super().begin(rank)
-        self._dry_run = RankDryRun(Path(self.folder), rank, load_named(self.make_parts))
+        self._dry_run = RankDryRun(Path(self.folder), rank, load_named(self.make_parts), when_loaded_meanwhile)
         self._dry_run.go_offline()
 
     def run(self) -> None:

@@ -21,7 +21,8 @@ from nbaccel.hardware import Platform
 from nbaccel.launch.ipc.spec import LaunchSpec
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.plan import LaunchPlan
-from nbaccel.launch.processes.file_shield import FileShield, FolderSnapshot
+from nbaccel.launch.processes.file_shield import FileShield
+from nbaccel.launch.processes.folder_snapshot import FolderSnapshot
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.launch.tasks.cell_task import CellTask
@@ -84,7 +85,8 @@ class CellCheck:
                 "redirected, and what else the cell writes is real"
             )
             (folder / SAVES).mkdir()
-            snapshot = FolderSnapshot.of(Path.cwd())
+            (folder / "kept").mkdir()
+            snapshot = FolderSnapshot.of(Path.cwd(), keep=folder / "kept")
         elif open_folders := [path for path in shield.not_covered if path != folder / "records"]:
             self._say(f"files are not shielded here: {', '.join(map(str, open_folders))}")
         records = folder / "records"
@@ -102,7 +104,8 @@ class CellCheck:
             )
         finally:
             outcome.close()
-        changed = [] if snapshot is None else snapshot.changed()
+        changed, restored = ([], []) if snapshot is None else (snapshot.changed(), snapshot.put_back())
+        changed = [f"{path}{', and put back' * (path in restored)}" for path in changed]
         return CheckReport.of(found, self._source, self._plan, changed, self._platform)
 
     def _spec(self, records: Path, shield: FileShield) -> LaunchSpec:

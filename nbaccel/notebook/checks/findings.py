@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,8 +41,8 @@ class FoundError:
 class LineOfSaves:
     """Saves by one line of the program, or by one function.
 
-    path: of the last one.  nbytes, seconds: of the largest one.  paths: different ones.  loops: numbers of the loops
-    around it.
+    path: of the last one.  nbytes, seconds: of one save.  count: how often.  paths: different ones.
+    loops: numbers of the loops around it.
     """
 
     path: str
@@ -128,22 +130,12 @@ class DryRunResult:
         return peak
 
     def saves(self) -> list[LineOfSaves]:
-        """Return the saves of rank 0, those in the same loops with paths that differ in numbers as one."""
+        """Return the saves of rank 0: files of one folder below the working folder as one, numbers in paths alike."""
         groups: dict[tuple[Any, ...], list[Record]] = {}
         for record in self.of_kind("save"):
-            key = re.sub(r"\d+", "#", str(record["path"])), tuple(record["loops"])
-            groups.setdefault(key, []).append(record)
-        return [
-            LineOfSaves(
-                str(each[-1]["path"]),
-                max(record["bytes"] for record in each),
-                max(record["seconds"] for record in each),
-                len(each),
-                len({record["path"] for record in each}),
-                loops,
-            )
-            for (_, loops), each in groups.items()
-        ]
+            place = _folder_or_file(str(record["path"]))
+            groups.setdefault((re.sub(r"\d+", "#", place), tuple(record["loops"])), []).append(record)
+        return [_line_of(records, loops) for (_, loops), records in groups.items()]
 
     def differing(self) -> Iterator[tuple[str, list[str]]]:
         """Yield each name whose value differs between the ranks, with the values as text."""
@@ -156,6 +148,28 @@ class DryRunResult:
     def passes(self) -> list[Record]:
         """Return the passes of rank 0 over loaders, see `LoopLog`."""
         return self.of_kind("pass")
+
+
+def _folder_or_file(path: str) -> str:
+    """Return the folder of a file that is one of several of a save; the file itself if it lies in the working folder.
+
+    >>> _folder_or_file("/data/checkpoint-500/model.safetensors")
+    '/data/checkpoint-500'
+    """
+    folder = os.path.dirname(path)
+    return path if folder in ("", os.getcwd()) or folder == os.path.dirname(os.getcwd()) else folder
+
+
+def _line_of(records: Sequence[Record], loops: tuple[int, ...]) -> LineOfSaves:
+    """Return saves to one place, whose numbers may differ, as one line: what the largest of them comes to."""
+    by_place: dict[str, list[Record]] = {}
+    for record in records:
+        by_place.setdefault(_folder_or_file(str(record["path"])), []).append(record)
+    sizes = [sum({record["path"]: record["bytes"] for record in each}.values()) for each in by_place.values()]
+    seconds = [sum(record["seconds"] for record in each) for each in by_place.values()]
+    one_file = max(collections.Counter(record["path"] for record in records).values())
+    times = max(len(by_place), one_file)
+    return LineOfSaves(list(by_place)[-1], max(sizes), max(seconds) / max(1, one_file), times, len(by_place), loops)
 
 
 def _error_of(outcome: LaunchResult) -> FoundError | None:

@@ -312,7 +312,10 @@ class _Writer:
                 yield ReportLine(OK, f"{words}; {amount(free)} free")
 
     def _times_of(self, save: LineOfSaves) -> int | None:
-        return save.count if not save.loops else None
+        if not save.loops:
+            return save.count
+        times = None if self._forecast is None else self._forecast.times(save.loops[-1], save.count)
+        return None if times is None else round(times)
 
     def _out(self) -> Iterator[ReportLine]:
         found = self._found
