@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nbaccel.display.run_view import RunView
-from nbaccel.dry_run.forecast import measure_noise
+from nbaccel.dry_run.forecasts.forecast import measure_noise
 from nbaccel.dry_run.rank_records import SAVES, read_records
 from nbaccel.hardware import Platform
 from nbaccel.launch.ipc.spec import LaunchSpec
