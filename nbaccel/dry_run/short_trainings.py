@@ -126,7 +126,8 @@ class ShortTrainings:
         ours = type("NbaccelShortens", (ShortTransformers, base), {})(self._cuts, self._write)
         callbacks.append(ours)
         afterwards.callback(callbacks.remove, ours)
-        return ours.facts
+        facts: dict[str, Any] = ours.facts
+        return facts
 
     def _shorten_lightning(self, trainer: Any, afterwards: ExitStack) -> dict[str, Any]:
         package = type(trainer).__module__.partition(".trainer.")[0]
@@ -134,7 +135,8 @@ class ShortTrainings:
         ours = type("NbaccelShortens", (ShortLightning, base), {})(self._cuts, self._write)
         trainer.callbacks.append(ours)
         afterwards.callback(trainer.callbacks.remove, ours)
-        return ours.facts
+        facts: dict[str, Any] = ours.facts
+        return facts
 
     def _announce_loaders(self, module: ModuleType) -> None:
         for kind in (module.DataLoaderShard, module.DataLoaderDispatcher):
