@@ -53,7 +53,8 @@ class RankDryRun:
         self._trainings = ShortTrainings(self._parts.cuts, self._records.write, when_loaded, self._log.part)
         self._table: Table = []
 
-    def go_offline(self) -> None:
+    @staticmethod
+    def go_offline() -> None:
         """Keep libraries from the network, before the program imports them."""
         os.environ.update(_OFFLINE)
         for module, name in _OFFLINE_FLAGS:

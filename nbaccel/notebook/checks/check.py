@@ -6,6 +6,8 @@ listed. Nothing comes back: the variables of the notebook are as before.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import shutil
 import tempfile
 import time
@@ -27,8 +29,11 @@ from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.launch.tasks.cell_task import CellTask
 from nbaccel.launch.tasks.dry_run_task import DryRunTask
+from nbaccel.launch.tasks.gradient_task import GradientTask
 from nbaccel.notebook.checks.findings import DryRunResult
-from nbaccel.notebook.checks.report import CheckReport
+from nbaccel.notebook.checks.full_check import FullCheck
+from nbaccel.notebook.checks.report import CheckReport, ReportLine
+from nbaccel.options.run_options import FULL
 from nbaccel.output.screens import SilentScreen
 from nbaccel.settings import STOP
 
@@ -36,8 +41,16 @@ __all__ = ["CellCheck"]
 
 _PREFIX = "nbaccel-check-"
 
+_RECORDS = "records"
+
+_MOST_SECONDS = 30.0
+"""Seconds that a cell may take to its first step, where gradients are compared."""
+
 _PARTS = "nbaccel.train.setup:dry_run_parts"
 """Function that returns what cuts the loaders of a rank, and measures."""
+
+_PROBE = "nbaccel.train.setup:gradient_probe"
+"""Function that returns what records the gradients of a rank."""
 
 
 class CellCheck:
@@ -62,6 +75,7 @@ class CellCheck:
         self._setup = setup
         self._platform = platform
         self._say = say
+        self._said: list[str] = []
 
     def run(self) -> CheckReport:
         """Run it, and return its report.
@@ -71,27 +85,72 @@ class CellCheck:
         """
         noise = measure_noise()
         with _folder(self._launcher) as folder:
-            shield = FileShield.start([folder / "records"], folder / "shield")
-            try:
-                return self._in_shield(folder, shield, noise)
-            finally:
-                shield.close()
+            first, changed = self._attempt(folder / "first", self._plan, self._task, noise)
+            more: list[ReportLine] = []
+            if self._plan.options.check == FULL and first.error is None:
+                more, changed_later = self._full(folder, first, noise)
+                changed = list(dict.fromkeys([*changed, *changed_later]))
+        return CheckReport.of(first, self._source, self._plan, changed, self._platform, more)
 
-    def _in_shield(self, folder: Path, shield: FileShield, noise: float) -> CheckReport:
+    def _full(self, folder: Path, first: DryRunResult, noise: float) -> tuple[list[ReportLine], list[str]]:
+        """Run the cell again, see `FullCheck`; return the lines, and files that this has changed."""
+        numbers = itertools.count(1)
+        changed: list[str] = []
+
+        def again() -> DryRunResult:
+            found, files = self._attempt(folder / "again", self._plan, self._task, noise, folder / "first")
+            changed.extend(files)
+            return found
+
+        def attempt(plan: LaunchPlan, turns: int, steps: int | None) -> tuple[DryRunResult, Path]:
+            place = folder / f"gradients-{next(numbers)}"
+            make = functools.partial(self._gradient_task, turns=turns, steps=steps)
+            found, files = self._attempt(place, plan, make, noise)
+            changed.extend(files)
+            return found, place / _RECORDS
+
+        return list(FullCheck(self._plan, self._source, again, attempt).lines(first)), changed
+
+    def _attempt(
+        self,
+        folder: Path,
+        plan: LaunchPlan,
+        make: Callable[[str], CellTask],
+        noise: float,
+        like: Path | None = None,
+    ) -> tuple[DryRunResult, list[str]]:
+        """Run one task in ranks whose files are thrown away; return what was found, and files that it has changed.
+
+        make: returns the task, for the folder of the records.  like: the folder of a run whose decisions are taken.
+        """
+        for name in (_RECORDS, "shield"):
+            (folder / name).mkdir(parents=True)
+        for decision in () if like is None else (like / _RECORDS).glob("*.json"):
+            shutil.copy(decision, folder / _RECORDS)
+        shield = FileShield.start([folder / _RECORDS], folder / "shield")
+        try:
+            return self._in_shield(folder, shield, plan, make, noise)
+        finally:
+            shield.close()
+
+    def _in_shield(
+        self, folder: Path, shield: FileShield, plan: LaunchPlan, make: Callable[[str], CellTask], noise: float
+    ) -> tuple[DryRunResult, list[str]]:
         snapshot = None
+        records = folder / _RECORDS
         if shield.why_not:
-            self._say(
+            self._say_once(
                 f"files are not shielded here: {shield.why_not}. Saves of torch, safetensors and nbaccel are "
                 "redirected, and what else the cell writes is real"
             )
             (folder / SAVES).mkdir()
             (folder / "kept").mkdir()
             snapshot = FolderSnapshot.of(Path.cwd(), keep=folder / "kept")
-        elif open_folders := [path for path in shield.not_covered if path != folder / "records"]:
-            self._say(f"files are not shielded here: {', '.join(map(str, open_folders))}")
-        records = folder / "records"
+        elif open_folders := [path for path in shield.not_covered if path != records]:
+            self._say_once(f"files are not shielded here: {', '.join(map(str, open_folders))}")
         began = time.monotonic()
-        outcome = self._launcher.run(self._spec(records, shield), RunObservers(_hidden_view(self._plan, self._source)))
+        spec = self._spec(make(str(records)), plan, records, shield)
+        outcome = self._launcher.run(spec, RunObservers(_hidden_view(plan, self._source)))
         try:
             if outcome.ended.is_interrupted:
                 raise KeyboardInterrupt("the check was interrupted; nothing was changed.")
@@ -105,19 +164,37 @@ class CellCheck:
         finally:
             outcome.close()
         changed, restored = ([], []) if snapshot is None else (snapshot.changed(), snapshot.put_back())
-        changed = [f"{path}{', and put back' * (path in restored)}" for path in changed]
-        return CheckReport.of(found, self._source, self._plan, changed, self._platform)
+        return found, [f"{path}{', and put back' * (path in restored)}" for path in changed]
 
-    def _spec(self, records: Path, shield: FileShield) -> LaunchSpec:
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.append(text)
+            self._say(text)
+
+    def _task(self, records: str) -> DryRunTask:
         cell = self._cell
         out = None if cell.leaves_all else cell.out
-        task = DryRunTask(self._source, cell.namespace, out, cell.extra, folder=str(records), make_parts=_PARTS)
-        task.random = cell.random
-        spec = self._plan.spec(task, self._setup, wants_results=False)
+        return DryRunTask(self._source, cell.namespace, out, cell.extra, folder=records, make_parts=_PARTS)
+
+    def _gradient_task(self, records: str, turns: int, steps: int | None) -> GradientTask:
+        cell = self._cell
+        return GradientTask(
+            self._source, cell.namespace, (), cell.extra, folder=records, make_probe=_PROBE, turns=turns, steps=steps
+        )
+
+    def _spec(self, task: CellTask, plan: LaunchPlan, records: Path, shield: FileShield) -> LaunchSpec:
+        task.random = self._cell.random
+        spec = plan.spec(task, self._setup, wants_results=False)
         saves_to = str(records.with_name(SAVES)) if shield.why_not else ""
         settings = replace(spec.settings, dry_run=str(records), checkpoint_every=None, resume=None)
         return replace(
-            spec, settings=settings, oom=STOP, timeout_s=None, shield=shield.entry, ends_waiting=True, saves_to=saves_to
+            spec,
+            settings=settings,
+            oom=STOP,
+            timeout_s=_MOST_SECONDS if isinstance(task, GradientTask) else None,
+            shield=shield.entry,
+            ends_waiting=True,
+            saves_to=saves_to,
         )
 
 
@@ -127,8 +204,6 @@ def _folder(launcher: Launcher) -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix=_PREFIX))  # mode 0700
     launcher.resources.guard(str(path))
     try:
-        for name in ("records", "shield"):
-            (path / name).mkdir()
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
