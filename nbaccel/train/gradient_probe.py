@@ -84,8 +84,7 @@ class GradientProbe:
         for kind in (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter):
             self._replace(kind, "_next_data", self._next_data)
         self._replace(PreparedLoader, "_iterate", self._iterate)
-        if self._turns > 1:
-            self._replace(LoaderChoice, "source", _as_of_ranks)
+        self._replace(LoaderChoice, "source", _as_of_ranks)
         return self
 
     def __exit__(
@@ -136,7 +135,7 @@ class GradientProbe:
         if self._optimizer is None:
             self._optimizer = optimizer
             self._parameters = "" if self._why_not else checksum_of([each.detach() for each in parameters])
-        if kwargs.get("closure") is not None or len(args) > 1:
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
             self._why_not = "the optimizer computes the gradients itself, by a closure"
         if any(parameter.dtype not in (torch.float32, torch.float64) for parameter in parameters):
             self._why_not = "the parameters are not in fp32"
@@ -197,7 +196,8 @@ class GradientProbe:
 
 def _as_of_ranks(real: Callable[..., Source], choice: LoaderChoice, *args: Any, **kwargs: Any) -> Source:
     """Return the source of one process with the order that several ranks share: alone it would draw another one."""
-    return choice.indexed() if choice.has_indices else real(choice, *args, **kwargs)
+    is_alone = not choice.world.is_distributed
+    return choice.indexed() if is_alone and choice.has_indices else real(choice, *args, **kwargs)
 
 
 def _some_values(gradient: Tensor) -> Tensor:

@@ -114,6 +114,19 @@ def test_what_makes_gradients_incomparable_is_recorded(tmp_path: Path) -> None:
     assert probed(halves, tmp_path)["why_not"] == "the parameters are not in fp32"
 
 
+def test_a_closure_that_is_none_is_none(tmp_path: Path) -> None:
+    class Closes(Program):
+        def change(self) -> None:
+            self.optimizer.step(self.closure)
+
+        closure: Any = None
+
+    program = Closes()
+    assert probed(program, tmp_path)["why_not"] == ""
+    program.closure = lambda: program.loss(X)
+    assert "by a closure" in probed(program, tmp_path)["why_not"]
+
+
 def test_a_cell_without_a_step_comes_to_its_end(tmp_path: Path) -> None:
     records: list[Any] = []
     with GradientProbe(records.append, tmp_path / "values", 1, None):

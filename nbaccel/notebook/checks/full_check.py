@@ -18,6 +18,7 @@ from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.notebook.checks.findings import DryRunResult
 from nbaccel.notebook.checks.report import OK, RED, YELLOW, ReportLine
 from nbaccel.quantities import duration, listed
+from nbaccel.settings import EACH
 
 __all__ = ["FullCheck", "StepGradients", "compared"]
 
@@ -130,6 +131,8 @@ class FullCheck:
         if why := next(filter(None, (_why_not(each.record) for each in of_ranks)), ""):
             return ReportLine(YELLOW, f"{_NOT_COMPARED}: {why}")
         record = of_ranks[0].record
+        if plan.settings.batches == EACH and not {"prepared", "split"} & set(record["kinds"]):
+            return ReportLine(YELLOW, f"{_NOT_COMPARED}: with --batches each, which one process does not know")
         is_own = "prepared" in record["kinds"] and "split" not in record["kinds"]
         alone = replace(plan, devices=replace(plan.devices, num_processes=1, gpus=plan.devices.of_rank(0)))
         found, folder = self._attempt(alone, ranks, None) if is_own else self._attempt(alone, 1, record["step"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,8 @@ from nbaccel.options.run_options import RunOptions
 from nbaccel.settings import RunSettings
 
 VALUES = [1.0, 2.0, 3.0]
-SOURCE = CellSource("loss = train()", "Cell In[7]")
+SOURCE = CellSource("loss = train()\ntook = time.time() - began", "Cell In[7]")
+COUNTS = itertools.count()
 
 
 def plan(**options: Any) -> LaunchPlan:
@@ -116,7 +118,8 @@ class Runs:
 
 
 def with_loss(value: str) -> DryRunResult:
-    return found(seen={"loss": (value, value)}, checksums={"model": 1})
+    """Return what a dry run found; `took` differs in each."""
+    return found(seen={"loss": (value, value), "took": (str(next(COUNTS)), "1 s")}, checksums={"model": 1})
 
 
 def test_equal_runs_are_ok_and_gradients_are_compared(tmp_path: Path) -> None:
@@ -135,6 +138,14 @@ def test_a_loop_that_prepares_nothing_is_run_to_the_same_step(tmp_path: Path) ->
     runs = Runs(tmp_path, with_loss("1"), [raw, raw], [raw])
     assert runs.lines(with_loss("1"))[1].startswith("ok: gradients of 2 ranks are those of one process at step 2")
     assert runs.planned[1][1:] == (1, 2)
+
+
+def test_batches_of_each_rank_in_a_loop_that_prepares_nothing_are_not_compared(tmp_path: Path) -> None:
+    raw = gradients(kinds=[], step=2)
+    runs = Runs(tmp_path, with_loss("1"), [raw, raw])
+    each = replace(plan(), settings=RunSettings(batches="each"))
+    check = FullCheck(each, SOURCE, runs.again, runs.attempt)
+    assert "yellow: gradients cannot be compared" in str(list(check.lines(with_loss("1")))[1])
 
 
 def test_runs_that_differ_are_red_with_a_seed_and_yellow_without(tmp_path: Path) -> None:
