@@ -6,7 +6,9 @@ where it was looked at. Each red line says what to change.
 
 from __future__ import annotations
 
+import errno
 import html
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,6 +148,8 @@ class _Writer:
 
     def _error(self, error: FoundError) -> ReportLine:
         place = f"line {error.line}" if error.line and self._is_in_cell(error.file) else ""
+        if place and error.inner:
+            place += f" ({error.inner})"
         if not place and error.line:
             place = f"{error.file}, line {error.line}"
         head = ", ".join(filter(None, [place, error.where]))
@@ -159,6 +163,13 @@ class _Writer:
         if "offline mode" in error.text.lower() or "HF_HUB_OFFLINE" in error.text:
             return ReportLine(
                 YELLOW, f"{head}: it needs the network, which a check leaves alone: load it in a cell before this one"
+            )
+        if os.strerror(errno.EOVERFLOW) in error.text:
+            return ReportLine(
+                YELLOW,
+                f"{head}: {error.text}: the file belongs to another user or group, which the shield of this check "
+                "cannot change; the run itself may be allowed to, so this line, and what follows it, could not be "
+                "checked",
             )
         if error.is_memory:
             at = _at_batch(self._found.last("peak", error.rank).get("batch"))
@@ -221,6 +232,12 @@ class _Writer:
     # --- does it fit
 
     def _memory(self) -> Iterator[ReportLine]:
+        for restart in self._found.restarts[-1:]:
+            yield ReportLine(
+                YELLOW,
+                f"{restart}. The whole run may meet such a batch after hours, and begin again: give the loader a "
+                "smaller batch_size",
+            )
         gpus = self._plan.devices.gpus
         kind = "device_reserved" if gpus else "host"
         peaks = [self._found.peak(kind, rank) for rank in range(self._found.world_size)]
