@@ -29,6 +29,7 @@ from nbaccel.launch.tasks.cell_task import CellTask
 from nbaccel.launch.tasks.dry_run_task import DryRunTask
 from nbaccel.notebook.checks.findings import DryRunResult
 from nbaccel.notebook.checks.report import CheckReport
+from nbaccel.notebook.checks.trained_names import trained_names
 from nbaccel.output.screens import SilentScreen
 
 __all__ = ["CellCheck"]
@@ -100,6 +101,7 @@ class CellCheck:
                 seconds=time.monotonic() - began,
                 noise=noise,
                 free_bytes=shield.free_bytes,
+                trained=trained_names(self._source.parsed(), self._cell.namespace),
             )
         finally:
             outcome.close()

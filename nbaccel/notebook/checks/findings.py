@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class FoundError:
     inner: the place in another cell or file of the user's that this line has called: "Cell In[4], line 12".
     where: "rank 1", "all 2 ranks".  more: what the launcher adds: where the others were, what to do.
     is_memory: the rank ran out of memory.  rank: the one that failed first.
+    is_users: it was raised by the user's own code, in no library.
     """
 
     text: str
@@ -39,6 +40,7 @@ class FoundError:
     is_memory: bool = False
     rank: int = 0
     inner: str = ""
+    is_users: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class DryRunResult:
     seconds: that the dry run took, with the start of its ranks.  noise: see `forecast.measure_noise`.
     free_bytes: returns the free bytes of the disk of a path.  is_hung: it was ended since no rank could go on.
     missing: names of `--out` that did not come, each with the reason.
+    trained: see `trained_names`.
     restarts: a line for each time that memory ran out and smaller batches were tried; the rest is of the last attempt.
     """
 
@@ -78,6 +81,7 @@ class DryRunResult:
     is_hung: bool = False
     missing: Mapping[str, str] = field(default_factory=dict)
     restarts: Sequence[str] = ()
+    trained: Set[str] = frozenset()
 
     @classmethod
     def of(
@@ -88,6 +92,7 @@ class DryRunResult:
         seconds: float,
         noise: float,
         free_bytes: Callable[[str], int],
+        trained: Set[str] = frozenset(),
     ) -> DryRunResult:
         ended = outcome.ended
         reports = ended.reports
@@ -103,6 +108,7 @@ class DryRunResult:
             ended.hang is not None,
             {} if speaker is None else speaker.missing,
             outcome.restarts,
+            trained,
         )
 
     @property
@@ -210,6 +216,7 @@ def _error_of(outcome: LaunchResult) -> FoundError | None:
         kind is Failure.OUT_OF_MEMORY,
         rank,
         inner,
+        bool(link.places) and is_users(link.places[-1][0]),
     )
 
 

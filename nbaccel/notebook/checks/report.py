@@ -164,6 +164,12 @@ class _Writer:
             return ReportLine(
                 YELLOW, f"{head}: it needs the network, which a check leaves alone: load it in a cell before this one"
             )
+        if error.text.startswith("AssertionError") and error.is_users and self._found.of_kind("loop"):
+            return ReportLine(
+                YELLOW,
+                f"{head}: {error.text}; after the few rounds of a check that may be so, and this line, and what "
+                "follows it, could not be checked",
+            )
         if os.strerror(errno.EOVERFLOW) in error.text:
             return ReportLine(
                 YELLOW,
@@ -202,14 +208,19 @@ class _Writer:
         asked = set(self._plan.options.names_back or ())
         differing = list(self._found.differing())
         for name, values in differing:
-            if name in asked:
-                shown = ", ".join(f"{value} in rank {rank}" for rank, value in enumerate(values[:4]))
+            if name not in asked:
+                continue
+            shown = ", ".join(f"{value} in rank {rank}" for rank, value in enumerate(values[:4]))
+            found = f"{name} depends on the rank ({shown}), and --out brings that of rank 0"
+            if name in self._found.trained:
+                yield ReportLine(YELLOW, f"{found}, of its part of the samples")
+            else:
                 yield ReportLine(
                     RED,
-                    f"{name} depends on the rank ({shown}), and --out brings that of rank 0: gather what it is "
-                    "computed from first, predictions and labels by accelerator.gather_for_metrics",
+                    f"{found}: gather what it is computed from first, predictions and labels by "
+                    "accelerator.gather_for_metrics",
                 )
-        others = [name for name, _ in differing if name not in asked]
+        others = [name for name, _ in differing if name not in asked and not name.startswith("_")]
         if others and self._plan.options.names_back is None:
             yield ReportLine(
                 YELLOW, f"differs between the ranks, and the notebook gets that of rank 0: {listed(others)}"
