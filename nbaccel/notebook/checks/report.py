@@ -31,8 +31,8 @@ _SESSION_S = {Platform.KAGGLE: 12 * 3600.0, Platform.KAGGLE_BATCH: 12 * 3600.0, 
 _SLOW_LOADER = 0.4
 """Share of a step's seconds spent waiting for the loader from which on it is worth a line."""
 
-_FULL = 0.95
-"""Share of a device's memory from which on a peak is close to its end: allocations differ from run to run."""
+_MEMORY = (0.96, 1.08)
+"""Peak of a whole run relative to that of its dry run: allocators keep other blocks, and histories grow."""
 
 _COLOURS = {RED: "#c62828", YELLOW: "#b26a00", OK: "#2e7d32"}
 """Readable on white and on the dark ground of JupyterLab, by a contrast of 4.5 : 1 at least."""
@@ -255,14 +255,17 @@ class _Writer:
         values = [int(each["bytes"]) for each in peaks if each]
         if not values:
             return
-        batch = peaks[0].get("batch")
-        at = _at_batch(batch)
+        at = _at_batch(peaks[0].get("batch"))
+        low, high = (round(share * max(values)) for share in _MEMORY)
+        words = f"{amount(low)} to {amount(high)}"
+        if len(values) > 1:
+            words += " in the largest rank"
         if gpus:
             room = min(gpu.total_bytes for gpu in gpus)
-            level = YELLOW if max(values) > _FULL * room else OK
-            yield ReportLine(level, f"memory{at}: {_by_rank(values)} of {amount(room)} on the device")
+            level = YELLOW if high > room else OK
+            yield ReportLine(level, f"memory{at}: {words} of {amount(room)} on the device")
         else:
-            yield ReportLine(OK, f"memory{at}: {_by_rank(values)} of the host")
+            yield ReportLine(OK, f"memory{at}: {words} of the host")
 
     def _steps(self) -> Iterator[ReportLine]:
         best = max(
@@ -374,12 +377,6 @@ def _files(changed: Sequence[str]) -> Iterator[ReportLine]:
 def _lines_words(lines: tuple[int, int]) -> str:
     first, last = lines
     return f"line {first}" if first == last else f"lines {first}-{last}"
-
-
-def _by_rank(values: Sequence[int]) -> str:
-    if len(values) == 1 or max(values) < 1.02 * min(values):
-        return amount(max(values))
-    return ", ".join(f"{amount(value)} in rank {rank}" for rank, value in enumerate(values))
 
 
 def _at_batch(batch: Mapping[str, Any] | None) -> str:
