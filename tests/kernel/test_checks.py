@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +73,8 @@ for x, y in loader:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKernel]:
-    kernel = RealKernel(NEWEST, tmp_path_factory.mktemp("checks"))
+    temporary = tmp_path_factory.mktemp("temporary")
+    kernel = RealKernel(NEWEST, tmp_path_factory.mktemp("checks"), TMPDIR=str(temporary))
     try:
         kernel.do(
             "%load_ext nbaccel" + SETUP + "\nimport nbaccel; nbaccel.launch(int, 1)"
@@ -359,4 +359,8 @@ def test_where_no_file_can_be_shielded_it_is_said_and_saves_go_elsewhere(kernel:
 
 def test_nothing_is_left_in_the_folder_for_temporary_files(kernel: RealKernel) -> None:
     report(kernel, "fit(2)")
-    assert not [name for name in os.listdir("/tmp") if name.startswith("nbaccel-check-")]
+    kernel.do(
+        "import os, tempfile\n"
+        "left = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith('nbaccel-check-')]\n"
+        "assert not left, left"
+    )
