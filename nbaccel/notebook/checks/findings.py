@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,12 +129,13 @@ class DryRunResult:
         return peak
 
     def saves(self) -> list[LineOfSaves]:
-        """Return the saves of rank 0: files of one folder below the working folder as one, numbers in paths alike."""
+        """Return the saves of rank 0: files that lie in one folder, numbers in paths apart, as one save."""
         groups: dict[tuple[Any, ...], list[Record]] = {}
         for record in self.of_kind("save"):
-            place = _folder_or_file(str(record["path"]))
-            groups.setdefault((re.sub(r"\d+", "#", place), tuple(record["loops"])), []).append(record)
-        return [_line_of(records, loops) for (_, loops), records in groups.items()]
+            folder = _without_numbers(os.path.dirname(str(record["path"])))
+            own = "" if folder else str(record["path"])
+            groups.setdefault((folder, own, tuple(record["loops"])), []).append(record)
+        return [_line_of(records) for records in groups.values()]
 
     def differing(self) -> Iterator[tuple[str, list[str]]]:
         """Yield each name whose value differs between the ranks, with the values as text."""
@@ -150,26 +150,29 @@ class DryRunResult:
         return self.of_kind("pass")
 
 
-def _folder_or_file(path: str) -> str:
-    """Return the folder of a file that is one of several of a save; the file itself if it lies in the working folder.
+def _without_numbers(path: str) -> str:
+    """Return a path by which those of a later save are recognised.
 
-    >>> _folder_or_file("/data/checkpoint-500/model.safetensors")
-    '/data/checkpoint-500'
+    >>> _without_numbers("/data/checkpoint-500/model.pt")
+    '/data/checkpoint-#/model.pt'
     """
-    folder = os.path.dirname(path)
-    return path if folder in ("", os.getcwd()) or folder == os.path.dirname(os.getcwd()) else folder
+    return re.sub(r"\d+", "#", path)
 
 
-def _line_of(records: Sequence[Record], loops: tuple[int, ...]) -> LineOfSaves:
-    """Return saves to one place, whose numbers may differ, as one line: what the largest of them comes to."""
-    by_place: dict[str, list[Record]] = {}
+def _line_of(records: Sequence[Record]) -> LineOfSaves:
+    """Return saves of the same files as one line. Files whose names differ by a number are of different saves."""
+    files: dict[str, list[Record]] = {}
     for record in records:
-        by_place.setdefault(_folder_or_file(str(record["path"])), []).append(record)
-    sizes = [sum({record["path"]: record["bytes"] for record in each}.values()) for each in by_place.values()]
-    seconds = [sum(record["seconds"] for record in each) for each in by_place.values()]
-    one_file = max(collections.Counter(record["path"] for record in records).values())
-    times = max(len(by_place), one_file)
-    return LineOfSaves(list(by_place)[-1], max(sizes), max(seconds) / max(1, one_file), times, len(by_place), loops)
+        files.setdefault(_without_numbers(str(record["path"])), []).append(record)
+    last = str(records[-1]["path"])
+    return LineOfSaves(
+        last if len(files) == 1 else os.path.dirname(last),
+        sum(max(record["bytes"] for record in each) for each in files.values()),
+        sum(max(record["seconds"] for record in each) for each in files.values()),
+        max(map(len, files.values())),
+        max(len({record["path"] for record in each}) for each in files.values()),
+        tuple(records[0]["loops"]),
+    )
 
 
 def _error_of(outcome: LaunchResult) -> FoundError | None:

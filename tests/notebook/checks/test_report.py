@@ -114,6 +114,16 @@ def test_saves_that_fill_the_disk_are_red() -> None:
     assert line.startswith("ok: ")
 
 
+def test_saves_under_names_that_count_up_add_up_and_others_replace_each_other() -> None:
+    def saves(*names: str) -> str:
+        records = [{"kind": "save", "path": f"/data/{n}", "bytes": 10**9, "seconds": 0.5, "loops": []} for n in names]
+        (line,) = [line for line in said(found(*records, free_bytes=15 * 10**8)) if "save" in line]
+        return line
+
+    assert "that is 2.0 GB, and the disk has 1.5 GB free" in saves("a/model_1.pt", "b/model_1.pt", "b/model_2.pt")
+    assert saves("model.pt", "model.pt").startswith("ok: ")
+
+
 def test_files_of_one_save_are_one_line_and_numbers_do_not_part_them() -> None:
     saves = [
         {"kind": "save", "path": f"/data/checkpoint-{step}/{name}", "bytes": size, "seconds": 0.25, "loops": []}
