@@ -145,9 +145,20 @@ class DryRunResult:
             if all(value is not None for value in values) and len({value[0] for value in values}) > 1:
                 yield name, [value[1] for value in values]
 
-    def passes(self) -> list[Record]:
-        """Return the passes of rank 0 over loaders, see `LoopLog`."""
-        return self.of_kind("pass")
+    def samples_of_cuts(self) -> Iterator[int]:
+        """Yield how many samples a loop had of a loader that has more: in each rank, and in all of them.
+
+        The second is given with the samples that fill up the last round, and without them.
+        """
+        ranks: dict[tuple[str, int], list[Record]] = {}
+        for rank in range(self.world_size):
+            for record in self.of_kind("cut", rank):
+                ranks.setdefault((record["place"], record["number"]), []).append(record)
+        for each in ranks.values():
+            yield from (record["samples"] for record in each)
+            yield sum(record["samples"] for record in each)
+            if (remainder := each[0]["remainder"]) >= 0:
+                yield sum(record["samples"] - record["last_samples"] for record in each) + remainder
 
 
 def _without_numbers(path: str) -> str:

@@ -7,6 +7,7 @@ where it was looked at. Each red line says what to change.
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,8 @@ _PARTS = ("loader", "host to device", "forward", "backward", "communication", "o
 
 _NAMES = {"saving": "saves", "program": "your own code"}
 """Names of these parts in the report, where they differ."""
+
+_SMALLEST_COUNT = 10
 
 _ACCELERATOR = "accelerator"
 _MOST_NAMES = 6
@@ -166,13 +169,12 @@ class _Writer:
         return ReportLine(RED, f"{head}: {error.text}{more}" if head else f"{error.text}{more}")
 
     def _counts_of_cut_batches(self, text: str) -> int | None:
-        """Return a number in an error that counts what cut loaders gave; None if there is none."""
-        counts: set[int] = set()
-        for each in self._found.of_kind("pass_ended") or self._found.passes():
-            if each.get("is_cut") and each.get("samples"):
-                samples = int(each["samples"])
-                counts |= {samples, samples * self._found.world_size}
-        numbers = {int(word) for word in "".join(c if c.isdigit() else " " for c in text).split()}
+        """Return a number in an error that counts what cut loaders gave, to one rank or to all; None if there is none.
+
+        A number below `_SMALLEST_COUNT` is as likely that of channels or classes.
+        """
+        numbers = {int(word) for word in re.findall(r"\d+", text)}
+        counts = {count for count in self._found.samples_of_cuts() if count >= _SMALLEST_COUNT}
         return max(counts & numbers, default=None)
 
     def _is_in_cell(self, file: str) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
+
 from nbaccel.hardware import Gpu, Platform
 from nbaccel.launch.ipc.spec import Devices, Start
 from nbaccel.launch.plan import LaunchPlan
@@ -82,6 +84,25 @@ def test_memory_that_runs_out_at_the_longest_batch_is_said_so() -> None:
 def test_what_needs_the_network_is_yellow() -> None:
     error = FoundError("OSError: cannot find the file, and offline mode is enabled", "all 2 ranks", "Cell In[7]", 3)
     assert said(found(error=error))[0].startswith("yellow: line 3, all 2 ranks: it needs the network")
+
+
+@pytest.mark.parametrize(
+    ("count", "is_of_cuts"), [(24, True), (48, True), (33, True), (32, False), (40, False), (1000, False)]
+)
+def test_an_error_about_the_number_of_samples_of_a_cut_loader_is_yellow(count: int, is_of_cuts: bool) -> None:
+    cut = {"kind": "cut", "place": "f:3", "number": 0, "samples": 24, "last_samples": 8, "remainder": 1}
+    text = f"RuntimeError: The size of tensor a ({count}) must match the size of tensor b (500)"
+    result = found(cut, error=FoundError(text, "all 2 ranks", "Cell In[7]", 4))
+    result.records[1].append(cut)  # type: ignore[attr-defined]
+    line = said(result)[0]
+    assert line.startswith("yellow: line 4" if is_of_cuts else "red: line 4")
+    assert (f"; {count} is what the batches of this check come to" in line) == is_of_cuts
+
+
+def test_a_small_number_in_an_error_is_not_taken_for_one_of_samples() -> None:
+    cut = {"kind": "cut", "place": "f:3", "number": 0, "samples": 3, "last_samples": 1, "remainder": -1}
+    error = FoundError("RuntimeError: expected input to have 3 channels", "rank 0", "Cell In[7]", 4)
+    assert said(found(cut, error=error))[0].startswith("red: ")
 
 
 def test_a_value_of_out_that_depends_on_the_rank_is_red_and_others_are_yellow() -> None:
