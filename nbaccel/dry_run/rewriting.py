@@ -128,6 +128,7 @@ class _Rewriter:
         self._names: list[str] = []  # of the functions and classes around
         self._is_on = True  # loops here are rewritten
         self._loops: list[int] = []  # open in this function
+        self._flags: dict[tuple[str, Any], int] = {}  # of `while not done`: the value of the name that ends it
 
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         done: list[ast.stmt] = []
@@ -169,14 +170,15 @@ class _Rewriter:
     def _inner_scope(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
         if not isinstance(node, ast.ClassDef) and _is_compiled(node):
             return
-        outer, count = (self._is_on, self._loops), len(self.table)
+        outer, count = (self._is_on, self._loops, self._flags), len(self.table)
         plain = [] if isinstance(node, ast.ClassDef) else copy.deepcopy(node.body)
         is_plain = isinstance(node, ast.FunctionDef) and node.name not in _NOT_REWRITTEN
         self._is_on, self._loops = is_plain and not _is_generator(node), []
+        self._flags = {}
         self._names.append(node.name)
         self._blocks_of(node)
         self._names.pop()
-        self._is_on, self._loops = outer
+        self._is_on, self._loops, self._flags = outer
         if plain and (self._marks_lines or len(self.table) > count):
             _keep_for_compilers(node, plain)
 
@@ -186,6 +188,7 @@ class _Rewriter:
         else:
             kind, head = "while", f"while {ast.unparse(node.test)}"
         number = self._enter(kind, node, head)
+        flags, self._flags = self._flags, {**self._flags, **_flag_of(node, number)}
         if isinstance(node, ast.For):
             node.iter = _at(_call("over", ast.Constant(number), node.iter), node.iter)
         else:
@@ -196,6 +199,7 @@ class _Rewriter:
         self._loops.append(number)
         node.body = self.block(node.body)
         self._loops.pop()
+        self._flags = flags
         node.orelse = self.block(node.orelse)
         return _with("loop", number, [node], node)
 
@@ -218,7 +222,15 @@ class _Rewriter:
         """Return the loops that a block leaves when it is run."""
         if any(isinstance(each, ast.Return) for each in block):
             return list(self._loops)
-        return self._loops[-1:] if any(isinstance(each, ast.Break) for each in block) else []
+        left = self._loops[-1:] if any(isinstance(each, ast.Break) for each in block) else []
+        for each in block:
+            if isinstance(each, ast.Assign) and isinstance(each.value, ast.Constant):
+                left += [
+                    self._flags[name.id, each.value.value]
+                    for name in each.targets
+                    if isinstance(name, ast.Name) and (name.id, each.value.value) in self._flags
+                ]
+        return left
 
     def _test(self, node: ast.expr, ends: _Ends, of_while: bool = False) -> tuple[ast.expr, list[int]]:
         """Return a test that is logged, and the numbers of the periods in it.
@@ -255,6 +267,16 @@ class _Rewriter:
         place = {"file": self._file, "line": node.lineno, "end_line": node.end_lineno, "head": head}
         self.table.append({"number": number, "kind": kind, **place, "function": ".".join(self._names), **more})
         return number
+
+
+def _flag_of(node: ast.For | ast.While, number: int) -> dict[tuple[str, Any], int]:
+    """Return the name and the value that end `while name` or `while not name`, with the number of the loop."""
+    if isinstance(node, ast.For):
+        return {}
+    test, value = node.test, False
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, value = test.operand, True
+    return {(test.id, value): number} if isinstance(test, ast.Name) else {}
 
 
 def _must_stay_first(statement: ast.stmt, at: int) -> bool:
