@@ -205,6 +205,30 @@ def test_a_fault_is_found(kernel: RealKernel, fault: str) -> None:
         assert "red: " not in said
 
 
+def test_smaller_batches_are_tried_where_memory_runs_out(kernel: RealKernel) -> None:
+    said = report(
+        kernel,
+        """
+        loader = DataLoader(Texts(), 16, shuffle=True, collate_fn=padded)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for rows in loader:
+            if rows.shape[1] > 800 and rows.shape[0] > 8:
+                raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')
+            accelerator.backward(model(rows).mean())
+            optimizer.step()
+        """,
+    )
+    assert "ran out of memory at 16 per rank; started again with 2 x 8, effective batch 32 unchanged" in said, said
+    assert "ok: the cell comes to its end" in said
+    assert "red: " not in said
+
+
+def test_an_error_in_a_function_of_another_cell_has_the_line_of_both(kernel: RealKernel) -> None:
+    number = kernel.do("def broken():\n    return 1 / 0").number
+    said = report(kernel, "fit(1)\nbroken()")
+    assert f"red: line 3 (Cell In[{number}], line 2), all 2 ranks: ZeroDivisionError" in said, said
+
+
 def test_with_strict_a_red_line_is_an_error(kernel: RealKernel) -> None:
     error = kernel.run(accelerate(f"{PREPARED}print(histroy)", flags="--check --strict")).failed("CheckFailed")
     assert "found what would not end well: see its red lines" in error.evalue
@@ -269,6 +293,37 @@ def test_a_loop_comes_to_the_last_line(kernel: RealKernel, loop: str) -> None:
     assert "ok: the cell comes to its end" in said, said
     assert "red: " not in said
     assert ("the time cannot be forecast" in said) == ("threshold" in loop), said
+
+
+def test_a_function_of_a_cell_that_imports_modules_is_rewritten(kernel: RealKernel) -> None:
+    kernel.do(
+        """
+        import torch
+        from torch.nn import functional as F
+
+        def fit_twice(epochs):
+            for epoch in range(epochs):
+                for x, y in loader:
+                    loss = F.cross_entropy(model(x), y)
+                with torch.no_grad():
+                    for x, y in test_loader:
+                        model(x)
+        """
+    )
+    assert "ok: the cell comes to its end" in report(kernel, "fit_twice(5000)")
+
+
+def test_a_loop_of_another_cell_is_named_by_that_cell(kernel: RealKernel) -> None:
+    number = kernel.do(
+        """
+        def until_small(loss):
+            while loss > 1e-9:
+                for x, y in loader:
+                    loss = step(x, y)
+        """
+    ).number
+    said = report(kernel, "until_small(torch.tensor(9.0))")
+    assert f"the loop in line 2 of Cell In[{number}] ends by a condition" in said, said
 
 
 def test_lines_that_are_not_reached_are_yellow(kernel: RealKernel) -> None:

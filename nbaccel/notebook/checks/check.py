@@ -30,7 +30,6 @@ from nbaccel.launch.tasks.dry_run_task import DryRunTask
 from nbaccel.notebook.checks.findings import DryRunResult
 from nbaccel.notebook.checks.report import CheckReport
 from nbaccel.output.screens import SilentScreen
-from nbaccel.settings import STOP
 
 __all__ = ["CellCheck"]
 
@@ -117,7 +116,7 @@ class CellCheck:
         saves_to = str(records.with_name(SAVES)) if shield.why_not else ""
         settings = replace(spec.settings, dry_run=str(records), checkpoint_every=None, resume=None)
         return replace(
-            spec, settings=settings, oom=STOP, timeout_s=None, shield=shield.entry, ends_waiting=True, saves_to=saves_to
+            spec, settings=settings, timeout_s=None, shield=shield.entry, ends_waiting=True, saves_to=saves_to
         )
 
 

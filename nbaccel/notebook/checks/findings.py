@@ -11,7 +11,9 @@ from typing import Any
 from nbaccel.failures import Failure
 from nbaccel.launch.diagnosis import failed_alike
 from nbaccel.launch.ipc.reports import ErrorLink
+from nbaccel.launch.ipc.user_code import cell_name
 from nbaccel.launch.processes.launch_result import LaunchResult
+from nbaccel.notices import is_users
 
 __all__ = ["DryRunResult", "FoundError", "LineOfSaves"]
 
@@ -22,7 +24,8 @@ Record = Mapping[str, Any]
 class FoundError:
     """The error that ended a dry run.
 
-    text: in one line.  file, line: of the innermost place in the program; line 0 if there is none.
+    text: in one line.  file, line: of the innermost place in the cell, else in the program; line 0 if there is none.
+    inner: the place in another cell or file of the user's that this line has called: "Cell In[4], line 12".
     where: "rank 1", "all 2 ranks".  more: what the launcher adds: where the others were, what to do.
     is_memory: the rank ran out of memory.  rank: the one that failed first.
     """
@@ -34,6 +37,7 @@ class FoundError:
     more: str = ""
     is_memory: bool = False
     rank: int = 0
+    inner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class DryRunResult:
     seconds: that the dry run took, with the start of its ranks.  noise: see `forecast.measure_noise`.
     free_bytes: returns the free bytes of the disk of a path.  is_hung: it was ended since no rank could go on.
     missing: names of `--out` that did not come, each with the reason.
+    restarts: a line for each time that memory ran out and smaller batches were tried; the rest is of the last attempt.
     """
 
     records: Sequence[Sequence[Record]]
@@ -71,6 +76,7 @@ class DryRunResult:
     log_path: str = ""
     is_hung: bool = False
     missing: Mapping[str, str] = field(default_factory=dict)
+    restarts: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -86,7 +92,7 @@ class DryRunResult:
         reports = ended.reports
         speaker = reports[outcome.task.result_rank]
         return cls(
-            records,
+            [_of_last_attempt(each) for each in records],
             [{} if report is None else report.facts for report in reports],
             _error_of(outcome),
             seconds,
@@ -95,6 +101,7 @@ class DryRunResult:
             outcome.log_path,
             ended.hang is not None,
             {} if speaker is None else speaker.missing,
+            outcome.restarts,
         )
 
     @property
@@ -113,7 +120,7 @@ class DryRunResult:
     def table(self) -> list[dict[str, Any]]:
         """Return the rewritten places, see `dry_run.rewriting.Table`."""
         table: list[dict[str, Any]] = self.last("table").get("table", [])
-        return table
+        return [entry | {"file": cell_name(entry["file"]) or entry["file"]} for entry in table]
 
     @property
     def setup_s(self) -> float:
@@ -161,6 +168,12 @@ class DryRunResult:
                 yield sum(record["samples"] - record["last_samples"] for record in each) + remainder
 
 
+def _of_last_attempt(records: Sequence[Record]) -> Sequence[Record]:
+    """Return the records since the program began for the last time, which the table is the first of."""
+    begins = [at for at, record in enumerate(records) if record["kind"] == "table"]
+    return records[begins[-1] :] if begins else records
+
+
 def _without_numbers(path: str) -> str:
     """Return a path by which those of a later save are recognised.
 
@@ -198,7 +211,7 @@ def _error_of(outcome: LaunchResult) -> FoundError | None:
     if report is None or not report.links:
         return _as_text(error, where)
     link = report.links[-1]
-    file, line = _place_of(link)
+    file, line, inner = _place_of(link)
     head, *rest = "\n".join(link.headline or [link.type_name]).splitlines()
     notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("raised on ")]
     kind = report.kind
@@ -210,6 +223,7 @@ def _error_of(outcome: LaunchResult) -> FoundError | None:
         "\n".join(dict.fromkeys([*rest, *"\n".join(notes).splitlines()])),
         kind is Failure.OUT_OF_MEMORY,
         rank,
+        inner,
     )
 
 
@@ -218,8 +232,11 @@ def _as_text(error: BaseException, where: str) -> FoundError:
     return FoundError(head, where, more=rest)
 
 
-def _place_of(link: ErrorLink) -> tuple[str, int]:
-    """Return the innermost place of the notebook's own code, else of any; ("", 0) without one."""
-    own = [place for place in link.places if place[0].startswith("Cell In[")]
-    places = own or link.places
-    return (places[-1][0], places[-1][1]) if places else ("", 0)
+def _place_of(link: ErrorLink) -> tuple[str, int, str]:
+    """Return file and line of the innermost place of the cell, else of any, and the user's place that it has called."""
+    cells = [at for at, place in enumerate(link.places) if place[0].startswith("Cell In[")]
+    if not cells:
+        return (*link.places[-1][:2], "") if link.places else ("", 0, "")
+    called = [place for place in link.places[cells[-1] + 1 :] if is_users(place[0])]
+    inner = f"{cell_name(called[-1][0]) or called[-1][0]}, line {called[-1][1]}" if called else ""
+    return (*link.places[cells[-1]][:2], inner)

@@ -6,12 +6,15 @@ where it was looked at. Each red line says what to change.
 
 from __future__ import annotations
 
+import errno
 import html
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.display.svg import STYLE
 from nbaccel.dry_run.forecast import Forecast, forecast
 from nbaccel.dry_run.unreached_lines import not_reached
 from nbaccel.hardware import Platform
@@ -33,8 +36,15 @@ _SLOW_LOADER = 0.4
 _FULL = 0.95
 """Share of a device's memory from which on a peak is close to its end: allocations differ from run to run."""
 
-_COLOURS = {RED: "#c62828", YELLOW: "#b26a00", OK: "#2e7d32"}
-"""Readable on white and on the dark ground of JupyterLab, by a contrast of 4.5 : 1 at least."""
+_STYLE = (
+    f"{STYLE}.nbaccel.check div{{display:flex;gap:10px;padding:1px 0}}.nbaccel.check b{{flex:0 0 52px;font-weight:600}}"
+    ".nbaccel.check span{flex:1;white-space:pre-wrap;overflow-wrap:anywhere}.nbaccel.check .red b{color:var(--bad)}"
+    ".nbaccel.check .ok b{color:var(--good)}.nbaccel.check .yellow b{color:var(--late)}.nbaccel{--late:#8a5a00}"
+    "@media(prefers-color-scheme:dark){.nbaccel{--late:#f0c05a}}"
+    "body[data-jp-theme-light=true] .nbaccel,html[theme=light] .nbaccel,body.vscode-light .nbaccel{--late:#8a5a00}"
+    "body[data-jp-theme-light=false] .nbaccel,html[theme=dark] .nbaccel,body.vscode-dark .nbaccel{--late:#f0c05a}"
+)
+"""The panel's style sheet, and what a report needs besides: an amber that is readable on both grounds."""
 
 _PARTS = ("loader", "host to device", "forward", "backward", "communication", "optimizer", "saving", "program")
 """Parts of a step in the order of the report, see `StepTimes`."""
@@ -92,11 +102,10 @@ class CheckReport:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f'<div><span style="color:{_COLOURS[line.level]};font-weight:600">{line.level}:</span> '
-            f'<span style="white-space:pre-wrap">{html.escape(line.text)}</span></div>'
+            f'<div class="{line.level}"><b>{line.level}:</b><span>{html.escape(line.text)}</span></div>'
             for line in self.lines
         )
-        return f'<div style="font-family:var(--jp-code-font-family,monospace);font-size:13px">{rows}</div>'
+        return f'<style>{_STYLE}</style><div class="nbaccel check">{rows}</div>'
 
     def bundle(self) -> dict[str, str]:
         """Return the report as a notebook shows it."""
@@ -149,6 +158,8 @@ class _Writer:
 
     def _error(self, error: FoundError) -> ReportLine:
         place = f"line {error.line}" if error.line and self._is_in_cell(error.file) else ""
+        if place and error.inner:
+            place += f" ({error.inner})"
         if not place and error.line:
             place = f"{error.file}, line {error.line}"
         head = ", ".join(filter(None, [place, error.where]))
@@ -162,6 +173,13 @@ class _Writer:
         if "offline mode" in error.text.lower() or "HF_HUB_OFFLINE" in error.text:
             return ReportLine(
                 YELLOW, f"{head}: it needs the network, which a check leaves alone: load it in a cell before this one"
+            )
+        if os.strerror(errno.EOVERFLOW) in error.text:
+            return ReportLine(
+                YELLOW,
+                f"{head}: {error.text}: the file belongs to another user or group, which the shield of this check "
+                "cannot change; the run itself may be allowed to, so this line, and what follows it, could not be "
+                "checked",
             )
         if error.is_memory:
             at = _at_batch(self._found.last("peak", error.rank).get("batch"))
@@ -223,6 +241,12 @@ class _Writer:
     # --- does it fit
 
     def _memory(self) -> Iterator[ReportLine]:
+        for restart in self._found.restarts[-1:]:
+            yield ReportLine(
+                YELLOW,
+                f"{restart}. The whole run may meet such a batch after hours, and begin again: give the loader a "
+                "smaller batch_size",
+            )
         gpus = self._plan.devices.gpus
         kind = "device_reserved" if gpus else "host"
         peaks = [self._found.peak(kind, rank) for rank in range(self._found.world_size)]
