@@ -176,7 +176,7 @@ with torch.no_grad():
             fit(1)
         """,
         "--time-limit 10min",
-        "and --time-limit ends it after 10:00: fewer epochs",
+        "and --time-limit ends it after 10 min: fewer epochs",
     ),
     "a result that depends on the rank": (
         f"""{PREPARED}

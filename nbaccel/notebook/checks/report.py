@@ -21,7 +21,7 @@ from nbaccel.hardware import Platform
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.notebook.checks.findings import DryRunResult, FoundError, LineOfSaves
-from nbaccel.quantities import amount, duration, listed, plural
+from nbaccel.quantities import amount, duration, listed, plural, said
 
 __all__ = ["CheckReport", "ReportLine"]
 
@@ -298,20 +298,20 @@ class _Writer:
         if expected.high_s is None:
             return
         low, high = expected.low_s + start_s, expected.high_s + start_s
-        words = f"the whole run takes {duration(low)} to {duration(high)}"
+        words = f"the whole run takes {_about(low)} to {_about(high)}"
         limit_s, whose = self._limit()
         if limit_s is None:
             yield ReportLine(OK, words)
         elif low > limit_s:
             yield ReportLine(
                 RED,
-                f"{words}, and {whose} ends it after {duration(limit_s)}: fewer epochs, or --checkpoint-every 10min "
+                f"{words}, and {whose} ends it after {said(limit_s)}: fewer epochs, or --checkpoint-every 10min "
                 "and --resume in the next session",
             )
         elif high > limit_s:
-            yield ReportLine(YELLOW, f"{words}, and {whose} ends it after {duration(limit_s)}")
+            yield ReportLine(YELLOW, f"{words}, and {whose} ends it after {said(limit_s)}")
         else:
-            yield ReportLine(OK, f"{words}; {whose} ends it after {duration(limit_s)}")
+            yield ReportLine(OK, f"{words}; {whose} ends it after {said(limit_s)}")
 
     def _limit(self) -> tuple[float | None, str]:
         limit = self._plan.options.limit
@@ -385,6 +385,16 @@ def _at_batch(batch: Mapping[str, Any] | None) -> str:
         return ""
     size = batch.get("size")
     return f" at the longest batch{f' (size {size:g})' if size else ''}"
+
+
+def _about(seconds: float) -> str:
+    """Format a time that is known roughly.
+
+    >>> _about(7790.0), _about(75.4), _about(3.21), _about(1e6)
+    ('2 h 10 min', '1 min 15 s', '3.2 s', '278 h')
+    """
+    unit = next(unit for least, unit in ((360_000, 3600), (3600, 60), (10, 1), (0, 0.1)) if seconds >= least)
+    return said(round(seconds / unit) * unit)
 
 
 def _short(seconds: float) -> str:

@@ -175,12 +175,12 @@ def test_the_time_is_said_against_the_limit_or_the_session() -> None:
         {"kind": "root", "own_s": 100_000.0, "steps": 0},
     ]
     (line,) = [line for line in said(found(*records), time_limit=3600.0) if "whole run" in line]
-    assert line.startswith("red: the whole run takes 26:")
-    assert "and --time-limit ends it after 1:00:00: fewer epochs" in line
+    assert line.startswith("red: the whole run takes 26 h ")
+    assert "and --time-limit ends it after 1 h: fewer epochs" in line
     report = CheckReport.of(found(*records), SOURCE, plan(), platform=Platform.KAGGLE_BATCH)
     (line,) = [str(line) for line in report.lines if "whole run" in line.text]
     assert line.startswith("red: ")
-    assert "a session of Kaggle ends it after 12:00:00" in line
+    assert "a session of Kaggle ends it after 12 h" in line
 
 
 def test_red_comes_first_and_html_has_the_words_and_colours() -> None:
