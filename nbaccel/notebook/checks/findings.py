@@ -205,11 +205,11 @@ def _error_of(outcome: LaunchResult) -> FoundError | None:
         return None
     rank = ended.first_failed
     if ended.hang is not None or rank is None:
-        return _as_text(error, "")
+        return _as_text(error)
     where = f"all {len(ended.reports)} ranks" if failed_alike(ended) else f"rank {rank}"
     report = ended.reports[rank]
     if report is None or not report.links:
-        return _as_text(error, where)
+        return _as_text(error)
     link = report.links[-1]
     file, line, inner = _place_of(link)
     head, *rest = "\n".join(link.headline or [link.type_name]).splitlines()
@@ -227,9 +227,14 @@ def _error_of(outcome: LaunchResult) -> FoundError | None:
     )
 
 
-def _as_text(error: BaseException, where: str) -> FoundError:
-    head, _, rest = str(error).partition("\n")
-    return FoundError(head, where, more=rest)
+_OF_A_RUN = re.compile(r" Variables in the ranks are gone;.*?(?:\.|$)|\nThe run was ended by its hang timeout\.")
+"""Sentences about what is left of a run, which a dry run never leaves."""
+
+
+def _as_text(error: BaseException) -> FoundError:
+    """Return an error that is about ranks, and not of the program."""
+    head, _, rest = _OF_A_RUN.sub("", str(error)).partition("\n")
+    return FoundError(head, "", more=rest)
 
 
 def _place_of(link: ErrorLink) -> tuple[str, int, str]:
