@@ -6,6 +6,7 @@ where it was looked at. Each red line says what to change.
 
 from __future__ import annotations
 
+import ast
 import errno
 import html
 import os
@@ -218,7 +219,8 @@ class _Writer:
                     f"{name} depends on the rank ({shown}), and --out brings that of rank 0: gather what it is "
                     "computed from first, predictions and labels by accelerator.gather_for_metrics",
                 )
-        others = [name for name, _ in differing if name not in asked]
+        of_batches = _names_of_batches(self._source.parsed())
+        others = [name for name, _ in differing if name not in asked and name not in of_batches]
         if others and self._plan.options.names_back is None:
             yield ReportLine(
                 YELLOW, f"differs between the ranks, and the notebook gets that of rank 0: {listed(others)}"
@@ -362,6 +364,29 @@ class _Writer:
             yield ReportLine(OK, f"comes back: {', '.join(parts)}")
 
     _plan_result_rank = 0
+
+
+def _names_of_batches(tree: ast.Module) -> set[str]:
+    """Return the names that are bound in innermost loops alone: each rank has its own batches, and its own loss.
+
+    >>> sorted(_names_of_batches(ast.parse("for e in n:\\n  for x in y: loss = x\\n  acc = f()\\nscore = acc")))
+    ['loss', 'x']
+    """
+    inside: set[str] = set()
+    outside: set[str] = set()
+
+    def look(node: ast.AST, is_innermost: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.For | ast.While):
+                inner = (each for part in child.body for each in ast.walk(part))
+                look(child, not any(isinstance(each, ast.For | ast.While) for each in inner))
+            elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+                (inside if is_innermost else outside).add(child.id)
+            else:
+                look(child, is_innermost)
+
+    look(tree, False)
+    return inside - outside
 
 
 def _files(changed: Sequence[str]) -> Iterator[ReportLine]:

@@ -117,6 +117,16 @@ def test_a_value_of_out_that_depends_on_the_rank_is_red_and_others_are_yellow() 
     assert not [line for line in said(found(facts=facts), out=("loss",)) if "differs" in line or "depends" in line]
 
 
+def test_values_of_a_batch_differ_by_design() -> None:
+    code = "\nfor epoch in range(9):\n    for x in loader:\n        loss = step(x)\n    accuracy = test()\n"
+    facts = [
+        {"seen": {"accuracy": ["1", "0.5"], "loss": ["3", "2.0"]}},
+        {"seen": {"accuracy": ["2", "0.6"], "loss": ["4", "3.0"]}},
+    ]
+    report = CheckReport.of(found(facts=facts), CellSource(code, "Cell In[7]"), plan())
+    assert str(report.lines[0]).endswith("gets that of rank 0: accuracy")
+
+
 def test_a_gather_is_named_once() -> None:
     gather = {"kind": "gather", "file": "Cell In[7]", "line": 3, "rows": 64, "repeated": 27}
     lines = said(found(gather, gather))
