@@ -17,8 +17,8 @@ from IPython.display import display
 from nbaccel.notebook.checks.report import CheckReport, ReportLine
 report = CheckReport("Cell In[5]", [
     ReportLine("red", "line 12, all 2 ranks: NameError: name 'histroy' is not defined. Did you mean: 'history'?"),
-    ReportLine("red", "the whole run takes 13 h 10 min to 14 h 40 min, and a session of Kaggle ends it after 12 h: fewer "
-                      "epochs, or --checkpoint-every 10min and --resume in the next session"),
+    ReportLine("red", "the whole run takes 13 h 10 min to 14 h 40 min, and a session of Kaggle ends it after 12 h: "
+                      "fewer epochs, or --checkpoint-every 10min and --resume in the next session"),
     ReportLine("yellow", "not reached: lines 14-16"),
     ReportLine("yellow", "loader takes 62% of each batch: more num_workers, or a cheaper data set"),
     ReportLine("ok", "memory at the longest batch (size 512): 11.2 GB of 15.0 GB on the device"),
