@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.dry_run.rewriting import Table
-from nbaccel.dry_run.round_counts import RoundCounter, counter_of, rounds_until, times_that_hold
+from nbaccel.dry_run.round_counts import RoundCounter, as_in_whole_runs, counter_of, rounds_until, times_that_hold
 from nbaccel.dry_run.round_seconds import RoundSeconds, Sample, round_seconds
 from nbaccel.quantities import duration
 
@@ -314,33 +314,35 @@ class _Reckoning:
                 if found is None:
                     continue
                 counter, op, limit = found
-                counter = self._scaled(holder, counter)
                 until = rounds_until(counter, op, limit, entry["when"], entry["is_test"])
                 if until is not None:
                     yield until, counter, None if holder is node else holder
 
     def _counter_and_limit(self, node: _Node, number: Any) -> tuple[RoundCounter, str, float] | None:
         """Return the side of a comparison that counts, the operator that compares it, and the other side."""
-        runs = [run["compared"][number] for run in node.runs if number in run["compared"]]
-        op = runs[0]["op"]
-        lefts = [[[value[0], value[1], value[3]] for value in run["values"]] for run in runs]
-        rights = [[[value[0], value[2], value[3]] for value in run["values"]] for run in runs]
+        runs = [(run["id"], run["compared"][number]) for run in node.runs if number in run["compared"]]
+        op = runs[0][1]["op"]
+        lefts = [(at, [[value[0], value[1], value[3]] for value in run["values"]]) for at, run in runs]
+        rights = [(at, [[value[0], value[2], value[3]] for value in run["values"]]) for at, run in runs]
         for counting, other, way in ((lefts, rights, op), (rights, lefts, op.translate(str.maketrans("<>", "><")))):
-            limits = {value[1] for run in other for value in run}
-            if len(limits) == 1 and (counter := counter_of(counting)) is not None:
+            limits = {value[1] for _, run in other for value in run}
+            if len(limits) == 1 and (counter := self._counter(node, counting)) is not None:
                 return counter, way, limits.pop()
         return None
 
-    def _scaled(self, node: _Node, counter: RoundCounter) -> RoundCounter:
-        """Return the counter as it moves where no inner loop is cut."""
+    def _counter(self, node: _Node, values: list[tuple[int, list[list[Any]]]]) -> RoundCounter | None:
+        """Return the counter that values show, as it moves where no inner loop is cut; None if they do not move alike.
+
+        values: for each run of `node` its id, and its values, see `counter_of`.
+        """
         for inner in _with_inner_loops(node):
-            if inner is node or not any(_is_cut(run) for run in inner.runs):
+            if inner is node or not any(map(_is_cut, inner.runs)):
                 continue
-            had = sum(run["rounds"] for run in inner.runs) / max(node.rounds_had(), 1)
             whole = self._rounds_inside(node, inner)
-            if whole and (scaled := counter.scaled(had, whole)) is not counter:
-                return scaled
-        return counter
+            done = _rounds_by_round(node, inner)
+            if whole and (moved := as_in_whole_runs([(run, done.get(run_id, {})) for run_id, run in values], whole)):
+                return counter_of(moved)
+        return counter_of([run for _, run in values])
 
     def _rounds_inside(self, node: _Node, inner: _Node) -> float:
         """Return the rounds that an inner loop has in one round of `node`, in the whole program."""
@@ -384,13 +386,12 @@ class _Reckoning:
         return None
 
     def _times_held(self, loop: _Node, number: int, rounds: float, times: float) -> float:
-        seen = [found for run in loop.runs if (found := _numbered(run["every"]).get(number)) is not None]
-        runs = [each["values"] for each in seen]
-        period, remainder = seen[0]["period"], seen[0]["remainder"]
-        counter = counter_of(runs) or _slow_counter(runs)
+        seen = [(run["id"], held) for run in loop.runs if (held := _numbered(run["every"]).get(number)) is not None]
+        runs = [each["values"] for _, each in seen]
+        period, remainder = seen[0][1]["period"], seen[0][1]["remainder"]
+        counter = self._counter(loop, [(run_id, each["values"]) for run_id, each in seen]) or _slow_counter(runs)
         if counter is None or not counter.step:  # it counts rounds of a loop around this one
             return rounds / abs(period) if period else 0.0
-        counter = self._scaled(loop, counter)
         if counter.restarts and len(runs) == 1 and times > 1:
             counter = RoundCounter(counter.first, counter.step, counter.first_round, restarts=False)
         return times_that_hold(counter, period, remainder, rounds)
@@ -459,6 +460,23 @@ def _with_inner_loops(node: _Node) -> Iterator[_Node]:
         yield node
     for inner in node.inner.values():
         yield from _with_inner_loops(inner)
+
+
+def _rounds_by_round(node: _Node, inner: _Node) -> dict[int, dict[int, int]]:
+    """Return for each run of a loop, by its id, the rounds that an inner loop has had in each of its rounds."""
+    found: dict[int, dict[int, int]] = {run["id"]: {} for run in node.runs}
+    between: dict[int, Record] = {}
+    above = inner.outer
+    while above is not None and above is not node:
+        between.update({run["id"]: run for run in above.runs})
+        above = above.outer
+    for run in inner.runs:
+        place = run
+        while place["outer"] not in found:
+            place = between[place["outer"]]
+        rounds = found[place["outer"]]
+        rounds[place["outer_round"]] = rounds.get(place["outer_round"], 0) + run["rounds"]
+    return found
 
 
 def _rounds_had(run: Record) -> int:

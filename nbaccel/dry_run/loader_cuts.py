@@ -31,8 +31,10 @@ from nbaccel.dry_run.one_pass import (
     LoopRecords,
     OnePass,
     PassWatcher,
+    are_of_cells,
     is_drawn_by_for,
     name_of,
+    rows_of,
     users_frames,
 )
 from nbaccel.dry_run.worker_times import WorkerTimes
@@ -45,7 +47,9 @@ _MOST_ROUNDS, _MORE_SECONDS = 40, 2.0
 _MOST_INDICES, _MOST_WITHOUT_END = 2_000_000, 100_000
 """Samples whose indices are listed, of a loader with a length, and of one without."""
 
-_MOST_BEGINS = 3
+_MOST_BEGINS, _MOST_BEGINS_OF_CELLS = 3, 20
+"""Begins of a loader at one place; the second where cells alone led there: a comprehension, which has an end."""
+
 _MOST_LOOKS = 200
 """Begins of a loader at one place that are left after a single batch, such as ``next(iter(loader))``."""
 
@@ -136,10 +140,10 @@ class LoaderCuts:
                         batch = next(batches, batches)  # which it never yields
                     if batch is batches:
                         return
-                    self.hand_out(this)
+                    self.hand_out(this, rows_of(batch))
                     yield batch
             finally:
-                self.end_pass(this)
+                self.end_pass(this, getattr(loader, "remainder", -1))
         finally:
             batches.close()
 
@@ -169,12 +173,12 @@ class LoaderCuts:
         if stride is None:
             stride = self._stride
             batches = None if batches is None else math.ceil(batches / stride)
-        frames = list(users_frames())
+        frames = users_frames()
         place = " < ".join(f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in frames) or "?"
         if loader not in self._numbers:
             self._numbers[loader] = next(self._next_number)
         begun = (self._numbers[loader], place, self._log.present())
-        self._refuse_third(begun)
+        self._refuse_endless(begun, _MOST_BEGINS_OF_CELLS if are_of_cells(frames) else _MOST_BEGINS)
         key = f"{place} {type(loader.dataset).__qualname__} {loader.batch_size} {batches}"
         number = self._passes[key]
         self._passes[key] += 1
@@ -191,9 +195,9 @@ class LoaderCuts:
             workers=loader.num_workers,
         )
 
-    def _refuse_third(self, begun: tuple[Any, ...]) -> None:
+    def _refuse_endless(self, begun: tuple[Any, ...], most: int) -> None:
         looks = self._looks[begun]
-        if self._begins[begun] - looks >= _MOST_BEGINS - 1 or looks >= _MOST_LOOKS:
+        if self._begins[begun] - looks >= most - 1 or looks >= _MOST_LOOKS:
             raise DryRunEnded(
                 f"a loop that is not the program's has begun the same loader {self._begins[begun]} times at "
                 f"{begun[1]}: the dry run leaves it there, and does not check the lines that follow"
@@ -253,9 +257,9 @@ class LoaderCuts:
         A `for` ends with its loader. A ``next(iterator)`` in a loop that counts its steps would fail at the end; so
         would a second one in another line. The log ends such loops. A ``list(loader)`` draws in one place, and ends.
         """
-        frame = next(users_frames(passes_bars=False), None)
+        frames = users_frames(passes_bars=False)
         before, this.drawn_at = this.drawn_at, ()
-        if frame is not None and not is_drawn_by_for(frame):
+        if frames and not is_drawn_by_for(frame := frames[0]):
             this.drawn_at = frame.f_code, frame.f_lasti, self._log.present()
         this.goes_on = bool(before and this.drawn_at) and before != this.drawn_at
 
@@ -269,10 +273,12 @@ class LoaderCuts:
             for watcher in self._watchers:
                 watcher.begin_pass(this)
 
-    def hand_out(self, this: OnePass, read: int | None = None) -> None:
+    def hand_out(self, this: OnePass, samples: int, read: int | None = None) -> None:
         """Note that a batch is handed out next.  read: batches that were read until now; None: one for each."""
         self.start(this)
         this.given += 1
+        this.samples += samples
+        this.last_samples = samples
         this.reached = (this.given - 1 if read is None else (read - 1) // this.stride) // this.window
         size, kind = this.present_kind()
         this.times.append(time.perf_counter())
@@ -282,8 +288,11 @@ class LoaderCuts:
             this.log.batch(size, kind, this.waited_s, None if this.made is None else this.made.mean_s)
         this.waited_s = 0.0
 
-    def end_pass(self, this: OnePass) -> None:
-        """Note that the loop has all batches, or has left the pass. Calling this again has no effect."""
+    def end_pass(self, this: OnePass, remainder: int = -1) -> None:
+        """Note that the loop has all batches, or has left the pass. Calling this again has no effect.
+
+        remainder: samples of all ranks in the last round, without those that fill it up; -1 if all are real.
+        """
         if this.is_over:
             return
         this.is_over = True
@@ -295,6 +304,9 @@ class LoaderCuts:
                 for watcher in self._watchers:
                     watcher.end_pass(this)
                 this.log.end(this.is_whole)
+            if this.is_cut and this.samples:
+                samples = {"samples": this.samples, "last_samples": this.last_samples, "remainder": remainder}
+                self._write({"kind": "cut", "place": this.place, "number": this.number, **samples})
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -420,7 +432,7 @@ class _Cut:
             self.end()
             raise
         if not self.is_announced:
-            cuts.hand_out(this, iterator._num_yielded)
+            cuts.hand_out(this, rows_of(batch), iterator._num_yielded)
         return batch
 
     def end(self) -> None:

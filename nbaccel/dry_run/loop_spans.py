@@ -446,7 +446,7 @@ class Loop(Span):
             self._every = {}
         seen = self._every.setdefault(number, {"period": period, "remainder": remainder, "values": [], "forced": []})
         if len(seen["values"]) < KEPT:
-            seen["values"].append([self.rounds, value])
+            seen["values"].append([self.rounds, value, self._has_acted()])
         if has_moved and not is_true and not seen.get("was_true") and self._is_last_round():
             seen["forced"].append(self.rounds)
             is_true = True
@@ -480,8 +480,11 @@ class Loop(Span):
         seen = self._compared.setdefault(number, {"op": op, "values": []})
         if len(seen["values"]) < KEPT:
             round_number = self.rounds + (not self.is_in_round)
-            has_acted = round_number in (*self._last_rounds.values(),) and self.is_in_round
-            seen["values"].append([round_number, _plain(left), _plain(right), has_acted])
+            seen["values"].append([round_number, _plain(left), _plain(right), self._has_acted()])
+
+    def _has_acted(self) -> bool:
+        """Return whether the present round has drawn or stepped."""
+        return self.is_in_round and self.rounds in self._last_rounds.values()
 
 
 def _is_number(value: Any) -> bool:

@@ -10,7 +10,7 @@ import itertools
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -20,7 +20,18 @@ from nbaccel.dry_run.batch_choice import FIRST, ChosenBatches
 from nbaccel.dry_run.worker_times import BatchesMade
 from nbaccel.notices import PACKAGE_DIR
 
-__all__ = ["ROUNDS", "LoopRecords", "OnePass", "PassOfLog", "PassWatcher", "is_drawn_by_for", "name_of", "users_frames"]
+__all__ = [
+    "ROUNDS",
+    "LoopRecords",
+    "OnePass",
+    "PassOfLog",
+    "PassWatcher",
+    "are_of_cells",
+    "is_drawn_by_for",
+    "name_of",
+    "rows_of",
+    "users_frames",
+]
 
 ROUNDS = 3
 """Rounds that a pass gives, unless it is the second one at its place."""
@@ -82,6 +93,7 @@ class OnePass:
 
     workers: processes that make its batches.
     given: batches that the loop had.  reached: the round of the last one.
+    samples: in these batches.  last_samples: in the last one.
     waited_s: seconds for which it waited for the next one.
     more: rounds beyond the usual ones; None until that is decided.
     chosen: batches that are given; None until they are known, and where they are the first ones.
@@ -101,6 +113,8 @@ class OnePass:
     begun: tuple[Any, ...]
     workers: int = 0
     given: int = 0
+    samples: int = 0
+    last_samples: int = 0
     reached: int = -1
     waited_s: float = 0.0
     scan_s: float = 0.0
@@ -124,6 +138,11 @@ class OnePass:
         """True if the loop got all batches of the loader."""
         return self.chosen is not None and self.chosen.are_all and self.reached >= self.chosen.given - 1
 
+    @property
+    def is_cut(self) -> bool:
+        """True if the loop got all batches that it was to get, and the loader has more."""
+        return self.is_over and self.given >= self.length and not self.is_whole
+
     def present_kind(self) -> tuple[float | None, str]:
         """Return size and kind of the batches of the round that the pass has reached."""
         if self.chosen is None:
@@ -138,6 +157,23 @@ class OnePass:
         return statistics.median(gaps[1:] or gaps) * self.window if gaps else 0.0
 
 
+def rows_of(batch: Any) -> int:
+    """Return the number of samples in a collated batch: the first dimension of its first tensor; 0 without one.
+
+    >>> rows_of({"text": ["a", "b"], "more": []})
+    2
+    """
+    shape = getattr(batch, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else 0
+    if isinstance(batch, Mapping):
+        return next((rows for each in batch.values() if (rows := rows_of(each))), 0)
+    if isinstance(batch, tuple | list):
+        found = next((rows for each in batch if (rows := rows_of(each))), 0)
+        return found or len(batch)
+    return 0
+
+
 # -- the program's lines
 
 
@@ -146,22 +182,31 @@ def is_drawn_by_for(frame: FrameType) -> bool:
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("FOR_ITER", "SEND", "YIELD_VALUE", "RESUME")
 
 
-def users_frames(passes_bars: bool = True) -> Iterator[FrameType]:
-    """Yield the frames of the program that led here, innermost first: not this package's, nor torch's.
+def users_frames(passes_bars: bool = True) -> list[FrameType]:
+    """Return the frames of the program that led here, innermost first: not this package's, nor torch's.
 
+    Of a forked rank, what the kernel did when it forked is left out: it is below this package's own frames.
     passes_bars: nor those of `_BETWEEN`, but for ``contextlib``, which this package uses.
     """
-    torch = sys.modules["torch"]
-    passed_by = (PACKAGE_DIR, os.path.dirname(str(torch.__file__)) + os.sep)
+    of_torch = os.path.dirname(str(sys.modules["torch"].__file__)) + os.sep
+    found: list[FrameType] = []
+    above_ours = 0
     frame: FrameType | None = sys._getframe(1)
-    depth = 0
-    while frame is not None and depth < _DEEPEST:
+    while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        is_between = package in _BETWEEN and (passes_bars or package == "contextlib")
-        if not is_between and not frame.f_code.co_filename.startswith(passed_by):
-            depth += 1
-            yield frame
+        if frame.f_code.co_filename.startswith(PACKAGE_DIR):
+            above_ours = len(found)
+        elif not frame.f_code.co_filename.startswith(of_torch) and (
+            package not in _BETWEEN or not (passes_bars or package == "contextlib")
+        ):
+            found.append(frame)
         frame = frame.f_back
+    return found[: above_ours or None][:_DEEPEST]
+
+
+def are_of_cells(frames: Sequence[FrameType]) -> bool:
+    """Return whether `frames` are those of a cell and of functions of the notebook, and of no library."""
+    return all(frame.f_globals.get("__name__") == "__main__" for frame in frames)
 
 
 def name_of(frames: Sequence[FrameType], loader: Any) -> str:

@@ -15,7 +15,8 @@ A rewritten program asks one object, the builtin `LOG` (see `nbaccel.dry_run.loo
                                           11, __nbaccel_log__.compare(10, step, "<", 1000)):
                                           train(step)
 
-No names are bound in the program, and every line keeps its number. Generators and coroutines stay as they are: they
+No names stay bound in the program, and every line keeps its number. A function has its plain body beside the rewritten
+one, see `runs_plain`. Generators and coroutines stay as they are: they
 are left in the middle of a round, so their loops do not nest with those of their callers. Functions that the body of a
 dry run calls, in earlier cells and in local modules, are rewritten in place by `rewrite_functions`. Nothing here knows
 when a loop ends.
@@ -25,21 +26,25 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import gc
 import linecache
 import os
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from nbaccel.code_text import parsed_lines
 from nbaccel.notices import is_users
 
-__all__ = ["LOG", "REACHED", "Table", "is_rewritable", "provide", "rewrite", "rewrite_functions"]
+__all__ = ["LOG", "REACHED", "Table", "is_rewritable", "provide", "rewrite", "rewrite_functions", "runs_plain"]
 
 LOG, REACHED = "__nbaccel_log__", "__nbaccel_reached__"
 """Builtins that rewritten code calls: the `LoopLog`, and a function that takes the number of a line."""
+
+_ASKS = "__nbaccel_asks__"
+"""Name that a function has for a moment, for `runs_plain`."""
 
 Table = list[dict[str, Any]]
 """The rewritten places, one for each number, as plain JSON.
@@ -75,6 +80,16 @@ def provide(log: Any, reached: Callable[[int], object] = lambda line: None) -> N
     setattr(builtins, LOG, log)
     setattr(builtins, REACHED, reached)
     os.register_at_fork(after_in_child=log.leave)
+
+
+def runs_plain() -> bool:
+    """Return whether a rewritten function runs its plain body: `torch.compile` reads it, or a process has no log.
+
+    A process that is spawned has none, such as the worker of a loader; it gets the function by its code.
+    """
+    from torch.compiler import is_compiling
+
+    return is_compiling() or not hasattr(builtins, LOG)
 
 
 def rewrite(tree: ast.Module, first_number: int = 0, marks_lines: bool = False, file: str = "") -> Table:
@@ -113,6 +128,7 @@ class _Rewriter:
         self._names: list[str] = []  # of the functions and classes around
         self._is_on = True  # loops here are rewritten
         self._loops: list[int] = []  # open in this function
+        self._flags: dict[tuple[str, Any], int] = {}  # of `while not done`: the value of the name that ends it
 
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         done: list[ast.stmt] = []
@@ -152,13 +168,19 @@ class _Rewriter:
             part.body = self.block(part.body)
 
     def _inner_scope(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
-        outer = self._is_on, self._loops
-        is_plain = isinstance(node, ast.FunctionDef) and node.name not in _NOT_REWRITTEN and not _is_compiled(node)
+        if not isinstance(node, ast.ClassDef) and _is_compiled(node):
+            return
+        outer, count = (self._is_on, self._loops, self._flags), len(self.table)
+        plain = [] if isinstance(node, ast.ClassDef) else copy.deepcopy(node.body)
+        is_plain = isinstance(node, ast.FunctionDef) and node.name not in _NOT_REWRITTEN
         self._is_on, self._loops = is_plain and not _is_generator(node), []
+        self._flags = {}
         self._names.append(node.name)
         self._blocks_of(node)
         self._names.pop()
-        self._is_on, self._loops = outer
+        self._is_on, self._loops, self._flags = outer
+        if plain and (self._marks_lines or len(self.table) > count):
+            _keep_for_compilers(node, plain)
 
     def _loop(self, node: ast.For | ast.While) -> ast.stmt:
         if isinstance(node, ast.For):
@@ -166,6 +188,7 @@ class _Rewriter:
         else:
             kind, head = "while", f"while {ast.unparse(node.test)}"
         number = self._enter(kind, node, head)
+        flags, self._flags = self._flags, {**self._flags, **_flag_of(node, number)}
         if isinstance(node, ast.For):
             node.iter = _at(_call("over", ast.Constant(number), node.iter), node.iter)
         else:
@@ -176,6 +199,7 @@ class _Rewriter:
         self._loops.append(number)
         node.body = self.block(node.body)
         self._loops.pop()
+        self._flags = flags
         node.orelse = self.block(node.orelse)
         return _with("loop", number, [node], node)
 
@@ -198,7 +222,15 @@ class _Rewriter:
         """Return the loops that a block leaves when it is run."""
         if any(isinstance(each, ast.Return) for each in block):
             return list(self._loops)
-        return self._loops[-1:] if any(isinstance(each, ast.Break) for each in block) else []
+        left = self._loops[-1:] if any(isinstance(each, ast.Break) for each in block) else []
+        for each in block:
+            if isinstance(each, ast.Assign) and isinstance(each.value, ast.Constant):
+                left += [
+                    self._flags[name.id, each.value.value]
+                    for name in each.targets
+                    if isinstance(name, ast.Name) and (name.id, each.value.value) in self._flags
+                ]
+        return left
 
     def _test(self, node: ast.expr, ends: _Ends, of_while: bool = False) -> tuple[ast.expr, list[int]]:
         """Return a test that is logged, and the numbers of the periods in it.
@@ -235,6 +267,16 @@ class _Rewriter:
         place = {"file": self._file, "line": node.lineno, "end_line": node.end_lineno, "head": head}
         self.table.append({"number": number, "kind": kind, **place, "function": ".".join(self._names), **more})
         return number
+
+
+def _flag_of(node: ast.For | ast.While, number: int) -> dict[tuple[str, Any], int]:
+    """Return the name and the value that end `while name` or `while not name`, with the number of the loop."""
+    if isinstance(node, ast.For):
+        return {}
+    test, value = node.test, False
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, value = test.operand, True
+    return {(test.id, value): number} if isinstance(test, ast.Name) else {}
 
 
 def _must_stay_first(statement: ast.stmt, at: int) -> bool:
@@ -280,7 +322,37 @@ def _is_limit(node: ast.Compare) -> bool:
     return len(sides) == 2 and type(node.ops[0]) in _OPERATORS and not all(isinstance(s, ast.Constant) for s in sides)
 
 
-def _is_compiled(node: ast.FunctionDef) -> bool:
+def _keep_for_compilers(node: ast.stmt, plain: list[ast.stmt]) -> None:
+    """Let a function have its plain body where `torch.compile` reads it, which fails at a builtin of ours."""
+    rewritten: list[ast.stmt] = getattr(node, "body")  # noqa: B009  # of a function of either kind
+    head = plain[: int(_must_stay_first(plain[0], 0))]
+    plain, rewritten = plain[len(head) :], rewritten[len(head) :]
+    names: dict[type[ast.Global | ast.Nonlocal], dict[str, None]] = {ast.Global: {}, ast.Nonlocal: {}}
+    for body in (plain, rewritten):
+        _take_declarations(body, names)
+    declared = [kind(list(found)) for kind, found in names.items() if found]
+    if not plain:
+        return
+    asks = ast.ImportFrom(__name__, [ast.alias(runs_plain.__name__, _ASKS)], 0)
+    forget = ast.Delete([ast.Name(_ASKS, ast.Del())])
+    choice = ast.If(ast.Call(ast.Name(_ASKS, ast.Load()), [], []), plain, [_at(forget, node), *rewritten])
+    node.body = [*head, *(_at(each, node) for each in (*declared, asks, choice))]  # type: ignore[attr-defined]
+
+
+def _take_declarations(body: list[ast.stmt], names: Mapping[type, dict[str, None]]) -> None:
+    """Collect the names that a function declares global or nonlocal: they may be declared once, before their use."""
+    for at, statement in enumerate(body):
+        if isinstance(statement, ast.Global | ast.Nonlocal):
+            names[type(statement)].update(dict.fromkeys(statement.names))
+            body[at] = _at(ast.Pass(), statement)
+        elif not isinstance(statement, _Functions | ast.ClassDef):
+            for field in ("body", "orelse", "finalbody"):
+                _take_declarations(getattr(statement, field, []), names)
+            for part in [*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]:
+                _take_declarations(part.body, names)
+
+
+def _is_compiled(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Return whether a decorator translates a function: a compiler does not know the log."""
     called = (each.func if isinstance(each, ast.Call) else each for each in node.decorator_list)
     return any(ast.unparse(each).rpartition(".")[2] in _COMPILERS for each in called)
@@ -412,7 +484,10 @@ def _codes(tree: ast.Module, name: str, flags: int, is_cell: bool) -> _Codes:
     while pending:
         for constant in pending.pop().co_consts:
             if isinstance(constant, types.CodeType):
-                found[_key(constant)] = None if _key(constant) in found else constant
+                twin = found.get(_key(constant), constant)
+                if twin is not constant:  # the plain body of a rewritten function has functions of its own
+                    twin = constant if twin is not None and _uses_log(constant) and not _uses_log(twin) else None
+                found[_key(constant)] = twin
                 pending.append(constant)
     return found
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["RoundCounter", "counter_of", "rounds_until", "times_that_hold"]
+__all__ = ["RoundCounter", "as_in_whole_runs", "counter_of", "rounds_until", "times_that_hold"]
 
 Record = Mapping[str, Any]
 
@@ -21,6 +21,9 @@ _MOST_ROUNDS = 100_000
 """Rounds of which each one is asked whether a period holds; of longer loops, these are taken for all."""
 
 _ROUNDING = 1e-9
+
+_LEAST_INNER = 2
+"""Rounds of an inner loop from which on a counter of them differs from one of the rounds around it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +41,43 @@ class RoundCounter:
     is_late: bool = False
     restarts: bool = True
 
-    def scaled(self, cut_rounds: float, whole_rounds: float) -> RoundCounter:
-        """Return the counter of the whole run, if it counts the rounds of an inner loop that was cut."""
-        per_round = self.step / cut_rounds if cut_rounds else 0.0
-        if cut_rounds < 2 or not per_round or not per_round.is_integer():
-            return self
-        step = per_round * whole_rounds
-        rounds_before = self.first_round if self.is_late else self.first_round - 1
-        return replace(self, first=self.first + (step - self.step) * rounds_before, step=step)
+
+def as_in_whole_runs(
+    runs: Sequence[tuple[Sequence[Sequence[Any]], Mapping[int, int]]], whole: float
+) -> list[list[list[Any]]] | None:
+    """Return the values of a counter as they would be without cuts; None if it does not count an inner loop's rounds.
+
+    runs: for each run its values, see `counter_of`, and how many rounds the inner loop has had in each of its rounds.
+    whole: rounds of the inner loop in a round of the whole run.
+
+    >>> as_in_whole_runs([([[1, 3, True], [2, 9, True]], {1: 3, 2: 6})], 100)
+    [[[1, 100.0, True], [2, 200.0, True]]]
+    """
+    told = [[(value, _had_until(value, had)) for value in values] for values, had in runs]
+    moves = [
+        (after[0][1] - before[0][1], after[1][0] - before[1][0])
+        for run in told
+        for before, after in itertools.pairwise(run)
+        if after[1] != before[1]
+    ]
+    if not moves or any(not counted for _, counted in moves):
+        return None
+    each = moves[0][0] / moves[0][1]
+    # a counter of the rounds themselves moves by one, as that of an inner loop of one round would
+    is_inner = each and each.is_integer() and all(moved == each * counted for moved, counted in moves)
+    if not is_inner or min(counted for _, counted in moves) < _LEAST_INNER:
+        return None
+    return [
+        [[value[0], value[1] + each * (whole * rounds - counted), *value[2:]] for value, (counted, rounds) in run]
+        for run in told
+    ]
+
+
+def _had_until(value: Sequence[Any], had: Mapping[int, int]) -> tuple[int, int]:
+    """Return the rounds of the inner loop, and of the loop itself, that were over when a value was looked at."""
+    is_late = bool(value[2]) if len(value) > 2 else False
+    rounds = value[0] if is_late else value[0] - 1
+    return sum(count for at, count in had.items() if at <= rounds), rounds
 
 
 def counter_of(runs: Sequence[Sequence[Sequence[Any]]]) -> RoundCounter | None:

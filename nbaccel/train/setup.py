@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.aborting import on_renewal
 from nbaccel.answers import MapJob
-from nbaccel.dry_run.rank_records import SAVES
 from nbaccel.settings import RunSettings
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.distributed.partial_state import current_world
@@ -75,6 +74,7 @@ def call_with_accelerator(function: Callable[..., Any], args: tuple[Any, ...], k
 
 def dry_run_parts(log: LoopLog, write: Callable[[Mapping[str, Any]], None], folder: Path) -> DryRunParts:
     """Return what cuts the loaders of this rank in a dry run, and measures; see `%%accelerate --check`."""
+    from nbaccel.dry_run.rank_records import SAVES
     from nbaccel.train.dry_run_hooks import DryRunParts
     from nbaccel.train.redirected_checkpoints import redirect_checkpoints
 

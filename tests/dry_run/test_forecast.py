@@ -97,6 +97,28 @@ PROGRAMS = {
                 step()
                 steps += 1
     """,
+    "a flag that ends the loop around": """
+        train, steps, done = loader(100), 0, False
+        while not done:
+            for x in train:
+                work(0.1)
+                step()
+                steps += 1
+                if steps >= 730:
+                    done = True
+                    break
+    """,
+    "a second pass that is cut later than the first": """
+        train, steps = loader(100, more=17), 0
+        while True:
+            for x in train:
+                work(0.1)
+                step()
+                steps += 1
+                if steps >= 730: break
+            if steps % 300 == 0: work(9)
+            if steps >= 730: break
+    """,
     "no loader": """
         for i in range(5000):
             work(0.01)

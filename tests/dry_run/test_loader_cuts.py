@@ -27,6 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dry_run.fakes_of_loops import Cutting, Sentences, hooks_undone, padded
 from nbaccel.dry_run.loop_log import DryRunEnded
+from nbaccel.testing import run_ranks
 
 LENGTHS = [3, 3, 9, 1, 4, 4, 1, 1, 2, 5, 6]
 """Batches of two have the sizes 6, 18, 8, 2, 10 and, the short one, 6."""
@@ -48,7 +49,7 @@ def worker_processes_have_ended() -> Iterator[None]:
     gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith("QueueFeeder"):
-            thread.join()
+            thread.join(5)  # not for ever: a test that has failed keeps its loader
 
 
 def test_a_loop_gets_the_longest_batch_one_in_between_and_the_short_last_one() -> None:
@@ -60,6 +61,25 @@ def test_a_loop_gets_the_longest_batch_one_in_between_and_the_short_last_one() -
     assert place.startswith("numbers:")
     assert batches == 6
     assert mean_size == pytest.approx(50 / 6)
+
+
+def cuts_in(cutting: Cutting) -> list[tuple[int, int, int]]:
+    return [
+        (record["samples"], record["last_samples"], record["remainder"])
+        for record in cutting.records
+        if record["kind"] == "cut"
+    ]
+
+
+def test_the_samples_are_recorded_that_a_loop_had_of_a_loader_with_more() -> None:
+    with Cutting() as cutting:
+        for _ in sentences():
+            pass
+        for _ in sentences():
+            break
+        for _ in DataLoader(TensorDataset(torch.arange(6)), 2):
+            pass
+    assert cuts_in(cutting) == [(5, 1, -1)]
 
 
 def test_the_length_stays_that_of_a_whole_epoch() -> None:
@@ -361,6 +381,29 @@ def test_loops_of_the_program_may_begin_a_loader_often() -> None:
         for _ in cutting.rounds(5):
             list(loader)
     assert len(cutting.log.begun) == 5
+
+
+CELL = """
+with Cutting():
+    lengths = [len(list(loader)) for _ in range(5)]
+assert lengths == [3, 6, 3, 3, 3]
+"""
+
+LIBRARY = """
+try:
+    with Cutting():
+        for _ in range(5):
+            numbers(loader)
+except DryRunEnded:
+    ended = True
+assert ended
+"""
+
+
+@pytest.mark.parametrize("program", [CELL, LIBRARY], ids=["comprehension of a cell", "function of a library"])
+def test_what_a_cell_does_alone_has_an_end(program: str) -> None:
+    names = {"Cutting": Cutting, "DryRunEnded": DryRunEnded, "numbers": numbers, "loader": sentences()}
+    run_ranks(1, exec, program, {"__name__": "__main__", **names})
 
 
 def test_other_loaders_at_the_same_place_are_no_loop() -> None:

@@ -32,6 +32,7 @@ def test_a_peak_is_that_of_the_batch_with_which_it_rose() -> None:
     expected = {"host": {"bytes": 30, "batch": between}, "device": {"bytes": 900, "batch": longest}}
     assert [record["peaks"] for record in records] == [expected, expected]
     assert [record["place"] for record in records] == ["train:3", ""]
+    assert records[-1]["batch"] == {"place": "train:3", "kind": "last", "size": 4.0}
     assert records[-1]["batch"] == {"place": "train:3", "kind": "last", "size": 4.0}, "the newest, also when it is over"
 
 

@@ -12,6 +12,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,6 +145,23 @@ PROGRAMS = {
                 return [lambda: k for k in range(2)][0]()
             return inner(), count
         seen = A().run(), A.values, outer()
+    """,
+    "names that are declared global and nonlocal, in several places": """
+        seen, count, other = [], 0, 0
+        def f(n):
+            '''Text.'''
+            if n:
+                global count
+                count += 1
+            for i in range(n):
+                global other
+                other += i
+            def g():
+                nonlocal n
+                for _ in range(3): n += 1
+                return sorted(locals())
+            return g(), n, sorted(locals()), f.__doc__
+        seen = f(3), count, other
     """,
     "match and with": """
         import contextlib
@@ -298,6 +316,43 @@ def test_each_statement_that_begins_is_marked(reached: set[int]) -> None:
 def test_no_new_names_are_left_by_a_loop_that_was_ended(reached: set[int]) -> None:
     names = run("for i in range(3):\n    if i == 1: break")
     assert set(names) == {"__name__", "__builtins__", "i"}
+
+
+@pytest.mark.slow  # torch loads its compiler
+def test_functions_that_torch_compiles_are_as_they_were(reached: set[int], tmp_path: Path) -> None:
+    text = """
+        import torch
+        def repeated(x, n):
+            for k in range(n):
+                if k % 2 == 0: x = x + k
+            while k < 9:
+                k += 1
+                x = 2 * x
+            return x
+        class Model(torch.nn.Module):
+            def forward(self, x):
+                return repeated(x, 3)
+        compiled = torch.compile(repeated, backend="eager", fullgraph=True)
+        model = torch.compile(Model(), backend="eager", fullgraph=True)
+        seen = [f.tolist() for f in (compiled(torch.ones(1), 4), model(torch.ones(1)), repeated(torch.ones(1), 4))]
+    """
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(text))
+    tree = ast.parse(file.read_text())
+    rewrite(tree, marks_lines=True)
+    names: dict[str, Any] = {"__name__": "program"}
+    exec(compile(tree, str(file), "exec", dont_inherit=True), names)
+    assert names["seen"] == [[192], [384], [192]]
+
+
+def test_a_function_runs_as_it_was_in_a_process_that_has_no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = ast.parse("def f(n):\n    for i in range(n): pass\n    return i, sorted(locals())")
+    rewrite(tree, marks_lines=True)
+    names: dict[str, Any] = {}
+    monkeypatch.setattr(builtins, REACHED, lambda line: None, raising=False)
+    exec(compile(tree, "program", "exec", dont_inherit=True), names)
+    assert not hasattr(builtins, LOG)
+    assert names["f"](3)[0] == 2
 
 
 # --- functions that exist

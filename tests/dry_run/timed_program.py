@@ -33,11 +33,21 @@ class Clock:
 
 
 class Loader:
-    """A loader of batches, which are their sizes; a dry run has the longest one, the middle one and the last one."""
+    """A loader of batches, which are their sizes; a dry run has the longest one, the middle one and the last one.
+
+    more: further ones that the second pass of a dry run has.
+    """
 
     def __init__(
-        self, sizes: list[float], clock: Clock, log: LoopLog | None, load_s: float = 0.0, has_length: bool = True
+        self,
+        sizes: list[float],
+        clock: Clock,
+        log: LoopLog | None,
+        load_s: float = 0.0,
+        has_length: bool = True,
+        more: int = 0,
     ) -> None:
+        self.more, self.passes = more, 0
         self.sizes, self.clock, self.log, self.load_s = sizes, clock, log, load_s
         self.has_length = has_length
 
@@ -59,7 +69,9 @@ class Loader:
         mean = sum(sizes) / len(sizes)
         begun = log.begin_pass("program", "loader", len(sizes) if self.has_length else None, mean)
         between = sorted(sizes)[len(sizes) // 2]
-        chosen = [(max(sizes), "longest"), (between, "between"), (sizes[-1], "last")]
+        self.passes += 1
+        middle = [(between, "between")] * (1 + self.more * (self.passes == 2))
+        chosen = [(max(sizes), "longest"), *middle, (sizes[-1], "last")]
         is_whole = len(sizes) <= len(chosen)
         try:
             for size, kind in [(size, "between") for size in sizes] if is_whole else chosen:
@@ -90,8 +102,8 @@ class DryRun:
 def names_of(clock: Clock, log: LoopLog | None, load_s: float = 0.0) -> dict[str, Any]:
     """Return the names that a program finds."""
 
-    def loader(sizes: Any, seconds: float = load_s, has_length: bool = True) -> Loader:
-        return Loader([1.0] * sizes if isinstance(sizes, int) else sizes, clock, log, seconds, has_length)
+    def loader(sizes: Any, seconds: float = load_s, has_length: bool = True, more: int = 0) -> Loader:
+        return Loader([1.0] * sizes if isinstance(sizes, int) else sizes, clock, log, seconds, has_length, more)
 
     step: Callable[[], None] = (lambda: None) if log is None else log.note_step
     return {"work": clock.work, "step": step, "loader": loader, "__name__": "program"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +73,8 @@ for x, y in loader:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKernel]:
-    kernel = RealKernel(NEWEST, tmp_path_factory.mktemp("checks"))
+    temporary = tmp_path_factory.mktemp("temporary")
+    kernel = RealKernel(NEWEST, tmp_path_factory.mktemp("checks"), TMPDIR=str(temporary))
     try:
         kernel.do(
             "%load_ext nbaccel" + SETUP + "\nimport nbaccel; nbaccel.launch(int, 1)"
@@ -176,7 +176,7 @@ with torch.no_grad():
             fit(1)
         """,
         "--time-limit 10min",
-        "and --time-limit ends it after 10:00: fewer epochs",
+        "and --time-limit ends it after 10 min: fewer epochs",
     ),
     "a result that depends on the rank": (
         f"""{PREPARED}
@@ -418,4 +418,4 @@ def test_nothing_is_left_in_the_folder_for_temporary_files(kernel: RealKernel, t
         assert "ok: the cell comes to its end" in report(kernel, "fit(2)")
     finally:
         kernel.do("tempfile.tempdir = None")
-    assert os.listdir(tmp_path) == []
+    assert not list(tmp_path.iterdir())

@@ -98,7 +98,7 @@ for epoch in range(14):
 model = Reader()
 loader = DataLoader(Texts(), 8, shuffle=True, collate_fn=padded)
 model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
-for epoch in range(14):
+for epoch in range(50):
     for x, y in loader:{STEP}
 """,
 }
@@ -128,6 +128,10 @@ def megabytes(number: str, unit: str) -> float:
     return float(number) * {"kB": 1e-3, "MB": 1.0, "GB": 1e3}[unit]
 
 
+def width(low: float, high: float) -> str:
+    return f"+-{(high - low) / (high + low):.0%}"
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_whole_run_is_as_foretold(kernel: RealKernel, cell: str) -> None:
     checked = kernel.run(accelerate(CELLS[cell] + LAST, flags="--check --out peaks"), timeout_s=120).succeeded()
@@ -141,10 +145,7 @@ def test_the_whole_run_is_as_foretold(kernel: RealKernel, cell: str) -> None:
     assert found is not None, said
     low, high = megabytes(found[1], found[2] or found[4]), megabytes(found[3], found[4])
     truth = max(map(int, re.search(r"peaks (\d+) (\d+)", whole.text).groups())) / 1e6  # type: ignore[union-attr]
-    print(
-        f"\n{cell}: {truth_s:.1f} s, foretold {low_s:.1f} to {high_s:.1f} (+-{(high_s - low_s) / (high_s + low_s):.0%}), "
-        f"check {checked.seconds:.0f} s; {truth:.0f} MB, foretold {low:.0f} to {high:.0f} "
-        f"(+-{(high - low) / (high + low):.0%})"
-    )
+    print(f"\n{cell}: {truth_s:.1f} s, foretold {low_s:.1f} to {high_s:.1f} ({width(low_s, high_s)})", end="; ")
+    print(f"{truth:.0f} MB, foretold {low:.0f} to {high:.0f} ({width(low, high)}); check {checked.seconds:.0f} s")
     assert low_s <= truth_s <= high_s, said
     assert low <= truth <= high, said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -143,12 +142,13 @@ class DryRunResult:
         return peak
 
     def saves(self) -> list[LineOfSaves]:
-        """Return the saves of rank 0: files of one folder below the working folder as one, numbers in paths alike."""
+        """Return the saves of rank 0: files that lie in one folder, numbers in paths apart, as one save."""
         groups: dict[tuple[Any, ...], list[Record]] = {}
         for record in self.of_kind("save"):
-            place = _folder_or_file(str(record["path"]))
-            groups.setdefault((re.sub(r"\d+", "#", place), tuple(record["loops"])), []).append(record)
-        return [_line_of(records, loops) for (_, loops), records in groups.items()]
+            folder = _without_numbers(os.path.dirname(str(record["path"])))
+            own = "" if folder else str(record["path"])
+            groups.setdefault((folder, own, tuple(record["loops"])), []).append(record)
+        return [_line_of(records) for records in groups.values()]
 
     def differing(self) -> Iterator[tuple[str, list[str]]]:
         """Yield each name whose value differs between the ranks, with the values as text."""
@@ -158,9 +158,20 @@ class DryRunResult:
             if all(value is not None for value in values) and len({value[0] for value in values}) > 1:
                 yield name, [value[1] for value in values]
 
-    def passes(self) -> list[Record]:
-        """Return the passes of rank 0 over loaders, see `LoopLog`."""
-        return self.of_kind("pass")
+    def samples_of_cuts(self) -> Iterator[int]:
+        """Yield how many samples a loop had of a loader that has more: in each rank, and in all of them.
+
+        The second is given with the samples that fill up the last round, and without them.
+        """
+        ranks: dict[tuple[str, int], list[Record]] = {}
+        for rank in range(self.world_size):
+            for record in self.of_kind("cut", rank):
+                ranks.setdefault((record["place"], record["number"]), []).append(record)
+        for each in ranks.values():
+            yield from (record["samples"] for record in each)
+            yield sum(record["samples"] for record in each)
+            if (remainder := each[0]["remainder"]) >= 0:
+                yield sum(record["samples"] - record["last_samples"] for record in each) + remainder
 
 
 def _of_last_attempt(records: Sequence[Record]) -> Sequence[Record]:
@@ -169,26 +180,29 @@ def _of_last_attempt(records: Sequence[Record]) -> Sequence[Record]:
     return records[begins[-1] :] if begins else records
 
 
-def _folder_or_file(path: str) -> str:
-    """Return the folder of a file that is one of several of a save; the file itself if it lies in the working folder.
+def _without_numbers(path: str) -> str:
+    """Return a path by which those of a later save are recognised.
 
-    >>> _folder_or_file("/data/checkpoint-500/model.safetensors")
-    '/data/checkpoint-500'
+    >>> _without_numbers("/data/checkpoint-500/model.pt")
+    '/data/checkpoint-#/model.pt'
     """
-    folder = os.path.dirname(path)
-    return path if folder in ("", os.getcwd()) or folder == os.path.dirname(os.getcwd()) else folder
+    return re.sub(r"\d+", "#", path)
 
 
-def _line_of(records: Sequence[Record], loops: tuple[int, ...]) -> LineOfSaves:
-    """Return saves to one place, whose numbers may differ, as one line: what the largest of them comes to."""
-    by_place: dict[str, list[Record]] = {}
+def _line_of(records: Sequence[Record]) -> LineOfSaves:
+    """Return saves of the same files as one line. Files whose names differ by a number are of different saves."""
+    files: dict[str, list[Record]] = {}
     for record in records:
-        by_place.setdefault(_folder_or_file(str(record["path"])), []).append(record)
-    sizes = [sum({record["path"]: record["bytes"] for record in each}.values()) for each in by_place.values()]
-    seconds = [sum(record["seconds"] for record in each) for each in by_place.values()]
-    one_file = max(collections.Counter(record["path"] for record in records).values())
-    times = max(len(by_place), one_file)
-    return LineOfSaves(list(by_place)[-1], max(sizes), max(seconds) / max(1, one_file), times, len(by_place), loops)
+        files.setdefault(_without_numbers(str(record["path"])), []).append(record)
+    last = str(records[-1]["path"])
+    return LineOfSaves(
+        last if len(files) == 1 else os.path.dirname(last),
+        sum(max(record["bytes"] for record in each) for each in files.values()),
+        sum(max(record["seconds"] for record in each) for each in files.values()),
+        max(map(len, files.values())),
+        max(len({record["path"] for record in each}) for each in files.values()),
+        tuple(records[0]["loops"]),
+    )
 
 
 def _error_of(outcome: LaunchResult) -> FoundError | None:
@@ -197,11 +211,11 @@ def _error_of(outcome: LaunchResult) -> FoundError | None:
         return None
     rank = ended.first_failed
     if ended.hang is not None or rank is None:
-        return _as_text(error, "")
+        return _as_text(error)
     where = f"all {len(ended.reports)} ranks" if failed_alike(ended) else f"rank {rank}"
     report = ended.reports[rank]
     if report is None or not report.links:
-        return _as_text(error, where)
+        return _as_text(error)
     link = report.links[-1]
     file, line, inner = _place_of(link)
     head, *rest = "\n".join(link.headline or [link.type_name]).splitlines()
@@ -220,9 +234,14 @@ def _error_of(outcome: LaunchResult) -> FoundError | None:
     )
 
 
-def _as_text(error: BaseException, where: str) -> FoundError:
-    head, _, rest = str(error).partition("\n")
-    return FoundError(head, where, more=rest)
+_OF_A_RUN = re.compile(r" Variables in the ranks are gone;.*?(?:\.|$)|\nThe run was ended by its hang timeout\.")
+"""Sentences about what is left of a run, which a dry run never leaves."""
+
+
+def _as_text(error: BaseException) -> FoundError:
+    """Return an error that is about ranks, and not of the program."""
+    head, _, rest = _OF_A_RUN.sub("", str(error)).partition("\n")
+    return FoundError(head, "", more=rest)
 
 
 def _place_of(link: ErrorLink) -> tuple[str, int, str]:

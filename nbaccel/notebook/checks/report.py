@@ -6,20 +6,23 @@ where it was looked at. Each red line says what to change.
 
 from __future__ import annotations
 
+import ast
 import errno
 import html
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.display.svg import STYLE
 from nbaccel.dry_run.forecast import Forecast, forecast
 from nbaccel.dry_run.unreached_lines import not_reached
 from nbaccel.hardware import Platform
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.notebook.checks.findings import DryRunResult, FoundError, LineOfSaves
-from nbaccel.quantities import amount, duration, listed, plural
+from nbaccel.quantities import amount, duration, listed, plural, said
 
 __all__ = ["CheckReport", "ReportLine"]
 
@@ -34,14 +37,23 @@ _SLOW_LOADER = 0.4
 _MEMORY = (0.96, 1.08)
 """Peak of a whole run relative to that of its dry run: allocators keep other blocks, and histories grow."""
 
-_COLOURS = {RED: "#c62828", YELLOW: "#b26a00", OK: "#2e7d32"}
-"""Readable on white and on the dark ground of JupyterLab, by a contrast of 4.5 : 1 at least."""
+_STYLE = (
+    f"{STYLE}.nbaccel.check div{{display:flex;gap:10px;padding:1px 0}}.nbaccel.check b{{flex:0 0 52px;font-weight:600}}"
+    ".nbaccel.check span{flex:1;white-space:pre-wrap;overflow-wrap:anywhere}.nbaccel.check .red b{color:var(--bad)}"
+    ".nbaccel.check .ok b{color:var(--good)}.nbaccel.check .yellow b{color:var(--late)}.nbaccel{--late:#8a5a00}"
+    "@media(prefers-color-scheme:dark){.nbaccel{--late:#f0c05a}}"
+    "body[data-jp-theme-light=true] .nbaccel,html[theme=light] .nbaccel,body.vscode-light .nbaccel{--late:#8a5a00}"
+    "body[data-jp-theme-light=false] .nbaccel,html[theme=dark] .nbaccel,body.vscode-dark .nbaccel{--late:#f0c05a}"
+)
+"""The panel's style sheet, and what a report needs besides: an amber that is readable on both grounds."""
 
 _PARTS = ("loader", "host to device", "forward", "backward", "communication", "optimizer", "saving", "program")
 """Parts of a step in the order of the report, see `StepTimes`."""
 
 _NAMES = {"saving": "saves", "program": "your own code"}
 """Names of these parts in the report, where they differ."""
+
+_SMALLEST_COUNT = 10
 
 _ACCELERATOR = "accelerator"
 _MOST_NAMES = 6
@@ -91,11 +103,10 @@ class CheckReport:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f'<div><span style="color:{_COLOURS[line.level]};font-weight:600">{line.level}:</span> '
-            f'<span style="white-space:pre-wrap">{html.escape(line.text)}</span></div>'
+            f'<div class="{line.level}"><b>{line.level}:</b><span>{html.escape(line.text)}</span></div>'
             for line in self.lines
         )
-        return f'<div style="font-family:var(--jp-code-font-family,monospace);font-size:13px">{rows}</div>'
+        return f'<style>{_STYLE}</style><div class="nbaccel check">{rows}</div>'
 
     def bundle(self) -> dict[str, str]:
         """Return the report as a notebook shows it."""
@@ -183,13 +194,12 @@ class _Writer:
         return ReportLine(RED, f"{head}: {error.text}{more}" if head else f"{error.text}{more}")
 
     def _counts_of_cut_batches(self, text: str) -> int | None:
-        """Return a number in an error that counts what cut loaders gave; None if there is none."""
-        counts: set[int] = set()
-        for each in self._found.of_kind("pass_ended") or self._found.passes():
-            if each.get("is_cut") and each.get("samples"):
-                samples = int(each["samples"])
-                counts |= {samples, samples * self._found.world_size}
-        numbers = {int(word) for word in "".join(c if c.isdigit() else " " for c in text).split()}
+        """Return a number in an error that counts what cut loaders gave, to one rank or to all; None if there is none.
+
+        A number below `_SMALLEST_COUNT` is as likely that of channels or classes.
+        """
+        numbers = {int(word) for word in re.findall(r"\d+", text)}
+        counts = {count for count in self._found.samples_of_cuts() if count >= _SMALLEST_COUNT}
         return max(counts & numbers, default=None)
 
     def _is_in_cell(self, file: str) -> bool:
@@ -220,7 +230,8 @@ class _Writer:
                     f"{found}: gather what it is computed from first, predictions and labels by "
                     "accelerator.gather_for_metrics",
                 )
-        others = [name for name, _ in differing if name not in asked and not name.startswith("_")]
+        of_batches = _names_of_batches(self._source.parsed())
+        others = [name for name, _ in differing if name not in asked and name not in of_batches]
         if others and self._plan.options.names_back is None:
             yield ReportLine(
                 YELLOW, f"differs between the ranks, and the notebook gets that of rank 0: {listed(others)}"
@@ -262,8 +273,12 @@ class _Writer:
             words += " in the largest rank"
         if gpus:
             room = min(gpu.total_bytes for gpu in gpus)
-            level = YELLOW if high > room else OK
-            yield ReportLine(level, f"memory{at}: {words} of {amount(room)} on the device")
+            words = f"memory{at}: {words} of {amount(room)} on the device"
+            yield (
+                ReportLine(OK, words)
+                if high <= room
+                else ReportLine(YELLOW, f"{words}, which may be too little: a smaller batch_size leaves more of it")
+            )
         else:
             yield ReportLine(OK, f"memory{at}: {words} of the host")
 
@@ -303,20 +318,20 @@ class _Writer:
         if expected.high_s is None:
             return
         low, high = expected.low_s + start_s, expected.high_s + start_s
-        words = f"the whole run takes {duration(low)} to {duration(high)}"
+        words = f"the whole run takes {_about(low)} to {_about(high)}"
         limit_s, whose = self._limit()
         if limit_s is None:
             yield ReportLine(OK, words)
         elif low > limit_s:
             yield ReportLine(
                 RED,
-                f"{words}, and {whose} ends it after {duration(limit_s)}: fewer epochs, or --checkpoint-every 10min "
+                f"{words}, and {whose} ends it after {said(limit_s)}: fewer epochs, or --checkpoint-every 10min "
                 "and --resume in the next session",
             )
         elif high > limit_s:
-            yield ReportLine(YELLOW, f"{words}, and {whose} ends it after {duration(limit_s)}")
+            yield ReportLine(YELLOW, f"{words}, and {whose} ends it after {said(limit_s)}")
         else:
-            yield ReportLine(OK, f"{words}; {whose} ends it after {duration(limit_s)}")
+            yield ReportLine(OK, f"{words}; {whose} ends it after {said(limit_s)}")
 
     def _limit(self) -> tuple[float | None, str]:
         limit = self._plan.options.limit
@@ -369,6 +384,29 @@ class _Writer:
     _plan_result_rank = 0
 
 
+def _names_of_batches(tree: ast.Module) -> set[str]:
+    """Return the names that are bound in innermost loops alone: each rank has its own batches, and its own loss.
+
+    >>> sorted(_names_of_batches(ast.parse("for e in n:\\n  for x in y: loss = x\\n  acc = f()\\nscore = acc")))
+    ['loss', 'x']
+    """
+    inside: set[str] = set()
+    outside: set[str] = set()
+
+    def look(node: ast.AST, is_innermost: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.For | ast.While):
+                inner = (each for part in child.body for each in ast.walk(part))
+                look(child, not any(isinstance(each, ast.For | ast.While) for each in inner))
+            elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+                (inside if is_innermost else outside).add(child.id)
+            else:
+                look(child, is_innermost)
+
+    look(tree, False)
+    return inside - outside
+
+
 def _files(changed: Sequence[str]) -> Iterator[ReportLine]:
     for path in changed:
         yield ReportLine(YELLOW, f"changed by this check: {path}")
@@ -384,6 +422,16 @@ def _at_batch(batch: Mapping[str, Any] | None) -> str:
         return ""
     size = batch.get("size")
     return f" at the longest batch{f' (size {size:g})' if size else ''}"
+
+
+def _about(seconds: float) -> str:
+    """Format a time that is known roughly.
+
+    >>> _about(7790.0), _about(75.4), _about(3.21), _about(1e6)
+    ('2 h 10 min', '1 min 15 s', '3.2 s', '278 h')
+    """
+    unit = next(unit for least, unit in ((360_000, 3600), (3600, 60), (10, 1), (0, 0.1)) if seconds >= least)
+    return said(round(seconds / unit) * unit)
 
 
 def _short(seconds: float) -> str:

@@ -1,0 +1,217 @@
+"""The report of a check, from what ranks have recorded: which lines it has, and which of them are red."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from nbaccel.hardware import Gpu, Platform
+from nbaccel.launch.ipc.spec import Devices, Start
+from nbaccel.launch.plan import LaunchPlan
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.notebook.checks.findings import DryRunResult, FoundError
+from nbaccel.notebook.checks.report import CheckReport
+from nbaccel.options.run_options import RunOptions
+from nbaccel.settings import RunSettings
+
+CODE = "\nfor epoch in range(9):\n    train()\nif rare:\n    evaluate()\nsave()\n"
+SOURCE = CellSource(CODE, "Cell In[7]")
+ALL = [2, 3, 4, 5, 6]
+
+
+def plan(devices: Devices | None = None, **options: Any) -> LaunchPlan:
+    start = Start("fork", "the notebook has not used CUDA")
+    return LaunchPlan(RunOptions(**options), devices or Devices(2), start, RunSettings(mixed_precision="no"), 1)
+
+
+def found(
+    *records: Mapping[str, Any],
+    reached: Sequence[int] = ALL,
+    facts: Sequence[Mapping[str, Any]] = ({}, {}),
+    error: FoundError | None = None,
+    free_bytes: int = 10**10,
+    **more: Any,
+) -> DryRunResult:
+    whole = [
+        {"kind": "table", "table": []},
+        *records,
+        {"kind": "end", "reached": list(reached), "left": "", "ended_well": error is None},
+    ]
+    return DryRunResult(
+        [whole, [{"kind": "table", "table": []}]], facts, error, 2.0, 0.0, lambda path: free_bytes, **more
+    )
+
+
+def said(result: DryRunResult, **options: Any) -> list[str]:
+    return str(CheckReport.of(result, SOURCE, plan(**options))).splitlines()
+
+
+def test_a_cell_without_faults_has_ok_lines_alone() -> None:
+    assert said(found()) == ["ok: the cell comes to its end (2 ranks, 2.0 s)"]
+
+
+def test_lines_that_were_not_reached_are_yellow() -> None:
+    assert said(found(reached=[2, 3, 4, 6]))[0] == "yellow: not reached: line 5"
+
+
+def test_an_error_is_red_with_its_line_and_what_follows_is_not_reached() -> None:
+    error = FoundError("NameError: name 'x' is not defined", "all 2 ranks", "Cell In[7]", 4, "What to do.\nAnd more.")
+    lines = said(found(error=error))
+    assert lines[:3] == [
+        "red: line 4, all 2 ranks: NameError: name 'x' is not defined",
+        "  What to do.",
+        "  And more.",
+    ]
+    assert lines[3] == "yellow: not reached: line 6"
+    assert not [line for line in lines if "comes to its end" in line]
+
+
+def test_an_error_in_another_file_names_the_file() -> None:
+    error = FoundError("ValueError: no", "rank 1", "/work/data.py", 12)
+    assert said(found(error=error))[0] == "red: /work/data.py, line 12, rank 1: ValueError: no"
+
+
+def test_memory_that_runs_out_at_the_longest_batch_is_said_so() -> None:
+    error = FoundError("torch.OutOfMemoryError: no room", "rank 0", "Cell In[7]", 3, is_memory=True)
+    peak = {"kind": "peak", "peaks": {}, "batch": {"kind": "longest", "size": 512.0}}
+    assert said(found(peak, error=error))[0].startswith(
+        "red: line 3, rank 0: out of memory at the longest batch (size 512): torch.OutOfMemoryError"
+    )
+
+
+def test_what_needs_the_network_is_yellow() -> None:
+    error = FoundError("OSError: cannot find the file, and offline mode is enabled", "all 2 ranks", "Cell In[7]", 3)
+    assert said(found(error=error))[0].startswith("yellow: line 3, all 2 ranks: it needs the network")
+
+
+@pytest.mark.parametrize(
+    ("count", "is_of_cuts"), [(24, True), (48, True), (33, True), (32, False), (40, False), (1000, False)]
+)
+def test_an_error_about_the_number_of_samples_of_a_cut_loader_is_yellow(count: int, is_of_cuts: bool) -> None:
+    cut = {"kind": "cut", "place": "f:3", "number": 0, "samples": 24, "last_samples": 8, "remainder": 1}
+    text = f"RuntimeError: The size of tensor a ({count}) must match the size of tensor b (500)"
+    result = found(cut, error=FoundError(text, "all 2 ranks", "Cell In[7]", 4))
+    result.records[1].append(cut)  # type: ignore[attr-defined]
+    line = said(result)[0]
+    assert line.startswith("yellow: line 4" if is_of_cuts else "red: line 4")
+    assert (f"; {count} is what the batches of this check come to" in line) == is_of_cuts
+
+
+def test_a_small_number_in_an_error_is_not_taken_for_one_of_samples() -> None:
+    cut = {"kind": "cut", "place": "f:3", "number": 0, "samples": 3, "last_samples": 1, "remainder": -1}
+    error = FoundError("RuntimeError: expected input to have 3 channels", "rank 0", "Cell In[7]", 4)
+    assert said(found(cut, error=error))[0].startswith("red: ")
+
+
+def test_a_value_of_out_that_depends_on_the_rank_is_red_and_others_are_yellow() -> None:
+    facts = [
+        {"seen": {"acc": ["1", "0.5"], "loss": ["3", "2.0"]}},
+        {"seen": {"acc": ["2", "0.6"], "loss": ["3", "2.0"]}},
+    ]
+    assert said(found(facts=facts), out=("acc",))[0].startswith(
+        "red: acc depends on the rank (0.5 in rank 0, 0.6 in rank 1)"
+    )
+    assert said(found(facts=facts))[0] == "yellow: differs between the ranks, and the notebook gets that of rank 0: acc"
+    assert not [line for line in said(found(facts=facts), out=("loss",)) if "differs" in line or "depends" in line]
+
+
+def test_values_of_a_batch_differ_by_design() -> None:
+    code = "\nfor epoch in range(9):\n    for x in loader:\n        loss = step(x)\n    accuracy = test()\n"
+    facts = [
+        {"seen": {"accuracy": ["1", "0.5"], "loss": ["3", "2.0"]}},
+        {"seen": {"accuracy": ["2", "0.6"], "loss": ["4", "3.0"]}},
+    ]
+    report = CheckReport.of(found(facts=facts), CellSource(code, "Cell In[7]"), plan())
+    assert str(report.lines[0]).endswith("gets that of rank 0: accuracy")
+
+
+def test_a_gather_is_named_once() -> None:
+    gather = {"kind": "gather", "file": "Cell In[7]", "line": 3, "rows": 64, "repeated": 27}
+    lines = said(found(gather, gather))
+    assert lines[0].startswith("red: line 3: accelerator.gather counts 27 samples twice")
+    assert sum("gather" in line for line in lines) == 1
+
+
+def test_saves_that_fill_the_disk_are_red() -> None:
+    save = {"kind": "save", "path": "/data/model_1.pt", "bytes": 10**9, "seconds": 0.5, "loops": []}
+    (line,) = [line for line in said(found(save, free_bytes=10**8)) if "save" in line]
+    assert line.startswith("red: a save to /data")
+    assert (
+        "has 1.0 GB and takes 500 ms, 1 time in the whole run: that is 1.0 GB, and the disk has 100.0 MB free" in line
+    )
+    (line,) = [line for line in said(found(save)) if "save" in line]
+    assert line.startswith("ok: ")
+
+
+def test_saves_under_names_that_count_up_add_up_and_others_replace_each_other() -> None:
+    def saves(*names: str) -> str:
+        records = [{"kind": "save", "path": f"/data/{n}", "bytes": 10**9, "seconds": 0.5, "loops": []} for n in names]
+        (line,) = [line for line in said(found(*records, free_bytes=15 * 10**8)) if "save" in line]
+        return line
+
+    assert "that is 2.0 GB, and the disk has 1.5 GB free" in saves("model_1.pt", "model_2.pt")
+    assert saves("model.pt", "model.pt").startswith("ok: ")
+
+
+def test_files_of_one_save_are_one_line_and_numbers_do_not_part_them() -> None:
+    saves = [
+        {"kind": "save", "path": f"/data/checkpoint-{step}/{name}", "bytes": size, "seconds": 0.25, "loops": []}
+        for step in (3, 6)
+        for name, size in (("model.safetensors", 3000), ("optimizer.pt", 6000))
+    ]
+    (line,) = [line for line in said(found(*saves)) if "save" in line]
+    assert "a save to /data/checkpoint-6 has 9 kB and takes 500 ms, 2 times in the whole run" in line
+
+
+def test_a_slow_loader_is_worth_a_line() -> None:
+    times = {"kind": "step_times", "name": "loader", "batches": 3, "seconds": {"loader": 0.9, "program": 0.3}}
+    lines = said(found(times))
+    assert lines[0].startswith("yellow: loader takes 75% of each batch")
+    assert "ok: a batch takes 400 ms: loader 75%, your own code 25%" in lines
+
+
+def test_memory_is_said_against_the_device() -> None:
+    gpu = Gpu(0, "GPU-0", "Tesla T4", 15 * 10**9, 0, (7, 5))
+    peak = {"kind": "peak", "peaks": {"device_reserved": {"bytes": 149 * 10**8, "batch": {"kind": "longest"}}}}
+    report = CheckReport.of(found(peak), SOURCE, plan(Devices(1, (gpu,))))
+    assert "yellow: memory at the longest batch: 14.3 GB to 16.1 GB of 15.0 GB on the device, which may" in str(report)
+
+
+def test_the_time_is_said_against_the_limit_or_the_session() -> None:
+    records = [
+        {"kind": "whole", "ended_well": True, "seconds": 1.0, "setup_s": 0.0},
+        {"kind": "root", "own_s": 100_000.0, "steps": 0},
+    ]
+    (line,) = [line for line in said(found(*records), time_limit=3600.0) if "whole run" in line]
+    assert line.startswith("red: the whole run takes 26 h ")
+    assert "and --time-limit ends it after 1 h: fewer epochs" in line
+    report = CheckReport.of(found(*records), SOURCE, plan(), platform=Platform.KAGGLE_BATCH)
+    (line,) = [str(line) for line in report.lines if "whole run" in line.text]
+    assert line.startswith("red: ")
+    assert "a session of Kaggle ends it after 12 h" in line
+
+
+def test_red_comes_first_and_html_has_the_words_and_colours() -> None:
+    error = FoundError("ValueError: <b>no", "rank 1", "Cell In[7]", 2)
+    report = CheckReport.of(found(error=error), SOURCE, plan(), changed=["/work/real.txt"])
+    assert [line.level for line in report.lines] == ["red", "yellow", "yellow"]
+    assert report.has_red
+    page = report.bundle()["text/html"]
+    assert "ValueError: &lt;b&gt;no" in page
+    assert "<b>no" not in page
+    assert [page.count(f'<div class="{level}">') for level in ("red", "yellow", "ok")] == [1, 2, 0]
+    assert str(report.lines[-1]) == "yellow: changed by this check: /work/real.txt"
+
+
+def test_large_results_are_listed_and_small_ones_only_where_they_were_asked_for() -> None:
+    facts = [{"left_bytes": {"model": 5 * 10**6, "epoch": 28, "accelerator": 10**5}}, {}]
+    assert said(found(facts=facts))[-1] == "ok: comes back: model (5.0 MB)"
+    assert said(found(facts=facts), out=("epoch", "model"))[-1] == (
+        "ok: comes back: model (5.0 MB), accelerator (100 kB), epoch (28 bytes)"
+    )
+    missing = found(missing={"score": "the cell ended without assigning it"})
+    assert said(missing, out=("score",))[0] == (
+        "red: --out would not bring score (the cell ended without assigning it)"
+    )
