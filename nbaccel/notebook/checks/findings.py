@@ -13,7 +13,7 @@ from nbaccel.launch.diagnosis import failed_alike
 from nbaccel.launch.ipc.reports import ErrorLink
 from nbaccel.launch.processes.launch_result import LaunchResult
 
-__all__ = ["DryRunResult", "FoundError", "LineOfSaves"]
+__all__ = ["DryRunResult", "FoundError", "LineOfSaves", "error_of"]
 
 Record = Mapping[str, Any]
 
@@ -88,7 +88,7 @@ class DryRunResult:
         return cls(
             records,
             [{} if report is None else report.facts for report in reports],
-            _error_of(outcome),
+            error_of(outcome),
             seconds,
             noise,
             free_bytes,
@@ -186,7 +186,8 @@ def _line_of(records: Sequence[Record]) -> LineOfSaves:
     )
 
 
-def _error_of(outcome: LaunchResult) -> FoundError | None:
+def error_of(outcome: LaunchResult) -> FoundError | None:
+    """Return the error that ended a run; None if it ended well."""
     ended, error = outcome.ended, outcome.error
     if error is None:
         return None
