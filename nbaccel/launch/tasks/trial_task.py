@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.dry_run.rank_run import go_offline
-from nbaccel.dry_run.trials.changes import Change
-from nbaccel.dry_run.trials.rank_trial import RankTrial
 from nbaccel.launch.ipc.spec import Results
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.launch.tasks.cell_task import CellTask
 from nbaccel.settings import RunSettings
+from nbaccel.trials.changes import SpeedChange
+from nbaccel.trials.rank_trial import RankTrial
 from nbaccel.world import World
 
 __all__ = ["TrialTask"]
@@ -35,7 +35,7 @@ class TrialTask(CellTask):
         extra: tuple[str, ...] = (),
         *,
         folder: str,
-        change: Change,
+        change: SpeedChange,
         wanted_s: float,
         **options: Any,
     ) -> None:

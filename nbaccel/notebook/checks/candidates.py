@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.dry_run.trials.changes import Change
-from nbaccel.notebook.checks.trials import Row
+from nbaccel.notebook.checks.speed_comparison import SpeedRow
+from nbaccel.trials.changes import SpeedChange
 
 __all__ = ["Machine", "candidates", "refinements"]
 
@@ -24,7 +24,7 @@ _MANY_TENSORS = 8
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the ranks of a run have.
+    """The cores and devices of the ranks of a run.
 
     ranks: their number.  cores: of each.  threads: of torch in each.
     capability: compute capability of the weakest GPU; None without one.
@@ -36,41 +36,43 @@ class Machine:
     capability: tuple[int, int] | None = None
 
 
-def candidates(facts: Mapping[str, Any], machine: Machine, precision: str, has_samples: bool) -> list[Row]:
+def candidates(facts: Mapping[str, Any], machine: Machine, precision: str, has_samples: bool) -> list[SpeedRow]:
     """Return a row for each change that is worth a trial, those first that help most often.
 
     facts: see `TrainingParts.facts`, with the times of the trial.  precision: of the cell.
     has_samples: the samples of a step are known, so that batch sizes can be compared.
     """
-    rows: list[Row] = []
+    rows: list[SpeedRow] = []
     if (loader := facts.get("loader")) is not None:
-        rows += [Row(Change(loader={"num_workers": count}), "workers") for count in _workers(facts, loader, machine)]
+        rows += [
+            SpeedRow(SpeedChange(loader={"num_workers": count}), "workers")
+            for count in _workers(facts, loader, machine)
+        ]
         if has_samples and loader["can_grow"]:
-            rows += [Row(Change(batch_factor=factor), "batch size") for factor in _factors(loader, machine)]
+            rows += [SpeedRow(SpeedChange(batch_factor=factor), "batch size") for factor in _factors(loader, machine)]
         if machine.capability is not None and not loader["pin_memory"]:
-            rows.append(Row(Change(loader={"pin_memory": True}), "pin_memory"))
+            rows.append(SpeedRow(SpeedChange(loader={"pin_memory": True}), "pin_memory"))
         if loader["num_workers"]:
             rows += _of_workers(loader, {})
     optimizer, model = facts.get("optimizer"), facts.get("model")
-    if optimizer and optimizer["is_of_torch"] and optimizer["can_fuse"] and not optimizer["fused"]:
-        if optimizer["tensors"] >= _MANY_TENSORS:
-            rows.append(Row(Change(optimizer={"fused": True}), "optimizer"))
+    if optimizer and _may_fuse(optimizer):
+        rows.append(SpeedRow(SpeedChange(optimizer={"fused": True}), "optimizer"))
     if machine.capability is not None and precision == "no":
         best = "bf16" if machine.capability >= (8, 0) else "fp16"
         if machine.capability >= (7, 0):
-            rows.append(Row(Change(precision=best), "precision"))
+            rows.append(SpeedRow(SpeedChange(precision=best), "precision"))
     if model:
         if model["has_convolutions"]:
-            rows.append(Row(Change(channels_last=True), "memory format"))
+            rows.append(SpeedRow(SpeedChange(channels_last=True), "memory format"))
         if not model["is_compiled"]:
-            rows.append(Row(Change(compiles=True), "compile"))
+            rows.append(SpeedRow(SpeedChange(compiles=True), "compile"))
     if machine.capability is None:
         counts = sorted({1, machine.cores} - {machine.threads})
-        rows += [Row(Change(threads=count), "threads") for count in counts]
+        rows += [SpeedRow(SpeedChange(threads=count), "threads") for count in counts]
     return rows
 
 
-def refinements(facts: Mapping[str, Any], best: Row) -> list[Row]:
+def refinements(facts: Mapping[str, Any], best: SpeedRow) -> list[SpeedRow]:
     """Return rows that build upon the best number of workers."""
     loader = facts.get("loader")
     if best.family != "workers" or loader is None or not best.change.loader.get("num_workers"):
@@ -78,11 +80,13 @@ def refinements(facts: Mapping[str, Any], best: Row) -> list[Row]:
     return _of_workers(loader, best.change.loader)
 
 
-def _of_workers(loader: Mapping[str, Any], on: Mapping[str, Any]) -> list[Row]:
+def _of_workers(loader: Mapping[str, Any], on: Mapping[str, Any]) -> list[SpeedRow]:
     rows = []
     if not loader["persistent_workers"]:
-        rows.append(Row(Change(loader={**on, "persistent_workers": True}), "workers" if on else "persistent_workers"))
-    rows.append(Row(Change(loader={**on, "prefetch_factor": 4}), "workers" if on else "prefetch_factor"))
+        rows.append(
+            SpeedRow(SpeedChange(loader={**on, "persistent_workers": True}), "workers" if on else "persistent_workers")
+        )
+    rows.append(SpeedRow(SpeedChange(loader={**on, "prefetch_factor": 4}), "workers" if on else "prefetch_factor"))
     return rows
 
 
@@ -95,6 +99,11 @@ def _workers(facts: Mapping[str, Any], loader: Mapping[str, Any], machine: Machi
     if waits:
         counts |= {1, 2, 4, machine.cores}
     yield from sorted(count for count in counts - {present} if count <= max(4, 2 * machine.cores))
+
+
+def _may_fuse(optimizer: Mapping[str, Any]) -> bool:
+    is_open = optimizer["is_of_torch"] and optimizer["can_fuse"] and not optimizer["fused"]
+    return bool(is_open) and int(optimizer["tensors"]) >= _MANY_TENSORS
 
 
 def _factors(loader: Mapping[str, Any], machine: Machine) -> Iterator[int]:

@@ -18,9 +18,9 @@ from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.launch.tasks.cell_task import CellTask
 from nbaccel.notebook.checks.candidates import Machine
 from nbaccel.notebook.checks.pasted_lines import NotebookCells, PastedLine, lines_to_paste
-from nbaccel.notebook.checks.speed import SpeedTrials
+from nbaccel.notebook.checks.speed import SpeedSearch
+from nbaccel.notebook.checks.speed_comparison import SpeedComparison, SpeedRow
 from nbaccel.notebook.checks.speed_report import SpeedReport
-from nbaccel.notebook.checks.trials import Comparison, Row
 from nbaccel.output.screens import JupyterScreen
 
 __all__ = ["CellSpeed"]
@@ -49,7 +49,7 @@ class CellSpeed:
         self._source = task.source
         self._display_id = f"nbaccel-speed-{uuid.uuid4().hex}"
         self._has_shown = False
-        self._trials = SpeedTrials(
+        self._trials = SpeedSearch(
             launcher, plan, task, setup, plan.options.speed or 0.0, machine_of(plan, survey), say, self._show_trial
         )
 
@@ -82,11 +82,11 @@ class CellSpeed:
         lines = [] if advised is None else self._lines(advised)
         return SpeedReport(self._trials.found, advised, lines, remarks=(*remarks, *changed))
 
-    def _lines(self, advised: Row) -> list[PastedLine]:
+    def _lines(self, advised: SpeedRow) -> list[PastedLine]:
         cells = cells_of(self._shell, self._source)
         return lines_to_paste(advised.change, self._trials.found.facts, cells)
 
-    def _show_trial(self, found: Comparison, following: str) -> None:
+    def _show_trial(self, found: SpeedComparison, following: str) -> None:
         # Elsewhere each state would be printed below the last.
         if following and getattr(self._shell, "kernel", None) is not None:
             self._show(SpeedReport(found, now=following))

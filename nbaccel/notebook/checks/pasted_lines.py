@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.dry_run.trials.changes import Change
+from nbaccel.trials.changes import SpeedChange
 
 __all__ = ["NotebookCells", "PastedLine", "lines_to_paste"]
 
@@ -107,7 +107,7 @@ class NotebookCells:
                     yield number, statement
 
 
-def lines_to_paste(change: Change, facts: Mapping[str, Any], cells: NotebookCells) -> list[PastedLine]:
+def lines_to_paste(change: SpeedChange, facts: Mapping[str, Any], cells: NotebookCells) -> list[PastedLine]:
     """Return the lines that make `change`.  facts: of the training's parts, see `TrainingParts.facts`.
 
     The trees of `cells` are changed.
@@ -131,7 +131,7 @@ def lines_to_paste(change: Change, facts: Mapping[str, Any], cells: NotebookCell
     return lines
 
 
-def _of_loader(change: Change, loader: Mapping[str, Any] | None, cells: NotebookCells) -> Iterator[PastedLine]:
+def _of_loader(change: SpeedChange, loader: Mapping[str, Any] | None, cells: NotebookCells) -> Iterator[PastedLine]:
     options = dict(change.loader)
     remark = ""
     if loader is not None and change.batch_factor > 1:
@@ -150,7 +150,9 @@ def _of_loader(change: Change, loader: Mapping[str, Any] | None, cells: Notebook
     cells.note(number, statement, remark)
 
 
-def _of_optimizer(change: Change, optimizer: Mapping[str, Any] | None, cells: NotebookCells) -> Iterator[PastedLine]:
+def _of_optimizer(
+    change: SpeedChange, optimizer: Mapping[str, Any] | None, cells: NotebookCells
+) -> Iterator[PastedLine]:
     if not change.optimizer or optimizer is None:
         return
     found = cells.call_of(optimizer, str(optimizer["kind"]))

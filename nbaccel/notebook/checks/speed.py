@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from nbaccel.dry_run.rank_records import read_records
-from nbaccel.dry_run.trials.changes import Change
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.processes.launch_result import LaunchResult
@@ -20,10 +19,11 @@ from nbaccel.launch.tasks.cell_task import CellTask
 from nbaccel.launch.tasks.trial_task import TrialTask
 from nbaccel.notebook.checks.candidates import Machine, candidates, refinements
 from nbaccel.notebook.checks.findings import error_of
+from nbaccel.notebook.checks.speed_comparison import SpeedComparison, SpeedRow, SpeedTrial
 from nbaccel.notebook.checks.throwaway import Throwaway, unseen
-from nbaccel.notebook.checks.trials import Comparison, Row, Trial
+from nbaccel.trials.changes import SpeedChange
 
-__all__ = ["SpeedTrials"]
+__all__ = ["SpeedSearch"]
 
 _SEEMS = 1.03
 """Ratio from which on a change gets more trials."""
@@ -39,11 +39,14 @@ _COMPILING_S = 20.0
 _GROWS = 1.1
 """Ratio to the next smaller batch from which on a still larger one is tried."""
 
+_WORTH_A_CHANGE = 1.2
+"""How much faster a change of the training has to be than the best that leaves it as it is."""
+
 _ENOUGH = 0.95
 """Share of the best speed of a family that a smaller change of it needs to be taken instead."""
 
 
-class SpeedTrials:
+class SpeedSearch:
     """The trials of one cell.
 
     task: the cell as it would run.  setup: see `Session`.  budget_s: for all trials.
@@ -59,7 +62,7 @@ class SpeedTrials:
         budget_s: float,
         machine: Machine,
         say: Callable[[str], None],
-        changed: Callable[[Comparison, str], None] = lambda comparison, following: None,
+        changed: Callable[[SpeedComparison, str], None] = lambda comparison, following: None,
     ) -> None:
         self._launcher = launcher
         self._plan = plan
@@ -72,8 +75,7 @@ class SpeedTrials:
         self._wanted_s = _FIRST_S
         self._ends_at = 0.0
         self._changed_files: dict[str, None] = {}
-        self.found = Comparison()
-        self.together: Row | None = None
+        self.found = SpeedComparison()
 
     # --- the order of trials
 
@@ -109,7 +111,7 @@ class SpeedTrials:
         outside = max(0.0, self.found.base.trials[0].seconds - _FIRST_S)
         self._wanted_s = min(_MOST_S, max(_LEAST_S, left / trials - outside))
 
-    def _screen(self, rows: Sequence[Row]) -> None:
+    def _screen(self, rows: Sequence[SpeedRow]) -> None:
         """Give each row a trial, and the cell as it is one after every second."""
         for number, row in enumerate(rows):
             if self._is_beyond_growth(row):
@@ -119,7 +121,7 @@ class SpeedTrials:
             if number % 2:
                 self._try(self.found.base)
 
-    def _is_beyond_growth(self, row: Row) -> bool:
+    def _is_beyond_growth(self, row: SpeedRow) -> bool:
         """Return whether a batch size is not worth a trial, since one half as large has not gained."""
         factor = row.change.batch_factor
         smaller = [each for each in self.found.rows if 1 < each.change.batch_factor < factor]
@@ -128,42 +130,54 @@ class SpeedTrials:
         ratios = [1.0, *map(self.found.ratio, smaller)]
         return ratios[-1] < ratios[-2] * _GROWS
 
-    def _repeat(self, rows: Sequence[Row]) -> None:
+    def _repeat(self, rows: Sequence[SpeedRow]) -> None:
         """Give rows another trial, each beside the cell as it is; the fastest first."""
         for row in sorted(rows, key=lambda row: -self.found.ratio(row)):
             self._try(self.found.base)
             self._try(row)
 
-    def _seems_faster(self, row: Row) -> bool:
+    def _seems_faster(self, row: SpeedRow) -> bool:
         return bool(row.speeds) and self.found.ratio(row) >= _SEEMS and self.found.numbers(row) != "no"
 
-    def _best(self, family: str) -> Row | None:
+    def _best(self, family: str) -> SpeedRow | None:
         """Return the fastest row of a family that may be advised, or an earlier one that is nearly as fast."""
         rows = [row for row in self.found.rows if row.family == family and self.found.may_be_advised(row)]
         fastest = max(map(self.found.rate, rows), default=0.0)
         return next((row for row in rows if self.found.rate(row) >= _ENOUGH * fastest), None)
 
     def _try_together(self) -> None:
-        """Try the best of all families together, if there are several."""
-        families = list(dict.fromkeys(row.family for row in self.found.rows))
-        best = [row for family in families if (row := self._best(family)) is not None]
-        if len(best) < 2:
-            return
-        change = Change()
-        for row in best:
-            change = change.with_(row.change)
-        together = Row(change, "together")
-        self.found.rows.append(together)
-        for _ in range(2):
-            self._try(self.found.base)
-            self._try(together)
+        """Try the best of all families together: those that leave the training as it is, and then a batch size too."""
+        best = self._best_of_families()
+        alone = [row for row in best if row.change.batch_factor == 1]
+        together = [alone] if len(alone) > 1 else []
+        if len(best) > len(alone) > 0:
+            together.append(best)
+        for rows in together:
+            change = SpeedChange()
+            for row in rows:
+                change = change.with_(row.change)
+            found = SpeedRow(change, "together")
+            self.found.rows.append(found)
+            for _ in range(2):
+                self._try(self.found.base)
+                self._try(found)
 
-    def advised(self) -> Row | None:
-        """Return the row whose lines are to be pasted: the fastest one; None if nothing helps."""
-        rows = [row for row in self.found.rows if self.found.may_be_advised(row)]
-        families = list(dict.fromkeys(row.family for row in rows))
-        best = [row for family in families if (row := self._best(family)) is not None]
-        return max(best, key=self.found.rate, default=None)
+    def _best_of_families(self) -> list[SpeedRow]:
+        families = dict.fromkeys(row.family for row in self.found.rows)
+        return [row for family in families if (row := self._best(family)) is not None]
+
+    def advised(self) -> SpeedRow | None:
+        """Return the row whose lines are to be pasted: the fastest one; None if nothing helps.
+
+        One that changes the training has to be faster by `_WORTH_A_CHANGE` than the others.
+        """
+        rows = [*self._best_of_families(), *(row for row in self.found.rows if row.family == "together")]
+        rows = [row for row in rows if self.found.may_be_advised(row)]
+        alike = max((row for row in rows if row.change.batch_factor == 1), key=self.found.rate, default=None)
+        other = max((row for row in rows if row.change.batch_factor > 1), key=self.found.rate, default=None)
+        if alike is None or other is None:
+            return alike or other
+        return other if self.found.rate(other) > _WORTH_A_CHANGE * self.found.rate(alike) else alike
 
     @property
     def changed_files(self) -> list[str]:
@@ -172,7 +186,7 @@ class SpeedTrials:
 
     # --- one trial
 
-    def _try(self, row: Row) -> None:
+    def _try(self, row: SpeedRow) -> None:
         """Give a row a trial, if there is time for one."""
         base = self.found.base.trials
         is_first = not base
@@ -188,7 +202,7 @@ class SpeedTrials:
         row.trials.append(self._trial(row.change, limit_s))
         self._changed(self.found, "")
 
-    def _trial(self, change: Change, limit_s: float | None) -> Trial:
+    def _trial(self, change: SpeedChange, limit_s: float | None) -> SpeedTrial:
         cell, is_first = self._cell, not self.found.base.trials
         with Throwaway.start(self._launcher) as place:
             place.watch_files(self._say if is_first else lambda line: None)
@@ -218,9 +232,9 @@ class SpeedTrials:
         if outcome.error is not None:
             if change.is_nothing:
                 raise outcome.error
-            return Trial(seconds=seconds, why_not=_why_not(outcome))
+            return SpeedTrial(seconds=seconds, why_not=_why_not(outcome))
         trials = [record for rank in records for record in rank if record["kind"] == "trial"]
-        return Trial.of(trials, seconds) if trials else Trial(seconds=seconds, why_not="no optimizer stepped")
+        return SpeedTrial.of(trials, seconds) if trials else SpeedTrial(seconds=seconds, why_not="no optimizer stepped")
 
 
 def _why_not(outcome: LaunchResult) -> str:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nbaccel.notebook.checks.pasted_lines import PastedLine
-from nbaccel.notebook.checks.trials import Comparison, Row
+from nbaccel.notebook.checks.speed_comparison import SpeedComparison, SpeedRow
 from nbaccel.quantities import rate
 
 __all__ = ["SpeedReport"]
 
 _HEAD = ("change", "speed", "x", "numbers equal")
+_CODE = "white-space:pre-wrap;font-family:var(--jp-code-font-family,monospace)"
 _NOTHING = "nothing helps"
 
 
@@ -25,8 +26,8 @@ class SpeedReport:
     remarks: what else there is to say, a line each.
     """
 
-    comparison: Comparison
-    advised: Row | None = None
+    comparison: SpeedComparison
+    advised: SpeedRow | None = None
     lines: Sequence[PastedLine] = ()
     now: str = ""
     remarks: Sequence[str] = ()
@@ -37,7 +38,7 @@ class SpeedReport:
         rows = sorted(found.rows, key=lambda row: (not row.speeds, -found.ratio(row)))
         return [self._row(row) for row in (found.base, *rows) if row.trials or row.note or not self.now]
 
-    def _row(self, row: Row) -> tuple[str, ...]:
+    def _row(self, row: SpeedRow) -> tuple[str, ...]:
         found = self.comparison
         if not row.speeds:
             return str(row.change), row.why_not, "", ""
@@ -74,10 +75,7 @@ class SpeedReport:
             + "</tr>"
             for tag, row in zip(tags, [_HEAD, *self.rows()], strict=True)
         )
-        below = "".join(
-            f'<div style="white-space:pre-wrap;font-family:var(--jp-code-font-family,monospace)">{html.escape(line)}</div>'
-            for line in self.below()
-        )
+        below = "".join(f'<div style="{_CODE}">{html.escape(line)}</div>' for line in self.below())
         return f'<div style="font-size:13px"><table>{rows}</table>{below}</div>'
 
     def _is_advised(self, row: tuple[str, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Change: the differences of one trial from the cell as it is. A value, made in the kernel and applied in ranks."""
+"""SpeedChange: the differences of one trial from the cell as it is. A value; ranks apply it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["Change"]
+__all__ = ["SpeedChange"]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What is different in a trial; nothing in the trial of the cell as it is.
+class SpeedChange:
+    """The differences of a trial; none in the trial of the cell as it is.
 
     loader, optimizer: keyword arguments with new values, of the training's loader and of its optimizers.
     batch_factor: the batch size is this many times that of the cell.
@@ -27,10 +27,10 @@ class Change:
     threads: int = 0
     precision: str = ""
 
-    def with_(self, other: Change) -> Change:
+    def with_(self, other: SpeedChange) -> SpeedChange:
         """Return both changes together; `other` decides where both change the same.
 
-        >>> str(Change(loader={"num_workers": 2}).with_(Change(loader={"pin_memory": True}, batch_factor=2)))
+        >>> str(SpeedChange(loader={"num_workers": 2}).with_(SpeedChange(loader={"pin_memory": True}, batch_factor=2)))
         'num_workers=2, pin_memory=True, batch size x 2'
         """
         return replace(
@@ -46,7 +46,7 @@ class Change:
 
     @property
     def is_nothing(self) -> bool:
-        return self == Change()
+        return self == SpeedChange()
 
     def __str__(self) -> str:
         """Return the change as a table names it."""

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbaccel.dry_run.trials.changes import Change
+from nbaccel.trials.changes import SpeedChange
 
-__all__ = ["Comparison", "Row", "Trial"]
+__all__ = ["SpeedComparison", "SpeedRow", "SpeedTrial"]
 
 LEAST_GAIN = 1.05
 """Ratio to the cell as it is from which on a change is worth a line, where the noise is less."""
@@ -20,7 +20,7 @@ _ALIKE, _ALIKE_ROUNDED = 1e-3, 2e-2
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SpeedTrial:
     """One trial.
 
     steps_per_s: 0 if nothing was measured.  samples_per_step: of all ranks; 0 where they are not known.
@@ -36,7 +36,7 @@ class Trial:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, records: Sequence[Mapping[str, Any]], seconds: float) -> Trial:
+    def of(cls, records: Sequence[Mapping[str, Any]], seconds: float) -> SpeedTrial:
         """Return the trial whose ranks have left these records, one of each rank."""
         first = records[0]
         measured_s = max(float(each["seconds"]) for each in records)
@@ -51,15 +51,15 @@ class Trial:
 
 
 @dataclass(eq=False)
-class Row:
+class SpeedRow:
     """One change with its trials.
 
     family: changes of one family exclude each other.  note: why there are no trials, if there is a reason.
     """
 
-    change: Change
+    change: SpeedChange
     family: str = ""
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[SpeedTrial] = field(default_factory=list)
     note: str = ""
 
     @property
@@ -75,15 +75,15 @@ class Row:
         return next((each.why_not for each in self.trials if each.why_not), self.note or "not tried: no time left")
 
 
-class Comparison:
+class SpeedComparison:
     """Rows beside the row of the cell as it is.
 
     base: the cell as it is.  rows: of changes, in the order in which they were tried.
     """
 
     def __init__(self) -> None:
-        self.base = Row(Change())
-        self.rows: list[Row] = []
+        self.base = SpeedRow(SpeedChange())
+        self.rows: list[SpeedRow] = []
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -94,23 +94,23 @@ class Comparison:
     def has_samples(self) -> bool:
         return bool(self._samples(self.base))
 
-    def _samples(self, row: Row) -> float:
+    def _samples(self, row: SpeedRow) -> float:
         """Return the samples of a step: where a row does not know them, those of the cell as it is."""
         known = [each.samples_per_step for each in row.trials if each.samples_per_step]
         if known:
             return statistics.median(known)
         return 0.0 if row is self.base else self._samples(self.base) * row.change.batch_factor
 
-    def rates(self, row: Row) -> list[float]:
+    def rates(self, row: SpeedRow) -> list[float]:
         """Return samples per second, or steps per second where samples are not known, of each trial."""
         samples = self._samples(row) or 1.0
         return [speed * samples for speed in row.speeds]
 
-    def rate(self, row: Row) -> float:
+    def rate(self, row: SpeedRow) -> float:
         rates = self.rates(row)
         return statistics.median(rates) if rates else 0.0
 
-    def ratio(self, row: Row) -> float:
+    def ratio(self, row: SpeedRow) -> float:
         """Return the speed of a row as a multiple of that of the cell as it is."""
         base = self.rate(self.base)
         return self.rate(row) / base if base else 0.0
@@ -121,13 +121,13 @@ class Comparison:
         rates = self.rates(self.base)
         return (max(rates) - min(rates)) / statistics.median(rates) if len(rates) > 1 else 0.0
 
-    def is_faster(self, row: Row) -> bool:
+    def is_faster(self, row: SpeedRow) -> bool:
         """Return whether a row is faster than the cell as it is, by more than the noise."""
         if not row.speeds or self.ratio(row) < LEAST_GAIN:
             return False
         return min(self.rates(row)) > max(self.rates(self.base))
 
-    def numbers(self, row: Row) -> str:
+    def numbers(self, row: SpeedRow) -> str:
         """Return whether the losses of a row are those of the cell as it is: "yes", "no", or why that is not known."""
         change = row.change
         if change.batch_factor > 1:
@@ -146,11 +146,11 @@ class Comparison:
             return "random layers"
         return "no"
 
-    def may_be_advised(self, row: Row) -> bool:
+    def may_be_advised(self, row: SpeedRow) -> bool:
         return self.is_faster(row) and self.numbers(row) != "no"
 
 
-def _losses_of(row: Row) -> list[Sequence[Sequence[float]]]:
+def _losses_of(row: SpeedRow) -> list[Sequence[Sequence[float]]]:
     return [each.losses for each in row.trials if any(each.losses)]
 
 

@@ -17,8 +17,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from nbaccel.dry_run.trials.changes import Change
 from nbaccel.notices import PACKAGE_DIR
+from nbaccel.trials.changes import SpeedChange
 
 __all__ = ["TrainingParts"]
 
@@ -35,7 +35,7 @@ class TrainingParts:
     draws: the data set draws random numbers in this process.
     """
 
-    def __init__(self, change: Change, namespace: Mapping[str, Any]) -> None:
+    def __init__(self, change: SpeedChange, namespace: Mapping[str, Any]) -> None:
         self._change = change
         self._namespace = namespace
         self._undo: list[Callable[[], None]] = []
@@ -67,6 +67,7 @@ class TrainingParts:
         self._notice(torch.optim.Optimizer, lambda optimizer: None)  # its groups follow
         self._replace(_BaseDataLoaderIter, "__init__", self._begin_pass)
         self._replace(_BaseDataLoaderIter, "__next__", self._read)
+        gc.unfreeze()  # a forked rank does not look at what the notebook had, and so would not list it
         for each in gc.get_objects():
             kind = type(each)  # not `isinstance`, which asks some objects for more than they can answer
             if issubclass(kind, DataLoader):
@@ -211,7 +212,7 @@ class TrainingParts:
         return {"name": name, "file": file, "line": line}
 
 
-def change_loader(loader: Any, change: Change) -> None:
+def change_loader(loader: Any, change: SpeedChange) -> None:
     """Change a loader in place, as if it had been made with other arguments."""
     from torch.utils.data import BatchSampler
 

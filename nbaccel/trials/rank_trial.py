@@ -9,9 +9,9 @@ from typing import Any, Self
 
 from nbaccel.dry_run.decisions import SharedDecisions
 from nbaccel.dry_run.rank_records import RankRecords
-from nbaccel.dry_run.trials.changes import Change
-from nbaccel.dry_run.trials.throughput import Throughput, TrialEnded
-from nbaccel.dry_run.trials.training_parts import TrainingParts
+from nbaccel.trials.changes import SpeedChange
+from nbaccel.trials.throughput import Throughput, TrialEnded
+from nbaccel.trials.training_parts import TrainingParts
 
 __all__ = ["RankTrial"]
 
@@ -28,7 +28,7 @@ class RankTrial:
         folder: Path,
         rank: int,
         joint_ranks: int,
-        change: Change,
+        change: SpeedChange,
         wanted_s: float,
         namespace: Mapping[str, Any],
     ) -> None:

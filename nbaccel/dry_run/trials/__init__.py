@@ -1,3 +1,0 @@
-"""Short trials of a training with one change each, which measure its speed. Ranks run them; the kernel compares them."""
-
-from __future__ import annotations
