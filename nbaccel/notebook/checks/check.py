@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from nbaccel.dry_run.forecast import measure_noise
+from nbaccel.dry_run.forecasts.forecast import measure_noise
 from nbaccel.dry_run.rank_records import read_records
 from nbaccel.hardware import Platform
 from nbaccel.launch.launcher import Launcher

@@ -21,6 +21,7 @@ from nbaccel.notebook.checks.candidates import Machine, candidates, refinements
 from nbaccel.notebook.checks.findings import error_of
 from nbaccel.notebook.checks.speed_comparison import SpeedComparison, SpeedRow, SpeedTrial
 from nbaccel.notebook.checks.throwaway import Throwaway, unseen
+from nbaccel.settings import STOP
 from nbaccel.trials.changes import SpeedChange
 
 __all__ = ["SpeedSearch"]
