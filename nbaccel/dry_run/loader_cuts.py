@@ -34,6 +34,7 @@ from nbaccel.dry_run.one_pass import (
     are_of_cells,
     is_drawn_by_for,
     name_of,
+    rows_of,
     users_frames,
 )
 from nbaccel.dry_run.worker_times import WorkerTimes
@@ -139,10 +140,10 @@ class LoaderCuts:
                         batch = next(batches, batches)  # which it never yields
                     if batch is batches:
                         return
-                    self.hand_out(this)
+                    self.hand_out(this, rows_of(batch))
                     yield batch
             finally:
-                self.end_pass(this)
+                self.end_pass(this, getattr(loader, "remainder", -1))
         finally:
             batches.close()
 
@@ -272,10 +273,12 @@ class LoaderCuts:
             for watcher in self._watchers:
                 watcher.begin_pass(this)
 
-    def hand_out(self, this: OnePass, read: int | None = None) -> None:
+    def hand_out(self, this: OnePass, samples: int, read: int | None = None) -> None:
         """Note that a batch is handed out next.  read: batches that were read until now; None: one for each."""
         self.start(this)
         this.given += 1
+        this.samples += samples
+        this.last_samples = samples
         this.reached = (this.given - 1 if read is None else (read - 1) // this.stride) // this.window
         size, kind = this.present_kind()
         this.times.append(time.perf_counter())
@@ -285,8 +288,11 @@ class LoaderCuts:
             this.log.batch(size, kind, this.waited_s, None if this.made is None else this.made.mean_s)
         this.waited_s = 0.0
 
-    def end_pass(self, this: OnePass) -> None:
-        """Note that the loop has all batches, or has left the pass. Calling this again has no effect."""
+    def end_pass(self, this: OnePass, remainder: int = -1) -> None:
+        """Note that the loop has all batches, or has left the pass. Calling this again has no effect.
+
+        remainder: samples of all ranks in the last round, without those that fill it up; -1 if all are real.
+        """
         if this.is_over:
             return
         this.is_over = True
@@ -298,6 +304,9 @@ class LoaderCuts:
                 for watcher in self._watchers:
                     watcher.end_pass(this)
                 this.log.end(this.is_whole)
+            if this.is_cut and this.samples:
+                samples = {"samples": this.samples, "last_samples": this.last_samples, "remainder": remainder}
+                self._write({"kind": "cut", "place": this.place, "number": this.number, **samples})
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -423,7 +432,7 @@ class _Cut:
             self.end()
             raise
         if not self.is_announced:
-            cuts.hand_out(this, iterator._num_yielded)
+            cuts.hand_out(this, rows_of(batch), iterator._num_yielded)
         return batch
 
     def end(self) -> None:

@@ -10,7 +10,7 @@ import itertools
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -29,6 +29,7 @@ __all__ = [
     "are_of_cells",
     "is_drawn_by_for",
     "name_of",
+    "rows_of",
     "users_frames",
 ]
 
@@ -92,6 +93,7 @@ class OnePass:
 
     workers: processes that make its batches.
     given: batches that the loop had.  reached: the round of the last one.
+    samples: in these batches.  last_samples: in the last one.
     waited_s: seconds for which it waited for the next one.
     more: rounds beyond the usual ones; None until that is decided.
     chosen: batches that are given; None until they are known, and where they are the first ones.
@@ -111,6 +113,8 @@ class OnePass:
     begun: tuple[Any, ...]
     workers: int = 0
     given: int = 0
+    samples: int = 0
+    last_samples: int = 0
     reached: int = -1
     waited_s: float = 0.0
     scan_s: float = 0.0
@@ -134,6 +138,11 @@ class OnePass:
         """True if the loop got all batches of the loader."""
         return self.chosen is not None and self.chosen.are_all and self.reached >= self.chosen.given - 1
 
+    @property
+    def is_cut(self) -> bool:
+        """True if the loop got all batches that it was to get, and the loader has more."""
+        return self.is_over and self.given >= self.length and not self.is_whole
+
     def present_kind(self) -> tuple[float | None, str]:
         """Return size and kind of the batches of the round that the pass has reached."""
         if self.chosen is None:
@@ -146,6 +155,23 @@ class OnePass:
         """Seconds of a round, without the first one, which is slower."""
         gaps = [after - before for before, after in itertools.pairwise(self.times)]
         return statistics.median(gaps[1:] or gaps) * self.window if gaps else 0.0
+
+
+def rows_of(batch: Any) -> int:
+    """Return the number of samples in a collated batch: the first dimension of its first tensor; 0 without one.
+
+    >>> rows_of({"text": ["a", "b"], "more": []})
+    2
+    """
+    shape = getattr(batch, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else 0
+    if isinstance(batch, Mapping):
+        return next((rows for each in batch.values() if (rows := rows_of(each))), 0)
+    if isinstance(batch, tuple | list):
+        found = next((rows for each in batch if (rows := rows_of(each))), 0)
+        return found or len(batch)
+    return 0
 
 
 # -- the program's lines

@@ -81,12 +81,13 @@ def prepared(folder: Path, workers: int, epochs: int) -> Any:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     with DryRun(folder) as run:
         seen = train(accelerator, run, sentences(shuffle=True, num_workers=workers), epochs)
-    return seen, run.log.batches, run.log.ended, [begun[2] for begun in run.log.begun], run.seconds()
+    samples = [[record["samples"], record["remainder"]] for record in run.records if record["kind"] == "cut"]
+    return seen, run.log.batches, run.log.ended, [begun[2] for begun in run.log.begun], run.seconds(), samples
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_prepared_loader_gives_each_rank_its_own_longest_batch(workers: int, tmp_path: Path) -> None:
-    for seen, batches, ended, lengths, seconds in run_ranks(2, prepared, tmp_path, workers, 1):
+    for seen, batches, ended, lengths, seconds, _ in run_ranks(2, prepared, tmp_path, workers, 1):
         assert [kind for _, kind in batches[0]] == ["longest", "between", "last"]
         sizes = [size for size, _ in batches[0]]
         assert sizes[0] >= sizes[1]
@@ -98,7 +99,8 @@ def test_a_prepared_loader_gives_each_rank_its_own_longest_batch(workers: int, t
 
 def test_the_last_batch_is_the_true_one_for_accumulation_and_metrics(tmp_path: Path) -> None:
     """Of 41 samples in rounds of 8 the last round has one, which both ranks' batches are filled up with."""
-    for seen, *_ in run_ranks(2, prepared, tmp_path, 0, 1):
+    for seen, *_, samples in run_ranks(2, prepared, tmp_path, 0, 1):
+        assert samples == [[12, 1]]
         assert [gathered for _, gathered, _, _ in seen] == [8, 8, 1]
         assert [is_step for *_, is_step, _ in seen] == [False, True, True]
         assert [is_last for *_, is_last in seen] == [False, False, True]

@@ -63,6 +63,25 @@ def test_a_loop_gets_the_longest_batch_one_in_between_and_the_short_last_one() -
     assert mean_size == pytest.approx(50 / 6)
 
 
+def cuts_in(cutting: Cutting) -> list[tuple[int, int, int]]:
+    return [
+        (record["samples"], record["last_samples"], record["remainder"])
+        for record in cutting.records
+        if record["kind"] == "cut"
+    ]
+
+
+def test_the_samples_are_recorded_that_a_loop_had_of_a_loader_with_more() -> None:
+    with Cutting() as cutting:
+        for _ in sentences():
+            pass
+        for _ in sentences():
+            break
+        for _ in DataLoader(TensorDataset(torch.arange(6)), 2):
+            pass
+    assert cuts_in(cutting) == [(5, 1, -1)]
+
+
 def test_the_length_stays_that_of_a_whole_epoch() -> None:
     loader = sentences()
     with Cutting():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +79,8 @@ for x, y in loader:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKernel]:
-    kernel = RealKernel(NEWEST, tmp_path_factory.mktemp("checks"))
+    temporary = tmp_path_factory.mktemp("temporary")
+    kernel = RealKernel(NEWEST, tmp_path_factory.mktemp("checks"), TMPDIR=str(temporary))
     try:
         kernel.do(
             "%load_ext nbaccel" + SETUP + "\nimport nbaccel; nbaccel.launch(int, 1)"
@@ -182,7 +182,7 @@ with torch.no_grad():
             fit(1)
         """,
         "--time-limit 10min",
-        "and --time-limit ends it after 10:00: fewer epochs",
+        "and --time-limit ends it after 10 min: fewer epochs",
     ),
     "a result that depends on the rank": (
         f"""{PREPARED}
@@ -209,6 +209,30 @@ def test_a_fault_is_found(kernel: RealKernel, fault: str) -> None:
     assert line.startswith((level, "  ")), said
     if level == "yellow: ":
         assert "red: " not in said
+
+
+def test_smaller_batches_are_tried_where_memory_runs_out(kernel: RealKernel) -> None:
+    said = report(
+        kernel,
+        """
+        loader = DataLoader(Texts(), 16, shuffle=True, collate_fn=padded)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for rows in loader:
+            if rows.shape[1] > 800 and rows.shape[0] > 8:
+                raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')
+            accelerator.backward(model(rows).mean())
+            optimizer.step()
+        """,
+    )
+    assert "ran out of memory at 16 per rank; started again with 2 x 8, effective batch 32 unchanged" in said, said
+    assert "ok: the cell comes to its end" in said
+    assert "red: " not in said
+
+
+def test_an_error_in_a_function_of_another_cell_has_the_line_of_both(kernel: RealKernel) -> None:
+    number = kernel.do("def broken():\n    return 1 / 0").number
+    said = report(kernel, "fit(1)\nbroken()")
+    assert f"red: line 3 (Cell In[{number}], line 2), all 2 ranks: ZeroDivisionError" in said, said
 
 
 def test_with_strict_a_red_line_is_an_error(kernel: RealKernel) -> None:
@@ -275,6 +299,37 @@ def test_a_loop_comes_to_the_last_line(kernel: RealKernel, loop: str) -> None:
     assert "ok: the cell comes to its end" in said, said
     assert "red: " not in said
     assert ("the time cannot be forecast" in said) == ("threshold" in loop), said
+
+
+def test_a_function_of_a_cell_that_imports_modules_is_rewritten(kernel: RealKernel) -> None:
+    kernel.do(
+        """
+        import torch
+        from torch.nn import functional as F
+
+        def fit_twice(epochs):
+            for epoch in range(epochs):
+                for x, y in loader:
+                    loss = F.cross_entropy(model(x), y)
+                with torch.no_grad():
+                    for x, y in test_loader:
+                        model(x)
+        """
+    )
+    assert "ok: the cell comes to its end" in report(kernel, "fit_twice(5000)")
+
+
+def test_a_loop_of_another_cell_is_named_by_that_cell(kernel: RealKernel) -> None:
+    number = kernel.do(
+        """
+        def until_small(loss):
+            while loss > 1e-9:
+                for x, y in loader:
+                    loss = step(x, y)
+        """
+    ).number
+    said = report(kernel, "until_small(torch.tensor(9.0))")
+    assert f"the loop in line 2 of Cell In[{number}] ends by a condition" in said, said
 
 
 def test_lines_that_are_not_reached_are_yellow(kernel: RealKernel) -> None:
@@ -450,6 +505,10 @@ def test_where_no_file_can_be_shielded_it_is_said_and_saves_go_elsewhere(kernel:
     assert not (tmp_path / "model.pt").exists()
 
 
-def test_nothing_is_left_in_the_folder_for_temporary_files(kernel: RealKernel) -> None:
-    report(kernel, "fit(2)")
-    assert not [name for name in os.listdir("/tmp") if name.startswith("nbaccel-check-")]
+def test_nothing_is_left_in_the_folder_for_temporary_files(kernel: RealKernel, tmp_path: Path) -> None:
+    kernel.do(f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}")
+    try:
+        assert "ok: the cell comes to its end" in report(kernel, "fit(2)")
+    finally:
+        kernel.do("tempfile.tempdir = None")
+    assert not list(tmp_path.iterdir())

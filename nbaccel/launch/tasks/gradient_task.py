@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.dry_run.rank_records import RankRecords
-from nbaccel.dry_run.rank_run import RankDryRun
+from nbaccel.dry_run.rank_run import go_offline
 from nbaccel.launch.ipc.spec import Results, load_named
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.launch.tasks.cell_task import CellTask
@@ -50,7 +50,7 @@ class GradientTask(CellTask):
     def begin(self, rank: int) -> None:
         super().begin(rank)
         self._rank = rank
-        RankDryRun.go_offline()
+        go_offline()
 
     def run(self) -> None:
         folder = Path(self.folder)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.failures import Failure
 from nbaccel.launch.diagnosis import failed_alike
 from nbaccel.launch.ipc.reports import ErrorLink
+from nbaccel.launch.ipc.user_code import cell_name
 from nbaccel.launch.processes.launch_result import LaunchResult
+from nbaccel.notices import is_users
 
-__all__ = ["DryRunResult", "FoundError", "LineOfSaves"]
+__all__ = ["DryRunResult", "FoundError", "LineOfSaves", "error_of"]
 
 Record = Mapping[str, Any]
 
@@ -23,9 +24,11 @@ Record = Mapping[str, Any]
 class FoundError:
     """The error that ended a dry run.
 
-    text: in one line.  file, line: of the innermost place in the program; line 0 if there is none.
+    text: in one line.  file, line: of the innermost place in the cell, else in the program; line 0 if there is none.
+    inner: the place in another cell or file of the user's that this line has called: "Cell In[4], line 12".
     where: "rank 1", "all 2 ranks".  more: what the launcher adds: where the others were, what to do.
     is_memory: the rank ran out of memory.  rank: the one that failed first.
+    is_users: it was raised by the user's own code, in no library.
     """
 
     text: str
@@ -35,6 +38,8 @@ class FoundError:
     more: str = ""
     is_memory: bool = False
     rank: int = 0
+    inner: str = ""
+    is_users: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,8 @@ class DryRunResult:
     seconds: that the dry run took, with the start of its ranks.  noise: see `forecast.measure_noise`.
     free_bytes: returns the free bytes of the disk of a path.  is_hung: it was ended since no rank could go on.
     missing: names of `--out` that did not come, each with the reason.
+    trained: see `trained_names`.
+    restarts: a line for each time that memory ran out and smaller batches were tried; the rest is of the last attempt.
     """
 
     records: Sequence[Sequence[Record]]
@@ -72,6 +79,8 @@ class DryRunResult:
     log_path: str = ""
     is_hung: bool = False
     missing: Mapping[str, str] = field(default_factory=dict)
+    restarts: Sequence[str] = ()
+    trained: Set[str] = frozenset()
 
     @classmethod
     def of(
@@ -82,20 +91,23 @@ class DryRunResult:
         seconds: float,
         noise: float,
         free_bytes: Callable[[str], int],
+        trained: Set[str] = frozenset(),
     ) -> DryRunResult:
         ended = outcome.ended
         reports = ended.reports
         speaker = reports[outcome.task.result_rank]
         return cls(
-            records,
+            [_of_last_attempt(each) for each in records],
             [{} if report is None else report.facts for report in reports],
-            _error_of(outcome),
+            error_of(outcome),
             seconds,
             noise,
             free_bytes,
             outcome.log_path,
             ended.hang is not None,
             {} if speaker is None else speaker.missing,
+            outcome.restarts,
+            trained,
         )
 
     @property
@@ -114,7 +126,7 @@ class DryRunResult:
     def table(self) -> list[dict[str, Any]]:
         """Return the rewritten places, see `dry_run.rewriting.Table`."""
         table: list[dict[str, Any]] = self.last("table").get("table", [])
-        return table
+        return [entry | {"file": cell_name(entry["file"]) or entry["file"]} for entry in table]
 
     @property
     def setup_s(self) -> float:
@@ -130,12 +142,13 @@ class DryRunResult:
         return peak
 
     def saves(self) -> list[LineOfSaves]:
-        """Return the saves of rank 0: files of one folder below the working folder as one, numbers in paths alike."""
+        """Return the saves of rank 0: files that lie in one folder, numbers in paths apart, as one save."""
         groups: dict[tuple[Any, ...], list[Record]] = {}
         for record in self.of_kind("save"):
-            place = _folder_or_file(str(record["path"]))
-            groups.setdefault((re.sub(r"\d+", "#", place), tuple(record["loops"])), []).append(record)
-        return [_line_of(records, loops) for (_, loops), records in groups.items()]
+            folder = _without_numbers(os.path.dirname(str(record["path"])))
+            own = "" if folder else str(record["path"])
+            groups.setdefault((folder, own, tuple(record["loops"])), []).append(record)
+        return [_line_of(records) for records in groups.values()]
 
     def differing(self) -> Iterator[tuple[str, list[str]]]:
         """Yield each name whose value differs between the ranks, with the values as text."""
@@ -145,46 +158,67 @@ class DryRunResult:
             if all(value is not None for value in values) and len({value[0] for value in values}) > 1:
                 yield name, [value[1] for value in values]
 
-    def passes(self) -> list[Record]:
-        """Return the passes of rank 0 over loaders, see `LoopLog`."""
-        return self.of_kind("pass")
+    def samples_of_cuts(self) -> Iterator[int]:
+        """Yield how many samples a loop had of a loader that has more: in each rank, and in all of them.
+
+        The second is given with the samples that fill up the last round, and without them.
+        """
+        ranks: dict[tuple[str, int], list[Record]] = {}
+        for rank in range(self.world_size):
+            for record in self.of_kind("cut", rank):
+                ranks.setdefault((record["place"], record["number"]), []).append(record)
+        for each in ranks.values():
+            yield from (record["samples"] for record in each)
+            yield sum(record["samples"] for record in each)
+            if (remainder := each[0]["remainder"]) >= 0:
+                yield sum(record["samples"] - record["last_samples"] for record in each) + remainder
 
 
-def _folder_or_file(path: str) -> str:
-    """Return the folder of a file that is one of several of a save; the file itself if it lies in the working folder.
+def _of_last_attempt(records: Sequence[Record]) -> Sequence[Record]:
+    """Return the records since the program began for the last time, which the table is the first of."""
+    begins = [at for at, record in enumerate(records) if record["kind"] == "table"]
+    return records[begins[-1] :] if begins else records
 
-    >>> _folder_or_file("/data/checkpoint-500/model.safetensors")
-    '/data/checkpoint-500'
+
+def _without_numbers(path: str) -> str:
+    """Return a path by which those of a later save are recognised.
+
+    >>> _without_numbers("/data/checkpoint-500/model.pt")
+    '/data/checkpoint-#/model.pt'
     """
-    folder = os.path.dirname(path)
-    return path if folder in ("", os.getcwd()) or folder == os.path.dirname(os.getcwd()) else folder
+    return re.sub(r"\d+", "#", path)
 
 
-def _line_of(records: Sequence[Record], loops: tuple[int, ...]) -> LineOfSaves:
-    """Return saves to one place, whose numbers may differ, as one line: what the largest of them comes to."""
-    by_place: dict[str, list[Record]] = {}
+def _line_of(records: Sequence[Record]) -> LineOfSaves:
+    """Return saves of the same files as one line. Files whose names differ by a number are of different saves."""
+    files: dict[str, list[Record]] = {}
     for record in records:
-        by_place.setdefault(_folder_or_file(str(record["path"])), []).append(record)
-    sizes = [sum({record["path"]: record["bytes"] for record in each}.values()) for each in by_place.values()]
-    seconds = [sum(record["seconds"] for record in each) for each in by_place.values()]
-    one_file = max(collections.Counter(record["path"] for record in records).values())
-    times = max(len(by_place), one_file)
-    return LineOfSaves(list(by_place)[-1], max(sizes), max(seconds) / max(1, one_file), times, len(by_place), loops)
+        files.setdefault(_without_numbers(str(record["path"])), []).append(record)
+    last = str(records[-1]["path"])
+    return LineOfSaves(
+        last if len(files) == 1 else os.path.dirname(last),
+        sum(max(record["bytes"] for record in each) for each in files.values()),
+        sum(max(record["seconds"] for record in each) for each in files.values()),
+        max(map(len, files.values())),
+        max(len({record["path"] for record in each}) for each in files.values()),
+        tuple(records[0]["loops"]),
+    )
 
 
-def _error_of(outcome: LaunchResult) -> FoundError | None:
+def error_of(outcome: LaunchResult) -> FoundError | None:
+    """Return the error that ended a run; None if it ended well."""
     ended, error = outcome.ended, outcome.error
     if error is None:
         return None
     rank = ended.first_failed
     if ended.hang is not None or rank is None:
-        return _as_text(error, "")
+        return _as_text(error)
     where = f"all {len(ended.reports)} ranks" if failed_alike(ended) else f"rank {rank}"
     report = ended.reports[rank]
     if report is None or not report.links:
-        return _as_text(error, where)
+        return _as_text(error)
     link = report.links[-1]
-    file, line = _place_of(link)
+    file, line, inner = _place_of(link)
     head, *rest = "\n".join(link.headline or [link.type_name]).splitlines()
     notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("raised on ")]
     kind = report.kind
@@ -196,16 +230,26 @@ def _error_of(outcome: LaunchResult) -> FoundError | None:
         "\n".join(dict.fromkeys([*rest, *"\n".join(notes).splitlines()])),
         kind is Failure.OUT_OF_MEMORY,
         rank,
+        inner,
+        bool(link.places) and is_users(link.places[-1][0]),
     )
 
 
-def _as_text(error: BaseException, where: str) -> FoundError:
-    head, _, rest = str(error).partition("\n")
-    return FoundError(head, where, more=rest)
+_OF_A_RUN = re.compile(r" Variables in the ranks are gone;.*?(?:\.|$)|\nThe run was ended by its hang timeout\.")
+"""Sentences about what is left of a run, which a dry run never leaves."""
 
 
-def _place_of(link: ErrorLink) -> tuple[str, int]:
-    """Return the innermost place of the notebook's own code, else of any; ("", 0) without one."""
-    own = [place for place in link.places if place[0].startswith("Cell In[")]
-    places = own or link.places
-    return (places[-1][0], places[-1][1]) if places else ("", 0)
+def _as_text(error: BaseException) -> FoundError:
+    """Return an error that is about ranks, and not of the program."""
+    head, _, rest = _OF_A_RUN.sub("", str(error)).partition("\n")
+    return FoundError(head, "", more=rest)
+
+
+def _place_of(link: ErrorLink) -> tuple[str, int, str]:
+    """Return file and line of the innermost place of the cell, else of any, and the user's place that it has called."""
+    cells = [at for at, place in enumerate(link.places) if place[0].startswith("Cell In[")]
+    if not cells:
+        return (*link.places[-1][:2], "") if link.places else ("", 0, "")
+    called = [place for place in link.places[cells[-1] + 1 :] if is_users(place[0])]
+    inner = f"{cell_name(called[-1][0]) or called[-1][0]}, line {called[-1][1]}" if called else ""
+    return (*link.places[cells[-1]][:2], inner)

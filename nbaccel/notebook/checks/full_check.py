@@ -69,7 +69,7 @@ class FullCheck:
 
     again: runs the dry run once more, from the folder of the first one's records, and returns what it found.
     attempt: runs the cell to its first step, by a plan, see `GradientTask` for both numbers; returns what was found,
-        and the folder of the records.
+        and the gradients of each rank.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class FullCheck:
         plan: LaunchPlan,
         source: CellSource,
         again: Callable[[], DryRunResult],
-        attempt: Callable[[LaunchPlan, int, int | None], tuple[DryRunResult, Path]],
+        attempt: Callable[[LaunchPlan, int, int | None], tuple[DryRunResult, list[StepGradients | None]]],
     ) -> None:
         self._plan = plan
         self._source = source
@@ -119,10 +119,9 @@ class FullCheck:
     def _gradients(self) -> ReportLine:
         plan = replace(self._plan, settings=replace(self._plan.settings, mixed_precision="no"))
         ranks = plan.devices.num_processes
-        found, folder = self._attempt(plan, 1, None)
+        found, several = self._attempt(plan, 1, None)
         if found.error is not None:
             return ReportLine(YELLOW, f"{_NOT_COMPARED}: in fp32 the cell fails: {found.error.text}")
-        several = [StepGradients.read(found, folder, rank) for rank in range(ranks)]
         of_ranks = [each for each in several if each is not None]
         if not of_ranks:
             return ReportLine(OK, "no optimizer steps, so there are no gradients to compare")
@@ -135,10 +134,9 @@ class FullCheck:
             return ReportLine(YELLOW, f"{_NOT_COMPARED}: with --batches each, which one process does not know")
         is_own = "prepared" in record["kinds"] and "split" not in record["kinds"]
         alone = replace(plan, devices=replace(plan.devices, num_processes=1, gpus=plan.devices.of_rank(0)))
-        found, folder = self._attempt(alone, ranks, None) if is_own else self._attempt(alone, 1, record["step"])
+        found, (one, *_) = self._attempt(alone, ranks, None) if is_own else self._attempt(alone, 1, record["step"])
         if found.error is not None:
             return ReportLine(YELLOW, f"{_NOT_COMPARED}: there the cell fails: {found.error.text}")
-        one = StepGradients.read(found, folder, 0)
         if one is None:
             return ReportLine(YELLOW, f"{_NOT_COMPARED}: there no optimizer steps in {ranks} batches")
         return compared(of_ranks, one, is_own)

@@ -104,13 +104,16 @@ class Runs:
     def again(self) -> DryRunResult:
         return self._second
 
-    def attempt(self, plan: LaunchPlan, turns: int, steps: int | None) -> tuple[DryRunResult, Path]:
+    def attempt(
+        self, plan: LaunchPlan, turns: int, steps: int | None
+    ) -> tuple[DryRunResult, list[StepGradients | None]]:
         self.planned.append((plan, turns, steps))
         records: list[list[dict[str, Any]]] = [[] for _ in range(plan.devices.num_processes)]
         for rank, each in enumerate(self._attempts.pop(0)):
             each.values.numpy().tofile(self._folder / f"gradients-{rank}.f32")
             records[rank] = [{"kind": "gradients", **each.record}]
-        return replace(found(), records=records), self._folder
+        result = replace(found(), records=records)
+        return result, [StepGradients.read(result, self._folder, rank) for rank in range(len(records))]
 
     def lines(self, first: DryRunResult, **options: Any) -> list[str]:
         check = FullCheck(plan(**options), SOURCE, self.again, self.attempt)
