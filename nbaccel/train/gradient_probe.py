@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -85,6 +85,13 @@ class GradientProbe:
             self._replace(kind, "_next_data", self._next_data)
         self._replace(PreparedLoader, "_iterate", self._iterate)
         self._replace(LoaderChoice, "source", _as_of_ranks)
+        self._replace(torch, "compile", _uncompiled)  # compilers fail at the hook on every forward
+        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+            self._undo.enter_context(torch.compiler.set_stance("force_eager"))
+        if self._turns > 1 and distributed.is_available() and not distributed.is_initialized():
+            # a cell that calls torch's collectives itself calls them here, too
+            distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+            self._undo.callback(distributed.destroy_process_group)
         return self
 
     def __exit__(
@@ -198,6 +205,10 @@ def _as_of_ranks(real: Callable[..., Source], choice: LoaderChoice, *args: Any, 
     """Return the source of one process with the order that several ranks share: alone it would draw another one."""
     is_alone = not choice.world.is_distributed
     return choice.indexed() if is_alone and choice.has_indices else real(choice, *args, **kwargs)
+
+
+def _uncompiled(real: Any, model: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return (lambda each: each) if model is None else model
 
 
 def _some_values(gradient: Tensor) -> Tensor:
