@@ -20,7 +20,7 @@ FLOORS = {
     **dict.fromkeys(["gpu_driver", "hardware", "missing_names", "notices", "quantities", "room", "settings"], 0),
     **dict.fromkeys(["quantised", "storage", "tracking", "values", "world"], 0),
     **dict.fromkeys(["output", "options", "answers", "dry_run"], 1),
-    "display": 2,
+    **dict.fromkeys(["display", "trials"], 2),
     **dict.fromkeys(["train", "launch", "trackers"], 3),
     "notebook": 4,
     # the top, whose files see each other too; "" is nbaccel/__init__.py

@@ -20,13 +20,21 @@ from nbaccel.dry_run.rank_records import RankRecords
 from nbaccel.dry_run.rewriting import Table, provide, rewrite, rewrite_functions
 from nbaccel.dry_run.short_trainings import ShortTrainings
 
-__all__ = ["RankDryRun"]
+__all__ = ["RankDryRun", "go_offline"]
 
 _OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 """Variables by which libraries leave the network alone. What a program sends by itself is sent."""
 
 _OFFLINE_FLAGS = (("huggingface_hub.constants", "HF_HUB_OFFLINE"), ("datasets.config", "HF_HUB_OFFLINE"))
 """Where libraries that the notebook has imported keep them."""
+
+
+def go_offline() -> None:
+    """Keep libraries from the network, before the program imports them."""
+    os.environ.update(_OFFLINE)
+    for module, name in _OFFLINE_FLAGS:
+        if module in sys.modules:
+            setattr(sys.modules[module], name, True)
 
 
 class RankDryRun:
@@ -50,15 +58,8 @@ class RankDryRun:
         self.reached: set[int] = set()
         self._log = LoopLog(self._records.write)
         self._parts = make_parts(self._log, self._records.write, folder)
-        self._trainings = ShortTrainings(self._parts.cuts, self._records.write, when_loaded)
+        self._trainings = ShortTrainings(self._parts.cuts, self._records.write, when_loaded, self._log.part)
         self._table: Table = []
-
-    def go_offline(self) -> None:
-        """Keep libraries from the network, before the program imports them."""
-        os.environ.update(_OFFLINE)
-        for module, name in _OFFLINE_FLAGS:
-            if module in sys.modules:
-                setattr(sys.modules[module], name, True)
 
     def rewritten(
         self, tree: ast.Module, name: str, compile_parts: Callable[[ast.Module], list[types.CodeType]]

@@ -46,6 +46,7 @@ from nbaccel.notebook.cell_run import (
     with_reasons,
 )
 from nbaccel.notebook.cell_source import read_cell
+from nbaccel.notebook.checks.cell_speed import CellSpeed
 from nbaccel.notebook.checks.check import CellCheck
 from nbaccel.notebook.jobs.background import Background, CellPlace, CellScreen, why_not_in_the_background
 from nbaccel.notebook.jobs.sweep import FOLDER, configurations, line_on_copies, own_bytes, refuse_a_full_host
@@ -155,6 +156,8 @@ class Session:
             return self._sweep(asked, body, typed)
         if asked.check:
             return self._check(asked, body)
+        if asked.speed:
+            return self._speed(asked, body)
         with interrupts_in_one_line():
             host, plan, source, task, spec = self._plan(asked, body)
             origin = self._origin(plan, typed)
@@ -418,20 +421,32 @@ class Session:
             CheckFailed: with `--strict`, if the cell would not end well.
         """
         with interrupts_in_one_line():
-            if self.stay.is_on:
-                raise LaunchRefused(
-                    "ranks stay in this notebook, and a check needs its own: %accelerate stop ends them."
-                )
-            _, plan, source, task, _ = self._plan(asked, body)
-            if plan.start.method == "inline":
-                raise LaunchRefused(
-                    f"a check needs processes that it can throw away, and here none can start: {plan.start.reason}."
-                )
+            plan, task = self._plan_to_throw_away(asked, body, "a check")
             check = CellCheck(self.launcher, plan, task, self._setup, self.survey().platform, self.say)
             report = check.run()
         JupyterScreen(self.shell).publish({"kind": "display", "data": report.bundle()})
         if report.has_red and plan.options.strict:
-            raise CheckFailed(f"the check of {source.name} found what would not end well: see its red lines.")
+            raise CheckFailed(f"the check of {task.source.name} found what would not end well: see its red lines.")
+
+    def _speed(self, asked: RunOptions, body: str) -> None:
+        """Try which changes make a cell faster, and show the lines to paste; the notebook stays as it is.
+
+        Raises: see `CellSpeed.run`.
+        """
+        with interrupts_in_one_line():
+            plan, task = self._plan_to_throw_away(asked, body, "a trial")
+            CellSpeed(self.shell, self.launcher, plan, task, self._setup, self.survey(), self.say).run()
+
+    def _plan_to_throw_away(self, asked: RunOptions, body: str, what: str) -> tuple[LaunchPlan, CellTask]:
+        """Return plan and task of a cell whose ranks are thrown away.  what: they are for, in words."""
+        if self.stay.is_on:
+            raise LaunchRefused(f"ranks stay in this notebook, and {what} needs its own: %accelerate stop ends them.")
+        _, plan, _, task, _ = self._plan(asked, body)
+        if plan.start.method == "inline":
+            raise LaunchRefused(
+                f"{what} needs processes that it can throw away, and here none can start: {plan.start.reason}."
+            )
+        return plan, task
 
     def remembered(self) -> Runs:
         """Return the runs of this notebook, with those that `keep-runs` has kept from other kernels.

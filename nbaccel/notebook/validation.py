@@ -38,6 +38,7 @@ _GIVEN: dict[str, Callable[[RunOptions], bool]] = {
     "--only": lambda options: options.only is not None,
     "--resume": lambda options: options.resume is not None,
     "--check": lambda options: options.check is not None,
+    "--speed": lambda options: options.speed is not None,
 }
 """Requests that may exclude others, and the test for each."""
 
@@ -80,6 +81,13 @@ EXCLUSIONS = (
     Exclusion("--check", "--keep", "the ranks of a check end with it"),
     Exclusion("--check", "--only", "a check has ranks of its own, which do not stay"),
     Exclusion("--check", "--pdb", "a check ends loops early, which nobody wants to debug"),
+    Exclusion("--speed", "--check", "each shows a report of its own; a check comes first"),
+    Exclusion("--speed", "--start inline", "trials need processes that they can throw away"),
+    Exclusion("--speed", "--sweep", "trials are of one run; give the cell the values of one in a line of its own"),
+    Exclusion("--speed", "--bg", "cells that run meanwhile would make the trials slower"),
+    Exclusion("--speed", "--keep", "the ranks of a trial end with it"),
+    Exclusion("--speed", "--only", "trials have ranks of their own, which do not stay"),
+    Exclusion("--speed", "--pdb", "a trial is ended as soon as its speed is known"),
 )
 
 

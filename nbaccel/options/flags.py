@@ -283,6 +283,8 @@ _OF_ONE_CELL = (
     _flag("--check", metavar="HOW", nargs="?", const=QUICK, type=one_of("a check", QUICK, FULL),
           help="try the cell from its first to its last line with a few batches, and change nothing; full compares "
                "seeds and gradients too; default off"),
+    _flag("--speed", metavar="T", type=checked(parse_seconds),
+          help="measure for 3min which changes make the cell faster, and change nothing; default off"),
 )  # fmt: skip
 """Flags that apply to one cell only."""
 
@@ -305,6 +307,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "time_limit": ("8h30m", "11h30m"),
     "pdb": ("0", "1"),
     "check": (FULL,),
+    "speed": ("1min", "3min"),
     "only": ("0", "0,1"),
     "sweep": ("fold=0-4", "seed=0-4"),
     "slots": ("2", "4", "8"),

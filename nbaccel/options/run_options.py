@@ -57,6 +57,7 @@ class RunOptions:
     sweep: names with their values; one run for each combination.  slots: how many of these go side by side.
     gpus_per_run: GPUs, and ranks, of each of them.
     check: `QUICK` or `FULL`: the cell is tried in a dry run, and nothing is changed.
+    speed: seconds in which changes that may make the cell faster are tried, and nothing is changed.
     keep, only: for one cell alone. Ranks stay after it; it runs on some of the persistent ranks, "0,2-3".
     """
 
@@ -95,6 +96,7 @@ class RunOptions:
     slots: int | None = None
     gpus_per_run: int | None = None
     check: str | None = None
+    speed: float | None = None
 
     def over(self, weaker: RunOptions) -> RunOptions:
         """Return these choices, completed by those of `weaker`. "auto" is a choice."""

@@ -136,6 +136,17 @@ WRONG = {
         ("--check --only 0", "--check and --only exclude each other: a check has ranks of its own"),
         ("--check --pdb 0", "--check and --pdb exclude each other: a check ends loops early"),
     ],
+    "--speed": [
+        ("--speed", "--speed needs a value."),
+        ("--speed soon", "a time is hours, minutes or seconds, as in 11h30m, 10min, 90s; got 'soon'"),
+        ("--speed 3min --check", "--speed and --check exclude each other: each shows a report of its own"),
+        ("--speed 3min --start inline", "--speed and --start inline exclude each other: trials need processes"),
+        ("--speed 3min --sweep fold=0", "--speed and --sweep exclude each other: trials are of one run"),
+        ("--speed 3min --bg", "--speed and --bg exclude each other: cells that run meanwhile"),
+        ("--speed 3min --keep", "--speed and --keep exclude each other: the ranks of a trial end with it"),
+        ("--speed 3min --only 0", "--speed and --only exclude each other: trials have ranks of their own"),
+        ("--speed 3min --pdb 0", "--speed and --pdb exclude each other: a trial is ended as soon as"),
+    ],
 }
 """Long flag to lines that use it wrongly, and what is said."""
 

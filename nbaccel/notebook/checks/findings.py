@@ -15,7 +15,7 @@ from nbaccel.launch.ipc.user_code import cell_name
 from nbaccel.launch.processes.launch_result import LaunchResult
 from nbaccel.notices import is_users
 
-__all__ = ["DryRunResult", "FoundError", "LineOfSaves"]
+__all__ = ["DryRunResult", "FoundError", "LineOfSaves", "error_of"]
 
 Record = Mapping[str, Any]
 
@@ -99,7 +99,7 @@ class DryRunResult:
         return cls(
             [_of_last_attempt(each) for each in records],
             [{} if report is None else report.facts for report in reports],
-            _error_of(outcome),
+            error_of(outcome),
             seconds,
             noise,
             free_bytes,
@@ -205,7 +205,8 @@ def _line_of(records: Sequence[Record]) -> LineOfSaves:
     )
 
 
-def _error_of(outcome: LaunchResult) -> FoundError | None:
+def error_of(outcome: LaunchResult) -> FoundError | None:
+    """Return the error that ended a run; None if it ended well."""
     ended, error = outcome.ended, outcome.error
     if error is None:
         return None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbaccel.display.svg import STYLE
-from nbaccel.dry_run.forecast import Forecast, forecast
+from nbaccel.dry_run.forecasts.forecast import Forecast, forecast
 from nbaccel.dry_run.unreached_lines import not_reached
 from nbaccel.hardware import Platform
 from nbaccel.launch.plan import LaunchPlan
@@ -141,8 +141,8 @@ class _Writer:
 
     def _end(self) -> Iterator[ReportLine]:
         found, error = self._found, self._found.error
-        setup = f" after a set-up of {duration(found.setup_s)}" if found.setup_s >= 1.0 else ""
-        took = f"{plural(found.world_size, 'rank')}, {duration(found.seconds)}{setup}"
+        dry_run_s = max(found.seconds - found.setup_s, 0.0)
+        took = f"{plural(found.world_size, 'rank')}, set-up {duration(found.setup_s)}, dry run {duration(dry_run_s)}"
         if error is not None:
             yield self._error(error)
             rest = self._rest(error.line)

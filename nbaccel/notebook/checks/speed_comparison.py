@@ -1,0 +1,159 @@
+"""Trials of a cell, with their speed and losses, and what they say beside the cell as it is. Values; in the kernel."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbaccel.trials.changes import SpeedChange
+
+__all__ = ["SpeedComparison", "SpeedRow", "SpeedTrial"]
+
+LEAST_GAIN = 1.05
+"""Ratio to the cell as it is from which on a change is worth a line, where the noise is less."""
+
+_ALIKE, _ALIKE_ROUNDED = 1e-3, 2e-2
+"""Relative differences of losses: of the same arithmetic in another order, and of other kernels or precisions."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedTrial:
+    """One trial.
+
+    steps_per_s: 0 if nothing was measured.  samples_per_step: of all ranks; 0 where they are not known.
+    losses: the first ones of each rank.  seconds: that it took, with the start of its ranks.
+    why_not: why nothing was measured, in a few words.  facts: of the parts of the training.
+    """
+
+    steps_per_s: float = 0.0
+    samples_per_step: float = 0.0
+    losses: Sequence[Sequence[float]] = ()
+    seconds: float = 0.0
+    why_not: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, records: Sequence[Mapping[str, Any]], seconds: float) -> SpeedTrial:
+        """Return the trial whose ranks have left these records, one of each rank."""
+        first = records[0]
+        measured_s = max(float(each["seconds"]) for each in records)
+        return cls(
+            first["steps"] / measured_s if first["steps"] and measured_s > 0 else 0.0,
+            sum(float(each["samples_per_step"]) for each in records),
+            [each["losses"] for each in records],
+            seconds,
+            "" if first["steps"] else "too few steps",
+            first,
+        )
+
+
+@dataclass(eq=False)
+class SpeedRow:
+    """One change with its trials.
+
+    family: changes of one family exclude each other.  note: why there are no trials, if there is a reason.
+    """
+
+    change: SpeedChange
+    family: str = ""
+    trials: list[SpeedTrial] = field(default_factory=list)
+    note: str = ""
+
+    @property
+    def speeds(self) -> list[float]:
+        """Return the steps per second of its trials."""
+        return [each.steps_per_s for each in self.trials if each.steps_per_s]
+
+    @property
+    def why_not(self) -> str:
+        """Return why it has no speed; empty if it has one."""
+        if self.speeds:
+            return ""
+        return next((each.why_not for each in self.trials if each.why_not), self.note or "not tried: no time left")
+
+
+class SpeedComparison:
+    """Rows beside the row of the cell as it is.
+
+    base: the cell as it is.  rows: of changes, in the order in which they were tried.
+    """
+
+    def __init__(self) -> None:
+        self.base = SpeedRow(SpeedChange())
+        self.rows: list[SpeedRow] = []
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Return what is known of the training, from the first trial."""
+        return self.base.trials[0].facts if self.base.trials else {}
+
+    @property
+    def has_samples(self) -> bool:
+        return bool(self._samples(self.base))
+
+    def _samples(self, row: SpeedRow) -> float:
+        """Return the samples of a step: where a row does not know them, those of the cell as it is."""
+        known = [each.samples_per_step for each in row.trials if each.samples_per_step]
+        if known:
+            return statistics.median(known)
+        return 0.0 if row is self.base else self._samples(self.base) * row.change.batch_factor
+
+    def rates(self, row: SpeedRow) -> list[float]:
+        """Return samples per second, or steps per second where samples are not known, of each trial."""
+        samples = self._samples(row) or 1.0
+        return [speed * samples for speed in row.speeds]
+
+    def rate(self, row: SpeedRow) -> float:
+        rates = self.rates(row)
+        return statistics.median(rates) if rates else 0.0
+
+    def ratio(self, row: SpeedRow) -> float:
+        """Return the speed of a row as a multiple of that of the cell as it is."""
+        base = self.rate(self.base)
+        return self.rate(row) / base if base else 0.0
+
+    @property
+    def noise(self) -> float:
+        """Return the spread of the cell as it is: how far its fastest and slowest trial are apart, relative."""
+        rates = self.rates(self.base)
+        return (max(rates) - min(rates)) / statistics.median(rates) if len(rates) > 1 else 0.0
+
+    def is_faster(self, row: SpeedRow) -> bool:
+        """Return whether a row is faster than the cell as it is, by more than the noise."""
+        if not row.speeds or self.ratio(row) < LEAST_GAIN:
+            return False
+        return min(self.rates(row)) > max(self.rates(self.base))
+
+    def numbers(self, row: SpeedRow) -> str:
+        """Return whether the losses of a row are those of the cell as it is: "yes", "no", or why that is not known."""
+        change = row.change
+        if change.batch_factor > 1:
+            return f"changes the training: {change.batch_factor} times fewer steps"
+        tolerance = _ALIKE_ROUNDED if change.precision or change.compiles else _ALIKE
+        if not _losses_of(self.base) or not row.speeds:
+            return "" if not row.speeds else "no losses seen"
+        own = _losses_of(self.base)
+        if not all(_are_alike(each, own[0], _ALIKE) for each in own[1:]):
+            return "differ from run to run"
+        if all(_are_alike(each, own[0], tolerance) for each in _losses_of(row)):
+            return "yes"
+        if change.loader and self.facts.get("draws"):
+            return "random data"
+        if change.compiles and (self.facts.get("model") or {}).get("is_random"):
+            return "random layers"
+        return "no"
+
+    def may_be_advised(self, row: SpeedRow) -> bool:
+        return self.is_faster(row) and self.numbers(row) != "no"
+
+
+def _losses_of(row: SpeedRow) -> list[Sequence[Sequence[float]]]:
+    return [each.losses for each in row.trials if any(each.losses)]
+
+
+def _are_alike(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]], tolerance: float) -> bool:
+    pairs = [pair for mine, theirs in zip(one, other, strict=False) for pair in zip(mine, theirs, strict=False)]
+    return all(math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance * 0.1) for a, b in pairs)

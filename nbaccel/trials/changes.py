@@ -1,0 +1,61 @@
+"""SpeedChange: the differences of one trial from the cell as it is. A value; ranks apply it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+__all__ = ["SpeedChange"]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedChange:
+    """The differences of a trial; none in the trial of the cell as it is.
+
+    loader, optimizer: keyword arguments with new values, of the training's loader and of its optimizers.
+    batch_factor: the batch size is this many times that of the cell.
+    compiles: ``model.compile()``.  channels_last: the memory format of the model.
+    threads: of torch in each rank; 0 for those of the launcher.  precision: that of `-p`; empty for the cell's.
+    """
+
+    loader: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    batch_factor: int = 1
+    compiles: bool = False
+    channels_last: bool = False
+    threads: int = 0
+    precision: str = ""
+
+    def with_(self, other: SpeedChange) -> SpeedChange:
+        """Return both changes together; `other` decides where both change the same.
+
+        >>> str(SpeedChange(loader={"num_workers": 2}).with_(SpeedChange(loader={"pin_memory": True}, batch_factor=2)))
+        'num_workers=2, pin_memory=True, batch size x 2'
+        """
+        return replace(
+            self,
+            loader={**self.loader, **other.loader},
+            optimizer={**self.optimizer, **other.optimizer},
+            batch_factor=other.batch_factor if other.batch_factor > 1 else self.batch_factor,
+            compiles=self.compiles or other.compiles,
+            channels_last=self.channels_last or other.channels_last,
+            threads=other.threads or self.threads,
+            precision=other.precision or self.precision,
+        )
+
+    @property
+    def is_nothing(self) -> bool:
+        return self == SpeedChange()
+
+    def __str__(self) -> str:
+        """Return the change as a table names it."""
+        if self.is_nothing:
+            return "the cell as it is"
+        parts = [f"{name}={value}" for name, value in {**self.loader, **self.optimizer}.items()]
+        if self.batch_factor > 1:
+            parts.append(f"batch size x {self.batch_factor}")
+        parts += ["model.compile()"] * self.compiles + ["channels_last"] * self.channels_last
+        parts += [f"{self.threads} thread{'s' * (self.threads > 1)} in each rank"] if self.threads else []
+        parts += [f"-p {self.precision}"] if self.precision else []
+        return ", ".join(parts)
