@@ -39,6 +39,9 @@ _COMPILING_S = 20.0
 _GROWS = 1.1
 """Ratio to the next smaller batch from which on a still larger one is tried."""
 
+_MOST_REPEATS = 3
+"""How often rows are tried once more that may be faster."""
+
 _WORTH_A_CHANGE = 1.2
 """How much faster a change of the training has to be than the best that leaves it as it is."""
 
@@ -74,6 +77,7 @@ class SpeedSearch:
         self._changed = changed
         self._wanted_s = _FIRST_S
         self._ends_at = 0.0
+        self._number = 0  # of the last trial
         self._changed_files: dict[str, None] = {}
         self.found = SpeedComparison()
 
@@ -103,6 +107,13 @@ class SpeedSearch:
             self._screen(further)
             self._repeat([row for row in further if found.ratio(row) > found.ratio(best) * _SEEMS])
         self._try_together()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Use the time that is left for rows that may be faster."""
+        for _ in range(_MOST_REPEATS):
+            rows = [row for row in self.found.rows if self.found.is_open(row) and self.found.numbers(row) != "no"]
+            self._repeat(rows)
 
     def _choose_time(self, rows: int) -> None:
         """Choose the seconds of a trial so that each row gets two, and the cell as it is as many as half of them."""
@@ -199,7 +210,8 @@ class SpeedSearch:
         self._changed(self.found, str(row.change))
         slowest_s = max(_MORE_SLOWLY * base[0].seconds + _COMPILING_S, 10.0) if base else None
         limit_s = None if is_first or slowest_s is None else min(left_s, slowest_s)
-        row.trials.append(self._trial(row.change, limit_s))
+        self._number += 1
+        row.trials.append(replace(self._trial(row.change, limit_s), at=self._number))
         self._changed(self.found, "")
 
     def _trial(self, change: SpeedChange, limit_s: float | None) -> SpeedTrial:

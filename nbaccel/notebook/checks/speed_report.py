@@ -44,7 +44,7 @@ class SpeedReport:
             return str(row.change), row.why_not, "", ""
         speed = rate(found.rate(row), "samples" if found.has_samples else "steps")
         if row is found.base:
-            noise = f" (+-{found.noise / 2:.0%})" if len(row.speeds) > 1 else ""
+            noise = f" (+-{found.noise:.0%})" if len(row.speeds) > 1 else ""
             return str(row.change), f"{speed}{noise}", "1.00", ""
         return str(row.change), speed, f"{found.ratio(row):.2f}", found.numbers(row)
 
