@@ -47,7 +47,7 @@ class FakeSearch(SpeedSearch):
         self._facts = FACTS if facts is None else facts
         self.tried: list[str] = []
 
-    def _trial(self, change: SpeedChange, limit_s: float | None) -> SpeedTrial:
+    def _trial(self, change: SpeedChange, limit_s: float) -> SpeedTrial:
         self.tried.append(str(change))
         speed = self._speed(change)
         if not speed:
@@ -133,6 +133,16 @@ def test_a_change_that_fails_is_a_row_with_its_reason_and_is_not_tried_again() -
     (row,) = [row for row in search.found.rows if row.change.compiles]
     assert row.why_not == "out of memory"
     assert search.tried.count("model.compile()") == 1
+
+
+def test_a_trial_that_takes_too_long_is_a_row_that_says_so() -> None:
+    def speed(change: SpeedChange) -> float:
+        if change.compiles:
+            raise TimeoutError
+        return 10.0 / change.batch_factor
+
+    (row,) = [row for row in searched(speed).found.rows if row.change.compiles]
+    assert row.why_not == "too slow"
 
 
 def test_where_no_time_is_left_nothing_more_is_tried() -> None:
