@@ -36,8 +36,6 @@ model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """
 
-DEEP = "model = nn.Sequential(nn.Linear(20, 8), *[nn.Linear(8, 8) for _ in range(80)], nn.Linear(8, 2))\n"
-
 WIDE = """
 model = nn.Sequential(nn.Linear(20, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.ReLU(), nn.Linear(1500, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -54,6 +52,8 @@ for epoch in range({epochs}):
         seen += len(y)
         if seen >= {samples}:
             break
+    if seen >= {samples}:
+        break
 seconds = time.perf_counter() - began
 """
 
@@ -83,7 +83,7 @@ def pasted(said: str) -> list[str]:
 
 def seconds(kernel: RealKernel, samples: int) -> float:
     """Return the seconds in which ranks train on so many samples."""
-    kernel.run(accelerate(LOOP.format(epochs=1, samples=samples), flags="--out seconds")).succeeded()
+    kernel.run(accelerate(LOOP.format(epochs=100, samples=samples), flags="--out seconds")).succeeded()
     return float(kernel.value("seconds"))
 
 
@@ -94,11 +94,10 @@ BOTTLENECKS = {
         "batch_size=16",
         2048,
     ),
-    "an optimizer that takes its parameters one by one": (
-        f"{DEEP}optimizer = torch.optim.Adam(model.parameters(), foreach=False)\n"
-        "loader = DataLoader(TensorDataset(X, Y), batch_size=512, shuffle=True)",
-        "torch.optim.Adam(model.parameters(), fused=True)",
-        4096,
+    "workers that take longer to start than to work": (
+        f"{SMALL}loader = DataLoader(TensorDataset(X, Y), batch_size=512, shuffle=True, num_workers=4)",
+        "loader = DataLoader(TensorDataset(X, Y), batch_size=512, shuffle=True, num_workers=0)",
+        3 * 4096,
     ),
 }
 

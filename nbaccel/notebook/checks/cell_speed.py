@@ -70,8 +70,8 @@ class CellSpeed:
         if not self._trials.found.base.speeds:
             raise LaunchRefused(
                 f"--speed: the training of {self._source.name} could not be measured "
-                f"({self._trials.found.base.why_not}). It needs some ten steps of an optimizer of torch, soon after the "
-                "beginning of the cell: put the loading of data and models into a cell before."
+                f"({self._trials.found.base.why_not}). It needs ten steps or more of an optimizer of torch, soon "
+                "after the beginning of the cell: put the loading of data and models into a cell before."
             )
         report = self._report(())
         self._show(report)

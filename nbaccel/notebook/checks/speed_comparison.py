@@ -20,7 +20,10 @@ FEWEST_TRIALS = 2
 """Trials after which a change may be said to be faster."""
 
 _ALIKE, _ALIKE_ROUNDED = 1e-3, 2e-2
-"""Relative differences of losses: of the same arithmetic in another order, and of other kernels or precisions."""
+"""Relative differences of first losses: of the same arithmetic in another order, and of other kernels or precisions."""
+
+_GROWTH = 5.0
+"""How much larger differences of later losses may be: steps of an optimizer make more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,10 @@ class SpeedComparison:
         is_sure = len(ratios) >= FEWEST_TRIALS and min(ratios) > 1.0
         return is_sure and statistics.median(ratios) >= max(LEAST_GAIN, 1.0 + self.noise)
 
+    def is_undecided(self, row: SpeedRow) -> bool:
+        """Return whether a row had too little time: it was not tried, or may be faster."""
+        return self.is_open(row) or not (row.trials or row.note)
+
     def is_open(self, row: SpeedRow) -> bool:
         """Return whether a row may be faster, and more trials would tell."""
         return bool(row.speeds) and self.ratio(row) >= LEAST_GAIN and not self.is_faster(row)
@@ -179,5 +186,9 @@ def _losses_of(row: SpeedRow) -> list[Sequence[Sequence[float]]]:
 
 
 def _are_alike(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]], tolerance: float) -> bool:
-    pairs = [pair for mine, theirs in zip(one, other, strict=False) for pair in zip(mine, theirs, strict=False)]
-    return all(math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance * 0.1) for a, b in pairs)
+    for mine, theirs in zip(one, other, strict=False):
+        for number, (a, b) in enumerate(zip(mine, theirs, strict=False)):
+            allowed = tolerance * (_GROWTH if number else 1.0)
+            if not math.isclose(a, b, rel_tol=allowed, abs_tol=0.1 * allowed):
+                return False
+    return True

@@ -77,6 +77,8 @@ AS_IT_IS = [10.0, 10.0, 10.0]
     [
         (WORKERS, ([1.0, 0.5], [1.0, 0.5001]), {}, "yes"),
         (WORKERS, ([1.0, 0.5], [1.0, 0.6]), {}, "no"),
+        (WORKERS, ([1.0, 0.5], [1.004, 0.5]), {}, "no"),
+        (WORKERS, ([1.0, 0.5], [1.0, 0.502]), {}, "yes"),  # steps have made more of a difference in rounding
         (WORKERS, ([1.0, 0.5], [1.0, 0.6]), {"draws": True}, "random data"),
         (SpeedChange(optimizer={"fused": True}), ([1.0, 0.5], [1.0, 0.6]), {"draws": True}, "no"),
         (SpeedChange(precision="bf16"), ([1.0, 0.5], [1.01, 0.505]), {}, "yes"),
@@ -117,12 +119,21 @@ def test_the_table_has_the_fastest_first_and_what_failed_last() -> None:
         "channels_last      not tried: no time left",
         "num_workers=2: 2.00 x as fast, by",
         "  Cell In[3], line 5: loader = DataLoader(data, num_workers=2)",
+        "no time was left to decide about channels_last",
     ]
 
 
 def test_where_nothing_helps_the_report_says_so() -> None:
     found, _ = compared(WORKERS, [10.0, 10.0], AS_IT_IS)
     assert str(SpeedReport(found)).splitlines()[-1] == "nothing helps"
+
+
+def test_where_the_time_was_too_short_the_report_does_not_say_that_nothing_helps() -> None:
+    found, _ = compared(WORKERS, [20.0], AS_IT_IS)
+    assert str(SpeedReport(found)).splitlines()[-2:] == [
+        "nothing is sure to help",
+        "no time was left to decide about num_workers=2",
+    ]
 
 
 def test_a_report_in_between_says_what_is_tried() -> None:
