@@ -119,7 +119,7 @@ def test_the_lines_that_are_shown_remove_a_bottleneck(kernel: RealKernel, bottle
 
 def test_where_nothing_helps_it_says_so(kernel: RealKernel) -> None:
     kernel.do(f"{WIDE}loader = DataLoader(TensorDataset(X, Y), batch_size=512, shuffle=True)")
-    said = report(kernel, "30s")
+    said = report(kernel, "60s")
     assert "\nnothing helps" in said, said
     assert not pasted(said)
 

@@ -181,14 +181,15 @@ class SpeedComparison:
         return self.is_faster(row) and self.numbers(row) != "no"
 
 
-def _losses_of(row: SpeedRow) -> list[Sequence[Sequence[float]]]:
-    return [each.losses for each in row.trials if any(each.losses)]
+def _losses_of(row: SpeedRow) -> list[list[float]]:
+    """Return the losses of each trial, averaged over the ranks: which rank gets which samples of a batch may differ."""
+    found = [each.losses for each in row.trials if each.losses and all(each.losses)]
+    return [[statistics.fmean(each) for each in zip(*losses, strict=False)] for losses in found]
 
 
-def _are_alike(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]], tolerance: float) -> bool:
-    for mine, theirs in zip(one, other, strict=False):
-        for number, (a, b) in enumerate(zip(mine, theirs, strict=False)):
-            allowed = tolerance * (_GROWTH if number else 1.0)
-            if not math.isclose(a, b, rel_tol=allowed, abs_tol=0.1 * allowed):
-                return False
+def _are_alike(one: Sequence[float], other: Sequence[float], tolerance: float) -> bool:
+    for number, (a, b) in enumerate(zip(one, other, strict=False)):
+        allowed = tolerance * (_GROWTH if number else 1.0)
+        if not math.isclose(a, b, rel_tol=allowed, abs_tol=0.1 * allowed):
+            return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,13 @@ def test_losses_that_differ_from_run_to_run_are_not_compared() -> None:
     found, row = compared(WORKERS, FAST, AS_IT_IS)
     found.base.trials[1] = SpeedTrial(10.0, 32, [[1.3, 0.5]], 1.0, at=2)
     assert found.numbers(row) == "differ from run to run"
+
+
+def test_ranks_that_divide_a_batch_differently_have_equal_numbers() -> None:
+    found, row = compared(WORKERS, FAST, AS_IT_IS)
+    found.base.trials[:] = [replace(trial, losses=[[1.0, 0.4], [1.0, 0.6]]) for trial in found.base.trials]
+    row.trials[:] = [replace(trial, losses=[[1.0, 0.55], [1.0, 0.45]]) for trial in row.trials]
+    assert found.numbers(row) == "yes"
 
 
 # --- the report
