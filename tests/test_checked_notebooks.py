@@ -28,7 +28,7 @@ SWEPT = re.compile(r" --sweep (.+) --slots \d+")
 
 
 def is_run(cell: Any) -> bool:
-    return cell.cell_type == "code" and cell.source.startswith(MAGIC)
+    return bool(cell.cell_type == "code" and cell.source.startswith(MAGIC))
 
 
 NAMES = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb") if MAGIC in path.read_text(encoding="utf-8"))

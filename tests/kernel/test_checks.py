@@ -301,6 +301,20 @@ def test_a_loop_comes_to_the_last_line(kernel: RealKernel, loop: str) -> None:
     assert ("the time cannot be forecast" in said) == ("threshold" in loop), said
 
 
+def test_the_last_batch_may_be_used_after_its_loop(kernel: RealKernel) -> None:
+    said = report(
+        kernel,
+        """
+        whole = DataLoader(TensorDataset(X[:960], Y[:960]), 32, shuffle=True)
+        for epoch in range(30):
+            for x, y in whole:
+                step(x, y)
+            torch.randn_like(x)
+        """,
+    )
+    assert "ok: the cell comes to its end" in said, said
+
+
 def test_a_function_of_a_cell_that_imports_modules_is_rewritten(kernel: RealKernel) -> None:
     kernel.do(
         """

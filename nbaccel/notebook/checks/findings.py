@@ -158,6 +158,19 @@ class DryRunResult:
             if all(value is not None for value in values) and len({value[0] for value in values}) > 1:
                 yield name, [value[1] for value in values]
 
+    def rounds_of_cuts(self) -> Iterator[tuple[int, int]]:
+        """Yield for each loop that ended early the rounds of the whole run, and those that it had.
+
+        The last ones are those of a loop inside of another, in all its rounds.
+        """
+        loops = [loop for loop in self.of_kind("loop") if loop.get("total")]
+        ended = {(int(loop["total"]), int(loop["rounds"])) for loop in loops if loop["rounds"] < loop["total"]}
+        yield from ended
+        for number in {loop["number"] for loop in loops}:
+            alike = [loop for loop in loops if loop["number"] == number]
+            had = sum(int(loop["rounds"]) for loop in alike)
+            yield from ((outer * int(alike[-1]["total"]), had) for outer, _ in ended)
+
     def samples_of_cuts(self) -> Iterator[int]:
         """Yield how many samples a loop had of a loader that has more: in each rank, and in all of them.
 

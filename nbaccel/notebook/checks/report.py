@@ -172,7 +172,7 @@ class _Writer:
         if counts := self._counts_of_cut_batches(error.text):
             return ReportLine(
                 YELLOW,
-                f"{head}: {error.text}; {counts} is what the batches of this check come to, so this line, and what "
+                f"{head}: {error.text}; {counts} is what the rounds of this check come to, so this line, and what "
                 "follows it, could not be checked",
             )
         if "offline mode" in error.text.lower() or "HF_HUB_OFFLINE" in error.text:
@@ -204,6 +204,9 @@ class _Writer:
         """
         numbers = {int(word) for word in re.findall(r"\d+", text)}
         counts = {count for count in self._found.samples_of_cuts() if count >= _SMALLEST_COUNT}
+        # Axes of a plot: one entry for each epoch or batch of the whole run, and one for each of the check.
+        pairs = [(whole + more, had + more) for whole, had in self._found.rounds_of_cuts() for more in (0, 1)]
+        counts |= {had for whole, had in pairs if whole != had and whole in numbers}
         return max(counts & numbers, default=None)
 
     def _is_in_cell(self, file: str) -> bool:

@@ -40,6 +40,9 @@ _COMPILING_S = 20.0
 _GROWS = 1.1
 """Ratio to the next smaller batch from which on a still larger one is tried."""
 
+_MOST_REPEATS = 3
+"""How often rows are tried once more that may be faster."""
+
 _WORTH_A_CHANGE = 1.2
 """How much faster a change of the training has to be than the best that leaves it as it is."""
 
@@ -75,6 +78,7 @@ class SpeedSearch:
         self._changed = changed
         self._wanted_s = _FIRST_S
         self._ends_at = 0.0
+        self._number = 0  # of the last trial
         self._changed_files: dict[str, None] = {}
         self.found = SpeedComparison()
 
@@ -104,6 +108,13 @@ class SpeedSearch:
             self._screen(further)
             self._repeat([row for row in further if found.ratio(row) > found.ratio(best) * _SEEMS])
         self._try_together()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Use the time that is left for rows that may be faster."""
+        for _ in range(_MOST_REPEATS):
+            rows = [row for row in self.found.rows if self.found.is_open(row) and self.found.numbers(row) != "no"]
+            self._repeat(rows)
 
     def _choose_time(self, rows: int) -> None:
         """Choose the seconds of a trial so that each row gets two, and the cell as it is as many as half of them."""
@@ -190,20 +201,33 @@ class SpeedSearch:
     def _try(self, row: SpeedRow) -> None:
         """Give a row a trial, if there is time for one."""
         base = self.found.base.trials
-        is_first = not base
-        expected_s = 0.0 if is_first else (row.trials or base)[-1].seconds
         left_s = self._ends_at - time.monotonic()
-        if not is_first and expected_s > left_s:
+        if base and (row.trials or base)[-1].seconds > left_s:
             return
         if row.trials and not row.speeds:  # it has failed
             return
         self._changed(self.found, str(row.change))
-        slowest_s = max(_MORE_SLOWLY * base[0].seconds + _COMPILING_S, 10.0) if base else None
-        limit_s = None if is_first or slowest_s is None else min(left_s, slowest_s)
-        row.trials.append(self._trial(row.change, limit_s))
+        self._number += 1
+        began = time.monotonic()
+        try:
+            trial = self._trial(row.change, self._longest_s(left_s))
+        except TimeoutError:
+            is_late = time.monotonic() >= self._ends_at - 1.0
+            trial = SpeedTrial(seconds=time.monotonic() - began, why_not="no time left" if is_late else "too slow")
+        row.trials.append(replace(trial, at=self._number))
         self._changed(self.found, "")
 
-    def _trial(self, change: SpeedChange, limit_s: float | None) -> SpeedTrial:
+    def _longest_s(self, left_s: float) -> float:
+        """Return the time after which a trial is given up."""
+        base = self.found.base.trials
+        return min(left_s, _MORE_SLOWLY * base[0].seconds + _COMPILING_S) if base else left_s
+
+    def _trial(self, change: SpeedChange, limit_s: float) -> SpeedTrial:
+        """Run a trial.
+
+        Raises:
+            TimeoutError: it has taken `limit_s`.
+        """
         cell, is_first = self._cell, not self.found.base.trials
         with Throwaway.start(self._launcher) as place:
             place.watch_files(self._say if is_first else lambda line: None)
@@ -230,8 +254,10 @@ class SpeedSearch:
                 self._changed_files |= dict.fromkeys(place.changed_files())
         if outcome.ended.is_interrupted:
             raise KeyboardInterrupt("the trials were interrupted; nothing was changed.")
+        if outcome.ended.is_timed_out:
+            raise TimeoutError
         if outcome.error is not None:
-            if change.is_nothing:
+            if is_first:
                 raise outcome.error
             return SpeedTrial(seconds=seconds, why_not=_why_not(outcome))
         trials = [record for rank in records for record in rank if record["kind"] == "trial"]
@@ -241,8 +267,6 @@ class SpeedSearch:
 def _why_not(outcome: LaunchResult) -> str:
     """Return why a trial has failed, in a few words."""
     error = error_of(outcome)
-    if outcome.ended.is_timed_out:
-        return "too slow"
     if error is None:
         return "failed"
     if error.is_memory:

@@ -96,7 +96,20 @@ def test_an_error_about_the_number_of_samples_of_a_cut_loader_is_yellow(count: i
     result.records[1].append(cut)  # type: ignore[attr-defined]
     line = said(result)[0]
     assert line.startswith("yellow: line 4" if is_of_cuts else "red: line 4")
-    assert (f"; {count} is what the batches of this check come to" in line) == is_of_cuts
+    assert (f"; {count} is what the rounds of this check come to" in line) == is_of_cuts
+
+
+@pytest.mark.parametrize(
+    ("epochs", "losses", "is_of_cuts"),
+    [(100, 2, True), (101, 3, True), (400, 7, True), (40, 3, True), (100, 5, False), (99, 2, False)],
+)
+def test_an_error_about_the_rounds_of_cut_loops_is_yellow(epochs: int, losses: int, is_of_cuts: bool) -> None:
+    rounds = [(0, 10, 2), (1, 100, 2), (2, 40, 3), (2, 40, 4)]
+    loops = [{"kind": "loop", "number": each[0], "total": each[1], "rounds": each[2]} for each in rounds]
+    shapes = f"({epochs},) and ({losses},)"
+    text = f"ValueError: x and y must have same first dimension, but have shapes {shapes}"
+    line = said(found(*loops, error=FoundError(text, "all 2 ranks", "Cell In[7]", 4)))[0]
+    assert line.startswith("yellow: line 4" if is_of_cuts else "red: line 4"), line
 
 
 def test_a_small_number_in_an_error_is_not_taken_for_one_of_samples() -> None:
