@@ -441,6 +441,11 @@ def test_a_full_check_looks_at_seeds_and_gradients(kernel: RealKernel, cell: str
     kernel.do("assert torch.equal(model[0].weight, before) and model[0].weight.grad is None and not optimizer.state")
 
 
+def test_a_full_check_of_a_cell_that_fails_says_what_was_not_checked(kernel: RealKernel) -> None:
+    said = report(kernel, "fit(2)\nprint(histroy)", "--check full")
+    assert "yellow: seeds and gradients were not checked: the cell did not come to its end" in said, said
+
+
 # --- nothing is touched ---------------------------------------------------------------------------------------------
 
 TOUCHES = """

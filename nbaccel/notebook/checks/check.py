@@ -76,7 +76,7 @@ class CellCheck:
             changed = place.changed_files()
             decisions = {path.name: path.read_bytes() for path in place.records.glob("*.json")}
         more: list[ReportLine] = []
-        if self._plan.options.check == FULL and first.error is None:
+        if self._plan.options.check == FULL:
             more = list(
                 FullCheck(self._plan, self._source, self._again(decisions, noise), self._gradients).lines(first)
             )
