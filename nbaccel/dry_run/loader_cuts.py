@@ -205,9 +205,13 @@ class LoaderCuts:
         self._begins[begun] += 1
 
     def more_of(self, this: OnePass) -> int:
-        """Return how many rounds the pass gets beyond the usual ones: some in the second pass at its place."""
+        """Return how many rounds the pass gets beyond the usual ones: some in the second pass at its place.
+
+        A first pass that is split gets one, as its first two parts have unequal sizes, which its last may not have: a
+        program that works on with the last batch draws as many random numbers in each rank.
+        """
         if this.more is None:
-            this.more = 0
+            this.more = int(self._begins_whole and this.is_alike and this.number == 0)
             if this.number == 1:
                 this.more = int(self._decisions.take(_file_name(this, "more"), lambda: self._more_by_time(this), 0))
         return this.more

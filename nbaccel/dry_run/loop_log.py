@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,6 +32,7 @@ from nbaccel.dry_run.loop_spans import (
     Loop,
     OpenSpans,
     Span,
+    TrainerPart,
     Write,
 )
 
@@ -139,6 +140,13 @@ class LoopLog:
         self._open.note_setup(self._open.now())
         for depth, loop in enumerate(self._open.loops()):
             loop.note_step(is_inner=depth > 0)
+
+    def part(self, number: int, facts: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Return the context of a library's training, or of an evaluation or a save in it.
+
+        number: a negative one that says which.  facts: of its record; they may be filled until it ends.
+        """
+        return TrainerPart(self._open, number, facts) if self._is_here() else _NOTHING
 
     def present(self) -> tuple[tuple[int, int], ...]:
         """Return the open loops with their rounds: equal twice if no open loop has moved in between."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from nbaccel.dry_run.loop_totals import total_of
 
-__all__ = ["MOST_BATCHES", "Branch", "DryRunEnded", "Loop", "OpenSpans", "Span"]
+__all__ = ["MOST_BATCHES", "Branch", "DryRunEnded", "Loop", "OpenSpans", "Span", "TrainerPart"]
 
 MOST_PASSES, MOST_DRAWS, MOST_STEPS, MOST_STEPPING_LOOPS = 2, 6, 6, 2
 """Rounds after which a loop ends: those that began a pass, drew a batch, stepped, and stepped in an inner loop."""
@@ -200,6 +200,31 @@ class Branch(Span):
         for record in self.pending:
             self.outer.keep(record)
         self.outer.keep({"kind": "branch", **self.place(), "seconds": seconds, "own_s": seconds - self.inner_s})
+
+
+class TrainerPart(Span):
+    """The training of a library's trainer, or an evaluation or a save in it.
+
+    facts: that its record gets; they may be filled until it ends.
+    """
+
+    def __init__(self, spans: OpenSpans, number: int, facts: Mapping[str, Any]) -> None:
+        super().__init__(spans, number, spans.top)
+        self._facts = facts
+
+    def __enter__(self) -> None:
+        self.spans.top = self
+        self.began_s = self.spans.now()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        assert self.outer is not None
+        self.spans.top = self.outer
+        seconds = self.spans.now() - self.began_s
+        self.outer.inner_s += seconds
+        for record in self.pending:
+            self.outer.keep(record)
+        own_s = seconds - self.inner_s
+        self.outer.keep({"kind": "trainer_part", **self.place(), "seconds": seconds, "own_s": own_s, **self._facts})
 
 
 _NO_ROUNDS: Mapping[str, int] = MappingProxyType({"began": 0, "drew": 0, "stepped": 0})

@@ -58,7 +58,7 @@ class RankDryRun:
         self.reached: set[int] = set()
         self._log = LoopLog(self._records.write)
         self._parts = make_parts(self._log, self._records.write, folder)
-        self._trainings = ShortTrainings(self._parts.cuts, self._records.write, when_loaded)
+        self._trainings = ShortTrainings(self._parts.cuts, self._records.write, when_loaded, self._log.part)
         self._table: Table = []
 
     def rewritten(

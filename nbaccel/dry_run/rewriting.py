@@ -448,12 +448,13 @@ def _rewrite_file(name: str, functions: Sequence[types.FunctionType], first_numb
     if not table:
         return []
     plain_tree = parsed_lines(lines)
+    is_cell = not os.path.isfile(name)
     codes: dict[int, tuple[_Codes, _Codes]] = {}
     count = 0
     for function in functions:
         flags = function.__code__.co_flags & _FUTURE
         if flags not in codes:
-            codes[flags] = _codes(plain_tree, name, flags), _codes(tree, name, flags)
+            codes[flags] = _codes(plain_tree, name, flags, is_cell), _codes(tree, name, flags, is_cell)
         plain, rewritten = (each.get(_key(function.__code__)) for each in codes[flags])
         if plain is None or rewritten is None or not _uses_log(rewritten):
             continue
@@ -470,10 +471,16 @@ def _key(code: types.CodeType) -> tuple[str, int]:
     return code.co_qualname, code.co_firstlineno
 
 
-def _codes(tree: ast.Module, name: str, flags: int) -> _Codes:
-    """Return the code of each function of a file; None where two have one name and line."""
+def _codes(tree: ast.Module, name: str, flags: int, is_cell: bool) -> _Codes:
+    """Return the code of each function of a file; None where two have one name and line.
+
+    is_cell: compile each statement by itself, as IPython does. Methods of a name are called by other instructions where
+    the compiler has seen that it is an imported module.
+    """
     found: _Codes = {}
-    pending = [compile(tree, name, "exec", flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)]
+    modules = [ast.Module([node], []) for node in tree.body] if is_cell else [tree]
+    how = flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    pending = [compile(module, name, "exec", how, dont_inherit=True) for module in modules]
     while pending:
         for constant in pending.pop().co_consts:
             if isinstance(constant, types.CodeType):

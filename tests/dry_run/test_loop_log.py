@@ -12,7 +12,7 @@ import pytest
 
 from dry_run.timed_program import Clock, DryRun, run_dry
 from nbaccel.dry_run import rewriting
-from nbaccel.dry_run.forecast import loops_open_at_end
+from nbaccel.dry_run.forecasts.forecast import loops_open_at_end
 from nbaccel.dry_run.loop_log import DryRunEnded, LoopLog
 from nbaccel.dry_run.loop_totals import total_of
 

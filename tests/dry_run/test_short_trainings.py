@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +14,29 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dry_run.fakes_of_loops import Cutting
+from nbaccel.dry_run.forecasts.trainer_counts import EVALUATION, SAVE, TRAINING
 from nbaccel.dry_run.short_trainings import ShortTrainings
 from nbaccel.launch.ipc.import_hooks import when_loaded_meanwhile
 
 
 class Shortened(Cutting):
-    """Trainings are short while entered."""
+    """Trainings are short while entered.  parts: numbers of those that began."""
 
     def __enter__(self) -> Shortened:
         super().__enter__()
-        self._trainings = ShortTrainings(self.cuts, self.records.append, when_loaded_meanwhile)
+        self.parts: list[int] = []
+        self._trainings = ShortTrainings(self.cuts, self.records.append, when_loaded_meanwhile, self._part)
         self._trainings.begin()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._trainings.end()
         super().__exit__(*exception)
+
+    @contextmanager
+    def _part(self, number: int, facts: Mapping[str, Any]) -> Iterator[None]:
+        self.parts.append(number)
+        yield
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -108,6 +117,7 @@ def test_it_evaluates_and_saves_once_or_twice(
     with Shortened() as run:
         trainer.train()
     assert sum("eval_runtime" in entry for entry in trainer.state.log_history) == evaluations
+    assert sorted(run.parts) == [SAVE] * saves + [EVALUATION] * evaluations + [TRAINING]
     assert len(list(tmp_path.glob("checkpoint-*"))) == saves
     assert len(run.log.begun) - evaluations <= 2
 
@@ -170,6 +180,7 @@ def test_a_trainer_of_lightning_ends_after_two_short_epochs(
     epochs = min(2, trainer.max_epochs) if trainer.max_epochs > 0 else 2
     assert counts["train"] in range(3 * epochs, 3 * epochs + 2)
     assert counts["validate"] == validations
+    assert run.parts.count(EVALUATION) == validations
     assert run.facts["batches"] == 23
     assert trainer.limit_val_batches == 1.0
     assert trainer.fit_loop.min_epochs == options.get("min_epochs", trainer.fit_loop.min_epochs)

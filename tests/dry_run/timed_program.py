@@ -1,7 +1,7 @@
 """Programs that run by a manual clock: whole, and as a dry run. What a dry run foretells is compared with the truth.
 
 A program is a text. It calls `work(seconds)` for what takes time, `step()` for a step of an optimizer, and iterates
-over a `Loader`.
+over a `Loader`; `training(...)` is a training by a library.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import ast
 import json
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.dry_run import rewriting
-from nbaccel.dry_run.forecast import Forecast, forecast
+from nbaccel.dry_run.forecasts.forecast import Forecast, forecast
+from nbaccel.dry_run.forecasts.trainer_counts import TRAINING
 from nbaccel.dry_run.loop_log import LoopLog
 from nbaccel.dry_run.rewriting import Table
 
@@ -106,7 +108,20 @@ def names_of(clock: Clock, log: LoopLog | None, load_s: float = 0.0) -> dict[str
         return Loader([1.0] * sizes if isinstance(sizes, int) else sizes, clock, log, seconds, has_length, more)
 
     step: Callable[[], None] = (lambda: None) if log is None else log.note_step
-    return {"work": clock.work, "step": step, "loader": loader, "__name__": "program"}
+
+    def training(epochs: int, batches: Loader, facts: dict[str, Any], every_s: dict[int, float]) -> None:
+        """Train as a trainer of a library does.  every_s: seconds of its other parts, which run after each epoch."""
+        part = (lambda number, facts: nullcontext()) if log is None else log.part
+        with part(TRAINING, {"epochs": epochs, **facts}):
+            for _ in range(epochs if log is None else min(epochs, 2)):
+                for _ in batches:
+                    clock.work(0.1)
+                    step()
+                for number, seconds in every_s.items():
+                    with part(number, {}):
+                        clock.work(seconds)
+
+    return {"work": clock.work, "step": step, "loader": loader, "training": training, "__name__": "program"}
 
 
 def run_whole(text: str) -> float:

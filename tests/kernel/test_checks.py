@@ -40,6 +40,12 @@ class Slow(Dataset):
         time.sleep(0.003)
         return X[index], Y[index]
 
+class Noisy(Dataset):
+    def __len__(self):
+        return 320
+    def __getitem__(self, index):
+        return X[index] + torch.randn(20), Y[index]
+
 def padded(rows):
     return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
@@ -176,7 +182,7 @@ with torch.no_grad():
             fit(1)
         """,
         "--time-limit 10min",
-        "and --time-limit ends it after 10:00: fewer epochs",
+        "and --time-limit ends it after 10 min: fewer epochs",
     ),
     "a result that depends on the rank": (
         f"""{PREPARED}
@@ -203,6 +209,30 @@ def test_a_fault_is_found(kernel: RealKernel, fault: str) -> None:
     assert line.startswith((level, "  ")), said
     if level == "yellow: ":
         assert "red: " not in said
+
+
+def test_smaller_batches_are_tried_where_memory_runs_out(kernel: RealKernel) -> None:
+    said = report(
+        kernel,
+        """
+        loader = DataLoader(Texts(), 16, shuffle=True, collate_fn=padded)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for rows in loader:
+            if rows.shape[1] > 800 and rows.shape[0] > 8:
+                raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')
+            accelerator.backward(model(rows).mean())
+            optimizer.step()
+        """,
+    )
+    assert "ran out of memory at 16 per rank; started again with 2 x 8, effective batch 32 unchanged" in said, said
+    assert "ok: the cell comes to its end" in said
+    assert "red: " not in said
+
+
+def test_an_error_in_a_function_of_another_cell_has_the_line_of_both(kernel: RealKernel) -> None:
+    number = kernel.do("def broken():\n    return 1 / 0").number
+    said = report(kernel, "fit(1)\nbroken()")
+    assert f"red: line 3 (Cell In[{number}], line 2), all 2 ranks: ZeroDivisionError" in said, said
 
 
 def test_with_strict_a_red_line_is_an_error(kernel: RealKernel) -> None:
@@ -271,12 +301,144 @@ def test_a_loop_comes_to_the_last_line(kernel: RealKernel, loop: str) -> None:
     assert ("the time cannot be forecast" in said) == ("threshold" in loop), said
 
 
+def test_the_last_batch_may_be_used_after_its_loop(kernel: RealKernel) -> None:
+    said = report(
+        kernel,
+        """
+        whole = DataLoader(TensorDataset(X[:960], Y[:960]), 32, shuffle=True)
+        for epoch in range(30):
+            for x, y in whole:
+                step(x, y)
+            torch.randn_like(x)
+        """,
+    )
+    assert "ok: the cell comes to its end" in said, said
+
+
+def test_a_function_of_a_cell_that_imports_modules_is_rewritten(kernel: RealKernel) -> None:
+    kernel.do(
+        """
+        import torch
+        from torch.nn import functional as F
+
+        def fit_twice(epochs):
+            for epoch in range(epochs):
+                for x, y in loader:
+                    loss = F.cross_entropy(model(x), y)
+                with torch.no_grad():
+                    for x, y in test_loader:
+                        model(x)
+        """
+    )
+    assert "ok: the cell comes to its end" in report(kernel, "fit_twice(5000)")
+
+
+def test_a_loop_of_another_cell_is_named_by_that_cell(kernel: RealKernel) -> None:
+    number = kernel.do(
+        """
+        def until_small(loss):
+            while loss > 1e-9:
+                for x, y in loader:
+                    loss = step(x, y)
+        """
+    ).number
+    said = report(kernel, "until_small(torch.tensor(9.0))")
+    assert f"the loop in line 2 of Cell In[{number}] ends by a condition" in said, said
+
+
 def test_lines_that_are_not_reached_are_yellow(kernel: RealKernel) -> None:
     said = report(
         kernel,
         "for x, y in loader:\n    loss = step(x, y)\n    if loss.isnan():\n        print('a')\n        print('b')",
     )
     assert "yellow: not reached: lines 5-6" in said
+
+
+# --- seeds and gradients --------------------------------------------------------------------------------------------
+
+BACKWARD = "    optimizer.zero_grad()\n    accelerator.backward(loss)\n    optimizer.step()"
+OWN = """
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+"""
+FULL = {
+    "a prepared cell": (
+        f"{OWN}    loss = F.cross_entropy(model(F.dropout(x, 0.5)), y)\n{BACKWARD}",
+        "ok: gradients of 2 ranks are those of one process at step 1",
+    ),
+    "a cell that prepares nothing": ("fit(3)", "ok: gradients of 2 ranks are those of one process at step 2"),
+    "a loss that is a sum, of ranks that average": (
+        f"{OWN}    loss = F.cross_entropy(model(x), y, reduction='sum')\n{BACKWARD}",
+        "ok: gradients of 2 ranks are those of one process at step 1",
+    ),
+    "accumulation": (
+        f"""
+from nbaccel import Accelerator
+accelerator = Accelerator(gradient_accumulation_steps=3)
+{OWN}
+    with accelerator.accumulate(model):
+        accelerator.backward(F.cross_entropy(model(x), y))
+        accelerator.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        "ok: gradients of 2 ranks are those of one process at step 1",
+    ),
+    "a model that is called around its wrapper": (
+        f"raw = model{OWN}    loss = F.cross_entropy(raw(x), y)\n"
+        "    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()",
+        "red: gradients of ",
+    ),
+    "a reduction without division": (
+        f"{OWN}    loss = F.cross_entropy(model(x), y)\n    optimizer.zero_grad()\n    accelerator.backward(loss)\n"
+        "    for each in model.parameters():\n        each.grad = accelerator.reduce(each.grad, reduction='sum')\n"
+        "    optimizer.step()",
+        "red: gradients of 2 ranks differ from those of one process by 100 % at step 1",
+    ),
+    "augmentation": (
+        """
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Noisy(), 32))
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+        """,
+        "yellow: gradients cannot be compared with those of one process: its samples are others there",
+    ),
+    "batch statistics": (
+        """
+        model = nn.Sequential(nn.BatchNorm1d(20), nn.Linear(20, 2))
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+        """,
+        "yellow: gradients cannot be compared with those of one process: the model has batch statistics",
+    ),
+    "a generator without a seed": (
+        """
+        import numpy
+        generator, began = numpy.random.default_rng(), time.time()
+        for x, y in loader:
+            loss = step(x + float(generator.normal()), y)
+        took = time.time() - began
+        """,
+        "red: two runs with seed 7 differ in model, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("cell", FULL)
+def test_a_full_check_looks_at_seeds_and_gradients(kernel: RealKernel, cell: str, tmp_path: Path) -> None:
+    body, sentence = FULL[cell]
+    kernel.do(f"import os; os.chdir({str(tmp_path)!r}); before = model[0].weight.clone()")
+    said = report(kernel, f"{textwrap.dedent(body)}\ntorch.save(1, 'model.pt')", "--check full --seed 7")
+    assert sentence in said, said
+    assert ("red: " in said) == sentence.startswith("red"), said
+    assert ("ok: two runs gave the same results" in said) == ("generator" not in cell), said
+    assert [path.name for path in tmp_path.iterdir() if path.name != ".nbaccel"] == []
+    kernel.do("assert torch.equal(model[0].weight, before) and model[0].weight.grad is None and not optimizer.state")
 
 
 # --- nothing is touched ---------------------------------------------------------------------------------------------
@@ -357,10 +519,10 @@ def test_where_no_file_can_be_shielded_it_is_said_and_saves_go_elsewhere(kernel:
     assert not (tmp_path / "model.pt").exists()
 
 
-def test_nothing_is_left_in_the_folder_for_temporary_files(kernel: RealKernel) -> None:
-    report(kernel, "fit(2)")
-    kernel.do(
-        "import os, tempfile\n"
-        "left = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith('nbaccel-check-')]\n"
-        "assert not left, left"
-    )
+def test_nothing_is_left_in_the_folder_for_temporary_files(kernel: RealKernel, tmp_path: Path) -> None:
+    kernel.do(f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}")
+    try:
+        assert "ok: the cell comes to its end" in report(kernel, "fit(2)")
+    finally:
+        kernel.do("tempfile.tempdir = None")
+    assert not list(tmp_path.iterdir())

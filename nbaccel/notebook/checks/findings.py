@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.failures import Failure
 from nbaccel.launch.diagnosis import failed_alike
 from nbaccel.launch.ipc.reports import ErrorLink
+from nbaccel.launch.ipc.user_code import cell_name
 from nbaccel.launch.processes.launch_result import LaunchResult
+from nbaccel.notices import is_users
 
 __all__ = ["DryRunResult", "FoundError", "LineOfSaves", "error_of"]
 
@@ -22,9 +24,11 @@ Record = Mapping[str, Any]
 class FoundError:
     """The error that ended a dry run.
 
-    text: in one line.  file, line: of the innermost place in the program; line 0 if there is none.
+    text: in one line.  file, line: of the innermost place in the cell, else in the program; line 0 if there is none.
+    inner: the place in another cell or file of the user's that this line has called: "Cell In[4], line 12".
     where: "rank 1", "all 2 ranks".  more: what the launcher adds: where the others were, what to do.
     is_memory: the rank ran out of memory.  rank: the one that failed first.
+    is_users: it was raised by the user's own code, in no library.
     """
 
     text: str
@@ -34,6 +38,8 @@ class FoundError:
     more: str = ""
     is_memory: bool = False
     rank: int = 0
+    inner: str = ""
+    is_users: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,8 @@ class DryRunResult:
     seconds: that the dry run took, with the start of its ranks.  noise: see `forecast.measure_noise`.
     free_bytes: returns the free bytes of the disk of a path.  is_hung: it was ended since no rank could go on.
     missing: names of `--out` that did not come, each with the reason.
+    trained: see `trained_names`.
+    restarts: a line for each time that memory ran out and smaller batches were tried; the rest is of the last attempt.
     """
 
     records: Sequence[Sequence[Record]]
@@ -71,6 +79,8 @@ class DryRunResult:
     log_path: str = ""
     is_hung: bool = False
     missing: Mapping[str, str] = field(default_factory=dict)
+    restarts: Sequence[str] = ()
+    trained: Set[str] = frozenset()
 
     @classmethod
     def of(
@@ -81,12 +91,13 @@ class DryRunResult:
         seconds: float,
         noise: float,
         free_bytes: Callable[[str], int],
+        trained: Set[str] = frozenset(),
     ) -> DryRunResult:
         ended = outcome.ended
         reports = ended.reports
         speaker = reports[outcome.task.result_rank]
         return cls(
-            records,
+            [_of_last_attempt(each) for each in records],
             [{} if report is None else report.facts for report in reports],
             error_of(outcome),
             seconds,
@@ -95,6 +106,8 @@ class DryRunResult:
             outcome.log_path,
             ended.hang is not None,
             {} if speaker is None else speaker.missing,
+            outcome.restarts,
+            trained,
         )
 
     @property
@@ -113,7 +126,7 @@ class DryRunResult:
     def table(self) -> list[dict[str, Any]]:
         """Return the rewritten places, see `dry_run.rewriting.Table`."""
         table: list[dict[str, Any]] = self.last("table").get("table", [])
-        return table
+        return [entry | {"file": cell_name(entry["file"]) or entry["file"]} for entry in table]
 
     @property
     def setup_s(self) -> float:
@@ -145,6 +158,19 @@ class DryRunResult:
             if all(value is not None for value in values) and len({value[0] for value in values}) > 1:
                 yield name, [value[1] for value in values]
 
+    def rounds_of_cuts(self) -> Iterator[tuple[int, int]]:
+        """Yield for each loop that ended early the rounds of the whole run, and those that it had.
+
+        The last ones are those of a loop inside of another, in all its rounds.
+        """
+        loops = [loop for loop in self.of_kind("loop") if loop.get("total")]
+        ended = {(int(loop["total"]), int(loop["rounds"])) for loop in loops if loop["rounds"] < loop["total"]}
+        yield from ended
+        for number in {loop["number"] for loop in loops}:
+            alike = [loop for loop in loops if loop["number"] == number]
+            had = sum(int(loop["rounds"]) for loop in alike)
+            yield from ((outer * int(alike[-1]["total"]), had) for outer, _ in ended)
+
     def samples_of_cuts(self) -> Iterator[int]:
         """Yield how many samples a loop had of a loader that has more: in each rank, and in all of them.
 
@@ -159,6 +185,12 @@ class DryRunResult:
             yield sum(record["samples"] for record in each)
             if (remainder := each[0]["remainder"]) >= 0:
                 yield sum(record["samples"] - record["last_samples"] for record in each) + remainder
+
+
+def _of_last_attempt(records: Sequence[Record]) -> Sequence[Record]:
+    """Return the records since the program began for the last time, which the table is the first of."""
+    begins = [at for at, record in enumerate(records) if record["kind"] == "table"]
+    return records[begins[-1] :] if begins else records
 
 
 def _without_numbers(path: str) -> str:
@@ -193,13 +225,13 @@ def error_of(outcome: LaunchResult) -> FoundError | None:
         return None
     rank = ended.first_failed
     if ended.hang is not None or rank is None:
-        return _as_text(error, "")
+        return _as_text(error)
     where = f"all {len(ended.reports)} ranks" if failed_alike(ended) else f"rank {rank}"
     report = ended.reports[rank]
     if report is None or not report.links:
-        return _as_text(error, where)
+        return _as_text(error)
     link = report.links[-1]
-    file, line = _place_of(link)
+    file, line, inner = _place_of(link)
     head, *rest = "\n".join(link.headline or [link.type_name]).splitlines()
     notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("raised on ")]
     kind = report.kind
@@ -211,16 +243,26 @@ def error_of(outcome: LaunchResult) -> FoundError | None:
         "\n".join(dict.fromkeys([*rest, *"\n".join(notes).splitlines()])),
         kind is Failure.OUT_OF_MEMORY,
         rank,
+        inner,
+        bool(link.places) and is_users(link.places[-1][0]),
     )
 
 
-def _as_text(error: BaseException, where: str) -> FoundError:
-    head, _, rest = str(error).partition("\n")
-    return FoundError(head, where, more=rest)
+_OF_A_RUN = re.compile(r" Variables in the ranks are gone;.*?(?:\.|$)|\nThe run was ended by its hang timeout\.")
+"""Sentences about what is left of a run, which a dry run never leaves."""
 
 
-def _place_of(link: ErrorLink) -> tuple[str, int]:
-    """Return the innermost place of the notebook's own code, else of any; ("", 0) without one."""
-    own = [place for place in link.places if place[0].startswith("Cell In[")]
-    places = own or link.places
-    return (places[-1][0], places[-1][1]) if places else ("", 0)
+def _as_text(error: BaseException) -> FoundError:
+    """Return an error that is about ranks, and not of the program."""
+    head, _, rest = _OF_A_RUN.sub("", str(error)).partition("\n")
+    return FoundError(head, "", more=rest)
+
+
+def _place_of(link: ErrorLink) -> tuple[str, int, str]:
+    """Return file and line of the innermost place of the cell, else of any, and the user's place that it has called."""
+    cells = [at for at, place in enumerate(link.places) if place[0].startswith("Cell In[")]
+    if not cells:
+        return (*link.places[-1][:2], "") if link.places else ("", 0, "")
+    called = [place for place in link.places[cells[-1] + 1 :] if is_users(place[0])]
+    inner = f"{cell_name(called[-1][0]) or called[-1][0]}, line {called[-1][1]}" if called else ""
+    return (*link.places[cells[-1]][:2], inner)

@@ -6,21 +6,25 @@ where it was looked at. Each red line says what to change.
 
 from __future__ import annotations
 
+import ast
+import errno
 import html
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.dry_run.forecast import Forecast, forecast
+from nbaccel.display.svg import STYLE
+from nbaccel.dry_run.forecasts.forecast import Forecast, forecast
 from nbaccel.dry_run.unreached_lines import not_reached
 from nbaccel.hardware import Platform
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.notebook.checks.findings import DryRunResult, FoundError, LineOfSaves
-from nbaccel.quantities import amount, duration, listed, plural
+from nbaccel.quantities import amount, duration, listed, plural, said
 
-__all__ = ["CheckReport", "ReportLine"]
+__all__ = ["OK", "RED", "YELLOW", "CheckReport", "ReportLine"]
 
 RED, YELLOW, OK = "red", "yellow", "ok"
 
@@ -30,11 +34,18 @@ _SESSION_S = {Platform.KAGGLE: 12 * 3600.0, Platform.KAGGLE_BATCH: 12 * 3600.0, 
 _SLOW_LOADER = 0.4
 """Share of a step's seconds spent waiting for the loader from which on it is worth a line."""
 
-_FULL = 0.95
-"""Share of a device's memory from which on a peak is close to its end: allocations differ from run to run."""
+_MEMORY = (0.96, 1.08)
+"""Peak of a whole run relative to that of its dry run: allocators keep other blocks, and histories grow."""
 
-_COLOURS = {RED: "#c62828", YELLOW: "#b26a00", OK: "#2e7d32"}
-"""Readable on white and on the dark ground of JupyterLab, by a contrast of 4.5 : 1 at least."""
+_STYLE = (
+    f"{STYLE}.nbaccel.check div{{display:flex;gap:10px;padding:1px 0}}.nbaccel.check b{{flex:0 0 52px;font-weight:600}}"
+    ".nbaccel.check span{flex:1;white-space:pre-wrap;overflow-wrap:anywhere}.nbaccel.check .red b{color:var(--bad)}"
+    ".nbaccel.check .ok b{color:var(--good)}.nbaccel.check .yellow b{color:var(--late)}.nbaccel{--late:#8a5a00}"
+    "@media(prefers-color-scheme:dark){.nbaccel{--late:#f0c05a}}"
+    "body[data-jp-theme-light=true] .nbaccel,html[theme=light] .nbaccel,body.vscode-light .nbaccel{--late:#8a5a00}"
+    "body[data-jp-theme-light=false] .nbaccel,html[theme=dark] .nbaccel,body.vscode-dark .nbaccel{--late:#f0c05a}"
+)
+"""The panel's style sheet, and what a report needs besides: an amber that is readable on both grounds."""
 
 _PARTS = ("loader", "host to device", "forward", "backward", "communication", "optimizer", "saving", "program")
 """Parts of a step in the order of the report, see `StepTimes`."""
@@ -76,10 +87,14 @@ class CheckReport:
         plan: LaunchPlan,
         changed: Sequence[str] = (),
         platform: Platform = Platform.SCRIPT,
+        more: Sequence[ReportLine] = (),
     ) -> CheckReport:
-        """Return the report on what a dry run of `source` found.  changed: files that it changed, by path."""
+        """Return the report on what a dry run of `source` found.
+
+        changed: files that it changed, by path.  more: lines of a `FullCheck`.
+        """
         writer = _Writer(found, source, plan, platform)
-        lines = [*writer.lines(), *_files(changed)]
+        lines = [*writer.lines(), *more, *_files(changed)]
         order = {RED: 0, YELLOW: 1, OK: 2}
         return cls(source.name, sorted(lines, key=lambda line: order[line.level]))
 
@@ -92,11 +107,10 @@ class CheckReport:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f'<div><span style="color:{_COLOURS[line.level]};font-weight:600">{line.level}:</span> '
-            f'<span style="white-space:pre-wrap">{html.escape(line.text)}</span></div>'
+            f'<div class="{line.level}"><b>{line.level}:</b><span>{html.escape(line.text)}</span></div>'
             for line in self.lines
         )
-        return f'<div style="font-family:var(--jp-code-font-family,monospace);font-size:13px">{rows}</div>'
+        return f'<style>{_STYLE}</style><div class="nbaccel check">{rows}</div>'
 
     def bundle(self) -> dict[str, str]:
         """Return the report as a notebook shows it."""
@@ -131,8 +145,8 @@ class _Writer:
 
     def _end(self) -> Iterator[ReportLine]:
         found, error = self._found, self._found.error
-        setup = f" after a set-up of {duration(found.setup_s)}" if found.setup_s >= 1.0 else ""
-        took = f"{plural(found.world_size, 'rank')}, {duration(found.seconds)}{setup}"
+        dry_run_s = max(found.seconds - found.setup_s, 0.0)
+        took = f"{plural(found.world_size, 'rank')}, set-up {duration(found.setup_s)}, dry run {duration(dry_run_s)}"
         if error is not None:
             yield self._error(error)
             rest = self._rest(error.line)
@@ -149,6 +163,8 @@ class _Writer:
 
     def _error(self, error: FoundError) -> ReportLine:
         place = f"line {error.line}" if error.line and self._is_in_cell(error.file) else ""
+        if place and error.inner:
+            place += f" ({error.inner})"
         if not place and error.line:
             place = f"{error.file}, line {error.line}"
         head = ", ".join(filter(None, [place, error.where]))
@@ -156,12 +172,25 @@ class _Writer:
         if counts := self._counts_of_cut_batches(error.text):
             return ReportLine(
                 YELLOW,
-                f"{head}: {error.text}; {counts} is what the batches of this check come to, so this line, and what "
+                f"{head}: {error.text}; {counts} is what the rounds of this check come to, so this line, and what "
                 "follows it, could not be checked",
             )
         if "offline mode" in error.text.lower() or "HF_HUB_OFFLINE" in error.text:
             return ReportLine(
                 YELLOW, f"{head}: it needs the network, which a check leaves alone: load it in a cell before this one"
+            )
+        if error.text.startswith("AssertionError") and error.is_users and self._found.of_kind("loop"):
+            return ReportLine(
+                YELLOW,
+                f"{head}: {error.text}; after the few rounds of a check that may be so, and this line, and what "
+                "follows it, could not be checked",
+            )
+        if os.strerror(errno.EOVERFLOW) in error.text:
+            return ReportLine(
+                YELLOW,
+                f"{head}: {error.text}: the file belongs to another user or group, which the shield of this check "
+                "cannot change; the run itself may be allowed to, so this line, and what follows it, could not be "
+                "checked",
             )
         if error.is_memory:
             at = _at_batch(self._found.last("peak", error.rank).get("batch"))
@@ -175,6 +204,9 @@ class _Writer:
         """
         numbers = {int(word) for word in re.findall(r"\d+", text)}
         counts = {count for count in self._found.samples_of_cuts() if count >= _SMALLEST_COUNT}
+        # Axes of a plot: one entry for each epoch or batch of the whole run, and one for each of the check.
+        pairs = [(whole + more, had + more) for whole, had in self._found.rounds_of_cuts() for more in (0, 1)]
+        counts |= {had for whole, had in pairs if whole != had and whole in numbers}
         return max(counts & numbers, default=None)
 
     def _is_in_cell(self, file: str) -> bool:
@@ -193,14 +225,20 @@ class _Writer:
         asked = set(self._plan.options.names_back or ())
         differing = list(self._found.differing())
         for name, values in differing:
-            if name in asked:
-                shown = ", ".join(f"{value} in rank {rank}" for rank, value in enumerate(values[:4]))
+            if name not in asked:
+                continue
+            shown = ", ".join(f"{value} in rank {rank}" for rank, value in enumerate(values[:4]))
+            found = f"{name} depends on the rank ({shown}), and --out brings that of rank 0"
+            if name in self._found.trained:
+                yield ReportLine(YELLOW, f"{found}, of its part of the samples")
+            else:
                 yield ReportLine(
                     RED,
-                    f"{name} depends on the rank ({shown}), and --out brings that of rank 0: gather what it is "
-                    "computed from first, predictions and labels by accelerator.gather_for_metrics",
+                    f"{found}: gather what it is computed from first, predictions and labels by "
+                    "accelerator.gather_for_metrics",
                 )
-        others = [name for name, _ in differing if name not in asked]
+        of_batches = _names_of_batches(self._source.parsed())
+        others = [name for name, _ in differing if name not in asked and name not in of_batches]
         if others and self._plan.options.names_back is None:
             yield ReportLine(
                 YELLOW, f"differs between the ranks, and the notebook gets that of rank 0: {listed(others)}"
@@ -223,20 +261,33 @@ class _Writer:
     # --- does it fit
 
     def _memory(self) -> Iterator[ReportLine]:
+        for restart in self._found.restarts[-1:]:
+            yield ReportLine(
+                YELLOW,
+                f"{restart}. The whole run may meet such a batch after hours, and begin again: give the loader a "
+                "smaller batch_size",
+            )
         gpus = self._plan.devices.gpus
         kind = "device_reserved" if gpus else "host"
         peaks = [self._found.peak(kind, rank) for rank in range(self._found.world_size)]
         values = [int(each["bytes"]) for each in peaks if each]
         if not values:
             return
-        batch = peaks[0].get("batch")
-        at = _at_batch(batch)
+        at = _at_batch(peaks[0].get("batch"))
+        low, high = (round(share * max(values)) for share in _MEMORY)
+        words = f"{amount(low)} to {amount(high)}"
+        if len(values) > 1:
+            words += " in the largest rank"
         if gpus:
             room = min(gpu.total_bytes for gpu in gpus)
-            level = YELLOW if max(values) > _FULL * room else OK
-            yield ReportLine(level, f"memory{at}: {_by_rank(values)} of {amount(room)} on the device")
+            words = f"memory{at}: {words} of {amount(room)} on the device"
+            yield (
+                ReportLine(OK, words)
+                if high <= room
+                else ReportLine(YELLOW, f"{words}, which may be too little: a smaller batch_size leaves more of it")
+            )
         else:
-            yield ReportLine(OK, f"memory{at}: {_by_rank(values)} of the host")
+            yield ReportLine(OK, f"memory{at}: {words} of the host")
 
     def _steps(self) -> Iterator[ReportLine]:
         best = max(
@@ -274,20 +325,20 @@ class _Writer:
         if expected.high_s is None:
             return
         low, high = expected.low_s + start_s, expected.high_s + start_s
-        words = f"the whole run takes {duration(low)} to {duration(high)}"
+        words = f"the whole run takes {_about(low)} to {_about(high)}"
         limit_s, whose = self._limit()
         if limit_s is None:
             yield ReportLine(OK, words)
         elif low > limit_s:
             yield ReportLine(
                 RED,
-                f"{words}, and {whose} ends it after {duration(limit_s)}: fewer epochs, or --checkpoint-every 10min "
+                f"{words}, and {whose} ends it after {said(limit_s)}: fewer epochs, or --checkpoint-every 10min "
                 "and --resume in the next session",
             )
         elif high > limit_s:
-            yield ReportLine(YELLOW, f"{words}, and {whose} ends it after {duration(limit_s)}")
+            yield ReportLine(YELLOW, f"{words}, and {whose} ends it after {said(limit_s)}")
         else:
-            yield ReportLine(OK, f"{words}; {whose} ends it after {duration(limit_s)}")
+            yield ReportLine(OK, f"{words}; {whose} ends it after {said(limit_s)}")
 
     def _limit(self) -> tuple[float | None, str]:
         limit = self._plan.options.limit
@@ -340,6 +391,29 @@ class _Writer:
     _plan_result_rank = 0
 
 
+def _names_of_batches(tree: ast.Module) -> set[str]:
+    """Return the names that are bound in innermost loops alone: each rank has its own batches, and its own loss.
+
+    >>> sorted(_names_of_batches(ast.parse("for e in n:\\n  for x in y: loss = x\\n  acc = f()\\nscore = acc")))
+    ['loss', 'x']
+    """
+    inside: set[str] = set()
+    outside: set[str] = set()
+
+    def look(node: ast.AST, is_innermost: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.For | ast.While):
+                inner = (each for part in child.body for each in ast.walk(part))
+                look(child, not any(isinstance(each, ast.For | ast.While) for each in inner))
+            elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+                (inside if is_innermost else outside).add(child.id)
+            else:
+                look(child, is_innermost)
+
+    look(tree, False)
+    return inside - outside
+
+
 def _files(changed: Sequence[str]) -> Iterator[ReportLine]:
     for path in changed:
         yield ReportLine(YELLOW, f"changed by this check: {path}")
@@ -350,17 +424,21 @@ def _lines_words(lines: tuple[int, int]) -> str:
     return f"line {first}" if first == last else f"lines {first}-{last}"
 
 
-def _by_rank(values: Sequence[int]) -> str:
-    if len(values) == 1 or max(values) < 1.02 * min(values):
-        return amount(max(values))
-    return ", ".join(f"{amount(value)} in rank {rank}" for rank, value in enumerate(values))
-
-
 def _at_batch(batch: Mapping[str, Any] | None) -> str:
     if not batch or batch.get("kind") != "longest":
         return ""
     size = batch.get("size")
     return f" at the longest batch{f' (size {size:g})' if size else ''}"
+
+
+def _about(seconds: float) -> str:
+    """Format a time that is known roughly.
+
+    >>> _about(7790.0), _about(75.4), _about(3.21), _about(1e6)
+    ('2 h 10 min', '1 min 15 s', '3.2 s', '278 h')
+    """
+    unit = next(unit for least, unit in ((360_000, 3600), (3600, 60), (10, 1), (0, 0.1)) if seconds >= least)
+    return said(round(seconds / unit) * unit)
 
 
 def _short(seconds: float) -> str:

@@ -21,6 +21,7 @@ from nbaccel.notebook.checks.candidates import Machine, candidates, refinements
 from nbaccel.notebook.checks.findings import error_of
 from nbaccel.notebook.checks.speed_comparison import SpeedComparison, SpeedRow, SpeedTrial
 from nbaccel.notebook.checks.throwaway import Throwaway, unseen
+from nbaccel.settings import STOP
 from nbaccel.trials.changes import SpeedChange
 
 __all__ = ["SpeedSearch"]
@@ -241,7 +242,7 @@ class SpeedSearch:
                 change=change,
                 wanted_s=self._wanted_s,
             )
-            spec = replace(place.spec(self._plan, task, cell, self._setup), timeout_s=limit_s)
+            spec = replace(place.spec(self._plan, task, cell, self._setup), oom=STOP, timeout_s=limit_s)
             if change.precision:
                 spec = replace(spec, settings=replace(spec.settings, mixed_precision=change.precision))
             began = time.monotonic()

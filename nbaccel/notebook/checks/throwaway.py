@@ -23,7 +23,6 @@ from nbaccel.launch.processes.folder_snapshot import FolderSnapshot
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.tasks.cell_task import CellTask
 from nbaccel.output.screens import SilentScreen
-from nbaccel.settings import STOP
 
 __all__ = ["Throwaway", "unseen"]
 
@@ -91,7 +90,6 @@ class Throwaway:
         return replace(
             spec,
             settings=settings,
-            oom=STOP,
             timeout_s=None,
             shield=self.shield.entry,
             ends_waiting=True,

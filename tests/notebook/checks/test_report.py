@@ -49,7 +49,7 @@ def said(result: DryRunResult, **options: Any) -> list[str]:
 
 
 def test_a_cell_without_faults_has_ok_lines_alone() -> None:
-    assert said(found()) == ["ok: the cell comes to its end (2 ranks, 2.0 s)"]
+    assert said(found()) == ["ok: the cell comes to its end (2 ranks, set-up 0.0 s, dry run 2.0 s)"]
 
 
 def test_lines_that_were_not_reached_are_yellow() -> None:
@@ -96,7 +96,20 @@ def test_an_error_about_the_number_of_samples_of_a_cut_loader_is_yellow(count: i
     result.records[1].append(cut)  # type: ignore[attr-defined]
     line = said(result)[0]
     assert line.startswith("yellow: line 4" if is_of_cuts else "red: line 4")
-    assert (f"; {count} is what the batches of this check come to" in line) == is_of_cuts
+    assert (f"; {count} is what the rounds of this check come to" in line) == is_of_cuts
+
+
+@pytest.mark.parametrize(
+    ("epochs", "losses", "is_of_cuts"),
+    [(100, 2, True), (101, 3, True), (400, 7, True), (40, 3, True), (100, 5, False), (99, 2, False)],
+)
+def test_an_error_about_the_rounds_of_cut_loops_is_yellow(epochs: int, losses: int, is_of_cuts: bool) -> None:
+    rounds = [(0, 10, 2), (1, 100, 2), (2, 40, 3), (2, 40, 4)]
+    loops = [{"kind": "loop", "number": each[0], "total": each[1], "rounds": each[2]} for each in rounds]
+    shapes = f"({epochs},) and ({losses},)"
+    text = f"ValueError: x and y must have same first dimension, but have shapes {shapes}"
+    line = said(found(*loops, error=FoundError(text, "all 2 ranks", "Cell In[7]", 4)))[0]
+    assert line.startswith("yellow: line 4" if is_of_cuts else "red: line 4"), line
 
 
 def test_a_small_number_in_an_error_is_not_taken_for_one_of_samples() -> None:
@@ -115,6 +128,16 @@ def test_a_value_of_out_that_depends_on_the_rank_is_red_and_others_are_yellow() 
     )
     assert said(found(facts=facts))[0] == "yellow: differs between the ranks, and the notebook gets that of rank 0: acc"
     assert not [line for line in said(found(facts=facts), out=("loss",)) if "differs" in line or "depends" in line]
+
+
+def test_values_of_a_batch_differ_by_design() -> None:
+    code = "\nfor epoch in range(9):\n    for x in loader:\n        loss = step(x)\n    accuracy = test()\n"
+    facts = [
+        {"seen": {"accuracy": ["1", "0.5"], "loss": ["3", "2.0"]}},
+        {"seen": {"accuracy": ["2", "0.6"], "loss": ["4", "3.0"]}},
+    ]
+    report = CheckReport.of(found(facts=facts), CellSource(code, "Cell In[7]"), plan())
+    assert str(report.lines[0]).endswith("gets that of rank 0: accuracy")
 
 
 def test_a_gather_is_named_once() -> None:
@@ -166,7 +189,7 @@ def test_memory_is_said_against_the_device() -> None:
     gpu = Gpu(0, "GPU-0", "Tesla T4", 15 * 10**9, 0, (7, 5))
     peak = {"kind": "peak", "peaks": {"device_reserved": {"bytes": 149 * 10**8, "batch": {"kind": "longest"}}}}
     report = CheckReport.of(found(peak), SOURCE, plan(Devices(1, (gpu,))))
-    assert "yellow: memory at the longest batch: 14.9 GB of 15.0 GB on the device" in str(report)
+    assert "yellow: memory at the longest batch: 14.3 GB to 16.1 GB of 15.0 GB on the device, which may" in str(report)
 
 
 def test_the_time_is_said_against_the_limit_or_the_session() -> None:
@@ -175,23 +198,23 @@ def test_the_time_is_said_against_the_limit_or_the_session() -> None:
         {"kind": "root", "own_s": 100_000.0, "steps": 0},
     ]
     (line,) = [line for line in said(found(*records), time_limit=3600.0) if "whole run" in line]
-    assert line.startswith("red: the whole run takes 26:")
-    assert "and --time-limit ends it after 1:00:00: fewer epochs" in line
+    assert line.startswith("red: the whole run takes 26 h ")
+    assert "and --time-limit ends it after 1 h: fewer epochs" in line
     report = CheckReport.of(found(*records), SOURCE, plan(), platform=Platform.KAGGLE_BATCH)
     (line,) = [str(line) for line in report.lines if "whole run" in line.text]
     assert line.startswith("red: ")
-    assert "a session of Kaggle ends it after 12:00:00" in line
+    assert "a session of Kaggle ends it after 12 h" in line
 
 
 def test_red_comes_first_and_html_has_the_words_and_colours() -> None:
-    error = FoundError("ValueError: <b>", "rank 1", "Cell In[7]", 2)
+    error = FoundError("ValueError: <b>no", "rank 1", "Cell In[7]", 2)
     report = CheckReport.of(found(error=error), SOURCE, plan(), changed=["/work/real.txt"])
     assert [line.level for line in report.lines] == ["red", "yellow", "yellow"]
     assert report.has_red
     page = report.bundle()["text/html"]
-    assert "ValueError: &lt;b&gt;" in page
-    assert "<b>" not in page
-    assert page.count("font-weight:600") == 3
+    assert "ValueError: &lt;b&gt;no" in page
+    assert "<b>no" not in page
+    assert [page.count(f'<div class="{level}">') for level in ("red", "yellow", "ok")] == [1, 2, 0]
     assert str(report.lines[-1]) == "yellow: changed by this check: /work/real.txt"
 
 

@@ -43,11 +43,14 @@ class RoundSeconds:
     """The mean of a round of the whole run.
 
     mean_s: with waiting.  error_s: standard error of the mean.  warm_up_s: by which the first rounds took longer.
+    least, most: ratios of the fastest and of the slowest round to the mean.
     """
 
     mean_s: float
     error_s: float = 0.0
     warm_up_s: float = 0.0
+    least: float = 1.0
+    most: float = 1.0
 
 
 def round_seconds(
@@ -75,7 +78,15 @@ def round_seconds(
         waits = _line([(each.size, each.waited_s) for each in waiting], mean_size)
         waited_s = waits.at(mean_size)
         error_s = waited_s * waits.relative_error
-    return RoundSeconds(own_s + waited_s, math.hypot(own_s * line.relative_error, error_s), warm_up_s)
+    mean_s = own_s + waited_s
+    ratios = [(each.own_s + each.waited_s) / expected for each in later if (expected := line.at(each.size) + waited_s)]
+    return RoundSeconds(
+        mean_s,
+        math.hypot(own_s * line.relative_error, error_s),
+        warm_up_s,
+        min([1.0, *ratios]) / (1 + _SPREAD_OF_ONE),
+        max([1.0, *ratios]) * (1 + _SPREAD_OF_ONE),
+    )
 
 
 def _typical(samples: Sequence[Sample]) -> Sequence[Sample]:

@@ -13,13 +13,30 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from nbaccel.dry_run.rewriting import Table
-from nbaccel.dry_run.round_counts import RoundCounter, as_in_whole_runs, counter_of, rounds_until, times_that_hold
-from nbaccel.dry_run.round_seconds import RoundSeconds, Sample, round_seconds
+from nbaccel.dry_run.forecasts.loop_tree import (
+    Node,
+    is_cut,
+    own_of_run,
+    rounds_by_round,
+    rounds_had,
+    rounds_of_run,
+    times_of,
+    tree_of,
+    with_inner_loops,
+)
+from nbaccel.dry_run.forecasts.round_counts import (
+    RoundCounter,
+    as_in_whole_runs,
+    counter_of,
+    rounds_until,
+    times_that_hold,
+)
+from nbaccel.dry_run.forecasts.round_seconds import RoundSeconds, Sample, round_seconds
+from nbaccel.dry_run.forecasts.trainer_counts import EVALUATION, SAVE, TRAINING, TrainerCounts
 from nbaccel.quantities import duration
 
 __all__ = ["Forecast", "ForecastPart", "forecast", "loops_open_at_end", "measure_noise"]
@@ -93,20 +110,18 @@ class Forecast:
         return seen / part.had * part.runs * (1.0 if part.rounds is None else part.rounds)
 
 
-def forecast(records: Iterable[Record], table: Table, noise: float = 0.0) -> Forecast:
+def forecast(records: Iterable[Record], table: Sequence[Record], noise: float = 0.0) -> Forecast:
     """Return the time of the whole run.
 
-    records: those of one rank, see `nbaccel.dry_run.loop_log`.  table: of all rewritten code, see `rewrite`.
+    records: those of one rank, see `nbaccel.dry_run.loop_log`.  table: see `nbaccel.dry_run.rewriting`.
     noise: of the machine, see `measure_noise`.
     """
     kept = list(records)
     whole = next((each for each in kept if each["kind"] == "whole"), {})
     setup = next((each for each in kept if each["kind"] == "setup"), whole)
     reckoning = _Reckoning({entry["number"]: entry for entry in table})
-    total = reckoning.of(_tree(kept), 1.0) + _Seconds(reckoning.once_s, reckoning.once_s)
-    middle_s = (total.low_s + total.high_s) / 2
-    margin_s = _LEAST_WIDTH * middle_s + math.hypot(_WIDTH * math.sqrt(total.variance), noise * middle_s)
-    low_s, high_s = max(total.low_s - margin_s, 0.0), total.high_s + margin_s
+    total = reckoning.of(tree_of(kept), 1.0) + _exactly(reckoning.once_s)
+    low_s, high_s = total.range(noise)
     is_rough = high_s - low_s > _ROUGH * (high_s + low_s) * (1 + 1e-9)
     return Forecast(
         low_s,
@@ -160,72 +175,48 @@ def _compute(count: int) -> int:
     return total
 
 
-# --- the tree ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Node:
-    """A loop, a branch or a pass at one place of the program, with all its runs of the dry run.
-
-    kind: "root", "loop", "branch" or "pass".  number: of its entry in the table; -1 for a pass.
-    """
-
-    kind: str
-    number: int = -1
-    runs: list[Record] = field(default_factory=list)
-    inner: dict[Any, _Node] = field(default_factory=dict)
-    outer: _Node | None = None
-
-    def rounds_had(self) -> float:
-        """Return in how many rounds what is inside could have run."""
-        return sum(self.rounds_of(run) for run in self.runs)
-
-    def rounds_of(self, run: Record) -> int:
-        """Return in how many rounds of one run what is inside could have run: not in one that was left before it."""
-        if self.kind != "loop":
-            return 1
-        began = {(each["outer"], each["outer_round"]) for node in self.inner.values() for each in node.runs}
-        was_left = run["end"] in ("left", "error") and (run["id"], run["rounds"]) not in began
-        return _rounds_had(run) - was_left
-
-
-def _tree(records: list[Record]) -> _Node:
-    """Return the root. Records come when something ends, so that those of inner parts come first."""
-    spans = {each["id"]: each for each in records if each["kind"] in ("loop", "branch", "pass")}
-    root = _Node("root", runs=[each for each in records if each["kind"] == "root"])
-    nodes: dict[int, _Node] = {}
-
-    def node_of(record: Record) -> _Node:
-        if record["id"] not in nodes:
-            above = spans.get(record["outer"])
-            outer = root if above is None else node_of(above)
-            key = record["kind"], record.get("number", record.get("place"))
-            nodes[record["id"]] = outer.inner.setdefault(
-                key, _Node(record["kind"], record.get("number", -1), outer=outer)
-            )
-        return nodes[record["id"]]
-
-    for number in sorted(spans):  # in the order in which they began
-        node_of(spans[number]).runs.append(spans[number])
-    return root
-
-
 # --- the sum -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Seconds:
-    """Seconds: the least and the most that counts allow, and the variance of what was measured."""
+    """Seconds: the least and the most that counts allow, and the variance of what was measured.
+
+    fastest_s, slowest_s: of rounds that are all like the fastest ones, or like the slowest ones, that were measured.
+    """
 
     low_s: float
     high_s: float
+    fastest_s: float
+    slowest_s: float
     variance: float = 0.0
 
     def __add__(self, other: _Seconds) -> _Seconds:
-        return _Seconds(self.low_s + other.low_s, self.high_s + other.high_s, self.variance + other.variance)
+        return _Seconds(
+            self.low_s + other.low_s,
+            self.high_s + other.high_s,
+            self.fastest_s + other.fastest_s,
+            self.slowest_s + other.slowest_s,
+            self.variance + other.variance,
+        )
 
     def times(self, low: float, high: float) -> _Seconds:
-        return _Seconds(self.low_s * low, self.high_s * high, self.variance * ((low + high) / 2) ** 2)
+        return _Seconds(
+            self.low_s * low,
+            self.high_s * high,
+            self.fastest_s * low,
+            self.slowest_s * high,
+            self.variance * ((low + high) / 2) ** 2,
+        )
+
+    def range(self, noise: float) -> tuple[float, float]:
+        """Return where the range begins and where it ends; not beyond the fastest and the slowest rounds, and noise."""
+        middle_s = (self.low_s + self.high_s) / 2
+        least_s = _LEAST_WIDTH * middle_s
+        margin_s = least_s + math.hypot(_WIDTH * math.sqrt(self.variance), noise * middle_s)
+        fastest_s = min(self.fastest_s, self.low_s - least_s) / (1 + noise)
+        slowest_s = max(self.slowest_s, self.high_s + least_s) * (1 + noise)
+        return max(self.low_s - margin_s, fastest_s), min(self.high_s + margin_s, slowest_s)
 
 
 class _Reckoning:
@@ -241,25 +232,46 @@ class _Reckoning:
         self.unknown: list[str] = []
         self.may_end_early: list[str] = []
 
-    def of(self, node: _Node, times: float) -> _Seconds:
+    def of(self, node: Node, times: float) -> _Seconds:
         """Return the seconds of one run of a node that the whole program runs `times` times."""
         if node.kind == "root":
             own_s = sum(run["own_s"] for run in node.runs)
-            return _Seconds(own_s, own_s) + self._inner(node, 1.0, times)
-        if node.kind == "branch":
+            return _exactly(own_s) + self._inner(node, 1.0, times)
+        if node.number == TRAINING:
+            return self._of_training(node, times)
+        if node.kind in ("branch", "trainer_part"):
             own = round_seconds([Sample(run["own_s"]) for run in node.runs], None)
             self._note(node, None, times, own.mean_s * times)
             return _seconds(own) + self._inner(node, 1.0, times)
         return self._of_rounds(node, times)
 
-    def _of_rounds(self, node: _Node, times: float) -> _Seconds:
-        """Return the seconds of one run of a loop or of a pass."""
+    def _of_training(self, node: Node, times: float) -> _Seconds:
+        """Return the seconds of one training by a library."""
+        total = _exactly(sum(run["own_s"] for run in node.runs) / len(node.runs))
+        passes = [run for each in node.inner.values() if each.kind == "pass" for run in each.runs]
+        batches = max((run["batches"] for run in passes if run["batches"]), default=None)
+        counts = TrainerCounts.mean([TrainerCounts.of(run, batches) for run in node.runs])
+        epochs_had = max(len(passes) / len(node.runs), 1.0)
+        for inner in node.inner.values():
+            seen = len(inner.runs) / len(node.runs)
+            if inner.kind == "pass":
+                count = counts.epochs * seen / epochs_had
+                rounds = None if counts.batches is None else counts.batches / counts.epochs
+                total += self._of_rounds(inner, times * count, batches or rounds).times(count, count)
+                continue
+            known = {EVALUATION: counts.evaluations, SAVE: counts.saves}.get(inner.number)
+            count = seen * counts.epochs / epochs_had if known is None else known
+            total += self.of(inner, times * count).times(count, count)
+        return total
+
+    def _of_rounds(self, node: Node, times: float, planned: float | None = None) -> _Seconds:
+        """Return the seconds of one run of a loop or of a pass.  planned: rounds of it; None where its runs say."""
         own = _own_of_pass(node) if node.kind == "pass" else _own_of_loop(node)
-        if times <= len(node.runs) and not any(map(_is_cut, node.runs)):  # it has run as it will
-            own = RoundSeconds(sum(map(_own_of_run, node.runs)) / max(sum(map(_rounds_had, node.runs)), 1))
+        if times <= len(node.runs) and not any(map(is_cut, node.runs)):  # it has run as it will
+            own = RoundSeconds(sum(map(own_of_run, node.runs)) / max(sum(map(rounds_had, node.runs)), 1))
         self.once_s += own.warm_up_s
-        known = self._rounds(node, times)
-        rounds = sum(map(_rounds_had, node.runs)) / len(node.runs) if known is None else known
+        known = self._rounds(node, times) if planned is None else planned
+        rounds = sum(map(rounds_had, node.runs)) / len(node.runs) if known is None else known
         starts = [run["start_s"] for run in node.runs]
         start_s = sum(starts[1:] or starts) / len(starts[1:] or starts)
         self.once_s += max(0.0, starts[0] - start_s)
@@ -269,29 +281,29 @@ class _Reckoning:
         else:
             self._find_early_end(node)
         self._note(node, known, times, (own.mean_s * rounds + start_s) * times)
-        return _Seconds(start_s, start_s) + inside
+        return _exactly(start_s) + inside
 
-    def _inner(self, node: _Node, rounds: float, times: float) -> _Seconds:
+    def _inner(self, node: Node, rounds: float, times: float) -> _Seconds:
         """Return the seconds of what is inside of a node, for all rounds of one run."""
-        total = _Seconds(0.0, 0.0)
+        total = _exactly(0.0)
         had = node.rounds_had()
         for inner in node.inner.values():
             held = self._share_of_branch(inner, times) if inner.kind == "branch" else None
             if held is not None:
                 low = high = held * rounds
             else:
-                low, high = _times_of(inner, had, rounds)
+                low, high = times_of(inner, had, rounds)
             total += self.of(inner, times * (low + high) / 2).times(low, high)
         return total
 
     # --- numbers of rounds --------------------------------------------------------------------------------------
 
-    def _rounds(self, node: _Node, times: float) -> float | None:
+    def _rounds(self, node: Node, times: float) -> float | None:
         """Return the mean rounds of one run in the whole program; None if they are unknown."""
-        numbers = [_rounds_of_run(run) for run in node.runs]
+        numbers = [rounds_of_run(run) for run in node.runs]
         known = [number for number in numbers if number is not None]
         rounds = sum(known) / len(known) if len(known) == len(numbers) else None
-        if node.kind == "pass" or not any(map(_is_cut, node.runs)):
+        if node.kind == "pass" or not any(map(is_cut, node.runs)):
             return rounds
         for limit, counter, inner in self._limits(node):
             if inner is not None:  # an inner loop counts, and its end is that of this one
@@ -302,9 +314,9 @@ class _Reckoning:
             rounds = limit if rounds is None else min(rounds, limit)
         return rounds
 
-    def _limits(self, node: _Node) -> Iterator[tuple[float, RoundCounter, _Node | None]]:
+    def _limits(self, node: Node) -> Iterator[tuple[float, RoundCounter, Node | None]]:
         """Yield for each comparison that ends a loop by a counter: the rounds, the counter, and the inner loop."""
-        for holder in _with_inner_loops(node):
+        for holder in with_inner_loops(node):
             numbers = {number for run in holder.runs for number in run["compared"]}
             for number in sorted(numbers, key=int):
                 entry = self._entries.get(int(number), {})
@@ -318,7 +330,7 @@ class _Reckoning:
                 if until is not None:
                     yield until, counter, None if holder is node else holder
 
-    def _counter_and_limit(self, node: _Node, number: Any) -> tuple[RoundCounter, str, float] | None:
+    def _counter_and_limit(self, node: Node, number: Any) -> tuple[RoundCounter, str, float] | None:
         """Return the side of a comparison that counts, the operator that compares it, and the other side."""
         runs = [(run["id"], run["compared"][number]) for run in node.runs if number in run["compared"]]
         op = runs[0][1]["op"]
@@ -330,31 +342,31 @@ class _Reckoning:
                 return counter, way, limits.pop()
         return None
 
-    def _counter(self, node: _Node, values: list[tuple[int, list[list[Any]]]]) -> RoundCounter | None:
+    def _counter(self, node: Node, values: list[tuple[int, list[list[Any]]]]) -> RoundCounter | None:
         """Return the counter that values show, as it moves where no inner loop is cut; None if they do not move alike.
 
         values: for each run of `node` its id, and its values, see `counter_of`.
         """
-        for inner in _with_inner_loops(node):
-            if inner is node or not any(map(_is_cut, inner.runs)):
+        for inner in with_inner_loops(node):
+            if inner is node or not any(map(is_cut, inner.runs)):
                 continue
             whole = self._rounds_inside(node, inner)
-            done = _rounds_by_round(node, inner)
+            done = rounds_by_round(node, inner)
             if whole and (moved := as_in_whole_runs([(run, done.get(run_id, {})) for run_id, run in values], whole)):
                 return counter_of(moved)
         return counter_of([run for _, run in values])
 
-    def _rounds_inside(self, node: _Node, inner: _Node) -> float:
+    def _rounds_inside(self, node: Node, inner: Node) -> float:
         """Return the rounds that an inner loop has in one round of `node`, in the whole program."""
         rounds = self._rounds(inner, 1.0) or 0.0
         while inner is not node and inner.outer is not None:
-            rounds *= sum(_times_of(inner, inner.outer.rounds_had(), 1.0)) / 2
+            rounds *= sum(times_of(inner, inner.outer.rounds_had(), 1.0)) / 2
             inner = inner.outer
             if inner is not node and inner.kind == "loop":
                 rounds *= self._rounds(inner, 1.0) or 0.0
         return rounds
 
-    def _share_of_branch(self, node: _Node, times: float) -> float | None:
+    def _share_of_branch(self, node: Node, times: float) -> float | None:
         """Return how often a branch runs in one round of what is around it; None if it has no period.
 
         times: how often the whole program runs what is around it.
@@ -373,7 +385,7 @@ class _Reckoning:
         in_a_run = len(node.runs) / len({run["outer"] for run in node.runs})
         return held / rounds * in_a_run * len(node.outer.runs) / max(node.outer.rounds_had(), 1)
 
-    def _held(self, branch: _Node, times: float) -> tuple[_Node, float, float] | None:
+    def _held(self, branch: Node, times: float) -> tuple[Node, float, float] | None:
         """Return the loop whose rounds a branch counts, in how many of them it runs, and how many there are."""
         numbers = self._entries.get(branch.number, {}).get("every", ())
         loop = branch.outer
@@ -385,7 +397,7 @@ class _Reckoning:
             loop = loop.outer
         return None
 
-    def _times_held(self, loop: _Node, number: int, rounds: float, times: float) -> float:
+    def _times_held(self, loop: Node, number: int, rounds: float, times: float) -> float:
         seen = [(run["id"], held) for run in loop.runs if (held := _numbered(run["every"]).get(number)) is not None]
         runs = [each["values"] for _, each in seen]
         period, remainder = seen[0][1]["period"], seen[0][1]["remainder"]
@@ -398,10 +410,10 @@ class _Reckoning:
 
     # --- words --------------------------------------------------------------------------------------------------
 
-    def _note(self, node: _Node, rounds: float | None, times: float, seconds: float) -> None:
+    def _note(self, node: Node, rounds: float | None, times: float, seconds: float) -> None:
         entry = self._entries.get(node.number, {})
         head = entry.get("head") or node.runs[0].get("name", "")
-        is_branch = node.kind == "branch"
+        is_branch = node.kind in ("branch", "trainer_part")
         self.parts.append(
             ForecastPart(
                 entry.get("line", 0),
@@ -421,7 +433,7 @@ class _Reckoning:
         file = f" of {os.path.basename(entry['file'])}" if entry.get("file") else ""
         return f"line {entry.get('line', '?')}{file}"
 
-    def _unknown(self, node: _Node, seconds: float) -> str:
+    def _unknown(self, node: Node, seconds: float) -> str:
         one = duration(seconds) if seconds >= 1 else f"{seconds:.2g} s"
         if node.kind == "pass":
             return f"the loader {node.runs[0]['name']} has no length: each batch takes {one}"
@@ -431,11 +443,11 @@ class _Reckoning:
             )
         return f"the loop in {self._place(node.number)} ends by a condition: each round takes {one}"
 
-    def _find_early_end(self, node: _Node) -> None:
+    def _find_early_end(self, node: Node) -> None:
         """Note comparisons that end a loop by no counter, as those of early stopping do."""
-        if node.kind == "pass" or not any(map(_is_cut, node.runs)):
+        if node.kind == "pass" or not any(map(is_cut, node.runs)):
             return
-        for holder in _with_inner_loops(node):
+        for holder in with_inner_loops(node):
             for number in sorted({int(number) for run in holder.runs for number in run["compared"]}):
                 entry = self._entries.get(number, {})
                 if node.number not in entry.get("ends", ()):
@@ -446,90 +458,17 @@ class _Reckoning:
                     self.may_end_early.append(f"the loop in {loop} may end earlier, by {self._place(number)}")
 
 
+def _exactly(seconds: float) -> _Seconds:
+    return _Seconds(seconds, seconds, seconds, seconds)
+
+
 def _seconds(own: RoundSeconds) -> _Seconds:
-    return _Seconds(own.mean_s, own.mean_s, own.error_s**2)
+    return _Seconds(own.mean_s, own.mean_s, own.mean_s * own.least, own.mean_s * own.most, own.error_s**2)
 
 
 def _numbered(found: Mapping[Any, Any]) -> dict[int, Any]:
     """Return a mapping with its numbers as keys: JSON makes texts of them."""
     return {int(key): value for key, value in found.items()}
-
-
-def _with_inner_loops(node: _Node) -> Iterator[_Node]:
-    if node.kind == "loop":
-        yield node
-    for inner in node.inner.values():
-        yield from _with_inner_loops(inner)
-
-
-def _rounds_by_round(node: _Node, inner: _Node) -> dict[int, dict[int, int]]:
-    """Return for each run of a loop, by its id, the rounds that an inner loop has had in each of its rounds."""
-    found: dict[int, dict[int, int]] = {run["id"]: {} for run in node.runs}
-    between: dict[int, Record] = {}
-    above = inner.outer
-    while above is not None and above is not node:
-        between.update({run["id"]: run for run in above.runs})
-        above = above.outer
-    for run in inner.runs:
-        place = run
-        while place["outer"] not in found:
-            place = between[place["outer"]]
-        rounds = found[place["outer"]]
-        rounds[place["outer_round"]] = rounds.get(place["outer_round"], 0) + run["rounds"]
-    return found
-
-
-def _rounds_had(run: Record) -> int:
-    return int(run["count"] if run["kind"] == "pass" else run["rounds"])
-
-
-def _is_cut(run: Record) -> bool:
-    return bool(run["is_cut"] if run["kind"] == "pass" else run["end"] == "cut" or run["is_cut_by_pass"])
-
-
-def _own_of_run(run: Record) -> float:
-    return float(run["seconds"] - run["start_s"] if run["kind"] == "pass" else run["own_s"] + run["waited_s"])
-
-
-def _rounds_of_run(run: Record) -> float | None:
-    """Return the rounds that a run of a loop or of a pass would have had; None if they are unknown."""
-    if not _is_cut(run):
-        return _rounds_had(run)
-    totals = [run.get("total")]
-    if run["kind"] == "pass":
-        totals = [run["batches"]]
-    elif run["is_cut_by_pass"]:
-        totals += [each["batches"] for each in run["passes"]]
-    return min((total for total in totals if total is not None), default=None)
-
-
-def _times_of(inner: _Node, had: float, rounds: float) -> tuple[float, float]:
-    """Return the least and the most runs of something inside of a node, in `rounds` of its rounds.
-
-    What ran in some rounds only runs by a condition: that may hold no more, or always. If it ran in each round since
-    its first one, as a training does once enough has been collected, it goes on.
-    """
-    if not had:
-        return rounds, rounds
-    in_rounds: int = len({(run["outer"], run["outer_round"]) for run in inner.runs})
-    each = len(inner.runs) / max(in_rounds, 1)
-    if in_rounds >= had:
-        return each * rounds, each * rounds
-    if (before := _rounds_before(inner)) is not None:
-        return each * max(rounds - before, 1), each * max(rounds - before, 1)
-    return min(each * in_rounds, each * rounds), each * rounds
-
-
-def _rounds_before(inner: _Node) -> float | None:
-    """Return the rounds of a run around it before something ran in each round; None if it did not."""
-    assert inner.outer is not None
-    before: list[int] = []
-    for run in inner.outer.runs:
-        rounds = sorted({each["outer_round"] for each in inner.runs if each["outer"] == run.get("id", 0)})
-        if len(rounds) < 2 or len(rounds) != inner.outer.rounds_of(run) - rounds[0] + 1:
-            return None
-        before.append(rounds[0] - 1)
-    return sum(before) / len(before)
 
 
 def _slow_counter(runs: list[list[list[Any]]]) -> RoundCounter | None:
@@ -541,7 +480,7 @@ def _slow_counter(runs: list[list[list[Any]]]) -> RoundCounter | None:
     return None
 
 
-def _own_of_loop(node: _Node) -> RoundSeconds:
+def _own_of_loop(node: Node) -> RoundSeconds:
     samples: list[Samples] = []
     for run in node.runs:
         kept = [Sample(own, waited, size, is_first) for own, waited, size, is_first in run["kept"] if own is not None]
@@ -550,11 +489,11 @@ def _own_of_loop(node: _Node) -> RoundSeconds:
     found = _own_of_runs(samples, passes)
     timed = sum(run["timed"] for run in node.runs)
     if timed > 2 * sum(map(len, samples)):  # a long loop, of which the first rounds alone were kept
-        found = RoundSeconds(sum(run["own_s"] + run["waited_s"] for run in node.runs) / timed, found.error_s)
+        found = replace(found, mean_s=sum(run["own_s"] + run["waited_s"] for run in node.runs) / timed, warm_up_s=0.0)
     return found
 
 
-def _own_of_pass(node: _Node) -> RoundSeconds:
+def _own_of_pass(node: Node) -> RoundSeconds:
     samples = [
         [
             Sample(own, waited, size, at == 0)

@@ -1,0 +1,62 @@
+"""The report of a check, from results that are written here."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.notebook.checks.findings import DryRunResult, FoundError
+from nbaccel.notebook.checks.report import CheckReport
+
+PLAN: Any = SimpleNamespace(
+    options=SimpleNamespace(names_back=None, limit=None), devices=SimpleNamespace(gpus=(), num_processes=1)
+)
+SOURCE = CellSource("first = 1\nsecond = 2\nthird = 3", "Cell In[5]")
+
+
+def test_losses_of_a_rank_are_no_wrong_result() -> None:
+    seen = [{"seen": {"losses": (str(rank), f"[{rank}]"), "score": (str(rank), f"0.{rank}")}} for rank in range(2)]
+    found = DryRunResult([[], []], seen, None, 1.0, 0.1, lambda path: 10**9, trained={"losses"})
+    options = SimpleNamespace(names_back=("losses", "score"), limit=None)
+    plan: Any = SimpleNamespace(options=options, devices=PLAN.devices)
+    said = str(CheckReport.of(found, SOURCE, plan)).splitlines()
+    assert said[:2] == [
+        "red: score depends on the rank (0.0 in rank 0, 0.1 in rank 1), and --out brings that of rank 0: gather what "
+        "it is computed from first, predictions and labels by accelerator.gather_for_metrics",
+        "yellow: losses depends on the rank ([0] in rank 0, [1] in rank 1), and --out brings that of rank 0, of its "
+        "part of the samples",
+    ]
+
+
+def lines(error: FoundError | None, *records: dict[str, Any]) -> list[str]:
+    found = DryRunResult([records], [{}], error, 1.0, 0.1, lambda path: 10**9)
+    return str(CheckReport.of(found, SOURCE, PLAN)).splitlines()
+
+
+def test_a_file_that_the_shield_cannot_change_is_yellow() -> None:
+    error = OSError(errno.EOVERFLOW, "Value too large for defined data type", "theirs.txt")
+    text = f"OSError: {error}"
+    first, *rest = lines(FoundError(text, "all 2 ranks", "Cell In[5]", 2))
+    assert first == (
+        f"yellow: line 2, all 2 ranks: {text}: the file belongs to another user or group, which the shield of this "
+        "check cannot change; the run itself may be allowed to, so this line, and what follows it, could not be checked"
+    )
+    assert rest == ["yellow: not reached: line 3"]
+
+
+def test_an_error_below_the_cell_has_both_lines() -> None:
+    (first,) = lines(FoundError("ValueError: no", "rank 1", "Cell In[5]", 3, inner="Cell In[4], line 12"))
+    assert first == "red: line 3 (Cell In[4], line 12), rank 1: ValueError: no"
+
+
+def test_an_assertion_after_a_short_training_is_yellow_and_any_other_is_red() -> None:
+    error = FoundError("AssertionError: too bad", "all 2 ranks", "Cell In[5]", 3, is_users=True)
+    (first,) = lines(error, {"kind": "loop"})
+    assert first.startswith("yellow: line 3, all 2 ranks: AssertionError: too bad; after the few rounds of a check")
+    assert lines(error) == ["red: line 3, all 2 ranks: AssertionError: too bad"]
+    assert lines(replace(error, is_users=False), {"kind": "loop"}) == [
+        "red: line 3, all 2 ranks: AssertionError: too bad"
+    ]
