@@ -508,12 +508,14 @@ def test_where_no_file_can_be_shielded_it_is_said_and_saves_go_elsewhere(kernel:
             accelerate(
                 "torch.save(model.state_dict(), 'model.pt')\ntorch.load('model.pt')\n"
                 "from pathlib import Path\nPath('real.txt').write_text('x')",
-                flags="--check",
+                flags="--check full",
             )
         ).succeeded()
     finally:
         kernel.do("FileShield.start = _start")
     assert "files are not shielded here: it is a test" in cell.stdout
+    assert cell.stdout.count("files are not shielded here") == 1
+    assert text_of(cell).count("changed by this check") == 1
     assert f"yellow: changed by this check: {tmp_path / 'real.txt'}" in text_of(cell)
     assert "red: " not in text_of(cell)
     assert not (tmp_path / "model.pt").exists()

@@ -168,6 +168,28 @@ def test_functions_that_the_program_has_imported_by_name_are_plain_too(monkeypat
     assert __main__.clip is clip_grad_norm_  # type: ignore[attr-defined]
 
 
+def test_compiled_models_are_run_as_they_are(tmp_path: Path) -> None:
+    program = Program()
+    model = program.model
+
+    def compiling() -> None:
+        program.model = torch.compile(model, backend="no such one")  # type: ignore[assignment]
+        assert torch.compile(fullgraph=True)(abs) is abs
+        program()
+
+    assert torch.allclose(probed(compiling, tmp_path)["values"], gradient_of(X[:8]))
+
+
+def test_one_process_has_a_group_for_cells_that_call_collectives_themselves(tmp_path: Path) -> None:
+    class Sums(Program):
+        def change(self) -> None:
+            for each in self.model.parameters():
+                torch.distributed.all_reduce(each.grad)
+
+    assert torch.allclose(probed(Sums(), tmp_path, turns=2)["values"], (gradient_of(X[:8]) + gradient_of(X[8:16])) / 2)
+    assert not torch.distributed.is_initialized()
+
+
 def test_of_many_values_some_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nbaccel.train.gradient_probe._MOST_VALUES", 3)
     found = probed(Program(), tmp_path)

@@ -23,7 +23,7 @@ from nbaccel.launch.tasks.gradient_task import GradientTask
 from nbaccel.notebook.checks.findings import DryRunResult
 from nbaccel.notebook.checks.full_check import FullCheck, StepGradients
 from nbaccel.notebook.checks.report import CheckReport, ReportLine
-from nbaccel.notebook.checks.throwaway import Throwaway, unseen
+from nbaccel.notebook.checks.throwaway import PUT_BACK, Throwaway, unseen
 from nbaccel.notebook.checks.trained_names import trained_names
 from nbaccel.options.run_options import FULL
 
@@ -80,7 +80,7 @@ class CellCheck:
             more = list(
                 FullCheck(self._plan, self._source, self._again(decisions, noise), self._gradients).lines(first)
             )
-        changed = list(dict.fromkeys([*changed, *self._changed_later]))
+        changed += [each for each in dict.fromkeys(self._changed_later) if each.removesuffix(PUT_BACK) not in changed]
         return CheckReport.of(first, self._source, self._plan, changed, self._platform, more)
 
     def _again(self, decisions: Mapping[str, bytes], noise: float) -> Callable[[], DryRunResult]:

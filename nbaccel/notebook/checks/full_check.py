@@ -85,7 +85,10 @@ class FullCheck:
         self._attempt = attempt
 
     def lines(self, first: DryRunResult) -> Iterator[ReportLine]:
-        """Run the cell again, and yield the lines about it.  first: the dry run, which has found no error."""
+        """Run the cell again, and yield the lines about it.  first: what the dry run has found."""
+        if first.error is not None:
+            yield ReportLine(YELLOW, "seeds and gradients were not checked: the cell did not come to its end")
+            return
         began = time.monotonic()
         repeated = self._repeated(first, self._again())
         yield repeated

@@ -354,7 +354,8 @@ class _Writer:
             whole = save.nbytes * kept
             free = self._found.free_bytes(save.path)
             times = "" if count is None else f", {plural(count, 'time')} in the whole run"
-            words = f"a save to {save.path} has {amount(save.nbytes)} and takes {_short(save.seconds)}{times}"
+            place = f" to {save.path}" if save.path else ""  # a library may write to a file that has no name
+            words = f"a save{place} has {amount(save.nbytes)} and takes {_short(save.seconds)}{times}"
             if whole > free:
                 yield ReportLine(
                     RED,

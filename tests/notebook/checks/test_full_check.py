@@ -15,7 +15,7 @@ import torch
 from nbaccel.launch.ipc.spec import Devices, Start
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.tasks.cell_code import CellSource
-from nbaccel.notebook.checks.findings import DryRunResult
+from nbaccel.notebook.checks.findings import DryRunResult, FoundError
 from nbaccel.notebook.checks.full_check import FullCheck, StepGradients, compared, of_clocks
 from nbaccel.options.run_options import RunOptions
 from nbaccel.settings import RunSettings
@@ -159,6 +159,19 @@ def test_runs_that_differ_are_red_with_a_seed_and_yellow_without(tmp_path: Path)
     )
     assert lines[1].endswith("two runs of the ranks differ already")
     assert runs.lines(with_loss("1"))[0].startswith("yellow: two runs differ in loss")
+
+
+def test_a_cell_that_fails_is_not_run_again(tmp_path: Path) -> None:
+    failed = replace(with_loss("1"), error=FoundError("NameError: x", "all 2 ranks"))
+    assert Runs(tmp_path, with_loss("1")).lines(failed) == [
+        "yellow: seeds and gradients were not checked: the cell did not come to its end"
+    ]
+
+
+def test_a_run_that_fails_where_the_first_one_did_not_is_yellow(tmp_path: Path) -> None:
+    failed = replace(with_loss("1"), error=FoundError("KeyError: 7", "rank 1"))
+    lines = Runs(tmp_path, failed).lines(with_loss("1"))
+    assert lines[0] == "yellow: a second run of the cell failed, and the first one did not: KeyError: 7"
 
 
 def test_no_step_is_nothing_to_compare(tmp_path: Path) -> None:
