@@ -90,10 +90,10 @@ class FullCheck:
             yield ReportLine(YELLOW, "seeds and gradients were not checked: the cell did not come to its end")
             return
         began = time.monotonic()
-        repeated = self._repeated(first, self._again())
-        yield repeated
+        second = self._again()
+        yield self._repeated(first, second)
         if first.world_size > 1 and not self._plan.settings.independent:
-            if repeated.level == OK:
+            if second.error is None and not _differing(first, second, "checksums"):
                 yield self._gradients()
             else:
                 yield ReportLine(YELLOW, f"{_NOT_COMPARED}: two runs of the ranks differ already")
@@ -106,11 +106,15 @@ class FullCheck:
             return ReportLine(
                 YELLOW, f"a second run of the cell failed, and the first one did not: {second.error.text}"
             )
-        names = [name for name in _differing(first, second) if name not in of_clocks(self._source.parsed())]
+        trained, seen = (_differing(first, second, key) for key in ("checksums", "seen"))
+        clocks = of_clocks(self._source.parsed())
+        names = trained + [name for name in seen if name not in clocks and name not in trained]
         if not names:
             return ReportLine(OK, "two runs gave the same results")
         seed = self._plan.options.seed
         runs = "two runs" if seed is None else f"two runs with seed {seed}"
+        if not trained and not set(names) & set(self._plan.options.names_back or ()):
+            return ReportLine(YELLOW, f"{runs} differ in {listed(names)}, though not in what they trained")
         return ReportLine(
             YELLOW if seed is None else RED,
             f"{runs} differ in {listed(names)}: random numbers come from outside of the seeds, such as "
@@ -214,13 +218,15 @@ def _have_same_samples(of_ranks: Sequence[StepGradients], one: StepGradients) ->
     return several <= alone or alone <= several
 
 
-def _differing(first: DryRunResult, second: DryRunResult) -> list[str]:
-    """Return names whose values differ between two runs in some rank."""
+def _differing(first: DryRunResult, second: DryRunResult, key: str) -> list[str]:
+    """Return names that differ between two runs in some rank.
+
+    key: of the facts: "checksums" of parameters, or "seen".
+    """
     found: dict[str, None] = {}
     for one, other in zip(first.facts, second.facts, strict=True):
-        for key in ("checksums", "seen"):
-            mine, its = one.get(key, {}), other.get(key, {})
-            found |= {name: None for name in mine if name in its and mine[name] != its[name]}
+        mine, its = one.get(key, {}), other.get(key, {})
+        found |= {name: None for name in mine if name in its and mine[name] != its[name]}
     return list(found)
 
 

@@ -120,9 +120,9 @@ class Runs:
         return [str(each) for each in check.lines(first)]
 
 
-def with_loss(value: str) -> DryRunResult:
+def with_loss(value: str, model: int = 1) -> DryRunResult:
     """Return what a dry run found; `took` differs in each."""
-    return found(seen={"loss": (value, value), "took": (str(next(COUNTS)), "1 s")}, checksums={"model": 1})
+    return found(seen={"loss": (value, value), "took": (str(next(COUNTS)), "1 s")}, checksums={"model": model})
 
 
 def test_equal_runs_are_ok_and_gradients_are_compared(tmp_path: Path) -> None:
@@ -152,13 +152,23 @@ def test_batches_of_each_rank_in_a_loop_that_prepares_nothing_are_not_compared(t
 
 
 def test_runs_that_differ_are_red_with_a_seed_and_yellow_without(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, with_loss("2"))
+    runs = Runs(tmp_path, with_loss("2", model=3))
     lines = runs.lines(with_loss("1"), seed=7)
     assert lines[0].startswith(
-        "red: two runs with seed 7 differ in loss: random numbers come from outside of the seeds"
+        "red: two runs with seed 7 differ in model, loss: random numbers come from outside of the"
     )
     assert lines[1].endswith("two runs of the ranks differ already")
-    assert runs.lines(with_loss("1"))[0].startswith("yellow: two runs differ in loss")
+    assert runs.lines(with_loss("1"))[0].startswith("yellow: two runs differ in model, loss")
+
+
+def test_what_differs_where_the_training_does_not_may_be_a_measurement(tmp_path: Path) -> None:
+    def lines(**options: Any) -> list[str]:
+        runs = Runs(tmp_path, with_loss("2"), [gradients(), gradients()], [gradients()])
+        return runs.lines(with_loss("1"), seed=7, **options)
+
+    assert lines()[0] == "yellow: two runs with seed 7 differ in loss, though not in what they trained"
+    assert lines()[1].startswith("ok: gradients of 2 ranks")
+    assert lines(out=("loss",))[0].startswith("red: two runs with seed 7 differ in loss")
 
 
 def test_a_cell_that_fails_is_not_run_again(tmp_path: Path) -> None:
