@@ -67,6 +67,9 @@ _LONGEST_HEAD = 80
 _MOST_FILES = 200
 """Files whose functions are rewritten, cells first: a library in a folder of the user has more, and takes seconds."""
 
+_MOST_LINES = 20_000
+"""Lines of these files, of which some thousands are rewritten in a second; a count is the same in all ranks."""
+
 _FUTURE = 0x1FE0000
 """The bits of `co_flags` for `from __future__` imports."""
 
@@ -423,10 +426,19 @@ def rewrite_functions(first_number: int = 0, is_ours: Callable[[str], bool] = is
             judged[name] = is_ours(name)
         if judged[name]:
             files.setdefault(name, []).append(function)
-    for name in sorted(files, key=lambda name: (os.path.isfile(name), name))[:_MOST_FILES]:
+    lines = 0
+    for name in sorted(files, key=_distance)[:_MOST_FILES]:
+        lines += len(linecache.getlines(name))
+        if lines > _MOST_LINES and os.path.isfile(name):
+            break
         with suppress(SyntaxError, ValueError, RecursionError):  # no text, or not one that can be compiled as a whole
             table += _rewrite_file(name, files[name], first_number + len(table))
     return table
+
+
+def _distance(name: str) -> tuple[bool, bool, str]:
+    """Sort cells before files, and those of the working folder before others."""
+    return os.path.isfile(name), not name.startswith(os.path.join(os.getcwd(), "")), name
 
 
 def _functions() -> Iterator[types.FunctionType]:

@@ -501,3 +501,21 @@ def test_a_dataclass_keeps_its_own_methods(reached: set[int], cell: Callable[[st
 
     rewrite_cell()
     assert Point() == Point(1)
+
+
+def test_cells_and_the_working_folder_come_before_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for folder in ("here", "library"):
+        (tmp_path / folder).mkdir()
+        for name in ("a.py", "b.py"):
+            names.append(str(tmp_path / folder / name))
+            Path(names[-1]).write_text("def f(n):\n    for i in range(n):\n        pass\n")
+    monkeypatch.chdir(tmp_path / "here")
+    functions = []
+    for name in names:
+        found: dict[str, Any] = {}
+        exec(compile(Path(name).read_text(), name, "exec"), found)
+        functions.append(found["f"])
+    monkeypatch.setattr(rewriting, "_MOST_LINES", 9)
+    monkeypatch.setattr(rewriting, "_functions", lambda: iter(functions))
+    assert [entry["file"] for entry in rewrite_functions(0, names.__contains__)] == names[:3]

@@ -154,8 +154,8 @@ class SpeedSearch:
     def _best(self, family: str) -> SpeedRow | None:
         """Return the fastest row of a family that may be advised, or an earlier one that is nearly as fast."""
         rows = [row for row in self.found.rows if row.family == family and self.found.may_be_advised(row)]
-        fastest = max(map(self.found.rate, rows), default=0.0)
-        return next((row for row in rows if self.found.rate(row) >= _ENOUGH * fastest), None)
+        fastest = max(map(self.found.ratio, rows), default=0.0)
+        return next((row for row in rows if self.found.ratio(row) >= _ENOUGH * fastest), None)
 
     def _try_together(self) -> None:
         """Try the best of all families together: those that leave the training as it is, and then a batch size too."""
@@ -168,6 +168,8 @@ class SpeedSearch:
             change = SpeedChange()
             for row in rows:
                 change = change.with_(row.change)
+            if change in [row.change for row in self.found.rows]:
+                continue
             found = SpeedRow(change, "together")
             self.found.rows.append(found)
             for _ in range(2):
@@ -185,11 +187,11 @@ class SpeedSearch:
         """
         rows = [*self._best_of_families(), *(row for row in self.found.rows if row.family == "together")]
         rows = [row for row in rows if self.found.may_be_advised(row)]
-        alike = max((row for row in rows if row.change.batch_factor == 1), key=self.found.rate, default=None)
-        other = max((row for row in rows if row.change.batch_factor > 1), key=self.found.rate, default=None)
+        alike = max((row for row in rows if row.change.batch_factor == 1), key=self.found.ratio, default=None)
+        other = max((row for row in rows if row.change.batch_factor > 1), key=self.found.ratio, default=None)
         if alike is None or other is None:
             return alike or other
-        return other if self.found.rate(other) > _WORTH_A_CHANGE * self.found.rate(alike) else alike
+        return other if self.found.ratio(other) > _WORTH_A_CHANGE * self.found.ratio(alike) else alike
 
     @property
     def changed_files(self) -> list[str]:

@@ -161,6 +161,19 @@ def test_workers_that_help_are_refined() -> None:
     assert str(advised.change) == "num_workers=2, persistent_workers=True"
 
 
+def test_workers_that_cost_more_than_they_bring_are_left_out_with_what_belongs_to_them() -> None:
+    def speed(change: SpeedChange) -> float:
+        if change.loader.get("num_workers", 4) == 0:
+            return 40.0
+        return 30.0 if change.loader.get("persistent_workers") else 10.0
+
+    search = searched(speed, facts={**FACTS, "loader": {**LOADER, "num_workers": 4, "can_grow": False}})
+    advised = search.advised()
+    assert advised is not None
+    assert str(advised.change) == "num_workers=0"
+    assert not [row for row in search.found.rows if row.family == "together"]
+
+
 # --- candidates
 
 
