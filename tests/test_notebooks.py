@@ -204,6 +204,23 @@ def test_a_sweep_fills_a_list_and_is_found_again(environment: Environment, tmp_p
 
 @pytest.mark.full
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
+def test_a_cell_is_checked_before_it_runs_and_its_bottleneck_is_found(environment: Environment, tmp_path: Path) -> None:
+    notebook = run("12_check_and_speed.ipynb", environment, tmp_path, num_processes=2)
+    shown = [str(output.get("data", {}).get("text/plain", "")) for output in outputs(notebook)]
+    said = "\n".join(shown)
+    assert "red: line 19, all 2 ranks: NameError: name 'acuracy' is not defined. Did you mean: 'accuracy'?" in said
+    assert "red: line 16: accelerator.gather counts 23 samples twice" in said
+    assert "times in the whole run" in said
+    assert "red: two runs with seed 7 differ in model" in said
+    assert "ok: two runs gave the same results" in said
+    assert "ok: gradients of 2 ranks are those of one process" in said
+    assert float(re.search(r"(\d+\.\d+) x as fast, by", said)[1]) > 1.5
+    assert "loader = DataLoader(FromDisk(), 32, shuffle=True, num_workers=" in said
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_six_traps_end_in_right_numbers_or_in_a_sentence(environment: Environment, tmp_path: Path) -> None:
     notebook = run("14_six_traps.ipynb", environment, tmp_path, num_processes=2)
     said = text(notebook)

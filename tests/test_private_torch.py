@@ -80,6 +80,7 @@ UNGUARDED = {
     "_MapDatasetFetcher": "dataloader._utils.fetch._MapDatasetFetcher.fetch",
     "_IterableDatasetFetcher": "dataloader._utils.fetch._IterableDatasetFetcher.fetch",
     "_MultiProcessingDataLoaderIter": "dataloader._MultiProcessingDataLoaderIter",
+    "_SingleProcessDataLoaderIter": "dataloader._SingleProcessDataLoaderIter",
     "_utils": "dataloader._utils.signal_handling",
     "_remove_worker_pids": "dataloader._utils.signal_handling._remove_worker_pids",
     "_get_iterator": "torch.utils.data.DataLoader._get_iterator",
@@ -221,11 +222,11 @@ OTHERS = {
     "numpy, pandas, matplotlib, scipy": "_core _indices _ndarray _reconstruct _update_inplace",
     "transformers, accelerate, peft": """
         _hf_hook _is_accelerate_prepared _mixed_precision _move_model_to_device _n_gpu
-        _no_split_modules _old_forward _original_forward _setup_devices
+        _no_split_modules _old_forward _original_forward _save_checkpoint _setup_devices
         _shared_state _tie_weights _train_batch_size""",
     "Lightning": """
-        _AcceleratorConnector _Connector _IS_INTERACTIVE _MultiProcessingLauncher _SubprocessScriptLauncher
-        _accelerator_connector _devices_flag _num_nodes_flag _start_method _trainer""",
+        _AcceleratorConnector _Connector _EvaluationLoop _IS_INTERACTIVE _MultiProcessingLauncher
+        _SubprocessScriptLauncher _accelerator_connector _devices_flag _num_nodes_flag _start_method _trainer""",
     "other libraries": """
         _NativeDistModel _console _dataloaders _eval_dataloaders _has_internet _is_jupyter _is_kaggle _login _params""",
     "tensorboard": "_async_writer _get_file_writer _worker",

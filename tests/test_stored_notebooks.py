@@ -26,6 +26,7 @@ SHOWN = {
     "09_models_larger_than_a_card.ipynb": "texts as in one process: True",
     "10_inference_on_every_card.ipynb": "all others as before: True",
     "11_sweeps_and_runs.ipynb": "10 of 15 runs finished earlier",
+    "12_check_and_speed.ipynb": "accelerator.gather counts 23 samples twice",
     "13_fine_tune_a_4_bit_model.ipynb": "the second epoch as before: True",
     "14_six_traps.ipynb": "batch inside of accumulate: weights are equal: True",
 }

@@ -2,7 +2,7 @@
 
 Rank 0 decides and does not wait. The others wait for its decision for some seconds, and then take a default, since
 rank 0 may never come: a pass of one rank alone must not hang. Whoever writes a decision first has taken it for all,
-also for a rank 0 that comes late, so that ranks never differ.
+also for a rank 0 that comes late, so that ranks never differ. A second run that finds the files takes the same.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ class SharedDecisions:
 
         default: for all ranks, where rank 0 has not come in time.
         """
-        if self._world_size == 1:
-            return decide()
-        path = self._folder / f"{name}.json"
-        if self._rank == 0:
+        is_alone = self._world_size == 1
+        path = self._folder / (f"{name}-{self._rank}.json" if is_alone else f"{name}.json")
+        if self._rank == 0 or is_alone:
             return self._taken(path, default) if path.exists() else self._write(path, decide())
         until = time.monotonic() + self._patience_s
         while not path.exists():

@@ -26,8 +26,9 @@ from nbaccel.train.strategies import replicated  # noqa: F401  # the strategy of
 if TYPE_CHECKING:
     from nbaccel.dry_run.loop_log import LoopLog
     from nbaccel.train.dry_run_hooks import DryRunParts
+    from nbaccel.train.gradient_probe import GradientProbe
 
-__all__ = ["call_with_accelerator", "dry_run_parts", "map_in_rank", "setup_rank"]
+__all__ = ["call_with_accelerator", "dry_run_parts", "gradient_probe", "map_in_rank", "setup_rank"]
 
 
 def setup_rank(
@@ -81,3 +82,12 @@ def dry_run_parts(log: LoopLog, write: Callable[[Mapping[str, Any]], None], fold
     if (saves := folder.with_name(SAVES)).is_dir():
         redirect_checkpoints(str(saves))
     return DryRunParts(log, write, folder)
+
+
+def gradient_probe(
+    write: Callable[[Mapping[str, Any]], None], path: Path, turns: int, steps: int | None
+) -> GradientProbe:
+    """Return what records the gradients at the first step of a cell; see `%%accelerate --check full`."""
+    from nbaccel.train.gradient_probe import GradientProbe
+
+    return GradientProbe(write, path, turns, steps)

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["SpeedChange"]
+__all__ = ["NEED_WORKERS", "SpeedChange"]
+
+NEED_WORKERS = ("prefetch_factor", "persistent_workers")
+"""Arguments of a loader that one without workers refuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +36,12 @@ class SpeedChange:
         >>> str(SpeedChange(loader={"num_workers": 2}).with_(SpeedChange(loader={"pin_memory": True}, batch_factor=2)))
         'num_workers=2, pin_memory=True, batch size x 2'
         """
+        loader = {**self.loader, **other.loader}
+        if loader.get("num_workers") == 0:
+            loader = {name: value for name, value in loader.items() if name not in NEED_WORKERS}
         return replace(
             self,
-            loader={**self.loader, **other.loader},
+            loader=loader,
             optimizer={**self.optimizer, **other.optimizer},
             batch_factor=other.batch_factor if other.batch_factor > 1 else self.batch_factor,
             compiles=self.compiles or other.compiles,

@@ -55,6 +55,7 @@ class TrainingParts:
         """Change what the notebook has, and what the program makes from now on."""
         import torch
         from torch.utils.data import DataLoader
+        from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
         kinds = (DataLoader, torch.optim.Optimizer, torch.nn.Module)
@@ -67,6 +68,8 @@ class TrainingParts:
         self._notice(torch.optim.Optimizer, lambda optimizer: None)  # its groups follow
         self._replace(_BaseDataLoaderIter, "__init__", self._begin_pass)
         self._replace(_BaseDataLoaderIter, "__next__", self._read)
+        for fetcher in (_MapDatasetFetcher, _IterableDatasetFetcher):
+            self._replace(fetcher, "fetch", self._fetch)
         gc.unfreeze()  # a forked rank does not look at what the notebook had, and so would not list it
         for each in gc.get_objects():
             kind = type(each)  # not `isinstance`, which asks some objects for more than they can answer
@@ -141,16 +144,21 @@ class TrainingParts:
             return real(iterator)
         self._is_reading = True
         began = time.perf_counter()
-        looks = self._looks < _LOOKS and not self.draws
-        states = _states() if looks else ()
         try:
             return real(iterator)
         finally:
             self._is_reading = False
             self.loader_s += time.perf_counter() - began
-            if looks:
-                self._looks += 1
-                self.draws = self._looks > 1 and states != _states()  # the first draws the order
+
+    def _fetch(self, real: Callable[..., Any], *args: Any) -> Any:
+        if self.draws or self._looks >= _LOOKS:
+            return real(*args)
+        self._looks += 1
+        states = _states()
+        try:
+            return real(*args)
+        finally:
+            self.draws |= states != _states()
 
     # --- facts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -63,7 +64,8 @@ class Cutting:
     def __init__(self, folder: Path | str = "", rank: int = 0, world_size: int = 1, **options: Any) -> None:
         self.log = FakeLog()
         self.records: list[Mapping[str, Any]] = []
-        decisions = SharedDecisions(Path(folder), rank, world_size)
+        self._own_folder = None if folder else tempfile.TemporaryDirectory()
+        decisions = SharedDecisions(Path(folder or self._own_folder.name), rank, world_size)  # type: ignore[union-attr]
         self.cuts = LoaderCuts(self.log, self.records.append, decisions, **options)
 
     def __enter__(self) -> Cutting:
@@ -72,6 +74,8 @@ class Cutting:
 
     def __exit__(self, *exception: object) -> None:
         self.cuts.end()
+        if self._own_folder is not None:
+            self._own_folder.cleanup()
 
     def rounds(self, count: int) -> Iterator[int]:
         """Yield the rounds of a loop of the program's."""

@@ -33,9 +33,12 @@ def test_a_rank_0_that_comes_late_takes_the_default_that_another_rank_has_taken(
     assert SharedDecisions(tmp_path, 2, 3, patience_s=0).take("more", never, 5) == 0
 
 
-def test_a_single_rank_writes_nothing(tmp_path: Path) -> None:
-    assert SharedDecisions(tmp_path, 0, 1).take("more", lambda: 3, 0) == 3
-    assert not list(tmp_path.iterdir())
+def test_a_second_run_takes_what_the_first_one_has_decided(tmp_path: Path) -> None:
+    assert SharedDecisions(tmp_path, 1, 1).take("more", lambda: 3, 0) == 3
+    assert SharedDecisions(tmp_path, 1, 1).take("more", never, 0) == 3
+    assert SharedDecisions(tmp_path, 0, 1).take("more", lambda: 4, 0) == 4, "ranks that are independent"
+    assert SharedDecisions(tmp_path, 0, 2).take("more", lambda: 5, 0) == 5
+    assert SharedDecisions(tmp_path, 0, 2).take("more", never, 0) == 5
 
 
 def test_nothing_is_left_beside_the_decision(tmp_path: Path) -> None:

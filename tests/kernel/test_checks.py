@@ -40,6 +40,12 @@ class Slow(Dataset):
         time.sleep(0.003)
         return X[index], Y[index]
 
+class Noisy(Dataset):
+    def __len__(self):
+        return 320
+    def __getitem__(self, index):
+        return X[index] + torch.randn(20), Y[index]
+
 def padded(rows):
     return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
@@ -348,6 +354,93 @@ def test_lines_that_are_not_reached_are_yellow(kernel: RealKernel) -> None:
     assert "yellow: not reached: lines 5-6" in said
 
 
+# --- seeds and gradients --------------------------------------------------------------------------------------------
+
+BACKWARD = "    optimizer.zero_grad()\n    accelerator.backward(loss)\n    optimizer.step()"
+OWN = """
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+"""
+FULL = {
+    "a prepared cell": (
+        f"{OWN}    loss = F.cross_entropy(model(F.dropout(x, 0.5)), y)\n{BACKWARD}",
+        "ok: gradients of 2 ranks are those of one process at step 1",
+    ),
+    "a cell that prepares nothing": ("fit(3)", "ok: gradients of 2 ranks are those of one process at step 2"),
+    "a loss that is a sum, of ranks that average": (
+        f"{OWN}    loss = F.cross_entropy(model(x), y, reduction='sum')\n{BACKWARD}",
+        "ok: gradients of 2 ranks are those of one process at step 1",
+    ),
+    "accumulation": (
+        f"""
+from nbaccel import Accelerator
+accelerator = Accelerator(gradient_accumulation_steps=3)
+{OWN}
+    with accelerator.accumulate(model):
+        accelerator.backward(F.cross_entropy(model(x), y))
+        accelerator.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        "ok: gradients of 2 ranks are those of one process at step 1",
+    ),
+    "a model that is called around its wrapper": (
+        f"raw = model{OWN}    loss = F.cross_entropy(raw(x), y)\n"
+        "    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()",
+        "red: gradients of ",
+    ),
+    "a reduction without division": (
+        f"{OWN}    loss = F.cross_entropy(model(x), y)\n    optimizer.zero_grad()\n    accelerator.backward(loss)\n"
+        "    for each in model.parameters():\n        each.grad = accelerator.reduce(each.grad, reduction='sum')\n"
+        "    optimizer.step()",
+        "red: gradients of 2 ranks differ from those of one process by 100 % at step 1",
+    ),
+    "augmentation": (
+        """
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Noisy(), 32))
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+        """,
+        "yellow: gradients cannot be compared with those of one process: its samples are others there",
+    ),
+    "batch statistics": (
+        """
+        model = nn.Sequential(nn.BatchNorm1d(20), nn.Linear(20, 2))
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+        """,
+        "yellow: gradients cannot be compared with those of one process: the model has batch statistics",
+    ),
+    "a generator without a seed": (
+        """
+        import numpy
+        generator, began = numpy.random.default_rng(), time.time()
+        for x, y in loader:
+            loss = step(x + float(generator.normal()), y)
+        took = time.time() - began
+        """,
+        "red: two runs with seed 7 differ in model, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("cell", FULL)
+def test_a_full_check_looks_at_seeds_and_gradients(kernel: RealKernel, cell: str, tmp_path: Path) -> None:
+    body, sentence = FULL[cell]
+    kernel.do(f"import os; os.chdir({str(tmp_path)!r}); before = model[0].weight.clone()")
+    said = report(kernel, f"{textwrap.dedent(body)}\ntorch.save(1, 'model.pt')", "--check full --seed 7")
+    assert sentence in said, said
+    assert ("red: " in said) == sentence.startswith("red"), said
+    assert ("ok: two runs gave the same results" in said) == ("generator" not in cell), said
+    assert [path.name for path in tmp_path.iterdir() if path.name != ".nbaccel"] == []
+    kernel.do("assert torch.equal(model[0].weight, before) and model[0].weight.grad is None and not optimizer.state")
+
+
 # --- nothing is touched ---------------------------------------------------------------------------------------------
 
 TOUCHES = """
@@ -415,12 +508,14 @@ def test_where_no_file_can_be_shielded_it_is_said_and_saves_go_elsewhere(kernel:
             accelerate(
                 "torch.save(model.state_dict(), 'model.pt')\ntorch.load('model.pt')\n"
                 "from pathlib import Path\nPath('real.txt').write_text('x')",
-                flags="--check",
+                flags="--check full",
             )
         ).succeeded()
     finally:
         kernel.do("FileShield.start = _start")
     assert "files are not shielded here: it is a test" in cell.stdout
+    assert cell.stdout.count("files are not shielded here") == 1
+    assert text_of(cell).count("changed by this check") == 1
     assert f"yellow: changed by this check: {tmp_path / 'real.txt'}" in text_of(cell)
     assert "red: " not in text_of(cell)
     assert not (tmp_path / "model.pt").exists()

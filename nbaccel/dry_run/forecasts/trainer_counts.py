@@ -39,7 +39,7 @@ class TrainerCounts:
         >>> facts = {"steps": 100, "epochs": 4, "batches_per_step": 2}
         >>> facts |= {"evaluates": ["epoch", 0], "saves": ["steps", 30]}
         >>> TrainerCounts.of(facts, 50)
-        TrainerCounts(batches=200, epochs=4.0, evaluations=4, saves=4)
+        TrainerCounts(batches=200, epochs=4.0, evaluations=4, saves=4.0)
         """
         batches = facts.get("batches") or batches
         ends = []
@@ -62,13 +62,16 @@ def _times(plan: Sequence[Any] | None, steps: float | None, epochs: float, batch
     """Return how often something happens.  plan: "no", "epoch", "steps" or "batches", then a number of these."""
     if plan is None or steps is None:
         return None
-    unit, every, *more = plan
+    unit, every = str(plan[0]), plan[1] or 0
     if unit == "no":
         return 0
     if unit == "epoch":
         return math.ceil(epochs)
     if unit == "steps" and every:
-        return math.ceil(steps / every) if every >= 1 else math.ceil(1 / every)
+        return float(math.ceil(steps / every if every >= 1 else 1 / every))
     if unit == "batches" and every and batches:
-        return int(batches // every) * (math.ceil(epochs) // (more[0] or 1)) if more and more[0] else steps // every
+        every_epochs = plan[2] if len(plan) > 2 else None
+        if every_epochs is None:  # it counts the batches of the whole training
+            return float(epochs * batches // every)
+        return float(batches // every * (math.ceil(epochs) // every_epochs))
     return None

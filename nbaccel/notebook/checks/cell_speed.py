@@ -69,8 +69,9 @@ class CellSpeed:
             raise
         if not self._trials.found.base.speeds:
             raise LaunchRefused(
-                f"--speed: {self._source.name} has not trained long enough to be measured "
-                f"({self._trials.found.base.why_not}); it needs a loop with some ten steps of an optimizer of torch."
+                f"--speed: the training of {self._source.name} could not be measured "
+                f"({self._trials.found.base.why_not}). It needs ten steps or more of an optimizer of torch, soon "
+                "after the beginning of the cell: put the loading of data and models into a cell before."
             )
         report = self._report(())
         self._show(report)

@@ -7,24 +7,36 @@ listed. Nothing comes back: the variables of the notebook are as before.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 
 from nbaccel.dry_run.forecasts.forecast import measure_noise
 from nbaccel.dry_run.rank_records import read_records
 from nbaccel.hardware import Platform
+from nbaccel.launch.ipc.spec import LaunchSpec
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.tasks.cell_task import CellTask
 from nbaccel.launch.tasks.dry_run_task import DryRunTask
+from nbaccel.launch.tasks.gradient_task import GradientTask
 from nbaccel.notebook.checks.findings import DryRunResult
-from nbaccel.notebook.checks.report import CheckReport
-from nbaccel.notebook.checks.throwaway import Throwaway, unseen
+from nbaccel.notebook.checks.full_check import FullCheck, StepGradients
+from nbaccel.notebook.checks.report import CheckReport, ReportLine
+from nbaccel.notebook.checks.throwaway import PUT_BACK, Throwaway, unseen
 from nbaccel.notebook.checks.trained_names import trained_names
+from nbaccel.options.run_options import FULL
 
 __all__ = ["CellCheck"]
 
 _PARTS = "nbaccel.train.setup:dry_run_parts"
 """Function that returns what cuts the loaders of a rank, and measures."""
+
+_PROBE = "nbaccel.train.setup:gradient_probe"
+"""Function that returns what records the gradients of a rank."""
+
+_MOST_SECONDS = 30.0
+"""Seconds that a cell may take to its first step, where gradients are compared."""
 
 
 class CellCheck:
@@ -49,6 +61,7 @@ class CellCheck:
         self._setup = setup
         self._platform = platform
         self._say = say
+        self._changed_later: list[str] = []  # files that further runs have changed
 
     def run(self) -> CheckReport:
         """Run it, and return its report.
@@ -59,21 +72,72 @@ class CellCheck:
         noise = measure_noise()
         with Throwaway.start(self._launcher) as place:
             place.watch_files(self._say)
-            return self._in_place(place, noise)
+            first = self._dry_run(place, noise)
+            changed = place.changed_files()
+            decisions = {path.name: path.read_bytes() for path in place.records.glob("*.json")}
+        more: list[ReportLine] = []
+        if self._plan.options.check == FULL and first.error is None:
+            more = list(
+                FullCheck(self._plan, self._source, self._again(decisions, noise), self._gradients).lines(first)
+            )
+        changed += [each for each in dict.fromkeys(self._changed_later) if each.removesuffix(PUT_BACK) not in changed]
+        return CheckReport.of(first, self._source, self._plan, changed, self._platform, more)
 
-    def _in_place(self, place: Throwaway, noise: float) -> CheckReport:
+    def _again(self, decisions: Mapping[str, bytes], noise: float) -> Callable[[], DryRunResult]:
+        """Return what runs the dry run once more.  decisions: of the first one, which the second one takes, too."""
+
+        def run() -> DryRunResult:
+            with self._later_place() as place:
+                for name, content in decisions.items():
+                    (place.records / name).write_bytes(content)
+                return self._dry_run(place, noise)
+
+        return run
+
+    def _gradients(
+        self, plan: LaunchPlan, turns: int, steps: int | None
+    ) -> tuple[DryRunResult, list[StepGradients | None]]:
+        """Run the cell to its first step; return what was found, and the gradients of each rank."""
+        cell = self._cell
+        with self._later_place() as place:
+            records = str(place.records)
+            task = GradientTask(
+                self._source,
+                cell.namespace,
+                (),
+                cell.extra,
+                folder=records,
+                make_probe=_PROBE,
+                turns=turns,
+                steps=steps,
+            )
+            spec = replace(place.spec(plan, task, cell, self._setup), timeout_s=_MOST_SECONDS)
+            found = self._run(place, plan, spec)
+            ranks = range(plan.devices.num_processes)
+            return found, [StepGradients.read(found, place.records, rank) for rank in ranks]
+
+    @contextmanager
+    def _later_place(self) -> Iterator[Throwaway]:
+        with Throwaway.start(self._launcher) as place:
+            place.watch_files()
+            yield place
+            self._changed_later += place.changed_files()
+
+    def _dry_run(self, place: Throwaway, noise: float) -> DryRunResult:
         cell = self._cell
         out = None if cell.leaves_all else cell.out
-        records = place.records
-        task = DryRunTask(self._source, cell.namespace, out, cell.extra, folder=str(records), make_parts=_PARTS)
-        spec = place.spec(self._plan, task, cell, self._setup)
+        folder = str(place.records)
+        task = DryRunTask(self._source, cell.namespace, out, cell.extra, folder=folder, make_parts=_PARTS)
+        return self._run(place, self._plan, place.spec(self._plan, task, cell, self._setup), noise)
+
+    def _run(self, place: Throwaway, plan: LaunchPlan, spec: LaunchSpec, noise: float = 0.0) -> DryRunResult:
         began = time.monotonic()
-        outcome = self._launcher.run(spec, unseen(self._plan, self._source.name))
+        outcome = self._launcher.run(spec, unseen(plan, self._source.name))
         try:
             if outcome.ended.is_interrupted:
                 raise KeyboardInterrupt("the check was interrupted; nothing was changed.")
-            found = DryRunResult.of(
-                [read_records(records, rank) for rank in range(len(outcome.ended.reports))],
+            return DryRunResult.of(
+                [read_records(place.records, rank) for rank in range(len(outcome.ended.reports))],
                 outcome,
                 seconds=time.monotonic() - began,
                 noise=noise,
@@ -82,4 +146,3 @@ class CellCheck:
             )
         finally:
             outcome.close()
-        return CheckReport.of(found, self._source, self._plan, place.changed_files(), self._platform)

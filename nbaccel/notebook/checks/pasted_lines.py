@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.trials.changes import SpeedChange
+from nbaccel.trials.changes import NEED_WORKERS, SpeedChange
 
 __all__ = ["NotebookCells", "PastedLine", "lines_to_paste"]
 
 _LOADER = "DataLoader"
 _POSITIONS = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory")
 """Parameters of torch's `DataLoader` in their order, as far as this module changes them."""
-
-_NEEDS_WORKERS = ("prefetch_factor", "persistent_workers")
 
 _MARK = "changes the training: {factor} times fewer steps"
 
@@ -146,7 +144,7 @@ def _of_loader(change: SpeedChange, loader: Mapping[str, Any] | None, cells: Not
         return
     number, statement, call = found
     has_workers = bool(options.get("num_workers", loader["num_workers"]))
-    set_arguments(call, options, _POSITIONS, removed=() if has_workers else _NEEDS_WORKERS)
+    set_arguments(call, options, _POSITIONS, removed=() if has_workers else NEED_WORKERS)
     cells.note(number, statement, remark)
 
 

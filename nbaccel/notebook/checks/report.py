@@ -24,7 +24,7 @@ from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.notebook.checks.findings import DryRunResult, FoundError, LineOfSaves
 from nbaccel.quantities import amount, duration, listed, plural, said
 
-__all__ = ["CheckReport", "ReportLine"]
+__all__ = ["OK", "RED", "YELLOW", "CheckReport", "ReportLine"]
 
 RED, YELLOW, OK = "red", "yellow", "ok"
 
@@ -87,10 +87,14 @@ class CheckReport:
         plan: LaunchPlan,
         changed: Sequence[str] = (),
         platform: Platform = Platform.SCRIPT,
+        more: Sequence[ReportLine] = (),
     ) -> CheckReport:
-        """Return the report on what a dry run of `source` found.  changed: files that it changed, by path."""
+        """Return the report on what a dry run of `source` found.
+
+        changed: files that it changed, by path.  more: lines of a `FullCheck`.
+        """
         writer = _Writer(found, source, plan, platform)
-        lines = [*writer.lines(), *_files(changed)]
+        lines = [*writer.lines(), *more, *_files(changed)]
         order = {RED: 0, YELLOW: 1, OK: 2}
         return cls(source.name, sorted(lines, key=lambda line: order[line.level]))
 
@@ -350,7 +354,8 @@ class _Writer:
             whole = save.nbytes * kept
             free = self._found.free_bytes(save.path)
             times = "" if count is None else f", {plural(count, 'time')} in the whole run"
-            words = f"a save to {save.path} has {amount(save.nbytes)} and takes {_short(save.seconds)}{times}"
+            place = f" to {save.path}" if save.path else ""  # a library may write to a file that has no name
+            words = f"a save{place} has {amount(save.nbytes)} and takes {_short(save.seconds)}{times}"
             if whole > free:
                 yield ReportLine(
                     RED,

@@ -40,6 +40,9 @@ _COMPILING_S = 20.0
 _GROWS = 1.1
 """Ratio to the next smaller batch from which on a still larger one is tried."""
 
+_MOST_REPEATS = 3
+"""How often rows are tried once more that may be faster."""
+
 _WORTH_A_CHANGE = 1.2
 """How much faster a change of the training has to be than the best that leaves it as it is."""
 
@@ -75,6 +78,7 @@ class SpeedSearch:
         self._changed = changed
         self._wanted_s = _FIRST_S
         self._ends_at = 0.0
+        self._number = 0  # of the last trial
         self._changed_files: dict[str, None] = {}
         self.found = SpeedComparison()
 
@@ -104,6 +108,13 @@ class SpeedSearch:
             self._screen(further)
             self._repeat([row for row in further if found.ratio(row) > found.ratio(best) * _SEEMS])
         self._try_together()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Use the time that is left for rows that may be faster."""
+        for _ in range(_MOST_REPEATS):
+            rows = [row for row in self.found.rows if self.found.is_open(row) and self.found.numbers(row) != "no"]
+            self._repeat(rows)
 
     def _choose_time(self, rows: int) -> None:
         """Choose the seconds of a trial so that each row gets two, and the cell as it is as many as half of them."""
@@ -143,8 +154,8 @@ class SpeedSearch:
     def _best(self, family: str) -> SpeedRow | None:
         """Return the fastest row of a family that may be advised, or an earlier one that is nearly as fast."""
         rows = [row for row in self.found.rows if row.family == family and self.found.may_be_advised(row)]
-        fastest = max(map(self.found.rate, rows), default=0.0)
-        return next((row for row in rows if self.found.rate(row) >= _ENOUGH * fastest), None)
+        fastest = max(map(self.found.ratio, rows), default=0.0)
+        return next((row for row in rows if self.found.ratio(row) >= _ENOUGH * fastest), None)
 
     def _try_together(self) -> None:
         """Try the best of all families together: those that leave the training as it is, and then a batch size too."""
@@ -157,6 +168,8 @@ class SpeedSearch:
             change = SpeedChange()
             for row in rows:
                 change = change.with_(row.change)
+            if change in [row.change for row in self.found.rows]:
+                continue
             found = SpeedRow(change, "together")
             self.found.rows.append(found)
             for _ in range(2):
@@ -174,11 +187,11 @@ class SpeedSearch:
         """
         rows = [*self._best_of_families(), *(row for row in self.found.rows if row.family == "together")]
         rows = [row for row in rows if self.found.may_be_advised(row)]
-        alike = max((row for row in rows if row.change.batch_factor == 1), key=self.found.rate, default=None)
-        other = max((row for row in rows if row.change.batch_factor > 1), key=self.found.rate, default=None)
+        alike = max((row for row in rows if row.change.batch_factor == 1), key=self.found.ratio, default=None)
+        other = max((row for row in rows if row.change.batch_factor > 1), key=self.found.ratio, default=None)
         if alike is None or other is None:
             return alike or other
-        return other if self.found.rate(other) > _WORTH_A_CHANGE * self.found.rate(alike) else alike
+        return other if self.found.ratio(other) > _WORTH_A_CHANGE * self.found.ratio(alike) else alike
 
     @property
     def changed_files(self) -> list[str]:
@@ -190,20 +203,33 @@ class SpeedSearch:
     def _try(self, row: SpeedRow) -> None:
         """Give a row a trial, if there is time for one."""
         base = self.found.base.trials
-        is_first = not base
-        expected_s = 0.0 if is_first else (row.trials or base)[-1].seconds
         left_s = self._ends_at - time.monotonic()
-        if not is_first and expected_s > left_s:
+        if base and (row.trials or base)[-1].seconds > left_s:
             return
         if row.trials and not row.speeds:  # it has failed
             return
         self._changed(self.found, str(row.change))
-        slowest_s = max(_MORE_SLOWLY * base[0].seconds + _COMPILING_S, 10.0) if base else None
-        limit_s = None if is_first or slowest_s is None else min(left_s, slowest_s)
-        row.trials.append(self._trial(row.change, limit_s))
+        self._number += 1
+        began = time.monotonic()
+        try:
+            trial = self._trial(row.change, self._longest_s(left_s))
+        except TimeoutError:
+            is_late = time.monotonic() >= self._ends_at - 1.0
+            trial = SpeedTrial(seconds=time.monotonic() - began, why_not="no time left" if is_late else "too slow")
+        row.trials.append(replace(trial, at=self._number))
         self._changed(self.found, "")
 
-    def _trial(self, change: SpeedChange, limit_s: float | None) -> SpeedTrial:
+    def _longest_s(self, left_s: float) -> float:
+        """Return the time after which a trial is given up."""
+        base = self.found.base.trials
+        return min(left_s, _MORE_SLOWLY * base[0].seconds + _COMPILING_S) if base else left_s
+
+    def _trial(self, change: SpeedChange, limit_s: float) -> SpeedTrial:
+        """Run a trial.
+
+        Raises:
+            TimeoutError: it has taken `limit_s`.
+        """
         cell, is_first = self._cell, not self.found.base.trials
         with Throwaway.start(self._launcher) as place:
             place.watch_files(self._say if is_first else lambda line: None)
@@ -230,8 +256,10 @@ class SpeedSearch:
                 self._changed_files |= dict.fromkeys(place.changed_files())
         if outcome.ended.is_interrupted:
             raise KeyboardInterrupt("the trials were interrupted; nothing was changed.")
+        if outcome.ended.is_timed_out:
+            raise TimeoutError
         if outcome.error is not None:
-            if change.is_nothing:
+            if is_first:
                 raise outcome.error
             return SpeedTrial(seconds=seconds, why_not=_why_not(outcome))
         trials = [record for rank in records for record in rank if record["kind"] == "trial"]
@@ -241,8 +269,6 @@ class SpeedSearch:
 def _why_not(outcome: LaunchResult) -> str:
     """Return why a trial has failed, in a few words."""
     error = error_of(outcome)
-    if outcome.ended.is_timed_out:
-        return "too slow"
     if error is None:
         return "failed"
     if error.is_memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,14 @@ __all__ = ["SpeedComparison", "SpeedRow", "SpeedTrial"]
 LEAST_GAIN = 1.05
 """Ratio to the cell as it is from which on a change is worth a line, where the noise is less."""
 
+FEWEST_TRIALS = 2
+"""Trials after which a change may be said to be faster."""
+
 _ALIKE, _ALIKE_ROUNDED = 1e-3, 2e-2
-"""Relative differences of losses: of the same arithmetic in another order, and of other kernels or precisions."""
+"""Relative differences of first losses: of the same arithmetic in another order, and of other kernels or precisions."""
+
+_GROWTH = 5.0
+"""How much larger differences of later losses may be: steps of an optimizer make more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +33,7 @@ class SpeedTrial:
     steps_per_s: 0 if nothing was measured.  samples_per_step: of all ranks; 0 where they are not known.
     losses: the first ones of each rank.  seconds: that it took, with the start of its ranks.
     why_not: why nothing was measured, in a few words.  facts: of the parts of the training.
+    at: its number among all trials of the search.
     """
 
     steps_per_s: float = 0.0
@@ -34,6 +42,7 @@ class SpeedTrial:
     seconds: float = 0.0
     why_not: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    at: int = 0
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]], seconds: float) -> SpeedTrial:
@@ -110,22 +119,44 @@ class SpeedComparison:
         rates = self.rates(row)
         return statistics.median(rates) if rates else 0.0
 
+    def ratios(self, row: SpeedRow) -> list[float]:
+        """Return the speed of each trial, as a multiple of that of the cell as it is just before and after it."""
+        samples, own = self._samples(row) or 1.0, self._samples(self.base) or 1.0
+        return [
+            each.steps_per_s * samples / (self._base_around(each.at) * own) for each in row.trials if each.steps_per_s
+        ]
+
+    def _base_around(self, at: int) -> float:
+        """Return the steps per second of the cell as it is about the trial of that number."""
+        known = [each for each in self.base.trials if each.steps_per_s]
+        before = [each for each in known if each.at <= at][-1:]
+        after = [each for each in known if each.at > at][:1]
+        return statistics.fmean(each.steps_per_s for each in before + after)
+
     def ratio(self, row: SpeedRow) -> float:
-        """Return the speed of a row as a multiple of that of the cell as it is."""
-        base = self.rate(self.base)
-        return self.rate(row) / base if base else 0.0
+        ratios = self.ratios(row)
+        return statistics.median(ratios) if ratios else 0.0
 
     @property
     def noise(self) -> float:
-        """Return the spread of the cell as it is: how far its fastest and slowest trial are apart, relative."""
-        rates = self.rates(self.base)
-        return (max(rates) - min(rates)) / statistics.median(rates) if len(rates) > 1 else 0.0
+        """Return how far one trial of the cell as it is usually is from the next one, relative."""
+        speeds = self.base.speeds
+        steps = [max(a, b) / min(a, b) - 1 for a, b in itertools.pairwise(speeds)]
+        return statistics.median(steps) if steps else 0.0
 
     def is_faster(self, row: SpeedRow) -> bool:
-        """Return whether a row is faster than the cell as it is, by more than the noise."""
-        if not row.speeds or self.ratio(row) < LEAST_GAIN:
-            return False
-        return min(self.rates(row)) > max(self.rates(self.base))
+        """Return whether a row is faster than the cell as it is, by more than the noise, in each of several trials."""
+        ratios = self.ratios(row)
+        is_sure = len(ratios) >= FEWEST_TRIALS and min(ratios) > 1.0
+        return is_sure and statistics.median(ratios) >= max(LEAST_GAIN, 1.0 + self.noise)
+
+    def is_undecided(self, row: SpeedRow) -> bool:
+        """Return whether a row had too little time: it was not tried, or may be faster."""
+        return self.is_open(row) or not (row.trials or row.note)
+
+    def is_open(self, row: SpeedRow) -> bool:
+        """Return whether a row may be faster, and more trials would tell."""
+        return bool(row.speeds) and self.ratio(row) >= LEAST_GAIN and not self.is_faster(row)
 
     def numbers(self, row: SpeedRow) -> str:
         """Return whether the losses of a row are those of the cell as it is: "yes", "no", or why that is not known."""
@@ -150,10 +181,15 @@ class SpeedComparison:
         return self.is_faster(row) and self.numbers(row) != "no"
 
 
-def _losses_of(row: SpeedRow) -> list[Sequence[Sequence[float]]]:
-    return [each.losses for each in row.trials if any(each.losses)]
+def _losses_of(row: SpeedRow) -> list[list[float]]:
+    """Return the losses of each trial, averaged over the ranks: which rank gets which samples of a batch may differ."""
+    found = [each.losses for each in row.trials if each.losses and all(each.losses)]
+    return [[statistics.fmean(each) for each in zip(*losses, strict=False)] for losses in found]
 
 
-def _are_alike(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]], tolerance: float) -> bool:
-    pairs = [pair for mine, theirs in zip(one, other, strict=False) for pair in zip(mine, theirs, strict=False)]
-    return all(math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance * 0.1) for a, b in pairs)
+def _are_alike(one: Sequence[float], other: Sequence[float], tolerance: float) -> bool:
+    for number, (a, b) in enumerate(zip(one, other, strict=False)):
+        allowed = tolerance * (_GROWTH if number else 1.0)
+        if not math.isclose(a, b, rel_tol=allowed, abs_tol=0.1 * allowed):
+            return False
+    return True

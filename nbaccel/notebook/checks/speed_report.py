@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from nbaccel.notebook.checks.pasted_lines import PastedLine
 from nbaccel.notebook.checks.speed_comparison import SpeedComparison, SpeedRow
-from nbaccel.quantities import rate
+from nbaccel.quantities import listed, rate
 
 __all__ = ["SpeedReport"]
 
 _HEAD = ("change", "speed", "x", "numbers equal")
 _CODE = "white-space:pre-wrap;font-family:var(--jp-code-font-family,monospace)"
-_NOTHING = "nothing helps"
+_NOTHING, _NOTHING_SURE = "nothing helps", "nothing is sure to help"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class SpeedReport:
             return str(row.change), row.why_not, "", ""
         speed = rate(found.rate(row), "samples" if found.has_samples else "steps")
         if row is found.base:
-            noise = f" (+-{found.noise / 2:.0%})" if len(row.speeds) > 1 else ""
+            noise = f" (+-{found.noise:.0%})" if len(row.speeds) > 1 else ""
             return str(row.change), f"{speed}{noise}", "1.00", ""
         return str(row.change), speed, f"{found.ratio(row):.2f}", found.numbers(row)
 
@@ -53,11 +53,17 @@ class SpeedReport:
         lines = [f"trying: {self.now}"] if self.now else []
         if not self.now and self.comparison.base.speeds:
             if self.advised is None:
-                lines.append(_NOTHING)
+                lines.append(_NOTHING if not self._undecided() else _NOTHING_SURE)
             else:
                 lines.append(f"{self.advised.change}: {self.comparison.ratio(self.advised):.2f} x as fast, by")
                 lines += [f"  {line}" for line in self.lines]
+            if undecided := self._undecided():
+                lines.append(f"no time was left to decide about {listed(undecided)}")
         return [*lines, *self.remarks]
+
+    def _undecided(self) -> list[str]:
+        found = self.comparison
+        return [str(row.change) for row in found.rows if found.is_undecided(row) and found.numbers(row) != "no"]
 
     def __str__(self) -> str:
         table = [_HEAD, *self.rows()]

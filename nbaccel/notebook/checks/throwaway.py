@@ -24,7 +24,10 @@ from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.tasks.cell_task import CellTask
 from nbaccel.output.screens import SilentScreen
 
-__all__ = ["Throwaway", "unseen"]
+__all__ = ["PUT_BACK", "Throwaway", "unseen"]
+
+PUT_BACK = ", and put back"
+"""The words behind a file that a run has changed, where it is as before again."""
 
 _PREFIX = "nbaccel-check-"
 
@@ -79,7 +82,7 @@ class Throwaway:
         if self._snapshot is None:
             return []
         changed, restored = self._snapshot.changed(), self._snapshot.put_back()
-        return [f"{path}{', and put back' * (path in restored)}" for path in changed]
+        return [f"{path}{PUT_BACK * (path in restored)}" for path in changed]
 
     def spec(self, plan: LaunchPlan, task: CellTask, cell: CellTask, setup: str | None) -> LaunchSpec:
         """Return the spec of a run of `task`, which runs what `cell` would run.  setup: see `Session`."""

@@ -87,7 +87,7 @@ class DataLoaderDispatcher(PreparedLoader):
         state = PartialState()
         facts = [LoaderFacts.of(loader)] * state.num_processes
         chosen = DataLoaderConfiguration(split_batches=split_batches, dispatch_batches=True)
-        source = _Choice(loader, state.world, chosen, facts).source(state.device, slice_fn, keeps_on_host=True)
+        source = LoaderChoice(loader, state.world, chosen, facts).source(state.device, slice_fn, keeps_on_host=True)
         super().__init__(loader, source, state.world, Accumulation(), None)
         self._skip = skip_batches
         self.iteration = iteration
@@ -136,14 +136,16 @@ def prepare_loader(
     Raises:
         ValueError: an empty dataset, ranks with different datasets, or a batch size that cannot be split.
     """
-    choice = _Choice(loader, world, configuration, facts)
+    choice = LoaderChoice(loader, world, configuration, facts)
     source = choice.source(device, slice_function, keeps_on_host=not moves)
     kind = DataLoaderDispatcher if choice.dispatches else DataLoaderShard
     return kind.over(loader, source, world, accumulation, device if moves else None)
 
 
 @frozen
-class _Choice:
+class LoaderChoice:
+    """The choice of how a loader is dealt.  facts: of every rank, in their order."""
+
     loader: DataLoader[Any]
     world: World
     configuration: DataLoaderConfiguration
@@ -154,8 +156,7 @@ class _Choice:
         self._refuse_empty()
         is_stream = isinstance(loader.dataset, IterableDataset)
         if not world.is_distributed:
-            plain = is_stream or not configuration.use_seedable_sampler or _iterates_itself(loader)
-            return Source(loader) if plain else self._indexed()
+            return self.indexed() if configuration.use_seedable_sampler and self.has_indices else Source(loader)
         if _is_dealt_already(loader, world):
             return Source(loader)
         even, split = configuration.even_batches, configuration.split_batches
@@ -176,7 +177,12 @@ class _Choice:
         self._warn_of_little_data()
         if is_stream or _iterates_itself(loader):
             return StreamSource(loader, self._seed(), world, even=even, split=split)
-        return self._indexed()
+        return self.indexed()
+
+    @property
+    def has_indices(self) -> bool:
+        """True if batches can be dealt by their indices, before anything is read."""
+        return not (isinstance(self.loader.dataset, IterableDataset) or _iterates_itself(self.loader))
 
     @property
     def dispatches(self) -> bool:
@@ -184,7 +190,8 @@ class _Choice:
         chosen = self.configuration.dispatch_batches
         return isinstance(self.loader.dataset, IterableDataset) if chosen is None else chosen
 
-    def _indexed(self) -> IndexSource:
+    def indexed(self) -> IndexSource:
+        """Return the source that deals indices, in the order that ranks share."""
         even, split = self.configuration.even_batches, self.configuration.split_batches
         return IndexSource(self.loader, self._order(), self.world, even=even, split=split)
 
