@@ -28,6 +28,7 @@ import ast
 import builtins
 import copy
 import gc
+import itertools
 import linecache
 import os
 import types
@@ -72,6 +73,8 @@ _MOST_LINES = 20_000
 
 _FUTURE = 0x1FE0000
 """The bits of `co_flags` for `from __future__` imports."""
+
+_PLACELESS = (ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop)
 
 _Functions = ast.FunctionDef | ast.AsyncFunctionDef
 _Ends = tuple[list[int], bool] | None
@@ -174,7 +177,7 @@ class _Rewriter:
         if not isinstance(node, ast.ClassDef) and _is_compiled(node):
             return
         outer, count = (self._is_on, self._loops, self._flags), len(self.table)
-        plain = [] if isinstance(node, ast.ClassDef) else copy.deepcopy(node.body)
+        plain = [] if isinstance(node, ast.ClassDef) else _copied(node.body)
         is_plain = isinstance(node, ast.FunctionDef) and node.name not in _NOT_REWRITTEN
         self._is_on, self._loops = is_plain and not _is_generator(node), []
         self._flags = {}
@@ -323,6 +326,16 @@ def _period(node: ast.expr) -> tuple[ast.expr, ast.expr, ast.expr, bool] | None:
 def _is_limit(node: ast.Compare) -> bool:
     sides = [node.left, *node.comparators]
     return len(sides) == 2 and type(node.ops[0]) in _OPERATORS and not all(isinstance(s, ast.Constant) for s in sides)
+
+
+def _copied(statements: list[ast.stmt]) -> list[ast.stmt]:
+    """Return a copy. Nodes without a place, as of contexts and operators, are one object for all trees, and stay it.
+
+    IPython's tracebacks give them an attribute `parent`, and by it a whole file would be copied with each function.
+    """
+    nodes = itertools.chain.from_iterable(map(ast.walk, statements))
+    shared = {id(each): each for each in nodes if isinstance(each, _PLACELESS)}
+    return copy.deepcopy(statements, shared)
 
 
 def _keep_for_compilers(node: ast.stmt, plain: list[ast.stmt]) -> None:

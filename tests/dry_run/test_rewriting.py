@@ -519,3 +519,20 @@ def test_cells_and_the_working_folder_come_before_other_files(tmp_path: Path, mo
     monkeypatch.setattr(rewriting, "_MOST_LINES", 9)
     monkeypatch.setattr(rewriting, "_functions", lambda: iter(functions))
     assert [entry["file"] for entry in rewrite_functions(0, names.__contains__)] == names[:3]
+
+
+class NotToBeCopied:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise AssertionError("a node that all trees share was copied, with what a traceback has given it")
+
+
+def test_what_tracebacks_give_to_nodes_is_not_copied() -> None:
+    tree = ast.parse("def f(n):\n    for i in range(n):\n        n = -n + 1 if n < 1 and n else n")
+    shared = [node for node in ast.walk(tree) if not hasattr(node, "lineno") and not list(ast.iter_child_nodes(node))]
+    for node in shared:
+        node.parent = NotToBeCopied()  # type: ignore[attr-defined]
+    try:
+        assert rewrite(tree)
+    finally:
+        for node in {id(node): node for node in shared}.values():
+            del node.parent  # type: ignore[attr-defined]
