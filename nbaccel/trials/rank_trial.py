@@ -34,7 +34,7 @@ class RankTrial:
     ) -> None:
         self._records = RankRecords(folder, rank)
         self._parts = TrainingParts(change, namespace)
-        decisions = SharedDecisions(folder, rank if joint_ranks > 1 else 0, joint_ranks)
+        decisions = SharedDecisions(folder, rank, joint_ranks)
         self._speed = Throughput(wanted_s, decisions, self._parts.note_model, self._parts.note_step)
 
     def __enter__(self) -> Self:

@@ -136,6 +136,16 @@ def test_nothing_is_touched(kernel: RealKernel, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name != ".nbaccel"] == []
 
 
+def test_an_interrupt_shows_what_is_known_until_then(kernel: RealKernel) -> None:
+    kernel.do(f"{SMALL}loader = DataLoader(TensorDataset(X, Y), 32)")
+    execution = kernel.begin(accelerate(LOOP.format(epochs=1000, samples=10**9), flags="--speed 60s"))
+    execution.until(lambda cell: cell.displays and "samples/s" in cell.displays[-1]["text/plain"])
+    kernel.interrupt()
+    cell = execution.end()
+    assert "the trials were interrupted; nothing was changed." in cell.failed("KeyboardInterrupt").evalue
+    assert cell.displays[-1]["text/plain"].endswith("\ninterrupted")
+
+
 def test_a_cell_that_does_not_train_is_refused(kernel: RealKernel) -> None:
     error = kernel.run(accelerate("sum(range(10))", flags="--speed 10s")).failed("LaunchRefused")
     assert "could not be measured (too few steps)" in error.evalue

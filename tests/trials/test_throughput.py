@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,15 @@ def training(steps: int, step_s: float = 0.0, rows: int = 4, evaluate_s: float =
 
 
 def measured(wanted_s: float, *args: Any, **options: Any) -> tuple[Throughput, bool]:
-    speed = Throughput(wanted_s, SharedDecisions(Path("nowhere"), 0, 1))
-    speed.begin()
-    try:
-        training(*args, **options)
-    except TrialEnded:
-        return speed, True
-    finally:
-        speed.end()
+    with tempfile.TemporaryDirectory() as folder:
+        speed = Throughput(wanted_s, SharedDecisions(Path(folder), 0, 1))
+        speed.begin()
+        try:
+            training(*args, **options)
+        except TrialEnded:
+            return speed, True
+        finally:
+            speed.end()
     return speed, False
 
 

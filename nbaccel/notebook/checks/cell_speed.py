@@ -25,6 +25,7 @@ from nbaccel.output.screens import JupyterScreen
 
 __all__ = ["CellSpeed"]
 
+_INTERRUPTED = "the trials were interrupted; nothing was changed."
 _CELL = re.compile(r"Cell In\[(\d+)\]")
 
 
@@ -66,7 +67,7 @@ class CellSpeed:
         except KeyboardInterrupt:
             if self._trials.found.base.speeds:
                 self._show(self._report(("interrupted",)))
-            raise
+            raise KeyboardInterrupt(_INTERRUPTED) from None
         if not self._trials.found.base.speeds:
             raise LaunchRefused(
                 f"--speed: the training of {self._source.name} could not be measured "

@@ -255,7 +255,7 @@ class SpeedSearch:
                 outcome.close()
                 self._changed_files |= dict.fromkeys(place.changed_files())
         if outcome.ended.is_interrupted:
-            raise KeyboardInterrupt("the trials were interrupted; nothing was changed.")
+            raise KeyboardInterrupt
         if outcome.ended.is_timed_out:
             raise TimeoutError
         if outcome.error is not None:

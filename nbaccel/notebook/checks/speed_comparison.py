@@ -81,7 +81,7 @@ class SpeedRow:
         """Return why it has no speed; empty if it has one."""
         if self.speeds:
             return ""
-        return next((each.why_not for each in self.trials if each.why_not), self.note or "not tried: no time left")
+        return next((each.why_not for each in self.trials if each.why_not), self.note or "not tried")
 
 
 class SpeedComparison:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from nbaccel.notebook.checks.pasted_lines import PastedLine
 from nbaccel.notebook.checks.speed_comparison import SpeedComparison, SpeedRow
-from nbaccel.quantities import listed, rate
+from nbaccel.quantities import rate
 
 __all__ = ["SpeedReport"]
 
@@ -58,12 +58,14 @@ class SpeedReport:
                 lines.append(f"{self.advised.change}: {self.comparison.ratio(self.advised):.2f} x as fast, by")
                 lines += [f"  {line}" for line in self.lines]
             if undecided := self._undecided():
-                lines.append(f"no time was left to decide about {listed(undecided)}")
+                lines.append(f"too few trials to decide about: {'; '.join(undecided)}")
         return [*lines, *self.remarks]
 
     def _undecided(self) -> list[str]:
+        """Return the changes that had too little time; beside one that is advised, those without a trial."""
         found = self.comparison
-        return [str(row.change) for row in found.rows if found.is_undecided(row) and found.numbers(row) != "no"]
+        rows = [row for row in found.rows if found.is_undecided(row) and found.numbers(row) != "no"]
+        return [str(row.change) for row in rows if self.advised is None or not row.trials]
 
     def __str__(self) -> str:
         table = [_HEAD, *self.rows()]
