@@ -186,14 +186,14 @@ with torch.no_grad():
     ),
     "a result that depends on the rank": (
         f"""{PREPARED}
-right = 0
+total = 0
 with torch.no_grad():
     for x, y in test_loader:
-        right += (model(x).argmax(1) == y).sum().item()
-accuracy = right / 101
+        total += F.cross_entropy(model(x), y).item()
+test_loss = total / len(test_loader)
 """,
-        "--out accuracy",
-        "red: accuracy depends on the rank (",
+        "--out test_loss",
+        "red: test_loss depends on the rank (",
     ),
 }
 
