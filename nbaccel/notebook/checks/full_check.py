@@ -57,7 +57,7 @@ class StepGradients:
         if not record:
             return None
         data = bytearray((folder / f"gradients-{rank}.f32").read_bytes())
-        return cls(record, torch.frombuffer(data, dtype=torch.float32) if data else torch.zeros(0))
+        return cls(record, torch.frombuffer(data, dtype=torch.float32) if data else torch.zeros(0, device="cpu"))
 
     def parts(self) -> Iterator[tuple[str, Any]]:
         """Yield each parameter's name and values."""
