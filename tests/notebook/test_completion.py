@@ -33,7 +33,11 @@ def test_the_line_of_a_magic_is_completed_by_what_may_stand_there_and_by_no_pyth
     flags = offered(planned, "%%accelerate --", jedi=jedi)
     assert {"--num-processes", "--plot"} <= flags.keys()
     assert all(text.startswith("--") and kind == "flag" for text, kind in flags.items()), flags
-    assert list(offered(planned, "%%accelerate --ch", jedi=jedi)) == ["--check", "--checkpoint-dir", "--checkpoint-every"]
+    assert list(offered(planned, "%%accelerate --ch", jedi=jedi)) == [
+        "--check",
+        "--checkpoint-dir",
+        "--checkpoint-every",
+    ]
     assert offered(planned, "# a title\n%%accelerate -p b", jedi=jedi) == {"bf16": "value"}
     commands = offered(planned, "%accelerate ", jedi=jedi)
     assert set(commands.values()) == {"command"}

@@ -244,7 +244,11 @@ def test_help_shows_the_flags(planned: Any) -> None:
     ("line", "symbol", "expected"),
     [
         ("%%accelerate --mi", "--mi", ["--mixed-precision"]),
-        ("%%accelerate -n 2 --s", "--s", ["--seed", "--slots", "--speed", "--start", "--strategy", "--strict", "--sweep"]),
+        (
+            "%%accelerate -n 2 --s",
+            "--s",
+            ["--seed", "--slots", "--speed", "--start", "--strategy", "--strict", "--sweep"],
+        ),
         ("%%accelerate -p ", "", ["auto", "no", "fp16", "bf16"]),
         ("%%accelerate --mixed-precision=b", "b", ["bf16"]),
         ("%%accelerate --start z", "z", ["zygote"]),
