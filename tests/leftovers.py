@@ -122,7 +122,7 @@ class Descriptors:
 
         The pipe of a queue of multiprocessing is closed by a thread of its own, some time after the queue has gone.
         """
-        if not (more := Descriptors.now().counts - self.counts):
+        if not Descriptors.now().counts - self.counts:
             return []
         gc.collect()
         deadline = time.monotonic() + patience_s
