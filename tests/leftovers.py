@@ -117,11 +117,17 @@ class Descriptors:
             counts.update(kind for kind, pattern in _KINDS if pattern.match(target))
         return cls(counts)
 
-    def left(self) -> list[str]:
-        """What was opened since and is still open; objects in reference cycles had their chance to close."""
-        if Descriptors.now().counts - self.counts:
-            gc.collect()
-        more = Descriptors.now().counts - self.counts
+    def left(self, patience_s: float = 5.0) -> list[str]:
+        """What was opened since and stays open; objects in reference cycles had their chance to close.
+
+        The pipe of a queue of multiprocessing is closed by a thread of its own, some time after the queue has gone.
+        """
+        if not Descriptors.now().counts - self.counts:
+            return []
+        gc.collect()
+        deadline = time.monotonic() + patience_s
+        while (more := Descriptors.now().counts - self.counts) and time.monotonic() < deadline:
+            time.sleep(0.01)  # nothing tells when that is done
         return [f"{count} open {kind}{'s' * (count > 1)}" for kind, count in sorted(more.items())]
 
 

@@ -6,6 +6,7 @@ Each test is a notebook. It runs on one machine here, and on all of them in `mak
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -130,13 +131,13 @@ def test_the_first_version_begins_anew_and_the_next_goes_on_from_its_output(mach
 
 
 PRETENDS = """
-import os, torch, nbaccel.notebook.shortages as _shortages
+import os, torch, nbaccel.launch.earlier_models as _models, nbaccel.launch.plan as _plan
 from collections import Counter
 from nbaccel.hardware import Gpu, Survey
 from nbaccel.launch.preflight import ProcessState
 ProcessState.now = staticmethod(lambda: ProcessState(True, True))
 _on_device = {}
-_shortages.sizes_on_devices = lambda names: {
+_models.sizes_on_devices = _plan.sizes_on_devices = lambda names: {
     device: Counter({name: nbytes}) for name in names for device, nbytes in _on_device.get(name, {}).items()
 }
 _gpus = tuple(Gpu(i, f"GPU-{i}", "Tesla T4", 15 * 10**9, 9 * 10**9, (7, 5)) for i in range(2))
@@ -166,7 +167,7 @@ def test_a_model_that_lies_on_a_device_is_weighed_before_ranks_start(
     (error,) = ran.errors
     assert error.startswith("LaunchRefused: model")
     assert sentence in error
-    assert "move line 10 of Cell In[2], `model = torch.nn.Sequential(" in error
+    assert re.search(r"[Mm]ove line 10 of Cell In\[2\](, `|.*\n.*\n  )model = torch.nn.Sequential\(", error)
 
 
 @pytest.mark.full

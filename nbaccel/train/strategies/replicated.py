@@ -145,6 +145,9 @@ class Replicated(Strategy):
                 _take_buffers(replica, collectives, self.world.is_main_process)
         with ExitStack() as stack:
             for replica in replicas:
+                if isinstance(replica, Replica) and replica.lent_to is not None:
+                    # Only the ranks that call the model would take them back.
+                    stack.enter_context(_KeepLent(replica.lent_to))
                 stack.enter_context(_Alone(replica))
             yield
 
@@ -272,6 +275,22 @@ class _Alone:
 
     def __exit__(self, *exception: object) -> None:
         self._module.require_backward_grad_sync, self._module.require_forward_param_sync = self._before
+
+
+class _KeepLent:
+    """Lets forwards with gradients be as those of `forward_backward`, so that lent gradients stay lent."""
+
+    __slots__ = ("_before", "_gradients")
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+
+    def __enter__(self) -> None:
+        self._before = self._gradients.is_busy
+        self._gradients.is_busy = True
+
+    def __exit__(self, *exception: object) -> None:
+        self._gradients.is_busy = self._before
 
 
 class _AloneWithBuckets:

@@ -88,11 +88,13 @@ def test_maps_one_after_another_with_other_functions() -> None:
     assert run_ranks(2, rank) == [expected] * 2
 
 
-def test_after_forward_backward() -> None:
+@pytest.mark.parametrize("count", [1, 3])  # of one item one rank alone calls the model
+def test_after_forward_backward(count: int) -> None:
     def rank() -> list[Any]:
         accelerator, model, train = trainer()
         accelerator.forward_backward(lambda batch: model(batch).square().mean(), DATA[:4])
-        answers = list(accelerator.map(lambda some: scores(model, some, grad=True), [1.0, 2.0, 3.0], batch_size=1))
+        items = [1.0, 2.0, 3.0][:count]
+        answers = list(accelerator.map(lambda some: scores(model, some, grad=True), items, batch_size=1))
         accelerator.forward_backward(lambda batch: model(batch).square().mean(), DATA[:4])
         train()
         return answers
