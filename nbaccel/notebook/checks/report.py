@@ -324,6 +324,9 @@ class _Writer:
         expected = self._forecast
         if expected is None or self._found.error is not None:
             return
+        if self._found.last("end").get("left"):
+            yield ReportLine(YELLOW, "the time cannot be forecast: a loop was left, and its rounds are not known")
+            return
         start_s = self._found.seconds - float(self._found.last("whole").get("seconds", 0.0))
         for unknown in expected.unknown:
             yield ReportLine(YELLOW, f"the time cannot be forecast: {unknown}")

@@ -274,6 +274,15 @@ def test_the_time_is_said_against_the_limit_or_the_session() -> None:
     assert "a session of Kaggle ends it after 12 h" in line
 
 
+def test_a_loop_that_was_left_has_no_forecast() -> None:
+    whole = {"kind": "whole", "ended_well": False, "seconds": 1.0, "setup_s": 0.0}
+    result = found(whole, {"kind": "root", "own_s": 1.0, "steps": 0})
+    result.records[0][-1]["left"] = "a loop of a library"  # type: ignore[index]
+    lines = said(result)
+    assert "yellow: the time cannot be forecast: a loop was left, and its rounds are not known" in lines
+    assert not [line for line in lines if "whole run" in line or "comes to its end" in line]
+
+
 def test_a_run_that_may_end_early_is_not_called_too_long() -> None:
     seen = {"op": ">=", "values": [[1, 0.9, 3, True], [2, 0.4, 3, True], [3, 0.7, 3, True]]}
     loop = {
