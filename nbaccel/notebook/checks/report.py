@@ -176,6 +176,9 @@ class _Writer:
             place = f"{error.file}, line {error.line}"
         head = ", ".join(filter(None, [place, error.where]))
         more = "".join(f"\n  {line.strip()}" for line in error.more.splitlines() if line.strip())
+        if not error.line and (loop := self._found.loop_at_end(error.rank)):
+            file = "" if self._is_in_cell(loop["file"]) else f" of {loop['file']}"
+            more += f"\n  rank {error.rank} was in the loop in line {loop['line']}{file}: {loop['head']}"
         if counts := self._counts_of_cut_batches(error.text):
             return ReportLine(
                 YELLOW,

@@ -77,6 +77,17 @@ def test_an_error_in_another_file_names_the_file() -> None:
     assert said(found(error=error))[0] == "red: /work/data.py, line 12, rank 1: ValueError: no"
 
 
+def test_of_a_rank_that_died_the_loop_is_said_that_it_was_in() -> None:
+    error = FoundError("rank 1 of 2 was killed by SIGKILL", "", rank=1)
+    result = found(error=error)
+    entry = {"number": 0, "file": "Cell In[7]", "line": 2, "head": "for epoch in range(9)"}
+    result.records[0][0]["table"] = [entry, {**entry, "number": 1, "file": "/w/fit.py"}]  # type: ignore[index]
+    assert "was in the loop" not in str(said(result))
+    for number, place in enumerate(("line 2", "line 2 of /w/fit.py")):
+        result.records[1].append({"kind": "loop_began", "id": number + 1, "number": number})  # type: ignore[attr-defined]
+        assert said(result)[1] == f"  rank 1 was in the loop in {place}: for epoch in range(9)"
+
+
 def test_memory_that_runs_out_at_the_longest_batch_is_said_so() -> None:
     error = FoundError("torch.OutOfMemoryError: no room", "rank 0", "Cell In[7]", 3, is_memory=True)
     peak = {"kind": "peak", "peaks": {}, "batch": {"kind": "longest", "size": 512.0}}
