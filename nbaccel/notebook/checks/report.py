@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import errno
 import html
+import linecache
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,6 +56,9 @@ _PARTS = ("loader", "host to device", "forward", "backward", "communication", "o
 
 _NAMES = {"saving": "saves", "program": "your own code"}
 """Names of these parts in the report, where they differ."""
+
+_CUT_OFF = re.compile(r"\[\s*:[^\]\n]*(\blen\(|samples)")
+"""A slice such as ``[: len(loader.dataset) - samples_seen]``, by which programs drop what fills up the last round."""
 
 _OFFLINE = ("offline mode", "hf_hub_offline", "outgoing traffic has been disabled")
 """Words of errors of the Hugging Face Hub, in small letters."""
@@ -261,11 +265,15 @@ class _Writer:
             if place in told:
                 continue
             told.add(place)
-            where = f"line {place[0]}: " if self._is_in_cell(str(place[1])) else ""
+            is_here = self._is_in_cell(str(place[1]))
+            where = f"line {place[0]}: " if is_here else ""
+            text = self._source.code if is_here else "".join(linecache.getlines(str(place[1])))
+            is_cut_off = _CUT_OFF.search(text) is not None
+            unless = ", unless they are cut off afterwards" if is_cut_off else ""
             yield ReportLine(
-                RED,
+                YELLOW if is_cut_off else RED,
                 f"{where}accelerator.gather counts {plural(record['repeated'], 'sample')} twice, those that fill up "
-                f"the last batch ({record['rows']} rows): use accelerator.gather_for_metrics",
+                f"the last batch ({record['rows']} rows){unless}: use accelerator.gather_for_metrics",
             )
 
     # --- does it fit

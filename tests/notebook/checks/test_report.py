@@ -180,6 +180,16 @@ def test_a_gather_is_named_once() -> None:
     assert sum("gather" in line for line in lines) == 1
 
 
+def test_a_gather_whose_samples_are_cut_off_by_hand_is_yellow() -> None:
+    gather = {"kind": "gather", "file": "Cell In[7]", "line": 3, "rows": 64, "repeated": 27}
+    by_hand = "if step == len(loader) - 1:\n    found = found[: len(loader.dataset) - samples_seen]\n"
+    for code, level in [(by_hand, "yellow"), ("found = found[:5]\ncount = len(found[1])\n", "red")]:
+        report = CheckReport.of(found(gather), CellSource(code, "Cell In[7]"), plan())
+        (line,) = [each for each in report.lines if "accelerator.gather counts" in each.text]
+        assert line.level == level
+        assert ("unless they are cut off afterwards" in line.text) == (level == "yellow")
+
+
 def test_saves_that_fill_the_disk_are_red() -> None:
     save = {"kind": "save", "path": "/data/model_1.pt", "bytes": 10**9, "seconds": 0.5, "loops": []}
     (line,) = [line for line in said(found(save, free_bytes=10**8)) if "save" in line]
