@@ -72,6 +72,29 @@ def test_an_error_is_red_with_its_line_and_what_follows_is_not_reached() -> None
     assert not [line for line in lines if "comes to its end" in line]
 
 
+@pytest.mark.parametrize(
+    ("text", "reached", "level"),
+    [
+        ("NameError: name 'final' is not defined", [1, 2, 3], "yellow"),
+        ("UnboundLocalError: cannot access local variable 'final' where it is not", [1, 2, 3], "yellow"),
+        ("NameError: name 'final' is not defined", [1, 2, 3, 4], "red"),
+        ("NameError: name 'fianl' is not defined", [1, 2, 3], "red"),
+        ("NameError: name 'late' is not defined", [1, 2, 3], "red"),
+    ],
+)
+def test_a_name_that_the_last_epoch_would_bind_is_yellow(text: str, reached: list[int], level: str) -> None:
+    code = (
+        "for epoch in range(9):\n    fit()\n    if epoch == 8:\n        final = 1\nprint(final)\nif x:\n    late = 1\n"
+    )
+    error = FoundError(text, "all 2 ranks", "Cell In[7]", 5)
+    loop = {"kind": "loop", "number": 0, "total": 9, "rounds": 2}
+    result = found(loop, error=error, reached=reached)
+    (line,) = [
+        each for each in CheckReport.of(result, CellSource(code, "Cell In[7]"), plan()).lines if text in each.text
+    ]
+    assert line.level == level
+
+
 def test_an_error_in_another_file_names_the_file() -> None:
     error = FoundError("ValueError: no", "rank 1", "/work/data.py", 12)
     assert said(found(error=error))[0] == "red: /work/data.py, line 12, rank 1: ValueError: no"
@@ -344,6 +367,14 @@ def test_large_results_are_listed_and_small_ones_only_where_they_were_asked_for(
     assert said(found(facts=facts), out=("epoch", "model"))[-1] == (
         "ok: comes back: model (5.0 MB), accelerator (100 kB), epoch (28 bytes)"
     )
+    code = "for epoch in range(9):\n    fit()\n    if epoch == 8:\n        score = test()\n"
+    why = {"score": "the cell ended without assigning it", "other": "it cannot be pickled"}
+    report = CheckReport.of(found(reached=[1, 2, 3], missing=why), CellSource(code, "Cell In[7]"), plan())
+    assert (
+        "yellow: --out would not bring score (the cell ended without assigning it), unless by a line that was"
+        in str(report)
+    )
+    assert "red: --out would not bring other (it cannot be pickled)" in str(report).splitlines()
     missing = found(missing={"score": "the cell ended without assigning it"})
     assert said(missing, out=("score",))[0] == (
         "red: --out would not bring score (the cell ended without assigning it)"
