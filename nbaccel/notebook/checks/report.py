@@ -402,7 +402,9 @@ class _Writer:
     def _times_of(self, save: LineOfSaves) -> int | None:
         if not save.loops:
             return save.count
-        times = None if self._forecast is None else self._forecast.times(save.loops[-1], save.count)
+        if self._forecast is None or self._found.error is not None:  # then its loops have not had their rounds
+            return None
+        times = self._forecast.times(save.loops[-1], save.count)
         return None if times is None else round(times)
 
     def _out(self) -> Iterator[ReportLine]:

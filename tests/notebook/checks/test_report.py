@@ -234,6 +234,24 @@ def test_saves_under_names_that_count_up_add_up_and_others_replace_each_other() 
     assert saves("model.pt", "model.pt").startswith("ok: ")
 
 
+def test_of_a_run_that_has_failed_the_number_of_saves_is_not_known() -> None:
+    branch = {
+        "kind": "branch",
+        "id": 1,
+        "number": 3,
+        "outer": 0,
+        "outer_round": 0,
+        "seconds": 1.0,
+        "own_s": 1.0,
+    }
+    save = {"kind": "save", "path": "/data/model.pt", "bytes": 10**9, "seconds": 0.5, "loops": [3]}
+    whole = {"kind": "whole", "ended_well": True, "seconds": 1.0, "setup_s": 0.0}
+    records = [branch, save, whole, {"kind": "root", "own_s": 0.0, "steps": 0}]
+    assert "takes 500 ms, 1 time in the whole run" in "".join(said(found(*records)))
+    failed = said(found(*records, error=FoundError("ValueError: no", "rank 0")))
+    assert [line for line in failed if "takes 500 ms; " in line], failed
+
+
 ALL_LEFT = [f"/data/model_{number}.pt" for number in range(1, 10)]
 
 
