@@ -330,7 +330,7 @@ def test_no_range_goes_beyond_the_fastest_and_the_slowest_rounds(monkeypatch: py
     found = dry(text, monkeypatch).forecast(noise=0.4)
     assert found.high_s is not None
     assert 0.6e6 < found.low_s < 1e6
-    assert 60e6 < found.high_s < 100e6 or found.high_s < 60e6
+    assert 10e6 < found.high_s < 100e6
     assert dry(text, monkeypatch).forecast(noise=50.0).low_s > 0
 
 
@@ -488,7 +488,7 @@ def test_a_counter_tells_when_a_loop_ends(text: str, rounds: int | None, monkeyp
     exec(textwrap.dedent(text), names)
     (part,) = run.forecast().parts
     assert part.rounds == rounds
-    assert rounds is None or abs(len(steps) - rounds) <= 0
+    assert rounds in (None, len(steps))
 
 
 def test_two_values_are_a_counter_only_if_they_count_from_the_beginning() -> None:

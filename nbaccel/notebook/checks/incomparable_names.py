@@ -221,10 +221,20 @@ def _rank_names(tree: ast.Module) -> set[str]:
     return {
         target.id
         for node in _own_nodes(tree.body)
-        if isinstance(node, ast.Assign) and _tells_rank(node.value)
-        for target in node.targets
-        if isinstance(target, ast.Name)
+        for target, value in _bindings(node)
+        if isinstance(target, ast.Name) and _tells_rank(value)
     }
+
+
+def _bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield what an assignment binds with what it binds it to; of `a, b = f(), g()`, both parts."""
+    if not isinstance(node, ast.Assign):
+        return
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=False)
+        else:
+            yield target, node.value
 
 
 def _tells_rank(node: ast.expr) -> bool:

@@ -108,7 +108,7 @@ CELLS = {
     "numbers of ranks": (
         """
         rank = dist.get_rank()
-        local = int(os.environ.get("LOCAL_RANK", 0))
+        local, count = int(os.environ.get("LOCAL_RANK", 0)), 7
         device = torch.device(f"cuda:{rank}")
         is_main = accelerator.is_main_process
         is_first = rank == 0
