@@ -41,7 +41,7 @@ from nbaccel.dry_run.worker_times import WorkerTimes
 
 __all__ = ["LoaderCuts"]
 
-_MOST_ROUNDS, _MORE_SECONDS = 40, 2.0
+_MOST_ROUNDS, _MORE_SECONDS = 160, 2.0
 """Limits of the second pass at a place, which is as long as the sooner of them allows."""
 
 _MOST_INDICES, _MOST_WITHOUT_END = 2_000_000, 100_000

@@ -23,6 +23,9 @@ _NEEDED = 1.2
 _DIFFERENT = 1.02
 """Ratio of the largest size to the smallest, from which on sizes differ."""
 
+_REFINEMENTS = 4
+"""Fits of a line, each of which takes its weights from the one before."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -117,27 +120,36 @@ def _line(points: list[tuple[Any, float]], mean_size: float | None) -> _Line:
     """Fit a line, by relative distances, since noise is relative. Without different sizes it is level."""
     seconds = [each for _, each in points]
     mean = sum(seconds) / len(seconds)
+    level = _Line(mean, 0.0, mean, _relative_error(seconds, [mean] * len(seconds), 1))
     sizes = [size for size, _ in points if size is not None]
     differ = len(sizes) == len(points) and min(sizes) > 0 and max(sizes) > _DIFFERENT * min(sizes)
     if not differ or mean_size is None or min(seconds) <= 0:
-        return _Line(mean, 0.0, mean, _relative_error(seconds, [mean] * len(seconds), 1))
-    weights = [1 / each**2 for each in seconds]
+        return level
+    base, slope = 0.0, mean / (sum(sizes) / len(sizes))
+    for _ in range(_REFINEMENTS):
+        if slope <= 0:
+            return level
+        # weighed by what is expected: by what was measured, the rounds that happened to be fast would count more
+        weights = [1 / (base + slope * size) ** 2 for size in sizes]
+        base, slope = _weighted_line(sizes, seconds, weights)
+    if slope <= 0:
+        return level
+    fitted = [base + slope * size for size in sizes]
+    return _Line(base, slope, mean, _relative_error(seconds, fitted, 2))
+
+
+def _weighted_line(sizes: Sequence[float], seconds: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+    """Return base and slope of least squares; the base is not negative, as no round takes less than nothing."""
     total = sum(weights)
     size_0 = sum(w * size for w, size in zip(weights, sizes, strict=True)) / total
     mean_0 = sum(w * each for w, each in zip(weights, seconds, strict=True)) / total
     spread = sum(w * (size - size_0) ** 2 for w, size in zip(weights, sizes, strict=True))
     slope = sum(w * (size - size_0) * each for w, size, each in zip(weights, sizes, seconds, strict=True)) / spread
     base = mean_0 - slope * size_0
-    if slope <= 0:
-        return _Line(mean, 0.0, mean, _relative_error(seconds, [mean] * len(seconds), 1))
-    if base < 0:  # no round takes less than nothing
-        base, slope = (
-            0.0,
-            sum(w * s * y for w, s, y in zip(weights, sizes, seconds, strict=True))
-            / sum(w * s * s for w, s in zip(weights, sizes, strict=True)),
-        )
-    fitted = [base + slope * size for size in sizes]
-    return _Line(base, slope, mean, _relative_error(seconds, fitted, 2))
+    if base >= 0:
+        return base, slope
+    squares = sum(w * size * size for w, size in zip(weights, sizes, strict=True))
+    return 0.0, sum(w * size * each for w, size, each in zip(weights, sizes, seconds, strict=True)) / squares
 
 
 def _relative_error(seconds: Sequence[float], fitted: Sequence[float], parameters: int) -> float:
