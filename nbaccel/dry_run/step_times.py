@@ -4,8 +4,9 @@ Parts: "loader" (within the loader's next), "host to device" (batches of prepare
 of modules), "backward", "communication" (collectives that the program or this package calls), "optimizer", "saving",
 and "program", which is all else. A part that is entered within another one is taken out of it.
 
-On CUDA the device is waited for at each border in the first pass at a place, so that its seconds are right for each
-part; later passes are not disturbed, and their parts are the time that the host spent. Not seen: collectives that DDP
+The first batch at a place is left out if there are others: it warms up. On CUDA the device is waited for at each border
+in the first pass at a place, so that its seconds are right for each part; later passes are not disturbed, and their
+parts are the time that the host spent. Not seen: collectives that DDP
 starts within a backward, which count as backward, and copies to the device in loops that prepare nothing ("program").
 """
 
@@ -144,7 +145,12 @@ class StepTimes:
         self._waits = this.number == 0 and _has_cuda()
 
     def batch(self, this: ObservedPass, size: float | None, kind: str) -> None:
-        """Do nothing: the time is counted by parts."""
+        """Leave the first batch at a place out, once there is a second one: it has the warm-up of the device."""
+        if this.number == 0 and this.given == 2:
+            self._settle()
+            for account in [each for each in self._passes if each.this is this]:
+                account.left_out = 1
+                account.seconds.clear()
 
     def end_pass(self, this: ObservedPass) -> None:
         self._settle()
@@ -184,7 +190,12 @@ class StepTimes:
         this = account.this
         said = {"place": "", "name": "", "number": 0, "batches": 0}
         if this is not None:
-            said = {"place": this.place, "name": this.name, "number": this.number, "batches": this.given}
+            said = {
+                "place": this.place,
+                "name": this.name,
+                "number": this.number,
+                "batches": this.given - account.left_out,
+            }
         waits = this is not None and this.number == 0 and _has_cuda()
         self._write({"kind": "step_times", **said, "is_synchronised": waits, "seconds": dict(account.seconds)})
 
@@ -218,10 +229,14 @@ class StepTimes:
 
 
 class _Account:
-    """Seconds of one pass by part; without a pass, of all outside."""
+    """Seconds of one pass by part; without a pass, of all outside.
+
+    left_out: batches whose time does not count.
+    """
 
     def __init__(self, this: ObservedPass | None) -> None:
         self.this = this
+        self.left_out = 0
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
 

@@ -10,7 +10,6 @@ make calls of modules slower.
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from nbaccel.dry_run.decisions import SharedDecisions
+from nbaccel.dry_run.function_hooks import FunctionHooks
 from nbaccel.dry_run.one_pass import rows_of
 
 __all__ = ["Throughput", "TrialEnded"]
@@ -62,6 +62,7 @@ class Throughput:
         self._on_model = on_model
         self._on_step = on_step
         self._undo: list[Callable[[], None]] = []
+        self._replaced = FunctionHooks()
         self._optimizer: Any = None
         self._rows: list[int] = []
         self._rows_now = 0
@@ -84,11 +85,12 @@ class Throughput:
         self._undo = [register_optimizer_step_post_hook(self._after_step).remove]
         self._hook = register_module_forward_pre_hook(self._before_forward)
         self._undo.append(self._hook.remove)
-        self._replace(torch.nn.Module, "eval", self._evaluating)
-        self._replace(torch.autograd, "backward", self._backward)
+        self._replaced.wrap(torch.nn.Module, "eval", self._evaluating)
+        self._replaced.wrap(torch.autograd, "backward", self._backward)
 
     def end(self) -> None:
         """Take the hooks away."""
+        self._replaced.undo()
         while self._undo:
             self._undo.pop()()
 
@@ -105,16 +107,6 @@ class Throughput:
     @property
     def losses(self) -> list[float]:
         return [float(each) for each in self._losses]
-
-    def _replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
-        real = getattr(owner, name)
-
-        @functools.wraps(real)
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            return ours(real, *args, **kwargs)
-
-        setattr(owner, name, hooked)
-        self._undo.append(lambda: setattr(owner, name, real))
 
     # --- what the program does
 

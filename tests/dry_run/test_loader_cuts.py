@@ -27,6 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dry_run.fakes_of_loops import Cutting, Sentences, hooks_undone, padded
 from nbaccel.dry_run.loop_log import DryRunEnded
+from nbaccel.dry_run.worker_times import BatchesMade
 from nbaccel.testing import run_ranks
 
 LENGTHS = [3, 3, 9, 1, 4, 4, 1, 1, 2, 5, 6]
@@ -162,6 +163,13 @@ def test_of_worker_processes_the_time_of_a_batch_is_known(persistent: bool) -> N
         for _ in cutting.rounds(2):
             list(loader)
     assert all(seconds is not None and seconds >= 0.08 for seconds in cutting.log.made_s)
+
+
+def test_a_worker_of_a_loader_that_is_not_cut_is_left_alone() -> None:
+    made = BatchesMade(2)
+    made.note(1, 0.5)
+    made.note(2, 9.0)
+    assert made.mean_s == 0.5
 
 
 def test_without_worker_processes_it_is_not() -> None:

@@ -122,6 +122,20 @@ def test_each_part_of_a_step_has_its_seconds() -> None:
     assert run.steps == 1
 
 
+@pytest.mark.parametrize(("number", "seconds", "batches"), [(0, 2, 2), (1, 92, 3)])
+def test_the_first_batch_at_a_place_is_left_out(number: int, seconds: int, batches: int) -> None:
+    with Measured() as run:
+        this = Pass(number=number, given=0)
+        run.times.begin_pass(this)
+        for seconds_of_batch in (90, 1, 1):
+            this.given += 1
+            run.times.batch(this, None, "first")
+            run.clock.now += seconds_of_batch
+        run.times.end_pass(this)
+    (record,) = [each for each in run.records if each["place"]]
+    assert (record["seconds"], record["batches"]) == ({"program": seconds}, batches)
+
+
 def test_outside_of_passes_seconds_are_kept_apart() -> None:
     with Measured() as run:
         run.clock.now += 4

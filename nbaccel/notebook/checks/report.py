@@ -34,6 +34,9 @@ _SESSION_S = {Platform.KAGGLE: 12 * 3600.0, Platform.KAGGLE_BATCH: 12 * 3600.0, 
 _SLOW_LOADER = 0.4
 """Share of a step's seconds spent waiting for the loader from which on it is worth a line."""
 
+_WAIT_S = 0.002
+"""Waiting for a batch that worker processes would not make shorter: to send one takes about as long."""
+
 _MEMORY = (0.96, 1.08)
 """Peak of a whole run relative to that of its dry run: allocators keep other blocks, and histories grow."""
 
@@ -52,6 +55,9 @@ _PARTS = ("loader", "host to device", "forward", "backward", "communication", "o
 
 _NAMES = {"saving": "saves", "program": "your own code"}
 """Names of these parts in the report, where they differ."""
+
+_OFFLINE = ("offline mode", "hf_hub_offline", "outgoing traffic has been disabled")
+"""Words of errors of the Hugging Face Hub, in small letters."""
 
 _SMALLEST_COUNT = 10
 
@@ -125,8 +131,9 @@ class _Writer:
         self._source = source
         self._plan = plan
         self._platform = platform
-        ended = found.last("end")
-        self._gaps = not_reached(source.code, set(ended.get("reached", ()))) if ended else []
+        ends = [found.last("end", rank) for rank in range(found.world_size)]
+        reached = {line for end in ends for line in end.get("reached", ())}
+        self._gaps = not_reached(source.code, reached) if ends[0] else []
         self._forecast: Forecast | None = None
         if found.of_kind("whole"):
             self._forecast = forecast(found.records[0], found.table, found.noise)
@@ -175,11 +182,11 @@ class _Writer:
                 f"{head}: {error.text}; {counts} is what the rounds of this check come to, so this line, and what "
                 "follows it, could not be checked",
             )
-        if "offline mode" in error.text.lower() or "HF_HUB_OFFLINE" in error.text:
+        if any(words in f"{error.text}\n{error.more}".lower() for words in _OFFLINE):
             return ReportLine(
                 YELLOW, f"{head}: it needs the network, which a check leaves alone: load it in a cell before this one"
             )
-        if error.text.startswith("AssertionError") and error.is_users and self._found.of_kind("loop"):
+        if self._found.may_be_of_few_rounds():
             return ReportLine(
                 YELLOW,
                 f"{head}: {error.text}; after the few rounds of a check that may be so, and this line, and what "
@@ -273,7 +280,7 @@ class _Writer:
         values = [int(each["bytes"]) for each in peaks if each]
         if not values:
             return
-        at = _at_batch(peaks[0].get("batch"))
+        at = _at_batch(max((each for each in peaks if each), key=lambda each: int(each["bytes"])).get("batch"))
         low, high = (round(share * max(values)) for share in _MEMORY)
         words = f"{amount(low)} to {amount(high)}"
         if len(values) > 1:
@@ -290,23 +297,23 @@ class _Writer:
             yield ReportLine(OK, f"memory{at}: {words} of the host")
 
     def _steps(self) -> Iterator[ReportLine]:
-        best = max(
-            filter(_is_of_steps, self._found.of_kind("step_times")),
-            key=lambda each: sum(each["seconds"].values()),
-            default=None,
-        )
-        if best is None:
+        timed = self._found.of_kind("step_times")
+        passes = [each for each in timed if _is_of_steps(each) and any(each["seconds"].values())]
+        passes = [each for each in passes if each["seconds"].get("optimizer")] or passes  # those that train
+        if not passes:
             return
-        seconds = {name: best["seconds"].get(name, 0.0) for name in _PARTS if best["seconds"].get(name)}
+        # Where the device was waited for, the parts are right, and the whole takes longer than it would.
+        best = max(passes, key=lambda each: (not each["is_synchronised"], sum(each["seconds"].values())))
+        of_parts = next((each for each in passes if each["is_synchronised"] and each["place"] == best["place"]), best)
+        seconds = {name: part for name in _PARTS if (part := of_parts["seconds"].get(name))}
         whole = sum(seconds.values())
-        if not whole:
-            return
         shares = ", ".join(
             f"{_NAMES.get(name, name)} {part / whole:.0%}" for name, part in seconds.items() if part / whole >= 0.01
         )
-        yield ReportLine(OK, f"a batch takes {_short(whole / best['batches'])}: {shares}")
+        a_batch = sum(best["seconds"].values()) / best["batches"]
+        yield ReportLine(OK, f"a batch takes {_short(a_batch)}: {shares}")
         share = seconds.get("loader", 0.0) / whole
-        if share > _SLOW_LOADER:
+        if share > _SLOW_LOADER and share * a_batch > _WAIT_S:
             yield ReportLine(
                 YELLOW,
                 f"{best.get('name') or 'the loader'} takes {share:.0%} of each batch: more num_workers, or a cheaper "
@@ -316,6 +323,9 @@ class _Writer:
     def _time(self) -> Iterator[ReportLine]:
         expected = self._forecast
         if expected is None or self._found.error is not None:
+            return
+        if self._found.last("end").get("left"):
+            yield ReportLine(YELLOW, "the time cannot be forecast: a loop was left, and its rounds are not known")
             return
         start_s = self._found.seconds - float(self._found.last("whole").get("seconds", 0.0))
         for unknown in expected.unknown:
@@ -329,6 +339,8 @@ class _Writer:
         limit_s, whose = self._limit()
         if limit_s is None:
             yield ReportLine(OK, words)
+        elif low > limit_s and expected.may_end_early:
+            yield ReportLine(YELLOW, f"{words} unless it ends earlier, and {whose} ends it after {said(limit_s)}")
         elif low > limit_s:
             yield ReportLine(
                 RED,
@@ -351,6 +363,8 @@ class _Writer:
         for save in self._found.saves():
             count = self._times_of(save)
             kept = count if save.paths > 1 and count is not None else 1
+            if save.keeps is not None:
+                kept = min(kept, save.keeps + 1)  # the oldest one goes when the next is complete
             whole = save.nbytes * kept
             free = self._found.free_bytes(save.path)
             times = "" if count is None else f", {plural(count, 'time')} in the whole run"
@@ -449,4 +463,11 @@ def _about(seconds: float) -> str:
 
 
 def _short(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1.0 else f"{seconds:.1f} s"
+    """
+    >>> _short(0.0004), _short(0.0123), _short(2.0)
+    ('0.4 ms', '12 ms', '2.0 s')
+    """
+    if seconds >= 1.0:
+        return f"{seconds:.1f} s"
+    milliseconds = seconds * 1000
+    return f"{milliseconds:.0f} ms" if milliseconds >= 1.0 else f"{milliseconds:.1g} ms"
