@@ -37,6 +37,9 @@ _SLOW_LOADER = 0.4
 _MEMORY = (0.96, 1.08)
 """Peak of a whole run relative to that of its dry run: allocators keep other blocks, and histories grow."""
 
+_TAKEN = 0.03
+"""Share of a device from which on it is worth a word that others than torch's allocator have it."""
+
 _STYLE = (
     f"{STYLE}.nbaccel.check div{{display:flex;gap:10px;padding:1px 0}}.nbaccel.check b{{flex:0 0 52px;font-weight:600}}"
     ".nbaccel.check span{flex:1;white-space:pre-wrap;overflow-wrap:anywhere}.nbaccel.check .red b{color:var(--bad)}"
@@ -279,8 +282,12 @@ class _Writer:
         if len(values) > 1:
             words += " in the largest rank"
         if gpus:
-            room = min(gpu.total_bytes for gpu in gpus)
-            words = f"memory{at}: {words} of {amount(room)} on the device"
+            total = min(gpu.total_bytes for gpu in gpus)
+            rooms = [self._found.last("peak", rank).get("room", total) for rank in range(self._found.world_size)]
+            room = min([total, *rooms])
+            words = f"memory{at}: {words} of {amount(total)} on the device"
+            if room < (1 - _TAKEN) * total:
+                words += f", where CUDA itself and other processes have {amount(total - room)}"
             yield (
                 ReportLine(OK, words)
                 if high <= room

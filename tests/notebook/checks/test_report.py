@@ -192,6 +192,20 @@ def test_memory_is_said_against_the_device() -> None:
     assert "yellow: memory at the longest batch: 14.3 GB to 16.1 GB of 15.0 GB on the device, which may" in str(report)
 
 
+def test_of_a_device_others_have_a_part() -> None:
+    gpu = Gpu(0, "GPU-0", "Tesla T4", 16 * 10**9, 0, (7, 5))
+    peak = {"kind": "peak", "room": 14 * 10**9, "peaks": {"device_reserved": {"bytes": 135 * 10**8, "batch": None}}}
+    report = str(CheckReport.of(found(peak), SOURCE, plan(Devices(1, (gpu,)))))
+    assert (
+        "yellow: memory: 13.0 GB to 14.6 GB of 16.0 GB on the device, where CUDA itself and other processes" in report
+    )
+    assert "have 2.0 GB, which may be too little: a smaller batch_size leaves more of it" in report
+    peak = {"kind": "peak", "room": 157 * 10**8, "peaks": {"device_reserved": {"bytes": 10**9, "batch": None}}}
+    report = str(CheckReport.of(found(peak), SOURCE, plan(Devices(1, (gpu,)))))
+    assert "ok: memory: 960.0 MB to 1.1 GB of 16.0 GB on the device" in report
+    assert "other processes" not in report
+
+
 def test_the_time_is_said_against_the_limit_or_the_session() -> None:
     records = [
         {"kind": "whole", "ended_well": True, "seconds": 1.0, "setup_s": 0.0},
