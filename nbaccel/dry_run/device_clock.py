@@ -1,8 +1,8 @@
 """Times of a program that gives work to a GPU and does not wait for it. Runs in ranks.
 
 A call on CUDA returns before the device has done its work, so the host's clock alone tells how long the program took to
-ask for it. `device_seconds` waits for the device, and is read at the borders of rounds. `DeviceMark` waits for nothing: the
-device notes when it comes to it, and `DeviceSpans` reads those times later. Between two marks lies the work that was
+ask for it. `device_seconds` waits for the device, and is read at the borders of rounds. A `DeviceMark` does not wait:
+the device notes when it comes to it, and `DeviceSpans` reads those times later. Between two marks lies the work that was
 given in between, and the time in which the device had nothing to do, so the spans of a pass add up to its time.
 
 Neither starts CUDA, raises the error of a device that has failed (the program's next call does), or touches a graph
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["DeviceSpans", "DeviceMark", "device_seconds"]
+__all__ = ["DeviceMark", "DeviceSpans", "device_seconds"]
 
 _MOST_SPANS = 2000
 """Spans that are kept until they are read together, which waits for the device."""

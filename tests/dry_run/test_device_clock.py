@@ -9,7 +9,7 @@ import torch
 
 from dry_run.fakes_of_devices import FakeDevice
 from nbaccel.dry_run import device_clock
-from nbaccel.dry_run.device_clock import DeviceSpans, DeviceMark, device_seconds
+from nbaccel.dry_run.device_clock import DeviceMark, DeviceSpans, device_seconds
 
 
 @pytest.fixture
