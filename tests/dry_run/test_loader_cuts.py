@@ -270,8 +270,8 @@ def test_the_second_pass_at_a_place_gives_more_in_between() -> None:
     loader = DataLoader(TensorDataset(torch.arange(400)), 2)
     with Cutting() as cutting:
         given = [len(list(loader)) for _ in cutting.rounds(3)]
-    assert given == [3, 40, 3]
-    assert cutting.log.kinds[1] == ["longest", *["between"] * 38, "last"]
+    assert given == [3, 160, 3]
+    assert cutting.log.kinds[1] == ["longest", *["between"] * 158, "last"]
 
 
 def test_the_second_pass_gives_no_more_where_batches_take_long(monkeypatch: pytest.MonkeyPatch) -> None:

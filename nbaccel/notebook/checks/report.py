@@ -298,7 +298,7 @@ class _Writer:
 
     def _steps(self) -> Iterator[ReportLine]:
         best = max(
-            (each for each in self._found.of_kind("step_times") if each.get("batches") and each.get("steps", 1)),
+            filter(_is_of_steps, self._found.of_kind("step_times")),
             key=lambda each: sum(each["seconds"].values()),
             default=None,
         )
@@ -397,6 +397,12 @@ class _Writer:
             yield ReportLine(OK, f"comes back: {', '.join(parts)}")
 
     _plan_result_rank = 0
+
+
+def _is_of_steps(times: Mapping[str, Any]) -> bool:
+    """Return whether a pass shows the parts of a step; one left after one batch, ``next(iter(loader))``, may not."""
+    batches = times.get("batches", 0)
+    return batches > 1 or (batches == 1 and bool({"forward", "backward"} & times["seconds"].keys()))
 
 
 def _names_of_batches(tree: ast.Module) -> set[str]:

@@ -185,6 +185,14 @@ def test_a_slow_loader_is_worth_a_line() -> None:
     assert "ok: a batch takes 400 ms: loader 75%, your own code 25%" in lines
 
 
+def test_a_batch_that_is_drawn_alone_does_not_show_a_step() -> None:
+    """``next(iter(loader))`` leaves its pass before the model is called."""
+    look = {"kind": "step_times", "name": "loader", "batches": 1, "seconds": {"loader": 0.9, "program": 0.1}}
+    assert not [line for line in said(found(look)) if "batch" in line]
+    loop = {**look, "seconds": {"loader": 0.1, "forward": 0.3}}
+    assert "ok: a batch takes 400 ms: loader 25%, forward 75%" in said(found(look, loop))
+
+
 def test_memory_is_said_against_the_device() -> None:
     gpu = Gpu(0, "GPU-0", "Tesla T4", 15 * 10**9, 0, (7, 5))
     peak = {"kind": "peak", "peaks": {"device_reserved": {"bytes": 149 * 10**8, "batch": {"kind": "longest"}}}}
