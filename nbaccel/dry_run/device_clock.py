@@ -2,8 +2,8 @@
 
 A call on CUDA returns before the device has done its work, so the host's clock alone tells how long the program took to
 ask for it. `device_seconds` waits for the device, and is read at the borders of rounds. A `DeviceMark` does not wait:
-the device notes when it comes to it, and `DeviceSpans` reads those times later. Between two marks lies the work that was
-given in between, and the time in which the device had nothing to do, so the spans of a pass add up to its time.
+the device notes when it comes to it, and `DeviceSpans` reads those times later. Between two marks lies the work that
+was given in between, and the time in which the device had nothing to do: the spans of a pass add up to its time.
 
 Neither starts CUDA, raises the error of a device that has failed (the program's next call does), or touches a graph
 that is being captured.
