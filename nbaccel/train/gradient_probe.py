@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -118,6 +118,7 @@ class GradientProbe:
         return real(loader, *args, **kwargs)
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
+        _forbid_tf32()  # the program itself may have chosen it
         self._modules.add(module)
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0
@@ -246,11 +247,21 @@ def plain_arithmetic() -> Iterator[None]:
         replace(nn.utils, "clip_grad_value_", _nothing)
         undo.callback(setattr, torch.autocast, "__init__", torch.autocast.__init__)
         torch.autocast.__init__ = _disabled(torch.autocast.__init__)  # type: ignore[method-assign]
-        backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
-        for backend in backends:
-            undo.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
-            backend.allow_tf32 = False
+        with suppress(RuntimeError):  # the program has chosen by torch's newer interface: the older cannot be read
+            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        with suppress(RuntimeError):
+            undo.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        for name, value in (("deterministic", True), ("benchmark", False)):
+            undo.callback(setattr, torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
+            setattr(torch.backends.cudnn, name, value)
+        _forbid_tf32()
         yield
+
+
+def _forbid_tf32() -> None:
+    """Compute products in fp32, whichever of torch's interfaces has chosen otherwise."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def _without_dropout(real: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

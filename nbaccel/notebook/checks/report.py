@@ -40,6 +40,9 @@ _WAIT_S = 0.002
 _MEMORY = (0.96, 1.08)
 """Peak of a whole run relative to that of its dry run: allocators keep other blocks, and histories grow."""
 
+_TAKEN = 0.03
+"""Share of a device from which on it is worth a word that others than torch's allocator have it."""
+
 _STYLE = (
     f"{STYLE}.nbaccel.check div{{display:flex;gap:10px;padding:1px 0}}.nbaccel.check b{{flex:0 0 52px;font-weight:600}}"
     ".nbaccel.check span{flex:1;white-space:pre-wrap;overflow-wrap:anywhere}.nbaccel.check .red b{color:var(--bad)}"
@@ -286,8 +289,12 @@ class _Writer:
         if len(values) > 1:
             words += " in the largest rank"
         if gpus:
-            room = min(gpu.total_bytes for gpu in gpus)
-            words = f"memory{at}: {words} of {amount(room)} on the device"
+            total = min(gpu.total_bytes for gpu in gpus)
+            rooms = [self._found.last("peak", rank).get("room", total) for rank in range(self._found.world_size)]
+            room = min([total, *rooms])
+            words = f"memory{at}: {words} of {amount(total)} on the device"
+            if room < (1 - _TAKEN) * total:
+                words += f", where CUDA itself and other processes have {amount(total - room)}"
             yield (
                 ReportLine(OK, words)
                 if high <= room
@@ -302,15 +309,13 @@ class _Writer:
         passes = [each for each in passes if each["seconds"].get("optimizer")] or passes  # those that train
         if not passes:
             return
-        # Where the device was waited for, the parts are right, and the whole takes longer than it would.
-        best = max(passes, key=lambda each: (not each["is_synchronised"], sum(each["seconds"].values())))
-        of_parts = next((each for each in passes if each["is_synchronised"] and each["place"] == best["place"]), best)
-        seconds = {name: part for name in _PARTS if (part := of_parts["seconds"].get(name))}
+        best = max(passes, key=lambda each: sum(each["seconds"].values()))
+        seconds = {name: part for name in _PARTS if (part := best["seconds"].get(name))}
         whole = sum(seconds.values())
         shares = ", ".join(
             f"{_NAMES.get(name, name)} {part / whole:.0%}" for name, part in seconds.items() if part / whole >= 0.01
         )
-        a_batch = sum(best["seconds"].values()) / best["batches"]
+        a_batch = whole / best["batches"]
         yield ReportLine(OK, f"a batch takes {_short(a_batch)}: {shares}")
         share = seconds.get("loader", 0.0) / whole
         if share > _SLOW_LOADER and share * a_batch > _WAIT_S:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from nbaccel.hardware import Gpu
 from nbaccel.launch.ipc.spec import Devices, Start
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.notebook.checks.findings import DryRunResult, FoundError
@@ -161,6 +162,23 @@ def test_runs_that_differ_are_red_with_a_seed_and_yellow_without(tmp_path: Path)
     )
     assert lines[1].endswith("two runs of the ranks differ already")
     assert runs.lines(with_loss("1"))[0].startswith("yellow: two runs differ in model, loss")
+
+
+CARD = Gpu(0, "GPU-0", "Tesla T4", 15 * 10**9, 0, (7, 5))
+
+
+def test_on_gpus_sums_may_vary_from_run_to_run_and_gradients_are_compared_all_the_same(tmp_path: Path) -> None:
+    def lines(values: list[float]) -> list[str]:
+        runs = Runs(tmp_path, with_loss("2", model=3), [gradients(values), gradients(values)], [gradients()])
+        on_gpus = replace(plan(seed=7), devices=Devices(2, (CARD, replace(CARD, index=1, uuid="GPU-1"))))
+        check = FullCheck(on_gpus, runs.again, runs.attempt)
+        return [str(each) for each in check.lines(with_loss("1"))]
+
+    first, second, *_ = lines(VALUES)
+    assert first.startswith("yellow: two runs with seed 7 differ in model, loss: random numbers come from outside")
+    assert "; or a kernel of the GPU adds in another order each time, as torch.use_deterministic_algorithms" in first
+    assert second.startswith("ok: gradients of 2 ranks are those of one process")
+    assert lines([9.0, 9.0, 9.0])[1].endswith("two runs of the ranks differ already")
 
 
 def test_what_differs_where_the_training_does_not_may_be_a_measurement(tmp_path: Path) -> None:
