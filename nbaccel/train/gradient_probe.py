@@ -68,6 +68,8 @@ class GradientProbe:
         self._parameters = ""  # their checksum before the first step
         self._samples: list[str] = []  # their checksums
         self._drawn: Any = None  # states of generators when the last batch was there
+        self._model: nn.Module | None = None  # the one that is called first, with the others in it
+        self._rows = 0  # that it has got
         self._kinds: set[str] = set()
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._why_not = ""
@@ -117,8 +119,11 @@ class GradientProbe:
         self._kinds.add("split" if loader._source.is_split else "prepared")
         return real(loader, *args, **kwargs)
 
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
         _forbid_tf32()  # the program itself may have chosen it
+        if module.training and torch.is_grad_enabled():
+            self._model = module if self._model is None else self._model
+            self._rows += (count_rows(args) or 0) * (module is self._model)
         self._modules.add(module)
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0
@@ -178,6 +183,7 @@ class GradientProbe:
                 "kinds": sorted(self._kinds),
                 "parameters": self._parameters,
                 "samples": self._samples,
+                "rows": self._rows,
                 "names": [names.get(id(each), f"parameter {at}") for at, each in enumerate(parameters)],
                 "sizes": [len(self._sums[number]) for number in sorted(self._sums)],
             }

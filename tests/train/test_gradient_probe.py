@@ -82,6 +82,15 @@ def test_a_loop_that_prepares_nothing_is_looked_at_in_its_second_step(tmp_path: 
     assert probed(Program(), tmp_path, steps=None)["step"] == 2
 
 
+def test_rows_are_those_that_the_model_gets_while_it_trains(tmp_path: Path) -> None:
+    class Evaluating(Program):
+        def change(self) -> None:
+            with torch.no_grad():
+                self.model(X)
+
+    assert probed(Evaluating(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))), tmp_path, turns=3)["rows"] == 24
+
+
 def test_the_parameters_before_the_first_step_have_a_checksum(tmp_path: Path) -> None:
     first = probed(Program(), tmp_path)["parameters"]
     assert probed(Program(), tmp_path, steps=2)["parameters"] == first

@@ -185,6 +185,13 @@ def compared(of_ranks: Sequence[StepGradients], one: StepGradients, is_own: bool
             f"{_NOT_COMPARED}: its samples are others there: the data set draws random numbers, or pads samples to the "
             "longest of their batch",
         )
+    rows, its = sum(each.record.get("rows", 0) for each in of_ranks), one.record.get("rows", 0)
+    if is_own and rows and its and rows != its:
+        return ReportLine(
+            YELLOW,
+            f"{_NOT_COMPARED}: there are {its} samples in {ranks} batches, and {rows} in those of the ranks: the size "
+            "of a batch depends on the number of processes",
+        )
     if "draws" in one.record["kinds"]:
         return ReportLine(YELLOW, f"{_NOT_COMPARED}: the cell draws random numbers between its batches")
     if any(each.record["sizes"] != one.record["sizes"] for each in of_ranks):

@@ -89,6 +89,18 @@ def test_samples_that_were_read_ahead_do_not_matter() -> None:
     assert line(*ahead, one=gradients(samples=["0", "1", "2"])).startswith("ok")
 
 
+def test_batches_whose_size_depends_on_the_number_of_processes_are_yellow() -> None:
+    ranks = gradients(rows=8), gradients(samples=["2", "3"], rows=8)
+    said = line(*ranks, one=gradients([9.0, 9.0, 9.0], samples=["0", "1", "2", "3", "4"], rows=32))
+    assert said == (
+        "yellow: gradients cannot be compared with those of one process: there are 32 samples in 2 batches, and 16 "
+        "in those of the ranks: the size of a batch depends on the number of processes"
+    )
+    assert line(*ranks, one=gradients(samples=["0", "1", "2", "3"], rows=16)).startswith("ok")
+    whole = gradients(rows=48), gradients(rows=48)  # a first batch that is whole in each rank, and a part of the second
+    assert line(*whole, one=gradients(rows=64), is_own=False).startswith("ok")
+
+
 # --- two runs
 
 
