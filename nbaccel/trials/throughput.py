@@ -37,7 +37,10 @@ _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "nbaccel.", "accelerate."
 
 
 class TrialEnded(BaseException):
-    """Ends a trial that has measured enough. No `except Exception` of the program stops it."""
+    """Ends a trial that has measured enough. No `except Exception` of the program stops it.
+
+    Where an `except:` does, it is raised again at each further backward and step, so that the rest takes little time.
+    """
 
 
 class Throughput:
@@ -72,6 +75,7 @@ class Throughput:
         self._next_question = WARM_UP + 1
         self._since = 0.0
         self._evaluated = False
+        self._has_ended = False
         self.seconds = 0.0
         self.steps = 0
         self.first_step_s = 0.0
@@ -130,6 +134,7 @@ class Throughput:
     def _backward(self, real: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
 
+        self._end_again()
         loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         if loss is self._scaled[0]:
             loss = self._scaled[1]
@@ -150,7 +155,12 @@ class Throughput:
         self._evaluated = True
         return real(*args)
 
+    def _end_again(self) -> None:
+        if self._has_ended:
+            raise TrialEnded
+
     def _after_step(self, optimizer: Any, *_: Any) -> None:
+        self._end_again()
         self._on_step(optimizer)
         if self._optimizer is None:
             self._optimizer = optimizer
@@ -183,6 +193,7 @@ class Throughput:
         self._next_question = self._done + 1 + self._done // 10
         if self._decisions.take(f"end-{self._done}", self._has_enough, False):
             self.seconds += device_seconds() - self._since
+            self._has_ended = True
             raise TrialEnded
 
     def _has_enough(self) -> bool:

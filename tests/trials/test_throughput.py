@@ -53,6 +53,22 @@ def test_a_trial_ends_once_the_wanted_time_was_measured() -> None:
     assert speed.seconds / speed.steps >= 0.001
 
 
+def test_a_program_that_catches_everything_does_not_go_on() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        speed = Throughput(0.02, SharedDecisions(Path(folder), 0, 1))
+        speed.begin()
+        ended = 0
+        for _ in range(20):
+            try:
+                training(10_000)
+            except:  # noqa: E722
+                ended += 1
+                steps = speed.steps
+        speed.end()
+    assert ended == 20
+    assert speed.steps == steps < 10_000
+
+
 def test_slow_steps_end_a_trial_with_fewer_of_them() -> None:
     speed, has_ended = measured(0.02, 100, 0.01)
     assert has_ended
