@@ -255,9 +255,18 @@ def plain_arithmetic() -> Iterator[None]:
         torch.autocast.__init__ = _disabled(torch.autocast.__init__)  # type: ignore[method-assign]
         backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
         for backend in backends:
-            undo.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
-            backend.allow_tf32 = False
+            name, value, plain = _tf32_of(backend)
+            undo.callback(setattr, backend, name, value)
+            setattr(backend, name, plain)
         yield
+
+
+def _tf32_of(backend: Any) -> tuple[str, Any, Any]:
+    """Return the attribute that allows TF32 in a part of torch, its value, and the one that forbids it."""
+    try:
+        return "allow_tf32", backend.allow_tf32, False
+    except RuntimeError:  # the program has used the newer one, and torch 2.9 refuses to read the other
+        return "fp32_precision", backend.fp32_precision, "ieee"
 
 
 def _without_dropout(real: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
