@@ -65,6 +65,7 @@ class DryRunResult:
     records: of each rank, oldest first.  facts: of each rank, from its report; empty for a rank that left none.
     seconds: that the dry run took, with the start of its ranks.  noise: see `forecast.measure_noise`.
     free_bytes: returns the free bytes of the disk of a path.  is_hung: it was ended since no rank could go on.
+    room_bytes: see `FileShield`.
     missing: names of `--out` that did not come, each with the reason.
     trained: see `trained_names`.
     restarts: a line for each time that memory ran out and smaller batches were tried; the rest is of the last attempt.
@@ -81,6 +82,7 @@ class DryRunResult:
     missing: Mapping[str, str] = field(default_factory=dict)
     restarts: Sequence[str] = ()
     trained: Set[str] = frozenset()
+    room_bytes: int = 0
 
     @classmethod
     def of(
@@ -92,6 +94,7 @@ class DryRunResult:
         noise: float,
         free_bytes: Callable[[str], int],
         trained: Set[str] = frozenset(),
+        room_bytes: int = 0,
     ) -> DryRunResult:
         ended = outcome.ended
         reports = ended.reports
@@ -108,6 +111,7 @@ class DryRunResult:
             {} if speaker is None else speaker.missing,
             outcome.restarts,
             trained,
+            room_bytes,
         )
 
     @property
