@@ -255,13 +255,21 @@ def plain_arithmetic() -> Iterator[None]:
         torch.autocast.__init__ = _disabled(torch.autocast.__init__)  # type: ignore[method-assign]
         with suppress(RuntimeError):  # the program has chosen by torch's newer interface: the older cannot be read
             undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        with suppress(RuntimeError):
-            undo.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
+            undo.callback(setattr, backend, *_tf32_of(backend))
         for name, value in (("deterministic", True), ("benchmark", False)):
             undo.callback(setattr, torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
             setattr(torch.backends.cudnn, name, value)
         _forbid_tf32()
         yield
+
+
+def _tf32_of(backend: Any) -> tuple[str, Any]:
+    """Return the attribute that allows TF32 in a part of torch, and its value."""
+    try:
+        return "allow_tf32", backend.allow_tf32
+    except RuntimeError:  # the program has used the newer one, and torch 2.9 refuses to read the other
+        return "fp32_precision", backend.fp32_precision
 
 
 def _forbid_tf32() -> None:

@@ -61,6 +61,8 @@ _NAMES = {"saving": "saves", "program": "your own code"}
 
 _OFFLINE = ("offline mode", "hf_hub_offline", "outgoing traffic has been disabled")
 """Words of errors of the Hugging Face Hub, in small letters."""
+_FULL = (os.strerror(errno.ENOSPC), "file write failed")
+"""Words of errors about a full disk: the system's, and those of `torch.save`."""
 
 _SMALLEST_COUNT = 10
 
@@ -172,6 +174,7 @@ class _Writer:
             yield ReportLine(OK, f"the cell comes to its end ({took})")
 
     def _error(self, error: FoundError) -> ReportLine:
+        found = self._found
         place = f"line {error.line}" if error.line and self._is_in_cell(error.file) else ""
         if place and error.inner:
             place += f" ({error.inner})"
@@ -201,6 +204,13 @@ class _Writer:
                 f"{head}: {error.text}: the file belongs to another user or group, which the shield of this check "
                 "cannot change; the run itself may be allowed to, so this line, and what follows it, could not be "
                 "checked",
+            )
+        if _is_about_disk(error.text) and 0 < found.room_bytes < found.free_bytes(os.getcwd()):
+            return ReportLine(
+                YELLOW,
+                f"{head}: {error.text}: all files of this check have room for {amount(found.room_bytes)}, "
+                "less than the disk has for the run, so this line, and what follows it, could not be checked: let "
+                "TMPDIR be a folder of a larger disk",
             )
         if error.is_memory:
             at = _at_batch(self._found.last("peak", error.rank).get("batch"))
@@ -438,6 +448,11 @@ def _names_of_batches(tree: ast.Module) -> set[str]:
 
     look(tree, False)
     return inside - outside
+
+
+def _is_about_disk(text: str) -> bool:
+    """Return whether an error says that a disk is full; shared memory may be, too."""
+    return any(words in text for words in _FULL) and "shm" not in text and "</torch_" not in text
 
 
 def _files(changed: Sequence[str]) -> Iterator[ReportLine]:
