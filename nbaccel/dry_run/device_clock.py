@@ -5,8 +5,8 @@ ask for it. `device_seconds` waits for the device, and is read at the borders of
 the device notes when it comes to it, and `DeviceSpans` reads those times later. Between two marks lies the work that
 was given in between, and the time in which the device had nothing to do: the spans of a pass add up to its time.
 
-Neither starts CUDA, raises the error of a device that has failed (the program's next call does), or touches a graph
-that is being captured.
+None of them starts CUDA, raises the error of a device that has failed (the program's next call does), or touches a
+graph that is being captured. `wait_for_device` comes at the end of a program, which no call follows, and raises it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["DeviceMark", "DeviceSpans", "device_seconds"]
+__all__ = ["DeviceMark", "DeviceSpans", "device_seconds", "wait_for_device"]
 
 _MOST_SPANS = 2000
 """Spans that are kept until they are read together, which waits for the device."""
@@ -31,6 +31,17 @@ def device_seconds(clock: Callable[[], float] | None = None) -> float:
         with suppress(RuntimeError):
             cuda.synchronize()
     return time.perf_counter() if clock is None else clock()
+
+
+def wait_for_device() -> None:
+    """Return when the device has done all work that it was given.
+
+    Raises:
+        RuntimeError: it has failed; that a program's last lines are the cause is seen only now.
+    """
+    cuda = _cuda()
+    if cuda is not None:
+        cuda.synchronize()
 
 
 class DeviceMark:

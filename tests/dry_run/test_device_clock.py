@@ -9,7 +9,7 @@ import torch
 
 from dry_run.fakes_of_devices import FakeDevice
 from nbaccel.dry_run import device_clock
-from nbaccel.dry_run.device_clock import DeviceMark, DeviceSpans, device_seconds
+from nbaccel.dry_run.device_clock import DeviceMark, DeviceSpans, device_seconds, wait_for_device
 
 
 @pytest.fixture
@@ -79,6 +79,15 @@ def test_the_error_of_a_device_is_left_to_the_program(device: FakeDevice) -> Non
     spans.add("before", since, until)
     spans.add("after", until, failed)
     assert spans.seconds() == {"before": 0, "after": 4}
+
+
+def test_the_error_of_the_last_lines_is_raised_at_the_end_of_the_program(device: FakeDevice) -> None:
+    device.give(5)
+    wait_for_device()
+    assert device.now == 5
+    device.has_failed = True
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        wait_for_device()
 
 
 def test_a_graph_that_is_captured_is_not_waited_for(device: FakeDevice) -> None:

@@ -183,7 +183,8 @@ class SpeedComparison:
             return "yes"
         if change.loader and self.facts.get("draws"):
             return "random data"
-        if change.compiles and (self.facts.get("model") or {}).get("is_random"):
+        draws_otherwise = change.compiles or change.channels_last or change.precision
+        if draws_otherwise and (self.facts.get("model") or {}).get("is_random"):
             return "random layers"
         return "no"
 
