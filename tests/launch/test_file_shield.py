@@ -19,11 +19,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from nbaccel.errors import LaunchRefused
+from nbaccel.launch.ipc.mount_table import mount_points, mount_tree
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.processes import file_shield
 from nbaccel.launch.processes.file_shield import FileShield
-from nbaccel.launch.processes.mount_table import mount_points, mount_tree
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
 from nbaccel.settings import RunSettings

@@ -23,7 +23,7 @@ from typing import Any
 
 from nbaccel.gpu_driver import lacks_device_file
 from nbaccel.hardware import usable_memory
-from nbaccel.launch.processes.mount_table import is_covered
+from nbaccel.launch.ipc.mount_table import is_covered
 
 __all__ = [
     "FileShield",
