@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nbaccel.dry_run.forecasts.forecast import loops_open_at_end
 from nbaccel.dry_run.forecasts.loop_tree import is_cut
 from nbaccel.dry_run.forecasts.trainer_counts import SAVE
 from nbaccel.failures import Failure
@@ -200,6 +201,11 @@ class DryRunResult:
             return bool(cut)
         return any(loop["outer"] == around["id"] and loop["outer_round"] == around["rounds"] for loop in cut)
 
+    def loop_at_end(self, rank: int) -> Record:
+        """Return the entry of the innermost loop that a rank was in when its process died; empty if there is none."""
+        numbers = loops_open_at_end(self.records[rank])
+        return next((entry for entry in self.table if numbers and entry["number"] == numbers[-1]), {})
+
     def rounds_of_cuts(self) -> Iterator[tuple[int, int]]:
         """Yield for each loop that ended early the rounds of the whole run, and those that it had.
 
@@ -279,7 +285,7 @@ def error_of(outcome: LaunchResult) -> FoundError | None:
     where = f"all {len(ended.reports)} ranks" if failed_alike(ended) else f"rank {rank}"
     report = ended.reports[rank]
     if report is None or not report.links:
-        return _as_text(error)
+        return replace(_as_text(error), rank=rank)
     link = report.links[-1]
     file, line, inner = _place_of(link)
     head, *rest = "\n".join(link.headline or [link.type_name]).splitlines()

@@ -72,9 +72,43 @@ def test_an_error_is_red_with_its_line_and_what_follows_is_not_reached() -> None
     assert not [line for line in lines if "comes to its end" in line]
 
 
+@pytest.mark.parametrize(
+    ("text", "reached", "level"),
+    [
+        ("NameError: name 'final' is not defined", [1, 2, 3], "yellow"),
+        ("UnboundLocalError: cannot access local variable 'final' where it is not", [1, 2, 3], "yellow"),
+        ("NameError: name 'final' is not defined", [1, 2, 3, 4], "red"),
+        ("NameError: name 'fianl' is not defined", [1, 2, 3], "red"),
+        ("NameError: name 'late' is not defined", [1, 2, 3], "red"),
+    ],
+)
+def test_a_name_that_the_last_epoch_would_bind_is_yellow(text: str, reached: list[int], level: str) -> None:
+    code = (
+        "for epoch in range(9):\n    fit()\n    if epoch == 8:\n        final = 1\nprint(final)\nif x:\n    late = 1\n"
+    )
+    error = FoundError(text, "all 2 ranks", "Cell In[7]", 5)
+    loop = {"kind": "loop", "number": 0, "total": 9, "rounds": 2}
+    result = found(loop, error=error, reached=reached)
+    (line,) = [
+        each for each in CheckReport.of(result, CellSource(code, "Cell In[7]"), plan()).lines if text in each.text
+    ]
+    assert line.level == level
+
+
 def test_an_error_in_another_file_names_the_file() -> None:
     error = FoundError("ValueError: no", "rank 1", "/work/data.py", 12)
     assert said(found(error=error))[0] == "red: /work/data.py, line 12, rank 1: ValueError: no"
+
+
+def test_of_a_rank_that_died_the_loop_is_said_that_it_was_in() -> None:
+    error = FoundError("rank 1 of 2 was killed by SIGKILL", "", rank=1)
+    result = found(error=error)
+    entry = {"number": 0, "file": "Cell In[7]", "line": 2, "head": "for epoch in range(9)"}
+    result.records[0][0]["table"] = [entry, {**entry, "number": 1, "file": "/w/fit.py"}]  # type: ignore[index]
+    assert "was in the loop" not in str(said(result))
+    for number, place in enumerate(("line 2", "line 2 of /w/fit.py")):
+        result.records[1].append({"kind": "loop_began", "id": number + 1, "number": number})  # type: ignore[attr-defined]
+        assert said(result)[1] == f"  rank 1 was in the loop in {place}: for epoch in range(9)"
 
 
 def test_memory_that_runs_out_at_the_longest_batch_is_said_so() -> None:
@@ -169,6 +203,16 @@ def test_a_gather_is_named_once() -> None:
     assert sum("gather" in line for line in lines) == 1
 
 
+def test_a_gather_whose_samples_are_cut_off_by_hand_is_yellow() -> None:
+    gather = {"kind": "gather", "file": "Cell In[7]", "line": 3, "rows": 64, "repeated": 27}
+    by_hand = "if step == len(loader) - 1:\n    found = found[: len(loader.dataset) - samples_seen]\n"
+    for code, level in [(by_hand, "yellow"), ("found = found[:5]\ncount = len(found[1])\n", "red")]:
+        report = CheckReport.of(found(gather), CellSource(code, "Cell In[7]"), plan())
+        (line,) = [each for each in report.lines if "accelerator.gather counts" in each.text]
+        assert line.level == level
+        assert ("unless they are cut off afterwards" in line.text) == (level == "yellow")
+
+
 def test_saves_that_fill_the_disk_are_red() -> None:
     save = {"kind": "save", "path": "/data/model_1.pt", "bytes": 10**9, "seconds": 0.5, "loops": []}
     (line,) = [line for line in said(found(save, free_bytes=10**8)) if "save" in line]
@@ -188,6 +232,24 @@ def test_saves_under_names_that_count_up_add_up_and_others_replace_each_other() 
 
     assert "that is 2.0 GB, and the disk has 1.5 GB free" in saves("model_1.pt", "model_2.pt")
     assert saves("model.pt", "model.pt").startswith("ok: ")
+
+
+def test_of_a_run_that_has_failed_the_number_of_saves_is_not_known() -> None:
+    branch = {
+        "kind": "branch",
+        "id": 1,
+        "number": 3,
+        "outer": 0,
+        "outer_round": 0,
+        "seconds": 1.0,
+        "own_s": 1.0,
+    }
+    save = {"kind": "save", "path": "/data/model.pt", "bytes": 10**9, "seconds": 0.5, "loops": [3]}
+    whole = {"kind": "whole", "ended_well": True, "seconds": 1.0, "setup_s": 0.0}
+    records = [branch, save, whole, {"kind": "root", "own_s": 0.0, "steps": 0}]
+    assert "takes 500 ms, 1 time in the whole run" in "".join(said(found(*records)))
+    failed = said(found(*records, error=FoundError("ValueError: no", "rank 0")))
+    assert [line for line in failed if "takes 500 ms; " in line], failed
 
 
 ALL_LEFT = [f"/data/model_{number}.pt" for number in range(1, 10)]
@@ -336,6 +398,14 @@ def test_large_results_are_listed_and_small_ones_only_where_they_were_asked_for(
     assert said(found(facts=facts), out=("epoch", "model"))[-1] == (
         "ok: comes back: model (5.0 MB), accelerator (100 kB), epoch (28 bytes)"
     )
+    code = "for epoch in range(9):\n    fit()\n    if epoch == 8:\n        score = test()\n"
+    why = {"score": "the cell ended without assigning it", "other": "it cannot be pickled"}
+    report = CheckReport.of(found(reached=[1, 2, 3], missing=why), CellSource(code, "Cell In[7]"), plan())
+    assert (
+        "yellow: --out would not bring score (the cell ended without assigning it), unless by a line that was"
+        in str(report)
+    )
+    assert "red: --out would not bring other (it cannot be pickled)" in str(report).splitlines()
     missing = found(missing={"score": "the cell ended without assigning it"})
     assert said(missing, out=("score",))[0] == (
         "red: --out would not bring score (the cell ended without assigning it)"
