@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from nbaccel.dry_run import rank_run
 from nbaccel.dry_run.rank_records import read_records
+from nbaccel.dry_run.rewriting import LOG, REACHED
 from nbaccel.launch.tasks import dry_run_task
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.launch.tasks.dry_run_task import DryRunTask
@@ -29,6 +32,9 @@ def test_an_error_of_the_device_that_no_line_waits_for_is_one_of_the_cell(
     def fail() -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
+    for name in (LOG, REACHED):
+        monkeypatch.setattr(builtins, name, None, raising=False)  # put back afterwards
+    monkeypatch.setattr(rank_run, "rewrite_functions", lambda number: [])  # those of this process stay as they are
     monkeypatch.setattr(dry_run_task, "go_offline", lambda: None)
     monkeypatch.setattr(dry_run_task, "wait_for_device", fail)
     task = DryRunTask(
