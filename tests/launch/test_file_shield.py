@@ -19,10 +19,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from nbaccel.errors import LaunchRefused
+from nbaccel.launch.ipc.mount_table import mount_points, mount_tree
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.processes.file_shield import FileShield
-from nbaccel.launch.processes.mount_table import mount_points, mount_tree
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
 from nbaccel.settings import RunSettings
@@ -570,6 +570,20 @@ def test_where_namespaces_are_forbidden_the_kernel_knows_why_there_is_no_shield(
     needs_root()
     reason = f"this machine allows no {kind} namespaces (EPERM)"
     assert in_program(REFUSED, str(tmp_path), kind) == [{"why_not": reason}, []]
+
+
+@pytest.mark.parametrize("does", ["sys.exit('no room')", "print('no JSON')"])
+def test_a_holder_that_ends_at_once_is_no_shield(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
+    program = f"import sys; {does} # {{path}} {{order}}"
+    monkeypatch.setattr("nbaccel.launch.processes.file_shield._BOOTSTRAP", program)
+    folder = tmp_path / "shield"
+    folder.mkdir()
+    shield = FileShield.start([], folder)
+    message = "1: no room" if "room" in does else "0: no message"
+    assert (shield.entry, shield.why_not) == ("", f"its process ended with exit code {message}")
+    assert not shield.covers(tmp_path)
+    shield.close()
+    assert not folder.exists()
 
 
 KILLED = """

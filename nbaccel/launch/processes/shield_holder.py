@@ -30,7 +30,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from nbaccel.launch.processes.mount_table import (
+from nbaccel.launch.ipc.mount_table import (
     OF_THE_SYSTEM,
     SERVICES,
     SeenMount,

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.launch.processes.mount_table import mount_points, read_mounts
+from nbaccel.launch.ipc.mount_table import mount_points, read_mounts
 
 __all__ = ["enter", "entered_by"]
 
