@@ -585,6 +585,20 @@ def test_where_namespaces_are_forbidden_the_kernel_knows_why_there_is_no_shield(
     assert in_program(REFUSED, str(tmp_path), kind) == [{"why_not": reason}, []]
 
 
+@pytest.mark.parametrize("does", ["sys.exit('no room')", "print('no JSON')"])
+def test_a_holder_that_ends_at_once_is_no_shield(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
+    program = f"import sys; {does} # {{path}} {{order}}"
+    monkeypatch.setattr("nbaccel.launch.processes.file_shield._BOOTSTRAP", program)
+    folder = tmp_path / "shield"
+    folder.mkdir()
+    shield = FileShield.start([], folder)
+    message = "1: no room" if "room" in does else "0: no message"
+    assert (shield.entry, shield.why_not) == ("", f"its process ended with exit code {message}")
+    assert not shield.covers(tmp_path)
+    shield.close()
+    assert not folder.exists()
+
+
 KILLED = """
 folder = Path(sys.argv[1], "shield")
 folder.mkdir()

@@ -112,11 +112,14 @@ class FileShield:
         """End the holder, and remove all that ranks have written; ranks that are inside have ended before."""
         holder, self._holder = self._holder, None
         if holder is not None:
-            with suppress(subprocess.TimeoutExpired):
-                holder.communicate(b"\n", timeout=_END_S)
-            if holder.poll() is None:
-                holder.kill()
-                holder.communicate()
+            with holder:  # closes its pipes, and waits
+                assert holder.stdin is not None
+                with suppress(OSError):  # it has ended
+                    os.write(holder.stdin.fileno(), b"\n")  # its end of the pipe stays open in forks of this process
+                with suppress(subprocess.TimeoutExpired):
+                    holder.wait(_END_S)
+                if holder.poll() is None:
+                    holder.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -134,8 +137,7 @@ def _answer_of(holder: subprocess.Popen[bytes]) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(holder.stdout.readline())
     except ValueError:
-        said = holder.communicate()[1].decode(errors="replace").strip().splitlines()
-        return {
-            "why_not": f"its process ended with exit code {holder.returncode}: {said[-1] if said else 'no message'}"
-        }
+        assert holder.stderr is not None
+        said = holder.stderr.read().decode(errors="replace").strip().splitlines()
+        return {"why_not": f"its process ended with exit code {holder.wait()}: {said[-1] if said else 'no message'}"}
     return answer
