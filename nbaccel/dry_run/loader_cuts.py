@@ -25,6 +25,7 @@ from typing import Any
 
 from nbaccel.dry_run.batch_choice import ChosenBatches, ItemLengths, choose
 from nbaccel.dry_run.decisions import SharedDecisions
+from nbaccel.dry_run.device_clock import device_seconds
 from nbaccel.dry_run.loop_log import DryRunEnded
 from nbaccel.dry_run.one_pass import (
     ROUNDS,
@@ -41,7 +42,7 @@ from nbaccel.dry_run.worker_times import WorkerTimes
 
 __all__ = ["LoaderCuts"]
 
-_MOST_ROUNDS, _MORE_SECONDS = 40, 2.0
+_MOST_ROUNDS, _MORE_SECONDS = 160, 2.0
 """Limits of the second pass at a place, which is as long as the sooner of them allows."""
 
 _MOST_INDICES, _MOST_WITHOUT_END = 2_000_000, 100_000
@@ -285,7 +286,7 @@ class LoaderCuts:
         this.last_samples = samples
         this.reached = (this.given - 1 if read is None else (read - 1) // this.stride) // this.window
         size, kind = this.present_kind()
-        this.times.append(time.perf_counter())
+        this.times.append(device_seconds())
         for watcher in self._watchers:
             watcher.batch(this, size, kind)
         if this.log is not None:
@@ -301,7 +302,7 @@ class LoaderCuts:
             return
         this.is_over = True
         if self._is_on and os.getpid() == self._pid:
-            this.times.append(time.perf_counter())
+            this.times.append(device_seconds())
             self._looks[this.begun] += this.given <= 1 < this.length
             self._round_s.setdefault(this.key, this.round_s)
             if this.log is not None:

@@ -12,17 +12,18 @@ counts alone, so all ranks decide alike. Loops that neither draw nor step, such 
 are, and their time counts as that of the code around them. Records are written when a loop, a branch or a pass ends,
 and when a loop matters for the first time: what a killed rank has left says where it was.
 
-Seconds are those of `clock`. On a GPU it should wait for the device first: it is read in the first rounds only.
+Seconds are those of `clock`, which waits for the GPU first: a round ends when its work is done, not when it was asked
+for. So a loop that never waits for its device seems as long as its loader and its device together.
 """
 
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from nbaccel.dry_run.device_clock import device_seconds
 from nbaccel.dry_run.loop_spans import (
     KEPT,
     MOST_BATCHES,
@@ -50,7 +51,7 @@ class LoopLog:
     steps: of optimizers, so far.
     """
 
-    def __init__(self, write: Write, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, write: Write, clock: Callable[[], float] = device_seconds) -> None:
         self.steps = 0
         self._open = OpenSpans(write, clock)
         self._own, self._is_here = self._open.own, self._open.is_here

@@ -26,7 +26,7 @@ MOST_PASSES, MOST_DRAWS, MOST_STEPS, MOST_STEPPING_LOOPS = 2, 6, 6, 2
 MOST_BATCHES = 3
 """Batches of a pass over a cut loader."""
 
-KEPT = 64
+KEPT = 160
 """Rounds of one loop, and values of one comparison, that are kept one by one."""
 
 _TIMED = 20

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
+from nbaccel.dry_run.device_clock import device_seconds
+
 __all__ = ["SavedFiles"]
 
 _FUNCTIONS = {
@@ -85,7 +87,7 @@ class SavedFiles:
     @contextmanager
     def waiting(self, function: str) -> Iterator[None]:
         """Record how long the program waits for a save that may go on in the background, as "save_wait"."""
-        began, loops = time.perf_counter(), self.loops()
+        began, loops = device_seconds(), self.loops()
         with self._part("saving"):
             yield
         seconds = time.perf_counter() - began
@@ -111,7 +113,7 @@ class SavedFiles:
         is_here = threading.get_ident() == self._thread
         loops = self.loops() if loops is None else loops
         self._inside.is_saving = True
-        began = time.perf_counter()
+        began = device_seconds() if is_here else time.perf_counter()  # a save waits for what was asked for before
         try:
             with self._part("saving") if is_here else nullcontext():
                 yield

@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -68,6 +68,8 @@ class GradientProbe:
         self._parameters = ""  # their checksum before the first step
         self._samples: list[str] = []  # their checksums
         self._drawn: Any = None  # states of generators when the last batch was there
+        self._model: nn.Module | None = None  # the one that is called first, with the others in it
+        self._rows = 0  # that it has got
         self._kinds: set[str] = set()
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._why_not = ""
@@ -117,7 +119,11 @@ class GradientProbe:
         self._kinds.add("split" if loader._source.is_split else "prepared")
         return real(loader, *args, **kwargs)
 
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        _forbid_tf32()  # the program itself may have chosen it
+        if module.training and torch.is_grad_enabled():
+            self._model = module if self._model is None else self._model
+            self._rows += (count_rows(args) or 0) * (module is self._model)
         self._modules.add(module)
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0
@@ -177,6 +183,7 @@ class GradientProbe:
                 "kinds": sorted(self._kinds),
                 "parameters": self._parameters,
                 "samples": self._samples,
+                "rows": self._rows,
                 "names": [names.get(id(each), f"parameter {at}") for at, each in enumerate(parameters)],
                 "sizes": [len(self._sums[number]) for number in sorted(self._sums)],
             }
@@ -246,11 +253,29 @@ def plain_arithmetic() -> Iterator[None]:
         replace(nn.utils, "clip_grad_value_", _nothing)
         undo.callback(setattr, torch.autocast, "__init__", torch.autocast.__init__)
         torch.autocast.__init__ = _disabled(torch.autocast.__init__)  # type: ignore[method-assign]
-        backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
-        for backend in backends:
-            undo.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
-            backend.allow_tf32 = False
+        with suppress(RuntimeError):  # the program has chosen by torch's newer interface: the older cannot be read
+            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
+            undo.callback(setattr, backend, *_tf32_of(backend))
+        for name, value in (("deterministic", True), ("benchmark", False)):
+            undo.callback(setattr, torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
+            setattr(torch.backends.cudnn, name, value)
+        _forbid_tf32()
         yield
+
+
+def _tf32_of(backend: Any) -> tuple[str, Any]:
+    """Return the attribute that allows TF32 in a part of torch, and its value."""
+    try:
+        return "allow_tf32", backend.allow_tf32
+    except RuntimeError:  # the program has used the newer one, and torch 2.9 refuses to read the other
+        return "fp32_precision", backend.fp32_precision
+
+
+def _forbid_tf32() -> None:
+    """Compute products in fp32, whichever of torch's interfaces has chosen otherwise."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def _without_dropout(real: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from nbaccel.dry_run.decisions import SharedDecisions
+from nbaccel.dry_run.device_clock import device_seconds
 from nbaccel.dry_run.function_hooks import FunctionHooks
 from nbaccel.dry_run.one_pass import rows_of
 
@@ -70,6 +70,7 @@ class Throughput:
         self._rows: list[int] = []
         self._rows_now = 0
         self._losses: list[Any] = []
+        self._scaled: tuple[Any, Any] = (None, None)  # a loss that a scaler has scaled, and the loss itself
         self._done = 0
         self._next_question = WARM_UP + 1
         self._since = 0.0
@@ -91,6 +92,7 @@ class Throughput:
         self._undo.append(self._hook.remove)
         self._replaced.wrap(torch.nn.Module, "eval", self._evaluating)
         self._replaced.wrap(torch.autograd, "backward", self._backward)
+        self._replaced.wrap(torch.amp.GradScaler, "scale", self._scale)
 
     def end(self) -> None:
         """Take the hooks away."""
@@ -134,11 +136,22 @@ class Throughput:
 
         self._end_again()
         loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+        if loss is self._scaled[0]:
+            loss = self._scaled[1]
+        self._scaled = (None, None)
         if len(self._losses) < _LOSSES and isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach().clone())
         return real(tensors, *args, **kwargs)
 
+    def _scale(self, real: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        scaled = real(scaler, outputs)
+        self._scaled = (scaled, outputs)
+        return scaled
+
     def _evaluating(self, real: Callable[..., Any], *args: Any) -> Any:
+        if not self._evaluated and self._done > WARM_UP:
+            began = time.perf_counter()
+            self.seconds += device_seconds() - began  # the device has steps left to do
         self._evaluated = True
         return real(*args)
 
@@ -160,7 +173,7 @@ class Throughput:
             self._rows_now = 0
             if self._done == WARM_UP:
                 self._hook.remove()
-                self._since = self._now()
+                self._since = device_seconds()
             self._evaluated = False
             return
         self._count()
@@ -169,7 +182,7 @@ class Throughput:
 
     def _count(self) -> None:
         """Count the time since the last step, unless the program has evaluated in it."""
-        now = time.perf_counter()
+        now = device_seconds() if self._evaluated else time.perf_counter()
         if not self._evaluated:
             self.seconds += now - self._since
             self.steps += 1
@@ -179,19 +192,10 @@ class Throughput:
         """End the trial if it has measured enough: rank 0 decides, after every tenth of the steps so far."""
         self._next_question = self._done + 1 + self._done // 10
         if self._decisions.take(f"end-{self._done}", self._has_enough, False):
-            self.seconds += self._now() - self._since
+            self.seconds += device_seconds() - self._since
             self._has_ended = True
             raise TrialEnded
 
     def _has_enough(self) -> bool:
         enough = self._wanted_s if self.steps >= FEWEST else _LONGER * self._wanted_s
         return self.seconds >= enough
-
-    def _now(self) -> float:
-        """Return the time, after the device has done what it was given."""
-        import torch
-
-        with suppress(Exception):  # a device that is in use by nobody
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
-        return time.perf_counter()

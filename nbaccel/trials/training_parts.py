@@ -27,6 +27,7 @@ _LOOKS = 8
 """Batches after which it is known whether their data set draws random numbers."""
 
 _CONVOLUTION = "Conv2d"
+_PREPARED = "PreparedOptimizer"
 
 
 class TrainingParts:
@@ -154,7 +155,7 @@ class TrainingParts:
     def facts(self) -> dict[str, Any]:
         """Return what the parts are, for the kernel: plain values."""
         loader = self._of_the_program(self._trains_from)
-        found: dict[str, Any] = {"draws": self.draws, "loader_s": self.loader_s}
+        found: dict[str, Any] = {"draws": self.draws, "loader_s": self.loader_s, "is_prepared": _has_prepared()}
         if loader is not None:
             found["loader"] = {
                 **self._place(loader),
@@ -269,6 +270,11 @@ def _wrapped(model: Any) -> Any:
     """Return the module in a prepared model; None if it is none."""
     torch = sys.modules["torch"]
     return model._modules.get("module") if issubclass(type(model), torch.nn.Module) else None
+
+
+def _has_prepared() -> bool:
+    """Return whether the program trains by what `accelerator.prepare` returns."""
+    return any(type(each).__name__ == _PREPARED for each in gc.get_objects())
 
 
 def _length(sized: Any) -> int | None:

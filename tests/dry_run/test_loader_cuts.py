@@ -274,12 +274,13 @@ def test_a_look_at_one_batch_is_a_pass_that_was_left() -> None:
         assert cutting.log.ended == [False]
 
 
-def test_the_second_pass_at_a_place_gives_more_in_between() -> None:
+def test_the_second_pass_at_a_place_gives_more_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbaccel.dry_run.loader_cuts._MORE_SECONDS", 600.0)
     loader = DataLoader(TensorDataset(torch.arange(400)), 2)
     with Cutting() as cutting:
         given = [len(list(loader)) for _ in cutting.rounds(3)]
-    assert given == [3, 40, 3]
-    assert cutting.log.kinds[1] == ["longest", *["between"] * 38, "last"]
+    assert given == [3, 160, 3]
+    assert cutting.log.kinds[1] == ["longest", *["between"] * 158, "last"]
 
 
 def test_the_second_pass_gives_no_more_where_batches_take_long(monkeypatch: pytest.MonkeyPatch) -> None:

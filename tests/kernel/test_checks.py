@@ -549,7 +549,7 @@ def test_where_no_file_can_be_shielded_it_is_said_and_saves_go_elsewhere(kernel:
         cell = kernel.run(
             accelerate(
                 "torch.save(model.state_dict(), 'model.pt')\ntorch.load('model.pt')\n"
-                "from pathlib import Path\nPath('real.txt').write_text('x')",
+                "from pathlib import Path\nPath('made.txt').write_text('x')\n!touch real.txt",
                 flags="--check full",
             )
         ).succeeded()
@@ -560,7 +560,39 @@ def test_where_no_file_can_be_shielded_it_is_said_and_saves_go_elsewhere(kernel:
     assert text_of(cell).count("changed by this check") == 1
     assert f"yellow: changed by this check: {tmp_path / 'real.txt'}" in text_of(cell)
     assert "red: " not in text_of(cell)
-    assert not (tmp_path / "model.pt").exists()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".nbaccel") == ["real.txt"]
+
+
+def test_a_folder_that_the_shield_leaves_open_is_as_before(kernel: RealKernel, tmp_path: Path) -> None:
+    """As a working folder on a network file system is."""
+    for name in ("model.pt", "notes.txt"):
+        (tmp_path / name).write_text("of the user")
+    kernel.do(
+        f"import os; os.chdir({str(tmp_path)!r})\n"
+        "from pathlib import Path\n"
+        "from nbaccel.launch.processes.file_shield import FileShield\n"
+        "_start = FileShield.start\n"
+        "FileShield.start = classmethod(lambda cls, own, folder: _start([*own, Path.cwd()], folder))"
+    )
+    try:
+        cell = kernel.run(
+            accelerate(
+                "torch.save(model.state_dict(), 'model.pt')\ntorch.load('model.pt')\n"
+                "Path('notes.txt').write_text('of a rank')",
+                flags="--check",
+            )
+        ).succeeded()
+    finally:
+        kernel.do("FileShield.start = _start")
+    if "files are not shielded here" in cell.stdout:
+        pytest.skip("no file can be shielded here")
+    assert f"files are not shielded in {tmp_path}. Saves of torch" in cell.stdout
+    assert "changed by this check" not in text_of(cell)
+    assert "red: " not in text_of(cell)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()} == {
+        "model.pt": "of the user",
+        "notes.txt": "of the user",
+    }
 
 
 def test_nothing_is_left_in_the_folder_for_temporary_files(kernel: RealKernel, tmp_path: Path) -> None:

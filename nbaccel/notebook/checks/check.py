@@ -1,7 +1,6 @@
 """A cell with `--check`: a dry run in ranks that are thrown away, and a report. Runs in the kernel.
 
-Ranks write into a file shield, or, where the system allows none, saves are redirected and files that changed are
-listed. Nothing comes back: the variables of the notebook are as before.
+Where the ranks run, and that they leave nothing, is the part of `Throwaway`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from nbaccel.notebook.checks.findings import DryRunResult
 from nbaccel.notebook.checks.full_check import FullCheck, StepGradients
 from nbaccel.notebook.checks.incomparable_names import incomparable_names
 from nbaccel.notebook.checks.report import CheckReport, ReportLine
-from nbaccel.notebook.checks.throwaway import PUT_BACK, Throwaway, unseen
+from nbaccel.notebook.checks.throwaway import Throwaway, interrupted, unseen
 from nbaccel.notebook.checks.trained_names import trained_names
 from nbaccel.options.run_options import FULL
 
@@ -79,7 +78,7 @@ class CellCheck:
         more: list[ReportLine] = []
         if self._plan.options.check == FULL:
             more = list(FullCheck(self._plan, self._again(decisions, noise), self._gradients).lines(first))
-        changed += [each for each in dict.fromkeys(self._changed_later) if each.removesuffix(PUT_BACK) not in changed]
+        changed = [*dict.fromkeys([*changed, *self._changed_later])]
         return CheckReport.of(first, self._source, self._plan, changed, self._platform, more)
 
     def _again(self, decisions: Mapping[str, bytes], noise: float) -> Callable[[], DryRunResult]:
@@ -135,13 +134,14 @@ class CellCheck:
         outcome = self._launcher.run(spec, unseen(plan, self._source.name))
         try:
             if outcome.ended.is_interrupted:
-                raise KeyboardInterrupt("the check was interrupted; nothing was changed.")
+                raise interrupted("the check was", [*self._changed_later, *place.changed_files()])
             return DryRunResult.of(
                 [read_records(place.records, rank) for rank in range(len(outcome.ended.reports))],
                 outcome,
                 seconds=time.monotonic() - began,
                 noise=noise,
                 free_bytes=place.shield.free_bytes,
+                room_bytes=place.shield.room_bytes,
                 trained=trained_names(tree, namespace),
                 incomparable=incomparable_names(tree, namespace),
             )

@@ -74,6 +74,7 @@ class DryRunResult:
     seconds: that the dry run took, with the start of its ranks.  noise: see `forecast.measure_noise`.
     free_bytes: returns the free bytes of the disk of a path.  is_hung: it was ended since no rank could go on.
     is_late: it was ended by its time limit, which is no error.
+    room_bytes: see `FileShield`.
     missing: names of `--out` that did not come, each with the reason.
     trained: see `trained_names`.  incomparable: see `incomparable_names`.
     restarts: a line for each time that memory ran out and smaller batches were tried; the rest is of the last attempt.
@@ -92,6 +93,7 @@ class DryRunResult:
     trained: Set[str] = frozenset()
     incomparable: Set[str] = frozenset()
     is_late: bool = False
+    room_bytes: int = 0
 
     @classmethod
     def of(
@@ -104,6 +106,7 @@ class DryRunResult:
         free_bytes: Callable[[str], int],
         trained: Set[str] = frozenset(),
         incomparable: Set[str] = frozenset(),
+        room_bytes: int = 0,
     ) -> DryRunResult:
         ended = outcome.ended
         reports = ended.reports
@@ -122,6 +125,7 @@ class DryRunResult:
             trained,
             incomparable,
             ended.is_timed_out,
+            room_bytes,
         )
 
     @property

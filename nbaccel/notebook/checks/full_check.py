@@ -24,6 +24,10 @@ _TOLERANCE = 1e-4
 """Relative difference of gradients that fp32 explains: sums of 1e6 products in another order differ by about
 sqrt(1e6) * 2**-24 = 6e-5 of their size (Higham, Accuracy and Stability of Numerical Algorithms, section 2.8)."""
 
+_ORDER_OF_SUMS = (
+    "; or a kernel of the GPU adds in another order each time, as torch.use_deterministic_algorithms(True) says"
+)
+
 _NOT_COMPARED = "gradients cannot be compared with those of one process"
 
 _CAUSES_PREPARED = (
@@ -86,10 +90,12 @@ class FullCheck:
         second = self._again()
         yield self._repeated(first, second)
         if first.world_size > 1 and not self._plan.settings.independent:
-            if second.error is None and not _differing(first, second, "checksums"):
-                yield self._gradients()
-            else:
-                yield ReportLine(YELLOW, f"{_NOT_COMPARED}: two runs of the ranks differ already")
+            are_alike = second.error is None and not _differing(first, second, "checksums")
+            may_vary = second.error is None and bool(self._plan.devices.gpus)
+            line = self._gradients() if are_alike or may_vary else None
+            if line is None or (not are_alike and line.level == RED):
+                line = ReportLine(YELLOW, f"{_NOT_COMPARED}: two runs of the ranks differ already")
+            yield line
         yield ReportLine(OK, f"the further runs of --check full took {duration(time.monotonic() - began)}")
 
     # --- two runs
@@ -107,10 +113,12 @@ class FullCheck:
         runs = "two runs" if seed is None else f"two runs with seed {seed}"
         if not trained and not set(names) & set(self._plan.options.names_back or ()):
             return ReportLine(YELLOW, f"{runs} differ in {listed(names)}, though not in what they trained")
+        gpus = self._plan.devices.gpus
         return ReportLine(
-            YELLOW if seed is None else RED,
+            YELLOW if seed is None or gpus else RED,
             f"{runs} differ in {listed(names)}: random numbers come from outside of the seeds, such as "
-            "np.random.default_rng() without a seed, os.urandom, or from the order in which threads or a set come",
+            "np.random.default_rng() without a seed, os.urandom, or from the order in which threads or a set come"
+            + (_ORDER_OF_SUMS if gpus else ""),
         )
 
     # --- gradients
@@ -176,6 +184,13 @@ def compared(of_ranks: Sequence[StepGradients], one: StepGradients, is_own: bool
             YELLOW,
             f"{_NOT_COMPARED}: its samples are others there: the data set draws random numbers, or pads samples to the "
             "longest of their batch",
+        )
+    rows, its = sum(each.record.get("rows", 0) for each in of_ranks), one.record.get("rows", 0)
+    if is_own and rows and its and rows != its:
+        return ReportLine(
+            YELLOW,
+            f"{_NOT_COMPARED}: there are {its} samples in {ranks} batches, and {rows} in those of the ranks: the size "
+            "of a batch depends on the number of processes",
         )
     if "draws" in one.record["kinds"]:
         return ReportLine(YELLOW, f"{_NOT_COMPARED}: the cell draws random numbers between its batches")

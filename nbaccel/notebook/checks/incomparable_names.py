@@ -57,13 +57,24 @@ def incomparable_names(tree: ast.Module, namespace: Mapping[str, Any]) -> set[st
 
 def _time_names(tree: ast.Module, namespace: Mapping[str, Any]) -> set[str]:
     functions = _functions_called(tree, namespace)
-    timed: dict[str, _Parts] = {}
+    clocks: dict[str, _Parts] = dict.fromkeys(_clocks(tree, namespace), (True,))
+    timed = clocks
     for _ in functions:  # one that returns a time of another one
-        found = {name: parts for name, node in functions.items() if any(parts := _returned_times(node, timed))}
+        found = {name: parts for name, node in functions.items() if any(parts := _returned_times(node, timed))} | clocks
         if found == timed:
             break
         timed = found
     return {name for name in _Times(timed).names(tree.body) if name.isidentifier()}
+
+
+def _clocks(tree: ast.Module, namespace: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names under which the cell, or the notebook before it, has imported clocks."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (each.asname for each in node.names if each.asname and each.name in _CLOCKS)
+    for name, value in namespace.items():
+        if isinstance(value, types.BuiltinFunctionType) and value.__module__ == "time" and value.__name__ in _CLOCKS:
+            yield name
 
 
 class _Times:

@@ -41,6 +41,9 @@ _WAIT_S = 0.002
 _MEMORY = (0.96, 1.08)
 """Peak of a whole run relative to that of its dry run: allocators keep other blocks, and histories grow."""
 
+_TAKEN = 0.03
+"""Share of a device from which on it is worth a word that others than torch's allocator have it."""
+
 _STYLE = (
     f"{STYLE}.nbaccel.check div{{display:flex;gap:10px;padding:1px 0}}.nbaccel.check b{{flex:0 0 52px;font-weight:600}}"
     ".nbaccel.check span{flex:1;white-space:pre-wrap;overflow-wrap:anywhere}.nbaccel.check .red b{color:var(--bad)}"
@@ -62,6 +65,9 @@ _CUT_OFF = re.compile(r"\[\s*:[^\]\n]*(\blen\(|samples)")
 
 _OFFLINE = ("offline mode", "hf_hub_offline", "outgoing traffic has been disabled")
 """Words of errors of the Hugging Face Hub, in small letters."""
+
+_FULL = (os.strerror(errno.ENOSPC), "file write failed")
+"""Words of errors about a full disk: the system's, and those of `torch.save`."""
 
 _SMALLEST_COUNT = 10
 
@@ -209,6 +215,11 @@ class _Writer:
                 ": the file belongs to another user or group, which the shield of this check cannot change; the run "
                 "itself may be allowed to"
             )
+        if _is_about_disk(error.text) and 0 < self._found.room_bytes < self._found.free_bytes(os.getcwd()):
+            return (
+                f": all files of this check have room for {amount(self._found.room_bytes)}, less than the disk has for "
+                "the run (let TMPDIR be a folder of a larger disk)"
+            )
         return ""
 
     def _counts_of_cut_batches(self, text: str) -> int | None:
@@ -306,8 +317,12 @@ class _Writer:
         if len(values) > 1:
             words += " in the largest rank"
         if gpus:
-            room = min(gpu.total_bytes for gpu in gpus)
-            words = f"memory{at}: {words} of {amount(room)} on the device"
+            total = min(gpu.total_bytes for gpu in gpus)
+            rooms = [self._found.last("peak", rank).get("room", total) for rank in range(self._found.world_size)]
+            room = min([total, *rooms])
+            words = f"memory{at}: {words} of {amount(total)} on the device"
+            if room < (1 - _TAKEN) * total:
+                words += f", where CUDA itself and other processes have {amount(total - room)}"
             yield (
                 ReportLine(OK, words)
                 if high <= room
@@ -318,19 +333,17 @@ class _Writer:
 
     def _steps(self) -> Iterator[ReportLine]:
         timed = self._found.of_kind("step_times")
-        passes = [each for each in timed if each["batches"] and any(each["seconds"].values())]
+        passes = [each for each in timed if _is_of_steps(each) and any(each["seconds"].values())]
         passes = [each for each in passes if each["seconds"].get("optimizer")] or passes  # those that train
         if not passes:
             return
-        # Where the device was waited for, the parts are right, and the whole takes longer than it would.
-        best = max(passes, key=lambda each: (not each["is_synchronised"], sum(each["seconds"].values())))
-        of_parts = next((each for each in passes if each["is_synchronised"] and each["place"] == best["place"]), best)
-        seconds = {name: part for name in _PARTS if (part := of_parts["seconds"].get(name))}
+        best = max(passes, key=lambda each: sum(each["seconds"].values()))
+        seconds = {name: part for name in _PARTS if (part := best["seconds"].get(name))}
         whole = sum(seconds.values())
         shares = ", ".join(
             f"{_NAMES.get(name, name)} {part / whole:.0%}" for name, part in seconds.items() if part / whole >= 0.01
         )
-        a_batch = sum(best["seconds"].values()) / best["batches"]
+        a_batch = whole / best["batches"]
         yield ReportLine(OK, f"a batch takes {_short(a_batch)}: {shares}")
         share = seconds.get("loader", 0.0) / whole
         if share > _SLOW_LOADER and share * a_batch > _WAIT_S:
@@ -438,6 +451,12 @@ class _Writer:
         }
 
 
+def _is_of_steps(times: Mapping[str, Any]) -> bool:
+    """Return whether a pass shows the parts of a step; one left after one batch, ``next(iter(loader))``, may not."""
+    batches = times.get("batches", 0)
+    return batches > 1 or (batches == 1 and bool({"forward", "backward"} & times["seconds"].keys()))
+
+
 def _names_of_batches(tree: ast.Module) -> set[str]:
     """Return the names that are bound in innermost loops alone: each rank has its own batches, and its own loss.
 
@@ -459,6 +478,11 @@ def _names_of_batches(tree: ast.Module) -> set[str]:
 
     look(tree, False)
     return inside - outside
+
+
+def _is_about_disk(text: str) -> bool:
+    """Return whether an error says that a disk is full; shared memory may be, too."""
+    return any(words in text for words in _FULL) and "shm" not in text and "</torch_" not in text
 
 
 def _files(changed: Sequence[str]) -> Iterator[ReportLine]:

@@ -49,6 +49,24 @@ def test_a_file_that_the_shield_cannot_change_is_yellow() -> None:
     assert rest == ["yellow: not reached: line 3"]
 
 
+@pytest.mark.parametrize(
+    ("text", "room_bytes", "level"),
+    [
+        ("OSError: [Errno 28] No space left on device: 'x.bin'", 10**8, "yellow"),
+        ("RuntimeError: [enforce fail at inline_container.cc:672] file write failed", 10**8, "yellow"),
+        ("OSError: [Errno 28] No space left on device: 'x.bin'", 0, "red"),  # there is no shield
+        ("OSError: [Errno 28] No space left on device: 'x.bin'", 10**9, "red"),  # the disk itself is full
+        ("RuntimeError: unable to write to file </torch_1>: No space left on device (28)", 10**8, "red"),  # /dev/shm
+    ],
+)
+def test_a_full_layer_on_a_disk_that_is_not_full_is_yellow(text: str, room_bytes: int, level: str) -> None:
+    error = FoundError(text, "rank 0", "Cell In[5]", 2)
+    found = DryRunResult([[]], [{}], error, 1.0, 0.1, lambda path: 10**9, room_bytes=room_bytes)
+    first = str(CheckReport.of(found, SOURCE, PLAN)).splitlines()[0]
+    assert first.startswith(f"{level}: line 2, rank 0: {text}")
+    assert ("let TMPDIR be" in first) == (level == "yellow")
+
+
 def test_an_error_below_the_cell_has_both_lines() -> None:
     (first,) = lines(FoundError("ValueError: no", "rank 1", "Cell In[5]", 3, inner="Cell In[4], line 12"))
     assert first == "red: line 3 (Cell In[4], line 12), rank 1: ValueError: no"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from nbaccel.hardware import Gpu
 from nbaccel.launch.ipc.spec import Devices, Start
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.notebook.checks.findings import DryRunResult, FoundError
@@ -88,6 +89,18 @@ def test_samples_that_were_read_ahead_do_not_matter() -> None:
     assert line(*ahead, one=gradients(samples=["0", "1", "2"])).startswith("ok")
 
 
+def test_batches_whose_size_depends_on_the_number_of_processes_are_yellow() -> None:
+    ranks = gradients(rows=8), gradients(samples=["2", "3"], rows=8)
+    said = line(*ranks, one=gradients([9.0, 9.0, 9.0], samples=["0", "1", "2", "3", "4"], rows=32))
+    assert said == (
+        "yellow: gradients cannot be compared with those of one process: there are 32 samples in 2 batches, and 16 "
+        "in those of the ranks: the size of a batch depends on the number of processes"
+    )
+    assert line(*ranks, one=gradients(samples=["0", "1", "2", "3"], rows=16)).startswith("ok")
+    whole = gradients(rows=48), gradients(rows=48)  # a first batch that is whole in each rank, and a part of the second
+    assert line(*whole, one=gradients(rows=64), is_own=False).startswith("ok")
+
+
 # --- two runs
 
 
@@ -161,6 +174,23 @@ def test_runs_that_differ_are_red_with_a_seed_and_yellow_without(tmp_path: Path)
     )
     assert lines[1].endswith("two runs of the ranks differ already")
     assert runs.lines(with_loss("1"))[0].startswith("yellow: two runs differ in model, loss")
+
+
+CARD = Gpu(0, "GPU-0", "Tesla T4", 15 * 10**9, 0, (7, 5))
+
+
+def test_on_gpus_sums_may_vary_from_run_to_run_and_gradients_are_compared_all_the_same(tmp_path: Path) -> None:
+    def lines(values: list[float]) -> list[str]:
+        runs = Runs(tmp_path, with_loss("2", model=3), [gradients(values), gradients(values)], [gradients()])
+        on_gpus = replace(plan(seed=7), devices=Devices(2, (CARD, replace(CARD, index=1, uuid="GPU-1"))))
+        check = FullCheck(on_gpus, runs.again, runs.attempt)
+        return [str(each) for each in check.lines(with_loss("1"))]
+
+    first, second, *_ = lines(VALUES)
+    assert first.startswith("yellow: two runs with seed 7 differ in model, loss: random numbers come from outside")
+    assert "; or a kernel of the GPU adds in another order each time, as torch.use_deterministic_algorithms" in first
+    assert second.startswith("ok: gradients of 2 ranks are those of one process")
+    assert lines([9.0, 9.0, 9.0])[1].endswith("two runs of the ranks differ already")
 
 
 def test_what_differs_where_the_training_does_not_may_be_a_measurement(tmp_path: Path) -> None:

@@ -139,6 +139,11 @@ def test_names_that_differ_by_design_are_told_by_the_text(cell: str) -> None:
     assert incomparable_names(ast.parse(textwrap.dedent(text)), globals()) == names
 
 
+def test_clocks_are_known_by_the_names_under_which_they_were_imported() -> None:
+    text = "from timeit import default_timer as now_s\nbegan = now_s()\nended = tick()\nloss = fit()"
+    assert incomparable_names(ast.parse(text), {"tick": time.perf_counter, "fit": sum}) == {"began", "ended"}
+
+
 def test_functions_without_a_text_and_cells_without_one_have_no_names() -> None:
     namespace: dict[str, Any] = {}
     exec("def f(x): return x", namespace)

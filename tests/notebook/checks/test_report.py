@@ -284,9 +284,8 @@ def test_files_of_one_save_are_one_line_and_numbers_do_not_part_them() -> None:
     assert "a save to /data/checkpoint-6 has 9 kB and takes 500 ms, 2 times in the whole run" in line
 
 
-def times(place: str = "fit:3", number: int = 0, is_synchronised: bool = False, **more: Any) -> dict[str, Any]:
-    facts = {"name": "loader", "place": place, "number": number, "is_synchronised": is_synchronised}
-    return {"kind": "step_times", "batches": 3, **facts, **more}
+def times(place: str = "fit:3", number: int = 0, **more: Any) -> dict[str, Any]:
+    return {"kind": "step_times", "batches": 3, "name": "loader", "place": place, "number": number, **more}
 
 
 def test_a_batch_is_one_of_the_training() -> None:
@@ -298,14 +297,6 @@ def test_a_batch_is_one_of_the_training() -> None:
     assert "ok: a batch takes 200 ms: forward 100%" in said(found(evaluation, whole))
 
 
-def test_on_a_device_parts_are_those_of_a_pass_that_waited_for_it_and_the_time_is_that_of_another() -> None:
-    waited = times(is_synchronised=True, seconds={"forward": 0.2, "backward": 0.3, "optimizer": 0.1})
-    undisturbed = times(number=1, batches=10, seconds={"forward": 0.1, "optimizer": 0.1, "program": 0.8})
-    lines = said(found(waited, undisturbed))
-    assert "ok: a batch takes 100 ms: forward 33%, backward 50%, optimizer 17%" in lines
-    assert "ok: a batch takes 200 ms: forward 33%, backward 50%, optimizer 17%" in said(found(waited))
-
-
 def test_a_slow_loader_is_worth_a_line() -> None:
     lines = said(found(times(seconds={"loader": 0.9, "program": 0.3})))
     assert lines[0].startswith("yellow: loader takes 75% of each batch")
@@ -315,11 +306,33 @@ def test_a_slow_loader_is_worth_a_line() -> None:
     assert "ok: a batch takes 400 ms: loader 75%, your own code 25%" in lines
 
 
+def test_a_batch_that_is_drawn_alone_does_not_show_a_step() -> None:
+    """``next(iter(loader))`` leaves its pass before the model is called."""
+    look = {"kind": "step_times", "name": "loader", "batches": 1, "seconds": {"loader": 0.9, "program": 0.1}}
+    assert not [line for line in said(found(look)) if "batch" in line]
+    loop = {**look, "seconds": {"loader": 0.1, "forward": 0.3}}
+    assert "ok: a batch takes 400 ms: loader 25%, forward 75%" in said(found(look, loop))
+
+
 def test_memory_is_said_against_the_device() -> None:
     gpu = Gpu(0, "GPU-0", "Tesla T4", 15 * 10**9, 0, (7, 5))
     peak = {"kind": "peak", "peaks": {"device_reserved": {"bytes": 149 * 10**8, "batch": {"kind": "longest"}}}}
     report = CheckReport.of(found(peak), SOURCE, plan(Devices(1, (gpu,))))
     assert "yellow: memory at the longest batch: 14.3 GB to 16.1 GB of 15.0 GB on the device, which may" in str(report)
+
+
+def test_of_a_device_others_have_a_part() -> None:
+    gpu = Gpu(0, "GPU-0", "Tesla T4", 16 * 10**9, 0, (7, 5))
+    peak = {"kind": "peak", "room": 14 * 10**9, "peaks": {"device_reserved": {"bytes": 135 * 10**8, "batch": None}}}
+    report = str(CheckReport.of(found(peak), SOURCE, plan(Devices(1, (gpu,)))))
+    assert (
+        "yellow: memory: 13.0 GB to 14.6 GB of 16.0 GB on the device, where CUDA itself and other processes" in report
+    )
+    assert "have 2.0 GB, which may be too little: a smaller batch_size leaves more of it" in report
+    peak = {"kind": "peak", "room": 157 * 10**8, "peaks": {"device_reserved": {"bytes": 10**9, "batch": None}}}
+    report = str(CheckReport.of(found(peak), SOURCE, plan(Devices(1, (gpu,)))))
+    assert "ok: memory: 960.0 MB to 1.1 GB of 16.0 GB on the device" in report
+    assert "other processes" not in report
 
 
 def test_the_time_is_said_against_the_limit_or_the_session() -> None:

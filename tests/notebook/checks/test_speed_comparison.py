@@ -83,8 +83,15 @@ AS_IT_IS = [10.0, 10.0, 10.0]
         (WORKERS, ([1.0, 0.5], [1.0, 0.6]), {"draws": True}, "random data"),
         (SpeedChange(optimizer={"fused": True}), ([1.0, 0.5], [1.0, 0.6]), {"draws": True}, "no"),
         (SpeedChange(precision="bf16"), ([1.0, 0.5], [1.01, 0.505]), {}, "yes"),
+        (SpeedChange(precision="bf16"), ([1.0, 0.5], [1.01, 0.7]), {}, "no"),
+        (SpeedChange(precision="fp16"), ([1.0, 0.5], [1.01, 0.99]), {}, "yes"),  # the first step was left out
+        (SpeedChange(precision="fp16"), ([1.0, 0.5], [1.1, 0.5]), {}, "no"),
         (SpeedChange(channels_last=True), ([1.0, 0.5], [1.01, 0.505]), {}, "no"),
+        (SpeedChange(channels_last=True), ([1.0, 0.5], [1.003, 0.501]), {}, "yes"),
         (SpeedChange(compiles=True), ([1.0, 0.5], [1.0, 0.7]), {"model": {"is_random": True}}, "random layers"),
+        (SpeedChange(channels_last=True), ([1.0, 0.5], [1.0, 0.7]), {"model": {"is_random": True}}, "random layers"),
+        (SpeedChange(precision="bf16"), ([1.0, 0.5], [1.0, 0.7]), {"model": {"is_random": True}}, "random layers"),
+        (SpeedChange(optimizer={"fused": True}), ([1.0, 0.5], [1.0, 0.7]), {"model": {"is_random": True}}, "no"),
         (WORKERS, ([], []), {}, "no losses seen"),
     ],
 )
