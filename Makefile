@@ -100,7 +100,7 @@ bench: $(VENV)/.dev
 
 # On a machine with a CUDA device, by the Python that has torch for it: nothing is installed, and what is missing is named
 # with the pip line that leaves torch alone. Both end with 2, at once, where there is no card. `make gpu` is the tests of
-# tests/gpu, by estimate 14 minutes on a large card and 16 on two T4: `make gpu GPU_TESTS="-k nccl" GPU_PYTHON=python3.12`.
+# tests/gpu, by estimate 15 minutes on a large card and 17 on two T4: `make gpu GPU_TESTS="-k nccl" GPU_PYTHON=python3.12`.
 # Where a call may take so many seconds only, GPU_SECONDS has what would not fit skipped, and the table printed in time.
 GPU_PYTHON ?= python3
 GPU_OUT ?= $(or $(OUT),build)

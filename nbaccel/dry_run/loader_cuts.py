@@ -25,6 +25,7 @@ from typing import Any
 
 from nbaccel.dry_run.batch_choice import ChosenBatches, ItemLengths, choose
 from nbaccel.dry_run.decisions import SharedDecisions
+from nbaccel.dry_run.device_clock import device_seconds
 from nbaccel.dry_run.loop_log import DryRunEnded
 from nbaccel.dry_run.one_pass import (
     ROUNDS,
@@ -41,7 +42,7 @@ from nbaccel.dry_run.worker_times import WorkerTimes
 
 __all__ = ["LoaderCuts"]
 
-_MOST_ROUNDS, _MORE_SECONDS = 40, 2.0
+_MOST_ROUNDS, _MORE_SECONDS = 160, 2.0
 """Limits of the second pass at a place, which is as long as the sooner of them allows."""
 
 _MOST_INDICES, _MOST_WITHOUT_END = 2_000_000, 100_000
@@ -167,7 +168,7 @@ class LoaderCuts:
 
         batches: of this rank's loop, or of the loader if `stride` is None: then no loader announces the pass.
         Raises:
-            DryRunEnded: a loop that is not the program's has begun this loader at this place twice already.
+            DryRunEnded: a loop that is not rewritten has begun this loader at this place as often as it may.
         """
         is_alike = stride is None and not _shares_out(loader)
         if stride is None:
@@ -199,7 +200,7 @@ class LoaderCuts:
         looks = self._looks[begun]
         if self._begins[begun] - looks >= most - 1 or looks >= _MOST_LOOKS:
             raise DryRunEnded(
-                f"a loop that is not the program's has begun the same loader {self._begins[begun]} times at "
+                f"a loop of a library, or a comprehension, has begun the same loader {self._begins[begun]} times at "
                 f"{begun[1]}: the dry run leaves it there, and does not check the lines that follow"
             )
         self._begins[begun] += 1
@@ -285,7 +286,7 @@ class LoaderCuts:
         this.last_samples = samples
         this.reached = (this.given - 1 if read is None else (read - 1) // this.stride) // this.window
         size, kind = this.present_kind()
-        this.times.append(time.perf_counter())
+        this.times.append(device_seconds())
         for watcher in self._watchers:
             watcher.batch(this, size, kind)
         if this.log is not None:
@@ -301,7 +302,7 @@ class LoaderCuts:
             return
         this.is_over = True
         if self._is_on and os.getpid() == self._pid:
-            this.times.append(time.perf_counter())
+            this.times.append(device_seconds())
             self._looks[this.begun] += this.given <= 1 < this.length
             self._round_s.setdefault(this.key, this.round_s)
             if this.log is not None:

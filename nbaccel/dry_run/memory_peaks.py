@@ -1,8 +1,8 @@
 """Record the memory that a rank has held at its peak in a dry run, and with which batch it rose. Runs in ranks.
 
-The device's peak is that of torch's allocator; what other libraries allocate there is not seen. The host's is the
-resident memory of the process (`VmHWM`), without its worker processes; pages that are shared with the kernel it was
-forked from count in full.
+The device's peak is that of torch's allocator, on the device where it is highest; what CUDA itself, other libraries and
+other processes have there is not in it, and takes of the room that there is. The host's is the resident memory of the
+process (`VmHWM`), without its worker processes; pages that are shared with the kernel it was forked from count in full.
 """
 
 from __future__ import annotations
@@ -29,16 +29,20 @@ class MemoryPeaks:
     Each has the peaks so far, and of each the batch that was the loop's when it rose: place, kind and size; None before
     the first batch. "batch" is the newest: in the last record, that of an error which ended the program.
 
-    write: appends a record.  read: returns the peaks by name, in bytes.
+    "room" is how much torch's allocator could have had on the device at the end of the pass, if there is one.
+
+    write: appends a record.  read: returns the peaks by name, in bytes.  room: see `read_room`.
     """
 
     def __init__(
         self,
         write: Callable[[Mapping[str, Any]], None],
         read: Callable[[], Mapping[str, int]] | None = None,
+        room: Callable[[], int | None] | None = None,
     ) -> None:
         self._write = write
         self._read = read or read_peaks
+        self._room = room or read_room
         self._peaks: dict[str, int] = {}
         self._with: dict[str, dict[str, Any] | None] = {}
         self._now: dict[str, Any] | None = None
@@ -79,7 +83,11 @@ class MemoryPeaks:
     def _report(self, place: str, number: int) -> None:
         if os.getpid() == self._pid:
             peaks = {name: {"bytes": peak, "batch": self._with[name]} for name, peak in self._peaks.items()}
-            self._write({"kind": "peak", "place": place, "number": number, "peaks": peaks, "batch": self._newest})
+            room = self._room()
+            more = {} if room is None else {"room": room}
+            self._write(
+                {"kind": "peak", "place": place, "number": number, "peaks": peaks, "batch": self._newest, **more}
+            )
 
 
 def read_peaks() -> dict[str, int]:
@@ -91,6 +99,21 @@ def read_peaks() -> dict[str, int]:
     import torch
 
     if torch.cuda.is_initialized():
-        peaks["device"] = torch.cuda.max_memory_allocated()
-        peaks["device_reserved"] = torch.cuda.max_memory_reserved()
+        stats = [torch.cuda.memory_stats_as_nested_dict(device) for device in range(torch.cuda.device_count())]
+        for name, of in (("device", "allocated_bytes"), ("device_reserved", "reserved_bytes")):
+            peaks[name] = max((each[of]["all"]["peak"] for each in stats), default=0)  # a rank may have several
     return peaks
+
+
+def read_room() -> int | None:
+    """Return the bytes that torch's allocator has, or could get, on the device where its peak is highest."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return None
+    fullest = max(range(torch.cuda.device_count()), key=torch.cuda.max_memory_reserved, default=0)
+    if not torch.cuda.memory_reserved(fullest):  # asking would give this process a context there
+        return None
+    with suppress(RuntimeError):  # a device that has failed
+        return int(torch.cuda.mem_get_info(fullest)[0] + torch.cuda.memory_reserved(fullest))
+    return None

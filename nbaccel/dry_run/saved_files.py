@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
+from nbaccel.dry_run.device_clock import device_seconds
+
 __all__ = ["SavedFiles"]
 
 _FUNCTIONS = {
@@ -31,7 +33,7 @@ _KEYWORDS = ("f", "filename", "file")
 
 
 class SavedFiles:
-    """Saves of this process, each a record of the kind "save".
+    """Saves of this process, each a record of the kind "save", and at the end one of the files that are still there.
 
     write: appends a record.  open_loops: returns the numbers of the loops that the program is in.
     part: returns what measures the time of a part of a step while entered.
@@ -48,6 +50,7 @@ class SavedFiles:
         self._part = part
         self._inside = threading.local()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._paths: dict[str, None] = {}
         self._pid = self._thread = 0
 
     def begin(self) -> None:
@@ -69,11 +72,13 @@ class SavedFiles:
                     setattr(holder, name, recorded)
 
     def end(self) -> None:
-        """Put the functions back, unless they were wrapped meanwhile."""
+        """Put the functions back, unless they were wrapped meanwhile, and record which files are still there."""
         while self._replaced:
             owner, name, real, ours = self._replaced.pop()
             if vars(owner).get(name) is ours:
                 setattr(owner, name, real)
+        if self._paths:
+            self._write({"kind": "saves_left", "paths": [path for path in self._paths if os.path.exists(path)]})
 
     def loops(self) -> list[int]:
         """Return the loops that the program is in; none outside of its thread."""
@@ -82,7 +87,7 @@ class SavedFiles:
     @contextmanager
     def waiting(self, function: str) -> Iterator[None]:
         """Record how long the program waits for a save that may go on in the background, as "save_wait"."""
-        began, loops = time.perf_counter(), self.loops()
+        began, loops = device_seconds(), self.loops()
         with self._part("saving"):
             yield
         seconds = time.perf_counter() - began
@@ -90,11 +95,17 @@ class SavedFiles:
 
     @contextmanager
     def saving(
-        self, function: str, path: str, nbytes: Callable[[], int], loops: Sequence[int] | None = None
+        self,
+        function: str,
+        path: str,
+        nbytes: Callable[[], int],
+        loops: Sequence[int] | None = None,
+        keeps: int | None = None,
     ) -> Iterator[None]:
         """Record what happens within as one save, unless it is within another one.
 
         nbytes: returns what it took on the disk, afterwards.  loops: that the program was in; None: the present ones.
+        keeps: how many of such saves stay; None: all of them, as far as is known.
         """
         if getattr(self._inside, "is_saving", False) or os.getpid() != self._pid:
             yield
@@ -102,12 +113,13 @@ class SavedFiles:
         is_here = threading.get_ident() == self._thread
         loops = self.loops() if loops is None else loops
         self._inside.is_saving = True
-        began = time.perf_counter()
+        began = device_seconds() if is_here else time.perf_counter()  # a save waits for what was asked for before
         try:
             with self._part("saving") if is_here else nullcontext():
                 yield
         finally:
             self._inside.is_saving = False
+        self._paths |= {path: None} if path else {}
         self._write(
             {
                 "kind": "save",
@@ -117,6 +129,7 @@ class SavedFiles:
                 "seconds": time.perf_counter() - began,
                 "is_in_background": not is_here,
                 "loops": list(loops),
+                "keeps": keeps,
             }
         )
 

@@ -4,9 +4,11 @@ Parts: "loader" (within the loader's next), "host to device" (batches of prepare
 of modules), "backward", "communication" (collectives that the program or this package calls), "optimizer", "saving",
 and "program", which is all else. A part that is entered within another one is taken out of it.
 
-On CUDA the device is waited for at each border in the first pass at a place, so that its seconds are right for each
-part; later passes are not disturbed, and their parts are the time that the host spent. Not seen: collectives that DDP
-starts within a backward, which count as backward, and copies to the device in loops that prepare nothing ("program").
+On CUDA a part has the time that the device took for it, or waited for it, see `device_clock`: a loader that is done
+before the device takes nothing. Not seen: collectives that DDP starts within a backward, which count as backward, and
+copies to the device by other ways than `Tensor.to` and `Tensor.cuda`.
+
+The first batch at a place is left out where there are more, since it loads kernels and reserves memory.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ import os
 import threading
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
+from nbaccel.dry_run.device_clock import DeviceMark, DeviceSpans
+
 __all__ = ["ObservedPass", "StepTimes"]
 
 PROGRAM = "program"
-_BACKWARD = "backward"
+_BACKWARD, _LOADER, _MOVING = "backward", "loader", "host to device"
 _ABOUT_HOOKS = "Using `torch.compile"
 """Beginning of torch's warning that the hooks of all modules are called once more for a compiled one."""
 
@@ -64,8 +67,8 @@ class StepTimes:
         self._parts: list[str] = []
         self._passes: list[_Account] = []
         self._undo: list[Callable[[], None]] = []
-        self._waits = False
         self._pid = self._thread = 0
+        self._steps_elsewhere = 0
 
     def begin(self) -> None:
         """Measure from now on, in this thread."""
@@ -75,7 +78,7 @@ class StepTimes:
 
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._passes = [_Account(None)]
-        self._since = self._clock()
+        self._since = DeviceMark(self._clock)
         handles = [
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward, always_call=True),
@@ -85,7 +88,10 @@ class StepTimes:
         self._undo = [handle.remove for handle in handles]
         warnings.filterwarnings("ignore", _ABOUT_HOOKS)
         self._undo.append(functools.partial(_forget_filter, warnings.filters[0]))
-        self.measure(torch.utils.data.DataLoader, "_get_iterator", "loader")  # starts worker processes
+        self.measure(torch.utils.data.DataLoader, "_get_iterator", _LOADER)  # starts worker processes
+        if torch.cuda.is_available():
+            self.measure(torch.Tensor, "to", _MOVING, _leaves_the_host)
+            self.measure(torch.Tensor, "cuda", _MOVING, lambda tensor, *args, **kwargs: not tensor.is_cuda)
         for name in ("backward", "grad"):
             self.measure(torch.autograd, name, _BACKWARD)
         if torch.distributed.is_available():
@@ -101,8 +107,11 @@ class StepTimes:
             while self._passes:
                 self._report(self._passes.pop())
 
-    def measure(self, owner: Any, name: str, part: str) -> None:
-        """Count calls of the function `name` of `owner` as `part`, until `end`."""
+    def measure(self, owner: Any, name: str, part: str, counts: Callable[..., bool] | None = None) -> None:
+        """Count calls of the function `name` of `owner` as `part`, until `end`.
+
+        counts: returns, for the arguments of a call, whether it is one of these.
+        """
         import torch
 
         real = getattr(owner, name, None)
@@ -111,7 +120,9 @@ class StepTimes:
 
         @functools.wraps(real)
         def measured(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # see `_before_forward`
+            if torch.compiler.is_compiling() or not (
+                counts is None or counts(*args, **kwargs)
+            ):  # see `_before_forward`
                 return real(*args, **kwargs)
             with self.part(part):
                 return real(*args, **kwargs)
@@ -130,6 +141,8 @@ class StepTimes:
             yield
             return
         depth = len(self._parts)
+        if name == _LOADER and not depth:
+            self._end_first_batch()
         self._enter(name)
         try:
             yield
@@ -141,7 +154,6 @@ class StepTimes:
     def begin_pass(self, this: ObservedPass) -> None:
         self._settle()
         self._passes.append(_Account(this))
-        self._waits = this.number == 0 and _has_cuda()
 
     def batch(self, this: ObservedPass, size: float | None, kind: str) -> None:
         """Do nothing: the time is counted by parts."""
@@ -151,8 +163,6 @@ class StepTimes:
         for account in [each for each in self._passes if each.this is this]:
             self._passes.remove(account)
             self._report(account)
-        inner = self._passes[-1].this if self._passes else None
-        self._waits = inner is not None and inner.number == 0 and _has_cuda()
 
     # -- borders
 
@@ -162,15 +172,17 @@ class StepTimes:
 
     def _settle(self) -> None:
         """Credit the time since the last border to the present part of the innermost pass."""
-        if self._waits:
-            import torch
-
-            if not torch.cuda.is_current_stream_capturing():  # a graph, which must not be waited for
-                torch.cuda.synchronize()
-        now = self._clock()
+        now = DeviceMark(self._clock)
         if self._passes:
-            self._passes[-1].seconds[self._parts[-1] if self._parts else PROGRAM] += now - self._since
+            self._passes[-1].spans.add(self._parts[-1] if self._parts else PROGRAM, self._since, now)
         self._since = now
+
+    def _end_first_batch(self) -> None:
+        """Begin anew for the batches that follow, if the loader is asked for the second batch of a first pass."""
+        account = self._passes[-1]
+        if account.this is not None and account.this.number == 0 and account.this.given == 1 and account.first is None:
+            self._settle()
+            account.first, account.spans = account.spans, DeviceSpans()
 
     def _enter(self, name: str) -> None:
         self._settle()
@@ -179,14 +191,22 @@ class StepTimes:
     def _leave(self, depth: int) -> None:
         self._settle()
         del self._parts[depth:]
+        while self._steps_elsewhere and _BACKWARD not in self._parts:
+            self._steps_elsewhere -= 1
+            self._on_step()
 
     def _report(self, account: _Account) -> None:
         this = account.this
-        said = {"place": "", "name": "", "number": 0, "batches": 0}
+        said: dict[str, Any] = {"place": "", "name": "", "number": 0, "batches": 0}
         if this is not None:
             said = {"place": this.place, "name": this.name, "number": this.number, "batches": this.given}
-        waits = this is not None and this.number == 0 and _has_cuda()
-        self._write({"kind": "step_times", **said, "is_synchronised": waits, "seconds": dict(account.seconds)})
+        seconds = account.spans.seconds()
+        if account.first is not None and said["batches"] > 1:
+            said["batches"] -= 1
+            waited_s = seconds.get(_LOADER, 0.0) + account.first.seconds().get(_LOADER, 0.0)
+            seconds[_LOADER] = waited_s * said["batches"] / (said["batches"] + 1)  # some loaders read ahead
+        of_device = account.spans.are_of_device
+        self._write({"kind": "step_times", **said, "is_of_device": of_device, "seconds": seconds})
 
     # -- hooks of torch
 
@@ -215,20 +235,27 @@ class StepTimes:
         if self._is_here and "optimizer" in self._parts:
             self._leave(self._parts.index("optimizer"))
             self._on_step()
+        elif not self._is_here and os.getpid() == self._pid and _BACKWARD in self._parts:
+            self._steps_elsewhere += 1  # in a hook of a gradient, which autograd calls in a thread of the device
 
 
 class _Account:
-    """Seconds of one pass by part; without a pass, of all outside."""
+    """Seconds of one pass by part; without a pass, of all outside.  first: of the first batch, once there are more."""
 
     def __init__(self, this: ObservedPass | None) -> None:
         self.this = this
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.spans = DeviceSpans()
+        self.first: DeviceSpans | None = None
 
 
-def _has_cuda() -> bool:
+def _leaves_the_host(tensor: Any, *args: Any, **kwargs: Any) -> bool:
+    """Return whether a call of ``tensor.to`` copies from the host to a device."""
     import torch
 
-    return bool(torch.cuda.is_initialized())
+    target = args[0] if args else kwargs.get("device", kwargs.get("other"))
+    if not tensor.is_cpu or target is None or isinstance(target, torch.dtype):
+        return False
+    return str(getattr(target, "device", target)).partition(":")[0] != "cpu"
 
 
 def _forget_filter(ours: Any) -> None:

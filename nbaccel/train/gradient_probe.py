@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from nbaccel.answers.fingerprint import checksum_of
+from nbaccel.dry_run.function_hooks import FunctionHooks
 from nbaccel.dry_run.loop_log import DryRunEnded
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.prepare_loader import LoaderChoice
@@ -67,6 +68,8 @@ class GradientProbe:
         self._parameters = ""  # their checksum before the first step
         self._samples: list[str] = []  # their checksums
         self._drawn: Any = None  # states of generators when the last batch was there
+        self._model: nn.Module | None = None  # the one that is called first, with the others in it
+        self._rows = 0  # that it has got
         self._kinds: set[str] = set()
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._why_not = ""
@@ -81,11 +84,13 @@ class GradientProbe:
             register_module_forward_pre_hook(self._before_forward),
         ):
             self._undo.callback(handle.remove)
+        replaced = FunctionHooks()
+        self._undo.callback(replaced.undo)
         for kind in (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter):
-            self._replace(kind, "_next_data", self._next_data)
-        self._replace(PreparedLoader, "_iterate", self._iterate)
-        self._replace(LoaderChoice, "source", _as_of_ranks)
-        self._replace(torch, "compile", _uncompiled)  # compilers fail at the hook on every forward
+            replaced.wrap(kind, "_next_data", self._next_data)
+        replaced.wrap(PreparedLoader, "_iterate", self._iterate)
+        replaced.wrap(LoaderChoice, "source", _as_of_ranks)
+        replaced.wrap(torch, "compile", _uncompiled)  # compilers fail at the hook on every forward
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
             self._undo.enter_context(torch.compiler.set_stance("force_eager"))
         if self._turns > 1 and distributed.is_available() and not distributed.is_initialized():
@@ -99,16 +104,6 @@ class GradientProbe:
     ) -> bool:
         self._undo.close()
         return isinstance(error, DryRunEnded)
-
-    def _replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
-        real = getattr(owner, name)
-
-        @functools.wraps(real)
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            return ours(real, *args, **kwargs)
-
-        setattr(owner, name, hooked)
-        self._undo.callback(setattr, owner, name, real)
 
     # --- what the program does ----------------------------------------------------------------------------------
 
@@ -124,7 +119,11 @@ class GradientProbe:
         self._kinds.add("split" if loader._source.is_split else "prepared")
         return real(loader, *args, **kwargs)
 
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        _forbid_tf32()  # the program itself may have chosen it
+        if module.training and torch.is_grad_enabled():
+            self._model = module if self._model is None else self._model
+            self._rows += (count_rows(args) or 0) * (module is self._model)
         self._modules.add(module)
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0
@@ -184,6 +183,7 @@ class GradientProbe:
                 "kinds": sorted(self._kinds),
                 "parameters": self._parameters,
                 "samples": self._samples,
+                "rows": self._rows,
                 "names": [names.get(id(each), f"parameter {at}") for at, each in enumerate(parameters)],
                 "sizes": [len(self._sums[number]) for number in sorted(self._sums)],
             }
@@ -253,20 +253,29 @@ def plain_arithmetic() -> Iterator[None]:
         replace(nn.utils, "clip_grad_value_", _nothing)
         undo.callback(setattr, torch.autocast, "__init__", torch.autocast.__init__)
         torch.autocast.__init__ = _disabled(torch.autocast.__init__)  # type: ignore[method-assign]
-        backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
-        for backend in backends:
-            name, value, plain = _tf32_of(backend)
-            undo.callback(setattr, backend, name, value)
-            setattr(backend, name, plain)
+        with suppress(RuntimeError):  # the program has chosen by torch's newer interface: the older cannot be read
+            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
+            undo.callback(setattr, backend, *_tf32_of(backend))
+        for name, value in (("deterministic", True), ("benchmark", False)):
+            undo.callback(setattr, torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
+            setattr(torch.backends.cudnn, name, value)
+        _forbid_tf32()
         yield
 
 
-def _tf32_of(backend: Any) -> tuple[str, Any, Any]:
-    """Return the attribute that allows TF32 in a part of torch, its value, and the one that forbids it."""
+def _tf32_of(backend: Any) -> tuple[str, Any]:
+    """Return the attribute that allows TF32 in a part of torch, and its value."""
     try:
-        return "allow_tf32", backend.allow_tf32, False
+        return "allow_tf32", backend.allow_tf32
     except RuntimeError:  # the program has used the newer one, and torch 2.9 refuses to read the other
-        return "fp32_precision", backend.fp32_precision, "ieee"
+        return "fp32_precision", backend.fp32_precision
+
+
+def _forbid_tf32() -> None:
+    """Compute products in fp32, whichever of torch's interfaces has chosen otherwise."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def _without_dropout(real: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

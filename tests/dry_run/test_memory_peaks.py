@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 
 from dry_run.test_step_times import Pass
-from nbaccel.dry_run.memory_peaks import MemoryPeaks, read_peaks
+from nbaccel.dry_run.memory_peaks import MemoryPeaks, read_peaks, read_room
 
 MIB = 1 << 20
 
@@ -58,3 +60,63 @@ def test_the_peak_of_the_host_is_what_the_process_held_since_the_begin() -> None
     peaks.end()
     risen = records[0]["peaks"]["host"]["bytes"] - at_first
     assert 100 * MIB < risen < 200 * MIB
+
+
+class FakeAllocator:
+    """Bytes of torch's allocator on two devices, of which this rank uses the second one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has_failed = False
+        self.asked: list[int] = []
+        self.stats = [_stats(0, 0), _stats(600, 1000)]
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: self.stats[device])
+        for name, which in (("max_memory_reserved", "peak"), ("memory_reserved", "current")):
+            monkeypatch.setattr(torch.cuda, name, functools.partial(self._reserved, which))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", self._ask)
+
+    def _reserved(self, which: str, device: int) -> int:
+        return int(self.stats[device]["reserved_bytes"]["all"][which])
+
+    def _ask(self, device: int) -> tuple[int, int]:
+        self.asked.append(device)
+        if self.has_failed:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return 7000, 16_000
+
+
+def _stats(allocated: int, reserved: int) -> dict[str, Any]:
+    return {
+        "allocated_bytes": {"all": {"peak": allocated, "current": 0}},
+        "reserved_bytes": {"all": {"peak": reserved, "current": reserved}},
+    }
+
+
+def test_the_peak_of_the_device_is_that_of_the_fullest_and_the_room_is_what_others_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocator = FakeAllocator(monkeypatch)
+    records: list[Mapping[str, Any]] = []
+    peaks = MemoryPeaks(records.append)
+    peaks.begin()
+    peaks.end()
+    assert {name: peak["bytes"] for name, peak in records[0]["peaks"].items() if name != "host"} == {
+        "device": 600,
+        "device_reserved": 1000,
+    }
+    assert records[0]["room"] == 8000
+    assert allocator.asked == [1], "the other device gets no context of this rank"
+
+
+def test_a_rank_that_has_nothing_on_a_device_asks_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = FakeAllocator(monkeypatch)
+    allocator.stats = [_stats(0, 0), _stats(0, 0)]
+    assert read_room() is None
+    assert not allocator.asked
+
+
+def test_a_device_that_has_failed_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = FakeAllocator(monkeypatch)
+    allocator.has_failed = True
+    assert read_room() is None

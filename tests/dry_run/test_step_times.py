@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dry_run.fakes_of_devices import FakeDevice
 from nbaccel.dry_run.step_times import StepTimes
 
 
@@ -33,8 +34,8 @@ class Pass:
 class Measured:
     """Times are measured while entered."""
 
-    def __init__(self) -> None:
-        self.clock = Clock()
+    def __init__(self, clock: Any = None) -> None:
+        self.clock = clock or Clock()
         self.records: list[Mapping[str, Any]] = []
         self.steps = 0
         self.times = StepTimes(self.records.append, self._stepped, self.clock)
@@ -246,6 +247,126 @@ def test_a_record_says_which_pass_it_is_of() -> None:
         "name": "loader",
         "number": 1,
         "batches": 40,
-        "is_synchronised": False,
+        "is_of_device": False,
         "seconds": {"program": 0},
     }
+
+
+# --- on a device ------------------------------------------------------------------------------------------------------
+
+
+class Batches:
+    """A loop over `given` batches, as `LoaderCuts` tells of it."""
+
+    def __init__(self, run: Measured, number: int = 0) -> None:
+        self.run = run
+        self.this = Pass(number=number, given=0)
+        run.times.begin_pass(self.this)
+
+    def draw(self, seconds: float) -> None:
+        with self.run.times.part("loader"):
+            self.run.clock.now += seconds
+        self.this.given += 1
+        self.run.times.batch(self.this, None, "first")
+
+    def end(self) -> None:
+        self.run.times.end_pass(self.this)
+
+
+def test_a_part_has_the_time_of_the_device_and_what_waits_for_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(monkeypatch)
+    with Measured(device) as run:
+        batches = Batches(run, number=1)
+        model = nn.Linear(1, 1)
+        model.register_forward_pre_hook(lambda *_: device.give(20))
+        for _ in range(2):
+            batches.draw(3)
+            loss = model(torch.ones(1, 1)).sum()
+            loss.register_hook(lambda _: device.give(40))
+            loss.backward()
+            device.wait()  # loss.item()
+        batches.end()
+    assert run.seconds() == [{"program": 0, "loader": 6, "forward": 40, "backward": 80}]
+    assert run.records[0]["is_of_device"]
+
+
+def test_a_loader_that_is_done_before_the_device_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(monkeypatch)
+    with Measured(device) as run:
+        batches = Batches(run, number=1)
+        model = nn.Linear(1, 1)
+        model.register_forward_pre_hook(lambda *_: device.give(20))
+        for _ in range(3):
+            batches.draw(3)
+            model(torch.ones(1, 1))
+        batches.end()
+    assert run.seconds() == [{"program": 0, "loader": 3, "forward": 60}]
+
+
+def test_the_first_batch_is_left_out_where_there_are_more() -> None:
+    """It loads kernels; what the loader takes for it counts, since some read ahead."""
+    with Measured() as run:
+        batches = Batches(run)
+        for seconds in (100, 2, 2):
+            batches.draw(3)
+            run.clock.now += seconds
+        batches.end()
+    assert run.seconds() == [{"loader": 6, "program": 4}]
+    assert run.records[0]["batches"] == 2
+
+
+def test_an_only_batch_and_those_of_later_passes_all_count() -> None:
+    with Measured() as run:
+        for number, draws in ((0, 1), (1, 2)):
+            batches = Batches(run, number)
+            for _ in range(draws):
+                batches.draw(3)
+            batches.end()
+    assert [record["batches"] for record in run.records if record["place"]] == [1, 2]
+    assert run.seconds() == [{"program": 0, "loader": 3}, {"program": 0, "loader": 6}]
+
+
+def test_copies_to_a_device_are_counted_where_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = torch.Tensor.to
+    with Measured() as run:
+        run.times.begin_pass(this := Pass())
+
+        seen: list[list[str]] = []
+        monkeypatch.setattr(run.times, "_clock", lambda: (seen.append([*run.times._parts]), 0.0)[1])
+        x = torch.ones(2)
+        for target in ("meta", torch.device("meta"), torch.ones(1, device="meta")):
+            seen.clear()
+            assert x.to(target).device.type == "meta"
+            assert ["host to device"] in seen, target
+        for target in ("cpu", torch.float64, torch.ones(1), torch.device("cpu")):
+            seen.clear()
+            x.to(target)
+            assert not seen, target
+        x.to(dtype=torch.float64)
+        x.to(device="cpu")
+        assert not seen
+        run.times.end_pass(this)
+    assert torch.Tensor.to is before
+
+
+def test_steps_in_hooks_of_gradients_count_though_another_thread_calls_them() -> None:
+    """On a device autograd calls hooks in a thread of its own, while the program waits in `backward`."""
+    with Measured() as run:
+        model = Model(run.clock)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(_: Tensor) -> None:
+            thread = threading.Thread(target=optimizer.step)
+            thread.start()
+            thread.join()
+            assert run.steps == 0
+
+        loss = model(torch.ones(1, 1)).sum()
+        loss.register_hook(step)
+        loss.backward()
+        assert run.steps == 1
+        thread = threading.Thread(target=optimizer.step)
+        thread.start()
+        thread.join()
+    assert run.steps == 1, "another training's"

@@ -1,6 +1,6 @@
 """The command behind ``make gpu``: what a machine with a CUDA device finds, as tests and as lines of JSON.
 
-    make gpu                                   all of it: by estimate 14 minutes on a large card, 16 on two T4
+    make gpu                                   all of it: by estimate 15 minutes on a large card, 17 on two T4
     make gpu GPU_TESTS="-k pinned"             some of it; the arguments are pytest's
     make gpu GPU_PYTHON=/opt/conda/bin/python  by another Python
 

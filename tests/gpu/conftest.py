@@ -11,6 +11,7 @@ The groups, in the order in which they run: what would break the main job comes 
     G6 two ranks by NCCL, on two cards or on one                G4 what the planner and `forward_backward` cost
     G7 models that are sharded over two ranks by NCCL           G2 one process: batches, values, saves, waits
     G8 models larger than a card                               G9 maps: many items, and ranks that start again
+    G10 checks of cells, and trials of what makes them faster
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from gpu import facts, machine
 from kernel.harness import RealKernel
 from nbaccel.hardware import Survey
 
-ORDER = ("G0", "G1", "G6", "G7", "G2", "G3", "G5", "G8", "G9", "G4")
+ORDER = ("G0", "G1", "G6", "G7", "G2", "G3", "G5", "G8", "G9", "G10", "G4")
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_S = 120.0
 """Of one program, which on a card takes some ten seconds, most of them to load torch."""

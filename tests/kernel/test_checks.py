@@ -301,6 +301,43 @@ def test_a_loop_comes_to_the_last_line(kernel: RealKernel, loop: str) -> None:
     assert ("the time cannot be forecast" in said) == ("threshold" in loop), said
 
 
+def test_the_main_process_alone_may_evaluate_in_a_loop_that_steps(kernel: RealKernel) -> None:
+    said = report(
+        kernel,
+        """
+        for number in range(1000):
+            step(X[:32], Y[:32])
+            if accelerator.is_main_process:
+                for x, y in test_loader:
+                    model(x)
+        """,
+    )
+    assert "ok: the cell comes to its end" in said, said
+
+
+def test_times_and_numbers_of_ranks_are_no_results_that_differ(kernel: RealKernel) -> None:
+    kernel.do(
+        """
+        def timed_fit(epochs):
+            began = time.time()
+            fit(epochs)
+            return 7.0, time.time() - began
+        """
+    )
+    said = report(
+        kernel,
+        """
+        start_time, rank = time.perf_counter(), accelerator.process_index
+        score, took = timed_fit(5)
+        end_time = time.perf_counter()
+        total_train_time = end_time - start_time
+        drawn = rank * 2
+        """,
+    )
+    (line,) = [line for line in said.splitlines() if "differs between the ranks" in line]
+    assert line.endswith("gets that of rank 0: drawn"), said
+
+
 def test_the_last_batch_may_be_used_after_its_loop(kernel: RealKernel) -> None:
     said = report(
         kernel,

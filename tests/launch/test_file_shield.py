@@ -22,6 +22,7 @@ from nbaccel.errors import LaunchRefused
 from nbaccel.launch.ipc.mount_table import mount_points, mount_tree
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
+from nbaccel.launch.processes import file_shield
 from nbaccel.launch.processes.file_shield import FileShield
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
@@ -63,6 +64,18 @@ def run(launcher: Launcher, shield: FileShield, start_method: str) -> Run:
         return in_ranks(launcher, shield.entry, start_method, function, *args)
 
     return run
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_driver_that_was_not_used_yet_is_used_outside_of_the_namespaces_first(
+    is_used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA has the rest of it loaded by a program with the rights of root, which none has in a user namespace."""
+    monkeypatch.setattr(file_shield, "lacks_device_file", lambda: not is_used)
+    monkeypatch.setattr(file_shield, "_USE_CUDA", f"open({str(tmp_path / 'used')!r}, 'w'); 1 / 0")
+    (tmp_path / "shield").mkdir()
+    FileShield.start([], tmp_path / "shield").close()
+    assert (tmp_path / "used").exists() is not is_used
 
 
 def in_ranks(launcher: Launcher, entry: str, start: str, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -70,6 +70,7 @@ def _mlflow(folder: Path) -> Rows:
 def _wandb(folder: Path) -> Rows:
     from wandb.proto.wandb_internal_pb2 import Record
 
+    sys.modules["wandb"].teardown()  # its service process may write the last records after the run is finished
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     rows = [record.history for record in map(Record.FromString, _log_records(path)) if record.HasField("history")]
     return [

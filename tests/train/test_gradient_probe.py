@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,15 @@ def test_a_loop_that_prepares_nothing_is_looked_at_in_its_second_step(tmp_path: 
     assert probed(Program(), tmp_path, steps=None)["step"] == 2
 
 
+def test_rows_are_those_that_the_model_gets_while_it_trains(tmp_path: Path) -> None:
+    class Evaluating(Program):
+        def change(self) -> None:
+            with torch.no_grad():
+                self.model(X)
+
+    assert probed(Evaluating(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))), tmp_path, turns=3)["rows"] == 24
+
+
 def test_the_parameters_before_the_first_step_have_a_checksum(tmp_path: Path) -> None:
     first = probed(Program(), tmp_path)["parameters"]
     assert probed(Program(), tmp_path, steps=2)["parameters"] == first
@@ -154,6 +163,41 @@ def test_arithmetic_is_plain_within_and_as_before_afterwards() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert (x @ x.mT).dtype == torch.bfloat16
     assert functional.dropout.__module__ == "torch.nn.functional"
+
+
+@pytest.fixture
+def tf32() -> Iterator[Any]:
+    """torch's switch for products on a GPU, put back afterwards."""
+    matmul: Any = torch.backends.cuda.matmul
+    yield matmul
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_products_on_gpus_are_in_fp32_whichever_interface_has_chosen(tf32: Any) -> None:
+    if not hasattr(tf32, "fp32_precision"):
+        pytest.skip("torch has one interface")
+    tf32.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError):
+        _ = tf32.allow_tf32  # the older one cannot be read then
+    with plain_arithmetic():
+        assert tf32.fp32_precision == "ieee"
+        assert torch.backends.cudnn.deterministic
+    assert not torch.backends.cudnn.deterministic
+
+
+def test_products_are_in_fp32_though_the_program_chooses_tf32_itself(tf32: Any, tmp_path: Path) -> None:
+    seen = []
+
+    class Choosing(Program):
+        def loss(self, x: Tensor) -> Tensor:
+            torch.set_float32_matmul_precision("high")
+            try:
+                return super().loss(x)
+            finally:
+                seen.append(torch.get_float32_matmul_precision())
+
+    probed(Choosing(), tmp_path)
+    assert seen == ["highest"]
 
 
 def test_functions_that_the_program_has_imported_by_name_are_plain_too(monkeypatch: pytest.MonkeyPatch) -> None:

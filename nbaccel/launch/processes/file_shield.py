@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nbaccel.gpu_driver import lacks_device_file
 from nbaccel.hardware import usable_memory
 from nbaccel.launch.ipc.mount_table import is_covered
 
@@ -32,6 +33,10 @@ __all__ = [
 _BOOTSTRAP = (
     "import sys; sys.path[:1] = [{path!r}]; from nbaccel.launch.processes.shield_holder import main; main({order!r})"
 )
+# CUDA has a program with the rights of root load the rest of the driver when it is used for the first time since the
+# machine was started. In a user namespace that program has no such rights.
+_USE_CUDA = "import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0)"
+_USE_S = 20.0
 _ABOVE_PACKAGE = str(Path(__file__).resolve().parents[3])
 _ANSWER_S = 20.0
 _END_S = 10.0
@@ -65,6 +70,9 @@ class FileShield:
         """
         folder = folder.resolve()
         _meeting_folder(folder).mkdir(mode=0o700)
+        if lacks_device_file():
+            with suppress(OSError, subprocess.SubprocessError):
+                subprocess.run([sys.executable, "-S", "-E", "-c", _USE_CUDA], timeout=_USE_S, capture_output=True)
         shared = [_meeting_folder(folder), *(path.resolve() for path in own)]
         order = {
             "folder": str(folder),

@@ -52,6 +52,7 @@ _OF_SHARDS = (
 )
 _CALLERS = (os.path.join(os.sep, "torch", "_ops.py"), os.path.join(os.sep, "torch", "_library", ""))
 """They call every operator of torch, collectives among them: who calls them says which."""
+_WAITS_FOR_DEVICE = os.path.join(os.sep, "torch", "cuda", "")
 _WAITS_IN = ("_engine_run_backward",)  # DDP's own sums are waited for at the end of backward
 
 
@@ -93,6 +94,11 @@ class _Stack:
         return (
             any(part in file for part in (*_COLLECTIVES, *(() if is_called else _OF_SHARDS))) or function in _WAITS_IN
         )
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Return whether the rank waits for its GPU, as those of a dry run do at the end of each round."""
+        return bool(self.places) and _WAITS_FOR_DEVICE in self.places[0][0] and self.places[0][2] == "synchronize"
 
     @property
     def is_in_shards(self) -> bool:
@@ -317,6 +323,10 @@ class HangWatch:
             return self._hang(stacks, quiet)
         if quiet < _NOTICE_S:
             return None
+        # A GPU that waits for a peer keeps a processor of its rank busy, and looks like one that computes.
+        waits = all(stack.is_in_collective or stack.waits_for_device for stack in stacks.values())
+        if self._ends_waiting and stacks and waits and len(self._members) > 1:
+            return self._hang(stacks, quiet, gone)
         self._has_told = True
         if gone or len({beats[member.rank] for member in working}) > 1:  # some are ahead, and wait
             self._notice(str(self._hang(stacks, quiet, gone)))

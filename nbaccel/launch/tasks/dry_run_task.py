@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.answers.fingerprint import checksum_of
+from nbaccel.dry_run.device_clock import wait_for_device
 from nbaccel.dry_run.rank_run import RankDryRun, go_offline
 from nbaccel.launch.ipc.import_hooks import when_loaded_meanwhile
 from nbaccel.launch.ipc.nbytes import size_of
@@ -70,6 +71,7 @@ class DryRunTask(CellTask):
         self._rewritten = self._dry_run.rewritten(self.source.parsed(), self.source.name, self.source.compile_tree)
         with self._dry_run:
             super().run()
+            wait_for_device()
 
     def _executed(self) -> list[types.CodeType]:
         return self._rewritten

@@ -60,7 +60,8 @@ def candidates(facts: Mapping[str, Any], machine: Machine, precision: str, has_s
     if machine.capability is not None and precision == "no":
         best = "bf16" if machine.capability >= (8, 0) else "fp16"
         if machine.capability >= (7, 0):
-            rows.append(SpeedRow(SpeedChange(precision=best), "precision"))
+            note = "" if facts.get("is_prepared", True) else "not tried: -p is for what is prepared"
+            rows.append(SpeedRow(SpeedChange(precision=best), "precision", note=note))
     if model:
         if model["has_convolutions"]:
             rows.append(SpeedRow(SpeedChange(channels_last=True), "memory format"))

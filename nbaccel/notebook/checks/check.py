@@ -21,6 +21,7 @@ from nbaccel.launch.tasks.dry_run_task import DryRunTask
 from nbaccel.launch.tasks.gradient_task import GradientTask
 from nbaccel.notebook.checks.findings import DryRunResult
 from nbaccel.notebook.checks.full_check import FullCheck, StepGradients
+from nbaccel.notebook.checks.incomparable_names import incomparable_names
 from nbaccel.notebook.checks.report import CheckReport, ReportLine
 from nbaccel.notebook.checks.throwaway import Throwaway, interrupted, unseen
 from nbaccel.notebook.checks.trained_names import trained_names
@@ -76,9 +77,7 @@ class CellCheck:
             decisions = {path.name: path.read_bytes() for path in place.records.glob("*.json")}
         more: list[ReportLine] = []
         if self._plan.options.check == FULL:
-            more = list(
-                FullCheck(self._plan, self._source, self._again(decisions, noise), self._gradients).lines(first)
-            )
+            more = list(FullCheck(self._plan, self._again(decisions, noise), self._gradients).lines(first))
         changed = [*dict.fromkeys([*changed, *self._changed_later])]
         return CheckReport.of(first, self._source, self._plan, changed, self._platform, more)
 
@@ -131,6 +130,7 @@ class CellCheck:
 
     def _run(self, place: Throwaway, plan: LaunchPlan, spec: LaunchSpec, noise: float = 0.0) -> DryRunResult:
         began = time.monotonic()
+        tree, namespace = self._source.parsed(), self._cell.namespace
         outcome = self._launcher.run(spec, unseen(plan, self._source.name))
         try:
             if outcome.ended.is_interrupted:
@@ -142,7 +142,8 @@ class CellCheck:
                 noise=noise,
                 free_bytes=place.shield.free_bytes,
                 room_bytes=place.shield.room_bytes,
-                trained=trained_names(self._source.parsed(), self._cell.namespace),
+                trained=trained_names(tree, namespace),
+                incomparable=incomparable_names(tree, namespace),
             )
         finally:
             outcome.close()

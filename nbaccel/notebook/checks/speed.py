@@ -128,6 +128,7 @@ class SpeedSearch:
         for number, row in enumerate(rows):
             if self._is_beyond_growth(row):
                 row.note = "not tried: the next smaller one is no faster"
+            if row.note:
                 continue
             self._try(row)
             if number % 2:

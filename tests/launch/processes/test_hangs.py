@@ -444,11 +444,12 @@ def page() -> Iterator[ControlPage]:
 
 
 def watched(
-    page: ControlPage, folder: Path, limit_s: float | None = None
+    page: ControlPage, folder: Path, limit_s: float | None = None, ends_waiting: bool = False
 ) -> tuple[HangWatch, list[WorkerHandle], list[str]]:
     members = [WorkerHandle(rank, FakeProcess(), None) for rank in range(2)]  # type: ignore[arg-type]
     told: list[str] = []
-    return HangWatch(page, members, str(folder / "store"), limit_s, told.append, now=0.0), members, told
+    watch = HangWatch(page, members, str(folder / "store"), limit_s, told.append, 0.0, ends_waiting)
+    return watch, members, told
 
 
 @pytest.fixture
@@ -466,6 +467,28 @@ def test_a_rank_that_others_are_ahead_of_is_named_once_after_half_a_minute(page:
         assert watch.tick(now) is None
     (line,) = told
     assert line.startswith("no rank has entered a step or a collective for 31 s; rank 1 seems to hold up the others:")
+
+
+@pytest.mark.parametrize(
+    ("other", "is_dry", "ends"),
+    [("torch/distributed/distributed_c10d.py", True, True), ("train.py", True, False), ("", False, False)],
+)
+def test_a_dry_run_whose_gpu_waits_for_a_peer_ends_though_its_processor_is_busy(
+    page: ControlPage, tmp_path: Path, other: str, is_dry: bool, ends: bool
+) -> None:
+    watch, _, _ = watched(page, tmp_path, ends_waiting=is_dry)
+    page.count_collectives(0, 7)
+    assert watch.tick(0.0) is None
+    assert watch.tick(31.0) is None
+    places = ["/torch/cuda/__init__.py", f"/{other}"]
+    for rank, place in enumerate(places):
+        text = f'main 0x01\nThread 0x01 (most):\n  File "{place}", line 7 in synchronize\n\n'
+        (tmp_path / f"stacks-{rank}").write_text(text)
+    hang = watch.tick(31.7)
+    assert (hang is not None) is ends
+    if hang is not None:
+        assert hang.rank == 1, "it has entered fewer collectives"
+        assert str(hang).startswith("no rank has entered a step or a collective for 32 s; rank 1 seems to hold up")
 
 
 def test_a_rank_that_makes_calls_of_a_map_does_not_hang_and_fewer_calls_are_no_ones_fault(

@@ -83,8 +83,15 @@ AS_IT_IS = [10.0, 10.0, 10.0]
         (WORKERS, ([1.0, 0.5], [1.0, 0.6]), {"draws": True}, "random data"),
         (SpeedChange(optimizer={"fused": True}), ([1.0, 0.5], [1.0, 0.6]), {"draws": True}, "no"),
         (SpeedChange(precision="bf16"), ([1.0, 0.5], [1.01, 0.505]), {}, "yes"),
+        (SpeedChange(precision="bf16"), ([1.0, 0.5], [1.01, 0.7]), {}, "no"),
+        (SpeedChange(precision="fp16"), ([1.0, 0.5], [1.01, 0.99]), {}, "yes"),  # the first step was left out
+        (SpeedChange(precision="fp16"), ([1.0, 0.5], [1.1, 0.5]), {}, "no"),
         (SpeedChange(channels_last=True), ([1.0, 0.5], [1.01, 0.505]), {}, "no"),
+        (SpeedChange(channels_last=True), ([1.0, 0.5], [1.003, 0.501]), {}, "yes"),
         (SpeedChange(compiles=True), ([1.0, 0.5], [1.0, 0.7]), {"model": {"is_random": True}}, "random layers"),
+        (SpeedChange(channels_last=True), ([1.0, 0.5], [1.0, 0.7]), {"model": {"is_random": True}}, "random layers"),
+        (SpeedChange(precision="bf16"), ([1.0, 0.5], [1.0, 0.7]), {"model": {"is_random": True}}, "random layers"),
+        (SpeedChange(optimizer={"fused": True}), ([1.0, 0.5], [1.0, 0.7]), {"model": {"is_random": True}}, "no"),
         (WORKERS, ([], []), {}, "no losses seen"),
     ],
 )
@@ -156,3 +163,13 @@ def test_html_has_the_same_words_and_the_advised_row_is_bold() -> None:
     assert "x = &#x27;&lt;b&gt;&#x27;" in page
     assert page.count('<tr style="font-weight:600">') == 1
     assert "2.00 x as fast" in page
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_whole", "why_not"), [(1, True, "too few steps"), (6, True, ""), (1, False, ""), (0, False, "too few")]
+)
+def test_a_training_of_few_steps_is_not_measured(steps: int, is_whole: bool, why_not: str) -> None:
+    record = {"steps": steps, "seconds": 0.5, "samples_per_step": 8, "losses": [1.0], "is_whole": is_whole}
+    trial = SpeedTrial.of([record], 3.0)
+    assert trial.why_not.startswith(why_not)
+    assert bool(trial.steps_per_s) is not bool(why_not)

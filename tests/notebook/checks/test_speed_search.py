@@ -204,6 +204,16 @@ def test_what_belongs_to_gpus_is_tried_on_gpus() -> None:
     assert not [name for name in names() if name.startswith(("-p", "pin"))]
 
 
+def test_the_precision_of_a_loop_that_prepares_nothing_is_a_row_that_says_so() -> None:
+    search = FakeSearch(lambda change: 10.0, facts={**FACTS, "is_prepared": False})
+    search._machine = Machine(1, 4, 4, (7, 5))
+    search.run()
+    (row,) = [row for row in search.found.rows if row.change.precision]
+    assert row.why_not == "not tried: -p is for what is prepared"
+    assert "-p fp16" not in search.tried
+    assert "pin_memory=True" in search.tried
+
+
 def test_what_the_training_has_is_not_tried() -> None:
     assert "fused=True" not in names(optimizer={**OPTIMIZER, "fused": True})
     assert "fused=True" not in names(optimizer={**OPTIMIZER, "tensors": 2})

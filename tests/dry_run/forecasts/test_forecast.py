@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from typing import Any
 
@@ -10,8 +9,6 @@ import pytest
 
 from dry_run.timed_program import DryRun, run_dry, run_whole
 from nbaccel.dry_run.forecasts.forecast import Forecast, ForecastPart, forecast, measure_noise
-from nbaccel.dry_run.forecasts.round_counts import RoundCounter, counter_of, rounds_until, times_that_hold
-from nbaccel.dry_run.forecasts.round_seconds import Sample, round_seconds
 
 PROGRAMS = {
     "epochs of batches, the last of which is short": """
@@ -262,6 +259,16 @@ PROGRAMS = {
                 work(0.1)
                 step()
     """,
+    "epochs of a generator": """
+        def epochs_of(train, epochs):
+            for epoch in range(epochs):
+                for x in train:
+                    work(0.1)
+                    step()
+                yield epoch
+        for epoch in epochs_of(loader(100), 4):
+            work(3)
+    """,
     "a loop that ends by itself": """
         for i in range(4):
             work(i)
@@ -320,7 +327,7 @@ def test_no_range_goes_beyond_the_fastest_and_the_slowest_rounds(monkeypatch: py
     found = dry(text, monkeypatch).forecast(noise=0.4)
     assert found.high_s is not None
     assert 0.6e6 < found.low_s < 1e6
-    assert 60e6 < found.high_s < 100e6 or found.high_s < 60e6
+    assert 10e6 < found.high_s < 100e6
     assert dry(text, monkeypatch).forecast(noise=50.0).low_s > 0
 
 
@@ -355,7 +362,13 @@ def test_parts_that_ran_in_some_rounds_only_widen_the_range(monkeypatch: pytest.
         ),
         (
             "import itertools\nfor i in itertools.count(): work(2); step()",
-            "the loop in line 2 ends by a condition: each round takes 2.0 s",
+            "the loop in line 2 goes over an iterator whose length is not known, and each round takes 2.0 s: a list, a "
+            "range or accelerator.epochs has one",
+        ),
+        (
+            "def rounds():\n    yield from range(50)\nfor i in rounds(): work(2); step()",
+            "the loop in line 3 goes over an iterator whose length is not known, and each round takes 2.0 s: a list, a "
+            "range or accelerator.epochs has one",
         ),
     ],
 )
@@ -472,95 +485,7 @@ def test_a_counter_tells_when_a_loop_ends(text: str, rounds: int | None, monkeyp
     exec(textwrap.dedent(text), names)
     (part,) = run.forecast().parts
     assert part.rounds == rounds
-    assert rounds is None or abs(len(steps) - rounds) <= 0
-
-
-def test_two_values_are_a_counter_only_if_they_count_from_the_beginning() -> None:
-    assert counter_of([[[1, 3, True], [2, 6, True]]]) == RoundCounter(3, 3, 1, is_late=True)
-    assert counter_of([[[1, 0, False], [2, 1, False]]]) == RoundCounter(0, 1, 1)
-    assert counter_of([[[1, 0, True], [2, 1, True]]]) is None, "rounds without progress"
-    assert counter_of([[[1, 0, True], [2, 1, True], [3, 2, True]]]) is not None
-    assert counter_of([[[1, 0, True], [2, 1, True], [3, 0, True]]]) is None
-    assert counter_of([[[1, 7, False]]]) is None
-    assert counter_of([]) is None
-
-
-def test_a_counter_that_goes_on_in_the_next_run_does_not_restart() -> None:
-    on = counter_of([[[1, 0], [2, 1], [3, 2]], [[1, 3], [2, 4], [3, 5]]])
-    again = counter_of([[[1, 0], [2, 1], [3, 2]], [[1, 0], [2, 1], [3, 2]]])
-    assert on is not None
-    assert again is not None
-    assert (on.restarts, again.restarts) == (False, True)
-
-
-@pytest.mark.parametrize(
-    ("first", "step", "op", "limit", "when", "rounds"),
-    [
-        (0, 1, ">=", 10, True, 10),
-        (0, 1, ">", 10, True, 11),
-        (0, 3, ">=", 10, True, 4),
-        (10, -1, "<", 1, True, 10),
-        (10, -1, "<=", 1, True, 9),
-        (0, -1, ">=", 10, True, None),
-        (20, 1, ">=", 10, True, 0),
-        (0, 0.1, ">=", 1, True, 10),
-        (0, 3, "==", 10, True, None),
-        (0, 2, "==", 10, True, 5),
-        (0, 1, "==", 10, False, None),
-    ],
-)
-def test_rounds_until_a_limit(
-    first: float, step: float, op: str, limit: float, when: bool, rounds: float | None
-) -> None:
-    assert rounds_until(RoundCounter(first, step, 1), op, limit, when, is_test=True) == rounds
-
-
-@pytest.mark.parametrize(
-    ("first", "step", "period", "remainder"), [(0, 1, 5, 0), (1, 1, 7, 3), (4, 3, 6, 1), (4, 3, 6, 0)]
-)
-def test_times_that_a_period_holds_are_counted(first: int, step: int, period: int, remainder: int) -> None:
-    held = sum((first + step * number) % period == remainder for number in range(1000))
-    assert times_that_hold(RoundCounter(first, step, 1), period, remainder, 1000) == held
-    on_average = times_that_hold(RoundCounter(first, step, 1, restarts=False), period, remainder, 1000)
-    assert on_average == pytest.approx(held, abs=1)
-    assert times_that_hold(RoundCounter(first, step, 1), period, remainder, 10**9) == pytest.approx(
-        held * 10**6, rel=0.01
-    )
-
-
-# --- seconds of a round
-
-
-def test_the_first_round_of_all_is_warm_up() -> None:
-    found = round_seconds([Sample(9.0), Sample(1.0), Sample(1.2)], None)
-    assert found.mean_s == pytest.approx(1.1)
-    assert found.warm_up_s == pytest.approx(7.9)
-    assert found.error_s == pytest.approx(0.1, rel=0.01)
-
-
-def test_a_round_is_taken_at_the_mean_size() -> None:
-    samples = [Sample(5.0 + 50, size=50.0), Sample(1.0 + 10, size=10.0), Sample(1.0 + 2, size=2.0)]
-    found = round_seconds(samples, 6.0)
-    assert found.mean_s == pytest.approx(7.0)
-    assert found.warm_up_s == pytest.approx(4.0)
-
-
-def test_a_line_through_sizes_has_no_negative_parts() -> None:
-    falling = [Sample(1.0, size=9.0), Sample(1.0, size=9.0), Sample(2.0, size=1.0)]
-    assert round_seconds(falling, 5.0).mean_s == pytest.approx(1.5)
-    steep = [Sample(9.0, size=3.0), Sample(9.0, size=3.0), Sample(1.0, size=1.0)]
-    assert 0 < round_seconds(steep, 0.5).mean_s < 1
-
-
-def test_waiting_for_the_first_batch_of_a_pass_is_not_that_of_each_batch() -> None:
-    samples = [Sample(1.0, 7.0, None, True), Sample(1.0, 0.5), Sample(1.0, 7.0, None, True), Sample(1.0, 0.5)]
-    assert round_seconds(samples, None).mean_s == pytest.approx(1.5)
-    assert round_seconds(samples, None, workers=2).mean_s == pytest.approx(1.5)
-
-
-def test_no_sample_takes_no_time() -> None:
-    assert round_seconds([], None).mean_s == 0
-    assert not math.isnan(round_seconds([Sample(0.0)] * 4, None).error_s)
+    assert rounds in (None, len(steps))
 
 
 def test_what_a_loop_does_is_counted_for_the_whole_run() -> None:
@@ -572,3 +497,14 @@ def test_what_a_loop_does_is_counted_for_the_whole_run() -> None:
     assert found.times(4, 1) == 10.0
     assert found.times(5, 1) is None
     assert found.times(9, 1) is None
+
+
+def test_a_loop_of_a_function_is_counted_for_all_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+    def fit(epochs):
+        for epoch in range(epochs):
+            for x in loader(100): work(0.1); step()
+    fit(10)
+    for again in range(1): fit(50)
+    """
+    assert dry(text, monkeypatch).forecast().times(0, 4) == pytest.approx(60)
