@@ -538,13 +538,59 @@ def test_no_tracker_is_told(kernel: RealKernel, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name != ".nbaccel"] == []
 
 
+UNSHIELDED = """
+import os; os.chdir({folder!r})
+from nbaccel.launch.processes.file_shield import FileShield
+_start = FileShield.start
+FileShield.start = classmethod(lambda cls, own, folder: cls(None, folder, {{'why_not': 'it is a test'}}))
+"""
+
+TRAINER = """
+from transformers import Trainer, TrainingArguments
+import os, pickle
+
+class Rows(Dataset):
+    def __len__(self):
+        return 200
+    def __getitem__(self, index):
+        return {"x": X[index], "labels": Y[index]}
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(20, 2)
+    def forward(self, x, labels):
+        return {"loss": F.cross_entropy(self.linear(x), labels)}
+
+options = {"save_strategy": "epoch", "save_total_limit": 1, "report_to": [], "use_cpu": True}
+trainer = Trainer(Classifier(), TrainingArguments("results", num_train_epochs=3, **options), train_dataset=Rows())
+trainer.train()
+trainer.save_model("final")
+with open("large.pkl", "wb") as file:
+    pickle.dump([], file)
+os.makedirs("plots/a", exist_ok=True)
+with open("plots/a/loss.txt", "w") as file:
+    file.write("x")
+"""
+
+
+def test_a_trainer_without_a_shield_leaves_its_folders_as_they_were(kernel: RealKernel, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "large.pkl").write_bytes(b"of the user" * 200_000)
+    kernel.do(UNSHIELDED.format(folder=str(tmp_path)))
+    try:
+        said = report(kernel, TRAINER)
+    finally:
+        kernel.do("FileShield.start = _start")
+    assert "red: " not in said, said
+    assert "changed by this check" not in said
+    assert sorted(path.name for path in tmp_path.rglob("*") if ".nbaccel" not in path.parts) == ["large.pkl", "results"]
+    assert (tmp_path / "large.pkl").read_bytes() == b"of the user" * 200_000
+
+
 def test_where_no_file_can_be_shielded_it_is_said_and_saves_go_elsewhere(kernel: RealKernel, tmp_path: Path) -> None:
-    kernel.do(
-        f"import os; os.chdir({str(tmp_path)!r})\n"
-        "from nbaccel.launch.processes.file_shield import FileShield\n"
-        "_start = FileShield.start\n"
-        "FileShield.start = classmethod(lambda cls, own, folder: cls(None, folder, {'why_not': 'it is a test'}))"
-    )
+    kernel.do(UNSHIELDED.format(folder=str(tmp_path)))
     try:
         cell = kernel.run(
             accelerate(

@@ -139,6 +139,20 @@ def test_what_a_rank_only_reads_is_left_to_other_programs(run: Run, home: Path, 
     assert (home / "added").read_text() == "by an editor"
 
 
+def test_a_file_that_a_rank_has_looked_for_in_vain_is_not_its_own(home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "ranks" / "originals"
+    folder.mkdir(parents=True)
+    kept = kept_originals._Originals(str(folder))
+    kept.look("os.remove", ("by another", -1))
+    kept.look("os.rename", ("by another", "made", -1, -1))
+    kept.look("os.truncate", ("by another", 0))
+    kept.look("open", ("by another", "r+", os.O_RDWR))
+    for name in ("by another", "made"):
+        (home / name).touch()
+    assert undo_changes(folder) == [str(home / "made")]
+    assert (home / "by another").exists()
+
+
 def test_a_file_for_which_there_is_no_room_is_written_all_the_same(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,12 @@ def launcher() -> Any:
     return types.SimpleNamespace(resources=types.SimpleNamespace(guard=lambda line: None))
 
 
-def with_shield(monkeypatch: pytest.MonkeyPatch, **answer: Any) -> None:
-    answer = {"why_not": "", "pid": 1, "namespace": "mnt:[1]", "covered": ["/"], "memory_bytes": 0} | answer
-
+def with_shield(monkeypatch: pytest.MonkeyPatch, open_folders: Sequence[str] = (), why_not: str = "") -> None:
     def start(own: list[Path], folder: Path) -> FileShield:
         (folder / "runs").mkdir()
-        return FileShield(
-            None, folder, answer | {"open": [*answer.get("open", []), str(folder / "runs"), *map(str, own)]}
-        )
+        answer: dict[str, Any] = {"why_not": why_not, "pid": 1, "namespace": "mnt:[1]", "covered": ["/"]}
+        answer["open"] = [*open_folders, str(folder / "runs"), *map(str, own)]
+        return FileShield(None, folder, answer | {"memory_bytes": 0})
 
     monkeypatch.setattr(FileShield, "start", start)
 
@@ -82,7 +81,7 @@ def test_without_a_shield_changes_are_undone_and_others_are_listed(
 def test_a_folder_that_the_shield_leaves_open_is_watched_as_without_one(
     home: Path, launcher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_shield(monkeypatch, open=[str(home)])
+    with_shield(monkeypatch, open_folders=[str(home)])
     said: list[str] = []
     with Throwaway.start(launcher) as place:
         assert not place.is_shielded
@@ -97,7 +96,7 @@ def test_a_folder_that_the_shield_leaves_open_is_watched_as_without_one(
 def test_what_others_write_to_a_file_that_the_shield_covers_is_theirs(
     home: Path, launcher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_shield(monkeypatch, open=["/none"])
+    with_shield(monkeypatch, open_folders=["/none"])
     with Throwaway.start(launcher) as place:
         place.watch_files()
         change(place, home)

@@ -53,7 +53,7 @@ class _Originals:
         """Record an event of Python's; cheap for all but files, and never raises."""
         if event == "open":
             if isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR):
-                self._keep(args[0], follows=True)
+                self._keep(args[0], follows=True, makes=bool(args[2] & os.O_CREAT))
         elif event == "os.mkdir":
             self._note_folder(args[0], args[2])
         elif event == "os.truncate":
@@ -62,15 +62,18 @@ class _Originals:
             self._keep(args[0], args[1])
         elif event == "os.rename":
             self._keep(args[0], args[2])
-            self._keep(args[1], args[3])
+            self._keep(args[1], args[3], makes=True)
 
-    def _keep(self, given: Any, dir_fd: int = -1, follows: bool = False) -> None:
-        """Keep the file at the path `given`, before it is changed.  follows: a link stands for its file."""
+    def _keep(self, given: Any, dir_fd: int = -1, *, follows: bool = False, makes: bool = False) -> None:
+        """Keep the file at the path `given`, before it is changed.
+
+        follows: a link stands for its file.  makes: a file that does not exist is made.
+        """
         if dir_fd != -1 or not isinstance(given, (str, bytes, os.PathLike)):
             return
         with suppress(Exception):  # an error here would appear as one of the program's own call
             path = os.path.abspath(os.fsdecode(given))
-            if path in self._known:
+            if path in self._known or not (makes or os.path.lexists(path)):
                 return
             self._known.add(path)
             parent, name = os.path.split(path)
