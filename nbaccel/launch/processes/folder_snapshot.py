@@ -1,8 +1,8 @@
 """Snapshot of the working folder before a dry run without a file shield: which files have changed. Runs in the kernel.
 
 Other programs may write there during the run: an editor, a training of another notebook. So a file is put back only if
-it is gone, of which the snapshot has a second name, or if a rank has kept the original that it was about to change
-(`worker/integrations/kept_originals.py`); and a new one is removed only if a rank has made it.
+it is gone, and the snapshot has a second name or a copy of it, or if a rank has kept the original that it was about to
+change (`worker/integrations/kept_originals.py`); and a new one is removed only if a rank has made it.
 
 Not listed: files outside of the folder, in hidden folders, and on other file systems that are mounted below it.
 """
@@ -26,6 +26,9 @@ _CACHE_OF_PYTHON = "__pycache__"
 
 _MOST_S = 2.0
 """Seconds of a look at the folder, which may be a drive that is far away."""
+
+_SMALL_BYTES, _MOST_COPIED_BYTES = 1 << 20, 64 << 20
+"""Sizes of a file, and of all files, that are copied where a file can have no second name."""
 
 _State = tuple[int, int, int]
 """Time, size and number of a file."""
@@ -75,9 +78,9 @@ class FolderSnapshot:
         for path, kept in self._kept.items():
             if not os.path.lexists(path):
                 with suppress(OSError):  # it stays among those that have changed
-                    if _state(kept.stat()) == self._files[path]:  # else it was changed before it was removed
+                    if _state(kept.stat())[:2] == self._files[path][:2]:  # else it was changed before it was removed
                         os.makedirs(os.path.dirname(path), exist_ok=True)
-                        os.link(kept, path)
+                        _link_or_copy(str(kept), path)
                         done.append(path)
         return sorted(done)
 
@@ -139,13 +142,32 @@ def _state(known: os.stat_result) -> _State:
 
 
 def _kept_in(keep: Path, files: dict[str, _State]) -> Iterator[tuple[str, Path]]:
-    """Yield the path of each file that can be kept, and its second name."""
-    for number, path in enumerate(files):
+    """Yield the path of each file that can be kept, and its second name, or that of a copy."""
+    left_bytes, ends_at = _MOST_COPIED_BYTES, time.monotonic() + _MOST_S
+    for number, (path, (_, size, _)) in enumerate(files.items()):
         kept = keep / str(number)
-        with suppress(OSError):  # another file system, or one that gives a file no second name
-            if not os.path.islink(path) and os.path.isfile(path):
-                os.link(path, kept)
-                yield path, kept
+        with suppress(OSError):  # it was removed meanwhile
+            if os.path.islink(path) or not os.path.isfile(path):
+                continue
+            is_small = size <= min(_SMALL_BYTES, left_bytes) and time.monotonic() < ends_at
+            left_bytes -= _link_or_copy(path, str(kept), may_copy=is_small)
+            yield path, kept
+
+
+def _link_or_copy(path: str, other: str, may_copy: bool = True) -> int:
+    """Give a file another name, or copy it, if it is on another file system; return the bytes that were copied.
+
+    Raises:
+        OSError: neither could be done.
+    """
+    try:
+        os.link(path, other)
+    except OSError:
+        if not may_copy:
+            raise
+        shutil.copy2(path, other)
+        return os.stat(other).st_size
+    return 0
 
 
 def _files_below(folder: Path, most: int) -> tuple[dict[str, _State], bool]:

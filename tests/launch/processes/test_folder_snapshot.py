@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -89,6 +90,24 @@ def test_a_file_that_was_changed_before_it_was_removed_is_not_put_back(home: Pat
     (home / "old.txt").unlink()
     assert snapshot.put_back() == []
     assert snapshot.changed() == [str(home / "old.txt")]
+
+
+def test_where_a_file_can_have_no_second_name_small_ones_are_copied(
+    home: Path, keep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EXDEV, "another file system")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(folder_snapshot, "_SMALL_BYTES", len("kept\n"))
+    (home / "large.txt").write_text("large\n")
+    before = (home / "old.txt").stat()
+    snapshot = FolderSnapshot.of(home, keep=keep)
+    (home / "old.txt").unlink()
+    (home / "large.txt").unlink()
+    assert snapshot.put_back() == [str(home / "old.txt")]
+    assert (home / "old.txt").read_text() == "old\n"
+    assert (home / "old.txt").stat().st_mtime_ns == before.st_mtime_ns
 
 
 def test_without_a_place_to_keep_files_nothing_is_put_back(home: Path) -> None:
