@@ -87,6 +87,12 @@ def seconds(kernel: RealKernel, samples: int) -> float:
     return float(kernel.value("seconds"))
 
 
+def test_of_a_cell_that_fails_nothing_is_said_to_be_tried(kernel: RealKernel) -> None:
+    cell = kernel.run(accelerate("score = 1 / 0", flags="--speed 20s"))
+    cell.failed("ZeroDivisionError")
+    assert "trying" not in str(cell.displays[-1]["text/plain"])
+
+
 BOTTLENECKS = {
     "a slow loader": (f"{SMALL}loader = DataLoader(Slow(), batch_size=32, shuffle=True)", "num_workers=", 1280),
     "tiny batches": (

@@ -68,6 +68,9 @@ class CellSpeed:
             if self._trials.found.base.speeds:
                 self._show(self._report(("interrupted",)))
             raise interrupted("the trials were", self._trials.changed_files) from None
+        finally:
+            if self._has_shown and not self._trials.found.base.speeds:
+                self._show(SpeedReport(self._trials.found))  # nothing is being tried any more
         if not self._trials.found.base.speeds:
             raise LaunchRefused(
                 f"--speed: the training of {self._source.name} could not be measured "

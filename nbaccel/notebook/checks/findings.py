@@ -180,14 +180,15 @@ class DryRunResult:
     def may_be_of_few_rounds(self) -> bool:
         """Return whether the error may come from loops that ended early: a history is short, and classes are missing.
 
-        An index beyond the end counts only behind such a loop: in the loop itself the whole run would meet it, too.
+        An index beyond the end, or a number that is no key, counts only behind such a loop: in the loop itself the
+        whole run would meet it, too.
         """
         error = self.error
         if error is None:
             return False
         if error.text.startswith("AssertionError"):
             return error.is_users and bool(self.of_kind("loop"))
-        if error.text.startswith("IndexError"):
+        if re.match(r"IndexError|KeyError: \d+$", error.text):
             return error.is_users and self._is_behind_a_cut_loop(error.rank)
         is_of_classes = error.text.startswith("ValueError") and re.search(r"\b(class|label)", error.text) is not None
         return is_of_classes and _METRICS in error.raised_in and bool(self.of_kind("cut", error.rank))

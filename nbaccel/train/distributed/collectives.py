@@ -405,7 +405,9 @@ class Fingerprints:
         return [(row[_DIGEST_BYTES:].decode(errors="replace").rstrip(), row[:_DIGEST_BYTES]) for row in rows]
 
     def _mismatch(self, texts: list[str]) -> str:
-        sides = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+        # A rank in an exchange that is not compared, such as a sum of gradients, has sent numbers instead of a text.
+        said = [text if text.isprintable() else "an exchange of numbers, such as gradients" for text in texts]
+        sides = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(said))
         return (
             f"the ranks met in different collectives (call {self._transport.calls} of this process group); nothing was "
             f"exchanged.\n{sides}\n  Every rank must make the same call with the same shapes. For first dimensions "

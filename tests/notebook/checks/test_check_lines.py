@@ -95,6 +95,8 @@ def test_an_index_beyond_the_end_is_yellow_behind_a_loop_that_ended_early(
     error = FoundError("IndexError: list index out of range", "all 2 ranks", "Cell In[5]", 3, is_users=True)
     assert lines(error, *records)[0].startswith(f"{level}: line 3, all 2 ranks: IndexError: list index out of range")
     assert lines(replace(error, is_users=False), *records)[0].startswith("red: ")
+    assert lines(replace(error, text="KeyError: 49"), *records)[0].startswith(f"{level}: line 3")
+    assert lines(replace(error, text="KeyError: 'loss'"), *records)[0].startswith("red: ")
 
 
 def test_a_score_of_few_batches_may_lack_a_class() -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from nbaccel import Accelerator, CollectiveMismatch, PartialState
 from nbaccel.events import CollectiveEntered, Event, Waiting, outlet
 from nbaccel.testing import run_ranks
-from nbaccel.train.distributed.collectives import CHECKED_CALLS
+from nbaccel.train.distributed.collectives import CHECKED_CALLS, Fingerprints
 from nbaccel.utils import broadcast, broadcast_object_list, gather_object, pad_across_processes, reduce
 
 Pair = namedtuple("Pair", "left right")
@@ -302,6 +303,13 @@ def _metrics(use_gather_object: bool) -> list[Any]:
 @pytest.mark.parametrize("use_gather_object", [False, True])
 def test_metrics_see_each_sample_once(use_gather_object: bool) -> None:
     assert run_ranks(2, _metrics, use_gather_object) == [[0, 1, 2, 3, 4]] * 2
+
+
+def test_numbers_of_a_rank_in_another_exchange_are_not_shown_as_text() -> None:
+    transport: Any = SimpleNamespace(calls=13)
+    numbers = torch.linspace(0, 1, 40).numpy().tobytes().decode(errors="replace")
+    message = Fingerprints(transport, False, ())._mismatch(["wait_for_everyone", numbers])
+    assert "  rank 0: wait_for_everyone\n  rank 1: an exchange of numbers, such as gradients\n" in message
 
 
 def _mismatch(kind: str) -> str:
