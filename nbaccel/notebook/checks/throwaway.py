@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +24,13 @@ from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.tasks.cell_task import CellTask
 from nbaccel.output.screens import SilentScreen
 
-__all__ = ["PUT_BACK", "Throwaway", "unseen"]
+__all__ = ["PREFIX", "PUT_BACK", "Throwaway", "unseen"]
 
 PUT_BACK = ", and put back"
 """The words behind a file that a run has changed, where it is as before again."""
 
-_PREFIX = "nbaccel-check-"
+PREFIX = "nbaccel-check-"
+"""Beginning of the names of folders for temporary files."""
 
 
 class Throwaway:
@@ -39,24 +40,28 @@ class Throwaway:
     shield: what they write elsewhere is thrown away by it, if there is one.
     """
 
-    def __init__(self, folder: Path, shield: FileShield) -> None:
+    def __init__(self, folder: Path, shield: FileShield, shared: Sequence[Path] = ()) -> None:
         self.records = folder / "records"
         self.shield = shield
         self._kept = folder / "kept"
+        self._shared = [path.resolve() for path in shared]
         self._snapshot: FolderSnapshot | None = None
 
     @classmethod
     @contextmanager
-    def start(cls, launcher: Launcher) -> Iterator[Throwaway]:
-        """Yield a new one; it is removed afterwards, also if this process is killed."""
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # mode 0700
+    def start(cls, launcher: Launcher, kept: Sequence[Path] = ()) -> Iterator[Throwaway]:
+        """Yield a new one; it is removed afterwards, also if this process is killed.
+
+        kept: folders in which what ranks write stays.
+        """
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # mode 0700
         launcher.resources.guard(str(folder))
         try:
             for name in ("records", "shield"):
                 (folder / name).mkdir()
-            shield = FileShield.start([folder / "records"], folder / "shield")
+            shield = FileShield.start([folder / "records", *kept], folder / "shield")
             try:
-                yield cls(folder, shield)
+                yield cls(folder, shield, kept)
             finally:
                 shield.close()
         finally:
@@ -74,7 +79,7 @@ class Throwaway:
             self.records.with_name(SAVES).mkdir()
             self._kept.mkdir()
             self._snapshot = FolderSnapshot.of(Path.cwd(), keep=self._kept)
-        elif open_folders := [path for path in shield.not_covered if path != self.records]:
+        elif open_folders := [path for path in shield.not_covered if path not in (self.records, *self._shared)]:
             say(f"files are not shielded here: {', '.join(map(str, open_folders))}")
 
     def changed_files(self) -> list[str]:

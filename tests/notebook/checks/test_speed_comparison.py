@@ -163,3 +163,10 @@ def test_html_has_the_same_words_and_the_advised_row_is_bold() -> None:
     assert "x = &#x27;&lt;b&gt;&#x27;" in page
     assert page.count('<tr style="font-weight:600">') == 1
     assert "2.00 x as fast" in page
+
+
+def test_a_trial_in_which_torch_compiled_nothing_has_no_speed() -> None:
+    record = {"steps": 30, "seconds": 1.0, "samples_per_step": 8.0, "losses": [1.0], "compiles_nothing": True}
+    trial = SpeedTrial.of([record], 5.0)
+    assert (trial.steps_per_s, trial.why_not) == (0.0, "torch compiles nothing of it")
+    assert SpeedTrial.of([{**record, "compiles_nothing": False}], 5.0).steps_per_s == 30.0
