@@ -152,9 +152,9 @@ class ItemLengths:
         lengths = self._lengths_of(dataset)
         sizes: dict[int, float] = {}
         with own_randomness(), suppress(Exception):  # of the program's own data set, see above
-            if self._are_alike(dataset, rounds, lengths):
-                return {}
             until, most = self._clock() + _MOST_SECONDS, len(lengths) + _MOST_ITEMS
+            if self._are_alike(dataset, rounds, lengths, until):
+                return {}
             for position in _spread(len(rounds)):
                 if self._clock() > until or len(lengths) >= most:
                     break
@@ -170,10 +170,12 @@ class ItemLengths:
             self._known[id(dataset)] = weakref.ref(dataset), lengths
         return lengths
 
-    def _are_alike(self, dataset: Any, rounds: Sequence[Sequence[Any]], lengths: dict[Any, int]) -> bool:
-        """Return whether a few items, spread over the pass, have one length."""
+    def _are_alike(self, dataset: Any, rounds: Sequence[Sequence[Any]], lengths: dict[Any, int], until: float) -> bool:
+        """Return whether a few items, spread over the pass, have one length, as far as they were read in time."""
         looks = set()
         for position, _ in zip(_spread(len(rounds)), range(_LOOKS), strict=False):
+            if self._clock() > until:
+                break
             index = _indices(rounds[position][0])
             looks.add(self._length(dataset, index[0], lengths) if index else 0)
             looks.add(self._length(dataset, index[-1], lengths) if index else 0)

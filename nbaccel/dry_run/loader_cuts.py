@@ -168,7 +168,7 @@ class LoaderCuts:
 
         batches: of this rank's loop, or of the loader if `stride` is None: then no loader announces the pass.
         Raises:
-            DryRunEnded: a loop that is not the program's has begun this loader at this place twice already.
+            DryRunEnded: a loop that is not rewritten has begun this loader at this place as often as it may.
         """
         is_alike = stride is None and not _shares_out(loader)
         if stride is None:
@@ -200,7 +200,7 @@ class LoaderCuts:
         looks = self._looks[begun]
         if self._begins[begun] - looks >= most - 1 or looks >= _MOST_LOOKS:
             raise DryRunEnded(
-                f"a loop that is not the program's has begun the same loader {self._begins[begun]} times at "
+                f"a loop of a library, or a comprehension, has begun the same loader {self._begins[begun]} times at "
                 f"{begun[1]}: the dry run leaves it there, and does not check the lines that follow"
             )
         self._begins[begun] += 1

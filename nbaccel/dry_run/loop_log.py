@@ -3,7 +3,7 @@
 Rewritten code (see `nbaccel.dry_run.rewriting`) asks the log before each round; cut loaders and optimizers tell it what
 happens. A loop ends before its next round when
 
-- 2 of its rounds have begun a pass over a loader, as epochs do,
+- 2 of its rounds have begun a pass over a loader, as epochs do, unless they step an optimizer themselves,
 - 6 of its rounds have drawn batches from a pass that began outside of the round,
 - 6 of its rounds have stepped an optimizer; 2 if an inner loop stepped in them, or was ended.
 
@@ -84,6 +84,11 @@ class LoopLog:
             else:
                 loop.end = "exhausted"
         return is_true
+
+    def has_ended(self, number: int) -> bool:
+        """Return whether the innermost loop, which is in its `else`, has ended by itself: it was not cut."""
+        loop = self._own(number)
+        return loop is None or loop.end != "cut"
 
     def every(self, number: int, value: Any, period: Any, remainder: Any) -> Any:
         """Return ``value % period == remainder``; in the last round that a loop gets it is true if it never was."""
@@ -209,6 +214,7 @@ class MeasuredPass:
     began_in: the round of each loop that was open when it began.
     last_drawn_in: the id of the loop that drew last, and its round.
     is_over: it ended.  is_cut: it ended, and the loader has more batches.
+    is_of_one_item: it began and ended while a loop waited for one item, as in ``for loss in epochs_of(training)``.
     """
 
     def __init__(
@@ -220,9 +226,10 @@ class MeasuredPass:
         self._place, self._name = place, name
         self.began_in: dict[int, int] = {}
         self.last_drawn_in = (0, -1)
-        self.is_cut = self.is_over = False
+        self.is_cut = self.is_over = self.is_of_one_item = False
         self._span, self._round = spans.top, spans.top.rounds
-        self._is_of_round = not (isinstance(spans.top, Loop) and not spans.top.is_in_round)
+        self._is_waited_for = isinstance(spans.top, Loop) and not spans.top.is_in_round
+        self._is_of_round = not self._is_waited_for
         self._id = spans.new_id()
         self._handed: list[list[Any]] = []  # [own seconds, seconds of waiting, of a worker, size, kind]
         self._count = 0
@@ -261,7 +268,9 @@ class MeasuredPass:
         self.is_over = True
         self.is_cut = not is_whole and self._has_had_last
         self._take_time(0.0)
-        if self._is_of_round and self._open.top is self._span and self._span.rounds == self._round:
+        is_same_round = self._open.top is self._span and self._span.rounds == self._round
+        self.is_of_one_item = is_same_round and self._is_waited_for and self._count > 0
+        if (self._is_of_round or self.is_of_one_item) and is_same_round:
             seconds = self._open.now() - self._began_s - (self._span.inner_s - self._began_inner_s)
             self._span.inner_s += seconds
             self._span.keep({"kind": "pass", **self._own_place(), **self.in_short(), "seconds": seconds})
@@ -285,7 +294,7 @@ class MeasuredPass:
         self._open.write({"kind": "pass_began", **self._own_place(), "place": self._place, "name": self._name})
 
     def _own_place(self) -> dict[str, Any]:
-        return {"id": self._id, "outer": self._span.id, "outer_round": self._round}
+        return {"id": self._id, "outer": self._span.id, "outer_round": self._round + self.is_of_one_item}
 
     def _take_time(self, waited_s: float) -> None:
         """Give the time since the last batch to it, or to the start of the pass."""

@@ -54,6 +54,7 @@ class Drawn(Protocol):
     last_drawn_in: tuple[int, int]
     is_over: bool
     is_cut: bool
+    is_of_one_item: bool
 
     def in_short(self) -> dict[str, Any]: ...
 
@@ -346,12 +347,6 @@ class Loop(Span):
         """Return whether the loop has had many rounds, none of which mattered: then nothing of it is kept."""
         return self.rounds >= KEPT and not self.matters
 
-    def goes_on(self) -> bool:
-        """Begin the next round of a `while True`, and return whether there is one."""
-        if self.may_go_on():
-            self.begin_round()
-        return self.end != "cut"
-
     def may_go_on(self) -> bool:
         """End the round, and return whether the dry run allows another one."""
         if self.is_in_round:
@@ -427,11 +422,18 @@ class Loop(Span):
             if self._is_in_branch():  # an evaluation now and then: the loop's own rounds say when it ends
                 self.must_end |= self._has_had("drew", MOST_DRAWS)
             else:
-                self.must_end |= self._count("began") >= MOST_PASSES
+                self.must_end |= self._count("began") >= MOST_PASSES and not self._steps_itself()
         elif self.spans.top is self:
             self._is_first_of_pass = True
             if not self.rounds:
                 self._iterated = begun
+
+    def _steps_itself(self) -> bool:
+        """Return whether the body steps without an inner loop: then steps end it, which all ranks take.
+
+        A pass in it may be one of the main process alone, such as an evaluation.
+        """
+        return bool(self._rounds["stepped"]) and not self._has_inner
 
     def _is_in_branch(self) -> bool:
         """Return whether a periodic `if` of this loop is open."""
@@ -460,7 +462,8 @@ class Loop(Span):
 
     def _limiting(self) -> list[Drawn]:
         """Return the passes that, being cut, have ended this loop; those that go on beside them, as in `zip`, too."""
-        last = [each for each in self._passes if each.last_drawn_in[1] >= self.rounds - 1]
+        passes = (each for each in self._passes if not each.is_of_one_item)
+        last = [each for each in passes if each.last_drawn_in[1] >= self.rounds - 1]
         return last if any(each.is_cut for each in last) else []
 
     def every(self, number: int, value: int, period: int, remainder: int, is_true: bool, has_moved: bool) -> bool:
@@ -492,7 +495,7 @@ class Loop(Span):
         return (
             self.must_end
             or self._is_last_batch
-            or before["began"] >= MOST_PASSES - 1
+            or (before["began"] >= MOST_PASSES - 1 and not self._steps_itself())
             or before["drew"] >= MOST_DRAWS - 1
             or before["stepped"] >= most_steps - 1
         )

@@ -34,7 +34,7 @@ def total_of(iterable: Any, depth: int = 0) -> int | None:
     if depth > _DEEPEST:
         return None
     with suppress(Exception):  # the user's `__len__` may raise anything
-        return len(iterable)
+        return len(iterable.columns if type(iterable).__name__ == "DataFrame" else iterable)
     if isinstance(iterable, types.GeneratorType):
         return _total_of_generator(iterable, depth)
     with suppress(Exception):

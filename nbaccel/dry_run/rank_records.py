@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SAVES", "RankRecords", "read_records"]
+__all__ = ["NEW_FOLDERS", "ORIGINALS", "SAVES", "RankRecords", "read_records"]
 
-SAVES = "saves"
-"""Name of the folder, beside that of the records, which gets what is saved where files are not shielded."""
+SAVES, ORIGINALS = "saves", "originals"
+"""Names of folders beside that of the records, where files are not shielded: for what is saved, and what is changed."""
+
+NEW_FOLDERS = "new-folders"
+"""Name of a file beside them: paths of folders that ranks have made, a line each."""
 
 
 class RankRecords:

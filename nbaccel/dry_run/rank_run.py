@@ -6,6 +6,7 @@ It owns the log of loops, and the parts that cut loaders and measure, from the f
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import sys
 import types
@@ -85,18 +86,22 @@ class RankDryRun:
     ) -> bool:
         """Remove what was installed, and write the last records. A loop that could be ended only so is no error."""
         is_cut = isinstance(error, DryRunEnded)
-        with suppress(OSError):  # the disk of the records is full: the error of the cell says more
-            self._trainings.end()
-            self._parts.end()
-            self._log.close(ended_well=error is None)
-            self._records.write(
-                {
-                    "kind": "end",
-                    "reached": sorted(self.reached),
-                    "ended_well": error is None,
-                    "left": str(error) if is_cut else "",
-                    "error": None if kind is None or is_cut else kind.__name__,
-                }
-            )
+        record = {
+            "kind": "end",
+            "reached": sorted(self.reached),
+            "ended_well": error is None,
+            "left": str(error) if is_cut else "",
+            "error": None if kind is None or is_cut else kind.__name__,
+        }
+        ends = (
+            self._trainings.end,
+            self._parts.end,
+            functools.partial(self._log.close, ended_well=error is None),
+            functools.partial(self._records.write, record),
+        )
+        for end in ends:
+            # The error of the cell says more: a full disk, or a device that refuses everything after a failed assert.
+            with suppress(OSError if error is None else Exception):
+                end()
         self._log.leave()
         return is_cut

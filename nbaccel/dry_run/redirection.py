@@ -24,6 +24,10 @@ class Redirection:
         is_place = path == self._folder or path.startswith(self._folder + os.sep)
         return path if is_place else self._folder + path
 
+    def original(self, place: str) -> str:
+        """Return the path whose place is `place`."""
+        return place.removeprefix(self._folder)
+
     def to_read(self, path: str) -> str:
         """Return where to read `path`: its place, if something was written there."""
         place = self.place(path)

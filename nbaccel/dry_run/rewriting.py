@@ -28,7 +28,6 @@ import ast
 import builtins
 import copy
 import gc
-import itertools
 import linecache
 import os
 import types
@@ -70,6 +69,9 @@ _MOST_FILES = 200
 
 _MOST_LINES = 20_000
 """Lines of these files, of which some thousands are rewritten in a second; a count is the same in all ranks."""
+
+_MOST_NESTED = 7
+"""Loops inside of each other that are rewritten: Python compiles 20 nested blocks, and a rewritten loop is two."""
 
 _FUTURE = 0x1FE0000
 """The bits of `co_flags` for `from __future__` imports."""
@@ -156,7 +158,7 @@ class _Rewriter:
     def _statement(self, node: ast.stmt) -> ast.stmt:
         if isinstance(node, _Functions | ast.ClassDef):
             self._inner_scope(node)
-        elif self._is_on and isinstance(node, ast.For | ast.While):
+        elif self._is_on and isinstance(node, ast.For | ast.While) and len(self._loops) < _MOST_NESTED:
             return self._loop(node)
         elif self._is_on and isinstance(node, ast.If):
             return self._if(node)
@@ -198,7 +200,7 @@ class _Rewriter:
         if isinstance(node, ast.For):
             node.iter = _at(_call("over", ast.Constant(number), node.iter), node.iter)
         else:
-            test, _ = self._test(node.test, ([number], False), of_while=True)
+            test, _ = self._test(node.test, ([number], False), of_while=True, has_periods=False)
             asked = _at(_call("goes_on", ast.Constant(number)), node.test)
             held = _at(_call("holds", ast.Constant(number), test), node.test)
             node.test = _at(ast.BoolOp(ast.And(), [asked, held]), node.test)
@@ -206,7 +208,11 @@ class _Rewriter:
         node.body = self.block(node.body)
         self._loops.pop()
         self._flags = flags
+        refuses = _raises(node.orelse)
         node.orelse = self.block(node.orelse)
+        if refuses:  # `else: raise` of a search that the whole run may end by `break`
+            first = node.orelse[0]
+            node.orelse = [_at(ast.If(_at(_call("has_ended", ast.Constant(number)), first), node.orelse, []), first)]
         return _with("loop", number, [node], node)
 
     def _if(self, node: ast.If) -> ast.If:
@@ -214,8 +220,8 @@ class _Rewriter:
         leaving, outcome = (self._left_by(node.body), True) if node.body else ([], True)
         if not leaving and (leaving := self._left_by(node.orelse)):
             outcome = False
-        first = node.body[0]
-        node.test, numbers = self._test(node.test, (leaving, outcome) if leaving else None)
+        first, refuses = node.body[0], _raises(node.body)
+        node.test, numbers = self._test(node.test, (leaving, outcome) if leaving else None, has_periods=not refuses)
         node.body = [self._branch(node.body, numbers, head, first)] if numbers else self.block(node.body)
         node.orelse = self.block(node.orelse)
         return node
@@ -238,8 +244,12 @@ class _Rewriter:
                 ]
         return left
 
-    def _test(self, node: ast.expr, ends: _Ends, of_while: bool = False) -> tuple[ast.expr, list[int]]:
+    def _test(
+        self, node: ast.expr, ends: _Ends, of_while: bool = False, has_periods: bool = True
+    ) -> tuple[ast.expr, list[int]]:
         """Return a test that is logged, and the numbers of the periods in it.
+
+        has_periods: the body may run although its period has not come: it does not refuse a value.
 
         Parts of a test are comparisons that end a loop if one of them alone decides: those of `and` in a `while`, and
         those of `or` in an `if`. So does the second part of `if limit is not None and step >= limit`.
@@ -248,18 +258,19 @@ class _Rewriter:
             one_decides = ends is not None and ends[1] is isinstance(node.op, ast.Or)
             decide = [one_decides or _rest_is_about(node.values, value) for value in node.values]
             parts = [
-                self._test(value, ends if is_one else None, of_while)
+                self._test(value, ends if is_one else None, of_while, has_periods)
                 for value, is_one in zip(node.values, decide, strict=True)
             ]
             node.values = [part for part, _ in parts]
             return node, [number for _, numbers in parts for number in numbers]
-        if not of_while and (period := _period(node)) is not None:
+        if has_periods and (period := _period(node)) is not None:
             value, every, remainder, is_negated = period
             number = self._enter("every", node, ast.unparse(node))
             asked: ast.expr = _at(_call("every", ast.Constant(number), value, every, remainder), node)
             return (_at(ast.UnaryOp(ast.Not(), asked), node) if is_negated else asked), [number]
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            node.operand, numbers = self._test(node.operand, ends and (ends[0], not ends[1]), of_while)
+            ends = ends and (ends[0], not ends[1])
+            node.operand, numbers = self._test(node.operand, ends, of_while, has_periods)
             return node, numbers
         if ends is not None and isinstance(node, ast.Compare) and _is_limit(node):
             number = self._enter("compare", node, ast.unparse(node), ends=ends[0], when=ends[1], is_test=of_while)
@@ -283,6 +294,11 @@ def _flag_of(node: ast.For | ast.While, number: int) -> dict[tuple[str, Any], in
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, value = test.operand, True
     return {(test.id, value): number} if isinstance(test, ast.Name) else {}
+
+
+def _raises(block: list[ast.stmt]) -> bool:
+    """Return whether a block raises whenever it is run."""
+    return any(isinstance(each, ast.Raise) for each in block)
 
 
 def _must_stay_first(statement: ast.stmt, at: int) -> bool:
@@ -331,11 +347,23 @@ def _is_limit(node: ast.Compare) -> bool:
 def _copied(statements: list[ast.stmt]) -> list[ast.stmt]:
     """Return a copy. Nodes without a place, as of contexts and operators, are one object for all trees, and stay it.
 
-    IPython's tracebacks give them an attribute `parent`, and by it a whole file would be copied with each function.
+    Not `deepcopy`: it fails at a sum of hundreds of terms, and follows the attribute `parent` that IPython's tracebacks
+    give to nodes, by which a whole file would be copied with each function.
     """
-    nodes = itertools.chain.from_iterable(map(ast.walk, statements))
-    shared = {id(each): each for each in nodes if isinstance(each, _PLACELESS)}
-    return copy.deepcopy(statements, shared)
+    copies = [copy.copy(each) for each in statements]
+    pending: list[ast.AST] = [*copies]
+    while pending:
+        node = pending.pop()
+        for name, value in ast.iter_fields(node):
+            parts = value if isinstance(value, list) else [value]
+            own = [copy.copy(each) if _is_of_one_tree(each) else each for each in parts]
+            pending += filter(_is_of_one_tree, own)
+            setattr(node, name, own if isinstance(value, list) else own[0])
+    return copies
+
+
+def _is_of_one_tree(part: Any) -> bool:
+    return isinstance(part, ast.AST) and not isinstance(part, _PLACELESS)
 
 
 def _keep_for_compilers(node: ast.stmt, plain: list[ast.stmt]) -> None:

@@ -33,7 +33,7 @@ _KEYWORDS = ("f", "filename", "file")
 
 
 class SavedFiles:
-    """Saves of this process, each a record of the kind "save".
+    """Saves of this process, each a record of the kind "save", and at the end one of the files that are still there.
 
     write: appends a record.  open_loops: returns the numbers of the loops that the program is in.
     part: returns what measures the time of a part of a step while entered.
@@ -50,6 +50,7 @@ class SavedFiles:
         self._part = part
         self._inside = threading.local()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._paths: dict[str, None] = {}
         self._pid = self._thread = 0
 
     def begin(self) -> None:
@@ -71,11 +72,13 @@ class SavedFiles:
                     setattr(holder, name, recorded)
 
     def end(self) -> None:
-        """Put the functions back, unless they were wrapped meanwhile."""
+        """Put the functions back, unless they were wrapped meanwhile, and record which files are still there."""
         while self._replaced:
             owner, name, real, ours = self._replaced.pop()
             if vars(owner).get(name) is ours:
                 setattr(owner, name, real)
+        if self._paths:
+            self._write({"kind": "saves_left", "paths": [path for path in self._paths if os.path.exists(path)]})
 
     def loops(self) -> list[int]:
         """Return the loops that the program is in; none outside of its thread."""
@@ -92,11 +95,17 @@ class SavedFiles:
 
     @contextmanager
     def saving(
-        self, function: str, path: str, nbytes: Callable[[], int], loops: Sequence[int] | None = None
+        self,
+        function: str,
+        path: str,
+        nbytes: Callable[[], int],
+        loops: Sequence[int] | None = None,
+        keeps: int | None = None,
     ) -> Iterator[None]:
         """Record what happens within as one save, unless it is within another one.
 
         nbytes: returns what it took on the disk, afterwards.  loops: that the program was in; None: the present ones.
+        keeps: how many of such saves stay; None: all of them, as far as is known.
         """
         if getattr(self._inside, "is_saving", False) or os.getpid() != self._pid:
             yield
@@ -110,6 +119,7 @@ class SavedFiles:
                 yield
         finally:
             self._inside.is_saving = False
+        self._paths |= {path: None} if path else {}
         self._write(
             {
                 "kind": "save",
@@ -119,6 +129,7 @@ class SavedFiles:
                 "seconds": time.perf_counter() - began,
                 "is_in_background": not is_here,
                 "loops": list(loops),
+                "keeps": keeps,
             }
         )
 

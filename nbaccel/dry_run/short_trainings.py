@@ -175,6 +175,7 @@ class ShortTransformers:
                 "batches_per_step": window,
                 "evaluates": [_name(args.eval_strategy), state.eval_steps],
                 "saves": [_name(args.save_strategy), state.save_steps],
+                "keeps": args.save_total_limit,
             }
         )
         self._write({"kind": "trainer", **self.facts})

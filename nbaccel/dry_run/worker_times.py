@@ -27,7 +27,12 @@ class BatchesMade:
         self._memory = mmap.mmap(-1, _ROW.size * workers)
 
     def note(self, worker: int, seconds: float) -> None:
-        """Add a batch. Runs in a worker, which alone writes its row."""
+        """Add a batch. Runs in a worker, which alone writes its row.
+
+        A worker of a loader that is not cut, such as one of another thread, has inherited the times of another loader.
+        """
+        if worker >= self._workers:
+            return
         total_s, count = self._row(worker)
         _ROW.pack_into(self._memory, worker * _ROW.size, total_s + seconds, count + 1)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,7 +75,6 @@ class SweepWork(Protocol):
         """Return the error of a run, and its end in one word."""
 
 
-@dataclass(slots=True)
 class _Ticking(Pollable):
     """Lets the view of a sweep show what is due, and says which files its runs write side by side.
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nbaccel.dry_run.decisions import SharedDecisions
+from nbaccel.dry_run.function_hooks import FunctionHooks
 from nbaccel.dry_run.loader_cuts import LoaderCuts
 from nbaccel.dry_run.loop_log import LoopLog
 from nbaccel.dry_run.memory_peaks import MemoryPeaks
@@ -23,6 +24,7 @@ from nbaccel.dry_run.saved_files import SavedFiles
 from nbaccel.dry_run.step_times import StepTimes
 from nbaccel.settings import EACH, RunSettings
 from nbaccel.train.checkpoint import manager, writer
+from nbaccel.train.checkpoint.directory import CheckpointDirectory
 from nbaccel.train.data import loader as prepared_loader
 from nbaccel.train.data.dispatch import DispatchSource
 from nbaccel.train.data.loader import PreparedLoader
@@ -86,33 +88,23 @@ class DryRunHooks:
         self._times = times
         self._saves = saves
         self._write_record = write
-        self._undo: list[Callable[[], None]] = []
+        self._loops: list[int] = []  # of the last checkpoint
+        self._keeps: int | None = None
+        self._replaced = FunctionHooks()
 
     def begin(self) -> None:
         """Install the hooks. `times` has begun: it takes those on collectives away when it ends."""
-        self._replace(PreparedLoader, "_iterate", self._iterate)
-        self._replace(prepared_loader, "place", self._place)
-        self._replace(ProcessControl, "gather", self._gather)
-        self._replace(manager.Checkpoints, "save", self._save)
-        self._replace(writer.Save, "write", self._write)
+        self._replaced.wrap(PreparedLoader, "_iterate", self._iterate)
+        self._replaced.wrap(prepared_loader, "place", self._place)
+        self._replaced.wrap(ProcessControl, "gather", self._gather)
+        self._replaced.wrap(manager.Checkpoints, "save", self._save)
+        self._replaced.wrap(writer.Save, "write", self._write)
         for name in _COLLECTIVES:
             self._times.measure(Transport, name, "communication")
 
     def end(self) -> None:
         """Take the hooks away."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
-        """Call `ours` instead of a function, with that function before its arguments."""
-        real = getattr(owner, name)
-
-        @functools.wraps(real)
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            return ours(real, *args, **kwargs)
-
-        setattr(owner, name, hooked)
-        self._undo.append(lambda: setattr(owner, name, real))
+        self._replaced.undo()
 
     # -- loaders
 
@@ -168,13 +160,23 @@ class DryRunHooks:
 
     # -- checkpoints
 
-    def _save(self, real: Callable[..., Path], *args: Any, **kwargs: Any) -> Path:
+    def _save(
+        self,
+        real: Callable[..., Path],
+        checkpoints: manager.Checkpoints,
+        target: Path,
+        moment: Any,
+        blocking: bool,
+        directory: CheckpointDirectory | None,
+    ) -> Path:
         self._loops = self._saves.loops()
+        self._keeps = None if directory is None else directory.project.total_limit
         with self._saves.waiting("checkpoint"):
-            return real(*args, **kwargs)
+            return real(checkpoints, target, moment, blocking, directory)
 
     def _write(self, real: Callable[..., list[str]], save: writer.Save, *args: Any, **kwargs: Any) -> list[str]:
-        with self._saves.saving("checkpoint", str(save.target), lambda: _folder_bytes(save.target), self._loops):
+        size = functools.partial(_folder_bytes, save.target)
+        with self._saves.saving("checkpoint", str(save.target), size, self._loops, self._keeps):
             return real(save, *args, **kwargs)
 
 

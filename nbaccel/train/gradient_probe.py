@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from nbaccel.answers.fingerprint import checksum_of
+from nbaccel.dry_run.function_hooks import FunctionHooks
 from nbaccel.dry_run.loop_log import DryRunEnded
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.prepare_loader import LoaderChoice
@@ -83,11 +84,13 @@ class GradientProbe:
             register_module_forward_pre_hook(self._before_forward),
         ):
             self._undo.callback(handle.remove)
+        replaced = FunctionHooks()
+        self._undo.callback(replaced.undo)
         for kind in (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter):
-            self._replace(kind, "_next_data", self._next_data)
-        self._replace(PreparedLoader, "_iterate", self._iterate)
-        self._replace(LoaderChoice, "source", _as_of_ranks)
-        self._replace(torch, "compile", _uncompiled)  # compilers fail at the hook on every forward
+            replaced.wrap(kind, "_next_data", self._next_data)
+        replaced.wrap(PreparedLoader, "_iterate", self._iterate)
+        replaced.wrap(LoaderChoice, "source", _as_of_ranks)
+        replaced.wrap(torch, "compile", _uncompiled)  # compilers fail at the hook on every forward
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
             self._undo.enter_context(torch.compiler.set_stance("force_eager"))
         if self._turns > 1 and distributed.is_available() and not distributed.is_initialized():
@@ -101,16 +104,6 @@ class GradientProbe:
     ) -> bool:
         self._undo.close()
         return isinstance(error, DryRunEnded)
-
-    def _replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
-        real = getattr(owner, name)
-
-        @functools.wraps(real)
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            return ours(real, *args, **kwargs)
-
-        setattr(owner, name, hooked)
-        self._undo.callback(setattr, owner, name, real)
 
     # --- what the program does ----------------------------------------------------------------------------------
 
@@ -262,13 +255,21 @@ def plain_arithmetic() -> Iterator[None]:
         torch.autocast.__init__ = _disabled(torch.autocast.__init__)  # type: ignore[method-assign]
         with suppress(RuntimeError):  # the program has chosen by torch's newer interface: the older cannot be read
             undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        with suppress(RuntimeError):
-            undo.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
+            undo.callback(setattr, backend, *_tf32_of(backend))
         for name, value in (("deterministic", True), ("benchmark", False)):
             undo.callback(setattr, torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
             setattr(torch.backends.cudnn, name, value)
         _forbid_tf32()
         yield
+
+
+def _tf32_of(backend: Any) -> tuple[str, Any]:
+    """Return the attribute that allows TF32 in a part of torch, and its value."""
+    try:
+        return "allow_tf32", backend.allow_tf32
+    except RuntimeError:  # the program has used the newer one, and torch 2.9 refuses to read the other
+        return "fp32_precision", backend.fp32_precision
 
 
 def _forbid_tf32() -> None:

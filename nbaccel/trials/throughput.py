@@ -10,7 +10,6 @@ make calls of modules slower.
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 
 from nbaccel.dry_run.decisions import SharedDecisions
 from nbaccel.dry_run.device_clock import device_seconds
+from nbaccel.dry_run.function_hooks import FunctionHooks
 from nbaccel.dry_run.one_pass import rows_of
 
 __all__ = ["Throughput", "TrialEnded"]
@@ -37,7 +37,10 @@ _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "nbaccel.", "accelerate."
 
 
 class TrialEnded(BaseException):
-    """Ends a trial that has measured enough. No `except Exception` of the program stops it."""
+    """Ends a trial that has measured enough. No `except Exception` of the program stops it.
+
+    Where an `except:` does, it is raised again at each further backward and step, so that the rest takes little time.
+    """
 
 
 class Throughput:
@@ -62,6 +65,7 @@ class Throughput:
         self._on_model = on_model
         self._on_step = on_step
         self._undo: list[Callable[[], None]] = []
+        self._replaced = FunctionHooks()
         self._optimizer: Any = None
         self._rows: list[int] = []
         self._rows_now = 0
@@ -71,6 +75,7 @@ class Throughput:
         self._next_question = WARM_UP + 1
         self._since = 0.0
         self._evaluated = False
+        self._has_ended = False
         self.seconds = 0.0
         self.steps = 0
         self.first_step_s = 0.0
@@ -85,12 +90,13 @@ class Throughput:
         self._undo = [register_optimizer_step_post_hook(self._after_step).remove]
         self._hook = register_module_forward_pre_hook(self._before_forward)
         self._undo.append(self._hook.remove)
-        self._replace(torch.nn.Module, "eval", self._evaluating)
-        self._replace(torch.autograd, "backward", self._backward)
-        self._replace(torch.amp.GradScaler, "scale", self._scale)
+        self._replaced.wrap(torch.nn.Module, "eval", self._evaluating)
+        self._replaced.wrap(torch.autograd, "backward", self._backward)
+        self._replaced.wrap(torch.amp.GradScaler, "scale", self._scale)
 
     def end(self) -> None:
         """Take the hooks away."""
+        self._replaced.undo()
         while self._undo:
             self._undo.pop()()
 
@@ -107,16 +113,6 @@ class Throughput:
     @property
     def losses(self) -> list[float]:
         return [float(each) for each in self._losses]
-
-    def _replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
-        real = getattr(owner, name)
-
-        @functools.wraps(real)
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            return ours(real, *args, **kwargs)
-
-        setattr(owner, name, hooked)
-        self._undo.append(lambda: setattr(owner, name, real))
 
     # --- what the program does
 
@@ -138,6 +134,7 @@ class Throughput:
     def _backward(self, real: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
 
+        self._end_again()
         loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         if loss is self._scaled[0]:
             loss = self._scaled[1]
@@ -158,7 +155,12 @@ class Throughput:
         self._evaluated = True
         return real(*args)
 
+    def _end_again(self) -> None:
+        if self._has_ended:
+            raise TrialEnded
+
     def _after_step(self, optimizer: Any, *_: Any) -> None:
+        self._end_again()
         self._on_step(optimizer)
         if self._optimizer is None:
             self._optimizer = optimizer
@@ -191,6 +193,7 @@ class Throughput:
         self._next_question = self._done + 1 + self._done // 10
         if self._decisions.take(f"end-{self._done}", self._has_enough, False):
             self.seconds += device_seconds() - self._since
+            self._has_ended = True
             raise TrialEnded
 
     def _has_enough(self) -> bool:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from nbaccel.dry_run.function_hooks import FunctionHooks
 from nbaccel.notices import PACKAGE_DIR
 from nbaccel.trials.changes import SpeedChange
 
@@ -39,7 +40,7 @@ class TrainingParts:
     def __init__(self, change: SpeedChange, namespace: Mapping[str, Any]) -> None:
         self._change = change
         self._namespace = namespace
-        self._undo: list[Callable[[], None]] = []
+        self._replaced = FunctionHooks()
         self._made_at: dict[int, tuple[str, int]] = {}  # of objects that the program makes
         self._names: dict[int, str] = {}  # of objects that the notebook has
         self._changed: set[int] = set()
@@ -68,10 +69,10 @@ class TrainingParts:
             torch.set_num_threads(self._change.threads)
         self._notice(DataLoader, self._change_loader)
         self._notice(torch.optim.Optimizer, lambda optimizer: None)  # its groups follow
-        self._replace(_BaseDataLoaderIter, "__init__", self._begin_pass)
-        self._replace(_BaseDataLoaderIter, "__next__", self._read)
+        self._replaced.wrap(_BaseDataLoaderIter, "__init__", self._begin_pass)
+        self._replaced.wrap(_BaseDataLoaderIter, "__next__", self._read)
         for fetcher in (_MapDatasetFetcher, _IterableDatasetFetcher):
-            self._replace(fetcher, "fetch", self._fetch)
+            self._replaced.wrap(fetcher, "fetch", self._fetch)
         gc.unfreeze()  # a forked rank does not look at what the notebook had, and so would not list it
         for each in gc.get_objects():
             kind = type(each)  # not `isinstance`, which asks some objects for more than they can answer
@@ -81,8 +82,7 @@ class TrainingParts:
 
     def end(self) -> None:
         """Take the hooks away."""
-        while self._undo:
-            self._undo.pop()()
+        self._replaced.undo()
 
     def note_model(self, model: Any) -> bool:
         """Change the training's model before its first call; return whether hooks may count its samples."""
@@ -119,18 +119,7 @@ class TrainingParts:
                 self._made_at[id(new)] = frame.f_code.co_filename, frame.f_lineno
                 change(new)
 
-        kind.__init__ = made
-        self._undo.append(lambda: setattr(kind, "__init__", real))
-
-    def _replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
-        real = getattr(owner, name)
-
-        @functools.wraps(real)
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            return ours(real, *args, **kwargs)
-
-        setattr(owner, name, hooked)
-        self._undo.append(lambda: setattr(owner, name, real))
+        self._replaced.put(kind, "__init__", made)
 
     def _change_loader(self, loader: Any) -> None:
         if id(loader) in self._changed or type(loader).__module__.startswith("nbaccel."):

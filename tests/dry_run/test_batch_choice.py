@@ -108,6 +108,13 @@ def test_a_scan_ends_in_time_with_what_it_has() -> None:
     assert 62 in sizes, "the last batch is scanned first, since it is always given"
 
 
+def test_looks_at_items_that_take_long_end_in_time_too() -> None:
+    now = iter(range(10_000))
+    words = Counted(["a" * 7] * 500)
+    assert ItemLengths(lambda: float(next(now))).sizes(words, batches_of(500, 8)) == {}
+    assert len(words.reads) == 4
+
+
 def test_a_scan_is_bounded_in_items() -> None:
     words = Counted(["a" * (1 + number // 1000) for number in range(30_000)])
     sizes = ItemLengths(lambda: 0.0).sizes(words, batches_of(30_000, 100))

@@ -22,6 +22,7 @@ from nbaccel.dry_run.saved_files import SavedFiles
 from nbaccel.dry_run.step_times import StepTimes
 from nbaccel.settings import RunSettings
 from nbaccel.testing import run_ranks
+from nbaccel.train.checkpoint.directory import ProjectConfiguration
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.dry_run_hooks import DryRunHooks
 from nbaccel.train.implicit.loop import ImplicitTraining
@@ -312,7 +313,8 @@ def whole_rank(folder: Path, is_raw: bool) -> Any:
 
 
 @pytest.mark.parametrize("is_raw", [False, True])
-def test_a_loop_gets_all_that_its_loader_gives(is_raw: bool, tmp_path: Path) -> None:
+def test_a_loop_gets_all_that_its_loader_gives(is_raw: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbaccel.dry_run.loader_cuts._MORE_SECONDS", 600.0)  # also of the ranks, which are forks
     for batches, records in run_ranks(2, whole_rank, tmp_path, is_raw):
         begun = 3 + is_raw  # a first pass that is split has one more
         assert batches == [begun, 160]
@@ -348,6 +350,22 @@ def test_a_checkpoint_is_one_save_with_all_its_bytes(tmp_path: Path) -> None:
     files = [path for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()]
     assert 40_000 < save["bytes"] <= sum(path.stat().st_size for path in files)
     assert [record["kind"] for record in second] == ["save_wait"]
+
+
+def saved_in_a_project(folder: Path) -> Any:
+    naming = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=3)
+    accelerator = Accelerator(project_config=naming)
+    with DryRun(folder) as run:
+        model = accelerator.prepare(nn.Linear(10, 10))
+        accelerator.save_state()
+        accelerator.save_state(str(folder / "named"))
+    accelerator.end_training()
+    del model
+    return [record["keeps"] for record in run.records if record["kind"] == "save"]
+
+
+def test_a_checkpoint_says_how_many_of_its_kind_are_kept(tmp_path: Path) -> None:
+    assert run_ranks(1, saved_in_a_project, tmp_path) == [[3, None]]
 
 
 def test_hooks_are_taken_away() -> None:

@@ -27,6 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dry_run.fakes_of_loops import Cutting, Sentences, hooks_undone, padded
 from nbaccel.dry_run.loop_log import DryRunEnded
+from nbaccel.dry_run.worker_times import BatchesMade
 from nbaccel.testing import run_ranks
 
 LENGTHS = [3, 3, 9, 1, 4, 4, 1, 1, 2, 5, 6]
@@ -164,6 +165,13 @@ def test_of_worker_processes_the_time_of_a_batch_is_known(persistent: bool) -> N
     assert all(seconds is not None and seconds >= 0.08 for seconds in cutting.log.made_s)
 
 
+def test_a_worker_of_a_loader_that_is_not_cut_is_left_alone() -> None:
+    made = BatchesMade(2)
+    made.note(1, 0.5)
+    made.note(2, 9.0)
+    assert made.mean_s == 0.5
+
+
 def test_without_worker_processes_it_is_not() -> None:
     with Cutting() as cutting:
         list(sentences())
@@ -266,7 +274,8 @@ def test_a_look_at_one_batch_is_a_pass_that_was_left() -> None:
         assert cutting.log.ended == [False]
 
 
-def test_the_second_pass_at_a_place_gives_more_in_between() -> None:
+def test_the_second_pass_at_a_place_gives_more_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbaccel.dry_run.loader_cuts._MORE_SECONDS", 600.0)
     loader = DataLoader(TensorDataset(torch.arange(400)), 2)
     with Cutting() as cutting:
         given = [len(list(loader)) for _ in cutting.rounds(3)]

@@ -68,6 +68,9 @@ def test_epochs_end_after_two_rounds_and_their_loaders_after_three_batches(monke
         ("for i in range(99):\n    work(1)", 99),
         ("for i in range(99):\n    if i % 30 == 0: sum(loader(99))", 99),
         ("for i in range(99):\n    if i % 30 == 0: sum(loader(99))\n    step()", 6),
+        ("for i in range(99):\n    step()\n    sum(loader(99))", 6),  # so in a rank that does not evaluate
+        ("for i in range(99):\n    sum(loader(99))\n    step()", 6),
+        ("for i in range(99):\n    for k in range(4): step()\n    sum(loader(99))", 2),
     ],
 )
 def test_a_loop_ends_after_rounds_that_draw_or_step(text: str, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +105,23 @@ def test_a_loop_that_trains_after_many_runs_that_did_not_is_timed_again(monkeypa
     assert loop["seconds"] == pytest.approx(10)  # the first round ended before it was known to train
 
 
+def test_a_loop_that_was_ended_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+    for i in range(99):
+        step()
+        if i == 50: break
+    else:
+        raise RuntimeError("no convergence")
+    for k in range(99):
+        step()
+    else:
+        k = "else"
+    """
+    assert run_dry(text, monkeypatch).names["k"] == "else"
+    with pytest.raises(RuntimeError, match="no convergence"):
+        run_dry(text.replace("99", "3"), monkeypatch)
+
+
 def test_a_period_that_never_comes_is_true_in_the_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_dry(
         """
@@ -125,6 +145,18 @@ def test_a_period_that_never_comes_is_true_in_the_last_round(monkeypatch: pytest
     assert run.names["logged"] == [(0, 0), (0, 2), (1, 0), (1, 2)]
     assert run.names["epochs_saved"] == [1]
     assert run.names["never"] == [], "three rounds are all that the loop has"
+
+
+def test_a_period_whose_body_raises_does_not_come_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+    for i in range(0, 99, 2):
+        step()
+        if i % 2 == 1: raise ValueError("odd")
+        if step and i % 2 == 1:
+            print(i)
+            raise ValueError("odd")
+    """
+    assert run_dry(text, monkeypatch).names["i"] == 10
 
 
 def test_a_condition_on_the_number_of_a_rank_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +232,8 @@ def test_open_loops_and_the_present_round() -> None:
         for _ in outer.over([1]):
             with log.loop(2) as inner:
                 seen = []
-                while inner.goes_on():
+                while inner.may_go_on():
+                    inner.begin_round()
                     seen.append(log.present())
                     assert log.open_loops() == [1, 2]
                     assert log.present() == seen[-1]
@@ -400,6 +433,12 @@ class Bar:
 )
 def test_the_total_of_a_loop_is_read_from_its_iterable(iterable: Any, total: int | None) -> None:
     assert total_of(iterable) == total
+
+
+def test_a_table_has_the_rounds_of_its_columns() -> None:
+    pandas = pytest.importorskip("pandas")
+    assert total_of(pandas.DataFrame({"a": range(9), "b": range(9)})) == 2
+    assert total_of(pandas.Series(range(9))) == 9
 
 
 def test_reading_a_total_draws_nothing() -> None:

@@ -296,6 +296,24 @@ def test_loops_of_coroutines_generators_compiled_functions_and_such_for_single_s
     assert asyncio.run(run(text)["f"]()) == 2
 
 
+def test_a_sum_of_hundreds_of_terms_is_no_error() -> None:
+    terms = " + ".join(["'a'"] * 400)
+    tree = ast.parse(f"def f():\n    for x in []: pass\n    return {terms}\n")
+    before = ast.dump(tree.body[0].body[1])  # type: ignore[attr-defined]
+    rewrite(tree, marks_lines=True)
+    (choice,) = [each for each in tree.body[-1].body if isinstance(each, ast.If)]  # type: ignore[attr-defined]
+    assert ast.dump(choice.body[1]) == before
+    names: dict[str, Any] = {}
+    exec(compile(tree, "cell", "exec"), {REACHED: print}, names)
+
+
+def test_many_loops_inside_of_each_other_can_be_compiled() -> None:
+    lines = [f"{'    ' * depth}for i{depth} in range(3):" for depth in range(12)]
+    tree = ast.parse("\n".join([*lines, "    " * 12 + "pass"]))
+    assert len(rewrite(tree)) == 7
+    compile(tree, "cell", "exec")
+
+
 def test_each_statement_that_begins_is_marked(reached: set[int]) -> None:
     text = '''
     """Text."""

@@ -21,11 +21,15 @@ TENSOR = torch.ones(1000)
 
 
 class Recorded:
-    """Saves are recorded while entered."""
+    """Saves are recorded while entered.  left: the record of files that are still there."""
 
     def __init__(self) -> None:
         self.records: list[Mapping[str, Any]] = []
-        self.saves = SavedFiles(self.records.append, lambda: [4, 7])
+        self.left: list[Mapping[str, Any]] = []
+        self.saves = SavedFiles(self._keep, lambda: [4, 7])
+
+    def _keep(self, record: Mapping[str, Any]) -> None:
+        (self.left if record["kind"] == "saves_left" else self.records).append(record)
 
     def __enter__(self) -> Recorded:
         self.saves.begin()
@@ -92,6 +96,15 @@ def test_a_save_that_fails_is_no_record(tmp_path: Path) -> None:
             torch.save(TENSOR, tmp_path / "nowhere" / "w.pt")
         torch.save(TENSOR, tmp_path / "w.pt")
     assert [record["path"] for record in run.records] == [str(tmp_path / "w.pt")]
+
+
+def test_at_the_end_it_is_recorded_which_files_the_program_has_left(tmp_path: Path) -> None:
+    with Recorded() as run:
+        for number in range(3):
+            torch.save(TENSOR, tmp_path / f"model_{number}.pt")
+            if number:
+                (tmp_path / f"model_{number - 1}.pt").unlink()
+    assert run.left == [{"kind": "saves_left", "paths": [str(tmp_path / "model_2.pt")]}]
 
 
 def test_afterwards_functions_are_as_before() -> None:

@@ -79,9 +79,10 @@ def trainer_of(folder: Path, **options: Any) -> Any:
 
 
 def test_a_trainer_of_transformers_ends_after_two_short_epochs(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path)
+    trainer = trainer_of(tmp_path, save_total_limit=2)
     with Shortened() as run:
         trainer.train()
+    assert run.facts["keeps"] == 2
     assert trainer.state.global_step == sum(map(len, run.log.batches))
     assert [kinds[-1] for kinds in run.log.kinds] == ["last", "last"]
     assert [begun[2] for begun in run.log.begun] == [23, 23]

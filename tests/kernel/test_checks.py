@@ -301,6 +301,43 @@ def test_a_loop_comes_to_the_last_line(kernel: RealKernel, loop: str) -> None:
     assert ("the time cannot be forecast" in said) == ("threshold" in loop), said
 
 
+def test_the_main_process_alone_may_evaluate_in_a_loop_that_steps(kernel: RealKernel) -> None:
+    said = report(
+        kernel,
+        """
+        for number in range(1000):
+            step(X[:32], Y[:32])
+            if accelerator.is_main_process:
+                for x, y in test_loader:
+                    model(x)
+        """,
+    )
+    assert "ok: the cell comes to its end" in said, said
+
+
+def test_times_and_numbers_of_ranks_are_no_results_that_differ(kernel: RealKernel) -> None:
+    kernel.do(
+        """
+        def timed_fit(epochs):
+            began = time.time()
+            fit(epochs)
+            return 7.0, time.time() - began
+        """
+    )
+    said = report(
+        kernel,
+        """
+        start_time, rank = time.perf_counter(), accelerator.process_index
+        score, took = timed_fit(5)
+        end_time = time.perf_counter()
+        total_train_time = end_time - start_time
+        drawn = rank * 2
+        """,
+    )
+    (line,) = [line for line in said.splitlines() if "differs between the ranks" in line]
+    assert line.endswith("gets that of rank 0: drawn"), said
+
+
 def test_the_last_batch_may_be_used_after_its_loop(kernel: RealKernel) -> None:
     said = report(
         kernel,
@@ -512,7 +549,7 @@ def test_where_no_file_can_be_shielded_it_is_said_and_saves_go_elsewhere(kernel:
         cell = kernel.run(
             accelerate(
                 "torch.save(model.state_dict(), 'model.pt')\ntorch.load('model.pt')\n"
-                "from pathlib import Path\nPath('real.txt').write_text('x')",
+                "from pathlib import Path\nPath('made.txt').write_text('x')\n!touch real.txt",
                 flags="--check full",
             )
         ).succeeded()
@@ -523,7 +560,39 @@ def test_where_no_file_can_be_shielded_it_is_said_and_saves_go_elsewhere(kernel:
     assert text_of(cell).count("changed by this check") == 1
     assert f"yellow: changed by this check: {tmp_path / 'real.txt'}" in text_of(cell)
     assert "red: " not in text_of(cell)
-    assert not (tmp_path / "model.pt").exists()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".nbaccel") == ["real.txt"]
+
+
+def test_a_folder_that_the_shield_leaves_open_is_as_before(kernel: RealKernel, tmp_path: Path) -> None:
+    """As a working folder on a network file system is."""
+    for name in ("model.pt", "notes.txt"):
+        (tmp_path / name).write_text("of the user")
+    kernel.do(
+        f"import os; os.chdir({str(tmp_path)!r})\n"
+        "from pathlib import Path\n"
+        "from nbaccel.launch.processes.file_shield import FileShield\n"
+        "_start = FileShield.start\n"
+        "FileShield.start = classmethod(lambda cls, own, folder: _start([*own, Path.cwd()], folder))"
+    )
+    try:
+        cell = kernel.run(
+            accelerate(
+                "torch.save(model.state_dict(), 'model.pt')\ntorch.load('model.pt')\n"
+                "Path('notes.txt').write_text('of a rank')",
+                flags="--check",
+            )
+        ).succeeded()
+    finally:
+        kernel.do("FileShield.start = _start")
+    if "files are not shielded here" in cell.stdout:
+        pytest.skip("no file can be shielded here")
+    assert f"files are not shielded in {tmp_path}. Saves of torch" in cell.stdout
+    assert "changed by this check" not in text_of(cell)
+    assert "red: " not in text_of(cell)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()} == {
+        "model.pt": "of the user",
+        "notes.txt": "of the user",
+    }
 
 
 def test_nothing_is_left_in_the_folder_for_temporary_files(kernel: RealKernel, tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from nbaccel.errors import LaunchRefused
+from nbaccel.launch.ipc.mount_table import mount_points, mount_tree
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.processes import file_shield
 from nbaccel.launch.processes.file_shield import FileShield
-from nbaccel.launch.processes.mount_table import mount_tree
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
 from nbaccel.settings import RunSettings
@@ -200,6 +200,47 @@ def test_files_that_the_notebook_has_open_or_mapped_are_not_changed_by_forked_ra
     os.close(here)
 
 
+def test_files_with_an_odd_name_are_not_changed_by_forked_ranks(
+    launcher: Launcher, shield: FileShield, home: Path
+) -> None:
+    """Linux calls a file that was removed "name (deleted)"."""
+    name = "log (deleted)"
+    log = open(name, "w+")  # noqa: SIM115  # the notebook keeps it open
+    log.write("0" * mmap.PAGESIZE)
+    log.flush()
+    mapped = mmap.mmap(log.fileno(), 0)
+
+    def change() -> str:
+        mapped[:1] = b"1"
+        log.write("more")
+        log.flush()
+        return Path(name).read_text()[:1]
+
+    assert in_ranks(launcher, shield.entry, "fork", change) == ["1", "1"]
+    assert (home / name).read_text() == "0" * mmap.PAGESIZE
+    mapped.close()
+    log.close()
+
+
+def test_a_file_of_the_notebook_that_cannot_be_copied_can_only_be_read(
+    launcher: Launcher, shield: FileShield, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nbaccel.launch.worker.shielded._MOST_COPIED_BYTES", 1)
+    log = open("old.txt", "r+")  # noqa: SIM115  # the notebook keeps it open
+
+    def change() -> str:
+        text = log.read()
+        try:
+            os.write(log.fileno(), b"more")
+        except OSError as error:
+            return f"{text}{error.strerror}"
+        return "written"
+
+    assert in_ranks(launcher, shield.entry, "fork", change) == ["old\nBad file descriptor"] * 2
+    assert (home / "old.txt").read_text() == "old\n"
+    log.close()
+
+
 def says_where_runs_meet() -> str:
     from nbaccel.world import run_folder
 
@@ -246,7 +287,7 @@ def test_a_rank_that_cannot_enter_runs_nothing_of_the_users(
 
 
 def modules_of_dry_runs() -> list[str]:
-    names = ("shielded", "redirected_saves", "redirected_checkpoints", "dry_run")
+    names = ("shielded", "redirected_saves", "redirected_checkpoints", "kept_originals", "dry_run")
     return [module for module in sys.modules if module.startswith("nbaccel.") and module.endswith(names)]
 
 
@@ -373,7 +414,8 @@ if os.fork() == 0:
     Path("disk", "home", "new").write_text("x" * 1000)
     os._exit(0)
 os.wait()
-print(json.dumps([shield.why_not, shield.memory_bytes > 0, shield.covers("disk/home"), os.listdir("disk/home")]))
+is_in_memory = shield.room_bytes != shield.free_bytes(folder)
+print(json.dumps([shield.why_not, is_in_memory, shield.covers("disk/home"), os.listdir("disk/home")]))
 shield.close()
 """
 
@@ -543,6 +585,20 @@ def test_where_namespaces_are_forbidden_the_kernel_knows_why_there_is_no_shield(
     assert in_program(REFUSED, str(tmp_path), kind) == [{"why_not": reason}, []]
 
 
+@pytest.mark.parametrize("does", ["sys.exit('no room')", "print('no JSON')"])
+def test_a_holder_that_ends_at_once_is_no_shield(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
+    program = f"import sys; {does} # {{path}} {{order}}"
+    monkeypatch.setattr("nbaccel.launch.processes.file_shield._BOOTSTRAP", program)
+    folder = tmp_path / "shield"
+    folder.mkdir()
+    shield = FileShield.start([], folder)
+    message = "1: no room" if "room" in does else "0: no message"
+    assert (shield.entry, shield.why_not) == ("", f"its process ended with exit code {message}")
+    assert not shield.covers(tmp_path)
+    shield.close()
+    assert not folder.exists()
+
+
 KILLED = """
 folder = Path(sys.argv[1], "shield")
 folder.mkdir()
@@ -586,13 +642,16 @@ def test_hidden_mounts_are_left_out_and_signs_in_paths_are_read() -> None:
 34 32 8:4 / /home/once rw - ext4 /dev/sdd1 rw
 35 34 8:5 / /home/once ro - ext4 /dev/sde1 ro
 36 22 0:6 / /tmp rw - tmpfs tmpfs rw
+37 22 8:6 / /a\r\x0cb\x85c rw - nfs server:/ rw
 """
     root = mount_tree(text)
     assert root is not None
     seen = [root, *root.below()]
-    assert [mount.point for mount in seen] == ["/", "/proc", "/home", "/home/my data", "/home/once", "/tmp"]
+    points = ["/", "/proc", "/home", "/home/my data", "/home/once", "/tmp", "/a\r\x0cb\x85c"]
+    assert [mount.point for mount in seen] == points
     assert [mount.point for mount in seen if mount.is_shielded] == ["/", "/home", "/tmp"]
-    assert [mount.point for mount in seen if mount.is_open] == ["/home/my data"]
+    assert [mount.point for mount in seen if mount.is_open] == ["/home/my data", "/a\r\x0cb\x85c"]
+    assert mount_points(text)[4:7] == ["/home/my data", "/home/once", "/home/once"]
     assert mount_tree("22 1 8:1 / /elsewhere rw - ext4 /dev/sda1 rw\n") is None
 
 

@@ -32,54 +32,24 @@ missing.
 from __future__ import annotations
 
 import argparse
-import fcntl
-import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from public_programs.manifest import Manifest, Program, read_manifest
 from public_programs.runs import Run, Runner, runs_of
 from public_programs.table import Comparison, table
+from public_repositories import KeptResults, name_of_checkout
 
 __all__ = ["main"]
-
-_REPOSITORY = Path(__file__).parents[2]
-
-
-class Results:
-    """What each run gave, in a JSON file. Several calls may add to one at the same time, each with its part."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._of = self._read()
-
-    def get(self, run: Run, key: str) -> dict[str, Any] | None:
-        """The result under `key` if it is one of the program as it is called now."""
-        result = self._of.get(key)
-        return result if result and result["call"] == run.program.call else None
-
-    def add(self, run: Run, result: dict[str, Any]) -> None:
-        self._path.parent.mkdir(exist_ok=True)
-        with self._path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            self._of = self._read() | {run.key: result}
-            unfinished = self._path.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps(self._of, indent=1), encoding="utf-8")
-            unfinished.replace(self._path)
-
-    def _read(self) -> dict[str, Any]:
-        return json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     folder = options.folder.resolve()
     results = {
-        "accelerate": Results(folder / "results" / "accelerate.json"),
-        "nbaccel": Results(folder / "results" / f"nbaccel-{options.commit or _commit()}.json"),
+        "accelerate": KeptResults(folder / "results" / "accelerate.json"),
+        "nbaccel": KeptResults(folder / "results" / f"nbaccel-{options.commit or name_of_checkout()}.json"),
     }
     manifest = read_manifest(folder)
     programs = _part(manifest.programs, options.part)
@@ -99,14 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             make_hub(folder / "hub")
         wanted = [run for program in programs for library in libraries for run in runs_of(program, library)]
         wanted.sort(key=lambda run: run.key != run.reference)  # every program before the other starters of some
-        missing = [run for run in wanted if options.names or not results[run.library].get(run, run.key)]
+        missing = [run for run in wanted if options.names or not results[run.library].get(run.key, run.program.call)]
         _carry_out(missing, manifest, results, again=bool(options.names))
     comparisons = [
         Comparison(
             run,
-            results["accelerate"].get(run, run.reference),
-            results["nbaccel"].get(run, run.key),
-            results["nbaccel"].get(run, run.replicated) if run.replicated != run.key else None,
+            results["accelerate"].get(run.reference, run.program.call),
+            results["nbaccel"].get(run.key, run.program.call),
+            results["nbaccel"].get(run.replicated, run.program.call) if run.replicated != run.key else None,
         )
         for program in programs
         for run in runs_of(program, "nbaccel")
@@ -119,16 +89,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(comparison.is_defect for comparison in comparisons))
 
 
-def _carry_out(runs: Sequence[Run], manifest: Manifest, results: dict[str, Results], again: bool) -> None:
+def _carry_out(runs: Sequence[Run], manifest: Manifest, results: dict[str, KeptResults], again: bool) -> None:
     with Runner(manifest) as runner:
         for run in runs:
-            if results[run.library].get(run, run.key) and not again:  # by another call meanwhile
+            if results[run.library].get(run.key, run.program.call) and not again:  # by another call meanwhile
                 continue
-            reference = results["accelerate"].get(run, run.reference)
+            reference = results["accelerate"].get(run.reference, run.program.call)
             if run.library == "nbaccel" and not (reference and reference["ok"]):
                 continue
             result = runner.carry_out(run)
-            results[run.library].add(run, result)
+            results[run.library].add(run.key, result)
             said = "ended well" if result["ok"] else result["error"]
             print(f"{run.key} {run.library}: {said}, {result['seconds']} s", file=sys.stderr, flush=True)
 
@@ -137,11 +107,6 @@ def _part(programs: list[Program], part: str) -> list[Program]:
     """Every n-th program beginning with the i-th, of `part` "i/n"."""
     index, _, parts = part.partition("/")
     return programs[int(index) - 1 :: int(parts)]
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, cwd=_REPOSITORY, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -25,11 +25,12 @@ downloaded.
 from __future__ import annotations
 
 import hashlib
-import shlex
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from public_repositories import clone_line, repository_folder
 
 __all__ = ["DRIVERS", "STAND_INS", "BigModelProgram", "Manifest", "Program", "read_manifest"]
 
@@ -113,19 +114,14 @@ class Manifest:
     big_models: list[BigModelProgram] = field(default_factory=list)
 
     def repository(self, name: str) -> Path:
-        return self.folder / "repositories" / name.replace("/", "+")
+        return repository_folder(self.folder, name)
 
     def clone_commands(self, programs: Sequence[Program | BigModelProgram]) -> list[str]:
         """Return a shell line for each repository of `programs` that the folder lacks."""
         commits = {program.repository: program.commit for program in programs}
         commits |= {name: self.commits[name] for program in programs for name in getattr(program, "needs", ())}
-        lines = []
-        for name, commit in sorted(commits.items()):
-            if not self.repository(name).is_dir():
-                path = shlex.quote(str(self.repository(name)))
-                clone = f"git clone --no-checkout https://github.com/{name} {path}"
-                lines.append(f"{clone} && git -C {path} checkout --quiet {commit}")
-        return lines
+        missing = {name: commit for name, commit in commits.items() if not self.repository(name).is_dir()}
+        return [clone_line(self.folder, name, commit) for name, commit in sorted(missing.items())]
 
 
 def read_manifest(folder: Path) -> Manifest:

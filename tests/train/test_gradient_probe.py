@@ -239,3 +239,17 @@ def test_of_many_values_some_are_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     found = probed(Program(), tmp_path)
     assert found["sizes"] == [2, 1]
     assert math.isfinite(float(found["values"].sum()))
+
+
+def test_a_program_that_has_used_the_newer_switch_of_tf32_is_compared_all_the_same() -> None:
+    matmul: Any = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this torch has one switch")
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        with plain_arithmetic():
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before

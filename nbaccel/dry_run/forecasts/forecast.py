@@ -3,7 +3,7 @@
 The loops, branches and passes that were seen form a tree. The time of a loop is the number of its rounds times the sum
 of what a round takes itself and what is inside of it; that of a branch is counted by its period. Seconds of a round
 come from `round_seconds`, numbers of rounds from `round_counts`. The range says how far the mean of so few rounds may
-be off, and the machine's noise. A loop that ends by a condition has no forecast: `Forecast.unknown` says so.
+be off, and the machine's noise. A loop whose number of rounds nobody knows has no forecast: `Forecast.unknown` says so.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class ForecastPart:
 class Forecast:
     """The time of a whole run.
 
-    low_s, high_s: the range, with set-up; `high_s` is None where a loop ends by a condition.
+    low_s, high_s: the range, with set-up; `high_s` is None where the rounds of a loop are not known.
     setup_s: until the first loop that trains or draws.
-    parts: the longest first.  unknown: a sentence for each loop that ends by a condition.
+    parts: the longest first.  unknown: a sentence for each loop whose rounds are not known.
     may_end_early: a sentence for each loop that may end before its last round.
     is_rough: the range is wider than 20 % to each side, as the rounds differed.
     ended_well: the dry run came to the end of the program.
@@ -104,10 +104,11 @@ class Forecast:
 
         number: of the innermost one around it.  None: that is unknown.
         """
-        part = next((part for part in self.parts if part.number == number and part.had), None)
-        if part is None or (part.rounds is None and not part.is_branch):
+        parts = [part for part in self.parts if part.number == number and part.had]  # one for each caller of it
+        if not parts or any(part.rounds is None and not part.is_branch for part in parts):
             return None
-        return seen / part.had * part.runs * (1.0 if part.rounds is None else part.rounds)
+        whole = sum(part.runs * (1.0 if part.rounds is None else part.rounds) for part in parts)
+        return seen / sum(part.had for part in parts) * whole
 
 
 def forecast(records: Iterable[Record], table: Sequence[Record], noise: float = 0.0) -> Forecast:
@@ -440,6 +441,11 @@ class _Reckoning:
         if any(run["is_cut_by_pass"] for run in node.runs):
             return (
                 f"the loop in {self._place(node.number)} ends with a loader that has no length: each round takes {one}"
+            )
+        if self._entries.get(node.number, {}).get("kind") == "for":
+            return (
+                f"the loop in {self._place(node.number)} goes over an iterator whose length is not known, and each "
+                f"round takes {one}: a list, a range or accelerator.epochs has one"
             )
         return f"the loop in {self._place(node.number)} ends by a condition: each round takes {one}"
 

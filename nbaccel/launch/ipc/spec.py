@@ -380,7 +380,8 @@ class LaunchSpec:
     written_files: path of a list of the files that the ranks write, a line each; empty if none is wanted.
     ends_waiting: a run in which all ranks wait in collectives, and none goes on, is ended after seconds.
     shield: `FileShield.entry`, for ranks whose files are thrown away; empty otherwise.
-    saves_to: folder below which ranks save what torch and safetensors write; empty for the program's own paths.
+    saves_to: folder below which ranks save what torch and safetensors write; the originals of other files that they
+    change are kept beside it. Empty for the program's own paths.
     """
 
     task: Task

@@ -23,7 +23,7 @@ from typing import Any
 
 from nbaccel.gpu_driver import lacks_device_file
 from nbaccel.hardware import usable_memory
-from nbaccel.launch.processes.mount_table import is_covered
+from nbaccel.launch.ipc.mount_table import is_covered
 
 __all__ = [
     "FileShield",
@@ -50,7 +50,7 @@ class FileShield:
     entry: for `LaunchSpec.shield`; empty if there is no shield.
     why_not: the reason for that, as half a sentence.
     not_covered: folders that can be written to and are not shielded, such as network file systems.
-    memory_bytes: limit of all that ranks write, where it lies in memory since no disk takes it; 0 on a disk.
+    room_bytes: for all that ranks write, on the disk of `folder`, or in memory if no disk takes it; 0 without a shield.
     """
 
     def __init__(self, holder: subprocess.Popen[bytes] | None, folder: Path, answer: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ class FileShield:
         if not self.why_not:
             self.entry = f"/proc/{answer['pid']}/ns {answer['namespace']} {_meeting_folder(folder)}"
         self.not_covered = [Path(path) for path in answer.get("open", ()) if path != str(_meeting_folder(folder))]
-        self.memory_bytes: int = answer.get("memory_bytes", 0)
+        self.room_bytes: int = 0 if self.why_not else answer["memory_bytes"] or self.free_bytes(folder)
 
     @classmethod
     def start(cls, own: Sequence[Path], folder: Path) -> FileShield:
@@ -97,9 +97,9 @@ class FileShield:
             raise
 
     def covers(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether what a rank writes at `path` is thrown away."""
+        """Return whether what a rank writes at `path` is thrown away; without a shield, nothing is."""
         uncovered = [*self._answer.get("open", ()), *self._answer.get("of_the_system", ())]
-        return is_covered(os.path.realpath(path), self._answer.get("covered", ()), uncovered)
+        return not self.why_not and is_covered(os.path.realpath(path), self._answer["covered"], uncovered)
 
     @staticmethod
     def free_bytes(path: str | os.PathLike[str]) -> int:
@@ -112,11 +112,14 @@ class FileShield:
         """End the holder, and remove all that ranks have written; ranks that are inside have ended before."""
         holder, self._holder = self._holder, None
         if holder is not None:
-            with suppress(subprocess.TimeoutExpired):
-                holder.communicate(b"\n", timeout=_END_S)
-            if holder.poll() is None:
-                holder.kill()
-                holder.communicate()
+            with holder:  # closes its pipes, and waits
+                assert holder.stdin is not None
+                with suppress(OSError):  # it has ended
+                    os.write(holder.stdin.fileno(), b"\n")  # its end of the pipe stays open in forks of this process
+                with suppress(subprocess.TimeoutExpired):
+                    holder.wait(_END_S)
+                if holder.poll() is None:
+                    holder.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -127,13 +130,14 @@ def _meeting_folder(folder: Path) -> Path:
 
 def _answer_of(holder: subprocess.Popen[bytes]) -> dict[str, Any]:
     assert holder.stdout is not None
-    if not select.select([holder.stdout], [], [], _ANSWER_S)[0]:
+    poll = select.poll()  # a notebook may have more files open than `select.select` takes
+    poll.register(holder.stdout, select.POLLIN)
+    if not poll.poll(_ANSWER_S * 1000):
         return {"why_not": f"no namespace was ready in {_ANSWER_S:.0f} s"}
     try:
         answer: dict[str, Any] = json.loads(holder.stdout.readline())
     except ValueError:
-        said = holder.communicate()[1].decode(errors="replace").strip().splitlines()
-        return {
-            "why_not": f"its process ended with exit code {holder.returncode}: {said[-1] if said else 'no message'}"
-        }
+        assert holder.stderr is not None
+        said = holder.stderr.read().decode(errors="replace").strip().splitlines()
+        return {"why_not": f"its process ended with exit code {holder.wait()}: {said[-1] if said else 'no message'}"}
     return answer

@@ -30,7 +30,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from nbaccel.launch.processes.mount_table import OF_THE_SYSTEM, SERVICES, SeenMount, is_covered, is_in, mount_tree
+from nbaccel.launch.ipc.mount_table import (
+    OF_THE_SYSTEM,
+    SERVICES,
+    SeenMount,
+    is_covered,
+    is_in,
+    mount_tree,
+    read_mounts,
+)
 
 __all__ = ["main"]
 
@@ -40,6 +48,8 @@ _MNT_DETACH = 2
 _CAP_SYS_ADMIN = 21
 _MOST_COPIED_BYTES = 64 << 20
 _MOST_FOLDERS, _DEEPEST = 3_000, 5
+"""Limits of the search for folders that this user may write to, below folders of others."""
+
 _OF_ROOT = (
     "/boot",
     "/etc",
@@ -52,7 +62,8 @@ _OF_ROOT = (
     "/usr/share",
     "/usr/src",
 )
-"""Limits of the search for folders that this user may write to, below folders of others."""
+"""Folders that are not searched: what lies in them belongs to root."""
+
 _REMOVE_S = 5.0
 
 
@@ -331,8 +342,7 @@ class _Inner:
             raise _no_namespaces(error, self._is_alone) from None
         self._line.sendall(b"\n")
         maps_one = self._line.recv(1) == b"1"
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-            root = mount_tree(file.read())
+        root = mount_tree(read_mounts())
         if root is None:
             raise _Refused("the root folder of this process is no mount")
         folder = self._order["folder"]

@@ -435,9 +435,13 @@ def _watch_files(boot: WorkerBoot) -> None:
     if boot.written_files:
         note_written_files(boot.written_files)
     if boot.saves_to:
-        from nbaccel.launch.worker.integrations.redirected_saves import redirect_saves  # for dry runs alone
+        # for dry runs alone
+        from nbaccel.dry_run.rank_records import ORIGINALS
+        from nbaccel.launch.worker.integrations.kept_originals import keep_originals
+        from nbaccel.launch.worker.integrations.redirected_saves import redirect_saves
 
         redirect_saves(boot.saves_to)
+        keep_originals(os.path.join(os.path.dirname(boot.saves_to), ORIGINALS))
 
 
 def _limit_threads(threads: int) -> None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nbaccel.errors import LaunchRefused
+from nbaccel.launch.ipc.mount_table import mount_points, read_mounts
 
 __all__ = ["enter", "entered_by"]
 
@@ -100,21 +101,19 @@ class _Renaming:
     @classmethod
     def among_real_mounts(cls) -> _Renaming:
         """Read the mounts, before the shield is entered."""
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-            points = [line.split(" ")[4].replace("\\040", " ") for line in file]
-        return cls(sorted(points, key=len, reverse=True))
+        return cls(sorted(mount_points(read_mounts()), key=len, reverse=True))
 
     def wrapped(self, function: Callable[..., None]) -> Callable[..., None]:
         """Return `os.rename` or `os.replace`, which copies if only the shield refuses."""
 
         @functools.wraps(function)
-        def rename(source: Any, target: Any, **kwargs: Any) -> None:
+        def rename(src: Any, dst: Any, **kwargs: Any) -> None:
             try:
-                function(source, target, **kwargs)
+                function(src, dst, **kwargs)
             except OSError as error:
-                if error.errno != errno.EXDEV or kwargs or self._mount(source) != self._mount(target):
+                if error.errno != errno.EXDEV or kwargs or self._mount(src) != self._mount(dst):
                     raise
-                _copy_over(os.fspath(source), os.fspath(target))
+                _copy_over(os.fspath(src), os.fspath(dst))
 
         return rename
 
@@ -169,15 +168,32 @@ def _keep_inherited_files(runs: str) -> None:
     runs: the folder that the shield leaves alone.
     """
     for fd, path in _open_files(runs):
-        with suppress(OSError):
+        try:
             state = _fdinfo(fd)
-            again = os.open(path, int(state["flags"], 8) & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC))
-            with suppress(OSError):  # some folders have no position
-                os.lseek(again, int(state["pos"]), os.SEEK_SET)
-            os.dup2(again, fd, inheritable=os.get_inheritable(fd))
-            os.close(again)
+            again = _opened(path, fd, int(state["flags"], 8) & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC))
+        except OSError:  # it was closed meanwhile
+            continue
+        with suppress(OSError):  # some folders have no position
+            os.lseek(again, int(state["pos"]), os.SEEK_SET)
+        os.dup2(again, fd, inheritable=os.get_inheritable(fd))
+        os.close(again)
     for region in list(_Region.all_for_writing(runs)):
         region.replace()
+
+
+def _opened(path: str, fd: int, flags: int) -> int:
+    """Open the shield's file at `path`, in the place of the machine's file `fd`.
+
+    Where the shield could not copy it, since it is large or the disk is full, what is returned can only be read.
+    """
+    is_file, size = stat.S_ISREG(os.fstat(fd).st_mode), os.fstat(fd).st_size
+    with suppress(OSError):
+        if size <= _MOST_COPIED_BYTES or not flags & (os.O_WRONLY | os.O_RDWR):
+            return os.open(path, flags)
+    with suppress(OSError):
+        if is_file:
+            return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    return os.open(os.devnull, os.O_RDONLY)  # a program can make files in a folder that can be read
 
 
 def _open_files(runs: str) -> Iterator[tuple[int, str]]:
@@ -191,7 +207,8 @@ def _open_files(runs: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_of_the_machine(path: str, runs: str) -> bool:
-    return path.startswith("/") and not path.startswith((*_LEAVE_OUT, "/memfd:", runs + "/")) and _DELETED not in path
+    is_deleted = path.endswith(_DELETED) and not os.path.lexists(path)
+    return path.startswith("/") and not path.startswith((*_LEAVE_OUT, "/memfd:", runs + "/")) and not is_deleted
 
 
 def _fdinfo(fd: int) -> dict[str, str]:
@@ -214,8 +231,8 @@ class _Region:
 
     @classmethod
     def all_for_writing(cls, runs: str) -> Iterator[_Region]:
-        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
-            lines = file.read().splitlines()
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+            lines = file.read().split("\n")
         for line in lines:
             found = re.fullmatch(r"(\w+)-(\w+) (r?)-?w(.)s (\w+) \S+ \d+ +(/.*)", line)
             if found is not None and _is_of_the_machine(found[6], runs):

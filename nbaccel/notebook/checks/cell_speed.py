@@ -21,11 +21,11 @@ from nbaccel.notebook.checks.pasted_lines import NotebookCells, PastedLine, line
 from nbaccel.notebook.checks.speed import SpeedSearch
 from nbaccel.notebook.checks.speed_comparison import SpeedComparison, SpeedRow
 from nbaccel.notebook.checks.speed_report import SpeedReport
+from nbaccel.notebook.checks.throwaway import interrupted
 from nbaccel.output.screens import JupyterScreen
 
 __all__ = ["CellSpeed"]
 
-_INTERRUPTED = "the trials were interrupted; nothing was changed."
 _CELL = re.compile(r"Cell In\[(\d+)\]")
 
 
@@ -67,7 +67,7 @@ class CellSpeed:
         except KeyboardInterrupt:
             if self._trials.found.base.speeds:
                 self._show(self._report(("interrupted",)))
-            raise KeyboardInterrupt(_INTERRUPTED) from None
+            raise interrupted("the trials were", self._trials.changed_files) from None
         if not self._trials.found.base.speeds:
             raise LaunchRefused(
                 f"--speed: the training of {self._source.name} could not be measured "

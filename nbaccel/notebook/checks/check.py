@@ -1,7 +1,6 @@
 """A cell with `--check`: a dry run in ranks that are thrown away, and a report. Runs in the kernel.
 
-Ranks write into a file shield, or, where the system allows none, saves are redirected and files that changed are
-listed. Nothing comes back: the variables of the notebook are as before.
+Where the ranks run, and that they leave nothing, is the part of `Throwaway`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from nbaccel.launch.tasks.dry_run_task import DryRunTask
 from nbaccel.launch.tasks.gradient_task import GradientTask
 from nbaccel.notebook.checks.findings import DryRunResult
 from nbaccel.notebook.checks.full_check import FullCheck, StepGradients
+from nbaccel.notebook.checks.incomparable_names import incomparable_names
 from nbaccel.notebook.checks.report import CheckReport, ReportLine
-from nbaccel.notebook.checks.throwaway import PUT_BACK, Throwaway, unseen
+from nbaccel.notebook.checks.throwaway import Throwaway, interrupted, unseen
 from nbaccel.notebook.checks.trained_names import trained_names
 from nbaccel.options.run_options import FULL
 
@@ -77,10 +77,8 @@ class CellCheck:
             decisions = {path.name: path.read_bytes() for path in place.records.glob("*.json")}
         more: list[ReportLine] = []
         if self._plan.options.check == FULL:
-            more = list(
-                FullCheck(self._plan, self._source, self._again(decisions, noise), self._gradients).lines(first)
-            )
-        changed += [each for each in dict.fromkeys(self._changed_later) if each.removesuffix(PUT_BACK) not in changed]
+            more = list(FullCheck(self._plan, self._again(decisions, noise), self._gradients).lines(first))
+        changed = [*dict.fromkeys([*changed, *self._changed_later])]
         return CheckReport.of(first, self._source, self._plan, changed, self._platform, more)
 
     def _again(self, decisions: Mapping[str, bytes], noise: float) -> Callable[[], DryRunResult]:
@@ -132,17 +130,20 @@ class CellCheck:
 
     def _run(self, place: Throwaway, plan: LaunchPlan, spec: LaunchSpec, noise: float = 0.0) -> DryRunResult:
         began = time.monotonic()
+        tree, namespace = self._source.parsed(), self._cell.namespace
         outcome = self._launcher.run(spec, unseen(plan, self._source.name))
         try:
             if outcome.ended.is_interrupted:
-                raise KeyboardInterrupt("the check was interrupted; nothing was changed.")
+                raise interrupted("the check was", [*self._changed_later, *place.changed_files()])
             return DryRunResult.of(
                 [read_records(place.records, rank) for rank in range(len(outcome.ended.reports))],
                 outcome,
                 seconds=time.monotonic() - began,
                 noise=noise,
                 free_bytes=place.shield.free_bytes,
-                trained=trained_names(self._source.parsed(), self._cell.namespace),
+                room_bytes=place.shield.room_bytes,
+                trained=trained_names(tree, namespace),
+                incomparable=incomparable_names(tree, namespace),
             )
         finally:
             outcome.close()

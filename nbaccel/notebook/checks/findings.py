@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nbaccel.dry_run.forecasts.forecast import loops_open_at_end
+from nbaccel.dry_run.forecasts.loop_tree import is_cut
+from nbaccel.dry_run.forecasts.trainer_counts import SAVE
 from nbaccel.failures import Failure
 from nbaccel.launch.diagnosis import failed_alike
 from nbaccel.launch.ipc.reports import ErrorLink
@@ -19,6 +22,9 @@ __all__ = ["DryRunResult", "FoundError", "LineOfSaves", "error_of"]
 
 Record = Mapping[str, Any]
 
+_METRICS = os.path.join("sklearn", "metrics", "")
+"""Scores of some batches alone may lack a class."""
+
 
 @dataclass(frozen=True, slots=True)
 class FoundError:
@@ -28,7 +34,7 @@ class FoundError:
     inner: the place in another cell or file of the user's that this line has called: "Cell In[4], line 12".
     where: "rank 1", "all 2 ranks".  more: what the launcher adds: where the others were, what to do.
     is_memory: the rank ran out of memory.  rank: the one that failed first.
-    is_users: it was raised by the user's own code, in no library.
+    is_users: it was raised by the user's own code, in no library.  raised_in: the file whose code has raised it.
     """
 
     text: str
@@ -40,6 +46,7 @@ class FoundError:
     rank: int = 0
     inner: str = ""
     is_users: bool = False
+    raised_in: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,7 @@ class LineOfSaves:
     """Saves by one line of the program, or by one function.
 
     path: of the last one.  nbytes, seconds: of one save.  count: how often.  paths: different ones.
-    loops: numbers of the loops around it.
+    loops: numbers of the loops around it.  keeps: how many of them stay; None: all, as far as is known.
     """
 
     path: str
@@ -56,6 +63,7 @@ class LineOfSaves:
     count: int
     paths: int
     loops: tuple[int, ...]
+    keeps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +73,10 @@ class DryRunResult:
     records: of each rank, oldest first.  facts: of each rank, from its report; empty for a rank that left none.
     seconds: that the dry run took, with the start of its ranks.  noise: see `forecast.measure_noise`.
     free_bytes: returns the free bytes of the disk of a path.  is_hung: it was ended since no rank could go on.
+    is_late: it was ended by its time limit, which is no error.
+    room_bytes: see `FileShield`.
     missing: names of `--out` that did not come, each with the reason.
-    trained: see `trained_names`.
+    trained: see `trained_names`.  incomparable: see `incomparable_names`.
     restarts: a line for each time that memory ran out and smaller batches were tried; the rest is of the last attempt.
     """
 
@@ -81,6 +91,9 @@ class DryRunResult:
     missing: Mapping[str, str] = field(default_factory=dict)
     restarts: Sequence[str] = ()
     trained: Set[str] = frozenset()
+    incomparable: Set[str] = frozenset()
+    is_late: bool = False
+    room_bytes: int = 0
 
     @classmethod
     def of(
@@ -92,6 +105,8 @@ class DryRunResult:
         noise: float,
         free_bytes: Callable[[str], int],
         trained: Set[str] = frozenset(),
+        incomparable: Set[str] = frozenset(),
+        room_bytes: int = 0,
     ) -> DryRunResult:
         ended = outcome.ended
         reports = ended.reports
@@ -108,6 +123,9 @@ class DryRunResult:
             {} if speaker is None else speaker.missing,
             outcome.restarts,
             trained,
+            incomparable,
+            ended.is_timed_out,
+            room_bytes,
         )
 
     @property
@@ -148,15 +166,45 @@ class DryRunResult:
             folder = _without_numbers(os.path.dirname(str(record["path"])))
             own = "" if folder else str(record["path"])
             groups.setdefault((folder, own, tuple(record["loops"])), []).append(record)
-        return [_line_of(records) for records in groups.values()]
+        left = set(self.last("saves_left").get("paths", ()))
+        return [_line_of(records, left, self.last("trainer").get("keeps")) for records in groups.values()]
 
     def differing(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield each name whose value differs between the ranks, with the values as text."""
+        """Yield each name whose value differs between the ranks, and should not, with the values as text."""
         seen = [facts.get("seen", {}) for facts in self.facts]
-        for name in dict.fromkeys(name for each in seen for name in each):
+        for name in dict.fromkeys(name for each in seen for name in each if name not in self.incomparable):
             values = [each.get(name) for each in seen]
             if all(value is not None for value in values) and len({value[0] for value in values}) > 1:
                 yield name, [value[1] for value in values]
+
+    def may_be_of_few_rounds(self) -> bool:
+        """Return whether the error may come from loops that ended early: a history is short, and classes are missing.
+
+        An index beyond the end counts only behind such a loop: in the loop itself the whole run would meet it, too.
+        """
+        error = self.error
+        if error is None:
+            return False
+        if error.text.startswith("AssertionError"):
+            return error.is_users and bool(self.of_kind("loop"))
+        if error.text.startswith("IndexError"):
+            return error.is_users and self._is_behind_a_cut_loop(error.rank)
+        is_of_classes = error.text.startswith("ValueError") and re.search(r"\b(class|label)", error.text) is not None
+        return is_of_classes and _METRICS in error.raised_in and bool(self.of_kind("cut", error.rank))
+
+    def _is_behind_a_cut_loop(self, rank: int) -> bool:
+        """Return whether the program had left a loop that ended early, in the present round of the loop around both."""
+        loops = self.of_kind("loop", rank)
+        around = next((loop for loop in loops if loop["end"] == "error"), None)  # the innermost one ends first
+        cut = [loop for loop in loops if is_cut(loop)]
+        if around is None:
+            return bool(cut)
+        return any(loop["outer"] == around["id"] and loop["outer_round"] == around["rounds"] for loop in cut)
+
+    def loop_at_end(self, rank: int) -> Record:
+        """Return the entry of the innermost loop that a rank was in when its process died; empty if there is none."""
+        numbers = loops_open_at_end(self.records[rank])
+        return next((entry for entry in self.table if numbers and entry["number"] == numbers[-1]), {})
 
     def rounds_of_cuts(self) -> Iterator[tuple[int, int]]:
         """Yield for each loop that ended early the rounds of the whole run, and those that it had.
@@ -202,19 +250,27 @@ def _without_numbers(path: str) -> str:
     return re.sub(r"\d+", "#", path)
 
 
-def _line_of(records: Sequence[Record]) -> LineOfSaves:
-    """Return saves of the same files as one line. Files whose names differ by a number are of different saves."""
+def _line_of(records: Sequence[Record], left: Set[str], trainer_keeps: int | None) -> LineOfSaves:
+    """Return saves of the same files as one line. Files whose names differ by a number are of different saves.
+
+    left: paths that were there at the end.  trainer_keeps: how many saves the trainer of a library keeps; None: all.
+    """
     files: dict[str, list[Record]] = {}
     for record in records:
         files.setdefault(_without_numbers(str(record["path"])), []).append(record)
-    last = str(records[-1]["path"])
+    last, loops = str(records[-1]["path"]), tuple(records[0]["loops"])
+    paths = max(({str(record["path"]) for record in each} for each in files.values()), key=len)
+    keeps = trainer_keeps if SAVE in loops else records[0].get("keeps")
+    if 0 < len(paths & left) < len(paths):  # where none is left, they may have got other names
+        keeps = len(paths & left)
     return LineOfSaves(
         last if len(files) == 1 else os.path.dirname(last),
         sum(max(record["bytes"] for record in each) for each in files.values()),
         sum(max(record["seconds"] for record in each) for each in files.values()),
         max(map(len, files.values())),
-        max(len({record["path"] for record in each}) for each in files.values()),
-        tuple(records[0]["loops"]),
+        len(paths),
+        loops,
+        keeps,
     )
 
 
@@ -229,7 +285,7 @@ def error_of(outcome: LaunchResult) -> FoundError | None:
     where = f"all {len(ended.reports)} ranks" if failed_alike(ended) else f"rank {rank}"
     report = ended.reports[rank]
     if report is None or not report.links:
-        return _as_text(error)
+        return replace(_as_text(error), rank=rank)
     link = report.links[-1]
     file, line, inner = _place_of(link)
     head, *rest = "\n".join(link.headline or [link.type_name]).splitlines()
@@ -245,6 +301,7 @@ def error_of(outcome: LaunchResult) -> FoundError | None:
         rank,
         inner,
         bool(link.places) and is_users(link.places[-1][0]),
+        link.places[-1][0] if link.places else "",
     )
 
 

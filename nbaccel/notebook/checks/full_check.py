@@ -6,7 +6,6 @@ one with a process that takes their batches one after the other. The means of th
 
 from __future__ import annotations
 
-import ast
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.launch.plan import LaunchPlan
-from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.notebook.checks.findings import DryRunResult
 from nbaccel.notebook.checks.report import OK, RED, YELLOW, ReportLine
 from nbaccel.quantities import duration, listed
@@ -25,9 +23,6 @@ __all__ = ["FullCheck", "StepGradients", "compared"]
 _TOLERANCE = 1e-4
 """Relative difference of gradients that fp32 explains: sums of 1e6 products in another order differ by about
 sqrt(1e6) * 2**-24 = 6e-5 of their size (Higham, Accuracy and Stability of Numerical Algorithms, section 2.8)."""
-
-_CLOCKS = frozenset({"datetime", "monotonic", "now", "perf_counter", "process_time", "time", "timeit", "uuid"})
-"""Names of what rightly differs between two runs."""
 
 _ORDER_OF_SUMS = (
     "; or a kernel of the GPU adds in another order each time, as torch.use_deterministic_algorithms(True) says"
@@ -79,12 +74,10 @@ class FullCheck:
     def __init__(
         self,
         plan: LaunchPlan,
-        source: CellSource,
         again: Callable[[], DryRunResult],
         attempt: Callable[[LaunchPlan, int, int | None], tuple[DryRunResult, list[StepGradients | None]]],
     ) -> None:
         self._plan = plan
-        self._source = source
         self._again = again
         self._attempt = attempt
 
@@ -113,8 +106,7 @@ class FullCheck:
                 YELLOW, f"a second run of the cell failed, and the first one did not: {second.error.text}"
             )
         trained, seen = (_differing(first, second, key) for key in ("checksums", "seen"))
-        clocks = of_clocks(self._source.parsed())
-        names = trained + [name for name in seen if name not in clocks and name not in trained]
+        names = trained + [name for name in seen if name not in first.incomparable and name not in trained]
         if not names:
             return ReportLine(OK, "two runs gave the same results")
         seed = self._plan.options.seed
@@ -135,8 +127,8 @@ class FullCheck:
         plan = replace(self._plan, settings=replace(self._plan.settings, mixed_precision="no"))
         ranks = plan.devices.num_processes
         found, several = self._attempt(plan, 1, None)
-        if found.error is not None:
-            return ReportLine(YELLOW, f"{_NOT_COMPARED}: in fp32 the cell fails: {found.error.text}")
+        if why := _why_no_step(found, "in fp32"):
+            return ReportLine(YELLOW, f"{_NOT_COMPARED}: {why}")
         of_ranks = [each for each in several if each is not None]
         if not of_ranks:
             return ReportLine(OK, "no optimizer steps, so there are no gradients to compare")
@@ -150,11 +142,18 @@ class FullCheck:
         is_own = "prepared" in record["kinds"] and "split" not in record["kinds"]
         alone = replace(plan, devices=replace(plan.devices, num_processes=1, gpus=plan.devices.of_rank(0)))
         found, (one, *_) = self._attempt(alone, ranks, None) if is_own else self._attempt(alone, 1, record["step"])
-        if found.error is not None:
-            return ReportLine(YELLOW, f"{_NOT_COMPARED}: there the cell fails: {found.error.text}")
+        if why := _why_no_step(found, "there"):
+            return ReportLine(YELLOW, f"{_NOT_COMPARED}: {why}")
         if one is None:
             return ReportLine(YELLOW, f"{_NOT_COMPARED}: there no optimizer steps in {ranks} batches")
         return compared(of_ranks, one, is_own)
+
+
+def _why_no_step(found: DryRunResult, where: str) -> str:
+    """Return why a run that is to end at its first step has not come to it; empty if nothing has ended it before."""
+    if found.is_late:
+        return "the cell takes too long to its first step: load data and models in a cell before"
+    return "" if found.error is None else f"{where} the cell fails: {found.error.text}"
 
 
 def _why_not(record: Mapping[str, Any]) -> str:
@@ -243,29 +242,3 @@ def _differing(first: DryRunResult, second: DryRunResult, key: str) -> list[str]
         mine, its = one.get(key, {}), other.get(key, {})
         found |= {name: None for name in mine if name in its and mine[name] != its[name]}
     return list(found)
-
-
-def of_clocks(tree: ast.Module) -> set[str]:
-    """Return names that a program assigns from a clock, or from such a name; they differ between two runs.
-
-    >>> sorted(of_clocks(ast.parse("began = time.time(); x = f(1); took = g() - began")))
-    ['began', 'took']
-    """
-    assigned = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
-            assigned.append((names, set(_words(node.value))))
-    found: set[str] = set()
-    while more := {name for names, words in assigned if words & (_CLOCKS | found) for name in names} - found:
-        found |= more
-    return found
-
-
-def _words(node: ast.expr) -> Iterator[str]:
-    for each in ast.walk(node):
-        if isinstance(each, ast.Name):
-            yield each.id
-        elif isinstance(each, ast.Attribute):
-            yield each.attr

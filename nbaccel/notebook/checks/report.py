@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import errno
 import html
+import linecache
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,9 @@ _SESSION_S = {Platform.KAGGLE: 12 * 3600.0, Platform.KAGGLE_BATCH: 12 * 3600.0, 
 _SLOW_LOADER = 0.4
 """Share of a step's seconds spent waiting for the loader from which on it is worth a line."""
 
+_WAIT_S = 0.002
+"""Waiting for a batch that worker processes would not make shorter: to send one takes about as long."""
+
 _MEMORY = (0.96, 1.08)
 """Peak of a whole run relative to that of its dry run: allocators keep other blocks, and histories grow."""
 
@@ -55,6 +59,15 @@ _PARTS = ("loader", "host to device", "forward", "backward", "communication", "o
 
 _NAMES = {"saving": "saves", "program": "your own code"}
 """Names of these parts in the report, where they differ."""
+
+_CUT_OFF = re.compile(r"\[\s*:[^\]\n]*(\blen\(|samples)")
+"""A slice such as ``[: len(loader.dataset) - samples_seen]``, by which programs drop what fills up the last round."""
+
+_OFFLINE = ("offline mode", "hf_hub_offline", "outgoing traffic has been disabled")
+"""Words of errors of the Hugging Face Hub, in small letters."""
+
+_FULL = (os.strerror(errno.ENOSPC), "file write failed")
+"""Words of errors about a full disk: the system's, and those of `torch.save`."""
 
 _SMALLEST_COUNT = 10
 
@@ -128,8 +141,9 @@ class _Writer:
         self._source = source
         self._plan = plan
         self._platform = platform
-        ended = found.last("end")
-        self._gaps = not_reached(source.code, set(ended.get("reached", ()))) if ended else []
+        ends = [found.last("end", rank) for rank in range(found.world_size)]
+        reached = {line for end in ends for line in end.get("reached", ())}
+        self._gaps = not_reached(source.code, reached) if ends[0] else []
         self._forecast: Forecast | None = None
         if found.of_kind("whole"):
             self._forecast = forecast(found.records[0], found.table, found.noise)
@@ -172,33 +186,41 @@ class _Writer:
             place = f"{error.file}, line {error.line}"
         head = ", ".join(filter(None, [place, error.where]))
         more = "".join(f"\n  {line.strip()}" for line in error.more.splitlines() if line.strip())
-        if counts := self._counts_of_cut_batches(error.text):
+        if not error.line and (loop := self._found.loop_at_end(error.rank)):
+            file = "" if self._is_in_cell(loop["file"]) else f" of {loop['file']}"
+            more += f"\n  rank {error.rank} was in the loop in line {loop['line']}{file}: {loop['head']}"
+        if reason := self._why_not_checked(error):
             return ReportLine(
-                YELLOW,
-                f"{head}: {error.text}; {counts} is what the rounds of this check come to, so this line, and what "
-                "follows it, could not be checked",
+                YELLOW, f"{head}: {error.text}{reason}, so this line, and what follows it, could not be checked"
             )
-        if "offline mode" in error.text.lower() or "HF_HUB_OFFLINE" in error.text:
+        if any(words in f"{error.text}\n{error.more}".lower() for words in _OFFLINE):
             return ReportLine(
                 YELLOW, f"{head}: it needs the network, which a check leaves alone: load it in a cell before this one"
-            )
-        if error.text.startswith("AssertionError") and error.is_users and self._found.of_kind("loop"):
-            return ReportLine(
-                YELLOW,
-                f"{head}: {error.text}; after the few rounds of a check that may be so, and this line, and what "
-                "follows it, could not be checked",
-            )
-        if os.strerror(errno.EOVERFLOW) in error.text:
-            return ReportLine(
-                YELLOW,
-                f"{head}: {error.text}: the file belongs to another user or group, which the shield of this check "
-                "cannot change; the run itself may be allowed to, so this line, and what follows it, could not be "
-                "checked",
             )
         if error.is_memory:
             at = _at_batch(self._found.last("peak", error.rank).get("batch"))
             return ReportLine(RED, f"{head}: out of memory{at}: {error.text}{more}")
         return ReportLine(RED, f"{head}: {error.text}{more}" if head else f"{error.text}{more}")
+
+    def _why_not_checked(self, error: FoundError) -> str:
+        """Return why an error may be one of the check alone, as the end of its line; empty if it is the run's too."""
+        if counts := self._counts_of_cut_batches(error.text):
+            return f"; {counts} is what the rounds of this check come to"
+        if self._found.may_be_of_few_rounds():
+            return "; after the few rounds of a check that may be so"
+        if name := self._bound_by_a_condition(error):
+            return f"; {name} is bound under a condition that did not hold in the few rounds of a check"
+        if os.strerror(errno.EOVERFLOW) in error.text:
+            return (
+                ": the file belongs to another user or group, which the shield of this check cannot change; the run "
+                "itself may be allowed to"
+            )
+        if _is_about_disk(error.text) and 0 < self._found.room_bytes < self._found.free_bytes(os.getcwd()):
+            return (
+                f": all files of this check have room for {amount(self._found.room_bytes)}, less than the disk has for "
+                "the run (let TMPDIR be a folder of a larger disk)"
+            )
+        return ""
 
     def _counts_of_cut_batches(self, text: str) -> int | None:
         """Return a number in an error that counts what cut loaders gave, to one rank or to all; None if there is none.
@@ -211,6 +233,15 @@ class _Writer:
         pairs = [(whole + more, had + more) for whole, had in self._found.rounds_of_cuts() for more in (0, 1)]
         counts |= {had for whole, had in pairs if whole != had and whole in numbers}
         return max(counts & numbers, default=None)
+
+    def _bound_by_a_condition(self, error: FoundError) -> str:
+        """Return the name that an error misses, if an `if` above that line would bind it; else an empty text."""
+        missing = re.match(r"(?:NameError|UnboundLocalError): .*?'(\w+)'", error.text)
+        if missing is None or not self._is_in_cell(error.file) or not self._found.of_kind("loop"):
+            return ""
+        conditions = [node for node in ast.walk(self._source.parsed()) if isinstance(node, ast.If)]
+        above = (part for node in conditions for part in [*node.body, *node.orelse] if part.lineno < error.line)
+        return missing[1] if missing[1] in self._bound_in_gaps(*above) else ""
 
     def _is_in_cell(self, file: str) -> bool:
         return file == self._source.name
@@ -254,11 +285,15 @@ class _Writer:
             if place in told:
                 continue
             told.add(place)
-            where = f"line {place[0]}: " if self._is_in_cell(str(place[1])) else ""
+            is_here = self._is_in_cell(str(place[1]))
+            where = f"line {place[0]}: " if is_here else ""
+            text = self._source.code if is_here else "".join(linecache.getlines(str(place[1])))
+            is_cut_off = _CUT_OFF.search(text) is not None
+            unless = ", unless they are cut off afterwards" if is_cut_off else ""
             yield ReportLine(
-                RED,
+                YELLOW if is_cut_off else RED,
                 f"{where}accelerator.gather counts {plural(record['repeated'], 'sample')} twice, those that fill up "
-                f"the last batch ({record['rows']} rows): use accelerator.gather_for_metrics",
+                f"the last batch ({record['rows']} rows){unless}: use accelerator.gather_for_metrics",
             )
 
     # --- does it fit
@@ -276,7 +311,7 @@ class _Writer:
         values = [int(each["bytes"]) for each in peaks if each]
         if not values:
             return
-        at = _at_batch(peaks[0].get("batch"))
+        at = _at_batch(max((each for each in peaks if each), key=lambda each: int(each["bytes"])).get("batch"))
         low, high = (round(share * max(values)) for share in _MEMORY)
         words = f"{amount(low)} to {amount(high)}"
         if len(values) > 1:
@@ -297,23 +332,21 @@ class _Writer:
             yield ReportLine(OK, f"memory{at}: {words} of the host")
 
     def _steps(self) -> Iterator[ReportLine]:
-        best = max(
-            filter(_is_of_steps, self._found.of_kind("step_times")),
-            key=lambda each: sum(each["seconds"].values()),
-            default=None,
-        )
-        if best is None:
+        timed = self._found.of_kind("step_times")
+        passes = [each for each in timed if _is_of_steps(each) and any(each["seconds"].values())]
+        passes = [each for each in passes if each["seconds"].get("optimizer")] or passes  # those that train
+        if not passes:
             return
-        seconds = {name: best["seconds"].get(name, 0.0) for name in _PARTS if best["seconds"].get(name)}
+        best = max(passes, key=lambda each: sum(each["seconds"].values()))
+        seconds = {name: part for name in _PARTS if (part := best["seconds"].get(name))}
         whole = sum(seconds.values())
-        if not whole:
-            return
         shares = ", ".join(
             f"{_NAMES.get(name, name)} {part / whole:.0%}" for name, part in seconds.items() if part / whole >= 0.01
         )
-        yield ReportLine(OK, f"a batch takes {_short(whole / best['batches'])}: {shares}")
+        a_batch = whole / best["batches"]
+        yield ReportLine(OK, f"a batch takes {_short(a_batch)}: {shares}")
         share = seconds.get("loader", 0.0) / whole
-        if share > _SLOW_LOADER:
+        if share > _SLOW_LOADER and share * a_batch > _WAIT_S:
             yield ReportLine(
                 YELLOW,
                 f"{best.get('name') or 'the loader'} takes {share:.0%} of each batch: more num_workers, or a cheaper "
@@ -323,6 +356,9 @@ class _Writer:
     def _time(self) -> Iterator[ReportLine]:
         expected = self._forecast
         if expected is None or self._found.error is not None:
+            return
+        if self._found.last("end").get("left"):
+            yield ReportLine(YELLOW, "the time cannot be forecast: a loop was left, and its rounds are not known")
             return
         start_s = self._found.seconds - float(self._found.last("whole").get("seconds", 0.0))
         for unknown in expected.unknown:
@@ -336,6 +372,8 @@ class _Writer:
         limit_s, whose = self._limit()
         if limit_s is None:
             yield ReportLine(OK, words)
+        elif low > limit_s and expected.may_end_early:
+            yield ReportLine(YELLOW, f"{words} unless it ends earlier, and {whose} ends it after {said(limit_s)}")
         elif low > limit_s:
             yield ReportLine(
                 RED,
@@ -358,6 +396,8 @@ class _Writer:
         for save in self._found.saves():
             count = self._times_of(save)
             kept = count if save.paths > 1 and count is not None else 1
+            if save.keeps is not None:
+                kept = min(kept, save.keeps + 1)  # the oldest one goes when the next is complete
             whole = save.nbytes * kept
             free = self._found.free_bytes(save.path)
             times = "" if count is None else f", {plural(count, 'time')} in the whole run"
@@ -375,18 +415,23 @@ class _Writer:
     def _times_of(self, save: LineOfSaves) -> int | None:
         if not save.loops:
             return save.count
-        times = None if self._forecast is None else self._forecast.times(save.loops[-1], save.count)
+        if self._forecast is None or self._found.error is not None:  # then its loops have not had their rounds
+            return None
+        times = self._forecast.times(save.loops[-1], save.count)
         return None if times is None else round(times)
 
     def _out(self) -> Iterator[ReportLine]:
         found = self._found
         if found.error is not None:
             return
-        facts: Mapping[str, Any] = found.facts[self._plan_result_rank] if found.facts else {}
+        facts: Mapping[str, Any] = found.facts[0] if found.facts else {}
         sizes = facts.get("left_bytes", {})
-        if found.missing:
-            reasons = ", ".join(f"{name} ({why})" for name, why in found.missing.items())
-            yield ReportLine(RED, f"--out would not bring {reasons}")
+        later = self._bound_in_gaps(self._source.parsed())
+        for level, missing in ((RED, found.missing.keys() - later), (YELLOW, found.missing.keys() & later)):
+            if missing:
+                reasons = ", ".join(f"{name} ({why})" for name, why in found.missing.items() if name in missing)
+                unless = ", unless by a line that was not reached" if level is YELLOW else ""
+                yield ReportLine(level, f"--out would not bring {reasons}{unless}")
         if self._plan.options.names_back is None:
             sizes = {name: size for name, size in sizes.items() if size >= _SMALL_BYTES and name != _ACCELERATOR}
         largest = sorted(sizes.items(), key=lambda item: -item[1])
@@ -396,7 +441,14 @@ class _Writer:
         if parts:
             yield ReportLine(OK, f"comes back: {', '.join(parts)}")
 
-    _plan_result_rank = 0
+    def _bound_in_gaps(self, *trees: ast.AST) -> set[str]:
+        """Return the names that lines bind which were not reached, such as those of the last epoch."""
+        bound = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        return {
+            node.id
+            for node in bound
+            if isinstance(node.ctx, ast.Store) and any(first <= node.lineno <= last for first, last in self._gaps)
+        }
 
 
 def _is_of_steps(times: Mapping[str, Any]) -> bool:
@@ -428,6 +480,11 @@ def _names_of_batches(tree: ast.Module) -> set[str]:
     return inside - outside
 
 
+def _is_about_disk(text: str) -> bool:
+    """Return whether an error says that a disk is full; shared memory may be, too."""
+    return any(words in text for words in _FULL) and "shm" not in text and "</torch_" not in text
+
+
 def _files(changed: Sequence[str]) -> Iterator[ReportLine]:
     for path in changed:
         yield ReportLine(YELLOW, f"changed by this check: {path}")
@@ -456,4 +513,11 @@ def _about(seconds: float) -> str:
 
 
 def _short(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1.0 else f"{seconds:.1f} s"
+    """
+    >>> _short(0.0004), _short(0.0123), _short(2.0)
+    ('0.4 ms', '12 ms', '2.0 s')
+    """
+    if seconds >= 1.0:
+        return f"{seconds:.1f} s"
+    milliseconds = seconds * 1000
+    return f"{milliseconds:.0f} ms" if milliseconds >= 1.0 else f"{milliseconds:.1g} ms"

@@ -7,6 +7,7 @@ First every change gets a trial; those that seem to help get more; then the best
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -245,7 +246,7 @@ class SpeedSearch:
         """
         cell, is_first = self._cell, not self.found.base.trials
         if change.compiles and not self._compiled:
-            self._compiled = tempfile.mkdtemp(prefix=PREFIX)
+            self._compiled = os.path.realpath(tempfile.mkdtemp(prefix=PREFIX))
             self._launcher.resources.guard(self._compiled)
         kept = [Path(self._compiled)] if change.compiles else []
         with Throwaway.start(self._launcher, kept) as place:

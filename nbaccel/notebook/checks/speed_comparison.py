@@ -19,6 +19,9 @@ LEAST_GAIN = 1.05
 FEWEST_TRIALS = 2
 """Trials after which a change may be said to be faster."""
 
+_FEWEST_STEPS = 6
+"""Steps that are measured at least of a training that ends before the wanted time; warm-up comes before them."""
+
 _ALIKE, _ALIKE_KERNELS, _ALIKE_ROUNDED = 1e-3, 5e-3, 2e-2
 """Relative differences of first losses: of the same arithmetic in another order, of other kernels for convolutions,
 which GPUs compute with 10 bits (TF32) by default, and of other precisions."""
@@ -53,7 +56,8 @@ class SpeedTrial:
         """Return the trial whose ranks have left these records, one of each rank."""
         first = records[0]
         measured_s = max(float(each["seconds"]) for each in records)
-        why_not = "" if first["steps"] and measured_s > 0 else "too few steps"
+        is_enough = first["steps"] >= (_FEWEST_STEPS if first["is_whole"] else 1) and measured_s > 0
+        why_not = "" if is_enough else "too few steps"
         if first.get("compiles_nothing"):
             why_not = "torch compiles nothing of it"
         return cls(

@@ -259,6 +259,16 @@ PROGRAMS = {
                 work(0.1)
                 step()
     """,
+    "epochs of a generator": """
+        def epochs_of(train, epochs):
+            for epoch in range(epochs):
+                for x in train:
+                    work(0.1)
+                    step()
+                yield epoch
+        for epoch in epochs_of(loader(100), 4):
+            work(3)
+    """,
     "a loop that ends by itself": """
         for i in range(4):
             work(i)
@@ -317,7 +327,7 @@ def test_no_range_goes_beyond_the_fastest_and_the_slowest_rounds(monkeypatch: py
     found = dry(text, monkeypatch).forecast(noise=0.4)
     assert found.high_s is not None
     assert 0.6e6 < found.low_s < 1e6
-    assert 60e6 < found.high_s < 100e6 or found.high_s < 60e6
+    assert 10e6 < found.high_s < 100e6
     assert dry(text, monkeypatch).forecast(noise=50.0).low_s > 0
 
 
@@ -352,7 +362,13 @@ def test_parts_that_ran_in_some_rounds_only_widen_the_range(monkeypatch: pytest.
         ),
         (
             "import itertools\nfor i in itertools.count(): work(2); step()",
-            "the loop in line 2 ends by a condition: each round takes 2.0 s",
+            "the loop in line 2 goes over an iterator whose length is not known, and each round takes 2.0 s: a list, a "
+            "range or accelerator.epochs has one",
+        ),
+        (
+            "def rounds():\n    yield from range(50)\nfor i in rounds(): work(2); step()",
+            "the loop in line 3 goes over an iterator whose length is not known, and each round takes 2.0 s: a list, a "
+            "range or accelerator.epochs has one",
         ),
     ],
 )
@@ -469,7 +485,7 @@ def test_a_counter_tells_when_a_loop_ends(text: str, rounds: int | None, monkeyp
     exec(textwrap.dedent(text), names)
     (part,) = run.forecast().parts
     assert part.rounds == rounds
-    assert rounds is None or abs(len(steps) - rounds) <= 0
+    assert rounds in (None, len(steps))
 
 
 def test_what_a_loop_does_is_counted_for_the_whole_run() -> None:
@@ -481,3 +497,14 @@ def test_what_a_loop_does_is_counted_for_the_whole_run() -> None:
     assert found.times(4, 1) == 10.0
     assert found.times(5, 1) is None
     assert found.times(9, 1) is None
+
+
+def test_a_loop_of_a_function_is_counted_for_all_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+    def fit(epochs):
+        for epoch in range(epochs):
+            for x in loader(100): work(0.1); step()
+    fit(10)
+    for again in range(1): fit(50)
+    """
+    assert dry(text, monkeypatch).forecast().times(0, 4) == pytest.approx(60)

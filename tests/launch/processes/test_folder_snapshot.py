@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from nbaccel.launch.processes import folder_snapshot
-from nbaccel.launch.processes.folder_snapshot import FolderSnapshot
+from nbaccel.launch.processes.folder_snapshot import FolderSnapshot, undo_changes
 
 
 @pytest.fixture
@@ -57,10 +59,10 @@ def keep(tmp_path: Path) -> Path:
     return keep
 
 
-def test_small_files_are_put_back_however_they_were_changed(home: Path, keep: Path) -> None:
+def test_files_that_are_gone_are_put_back(home: Path, keep: Path) -> None:
     snapshot = FolderSnapshot.of(home, keep=keep)
     times = {path: path.stat().st_mtime_ns for path in (home / "old.txt", home / "folder" / "kept.txt")}
-    (home / "old.txt").write_text("changed in its place")
+    (home / "old.txt").unlink()
     shutil.rmtree(home / "folder")
     (home / "new.txt").touch()
     assert snapshot.put_back() == [str(home / "folder" / "kept.txt"), str(home / "old.txt")]
@@ -70,20 +72,42 @@ def test_small_files_are_put_back_however_they_were_changed(home: Path, keep: Pa
     assert snapshot.changed() == [str(home / "new.txt")]
 
 
-def test_large_files_are_put_back_if_they_were_removed_or_replaced(
-    home: Path, keep: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folder_snapshot, "_SMALL_BYTES", 0)
-    (home / "third.txt").write_text("third\n")
+def test_what_another_program_may_have_written_is_not_put_back(home: Path, keep: Path) -> None:
+    """An editor replaces the file that it saves, or writes it in its place."""
     snapshot = FolderSnapshot.of(home, keep=keep)
-    (home / "folder" / "kept.txt").unlink()
     (home / "another.txt").write_text("replaces it")
     os.replace(home / "another.txt", home / "old.txt")
-    (home / "third.txt").write_text("changed in its place")
-    assert snapshot.put_back() == [str(home / "folder" / "kept.txt"), str(home / "old.txt")]
+    (home / "folder" / "kept.txt").write_text("changed in its place")
+    assert snapshot.put_back() == []
+    assert (home / "old.txt").read_text() == "replaces it"
+    assert (home / "folder" / "kept.txt").read_text() == "changed in its place"
+    assert snapshot.changed() == [str(home / "folder" / "kept.txt"), str(home / "old.txt")]
+
+
+def test_a_file_that_was_changed_before_it_was_removed_is_not_put_back(home: Path, keep: Path) -> None:
+    snapshot = FolderSnapshot.of(home, keep=keep)
+    (home / "old.txt").write_text("changed in its place")
+    (home / "old.txt").unlink()
+    assert snapshot.put_back() == []
+    assert snapshot.changed() == [str(home / "old.txt")]
+
+
+def test_where_a_file_can_have_no_second_name_small_ones_are_copied(
+    home: Path, keep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EXDEV, "another file system")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(folder_snapshot, "_SMALL_BYTES", len("kept\n"))
+    (home / "large.txt").write_text("large\n")
+    before = (home / "old.txt").stat()
+    snapshot = FolderSnapshot.of(home, keep=keep)
+    (home / "old.txt").unlink()
+    (home / "large.txt").unlink()
+    assert snapshot.put_back() == [str(home / "old.txt")]
     assert (home / "old.txt").read_text() == "old\n"
-    assert (home / "folder" / "kept.txt").read_text() == "kept\n"
-    assert snapshot.changed() == [str(home / "third.txt")]
+    assert (home / "old.txt").stat().st_mtime_ns == before.st_mtime_ns
 
 
 def test_without_a_place_to_keep_files_nothing_is_put_back(home: Path) -> None:
@@ -91,3 +115,43 @@ def test_without_a_place_to_keep_files_nothing_is_put_back(home: Path) -> None:
     (home / "old.txt").unlink()
     assert snapshot.put_back() == []
     assert snapshot.changed() == [str(home / "old.txt")]
+
+
+def test_a_look_at_a_folder_ends_in_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_snapshot, "_MOST_S", -1.0)
+    snapshot = FolderSnapshot.of(home)
+    assert snapshot.changed() == [f"{home} holds more than 0 files; new ones are not listed"]
+
+
+def test_file_systems_that_are_mounted_below_are_left_alone() -> None:
+    """A mounted drive may be far away, and large."""
+    below = Path("/dev/shm")
+    if not below.is_dir() or below.stat().st_dev == below.parent.stat().st_dev:
+        pytest.skip("no file system is mounted there")
+    with tempfile.NamedTemporaryFile(dir=below) as file:
+        assert file.name not in FolderSnapshot.of(below.parent)._files
+        assert file.name in FolderSnapshot.of(below)._files
+
+
+def test_originals_are_put_back_with_their_times_and_what_ranks_made_is_removed(home: Path, keep: Path) -> None:
+    for name in ("old.txt", "folder/kept.txt"):
+        place = Path(f"{keep}{home}", name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(home / name, place)
+    assert undo_changes(keep) == []
+    before = (home / "old.txt").stat()
+    (home / "old.txt").write_text("changed\n")
+    shutil.rmtree(home / "folder")
+    (home / "new" / "below").mkdir(parents=True)
+    (home / "new" / "file").touch()
+    Path(f"{keep}{home}/new").mkdir()
+    Path(f"{keep}{home}/new/file").symlink_to("there was none")
+    keep.with_name("new-folders").write_text(f"{home}/new\n{home}/new/below\n{home}\n")
+    (home / "of another program").touch()
+    expected = [home / "old.txt", home / "folder" / "kept.txt", home / "new" / "file"]
+    assert sorted(undo_changes(keep)) == sorted(map(str, expected))
+    assert (home / "old.txt").read_text() == "old\n"
+    assert (home / "old.txt").stat().st_mtime_ns == before.st_mtime_ns
+    assert (home / "folder" / "kept.txt").read_text() == "kept\n"
+    assert sorted(path.name for path in home.iterdir()) == ["folder", "of another program", "old.txt"]
+    assert undo_changes(keep) == []

@@ -140,6 +140,32 @@ def test_listings_of_folders_show_what_was_saved(run: Run, home: Path, elsewhere
     assert before.changed() == []
 
 
+def copies(elsewhere: str) -> dict[str, Any]:
+    redirect_checkpoints(elsewhere)
+    Accelerator(cpu=True).save_model(torch.nn.Linear(1, 1), "weights")
+    if os.environ["RANK"] != "0":
+        return {}
+    torch.save(torch.ones(2), "new.pt")
+    shutil.copyfile(src="new.pt", dst="old.pt")
+    shutil.copy("new.pt", "copy.pt")
+    shutil.copy2(Path("new.pt"), "second.pt")
+    os.replace(src="second.pt", dst="moved.pt")
+    lengths = [len(torch.load(name)) for name in ("old.pt", "copy.pt", "moved.pt")]
+    with open(file="copy.pt", mode="rb") as file:
+        lengths.append(len(torch.load(file)))
+    assert os.stat(path="copy.pt").st_size > 0
+    shutil.rmtree("weights")
+    return {"lengths": lengths, "is_left": os.path.exists("weights"), "here": sorted(os.listdir())}
+
+
+def test_copies_of_what_was_saved_lie_beside_it(run: Run, home: Path, elsewhere: Path) -> None:
+    before = FolderSnapshot.of(home)
+    seen, _ = run(copies, str(elsewhere))
+    names = ["copy.pt", "moved.pt", "new.pt", "old.pt"]
+    assert seen == {"lengths": [2, 2, 2, 2], "is_left": False, "here": names}
+    assert before.changed() == []
+
+
 def saves_by_names(elsewhere: str) -> list[Any]:
     if os.environ["RANK"] != "0":
         return []

@@ -7,6 +7,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.notebook.checks.findings import DryRunResult, FoundError
 from nbaccel.notebook.checks.report import CheckReport
@@ -47,9 +49,62 @@ def test_a_file_that_the_shield_cannot_change_is_yellow() -> None:
     assert rest == ["yellow: not reached: line 3"]
 
 
+@pytest.mark.parametrize(
+    ("text", "room_bytes", "level"),
+    [
+        ("OSError: [Errno 28] No space left on device: 'x.bin'", 10**8, "yellow"),
+        ("RuntimeError: [enforce fail at inline_container.cc:672] file write failed", 10**8, "yellow"),
+        ("OSError: [Errno 28] No space left on device: 'x.bin'", 0, "red"),  # there is no shield
+        ("OSError: [Errno 28] No space left on device: 'x.bin'", 10**9, "red"),  # the disk itself is full
+        ("RuntimeError: unable to write to file </torch_1>: No space left on device (28)", 10**8, "red"),  # /dev/shm
+    ],
+)
+def test_a_full_layer_on_a_disk_that_is_not_full_is_yellow(text: str, room_bytes: int, level: str) -> None:
+    error = FoundError(text, "rank 0", "Cell In[5]", 2)
+    found = DryRunResult([[]], [{}], error, 1.0, 0.1, lambda path: 10**9, room_bytes=room_bytes)
+    first = str(CheckReport.of(found, SOURCE, PLAN)).splitlines()[0]
+    assert first.startswith(f"{level}: line 2, rank 0: {text}")
+    assert ("let TMPDIR be" in first) == (level == "yellow")
+
+
 def test_an_error_below_the_cell_has_both_lines() -> None:
     (first,) = lines(FoundError("ValueError: no", "rank 1", "Cell In[5]", 3, inner="Cell In[4], line 12"))
     assert first == "red: line 3 (Cell In[4], line 12), rank 1: ValueError: no"
+
+
+LEFT = {"kind": "loop", "id": 2, "outer": 1, "outer_round": 1, "rounds": 2, "end": "cut", "is_cut_by_pass": False}
+WHOLE = {**LEFT, "end": "exhausted"}
+AROUND = {**LEFT, "id": 1, "outer": 0, "outer_round": 0, "rounds": 1, "end": "error"}
+
+
+@pytest.mark.parametrize(
+    ("records", "level"),
+    [
+        ([LEFT], "yellow"),
+        ([WHOLE], "red"),
+        ([{**WHOLE, "is_cut_by_pass": True}], "yellow"),
+        ([LEFT, AROUND], "yellow"),
+        ([LEFT, {**AROUND, "rounds": 2}], "red"),
+        ([AROUND], "red"),
+    ],
+    ids=["behind", "behind a whole one", "behind a pass", "in the loop around", "in its next round", "inside"],
+)
+def test_an_index_beyond_the_end_is_yellow_behind_a_loop_that_ended_early(
+    records: list[dict[str, Any]], level: str
+) -> None:
+    error = FoundError("IndexError: list index out of range", "all 2 ranks", "Cell In[5]", 3, is_users=True)
+    assert lines(error, *records)[0].startswith(f"{level}: line 3, all 2 ranks: IndexError: list index out of range")
+    assert lines(replace(error, is_users=False), *records)[0].startswith("red: ")
+
+
+def test_a_score_of_few_batches_may_lack_a_class() -> None:
+    text = "ValueError: Number of classes, 4, does not match size of target_names, 10."
+    error = FoundError(text, "rank 0", "Cell In[5]", 3, raised_in="/lib/sklearn/metrics/_classification.py")
+    cut = {"kind": "cut", "place": "f:3", "number": 0, "samples": 3, "last_samples": 1, "remainder": -1}
+    assert lines(error, cut)[0].startswith("yellow: line 3, rank 0: ValueError: Number of classes, 4")
+    assert lines(error)[0].startswith("red: ")
+    assert lines(replace(error, raised_in="/lib/sklearn/svm.py"), cut)[0].startswith("red: ")
+    assert lines(replace(error, text="ValueError: inconsistent numbers of samples"), cut)[0].startswith("red: ")
 
 
 def test_an_assertion_after_a_short_training_is_yellow_and_any_other_is_red() -> None:

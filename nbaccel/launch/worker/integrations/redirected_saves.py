@@ -2,8 +2,8 @@
 
 `torch.save` and `save_file` of safetensors write below a folder of the run. Their files are found under their own names
 by `torch.load`, `load_file`, `open`, and by those functions of `os` that `os.path`, `pathlib`, `glob` and `shutil` use:
-`stat`, `listdir`, `scandir`, `rename`, `replace`, `remove`, `rmdir`. All other files that a program writes or removes
-are real ones, except in folders that only nbaccel's checkpoints have made.
+`stat`, `listdir`, `scandir`, `rename`, `replace`, `remove`, `rmdir`. Copies of them by `shutil` lie there too. All
+other files that a program writes or removes are real ones, except in folders that only nbaccel's checkpoints have made.
 
 Not covered: programs that a rank starts. Imports no torch.
 """
@@ -45,6 +45,10 @@ def redirect_saves(folder: str) -> None:
     os.remove, os.unlink = _removing(os.remove, saves), _removing(os.unlink, saves)
     os.rmdir = _removing_folders(os.rmdir, saves)
     os.listdir, os.scandir = _listing(os.listdir, saves), _scanning(os.scandir, saves)
+    _put_everywhere(shutil.rmtree, _removing_folders(shutil.rmtree, saves))
+    _put_everywhere(shutil.copyfile, _copying(shutil.copyfile, saves.found, saves.place))
+    for function in (shutil.copymode, shutil.copystat):  # the other parts of `copy` and `copy2`
+        _put_everywhere(function, _copying(function, saves.found, saves.found))
 
 
 class _Saves:
@@ -145,35 +149,37 @@ def _is_relative_to_a_descriptor(options: Mapping[str, Any]) -> bool:
 def _reading(function: Callable[..., Any], saves: _Saves) -> Callable[..., Any]:
     """Return `os.stat` or `open`, which look at the other place for what was saved there."""
     opens = function is not os.stat
+    name = "file" if opens else "path"
 
     @functools.wraps(function)
-    def call(given: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_relative_to_a_descriptor(kwargs):
-            return function(given, *args, **kwargs)
-        writes = opens and bool(set("wax+") & set(str(args[0] if args else kwargs.get("mode", "r"))))
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _is_relative_to_a_descriptor(kwargs) or not (args or name in kwargs):
+            return function(*args, **kwargs)
+        given, rest = (args[0], args[1:]) if args else (kwargs.pop(name), ())
+        writes = opens and bool(set("wax+") & set(str(rest[0] if rest else kwargs.get("mode", "r"))))
         if not writes and saves.is_known(given) and (place := saves.found(given)) is not None:
-            return function(place, *args, **kwargs)
+            return function(place, *rest, **kwargs)
         try:
-            return function(given, *args, **kwargs)
+            return function(given, *rest, **kwargs)
         except FileNotFoundError:
             # Another rank may have saved it, or the folder exists only there.
             place = saves.place(given) if writes else saves.found(given)
             if place is None or place == given:
                 raise
-        return function(place, *args, **kwargs)
+        return function(place, *rest, **kwargs)
 
     return call
 
 
 def _moving(function: Callable[..., None], saves: _Saves) -> Callable[..., None]:
     @functools.wraps(function)
-    def move(source: Any, target: Any, **kwargs: Any) -> None:
-        place = None if _is_relative_to_a_descriptor(kwargs) else saves.found(source)
-        if place is None or (os.path.isdir(place) and os.path.lexists(source)):
-            function(source, target, **kwargs)
+    def move(src: Any, dst: Any, **kwargs: Any) -> None:
+        place = None if _is_relative_to_a_descriptor(kwargs) else saves.found(src)
+        if place is None or (os.path.isdir(place) and os.path.lexists(src)):
+            function(src, dst, **kwargs)
         if place is not None:
-            saves.move(place, target, function)
-            saves.forget(source)
+            saves.move(place, dst, function)
+            saves.forget(src)
 
     return move
 
@@ -189,15 +195,33 @@ def _removing(function: Callable[..., None], saves: _Saves) -> Callable[..., Non
 
 
 def _removing_folders(function: Callable[..., None], saves: _Saves) -> Callable[..., None]:
+    remove_tree = shutil.rmtree
+
     @functools.wraps(function)
-    def remove(path: Any, **kwargs: Any) -> None:
+    def remove(path: Any, *args: Any, **kwargs: Any) -> None:
         place = None if _is_relative_to_a_descriptor(kwargs) else saves.found(path)
         if place is None or os.path.lexists(path):
-            function(path, **kwargs)
+            function(path, *args, **kwargs)
         if place is not None:
-            shutil.rmtree(place, ignore_errors=True)
+            remove_tree(place, ignore_errors=True)
 
     return remove
+
+
+def _copying(
+    function: Callable[..., Any], found: Callable[[Any], str | None], chosen: Callable[[Any], str | None]
+) -> Callable[..., Any]:
+    """Return a function of `shutil` for two paths, which leaves the copy of what was saved elsewhere there too."""
+
+    @functools.wraps(function)
+    def copy(src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
+        place = found(src)
+        if place is None:
+            return function(src, dst, *args, **kwargs)
+        function(place, chosen(dst) or dst, *args, **kwargs)
+        return dst
+
+    return copy
 
 
 def _listing(function: Callable[..., list[Any]], saves: _Saves) -> Callable[..., list[Any]]:

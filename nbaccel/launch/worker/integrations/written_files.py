@@ -95,11 +95,11 @@ def _noted(function: Callable[..., Any], files: _Files, position: int, name: str
     return call
 
 
-def is_private_file(path: str, home: str = "") -> bool:
+def is_private_file(path: str, home: str = "", temporary: str = "") -> bool:
     """Return whether `path` is in a place for devices, temporary files or caches, which no user reads as a result.
 
     A folder is opened for a temporary file without a name (`tempfile.TemporaryFile`).
-    home: a folder whose files count even if it is among the temporary ones.
+    home: a folder whose files count even if it is among the temporary ones.  temporary: by default `tempfile`'s folder.
 
     >>> is_private_file("/dev/null"), is_private_file("/content/best.pt")
     (True, False)
@@ -108,4 +108,5 @@ def is_private_file(path: str, home: str = "") -> bool:
     below = path.removeprefix(home) if is_at_home else path  # home itself may lie below a hidden folder
     if path.startswith(("/dev/", "/proc/")) or f"{os.sep}." in below or f"{os.sep}__pycache__{os.sep}" in below:
         return True
-    return os.path.isdir(path) or (not is_at_home and path.startswith(f"{tempfile.gettempdir()}{os.sep}"))
+    temporary = temporary or tempfile.gettempdir()
+    return os.path.isdir(path) or (not is_at_home and path.startswith(f"{temporary}{os.sep}"))

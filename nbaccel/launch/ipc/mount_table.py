@@ -1,13 +1,22 @@
 """The mounts that a process sees, from `/proc/PID/mountinfo`, and which of them a file shield covers. Standard library.
 
-Used by the kernel and by `shield_holder`. An overlay suits a local file system; others are shown as they are.
+Used by the kernel, by `shield_holder` and by ranks. An overlay suits a local file system; others are shown as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-__all__ = ["OF_THE_SYSTEM", "SERVICES", "SeenMount", "is_covered", "is_in", "mount_tree"]
+__all__ = [
+    "OF_THE_SYSTEM",
+    "SERVICES",
+    "SeenMount",
+    "is_covered",
+    "is_in",
+    "mount_points",
+    "mount_tree",
+    "read_mounts",
+]
 
 _FLAGS = {"nosuid": 2, "nodev": 4, "noexec": 8}
 
@@ -61,23 +70,41 @@ class SeenMount:
         return not is_of_the_system and "ro" not in self.options and not self.is_shielded
 
 
+def read_mounts() -> str:
+    """Return the mounts of this process, a line each."""
+    # Only a line feed ends a line: a path may have other characters that Python would take for an end.
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+        return file.read()
+
+
+def mount_points(text: str) -> list[str]:
+    """Return the paths of all mounts in `text`, of `read_mounts`."""
+    return [mount.point for _, _, mount in _listed(text)]
+
+
 def mount_tree(text: str) -> SeenMount | None:
     """Return the mount of the root folder, with all others that can be seen; None if the root folder is no mount.
 
-    text: of `/proc/PID/mountinfo`.
+    text: of `read_mounts`.
     """
     children: dict[str, list[tuple[str, SeenMount]]] = {}
     roots: list[tuple[str, SeenMount]] = []
-    for line in text.splitlines():
-        first, _, last = line.partition(" - ")
-        number, parent, _, _, point, options = first.split(" ")[:6]
-        kind, _, of_system = last.split(" ")[:3]
-        mount = SeenMount(_unescaped(point), kind, [*options.split(","), *of_system.split(",")])
+    for number, parent, mount in _listed(text):
         if mount.point == "/":
             roots.append((number, mount))
         if number != parent:
             children.setdefault(parent, []).append((number, mount))
     return _seen(*roots[0], children) if roots else None
+
+
+def _listed(text: str) -> Iterator[tuple[str, str, SeenMount]]:
+    """Yield each mount with its number and that of the mount below it."""
+    for line in text.split("\n"):
+        if line:
+            first, _, last = line.partition(" - ")
+            number, parent, _, _, point, options = first.split(" ")[:6]
+            kind, _, of_system = last.split(" ")[:3]
+            yield number, parent, SeenMount(_unescaped(point), kind, [*options.split(","), *of_system.split(",")])
 
 
 def _seen(number: str, mount: SeenMount, children: dict[str, list[tuple[str, SeenMount]]]) -> SeenMount:
