@@ -48,6 +48,7 @@ class TrainingParts:
         self._trains_from: Any = None
         self._optimizers: dict[int, Any] = {}
         self._model: Any = None
+        self._frames = 0  # that were compiled before the model was called
         self._looks = 0
         self._is_reading = False
         self.loader_s = 0.0
@@ -91,6 +92,7 @@ class TrainingParts:
         if self._change.channels_last:
             model.to(memory_format=torch.channels_last)
         if self._change.compiles:
+            self._frames = _compiled_frames()
             model.compile()
         return not self._change.compiles
 
@@ -156,6 +158,7 @@ class TrainingParts:
         """Return what the parts are, for the kernel: plain values."""
         loader = self._of_the_program(self._trains_from)
         found: dict[str, Any] = {"draws": self.draws, "loader_s": self.loader_s, "is_prepared": _has_prepared()}
+        found["compiles_nothing"] = self._change.compiles and _compiled_frames() == self._frames
         if loader is not None:
             found["loader"] = {
                 **self._place(loader),
@@ -270,6 +273,12 @@ def _wrapped(model: Any) -> Any:
     """Return the module in a prepared model; None if it is none."""
     torch = sys.modules["torch"]
     return model._modules.get("module") if issubclass(type(model), torch.nn.Module) else None
+
+
+def _compiled_frames() -> int:
+    """Return how many functions torch has compiled here; ``model.compile()`` passes over torch's own classes."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return int(counters["frames"]["ok"]) if "frames" in counters else 0
 
 
 def _has_prepared() -> bool:

@@ -160,3 +160,31 @@ def test_the_model_is_changed_before_its_first_call(monkeypatch: pytest.MonkeyPa
     with parts(SpeedChange(compiles=True)) as found:
         assert not found.note_model(model)
     assert found.facts()["model"]["is_compiled"]
+
+
+class Wrapped(nn.Module):
+    """A model of the program's own, which torch compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_of_which_torch_compiles_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ``model.compile()`` torch compiles the forward of no class of its own, as of 2.13."""
+    real = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda model: real(model, backend="eager"))
+    with parts(SpeedChange(compiles=True)) as found:
+        model = Wrapped()
+        found.note_model(model)
+        assert found.facts()["compiles_nothing"]
+        model(torch.ones(2, 3))
+        assert not found.facts()["compiles_nothing"]
+    with parts() as found:
+        found.note_model(model)
+        assert not found.facts()["compiles_nothing"]
+    torch._dynamo.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ class TrialTask(CellTask):
     """Tries a cell with `change`; see `CellTask` for the arguments.
 
     folder: the folder in which the ranks record what they measure; it exists, and ranks share it.
-    wanted_s: seconds to measure.
+    wanted_s: seconds to measure.  compiled: the folder in which trials share what compilers make; may be empty.
     """
 
     reference = "nbaccel.launch.tasks.trial_task:TrialTask"
@@ -37,20 +38,29 @@ class TrialTask(CellTask):
         folder: str,
         change: SpeedChange,
         wanted_s: float,
+        compiled: str = "",
         **options: Any,
     ) -> None:
         super().__init__(source, namespace, (), extra, **options)  # nothing is compared with what the cell leaves
         self.folder = folder
         self.change = change
         self.wanted_s = wanted_s
+        self.compiled = compiled
         self._trial: RankTrial | None = None
 
     def _own_facts(self) -> Mapping[str, Any]:
-        return {"folder": self.folder, "change": self.change, "wanted_s": self.wanted_s}
+        return {
+            "folder": self.folder,
+            "change": self.change,
+            "wanted_s": self.wanted_s,
+            "compiled": self.compiled,
+        }
 
     def begin(self, rank: int) -> None:
         super().begin(rank)
         go_offline()
+        if self.compiled:
+            os.environ |= {"TORCHINDUCTOR_CACHE_DIR": self.compiled, "TRITON_CACHE_DIR": f"{self.compiled}/triton"}
         settings, world = RunSettings.from_env(), World.from_env()
         joint_ranks = 1 if settings.independent else world.world_size
         self._trial = RankTrial(Path(self.folder), rank, joint_ranks, self.change, self.wanted_s, self.namespace)

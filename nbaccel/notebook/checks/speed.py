@@ -7,9 +7,13 @@ First every change gets a trial; those that seem to help get more; then the best
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from nbaccel.dry_run.rank_records import read_records
 from nbaccel.launch.launcher import Launcher
@@ -20,7 +24,7 @@ from nbaccel.launch.tasks.trial_task import TrialTask
 from nbaccel.notebook.checks.candidates import Machine, candidates, refinements
 from nbaccel.notebook.checks.findings import error_of
 from nbaccel.notebook.checks.speed_comparison import SpeedComparison, SpeedRow, SpeedTrial
-from nbaccel.notebook.checks.throwaway import Throwaway, unseen
+from nbaccel.notebook.checks.throwaway import PREFIX, Throwaway, unseen
 from nbaccel.settings import STOP
 from nbaccel.trials.changes import SpeedChange
 
@@ -80,6 +84,7 @@ class SpeedSearch:
         self._ends_at = 0.0
         self._number = 0  # of the last trial
         self._changed_files: dict[str, None] = {}
+        self._compiled = ""  # the folder of what compilers have made, which later trials need not make again
         self.found = SpeedComparison()
 
     # --- the order of trials
@@ -91,6 +96,14 @@ class SpeedSearch:
             LaunchRefused: nothing was started.  KeyboardInterrupt: it was interrupted.
             The cell's own error, if it fails as it is.
         """
+        try:
+            self._search()
+        finally:
+            if self._compiled:
+                shutil.rmtree(self._compiled, ignore_errors=True)
+                self._launcher.resources.guard(f"-{self._compiled}")
+
+    def _search(self) -> None:
         self._ends_at = time.monotonic() + self._budget_s
         found = self.found
         self._try(found.base)
@@ -232,7 +245,11 @@ class SpeedSearch:
             TimeoutError: it has taken `limit_s`.
         """
         cell, is_first = self._cell, not self.found.base.trials
-        with Throwaway.start(self._launcher) as place:
+        if change.compiles and not self._compiled:
+            self._compiled = os.path.realpath(tempfile.mkdtemp(prefix=PREFIX))
+            self._launcher.resources.guard(self._compiled)
+        kept = [Path(self._compiled)] if change.compiles else []
+        with Throwaway.start(self._launcher, kept) as place:
             place.watch_files(self._say if is_first else lambda line: None)
             task = TrialTask(
                 cell.source,
@@ -242,6 +259,7 @@ class SpeedSearch:
                 folder=str(place.records),
                 change=change,
                 wanted_s=self._wanted_s,
+                compiled=self._compiled if change.compiles else "",
             )
             spec = replace(place.spec(self._plan, task, cell, self._setup), oom=STOP, timeout_s=limit_s)
             if change.precision:

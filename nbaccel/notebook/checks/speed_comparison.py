@@ -56,13 +56,16 @@ class SpeedTrial:
         """Return the trial whose ranks have left these records, one of each rank."""
         first = records[0]
         measured_s = max(float(each["seconds"]) for each in records)
-        is_enough = first["steps"] >= (_FEWEST_STEPS if first["is_whole"] else 1)
+        is_enough = first["steps"] >= (_FEWEST_STEPS if first["is_whole"] else 1) and measured_s > 0
+        why_not = "" if is_enough else "too few steps"
+        if first.get("compiles_nothing"):
+            why_not = "torch compiles nothing of it"
         return cls(
-            first["steps"] / measured_s if is_enough and measured_s > 0 else 0.0,
+            0.0 if why_not else first["steps"] / measured_s,
             sum(float(each["samples_per_step"]) for each in records),
             [each["losses"] for each in records],
             seconds,
-            "" if is_enough else "too few steps",
+            why_not,
             first,
         )
 

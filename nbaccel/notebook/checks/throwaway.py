@@ -25,9 +25,10 @@ from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.tasks.cell_task import CellTask
 from nbaccel.output.screens import SilentScreen
 
-__all__ = ["Throwaway", "interrupted", "unseen"]
+__all__ = ["PREFIX", "Throwaway", "interrupted", "unseen"]
 
-_PREFIX = "nbaccel-check-"
+PREFIX = "nbaccel-check-"
+"""Beginning of the names of folders for temporary files."""
 
 
 class Throwaway:
@@ -37,25 +38,29 @@ class Throwaway:
     shield: what they write elsewhere is thrown away by it, if there is one.
     """
 
-    def __init__(self, folder: Path, shield: FileShield) -> None:
+    def __init__(self, folder: Path, shield: FileShield, shared: Sequence[Path] = ()) -> None:
         self.records = _of_ranks(folder) / "records"
         self.shield = shield
-        self._open = [path for path in shield.not_covered if path != _of_ranks(folder)]
+        self._shared = shared
+        self._open = [path for path in shield.not_covered if path not in (_of_ranks(folder), *shared)]
         self._kept = folder / "kept"
         self._snapshot: FolderSnapshot | None = None
 
     @classmethod
     @contextmanager
-    def start(cls, launcher: Launcher) -> Iterator[Throwaway]:
-        """Yield a new one; it is removed afterwards, also if this process is killed."""
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()  # mode 0700
+    def start(cls, launcher: Launcher, shared: Sequence[Path] = ()) -> Iterator[Throwaway]:
+        """Yield a new one; it is removed afterwards, also if this process is killed.
+
+        shared: folders, without links in their paths, in which what ranks write stays.
+        """
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()  # mode 0700
         launcher.resources.guard(str(folder))
         try:
             for name in ("records", ORIGINALS):
                 (_of_ranks(folder) / name).mkdir(parents=True)
             (folder / "shield").mkdir()
-            shield = FileShield.start([_of_ranks(folder)], folder / "shield")
-            place = cls(folder, shield)
+            shield = FileShield.start([_of_ranks(folder), *shared], folder / "shield")
+            place = cls(folder, shield, shared)
             try:
                 yield place
             finally:
@@ -94,8 +99,11 @@ class Throwaway:
 
     def _undo(self) -> set[str]:
         """Undo what can be; return the paths of files that are as before now."""
-        undone = undo_changes(self.records.with_name(ORIGINALS), lambda path: not self.shield.covers(path))
+        undone = undo_changes(self.records.with_name(ORIGINALS), self._is_to_be_undone)
         return {*undone} if self._snapshot is None else {*undone, *self._snapshot.put_back()}
+
+    def _is_to_be_undone(self, path: str) -> bool:
+        return not self.shield.covers(path) and not any(Path(path).is_relative_to(each) for each in self._shared)
 
     @property
     def _saves(self) -> Path:

@@ -165,6 +165,13 @@ def test_html_has_the_same_words_and_the_advised_row_is_bold() -> None:
     assert "2.00 x as fast" in page
 
 
+def test_a_trial_in_which_torch_compiled_nothing_has_no_speed() -> None:
+    record = {"steps": 30, "seconds": 1.0, "samples_per_step": 8.0, "losses": [1.0], "is_whole": False}
+    trial = SpeedTrial.of([{**record, "compiles_nothing": True}], 5.0)
+    assert (trial.steps_per_s, trial.why_not) == (0.0, "torch compiles nothing of it")
+    assert SpeedTrial.of([{**record, "compiles_nothing": False}], 5.0).steps_per_s == 30.0
+
+
 @pytest.mark.parametrize(
     ("steps", "is_whole", "why_not"), [(1, True, "too few steps"), (6, True, ""), (1, False, ""), (0, False, "too few")]
 )
