@@ -54,6 +54,8 @@ def row_of_check(key: str, result: Mapping[str, Any]) -> Row:
         word = "missed" if ran.fails else "fine"
     said = "; ".join(yellow) if word == "fine" else check.error or (red[0] if red else ran.error)
     cut = ", cut" * (ran.how == "cut")
+    if failed := result["before"]:
+        said = f"{said} (before it fails {failed[0]})".strip()
     return Row(key, word, said, f"{check.seconds:.0f} + {ran.seconds:.0f}{cut}")
 
 
