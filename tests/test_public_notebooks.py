@@ -233,13 +233,15 @@ def timed(before: list[float], after: list[float]) -> dict[str, Any]:
 
 def test_the_gain_of_speed_is_that_of_the_medians() -> None:
     faster, slower = row_of_speed("a", timed([9, 14, 15], [7, 7, 1])), row_of_speed("b", timed([9.7], [10]))
-    nothing = row_of_speed("c", {"advice": "", "error": ""})
+    nothing = row_of_speed("c", {"advice": "", "error": "", "report": ["nothing helps"]})
+    unsure = row_of_speed("c", {"advice": "", "error": "", "report": ["nothing is sure to help"]})
     unmeasured = row_of_speed("d", {"advice": "", "error": "not measured: NameError: no"})
     assert (faster.gain, faster.word, slower.word) == (2.0, "faster", "slower")
     assert sums("speed", [faster, nothing, unmeasured]) == (
         "3 loops: median gain 1.50, smallest 1.00, 1 nothing helps, 1 not measured"
     )
-    assert not is_failure([faster, nothing, unmeasured])
+    assert (nothing.gain, unsure.gain, unsure.word) == (1.0, 1.0, "undecided")
+    assert not is_failure([faster, nothing, unsure, unmeasured])
     assert is_failure([slower])
     assert is_failure([row_of_speed("e", {"advice": "?", "error": "not pasted: no place in a cell: x"})])
     assert "| a | faster | 2.00 | 9 14 15 / 7 7 1 | fused=True: 1.06 was foretold |" in table("speed", [faster])
