@@ -12,7 +12,7 @@ INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 ENOUGH_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nbaccel needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
 
 .PHONY: demo test test-all full processors test-torch format lint types unit soak coverage bench gpu bench-gpu programs \
-    screenshot notebooks dist clean
+    public-notebooks screenshot notebooks dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -132,6 +132,16 @@ programs: $(VENV)/.dev
 	@test -n '$(FOLDER)' || { echo 'make programs FOLDER=...: where public programs lie, see tests/public_programs/__main__.py'; exit 2; }
 	PYTHONPATH=tests $(PROGRAMS_PYTHON) -m public_programs '$(FOLDER)' --part '$(PART)' $(NAMES:%=--names '%') \
 	    $(ONLY:%=--only %)
+
+# Public notebooks, which lie in a folder outside the repository: each cell that trains with --check and then for real, in
+# two ranks and plainly (MODE=run), or some with --speed and then with what it advises (MODE=speed), and the table:
+# `make public-notebooks FOLDER=../others PART=1/4 NAMES=rasbt_vae`. An hour on two cores, and as much for each mode.
+MODE ?= check
+
+public-notebooks: $(VENV)/.dev
+	@test -n '$(FOLDER)' || { echo 'make public-notebooks FOLDER=...: where repositories lie, see tests/public_notebooks/__main__.py'; exit 2; }
+	PYTHONPATH=tests $(VENV)/bin/python -m public_notebooks '$(FOLDER)' --mode '$(MODE)' --part '$(PART)' \
+	    $(NAMES:%=--names '%')
 
 # The notebooks as they are stored: executed, with outputs that say nothing of the machine or the minute. Two minutes.
 notebooks: $(VENV)/.dev

@@ -19,6 +19,9 @@ LEAST_GAIN = 0.98
 _CHECK_WORDS = ("fine", "true alarm", "refused", "false alarm", "missed", "crash")
 _RUN_WORDS = ("right", "refused", "fails alike", "wrong", "crash")
 _DEFECTS = ("missed", "wrong", "crash")
+_UNSURE = "nothing is sure to help"
+"""The line of a report where there was too little time for so much noise."""
+
 _NOT_FINITE = re.compile(r"\b(?:nan|inf)\b", re.IGNORECASE)
 
 
@@ -54,6 +57,8 @@ def row_of_check(key: str, result: Mapping[str, Any]) -> Row:
         word = "missed" if ran.fails else "fine"
     said = "; ".join(yellow) if word == "fine" else check.error or (red[0] if red else ran.error)
     cut = ", cut" * (ran.how == "cut")
+    if failed := result["before"]:
+        said = f"{said} (before it fails {failed[0]})".strip()
     return Row(key, word, said, f"{check.seconds:.0f} + {ran.seconds:.0f}{cut}")
 
 
@@ -86,7 +91,7 @@ def row_of_speed(key: str, result: Mapping[str, Any]) -> Row:
     if result["error"]:
         return Row(key, "not measured" if result["error"].startswith("not measured") else "crash", result["error"])
     if not result["advice"]:
-        return Row(key, "nothing helps", gain=1.0)
+        return Row(key, "undecided" if _UNSURE in result["report"] else "nothing helps", gain=1.0)
     before, after = result["before"], result["after"]
     gain = statistics.median(before) / statistics.median(after)
     seconds = f"{' '.join(map(str, before))} / {' '.join(map(str, after))}"
@@ -121,7 +126,9 @@ def sums(mode: str, rows: Sequence[Row]) -> str:
         return f"{_counted(len(done), 'cell')}: {', '.join(said)}{left}"
     gains = [row.gain for row in done if row.gain is not None]
     said = [
-        _counted(counts[word], word) for word in ("nothing helps", "slower", "not measured", "crash") if counts[word]
+        _counted(counts[word], word)
+        for word in ("nothing helps", "undecided", "slower", "not measured", "crash")
+        if counts[word]
     ]
     if gains:
         said.insert(0, f"median gain {statistics.median(gains):.2f}, smallest {min(gains):.2f}")

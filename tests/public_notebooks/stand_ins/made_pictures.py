@@ -22,7 +22,8 @@ class MadePictures(torch.utils.data.Dataset):
         data = (pictures[numbers] * 0.5 + generator.randint(0, 128, (len(numbers), *self.shape))).astype("uint8")
         self.data = torch.from_numpy(data) if self.is_grey else data
         self.targets = torch.from_numpy(numbers) if self.is_grey else numbers.tolist()
-        self.labels = self.targets
+        self.labels = self.train_labels = self.test_labels = self.targets
+        self.train_data = self.test_data = self.data  # names of torchvision before 0.3
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
         self.transform, self.target_transform = transform, target_transform
 
