@@ -68,6 +68,7 @@ class LoaderCuts:
     stride: batches of an unprepared loader that are read for one of the loop: the number of ranks where each of them
         gets whole batches.
     begins_whole: the first batch of an unprepared loop is not split over the ranks.
+    before_draw: called before indices are drawn: where worker processes read, that is before torch would draw them.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class LoaderCuts:
         *,
         stride: int = 1,
         begins_whole: bool = False,
+        before_draw: Callable[[], None] = lambda: None,
     ) -> None:
         self._log = log
         self._write = write
@@ -88,6 +90,7 @@ class LoaderCuts:
         self.part = part
         self._stride = stride
         self._begins_whole = begins_whole
+        self.before_draw = before_draw
         self._lengths = ItemLengths()
         self._passes: Counter[str] = Counter()
         self._round_s: dict[str, float] = {}
@@ -469,6 +472,7 @@ class _GivenIndices(Iterator[Any]):
         """Draw the indices of the pass, and return those of the chosen batches, followed by spare ones."""
         this = self._this
         with self._cuts.choosing(this):
+            self._cuts.before_draw()
             batches, has_last = self._listed()
             size = this.stride * this.window
             rounds = [batches[start : start + size] for start in range(0, len(batches), size)]

@@ -34,6 +34,7 @@ from nbaccel.train.distributed.nested import count_rows
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.process_control import ProcessControl
 from nbaccel.train.distributed.transport import Transport
+from nbaccel.train.implicit.loaders import before_draw
 
 __all__ = ["DryRunHooks", "DryRunParts"]
 
@@ -64,6 +65,7 @@ class DryRunParts:
             self.times.part,
             stride=world.world_size if has_own_batches else 1,
             begins_whole=trains_raw and not has_own_batches,
+            before_draw=before_draw,
         )
         self._hooks = DryRunHooks(self.cuts, self.times, self.saves, write)
 

@@ -20,7 +20,7 @@ report = CheckReport("Cell In[5]", [
     ReportLine("red", "the whole run takes 13 h 10 min to 14 h 40 min, and a session of Kaggle ends it after 12 h: "
                       "fewer epochs, or --checkpoint-every 10min and --resume in the next session"),
     ReportLine("yellow", "not reached: lines 14-16"),
-    ReportLine("yellow", "loader takes 62% of each batch: more num_workers, or a cheaper data set"),
+    ReportLine("yellow", "loader takes 62% of each batch: try another num_workers, or a cheaper data set"),
     ReportLine("ok", "memory at the longest batch (size 512): 11.2 GB of 15.0 GB on the device"),
     ReportLine("ok", "a batch takes 310 ms: loader 62%, host to device 2%, forward 11%, backward 21%, optimizer 4%"),
     ReportLine("ok", "a save to /kaggle/working/model_1.pt has 440.1 MB and takes 0.9 s, 20 times in the whole run"),

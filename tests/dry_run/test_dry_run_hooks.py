@@ -312,6 +312,33 @@ def whole_rank(folder: Path, is_raw: bool) -> Any:
     return batches, records
 
 
+def without_an_optimizer(folder: Path) -> int:
+    """Return the backwards of a raw loop that changes its weights by hand, with batches from worker processes."""
+    log = LoopLog(lambda record: None)
+    parts, training = dry_run_parts(log, lambda record: None, folder), ImplicitTraining(current_world(), RunSettings())
+    training.begin({})
+    parts.begin()
+    weight = torch.ones(1, requires_grad=True)
+    loader = DataLoader(TensorDataset(torch.arange(64.0)), 4, shuffle=True, num_workers=2)
+    count = 0
+    with log.loop(0) as epochs:
+        for _ in epochs.over(range(5)):
+            for (x,) in loader:
+                (weight * x).mean().backward()
+                assert weight.grad is not None
+                weight.data.sub_(1e-3 * weight.grad)
+                weight.grad = None
+                count += 1
+    parts.end()
+    training.end()
+    return count
+
+
+def test_workers_read_the_same_batches_in_all_ranks_where_no_optimizer_steps(tmp_path: Path) -> None:
+    first, second = run_ranks(2, without_an_optimizer, tmp_path)
+    assert first == second > 4  # torch draws the order of the second pass while a part is still out
+
+
 @pytest.mark.parametrize("is_raw", [False, True])
 def test_a_loop_gets_all_that_its_loader_gives(is_raw: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nbaccel.dry_run.loader_cuts._MORE_SECONDS", 600.0)  # also of the ranks, which are forks

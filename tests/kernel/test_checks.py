@@ -174,7 +174,7 @@ with torch.no_grad():
             step(x, y)
         """,
         "",
-        "of each batch: more num_workers, or a cheaper data set",
+        "of each batch: try another num_workers, or a cheaper data set",
     ),
     "a run that does not end in time": (
         """

@@ -349,8 +349,8 @@ class _Writer:
         if share > _SLOW_LOADER and share * a_batch > _WAIT_S:
             yield ReportLine(
                 YELLOW,
-                f"{best.get('name') or 'the loader'} takes {share:.0%} of each batch: more num_workers, or a cheaper "
-                "data set; --speed 3min measures what helps",
+                f"{best.get('name') or 'the loader'} takes {share:.0%} of each batch: try another num_workers, or a "
+                "cheaper data set; --speed 3min measures what helps",
             )
 
     def _time(self) -> Iterator[ReportLine]:

@@ -17,6 +17,7 @@ __all__ = [
     "ask",
     "batch_size_of",
     "batches_of",
+    "before_draw",
     "length_of",
     "makes_of_indices",
     "nameless",
@@ -60,6 +61,13 @@ def ask(passes: Asked) -> None:
         hooks = LoaderHooks(passes)
         hooks.install()
     hooks.passes = passes
+
+
+def before_draw() -> None:
+    """Prepare for a draw that all ranks make alike, by what torch's loaders call; do nothing where that is nobody."""
+    hooks = getattr(_BaseDataLoaderIter.__next__, "nbaccel_hooks", None)
+    if hooks is not None:
+        hooks.passes.before()
 
 
 class LoaderHooks:
