@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,6 +164,19 @@ def renames_a_folder() -> list[str]:
         Path("done").touch()
     wait_for("done")
     return os.listdir("renamed")
+
+
+def test_a_rank_enters_whose_fork_has_started_a_thread(launcher: Launcher, shield: FileShield, home: Path) -> None:
+    """As OpenTelemetry does, which mlflow and others import."""
+    is_on = [True]
+    os.register_at_fork(
+        after_in_child=lambda: is_on and threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    )
+    try:
+        assert in_ranks(launcher, shield.entry, "fork", Path("new.txt").write_text, "new") == [3, 3]
+    finally:
+        is_on.clear()
+    assert state_of(home) == {"old.txt": "old\n", "folder/kept.txt": "kept\n"}
 
 
 def test_a_folder_that_existed_before_can_be_renamed(run: Run, home: Path) -> None:

@@ -1,4 +1,4 @@
-"""Entry of a rank into the file shield of a dry run. Runs in ranks, before anything else starts a thread there.
+"""Entry of a rank into the file shield of a dry run. Runs in ranks, before anything of ours starts a thread there.
 
 From then on the process, and all that it starts, sees the file systems that `processes/shield_holder.py` has built:
 what it writes is thrown away. Rights and the working folder are as before. A forked rank also has the files that the
@@ -7,7 +7,8 @@ kernel has open or mapped to memory; `_keep_inherited_files` puts those of the s
 In a user namespace an overlay refuses to rename a folder that existed before, and parts of one file system are several
 overlays. `_Renaming` copies there, where the real run would rename.
 
-Not covered: a file of which the kernel has kept no name, since it was deleted.
+Not covered: a file of which the kernel has kept no name, since it was deleted, and what a library's thread writes that
+was started by the fork itself: OpenTelemetry has one, and with it mlflow.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import re
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ __all__ = ["enter", "entered_by"]
 
 _Made = TypeVar("_Made")
 
-_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_CLONE_FS, _CLONE_NEWNS, _CLONE_NEWUSER = 0x00000200, 0x00020000, 0x10000000
 _MAP_FIXED = 0x10
 _MOST_COPIED_BYTES = 1 << 30
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -49,9 +51,11 @@ def entered_by(entry: str, make_task: Callable[[], _Made]) -> Callable[[], _Made
     try:
         enter(entry)
     except OSError as error:
+        others = _other_threads()
+        advice = f"with --start zygote, since this process has threads ({', '.join(others)})" if others else "again"
         refused = LaunchRefused(
             f"this rank could not enter the file shield of its dry run ({error.strerror or error}), and nothing of the "
-            "cell was run, since its files would be real ones: start the check again."
+            f"cell was run, since its files would be real ones: start the check {advice}."
         )
 
         def refuse() -> _Made:
@@ -62,11 +66,12 @@ def entered_by(entry: str, make_task: Callable[[], _Made]) -> Callable[[], _Made
 
 
 def enter(entry: str) -> None:
-    """Enter the namespaces of a `FileShield`. The calling thread is the only one of its process.
+    """Enter the namespaces of a `FileShield` with the calling thread, and those that it starts.
 
     entry: its `entry`.
     Raises:
-        OSError: there is no such shield any more, or this process may not enter it.
+        OSError: there is no such shield any more, or this process may not enter it: Linux lets no process with
+            several threads into a user namespace.
     """
     namespaces, identity, _ = entry.split(" ", 2)
     here = os.getcwd()
@@ -79,6 +84,7 @@ def enter(entry: str) -> None:
         is_alone = not os.path.samestat(os.fstat(fds["user"]), os.stat("/proc/self/ns/user"))
         if is_alone:
             _call("setns", fds["user"], _CLONE_NEWUSER)
+        _call("unshare", _CLONE_FS)  # a library of the notebook may start a thread in each forked process
         _call("setns", fds["mnt"], _CLONE_NEWNS)
         os.fchdir(fds["root"])
         os.chroot(".")
@@ -90,6 +96,15 @@ def enter(entry: str) -> None:
         for fd in fds.values():
             os.close(fd)
     _keep_inherited_files(entry.split(" ", 2)[2])
+
+
+def _other_threads() -> list[str]:
+    """Return the names of the other threads of this process, which may not enter a user namespace then."""
+    names = []
+    for task in set(os.listdir("/proc/self/task")) - {str(threading.get_native_id())}:
+        with suppress(OSError), open(f"/proc/self/task/{task}/comm", encoding="utf-8", errors="replace") as file:
+            names.append(file.read().strip())
+    return sorted(names)
 
 
 class _Renaming:
