@@ -54,7 +54,7 @@ class AccelerateMagics(Magics):
         self._shell = shell
         self._session = session
         self._may_have_gpus = may_have_gpus
-        self._parser = unabbreviated(type(self).accelerate.parser)
+        self._parser = type(self).accelerate.parser
         self._completer = Completer(shell, self._parser)
         self._help = AcceleratorHelp(shell)
         self._cuda = CudaWatch() if session is None else session.cuda
@@ -117,6 +117,8 @@ class AccelerateMagics(Magics):
             if isinstance(error, SyntaxError) and str(error.filename).startswith("Cell In["):
                 _show_as_of_a_cell(self._shell, error)
             raise
+
+    unabbreviated(accelerate.parser)
 
     @line_magic("%accelerate")  # type: ignore[arg-type]
     def misplaced(self, line: str) -> None:
