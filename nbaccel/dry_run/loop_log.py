@@ -1,16 +1,8 @@
 """`LoopLog`: which loops run, with the seconds of their rounds, and when a dry run ends them. Runs in ranks.
 
 Rewritten code (see `nbaccel.dry_run.rewriting`) asks the log before each round; cut loaders and optimizers tell it what
-happens. A loop ends before its next round when
-
-- 2 of its rounds have begun a pass over a loader, as epochs do, unless they step an optimizer themselves,
-- 6 of its rounds have drawn batches from a pass that began outside of the round,
-- 6 of its rounds have stepped an optimizer; 2 if an inner loop stepped in them, or was ended.
-
-A loop that iterates a loader itself gets all the batches that the loader gives, and ends with it. All this depends on
-counts alone, so all ranks decide alike. Loops that neither draw nor step, such as those that prepare texts, run as they
-are, and their time counts as that of the code around them. Records are written when a loop, a branch or a pass ends,
-and when a loop matters for the first time: what a killed rank has left says where it was.
+happens. After how many rounds a loop ends is decided by `loop_spans.Loop`. Records are written when a loop, a branch or
+a pass ends, and when a loop matters for the first time: what a killed rank has left says where it was.
 
 Seconds are those of `clock`, which waits for the GPU first: a round ends when its work is done, not when it was asked
 for. So a loop that never waits for its device seems as long as its loader and its device together.

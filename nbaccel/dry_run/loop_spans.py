@@ -232,7 +232,18 @@ _NO_ROUNDS: Mapping[str, int] = MappingProxyType({"began": 0, "drew": 0, "steppe
 
 
 class Loop(Span):
-    """One run of a loop.
+    """One run of a loop, which decides after how many rounds the dry run ends it.
+
+    It ends before its next round when
+
+    - `MOST_PASSES` rounds have begun a pass over a loader, as epochs do; a loop whose own body steps an optimizer, not
+      an inner loop, is ended by its steps instead,
+    - `MOST_DRAWS` rounds have drawn batches from a pass that began outside of the round,
+    - `MOST_STEPS` rounds have stepped an optimizer; `MOST_STEPPING_LOOPS` where an inner loop stepped, or was ended.
+
+    A loop that iterates a cut loader itself gets all the batches that the loader gives, and ends with it. All this
+    depends on counts alone, so all ranks decide alike. A loop that neither draws nor steps, such as one that prepares
+    texts, runs as it is, and its time counts as that of the code around it.
 
     end: how it ended: "exhausted", "cut" by the dry run, "left" by break or return, or "error".
     is_in_round: the body is running; False while the next item is made, or the test of a `while` is evaluated.

@@ -15,7 +15,7 @@ from typing import Any
 
 from nbaccel.errors import RankDied, RanksFailed
 from nbaccel.failures import Failure
-from nbaccel.launch.ipc.loader_workers import WorkerEnd
+from nbaccel.launch.ipc.dead_loader_workers import WorkerEnd
 from nbaccel.launch.ipc.payload import unpack_what_can_be_rebuilt
 from nbaccel.launch.ipc.reports import ErrorLink, Naming, RankFailure, RankReport, StackSnapshot, signal_name
 from nbaccel.launch.ipc.spec import Task

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from nbaccel.launch.api import launch
 from nbaccel.launch.diagnosis import advice
-from nbaccel.launch.ipc.loader_workers import WorkerEnd
+from nbaccel.launch.ipc.dead_loader_workers import WorkerEnd
 from nbaccel.launch.ipc.reports import ErrorLink
 from nbaccel.launch.oom_restart import OomKillWatch
 

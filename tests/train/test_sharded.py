@@ -238,6 +238,36 @@ def test_trained_half_precision_is_kept_in_fp32_and_said_once() -> None:
     assert run_ranks(2, prepare) == [(dtypes, 1), (dtypes, 0)]
 
 
+@pytest.mark.parametrize("is_clipped", [False, True])
+def test_an_infinite_row_in_one_rank_skips_the_fp16_step_in_all_of_them(is_clipped: bool) -> None:
+    def train() -> tuple[list[bool], list[float], list[float]]:
+        accelerator = Accelerator(strategy="fsdp", mixed_precision="fp16")
+        torch.manual_seed(3)
+        model = nn.Linear(4, 4)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert accelerator.scaler is not None
+        skipped, scales, weights = [], [], []
+        for step in range(3):
+            accelerator.backward(model(torch.ones(2, 4)).sum() / 64)  # times the first scale, 65536, it fits fp16
+            if step == 1 and accelerator.process_index == 1:  # rows that only this rank has
+                model.weight.grad.to_local().fill_(math.inf)
+            if is_clipped:
+                accelerator.clip_grad_norm_(model.parameters(), 1e6)
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(optimizer.step_was_skipped)
+            scales.append(accelerator.scaler.get_scale())
+            weights.append(float(model.weight.detach().full_tensor().sum()))
+        return skipped, scales, weights
+
+    first, second = run_ranks(2, train)
+    assert first == second
+    skipped, _, weights = first
+    assert skipped == [False, True, False]
+    assert weights[0] == weights[1] != weights[2]
+    assert all(map(math.isfinite, weights))
+
+
 def test_a_compiled_model_trains_the_same() -> None:
     def train() -> dict[str, torch.Tensor]:
         accelerator = Accelerator(strategy="fsdp", dynamo_backend="eager")

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 from nbaccel.demand import Demand
 from nbaccel.errors import RanksFailed
 from nbaccel.failures import Failure as Kind, classify
-from nbaccel.launch.ipc.loader_workers import WorkerEnd, dead_worker
+from nbaccel.launch.ipc.dead_loader_workers import WorkerEnd, dead_worker
 from nbaccel.notices import are_ours, show_as
 
 __all__ = [

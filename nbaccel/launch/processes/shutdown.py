@@ -47,14 +47,14 @@ NOTICE_AFTER_S = 0.5
 
 TICK_S = 0.02
 _NO_STEP_S = 1.0  # a rank outside of any step may still be about to reach one
-_PATIENCE_S = 5.0
+_PATIENCE_S = 5.0  # from an interrupt until a rank is terminated that is in no step, and neither saves nor packs
 _FIRST_STEP_S = 30.0  # no step has been timed yet, and the first one compiles and allocates
 _AFTER_RESULTS_S = 1.0  # the results are here: a rank that does not react only delays the end
 _TERM_TO_KILL_S = 0.5
 _EXIT_S = 12.0  # the rank allows itself 10
-_PEERS_S = 0.7
+_PEERS_S = 0.7  # from the failure of a rank until the others are killed, if rank 0 owes results; else a quarter
 _ROWS_S = 5.0  # of values that are sharded, the results are the rows of all ranks
-_HUNG_S = 2.0
+_HUNG_S = 2.0  # from the interrupt of ranks that hang until they are killed
 _CUT_S = 0.5  # ranks that react to an interrupt return sooner, and no wait has to be ended
 _CUT_TAKES_S = 10.0  # an abort of NCCL, and before it the time for the device; mostly 4 s
 _FREEING_TAKES_S = 20.0  # the same if no rank has failed: 8 s for the device

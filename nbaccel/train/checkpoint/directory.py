@@ -1,9 +1,9 @@
 """Folder of checkpoints: choose names, what to load, and what to delete. Runs in ranks.
 
-Only rank 0 calls a `CheckpointDirectory` to load or to delete; every rank calls it for the next name. Rank 0's name is
-the one that is used: the others add their random states to the checkpoint with the stamp of their save, whatever its
-name, and expect the name that follows from the first number, on which all agreed. The user builds a
-`ProjectConfiguration`, which is pure and opens no file.
+Rank 0 alone loads and deletes. A folder is loaded if its manifest is whole, and every file is as the manifest says
+(`_complete_at`). Every rank asks for the next name, and rank 0's is used. The ranks have agreed on the number of the
+first save and count on from there, so all expect the same name; a rank finds the folder to which it adds its random
+states by the stamp of the save, also under another name. The user builds a `ProjectConfiguration`, which opens no file.
 """
 
 from __future__ import annotations
@@ -236,12 +236,12 @@ class CheckpointDirectory:
             ValueError: no folder was given, and checkpoints are not numbered.
         """
         if input_dir is not None:
-            return _judge(place_of(input_dir))
+            return _complete_at(place_of(input_dir))
         place = self._numbered("load_state", "input_dir")
         damaged: list[CheckpointCorrupt] = []
         for _, folder in reversed(self._all()):
             try:
-                choice = _judge(folder)
+                choice = _complete_at(folder)
             except CheckpointCorrupt as error:
                 damaged.append(error)
             except FileNotFoundError as error:  # an empty folder, as a killed save of Accelerate leaves
@@ -327,7 +327,7 @@ def is_of(folder: Path, stamp: str) -> bool:
         return False
 
 
-def _judge(folder: Path) -> FoundCheckpoint:
+def _complete_at(folder: Path) -> FoundCheckpoint:
     """Return `folder`, if it is complete; else a complete leftover of a killed process beside it.
 
     Raises:

@@ -378,7 +378,8 @@ class MapWorker:
         self._tries[part[0]] = self._tries.get(part[0], 0) + 1
         if self._tries[part[0]] < self._job.tries:
             return [part]
-        self._write_failed(self._tries.popitem()[0], text)
+        del self._tries[part[0]]
+        self._write_failed(part[0], text)
         return []
 
     def _leave_device(self, error: Exception) -> None:

@@ -128,6 +128,9 @@ class Bf16(Precision):
 class Fp16(Bf16):
     """float16 autocast with a gradient scaler; a step with infinite gradients is skipped on every rank alike.
 
+    The ranks agree on nothing for it: gradients are averaged before the step, so all of them see the same infinities.
+    Of a sharded model each rank has its own rows, and torch takes the maximum of the ranks' findings.
+
     One scaler serves all optimizers and is updated before the first loss after a step, not after each
     optimizer's step: the scale may not change between two optimizers whose gradients share it.
     The scale halves with every skipped step, but not below `GradScalerKwargs.min_scale`.

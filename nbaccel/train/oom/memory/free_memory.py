@@ -132,8 +132,10 @@ def free_memory(*objects: Any, history: bool = False) -> list[None]:
     In a notebook, what a failed cell had made is freed too, although IPython still holds its exception. What your own
     names hold stays: `Accelerator.last_free`, or `%accelerate memory`, reports which and how much.
 
-    objects: no Accelerator of this process holds them any longer. Other objects that one has prepared stay prepared;
-    ``accelerator.free_memory()`` forgets all of it.
+    Nothing is moved to another device: a cell's `--free-kernel` does that, for the time of its run.
+
+    objects: every Accelerator of this process forgets them. Others that it has prepared stay prepared;
+    ``accelerator.free_memory()`` forgets all of them.
     history: also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
 
     >>> model, optimizer = object(), object()

@@ -1,4 +1,4 @@
-"""Find out how a worker process of a DataLoader ended. Runs in ranks; `advice` puts it into words in the kernel.
+"""Find out how a worker process of a DataLoader ended. Runs in ranks; `launch.diagnosis` puts it into words.
 
 torch reports of a dead worker at most its exit code or its signal, and often only that it is gone. The traceback of the
 error holds the loader's iterator, which knows the processes.
