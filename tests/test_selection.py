@@ -137,6 +137,7 @@ def collected(folder: Path, marks: str) -> set[str]:
         **os.environ,
         "PYTHONPATH": str(REPOSITORY / "tests"),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # installed plugins take seconds to import
+        "PYTEST_ADDOPTS": "",  # what the run around it is asked for, such as -v, would change what is printed
     }
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=50)
     return {line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line}
