@@ -286,7 +286,8 @@ def test_stop_ends_a_map_in_the_ranks_of_a_cell_without_a_hang(kernel: RealKerne
     finish(kernel, out)
 
 
-@pytest.mark.parametrize("flags", ["--time-limit 6s", "--bg --time-limit 6s", "--timeout 6"])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--bg --time-limit 6s", "--time-limit 6s", "--timeout 6"])
 def test_a_time_limit_ends_a_map_in_the_ranks_of_a_cell(kernel: RealKernel, flags: str, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
     cell = begin_cell(kernel, out, flags).end(timeout_s=30)

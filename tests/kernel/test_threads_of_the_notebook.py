@@ -8,7 +8,12 @@ import pytest
 
 from kernel.harness import RealKernel, accelerate
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]  # waits take ten seconds each before they end
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+SHORT = "from nbaccel.launch.worker import inherited; inherited._EVERY_S, inherited._VAIN_S = 0.5, {vain_s}"
+"""What forked ranks inherit: a wait counts as in vain after this time, not after eight seconds."""
+
+AS_IT_IS = "inherited._EVERY_S, inherited._VAIN_S = 2.0, 8.0"
 
 SERVED = """
 import queue, threading
@@ -39,6 +44,7 @@ WAITS = {
 
 def test_a_wait_for_a_thread_of_the_notebook_ends_with_the_objects_name(kernel: RealKernel) -> None:
     kernel.do(SERVED)
+    kernel.do(SHORT.format(vain_s=1.5))
     try:
         for code, sentence in WAITS.items():
             cell = kernel.run(accelerate(code, "fork"))
@@ -48,8 +54,19 @@ def test_a_wait_for_a_thread_of_the_notebook_ends_with_the_objects_name(kernel: 
                 assert "prefetcher works by a thread of the notebook (prefetch), which ranks lack" in cell.text
             assert "Threads of the notebook: " in error.text
             assert "prefetch" in error.text
-            assert cell.seconds < 15
+            assert cell.seconds < 8
         assert kernel.value("prefetcher.double(3)") == 6
+    finally:
+        kernel.do(f"prefetcher.requests.put(None); ready.set(); keeper.join(); {AS_IT_IS}")
+
+
+@pytest.mark.full
+def test_a_wait_in_vain_ends_within_a_quarter_of_a_minute(kernel: RealKernel) -> None:
+    kernel.do(SERVED)
+    try:
+        cell = kernel.run(accelerate("ready.wait()", "fork"))
+        cell.failed("NotInRanks")
+        assert cell.seconds < 15
     finally:
         kernel.do("prefetcher.requests.put(None); ready.set(); keeper.join()")
 
@@ -57,12 +74,13 @@ def test_a_wait_for_a_thread_of_the_notebook_ends_with_the_objects_name(kernel: 
 def test_a_wait_that_a_thread_of_the_rank_will_end_is_left_alone(kernel: RealKernel) -> None:
     """Also one for what a thread of the notebook might have ended."""
     kernel.do(SERVED)
+    kernel.do(SHORT.format(vain_s=1.5))
     try:
         cell = kernel.do(
             accelerate(
                 """
                 import threading
-                threading.Timer(13, prefetcher.answers.put, ["from the rank"]).start()
+                threading.Timer(4, prefetcher.answers.put, ["from the rank"]).start()
                 print(prefetcher.double(1))
                 """,
                 "fork",
@@ -71,7 +89,7 @@ def test_a_wait_that_a_thread_of_the_rank_will_end_is_left_alone(kernel: RealKer
         )
         assert cell.printed == "from the rank\n"
     finally:
-        kernel.do("prefetcher.requests.put(None); ready.set(); keeper.join()")
+        kernel.do(f"prefetcher.requests.put(None); ready.set(); keeper.join(); {AS_IT_IS}")
 
 
 def test_a_tensorboard_writer_goes_on_in_rank_0_alone(kernel: RealKernel, start: str) -> None:
