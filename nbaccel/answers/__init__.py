@@ -1,6 +1,7 @@
 """The files of a map: which items were asked, who works on which, and the answers. Used in the kernel and in ranks.
 
-A map is resumed, joined and joined together by these files alone: no rank talks to another one. `MapJob` is the whole.
+Processes go on with a map, work on it together and join its answers through these files alone: no rank talks to
+another one. `MapJob` puts them together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The items of a map: what may be items, what tells them from others, and in which order they are claimed.
+"""Check the items of a map, recognise them in a later call, and order them by length.
 
 Used in the kernel, in ranks and in scripts. Items in memory are read whole. Of a data set, whose items may be pictures
 that are read and decoded one by one, some are compared, and of a stream each block (`ItemStream`).

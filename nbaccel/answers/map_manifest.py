@@ -1,4 +1,4 @@
-"""The manifest of a map: what must be the same for answers to belong to a call. Used in the kernel and in ranks."""
+"""The manifest of a map: from what answers were computed, and how a call differs. Used in the kernel and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain values as marks: settings count by what they are, data and places do not. Used in every process; runs no code.
+"""Turn settings into marks that can be compared, without data and places. Used in every process; runs no code.
 
 A mark is readable where a value is short, so that a message can say what it was. Passwords and the like are hashed, or
 left out. Which values code reads is not known here: see `source_mark`.

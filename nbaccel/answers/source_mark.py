@@ -1,4 +1,4 @@
-"""The source of a function or a cell: what it computes by, name by name. Used in the kernel and in ranks; runs no code.
+"""Record what a function or cell depends on: its code, and what it names. Used in kernel and ranks; runs no code.
 
 A `SourceMark` follows the names that the code reads: functions and classes of its own file or of the notebook, their
 methods, defaults and closures, and so on. Code counts by its text (`code_text`). Constants count by their values. Data,

@@ -1,4 +1,4 @@
-"""Decisions that all ranks of a dry run take alike, by small files in a folder that they share. Used in ranks; pure.
+"""Give all ranks of a dry run the same decision, through small files in a folder that they share. Used in ranks; pure.
 
 Rank 0 decides and does not wait. The others wait for its decision for some seconds, and then take a default, since
 rank 0 may never come: a pass of one rank alone must not hang. Whoever writes a decision first has taken it for all,

@@ -1,4 +1,4 @@
-"""Times of a program that gives work to a GPU and does not wait for it. Runs in ranks.
+"""Measure the time of a GPU for parts of a program that does not wait for it. Runs in ranks.
 
 A call on CUDA returns before the device has done its work, so the host's clock alone tells how long the program took to
 ask for it. `device_seconds` waits for the device, and is read at the borders of rounds. A `DeviceMark` does not wait:

@@ -1,6 +1,6 @@
 """Functions of libraries that are replaced for a while, and put back. Used in the ranks of dry runs and of trials.
 
-A function that something else has wrapped meanwhile stays: that calls the replacement, which calls the real function.
+If something else has wrapped a replacement meanwhile, it is not put back: calls still reach the real function.
 """
 
 from __future__ import annotations

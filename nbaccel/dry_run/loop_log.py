@@ -1,4 +1,4 @@
-"""`LoopLog`: which loops run, with the seconds of their rounds, and when a dry run ends them. Runs in ranks.
+"""`LoopLog` answers what rewritten code asks, and writes the records of its loops. Runs in ranks.
 
 Rewritten code (see `nbaccel.dry_run.rewriting`) asks the log before each round; cut loaders and optimizers tell it what
 happens. After how many rounds a loop ends is decided by `loop_spans.Loop`. Records are written when a loop, a branch or

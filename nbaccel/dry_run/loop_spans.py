@@ -1,4 +1,4 @@
-"""Open loops and branches of a program, with the seconds of their rounds, and when a dry run ends them. Runs in ranks.
+"""Keep the loops and branches that are open, with their times, and end loops of a dry run in time. Runs in ranks.
 
 `OpenSpans` is what a rank has open at a moment: the whole program, in it loops, in these branches and further loops.
 Seconds of a span are its own and those of what is in it. A loop or a branch matters once it has drawn a batch or

@@ -16,10 +16,9 @@ A rewritten program asks one object, the builtin `LOG` (see `nbaccel.dry_run.loo
                                           train(step)
 
 No names stay bound in the program, and every line keeps its number. A function has its plain body beside the rewritten
-one, see `runs_plain`. Generators and coroutines stay as they are: they
-are left in the middle of a round, so their loops do not nest with those of their callers. Functions that the body of a
-dry run calls, in earlier cells and in local modules, are rewritten in place by `rewrite_functions`. Nothing here knows
-when a loop ends.
+one, see `runs_plain`. Generators and coroutines stay as they are: they are left in the middle of a round, so their
+loops do not nest with those of their callers. Functions that the body of a dry run calls, in earlier cells and in local
+modules, are rewritten in place by `rewrite_functions`. Nothing here knows when a loop ends.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A callback ends a training after two epochs of three optimizer steps each, as if the user had stopped it there.
 Schedules keep the lengths of the whole run. Where the run evaluates and saves, both happen at least once, in the last
-step if not before, and at most twice. What the whole training would be is a record of the kind "trainer", and is in
-that of the part which the training is, see `LoopLog.part`; its evaluations and saves are parts of it.
+step if not before, and at most twice. A record of the kind "trainer" says how long the whole training would be, and so
+does the record of its part, see `LoopLog.part`; evaluations and saves are parts of that part.
 
 Accelerate's loaders, which transformers' trainer prepares, read ahead of their loop: they announce their passes.
 """

@@ -1,7 +1,8 @@
 """Measure how long the worker processes of a `DataLoader` take to make a batch. Runs in ranks, and in their workers.
 
-Three batches are made by then before the loop asks for them, so what the loop waits says nothing of a whole epoch. Each
-worker writes its seconds into memory that it shares with its rank. Workers that are not forked have no such memory.
+Workers make the first batches before the loop asks for them, so the time that the loop waits for them says nothing of a
+whole epoch. Each worker writes its seconds into memory that it shares with its rank. Workers that are not forked have
+no such memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The holder of a file shield: a process in whose mount namespace all that is written is thrown away. Standard library.
 
 `FileShield` starts it without site-packages, and it reports to the kernel in one line of JSON. There are two processes.
- The outer one stays in the machine's own namespaces: it maps the users of the new ones, ends with the kernel,
-and removes the layers. The inner one is in the new namespaces, which ranks enter by its number.
+The outer one stays in the machine's own namespaces: it maps the users of the new ones, ends with the kernel, and
+removes the layers. The inner one is in the new namespaces, which ranks enter by its number.
 
 The new root is made of the mounts of this process. A writable local file system is the lower layer of an overlay, whose
 upper layer lies in the folder of the shield, or in memory where its file system cannot be one. Everything else is bound

@@ -1,6 +1,6 @@
 """A cell with `--check`: a dry run in ranks that are thrown away, and a report. Runs in the kernel.
 
-Where the ranks run, and that they leave nothing, is the part of `Throwaway`.
+`Throwaway` gives the ranks a place to run, and discards what they write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The second part of a check: do two runs give the same, and are gradients of all ranks those of one process? Kernel.
+"""Compare two runs of a cell, and the gradients of all ranks with those of one process. Runs in the kernel.
 
 Two more runs of the cell end at its first step, in fp32, without dropout and without clipping: one with all ranks, and
 one with a process that takes their batches one after the other. The means of their gradients have to be the same.

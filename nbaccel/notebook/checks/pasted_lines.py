@@ -1,4 +1,4 @@
-"""Statements of the notebook, rewritten so that a change that was measured is made. In the kernel; changes nothing.
+"""Rewrite statements of the notebook to make a change that a trial has measured. In the kernel; returns text alone.
 
 A statement is found by the line that has made the object, or by the last assignment to its name, in the cell of the
 trial or in an earlier one, and is shown as a whole.

@@ -1,4 +1,4 @@
-"""The names of a cell that hold what a rank saw of its own part while it trained, such as losses. Runs in the kernel.
+"""Find names whose values come from one rank's part of the data, such as losses of the training. Runs in the kernel.
 
 These differ between ranks in a right program, and a score over all samples does not. Text alone tells them apart, by
 the loop or the function that binds a name; where it cannot, a name counts as a score.

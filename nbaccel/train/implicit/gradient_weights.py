@@ -1,4 +1,4 @@
-"""Weights of each rank's gradients, with which their sum is the gradient of the whole batch. Runs in ranks.
+"""Compute factors for each rank's gradients, so that their sum is the gradient of the whole batch. Runs in ranks.
 
 A term of the loss is a sum over samples times a coefficient: 1 / n for a mean of n elements. A rank has computed it for
 its samples, with the coefficient that it has there. The gradient of the whole batch is the sum over ranks of each

@@ -1,7 +1,8 @@
 """A pass, one iteration over a loader: what identifies it, how far it has come, what was taken of it. Runs in ranks.
 
 A `PassGauge` measures a pass, and `PassGauges` begins and ends those of a task. A rank that shares its batches with
-others knows more of a pass, a `SharedPass`; `Taken` are the batches of several passes that a backward may be of.
+others knows more of a pass, a `SharedPass`. `Taken` holds the batches, of several passes, from which the next backward
+may come.
 """
 
 from __future__ import annotations

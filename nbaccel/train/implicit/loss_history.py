@@ -1,7 +1,7 @@
 """Losses of a task so far: whether their batches can be cut, and which of their terms need no batch. Runs in ranks.
 
-A loss is known by its shape, a number for its terms and for the lines that computed it. A whole batch shows more than a
-part, so what it has shown decides, where it is known; parts are asked where it is not.
+A loss is known by its shape, a number for its terms and for the lines that computed it. What whole batches have shown
+decides; parts of batches count only for a loss of which no whole batch was seen.
 """
 
 from __future__ import annotations

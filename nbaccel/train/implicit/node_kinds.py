@@ -1,4 +1,4 @@
-"""Kinds of autograd nodes, and facts that a node tells of its values. Runs in ranks.
+"""Classify autograd nodes by their operations, and read the shapes of their values. Runs in ranks.
 
 A loss is read by its graph (`terms`), and so is what lies below its terms (`sample_independence`): both ask for the
 operation of a node and the shapes of its values, and group operations in the same way.

@@ -1,7 +1,7 @@
 """Call watch: ends this process at a call of a map's function that takes too long. Runs in ranks of `nbaccel.map`.
 
-What follows is what follows any death: the launcher starts the rank again, and the items come in ever smaller calls
-until the one that hangs is alone. This process leaves word of it in a file, which the next one reads.
+As after any death, the launcher starts the rank again, and the items come in ever smaller calls until the one that
+hangs is alone. This process leaves word of it in a file, which the next one reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One call of the function of a map: the items that it gets, and the records of what it returns. Runs in ranks.
 
-What the function does to its items is undone before they are tried again, since it gets copies. An answer that cannot
-be written is an error of its item; the other answers of the call stay.
+The function gets copies of its items, so a repeated call sees them as they were. An answer that cannot be written
+is an error of its item; the other answers of the call stay.
 """
 
 from __future__ import annotations

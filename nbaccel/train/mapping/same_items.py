@@ -1,7 +1,8 @@
 """Same items in all ranks: the ranks of one call compare theirs before they deal them out. Runs in ranks.
 
-One rank draws a stream for all of them. Were each rank's stream a part of the data, as that of a prepared loader is,
-all other parts would be lost without a word. So each rank reads the first items itself, and shows their checksums.
+One rank draws a stream for all of them. If each rank's stream is a part of the data, as that of a prepared loader is,
+the parts of the others would be lost without a word. So each rank reads the first items itself, and the ranks compare
+their checksums.
 """
 
 from __future__ import annotations
