@@ -1,7 +1,8 @@
-"""DryRunTask: a cell that is tried with a few batches of each loop, and leaves nothing. Made in the kernel, for ranks.
+"""Tasks that try a cell, record what they see, and leave nothing in the notebook. Made in the kernel, for ranks.
 
-It runs the same code as `CellTask`, rewritten so that loops can be ended; see `nbaccel.dry_run`. What the cell would
-have brought back is reported by name, size and checksum.
+A `DryRunTask` runs the same code as `CellTask`, rewritten so that loops can be ended; see `nbaccel.dry_run`. What the
+cell would have brought back is reported by name, size and checksum. A `GradientTask` ends at the first step, with the
+gradients of it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from nbaccel.answers.fingerprint import checksum_of
 from nbaccel.dry_run.device_clock import wait_for_device
+from nbaccel.dry_run.rank_records import RankRecords
 from nbaccel.dry_run.rank_run import RankDryRun, go_offline
 from nbaccel.launch.ipc.import_hooks import when_loaded_meanwhile
 from nbaccel.launch.ipc.nbytes import size_of
@@ -23,7 +25,7 @@ from nbaccel.launch.objects.wrappers import plain
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.launch.tasks.cell_task import RANDOM, RESULT, CellTask
 
-__all__ = ["DryRunTask"]
+__all__ = ["DryRunTask", "GradientTask", "ThrowawayTask"]
 
 _COMPARED_BYTES = 1_000_000
 """Largest size of a value that ranks compare: a score, a list of losses, predictions."""
@@ -32,14 +34,13 @@ _SHOWN = 60
 """Characters of a value that a report shows."""
 
 
-class DryRunTask(CellTask):
-    """Tries a cell; see `CellTask` for the arguments.
+class ThrowawayTask(CellTask):
+    """Runs a cell as it is, without a connection to the internet, and brings nothing back.
 
-    folder: the folder in which the ranks record what they see; it exists, and ranks share it.
-    make_parts: "module:function" that returns what cuts loaders and measures, see `RankDryRun`.
+    See `CellTask` for the other arguments; what subclasses measure, they write into `folder`.
+
+    folder: exists, and is shared by the ranks.
     """
-
-    reference = "nbaccel.launch.tasks.dry_run_task:DryRunTask"
 
     def __init__(
         self,
@@ -49,11 +50,60 @@ class DryRunTask(CellTask):
         extra: tuple[str, ...] = (),
         *,
         folder: str,
-        make_parts: str,
         **options: Any,
     ) -> None:
         super().__init__(source, namespace, out, extra, **options)
         self.folder = folder
+
+    def begin(self, rank: int) -> None:
+        super().begin(rank)
+        go_offline()
+
+    def results(self, rank: int) -> Results:
+        return Results()
+
+
+class GradientTask(ThrowawayTask):
+    """Runs a cell until its first step, whose gradients are recorded.
+
+    make_probe: "module:function" that returns what watches the cell.
+    turns, steps: see `nbaccel.train.gradient_probe.GradientProbe`.
+    """
+
+    reference = "nbaccel.launch.tasks.dry_run_task:GradientTask"
+
+    def __init__(self, *cell: Any, make_probe: str, turns: int = 1, steps: int | None = None, **options: Any) -> None:
+        super().__init__(*cell, **options)
+        self.make_probe = make_probe
+        self.turns = turns
+        self.steps = steps
+        self._rank = 0
+
+    def _own_facts(self) -> Mapping[str, Any]:
+        return {"folder": self.folder, "make_probe": self.make_probe, "turns": self.turns, "steps": self.steps}
+
+    def begin(self, rank: int) -> None:
+        super().begin(rank)
+        self._rank = rank
+
+    def run(self) -> None:
+        folder = Path(self.folder)
+        write = RankRecords(folder, self._rank).write
+        values = folder / f"gradients-{self._rank}.f32"
+        with load_named(self.make_probe)(write, values, self.turns, self.steps):
+            super().run()
+
+
+class DryRunTask(ThrowawayTask):
+    """Tries a cell with a few batches of each loop.
+
+    make_parts: "module:function" that returns what cuts loaders and measures, see `RankDryRun`.
+    """
+
+    reference = "nbaccel.launch.tasks.dry_run_task:DryRunTask"
+
+    def __init__(self, *cell: Any, make_parts: str, **options: Any) -> None:
+        super().__init__(*cell, **options)
         self.make_parts = make_parts
         self._rewritten: list[types.CodeType] = []
         self._dry_run: RankDryRun | None = None
@@ -64,7 +114,6 @@ class DryRunTask(CellTask):
     def begin(self, rank: int) -> None:
         super().begin(rank)
         self._dry_run = RankDryRun(Path(self.folder), rank, load_named(self.make_parts), when_loaded_meanwhile)
-        go_offline()
 
     def run(self) -> None:
         assert self._dry_run is not None, "`begin` comes before"
@@ -78,7 +127,7 @@ class DryRunTask(CellTask):
 
     def results(self, rank: int) -> Results:
         """Return no values, but their sizes, and in every rank the checksums of small ones."""
-        found = super().results(rank)
+        found = CellTask.results(self, rank)
         values = {name: value for name, value in found.values.items() if name not in (RESULT, RANDOM)}
         for name in found.facts.get("changed", ()):  # in place: the content of these comes back
             values.setdefault(name, self.namespace.get(name))

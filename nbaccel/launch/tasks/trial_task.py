@@ -1,48 +1,38 @@
-"""TrialTask: a cell that runs with one change until its speed is known, and leaves nothing. Made in the kernel."""
+"""TrialTask: a cell that runs with one change until its speed is known. Made in the kernel, for ranks.
+
+`RankTrial` makes the change in each rank, and measures.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from nbaccel.dry_run.rank_run import go_offline
-from nbaccel.launch.ipc.spec import Results
-from nbaccel.launch.tasks.cell_code import CellSource
-from nbaccel.launch.tasks.cell_task import CellTask
+from nbaccel.dry_run.decisions import SharedDecisions
+from nbaccel.dry_run.rank_records import RankRecords
+from nbaccel.launch.tasks.dry_run_task import ThrowawayTask
 from nbaccel.settings import RunSettings
 from nbaccel.trials.changes import SpeedChange
-from nbaccel.trials.rank_trial import RankTrial
+from nbaccel.trials.throughput import Throughput, TrialEnded
+from nbaccel.trials.training_parts import TrainingParts
 from nbaccel.world import World
 
-__all__ = ["TrialTask"]
+__all__ = ["RankTrial", "TrialTask"]
 
 
-class TrialTask(CellTask):
-    """Tries a cell with `change`; see `CellTask` for the arguments.
+class TrialTask(ThrowawayTask):
+    """Tries a cell with `change`.
 
-    folder: the folder in which the ranks record what they measure; it exists, and ranks share it.
     wanted_s: seconds to measure.  compiled: the folder in which trials share what compilers make; may be empty.
     """
 
     reference = "nbaccel.launch.tasks.trial_task:TrialTask"
 
-    def __init__(
-        self,
-        source: CellSource,
-        namespace: dict[str, Any],
-        out: tuple[str, ...] | None = None,
-        extra: tuple[str, ...] = (),
-        *,
-        folder: str,
-        change: SpeedChange,
-        wanted_s: float,
-        compiled: str = "",
-        **options: Any,
-    ) -> None:
-        super().__init__(source, namespace, (), extra, **options)  # nothing is compared with what the cell leaves
-        self.folder = folder
+    def __init__(self, *cell: Any, change: SpeedChange, wanted_s: float, compiled: str = "", **options: Any) -> None:
+        super().__init__(*cell, **options)
         self.change = change
         self.wanted_s = wanted_s
         self.compiled = compiled
@@ -58,7 +48,6 @@ class TrialTask(CellTask):
 
     def begin(self, rank: int) -> None:
         super().begin(rank)
-        go_offline()
         if self.compiled:
             os.environ |= {"TORCHINDUCTOR_CACHE_DIR": self.compiled, "TRITON_CACHE_DIR": f"{self.compiled}/triton"}
         settings, world = RunSettings.from_env(), World.from_env()
@@ -70,5 +59,51 @@ class TrialTask(CellTask):
         with self._trial:
             super().run()
 
-    def results(self, rank: int) -> Results:
-        return Results()
+
+class RankTrial:
+    """Changes and measures what runs while it is entered. An end by `TrialEnded` is no error.
+
+    folder: that the ranks share.  joint_ranks: ranks that train together, and so have to end at the same step.
+    namespace: of the cell.  wanted_s: seconds to measure.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        joint_ranks: int,
+        change: SpeedChange,
+        wanted_s: float,
+        namespace: Mapping[str, Any],
+    ) -> None:
+        self._records = RankRecords(folder, rank)
+        self._parts = TrainingParts(change, namespace)
+        decisions = SharedDecisions(folder, rank, joint_ranks)
+        self._speed = Throughput(wanted_s, decisions, self._parts.note_model, self._parts.note_step)
+
+    def __enter__(self) -> Self:
+        self._parts.begin()
+        self._speed.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._speed.end()
+        speed, is_enough = self._speed, isinstance(error, TrialEnded)
+        if error is None or is_enough:
+            self._records.write(
+                {
+                    "kind": "trial",
+                    "steps": speed.steps,
+                    "seconds": speed.seconds,
+                    "samples_per_step": speed.samples_per_step,
+                    "losses": speed.losses,
+                    "first_step_s": speed.first_step_s,
+                    "whole_s": speed.whole_s,
+                    "is_whole": not is_enough,
+                    **self._parts.facts(),
+                }
+            )
+        self._parts.end()
+        return is_enough

@@ -17,8 +17,7 @@ from nbaccel.launch.ipc.spec import LaunchSpec
 from nbaccel.launch.launcher import Launcher
 from nbaccel.launch.plan import LaunchPlan
 from nbaccel.launch.tasks.cell_task import CellTask
-from nbaccel.launch.tasks.dry_run_task import DryRunTask
-from nbaccel.launch.tasks.gradient_task import GradientTask
+from nbaccel.launch.tasks.dry_run_task import DryRunTask, GradientTask
 from nbaccel.notebook.checks.findings import DryRunResult
 from nbaccel.notebook.checks.full_check import FullCheck, StepGradients
 from nbaccel.notebook.checks.incomparable_names import incomparable_names

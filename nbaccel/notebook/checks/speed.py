@@ -254,7 +254,7 @@ class SpeedSearch:
             task = TrialTask(
                 cell.source,
                 cell.namespace,
-                None,
+                (),
                 cell.extra,
                 folder=str(place.records),
                 change=change,

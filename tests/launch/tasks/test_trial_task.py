@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nbaccel.launch.tasks import trial_task
+from nbaccel.launch.tasks import dry_run_task
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.launch.tasks.trial_task import TrialTask
 from nbaccel.trials.changes import SpeedChange
@@ -17,7 +17,7 @@ CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 @pytest.mark.parametrize("compiled", ["", "/a/folder"])
 def test_trials_share_what_compilers_make(compiled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_task, "go_offline", lambda: None)
+    monkeypatch.setattr(dry_run_task, "go_offline", lambda: None)
     for name in CACHES:
         monkeypatch.setenv(name, "/the/users")  # put back afterwards
     change = SpeedChange(compiles=bool(compiled))
