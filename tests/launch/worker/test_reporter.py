@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -183,9 +184,11 @@ def test_the_memory_of_devices_that_hold_something_is_added_up_without_flattenin
 def test_the_most_memory_that_a_rank_has_held_is_told_after_it_is_free_again() -> None:
     meter = MemoryMeter()
     before = meter.read()
-    held = b"x" * (64 << 20)
+    held = mmap.mmap(-1, 64 << 20)  # not from the heap, where as much may be free already
+    for page in range(0, len(held), mmap.PAGESIZE):
+        held[page] = 1
     assert meter.read().host_bytes > before.host_bytes + (48 << 20)
-    del held
+    held.close()
     after = meter.read()
     assert after.host_peak_bytes > before.host_bytes + (48 << 20) > after.host_bytes
 
