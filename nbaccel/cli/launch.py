@@ -36,8 +36,7 @@ from nbaccel.hardware import Survey
 from nbaccel.launch.cluster.elastic import Elastic, Nodes, Program
 from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.ipc.spec import Devices
-from nbaccel.launch.plan import choose_precision, devices_of, settings_of
-from nbaccel.launch.preflight import threads_per_rank
+from nbaccel.launch.plan import ScriptPlan
 from nbaccel.options.configuration import FILE_NAME, Configuration
 from nbaccel.options.flags import flags_parser, some_flags
 from nbaccel.options.parsing import chosen, in_our_words, what_is_unknown
@@ -314,24 +313,21 @@ def _elastic(choices: _Choices, program: Program) -> Elastic:
     options, others = choices.options, choices.others
     if options.cpu and others.multi_gpu:
         raise UsageError("--cpu and --multi_gpu contradict each other: leave one of them out.")
-    survey = Survey.take()
-    devices = devices_of(options, survey)
-    devices = replace(devices, gpus=devices.gpus[: devices.num_processes])  # all ranks see the same ones there
-    settings = _compiling(others).over(settings_of(options, _precision(options, devices)))
-    threads = others.num_cpu_threads_per_process or threads_per_rank(survey.cpu_count, devices.num_processes)
-    environ = {"OMP_NUM_THREADS": str(threads)} if others.num_cpu_threads_per_process else {}
+    plan = ScriptPlan.of(options, Survey.take(), others.num_cpu_threads_per_process)
+    devices, settings = plan.devices, _compiling(others).over(plan.settings)
+    environ = {"OMP_NUM_THREADS": str(plan.threads)} if others.num_cpu_threads_per_process else {}
     if settings.strategy == FSDP:
         environ |= fsdp_environ(others)
     else:
         for line in Idle.lines(Idle(flag, "it goes with --use_fsdp") for flag in given_to_fsdp(others)):
             say(line)
-    say(_described(devices, settings, threads, choices.nodes))
+    say(_described(devices, settings, plan.threads, choices.nodes))
     for line in before_a_run(devices.gpus):
         say(line)
     return Elastic(
         program,
         devices.num_processes,
-        threads,
+        plan.threads,
         choices.nodes,
         settings.environ() | devices.environ() | environ,
         torchruns(others),
@@ -349,11 +345,6 @@ def _compiling(asked: argparse.Namespace) -> RunSettings:
         dynamo_use_dynamic=bool(asked.dynamo_use_dynamic),
         dynamo_use_regional_compilation=bool(asked.dynamo_use_regional_compilation),
     )
-
-
-def _precision(options: RunOptions, devices: Devices) -> str | None:
-    """Return the precision; None if it was not chosen: then a script computes without mixed precision, as alone."""
-    return None if options.mixed_precision is None else choose_precision(options, devices)[0]
 
 
 def _described(devices: Devices, settings: RunSettings, threads: int, nodes: Nodes) -> str:

@@ -1,8 +1,8 @@
 """LaunchPlan: the settings of a run, decided before it starts, and the line about them. Runs in the kernel.
 
 `LaunchPlan.of` gathers what every launch has to know: devices, start method and CPU threads, which `preflight` decides.
-For a cell `LaunchPlan.of_cell` decides also what its flags left open: precision, seed. Nothing is touched or changed.
-`nbaccel launch`, whose ranks torch elastic starts, asks the functions of this file.
+For a cell `LaunchPlan.of_cell` decides also what its flags left open: precision, seed. `ScriptPlan` is the plan of
+`nbaccel launch`, whose ranks torch elastic starts. Nothing is touched or changed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from nbaccel.settings import FSDP, SHRINK, STOP, RunSettings
 
 __all__ = [
     "LaunchPlan",
+    "ScriptPlan",
     "choose_precision",
     "devices_of",
     "draws_as_here",
     "refuse_a_crowd",
-    "settings_of",
 ]
 
 _WORTH_SAYING_BYTES = 1_000_000_000
@@ -109,7 +109,7 @@ class LaunchPlan:
             options=options,
             devices=devices,
             start=start,
-            settings=settings_of(options, options.mixed_precision).over(RunSettings(cpu=cpu)),
+            settings=_settings_of(options, options.mixed_precision).over(RunSettings(cpu=cpu)),
             threads=threads_per_rank(survey.cpu_count, devices.num_processes, here.threads),
             bytes_to_copy=shared + of_each,
             bytes_of_each=of_each,
@@ -259,6 +259,31 @@ class LaunchPlan:
         return "random numbers as in the notebook" if seed is None else f"seed {seed}"
 
 
+@dataclass(frozen=True, slots=True)
+class ScriptPlan:
+    """The plan of a script on one machine. A choice that is left open stays open: then the script makes it."""
+
+    devices: Devices
+    settings: RunSettings
+    threads: int
+
+    @classmethod
+    def of(cls, options: RunOptions, survey: Survey, threads: int | None = None) -> ScriptPlan:
+        """Decide the run of `options` on this machine.  threads: CPU threads of each rank, if they were chosen.
+
+        Raises:
+            LaunchRefused: the machine cannot do what was asked; the message says what is possible.
+
+        >>> str(ScriptPlan.of(RunOptions(num_processes=2, cpu=True), Survey(cpu_count=4)).devices)
+        '2 ranks on the CPU'
+        """
+        devices = devices_of(options, survey)
+        devices = replace(devices, gpus=devices.gpus[: devices.num_processes])  # all ranks see the same ones there
+        precision = None if options.mixed_precision is None else choose_precision(options, devices)[0]
+        threads = threads or threads_per_rank(survey.cpu_count, devices.num_processes)
+        return cls(devices, _settings_of(options, precision), threads)
+
+
 def devices_of(options: RunOptions, survey: Survey) -> Devices:
     """Return the number of ranks, and their devices, see `choose_devices`."""
     return choose_devices(options.world_size, options.devices, bool(options.cpu), survey)
@@ -302,7 +327,7 @@ def choose_precision(options: RunOptions, devices: Devices) -> tuple[str, str]:
     return str(options.mixed_precision), ""
 
 
-def settings_of(options: RunOptions, precision: str | None) -> RunSettings:
+def _settings_of(options: RunOptions, precision: str | None) -> RunSettings:
     """Return the settings that `options` choose for every rank.  precision: that of the devices; None: not chosen."""
     return RunSettings(
         mixed_precision=precision,
