@@ -11,7 +11,8 @@ one of them fails by chance, the whole run would say nothing about the change th
 twice. What failed and then passed is printed as UNSTEADY, with its first failure above it: it is a defect too, of the
 test or of nbaccel, but not of this change. Python's own suite does the same (``regrtest --rerun``).
 
-More than `HANDFUL` failures, an error while collecting, or an interrupt get no second try.
+More than `HANDFUL` failures, an error while collecting, or an interrupt get no second try. A table says at the end for
+which folders the minutes were spent.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,15 +45,30 @@ some hundred MB, and a fork copies the tables of pages: a tenth of the time of t
 of pytest alone, which take it out of what they hand on."""
 
 
-class _Failed:
-    """A plugin of pytest that keeps which tests failed, in their set-up, call or tear-down."""
+class _Record:
+    """A plugin of pytest that keeps which tests failed, in their set-up, call or tear-down, and the seconds of all."""
 
     def __init__(self) -> None:
-        self.tests: list[str] = []
+        self.failed: list[str] = []
+        self._seconds: Counter[str] = Counter()
+        self._tests: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and report.nodeid not in self.tests:
-            self.tests.append(report.nodeid)
+        if report.failed and report.nodeid not in self.failed:
+            self.failed.append(report.nodeid)
+        part = "/".join(report.nodeid.partition("::")[0].split("/")[:3])
+        part = part.rpartition("/")[0] if part.endswith(".py") and part.count("/") > 1 else part
+        self._seconds[part] += report.duration
+        self._tests[part] += report.when == "call"
+
+    def table(self) -> str:
+        """Return what the time was spent for: a line for each folder, the longest first, short ones together."""
+        whole_s = sum(self._seconds.values())
+        long = [(part, seconds) for part, seconds in self._seconds.most_common() if seconds >= whole_s / 100]
+        rest = self._tests.total() - sum(self._tests[part] for part, _ in long)
+        lines = [f"{seconds / 60:6.1f} min {self._tests[part]:5} tests  {part}" for part, seconds in long]
+        lines.append(f"{(whole_s - sum(seconds for _, seconds in long)) / 60:6.1f} min {rest:5} tests  elsewhere")
+        return "\n".join(["", "what the minutes of all processes were spent for:", *lines])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,17 +78,18 @@ def main(arguments: Sequence[str]) -> int:
     sys.dont_write_bytecode = False
     sys.path[0] = os.getcwd()  # as `python -m pytest` has it: other processes import the tests' functions by name
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and their children
-    failed = _Failed()
+    record = _Record()
     if arguments and arguments[0] == "--alone":
-        code = int(pytest.main([*arguments[1:]], plugins=[failed]))
+        code = int(pytest.main([*arguments[1:]], plugins=[record]))
     else:
-        code = _run(arguments, failed)
-    if not may_be_chance(code, len(failed.tests)):
+        code = _run(arguments, record)
+    print(record.table(), flush=True)
+    if not may_be_chance(code, len(record.failed)):
         return code
-    print(f"\nonce more, in a fresh process: {len(failed.tests)} failed", flush=True)
-    again = subprocess.run([sys.executable, "-m", "pytest", *failed.tests]).returncode
+    print(f"\nonce more, in a fresh process: {len(record.failed)} failed", flush=True)
+    again = subprocess.run([sys.executable, "-m", "pytest", *record.failed]).returncode
     if again == pytest.ExitCode.OK:
-        for test in failed.tests:
+        for test in record.failed:
             print(f"UNSTEADY: {test} failed, and passed when it was run again")
     return again
 
@@ -81,18 +99,18 @@ def may_be_chance(code: int, failures: int) -> bool:
     return code == pytest.ExitCode.TESTS_FAILED and 0 < failures <= HANDFUL
 
 
-def _run(arguments: Sequence[str], failed: _Failed) -> int:
+def _run(arguments: Sequence[str], record: _Record) -> int:
     """Run what may stand beside other tests, then what is timed, and return the worse exit code."""
     beside = ["-p", "xdist", "-n", str(WORKERS), "--dist", "loadscope", "--no-loadscope-reorder"]
     os.environ.setdefault(*LARGE_PAGES)
     os.environ[TIMED] = "later"
-    code = int(pytest.main([*beside, *arguments], plugins=[failed]))
+    code = int(pytest.main([*beside, *arguments], plugins=[record]))
     del os.environ[TIMED]
     if files := _timed_files([Path(argument) for argument in arguments if Path(argument).exists()]):
         print("\nwhat is timed, alone:", flush=True)
         os.environ[TIMED] = "alone"
         alone = [argument for argument in arguments if not Path(argument).exists()]
-        timed = int(pytest.main([*alone, *map(str, files)], plugins=[failed]))
+        timed = int(pytest.main([*alone, *map(str, files)], plugins=[record]))
         del os.environ[TIMED]
         code = max(code, 0 if timed == pytest.ExitCode.NO_TESTS_COLLECTED else timed)
     return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,10 @@ def test_a_test_that_fails_once_is_named_and_the_run_passes(tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout
     assert "1 failed, 1 passed" in done.stdout  # the first try is not hidden
     assert "UNSTEADY: test_chance.py::test_fails_the_first_time failed, and passed" in done.stdout
+    assert re.search(
+        r"spent for:\n(?: +\d+\.\d min +1 tests  test_(?:chance|well)\.py\n)+ +0\.0 min +0 tests  elsewhere",
+        done.stdout,
+    )
 
 
 @pytest.mark.slow
