@@ -310,7 +310,7 @@ def test_a_clock_that_nobody_read_has_no_ratio() -> None:
 def test_the_command_names_the_rows_it_has(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--rows", "stepp"])
-    assert "no rows called 'stepp'; there are step, ranks, loader" in capsys.readouterr().err
+    assert "no rows called 'stepp'; there are step, ranks, sharded, loader" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--rounds", "0"])
     assert "--rounds must be at least 1, got 0" in capsys.readouterr().err

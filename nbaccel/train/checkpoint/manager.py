@@ -181,7 +181,7 @@ class Checkpoints:
     ) -> None:
         """Continue from a checkpoint; see `Accelerator.load_state`. Collective."""
         self.writer.join()
-        choice, free = self.from_main(lambda: (self.directory.choose(input_dir), self.directory.free()))
+        choice, free = self.from_main("load_state", lambda: (self.directory.choose(input_dir), self.directory.free()))
         trust = trust or load_kwargs.get("weights_only") is False
         options = {name: value for name, value in load_model_func_kwargs.items() if name != "map_location"}
         self.load(choice, trust, was_chosen=input_dir is None, options=options)
@@ -228,7 +228,7 @@ class Checkpoints:
         is_named = saves_itself or self.directory.project.automatic_checkpoint_naming
         if lineage.is_agreed or not (is_named or self._equipment.world.is_distributed):
             return
-        run, free = self.from_main(lambda: (lineage.run, self.directory.free()))
+        run, free = self.from_main("name the checkpoints", lambda: (lineage.run, self.directory.free()))
         lineage.agree(run)
         self.directory.go_on_at(free)
 
@@ -468,7 +468,7 @@ class Checkpoints:
                 rng_files.restore(state, device)
         if reason:
             rng_files.derive(seed, training.step, rank)
-        reasons: list[str] = self._equipment.collectives.gather_objects([reason])
+        reasons: list[str] = self._equipment.collectives.gather_objects([reason], "load_state, random states")
         return reasons
 
     def _say_who_draws_anew(self, missing: Sequence[str]) -> None:
@@ -481,8 +481,11 @@ class Checkpoints:
                 f"and rank: {missing[derived[0]]}. (A save on the main process only, or with fewer ranks, has none.)",
             )
 
-    def from_main(self, ask: Callable[[], _T]) -> _T:
-        """Return the result of `ask` on rank 0, or raise its error; the same on every rank. Collective."""
+    def from_main(self, call: str, ask: Callable[[], _T]) -> _T:
+        """Return the result of `ask` on rank 0, or raise its error; the same on every rank. Collective.
+
+        call: what it is for, in a message about ranks that wait here.
+        """
         answer: _T | None = None
         error: Exception | None = None
         if self._equipment.state.is_main_process:
@@ -491,7 +494,7 @@ class Checkpoints:
             except Exception as raised:
                 error = raised
         if self._equipment.world.is_distributed:
-            answer, error = self._equipment.collectives.gather_objects([(answer, error)])[0]
+            answer, error = self._equipment.collectives.gather_objects([(answer, error)], call)[0]
         if error is not None:
             raise error
         return answer  # type: ignore[return-value]  # rank 0 has called it

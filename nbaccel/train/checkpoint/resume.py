@@ -102,7 +102,7 @@ class ResumePolicy:
         if self._pending is None:
             return
         place = self._pending
-        choice = self._choice = self._choice or self._checkpoints.from_main(lambda: self._find(place))
+        choice = self._choice = self._choice or self._checkpoints.from_main("resume", lambda: self._find(place))
         if choice is None:
             self._pending = None
             self._say(f"nothing to resume in {place} yet: the training starts at its beginning")
@@ -122,7 +122,7 @@ class ResumePolicy:
         if self._is_schedule_known or not (isinstance(every, Period) and self._equipment.world.is_distributed):
             return
         self._is_schedule_known = True
-        if not self._checkpoints.from_main(may_announce):
+        if not self._checkpoints.from_main("the intervals of checkpoints", may_announce):
             raise ValueError(
                 f"checkpoint_every: a time ({every.seconds:g} s) is over on rank 0 first, and all ranks save a sharded "
                 "model at the same step. Under torchrun, or whoever started these ranks, nobody tells the others: give "

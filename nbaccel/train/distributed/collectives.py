@@ -56,8 +56,11 @@ class Collectives:
         """Gather as `gather` does, for first dimensions that may differ between ranks; one more small exchange."""
         return value
 
-    def gather_objects(self, value: Any) -> Any:
-        """Gather any picklable values: lists of all ranks joined, mappings joined by key, others listed by rank."""
+    def gather_objects(self, value: Any, call: str = "gather_object") -> Any:
+        """Gather any picklable values: lists of all ranks joined, mappings joined by key, others listed by rank.
+
+        call: the call as a message about ranks that wait names it.
+        """
         return value
 
     def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -153,8 +156,8 @@ class GroupCollectives(Collectives):
         rows_of = iter(self._sizes([tensor.shape[0] if tensor.ndim else 1 for tensor in _tensors(value)]))
         return _map_tensors("gather", lambda tensor: self._gather_rows(tensor, next(rows_of)), value)
 
-    def gather_objects(self, value: Any) -> Any:
-        self._check("gather_object")
+    def gather_objects(self, value: Any, call: str = "gather_object") -> Any:
+        self._check(call)
         data, is_sent = _packed(value)
         (sizes,) = self._sizes([len(data) if is_sent else -len(data)])
         received = self._gather_rows(_as_tensor(data), [abs(size) for size in sizes], self._host).numpy().tobytes()

@@ -148,7 +148,7 @@ def refuse_other_bases(model: Module, base: frozenset[str], known: KnownBases, c
         ValueError: on every rank, with the ranks that differ from rank 0.
     """
     mine = known.facts(model, base)
-    everyones: list[BaseFacts] = collectives.gather_objects([mine])
+    everyones: list[BaseFacts] = collectives.gather_objects([mine], f"prepare {type(model).__name__}, its base")
     others = [rank for rank, facts in enumerate(everyones) if facts != everyones[0]]
     if others:
         raise ValueError(

@@ -113,12 +113,12 @@ class Preparer:
         admitted = {key: self._admit(model) for key, (model, _) in new.items()}
         moves = [new[key][1] and may_move(model) for key, model in admitted.items()]
         for model in admitted.values():
-            self._agree_on_names()
             base = base_of(model) if equipment.strategy.has_peers else frozenset()
             quantised = f", with a quantised base of {len(base)} tensors" if base else ""
             equipment.collectives.agree(
                 f"prepare {type(model).__name__} of {len(list(model.parameters()))} parameters{quantised}"
             )
+            self._agree_on_names()
             if base:  # on every rank then
                 refuse_other_bases(model, base, equipment.prepared.bases, equipment.collectives)
         inner = [
