@@ -171,12 +171,12 @@ class LoopLog:
         """Log nothing from now on, and let all loops run: in a process that was forked from the rank."""
         self._open.thread = None
 
-    def close(self, ended_well: bool) -> None:
-        """Write the record of the whole program.  ended_well: it reached its end, without an error."""
+    def close(self) -> None:
+        """Write the record of the whole program."""
         spans = self._open
         seconds = spans.now() - spans.whole.began_s
         setup_s = seconds if spans.setup_s is None else spans.setup_s
-        spans.write({"kind": "whole", "ended_well": ended_well, "seconds": seconds, "setup_s": setup_s})
+        spans.write({"kind": "whole", "seconds": seconds, "setup_s": setup_s})
         spans.write({"kind": "root", "own_s": seconds - spans.whole.inner_s, "steps": self.steps})
 
     def _home_of(self, number: int, value: int) -> Loop | None:

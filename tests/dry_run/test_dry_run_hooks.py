@@ -308,7 +308,7 @@ def whole_rank(folder: Path, is_raw: bool) -> Any:
     parts.end()
     if training is not None:
         training.end()
-    log.close(ended_well=True)
+    log.close()
     return batches, records
 
 

@@ -315,9 +315,9 @@ def test_seconds_of_the_dry_run_itself_count_nowhere() -> None:
             with log.excluded():
                 clock.work(50)
             log.note_step()
-    log.close(ended_well=True)
+    log.close()
     assert [own for own, *_ in records[-3]["kept"]] == [1] * 6
-    assert records[-2] == {"kind": "whole", "ended_well": True, "seconds": 6, "setup_s": 0}
+    assert records[-2] == {"kind": "whole", "seconds": 6, "setup_s": 0}
 
 
 def test_a_rank_that_is_killed_has_said_in_which_loop_and_pass_it_was() -> None:
@@ -341,7 +341,7 @@ def test_a_rank_that_is_killed_has_said_in_which_loop_and_pass_it_was() -> None:
                     log.note_step()
                     assert loops_open_at_end(records) == [4, 5]
             break
-    log.close(ended_well=True)
+    log.close()
     assert loops_open_at_end(records) == []
 
 

@@ -38,7 +38,7 @@ def found(
     whole = [
         {"kind": "table", "table": []},
         *records,
-        {"kind": "end", "reached": list(reached), "left": "", "ended_well": error is None},
+        {"kind": "end", "reached": list(reached), "left": ""},
     ]
     return DryRunResult(
         [whole, [{"kind": "table", "table": []}]], facts, error, 2.0, 0.0, lambda path: free_bytes, **more
@@ -245,7 +245,7 @@ def test_of_a_run_that_has_failed_the_number_of_saves_is_not_known() -> None:
         "own_s": 1.0,
     }
     save = {"kind": "save", "path": "/data/model.pt", "bytes": 10**9, "seconds": 0.5, "loops": [3]}
-    whole = {"kind": "whole", "ended_well": True, "seconds": 1.0, "setup_s": 0.0}
+    whole = {"kind": "whole", "seconds": 1.0, "setup_s": 0.0}
     records = [branch, save, whole, {"kind": "root", "own_s": 0.0, "steps": 0}]
     assert "takes 500 ms, 1 time in the whole run" in "".join(said(found(*records)))
     failed = said(found(*records, error=FoundError("ValueError: no", "rank 0")))
@@ -337,7 +337,7 @@ def test_of_a_device_others_have_a_part() -> None:
 
 def test_the_time_is_said_against_the_limit_or_the_session() -> None:
     records = [
-        {"kind": "whole", "ended_well": True, "seconds": 1.0, "setup_s": 0.0},
+        {"kind": "whole", "seconds": 1.0, "setup_s": 0.0},
         {"kind": "root", "own_s": 100_000.0, "steps": 0},
     ]
     (line,) = [line for line in said(found(*records), time_limit=3600.0) if "whole run" in line]
@@ -350,7 +350,7 @@ def test_the_time_is_said_against_the_limit_or_the_session() -> None:
 
 
 def test_a_loop_that_was_left_has_no_forecast() -> None:
-    whole = {"kind": "whole", "ended_well": False, "seconds": 1.0, "setup_s": 0.0}
+    whole = {"kind": "whole", "seconds": 1.0, "setup_s": 0.0}
     result = found(whole, {"kind": "root", "own_s": 1.0, "steps": 0})
     result.records[0][-1]["left"] = "a loop of a library"  # type: ignore[index]
     lines = said(result)
@@ -370,7 +370,7 @@ def test_a_run_that_may_end_early_is_not_called_too_long() -> None:
         {"number": 0, "kind": "for", "line": 2},
         {"number": 1, "line": 4, "ends": [0], "when": True, "is_test": False},
     ]
-    whole = {"kind": "whole", "ended_well": True, "seconds": 300.0, "setup_s": 0.0}
+    whole = {"kind": "whole", "seconds": 300.0, "setup_s": 0.0}
     result = found(loop, whole, {"kind": "root", "own_s": 0.0, "steps": 3})
     result.records[0][0]["table"] = [entry | {"file": "Cell In[7]"} for entry in table]  # type: ignore[index]
     lines = said(result, time_limit=3600.0)
