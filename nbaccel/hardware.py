@@ -231,16 +231,6 @@ def best_precision(gpu: Gpu | None) -> tuple[str, str]:
 # --- GPUs ---------------------------------------------------------------------------------------------------------
 
 
-def visible_gpus(nvml: Any, visible: str | None, order: str) -> tuple[Gpu, ...]:
-    """Return the devices that a new CUDA process would see, in its order.
-
-    visible: the value of CUDA_VISIBLE_DEVICES, None when unset.  order: that of CUDA_DEVICE_ORDER.
-    CUDA shows a process either whole GPUs or a single MIG device, and this one if there is any ("CUDA Device
-    Enumeration" in NVIDIA's guide to MIG); a list that starts with one has no second entry.
-    """
-    return _ask_nvml(nvml, visible, order)[0]
-
-
 def _look_for_gpus(
     nvml: Any, env: Mapping[str, str], root: Path, ask: Callable[[], CudaAnswer]
 ) -> tuple[tuple[Gpu, ...], Driver]:
@@ -304,6 +294,12 @@ def _ask_nvml_within(seconds: float, nvml: Any, visible: str | None, order: str)
 
 
 def _ask_nvml(nvml: Any, visible: str | None, order: str) -> tuple[tuple[Gpu, ...], Driver]:
+    """Return the devices that a new CUDA process would see, in its order, and what else the driver says.
+
+    visible: the value of CUDA_VISIBLE_DEVICES, None when unset.  order: that of CUDA_DEVICE_ORDER.
+    CUDA shows a process either whole GPUs or a single MIG device, and this one if there is any ("CUDA Device
+    Enumeration" in NVIDIA's guide to MIG); a list that starts with one has no second entry.
+    """
     with _connected(nvml) as (connected, silence):
         boards, is_complete = ([], True) if connected is None else _boards(connected, order)
     uncut = tuple(board.gpu.name for board in boards if board.is_cut and not board.slices)

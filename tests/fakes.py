@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from nbaccel.hardware import Gpu, Survey
 from nbaccel.launch.kernel_models import Cards
 
 Answer = TypeVar("Answer")
@@ -117,6 +118,15 @@ def two_t4s() -> FakeNvml:
             FakeGpu(uuid="GPU-aabb2222", bus_id="00000000:00:05.0"),
         ]
     )
+
+
+def visible_gpus(nvml: FakeNvml, visible: str | None, order: str) -> tuple[Gpu, ...]:
+    """Return the devices that a survey finds by `nvml`.
+
+    visible: the value of CUDA_VISIBLE_DEVICES, None when unset.  order: that of CUDA_DEVICE_ORDER.
+    """
+    environ = {"CUDA_DEVICE_ORDER": order} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    return Survey.take(nvml, environ, Path("/nowhere")).gpus  # where no driver of this machine is found
 
 
 def write_files(root: Path, files: dict[str, str]) -> Path:

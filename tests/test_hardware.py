@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes import GB, FakeGpu, FakeNvml, two_t4s, write_files
+from fakes import GB, FakeGpu, FakeNvml, two_t4s, visible_gpus, write_files
 from nbaccel.asking_cuda import CudaAnswer, Device
 from nbaccel.hardware import (
     ComputeMode,
@@ -23,7 +23,6 @@ from nbaccel.hardware import (
     best_precision,
     usable_cores,
     usable_memory,
-    visible_gpus,
 )
 
 A100 = FakeGpu("NVIDIA A100-SXM4-40GB", "GPU-cccc0000", "00000000:3B:00.0", 40 * GB, 0, (8, 0), 6912, 1410)

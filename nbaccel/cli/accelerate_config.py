@@ -66,7 +66,6 @@ class AccelerateConfig:
     unknown: keys that Accelerate does not know.
     """
 
-    path: Path
     flags: Mapping[str, Any] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
 
@@ -89,7 +88,7 @@ class AccelerateConfig:
         known |= {"dynamo_config", "mpirun_config", "parallelism_config"}
         unknown = tuple(str(key) for key in values if key not in known)
         try:
-            return cls(path, dict(_flags(values)), unknown)
+            return cls(dict(_flags(values)), unknown)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 

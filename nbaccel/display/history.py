@@ -485,11 +485,6 @@ class Rows(Sequence[dict[str, Any]]):
         used = {names for _, names, _ in self._rows}
         self._names = {names: names for names in used}
 
-    @property
-    def seen(self) -> int:
-        """Return the number of rows that were ever added."""
-        return self._seen
-
     def __len__(self) -> int:
         return len(self._rows) + self._last_is_extra
 

@@ -69,7 +69,6 @@ class DeviceSpans:
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._waiting: list[tuple[str, DeviceMark, DeviceMark]] = []
-        self.are_of_device = False
 
     def add(self, name: str, since: DeviceMark, until: DeviceMark) -> None:
         """Count the time between two marks as `name`."""
@@ -94,7 +93,6 @@ class DeviceSpans:
             seconds = until.host_s - since.host_s
             with suppress(RuntimeError):  # marks on two devices, or a device that has failed
                 seconds = since.event.elapsed_time(until.event) / 1000
-                self.are_of_device = True
             self._seconds[name] += seconds
         self._waiting.clear()
 

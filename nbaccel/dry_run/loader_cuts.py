@@ -62,7 +62,7 @@ class LoaderCuts:
 
     Begin it after `ImplicitTraining` has installed its hooks in torch's iterators: a loop may get one of many batches.
 
-    log: of the loops.  write: appends a record; "scan" says how long lengths were read, which a whole run does not do.
+    log: of the loops.  write: appends a record.
     decisions: of all ranks.  watchers: observers of passes.
     part: returns what measures the time of a part of a step, "loader" or "scan", while entered.
     stride: batches of an unprepared loader that are read for one of the loop: the number of ranks where each of them
@@ -276,8 +276,6 @@ class LoaderCuts:
         if this.log is None and not this.is_over:
             mean_size = None if this.chosen is None else this.chosen.mean_size
             this.log = self._log.begin_pass(this.place, this.name, this.batches, mean_size, this.workers)
-            if this.scan_s:
-                self._write({"kind": "scan", "place": this.place, "seconds": this.scan_s})
             for watcher in self._watchers:
                 watcher.begin_pass(this)
 

@@ -40,11 +40,9 @@ class LoopLog:
     """The log of one rank, for one thread: the one that makes it.
 
     write: takes each record.  clock: returns seconds.
-    steps: of optimizers, so far.
     """
 
     def __init__(self, write: Write, clock: Callable[[], float] = device_seconds) -> None:
-        self.steps = 0
         self._open = OpenSpans(write, clock)
         self._own, self._is_here = self._open.own, self._open.is_here
         self._homes: dict[int, int] = {}  # of each period, the number of the loop whose rounds it counts
@@ -126,14 +124,12 @@ class LoopLog:
             self._open.matter()
             for loop in self._open.loops():
                 loop.note_begin(begun)
-            begun.write_begin()
         return begun
 
     def note_step(self) -> None:
         """Note that an optimizer stepped."""
         if not self._is_here():
             return
-        self.steps += 1
         self._open.matter()
         self._open.note_setup(self._open.now())
         for depth, loop in enumerate(self._open.loops()):
@@ -149,10 +145,6 @@ class LoopLog:
     def present(self) -> tuple[tuple[int, int], ...]:
         """Return the open loops with their rounds: equal twice if no open loop has moved in between."""
         return tuple((loop.id, loop.rounds) for loop in self._open.loops())
-
-    def open_loops(self) -> list[int]:
-        """Return the numbers of the open loops, the outermost first."""
-        return [loop.number for loop in self._open.loops()][::-1]
 
     def open_parts(self) -> list[int]:
         """Return the numbers of the open loops and branches, the outermost first."""
@@ -171,13 +163,13 @@ class LoopLog:
         """Log nothing from now on, and let all loops run: in a process that was forked from the rank."""
         self._open.thread = None
 
-    def close(self, ended_well: bool) -> None:
-        """Write the record of the whole program.  ended_well: it reached its end, without an error."""
+    def close(self) -> None:
+        """Write the record of the whole program."""
         spans = self._open
         seconds = spans.now() - spans.whole.began_s
         setup_s = seconds if spans.setup_s is None else spans.setup_s
-        spans.write({"kind": "whole", "ended_well": ended_well, "seconds": seconds, "setup_s": setup_s})
-        spans.write({"kind": "root", "own_s": seconds - spans.whole.inner_s, "steps": self.steps})
+        spans.write({"kind": "whole", "seconds": seconds, "setup_s": setup_s})
+        spans.write({"kind": "root", "own_s": seconds - spans.whole.inner_s})
 
     def _home_of(self, number: int, value: int) -> Loop | None:
         """Return the loop whose rounds a period counts: the innermost one that matters, or that moves the value.
@@ -265,7 +257,8 @@ class MeasuredPass:
         if (self._is_of_round or self.is_of_one_item) and is_same_round:
             seconds = self._open.now() - self._began_s - (self._span.inner_s - self._began_inner_s)
             self._span.inner_s += seconds
-            self._span.keep({"kind": "pass", **self._own_place(), **self.in_short(), "seconds": seconds})
+            place = {"id": self._id, "outer": self._span.id, "outer_round": self._round + self.is_of_one_item}
+            self._span.keep({"kind": "pass", **place, **self.in_short(), "seconds": seconds})
 
     def in_short(self) -> dict[str, Any]:
         made = [each[2] for each in self._handed if each[2] is not None]
@@ -281,12 +274,6 @@ class MeasuredPass:
             "is_cut": self.is_cut,
             "handed": self._handed,
         }
-
-    def write_begin(self) -> None:
-        self._open.write({"kind": "pass_began", **self._own_place(), "place": self._place, "name": self._name})
-
-    def _own_place(self) -> dict[str, Any]:
-        return {"id": self._id, "outer": self._span.id, "outer_round": self._round + self.is_of_one_item}
 
     def _take_time(self, waited_s: float) -> None:
         """Give the time since the last batch to it, or to the start of the pass."""

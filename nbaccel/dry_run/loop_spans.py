@@ -330,12 +330,7 @@ class Loop(Span):
     def _announce(self) -> None:
         """Write where the loop is, for the case that the rank does not live to see its end."""
         self._is_announced = True
-        loops = []
-        loop = self.outer_loop
-        while loop is not None:
-            loops.append([loop.number, loop.rounds])
-            loop = loop.outer_loop
-        self.spans.write({"kind": "loop_began", **self.place(), "open": loops[::-1]})
+        self.spans.write({"kind": "loop_began", **self.place()})
 
     def over(self, iterable: Iterable[Any]) -> Iterator[Any]:
         self.total = total_of(iterable)

@@ -59,7 +59,7 @@ class MemoryPeaks:
     def end(self) -> None:
         """Write the peaks of the whole time."""
         self._look()
-        self._report("", 0)
+        self._report()
 
     def begin_pass(self, this: ObservedPass) -> None:
         self._look()
@@ -72,7 +72,7 @@ class MemoryPeaks:
     def end_pass(self, this: ObservedPass) -> None:
         self._look()
         self._now = None
-        self._report(this.place, this.number)
+        self._report()
 
     def _look(self) -> None:
         for name, peak in self._read().items():
@@ -80,14 +80,12 @@ class MemoryPeaks:
                 self._peaks[name] = peak
                 self._with[name] = self._now
 
-    def _report(self, place: str, number: int) -> None:
+    def _report(self) -> None:
         if os.getpid() == self._pid:
             peaks = {name: {"bytes": peak, "batch": self._with[name]} for name, peak in self._peaks.items()}
             room = self._room()
             more = {} if room is None else {"room": room}
-            self._write(
-                {"kind": "peak", "place": place, "number": number, "peaks": peaks, "batch": self._newest, **more}
-            )
+            self._write({"kind": "peak", "peaks": peaks, "batch": self._newest, **more})
 
 
 def read_peaks() -> dict[str, int]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,14 @@ NEW_FOLDERS = "new-folders"
 
 
 class RankRecords:
-    """The file in which a rank records what it sees; several parts of a rank may append to it.
-
-    Each record gets "at", the seconds of `time.monotonic()`, which are those of the kernel too.
-    """
+    """The file in which a rank records what it sees; several parts of a rank may append to it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = _path(folder, rank)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record; "kind" says what it is about."""
-        line = json.dumps({**record, "at": time.monotonic()}, default=_plain) + "\n"
+        line = json.dumps(record, default=_plain) + "\n"
         # Opened each time, for a few hundred records: the descriptor of a file may be closed by the user's program.
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:

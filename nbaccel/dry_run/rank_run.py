@@ -89,14 +89,13 @@ class RankDryRun:
         record = {
             "kind": "end",
             "reached": sorted(self.reached),
-            "ended_well": error is None,
             "left": str(error) if is_cut else "",
             "error": None if kind is None or is_cut else kind.__name__,
         }
         ends = (
             self._trainings.end,
             self._parts.end,
-            functools.partial(self._log.close, ended_well=error is None),
+            self._log.close,
             functools.partial(self._records.write, record),
         )
         for end in ends:

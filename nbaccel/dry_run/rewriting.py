@@ -48,10 +48,9 @@ _ASKS = "__nbaccel_asks__"
 Table = list[dict[str, Any]]
 """The rewritten places, one for each number, as plain JSON.
 
-Each has: number, kind ("for", "while", "branch", "every" or "compare"), file, line, end_line, head (its source text),
-function ("" for code outside of functions). A branch has "every", the numbers of its conditions. A comparison has
-"ends", the numbers of the loops that it ends, "when", the outcome that ends them, and "is_test": it is in the test of a
-`while`.
+Each has: number, kind ("for", "while", "branch", "every" or "compare"), file, line, head (its source text). A branch
+has "every", the numbers of its conditions. A comparison has "ends", the numbers of the loops that it ends, "when", the
+outcome that ends them, and "is_test": it is in the test of a `while`.
 """
 
 _NOT_REWRITTEN = frozenset({"forward", "__getitem__", "__getitems__", "__len__", "collate_fn"})
@@ -132,7 +131,6 @@ class _Rewriter:
         self._first_number = first_number
         self._marks_lines = marks_lines
         self._file = file
-        self._names: list[str] = []  # of the functions and classes around
         self._is_on = True  # loops here are rewritten
         self._loops: list[int] = []  # open in this function
         self._flags: dict[tuple[str, Any], int] = {}  # of `while not done`: the value of the name that ends it
@@ -182,9 +180,7 @@ class _Rewriter:
         is_plain = isinstance(node, ast.FunctionDef) and node.name not in _NOT_REWRITTEN
         self._is_on, self._loops = is_plain and not _is_generator(node), []
         self._flags = {}
-        self._names.append(node.name)
         self._blocks_of(node)
-        self._names.pop()
         self._is_on, self._loops, self._flags = outer
         if plain and (self._marks_lines or len(self.table) > count):
             _keep_for_compilers(node, plain)
@@ -226,7 +222,7 @@ class _Rewriter:
         return node
 
     def _branch(self, body: list[ast.stmt], numbers: list[int], head: str, first: ast.stmt) -> ast.stmt:
-        number = self._enter("branch", first, head, every=numbers, end_line=body[-1].end_lineno)
+        number = self._enter("branch", first, head, every=numbers)
         return _with("branch", number, self.block(body), first)
 
     def _left_by(self, block: list[ast.stmt]) -> list[int]:
@@ -280,8 +276,8 @@ class _Rewriter:
     def _enter(self, kind: str, node: ast.stmt | ast.expr, head: str, **more: Any) -> int:
         number = self._first_number + len(self.table)
         head = head if len(head) <= _LONGEST_HEAD else head[: _LONGEST_HEAD - 3] + "..."
-        place = {"file": self._file, "line": node.lineno, "end_line": node.end_lineno, "head": head}
-        self.table.append({"number": number, "kind": kind, **place, "function": ".".join(self._names), **more})
+        place = {"file": self._file, "line": node.lineno, "head": head}
+        self.table.append({"number": number, "kind": kind, **place, **more})
         return number
 
 

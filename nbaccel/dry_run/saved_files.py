@@ -85,18 +85,15 @@ class SavedFiles:
         return list(self._open_loops()) if threading.get_ident() == self._thread else []
 
     @contextmanager
-    def waiting(self, function: str) -> Iterator[None]:
-        """Record how long the program waits for a save that may go on in the background, as "save_wait"."""
-        began, loops = device_seconds(), self.loops()
+    def waiting(self) -> Iterator[None]:
+        """Count the time that the program waits for a save, which may go on in the background, as "saving"."""
+        device_seconds()  # what the device was asked for before is no part of it
         with self._part("saving"):
             yield
-        seconds = time.perf_counter() - began
-        self._write({"kind": "save_wait", "function": function, "seconds": seconds, "loops": loops})
 
     @contextmanager
     def saving(
         self,
-        function: str,
         path: str,
         nbytes: Callable[[], int],
         loops: Sequence[int] | None = None,
@@ -123,11 +120,9 @@ class SavedFiles:
         self._write(
             {
                 "kind": "save",
-                "function": function,
                 "path": path,
                 "bytes": nbytes(),
                 "seconds": time.perf_counter() - began,
-                "is_in_background": not is_here,
                 "loops": list(loops),
                 "keeps": keeps,
             }
@@ -141,7 +136,7 @@ class SavedFiles:
             if file is None and at < len(args):
                 file = args[at]
             path, size = _measure(file, _SUFFIXES.get(function, ""))
-            with self.saving(function, path, size):
+            with self.saving(path, size):
                 return real(*args, **kwargs)
 
         return recorded

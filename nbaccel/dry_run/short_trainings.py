@@ -169,7 +169,6 @@ class ShortTransformers:
         self._planned = min(EPOCHS, state.num_train_epochs)
         self.facts.update(
             {
-                "library": "transformers",
                 "steps": state.max_steps,
                 "epochs": state.num_train_epochs,
                 "batches_per_step": window,
@@ -227,7 +226,6 @@ class ShortLightning:
         self._planned = EPOCHS if most is None or most < 0 else min(EPOCHS, most)
         self.facts.update(
             {
-                "library": "lightning",
                 "steps": trainer.max_steps if trainer.max_steps > 0 else None,
                 "epochs": most if most is not None and most > 0 else None,
                 "batches_per_step": window,

@@ -205,8 +205,7 @@ class StepTimes:
             said["batches"] -= 1
             waited_s = seconds.get(_LOADER, 0.0) + account.first.seconds().get(_LOADER, 0.0)
             seconds[_LOADER] = waited_s * said["batches"] / (said["batches"] + 1)  # some loaders read ahead
-        of_device = account.spans.are_of_device
-        self._write({"kind": "step_times", **said, "is_of_device": of_device, "seconds": seconds})
+        self._write({"kind": "step_times", **said, "seconds": seconds})
 
     # -- hooks of torch
 

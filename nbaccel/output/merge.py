@@ -178,7 +178,7 @@ class LineMerger:
                 break
         return merged
 
-    def force(self, rank: int, now: float, budget: float) -> list[Merged]:
+    def force(self, rank: int, budget: float) -> list[Merged]:
         """Return all waiting lines of `rank`; if they exceed `budget` bytes, only the last ones."""
         queue = self._queues[rank]
         if queue.nbytes > budget:

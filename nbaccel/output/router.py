@@ -120,7 +120,7 @@ class OutputRouter:
             self._push(rank, stream, reader.settle(now, at_once=True), now)
             self._want_bar(rank, stream)
         self._take_partial(now, older_than_s=0.0)
-        self._show(self._merger.force(rank, now, self._budget.left(now)))
+        self._show(self._merger.force(rank, self._budget.left(now)))
         return now
 
     def rank_done(self, rank: int) -> None:
@@ -163,7 +163,7 @@ class OutputRouter:
             self.rank_done(rank)
         now = self._clock()
         for rank in self._readers:
-            self._show(self._merger.force(rank, now, self._budget.left(now)))
+            self._show(self._merger.force(rank, self._budget.left(now)))
         self._show_the_end()
         self._flush_log()
         self._painter.paint(now, at_once=True)

@@ -173,12 +173,12 @@ class DryRunHooks:
     ) -> Path:
         self._loops = self._saves.loops()
         self._keeps = None if directory is None else directory.project.total_limit
-        with self._saves.waiting("checkpoint"):
+        with self._saves.waiting():
             return real(checkpoints, target, moment, blocking, directory)
 
     def _write(self, real: Callable[..., list[str]], save: writer.Save, *args: Any, **kwargs: Any) -> list[str]:
         size = functools.partial(_folder_bytes, save.target)
-        with self._saves.saving("checkpoint", str(save.target), size, self._loops, self._keeps):
+        with self._saves.saving(str(save.target), size, self._loops, self._keeps):
             return real(save, *args, **kwargs)
 
 

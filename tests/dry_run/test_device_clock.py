@@ -37,7 +37,6 @@ def test_a_span_has_the_work_that_was_given_in_it(device: FakeDevice) -> None:
     spans.add("hidden", second, third)
     spans.add("idle", third, fourth)
     assert spans.seconds() == {"given": 5, "hidden": 0, "idle": 3}, "they add up to the time that has passed"
-    assert spans.are_of_device
     assert device.waits == 1
 
 
@@ -57,7 +56,6 @@ def test_without_cuda_spans_are_those_of_the_host() -> None:
     spans = DeviceSpans()
     spans.add("program", DeviceMark(lambda: next(times)), DeviceMark(lambda: next(times)))
     assert spans.seconds() == {"program": 3}
-    assert not spans.are_of_device
 
 
 def test_a_span_in_which_the_program_begins_with_cuda_is_one_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

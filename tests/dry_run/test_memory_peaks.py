@@ -33,7 +33,6 @@ def test_a_peak_is_that_of_the_batch_with_which_it_rose() -> None:
     between = {"place": "train:3", "kind": "between", "size": 48.0}
     expected = {"host": {"bytes": 30, "batch": between}, "device": {"bytes": 900, "batch": longest}}
     assert [record["peaks"] for record in records] == [expected, expected]
-    assert [record["place"] for record in records] == ["train:3", ""]
     assert records[-1]["batch"] == {"place": "train:3", "kind": "last", "size": 4.0}
     assert records[-1]["batch"] == {"place": "train:3", "kind": "last", "size": 4.0}, "the newest, also when it is over"
 
@@ -44,7 +43,7 @@ def test_what_rises_before_the_first_batch_is_of_none() -> None:
     peaks.begin()
     peaks.end()
     host = {"bytes": 10, "batch": None}
-    assert records == [{"kind": "peak", "place": "", "number": 0, "peaks": {"host": host}, "batch": None}]
+    assert records == [{"kind": "peak", "peaks": {"host": host}, "batch": None}]
 
 
 def test_the_peak_of_the_host_is_what_the_process_held_since_the_begin() -> None:

@@ -247,7 +247,6 @@ def test_a_record_says_which_pass_it_is_of() -> None:
         "name": "loader",
         "number": 1,
         "batches": 40,
-        "is_of_device": False,
         "seconds": {"program": 0},
     }
 
@@ -287,7 +286,6 @@ def test_a_part_has_the_time_of_the_device_and_what_waits_for_it_has_none(monkey
             device.wait()  # loss.item()
         batches.end()
     assert run.seconds() == [{"program": 0, "loader": 6, "forward": 40, "backward": 80}]
-    assert run.records[0]["is_of_device"]
 
 
 def test_a_loader_that_is_done_before_the_device_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

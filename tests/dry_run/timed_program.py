@@ -143,5 +143,5 @@ def run_dry(text: str, monkeypatch: Any, marks_lines: bool = False) -> DryRun:
     names = names_of(clock, log)
     exec(compile(tree, "program", "exec"), names)
     assert log._open.top.number == -1, "something is still open"
-    log.close(ended_well=True)
+    log.close()
     return DryRun(records, json.loads(json.dumps(table)), names, reached)

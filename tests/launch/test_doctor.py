@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fakes import GB, FakeGpu, FakeNvml, two_t4s, write_files
+from fakes import GB, FakeGpu, FakeNvml, two_t4s, visible_gpus, write_files
 from nbaccel.asking_cuda import CudaAnswer
 from nbaccel.forkable import AUTOGRAD_HAS_THREADS, CUDA_IS_INITIALISED
-from nbaccel.hardware import MemoryInfo, Platform, Survey, visible_gpus
+from nbaccel.hardware import MemoryInfo, Platform, Survey
 from nbaccel.launch.doctor import MachineFacts, report
 from nbaccel.launch.gpu_trouble import TorchBuild
 from nbaccel.storage import Storage

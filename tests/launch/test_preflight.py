@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fakes import FakeGpu, FakeNvml, two_t4s
+from fakes import FakeGpu, FakeNvml, two_t4s, visible_gpus
 from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 from nbaccel.forkable import AUTOGRAD_HAS_THREADS, CUDA_IS_INITIALISED, DRIVER_IS_IN_USE
-from nbaccel.hardware import Driver, Gpu, Survey, visible_gpus
+from nbaccel.hardware import Driver, Gpu, Survey
 from nbaccel.launch.ipc.spec import Devices, Start
 from nbaccel.launch.preflight import choose_devices, choose_start, threads_per_rank
 

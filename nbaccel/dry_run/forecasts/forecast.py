@@ -47,9 +47,6 @@ _LEAST_WIDTH = 0.06
 _WIDTH = 1.7
 """Half of the range in standard errors: nine of ten runs lie inside."""
 
-_ROUGH = 0.2
-"""Half of the range, relative, above which a forecast is rough."""
-
 _CHUNK_S = 0.1
 """Seconds of the computation that `measure_noise` repeats: shorter disturbances are seen in the rounds themselves."""
 
@@ -61,15 +58,11 @@ Samples = list[Sample]
 class ForecastPart:
     """One loop, branch or pass.
 
-    line: of the program; 0 unknown.  file: empty for the checked program.  head: its source text.
     rounds: of one run of it; None unknown.  runs: how often the whole program runs it.
     seconds: in the whole program, without the parts inside of it.
     number: in the table; -1 for a pass.  had: rounds of it in the dry run, or runs of a branch.
     """
 
-    line: int
-    file: str
-    head: str
     rounds: float | None
     runs: float
     seconds: float
@@ -83,21 +76,15 @@ class Forecast:
     """The time of a whole run.
 
     low_s, high_s: the range, with set-up; `high_s` is None where the rounds of a loop are not known.
-    setup_s: until the first loop that trains or draws.
     parts: the longest first.  unknown: a sentence for each loop whose rounds are not known.
     may_end_early: a sentence for each loop that may end before its last round.
-    is_rough: the range is wider than 20 % to each side, as the rounds differed.
-    ended_well: the dry run came to the end of the program.
     """
 
     low_s: float
     high_s: float | None
-    setup_s: float
     parts: tuple[ForecastPart, ...] = ()
     unknown: tuple[str, ...] = ()
     may_end_early: tuple[str, ...] = ()
-    is_rough: bool = False
-    ended_well: bool = True
 
     def times(self, number: int, seen: int) -> float | None:
         """Return how often the whole program does what the dry run has done `seen` times in a loop or branch.
@@ -117,22 +104,15 @@ def forecast(records: Iterable[Record], table: Sequence[Record], noise: float = 
     records: those of one rank, see `nbaccel.dry_run.loop_log`.  table: see `nbaccel.dry_run.rewriting`.
     noise: of the machine, see `measure_noise`.
     """
-    kept = list(records)
-    whole = next((each for each in kept if each["kind"] == "whole"), {})
-    setup = next((each for each in kept if each["kind"] == "setup"), whole)
     reckoning = _Reckoning({entry["number"]: entry for entry in table})
-    total = reckoning.of(tree_of(kept), 1.0) + _exactly(reckoning.once_s)
+    total = reckoning.of(tree_of(list(records)), 1.0) + _exactly(reckoning.once_s)
     low_s, high_s = total.range(noise)
-    is_rough = high_s - low_s > _ROUGH * (high_s + low_s) * (1 + 1e-9)
     return Forecast(
         low_s,
         None if reckoning.unknown else high_s,
-        setup.get("setup_s", setup.get("seconds", 0.0)),
         tuple(sorted(reckoning.parts, key=lambda part: -part.seconds)),
         tuple(reckoning.unknown),
         tuple(reckoning.may_end_early),
-        is_rough,
-        bool(whole.get("ended_well", False)),
     )
 
 
@@ -412,14 +392,9 @@ class _Reckoning:
     # --- words --------------------------------------------------------------------------------------------------
 
     def _note(self, node: Node, rounds: float | None, times: float, seconds: float) -> None:
-        entry = self._entries.get(node.number, {})
-        head = entry.get("head") or node.runs[0].get("name", "")
         is_branch = node.kind in ("branch", "trainer_part")
         self.parts.append(
             ForecastPart(
-                entry.get("line", 0),
-                entry.get("file", ""),
-                head,
                 rounds,
                 times,
                 seconds,

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from nbaccel.errors import CannotSend
-from nbaccel.launch.ipc.nbytes import size_of
 from nbaccel.launch.ipc.pickling import Contents, Joined, Packer, Places, PlacingPacker, Unpacker, is_ours
 from nbaccel.launch.ipc.tensor_devices import InFile
 from nbaccel.launch.ipc.unpicklable import CannotJoin, in_words, reason
@@ -38,7 +37,6 @@ __all__ = [
     "packages_in",
     "rows_in",
     "salvaged",
-    "size_of",
     "unpack",
     "unpack_what_can_be_rebuilt",
 ]
@@ -71,13 +69,11 @@ def pack(
     *,
     by_reference: Mapping[int, str] | None = None,
     namespace: dict[str, Any] | None = None,
-    as_written: bool = False,
 ) -> Payload:
     """Pack all of `values` into one payload.
 
     by_reference: name by ``id(object)``, for classes and functions that the other side has; only the name is sent.
-    namespace: the globals of notebook functions; in the receiver they become the namespace given to `unpack`.
-    as_written: send objects as the user wrote them: of prepared objects, also inside of others, the wrapped ones.
+    namespace: the globals of notebook functions; in the receiver they become those of `unpack_what_can_be_rebuilt`.
 
     Raises:
         CannotSend: a value cannot be sent; `names` has every such name with the reason.
@@ -87,7 +83,7 @@ def pack(
     {'x': 1, 'y': [2, 3]}
     >>> os.close(payload.fd)
     """
-    make = _packers(by_reference or {}, namespace, as_written)
+    make = _packers(by_reference or {}, namespace)
     try:
         return _write(values, make)
     except Exception as error:
@@ -115,6 +111,8 @@ def pack_what_can_travel(
 
     If only entries of a `Change` cannot be sent, the rest of it is; such an entry is named "name:key".
 
+    by_reference, namespace: see `pack`.
+    as_written: send objects as the user wrote them: of prepared objects, also inside of others, the wrapped ones.
     places: those of objects that the receiver has; if given, only the place of such an object is sent, and all others
     as written.
     may_lack: names whose values are sent without the parts that cannot be sent, rather than not at all: see `Absent`.
@@ -145,23 +143,9 @@ def pack_what_can_travel(
                 refused[name] = why
 
 
-def unpack(
-    fd: int,
-    *,
-    namespace: dict[str, Any] | None = None,
-    anchored: Callable[[str], Any] | None = None,
-    placed: Callable[[Any], Any] | None = None,
-    is_lasting: bool = False,
-) -> dict[str, Any]:
-    """Return the values of the payload behind `fd`, which stays open; the caller closes it.
-
-    namespace: becomes ``__globals__`` of the functions that were packed with one. Globals that they refer to are added
-    to it; existing names keep their values.
-    anchored: finds an object of this process by the name it was anchored under.
-    placed: finds one by the token of the sender's `Places.token`.
-    is_lasting: the values stay for long, and must not keep a larger rest of the payload alive.
-    """
-    values: dict[str, Any] = Unpacker(_contents(fd, namespace, anchored, placed, is_lasting)).load()
+def unpack(fd: int) -> dict[str, Any]:
+    """Return the values of the payload behind `fd`, which stays open; the caller closes it."""
+    values: dict[str, Any] = Unpacker(_contents(fd)).load()
     return values
 
 
@@ -176,8 +160,12 @@ def unpack_what_can_be_rebuilt(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values of the payload behind `fd` that can be rebuilt, and the names of the others, with the reason.
 
-    joined: has the whole tensors for those of which the payload has only rows. The other arguments are those of
-    `unpack`.
+    namespace: becomes ``__globals__`` of the functions that were packed with one. Globals that they refer to are added
+    to it; existing names keep their values.
+    anchored: finds an object of this process by the name it was anchored under.
+    placed: finds one by the token of the sender's `Places.token`.
+    is_lasting: the values stay for long, and must not keep a larger rest of the payload alive.
+    joined: has the whole tensors for those of which the payload has only rows.
     """
     try:
         values: dict[str, Any] = Unpacker(_contents(fd, namespace, anchored, placed, is_lasting, joined)).load()
@@ -221,10 +209,10 @@ def _opened(fd: int) -> tuple[mmap.mmap, _Table]:
 
 def _contents(
     fd: int,
-    namespace: dict[str, Any] | None,
-    anchored: Callable[[str], Any] | None,
-    placed: Callable[[Any], Any] | None,
-    is_lasting: bool,
+    namespace: dict[str, Any] | None = None,
+    anchored: Callable[[str], Any] | None = None,
+    placed: Callable[[Any], Any] | None = None,
+    is_lasting: bool = False,
     joined: Joined | None = None,
 ) -> Contents:
     mapping, (places, buffers, packages, _, begin) = _opened(fd)
@@ -242,7 +230,7 @@ _MakePacker = Callable[[Any], Packer]
 def _packers(
     by_reference: Mapping[int, str],
     namespace: dict[str, Any] | None,
-    as_written: bool,
+    as_written: bool = False,
     places: Places | None = None,
     may_lack: Collection[str] = (),
     sharded: ShardedTensors | None = None,

@@ -92,7 +92,6 @@ class ReportLine:
 class CheckReport:
     """The report of a check."""
 
-    title: str
     lines: Sequence[ReportLine]
 
     @classmethod
@@ -112,7 +111,7 @@ class CheckReport:
         writer = _Writer(found, source, plan, platform)
         lines = [*writer.lines(), *more, *_files(changed)]
         order = {RED: 0, YELLOW: 1, OK: 2}
-        return cls(source.name, sorted(lines, key=lambda line: order[line.level]))
+        return cls(sorted(lines, key=lambda line: order[line.level]))
 
     @property
     def has_red(self) -> bool:

@@ -205,7 +205,6 @@ class _Dispatching:
         self._main = main
         self._sources = sources
         self._wholes = wholes
-        self._offload_buffers = offload_buffers
         self._skipped = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
         self._done = Dispatch(Offloading(main))
         self._places = places_of_tensors(model, device_map)

@@ -67,15 +67,14 @@ class Handed:
 
     is_part: a batch was cut.  rows: samples of this rank in the largest cut one, else in the largest; 0 unknown.
     whole: samples of all of that batch; 0 unknown.  sizes: the ranks' numbers of samples, where it was cut.
-    loaders: their names.  batches: how many the last of them has handed out.
-    turn: of the last one, where a batch comes in several parts.
+    batches: how many the last loader has handed out.
+    turn: that of the last batch, where a batch comes in several parts.
     """
 
     is_part: bool = False
     rows: int = 0
     whole: int = 0
     sizes: frozenset[int] = frozenset()
-    loaders: tuple[str, ...] = ()
     batches: int = 0
     turn: Turn = ALONE
 

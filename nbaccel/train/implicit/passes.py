@@ -176,12 +176,11 @@ class Passes:
             labels = [label for labels in self._taken.values() for label in labels]
             parts = [label for label in labels if label.is_apart and self._mode == SPLIT]
             largest = max(parts or labels, key=lambda label: label.whole, default=UNKNOWN)
-            names = dict.fromkeys(this.name for this in self._taken)
             last = [*self._taken.values()][-1] if self._taken else deque()
             sizes, turn = largest.sizes, last[-1].turn if last else ALONE
             if any(this.iterator_of() is not None and each[-1].turn != turn for this, each in self._taken.items()):
                 turn = turn._replace(is_mixed=True)
-            self._handed = Handed(bool(parts), largest.rows, largest.whole, sizes, tuple(names), len(last), turn)
+            self._handed = Handed(bool(parts), largest.rows, largest.whole, sizes, len(last), turn)
         return self._handed
 
     @property

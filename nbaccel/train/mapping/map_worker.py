@@ -117,7 +117,7 @@ def _agreed(
     is_asked = is_kept and world.is_main_process
     marks = (SourceMark.of(function), SourceMark.of(setup)) if is_asked else None
     by_rank = accelerator.collectives.gather_objects([(uuid.uuid4().hex, marks, first)], "map")
-    refuse_different_items(world, [one for _, _, one in by_rank], error)
+    refuse_different_items([one for _, _, one in by_rank], error)
     token, marks, _ = by_rank[0]
     return token, marks, first.mark
 

@@ -197,7 +197,7 @@ def _checksums(items: Sequence[Any]) -> tuple[str, ...]:
     return tuple(checksum_of([item]) for item in items)
 
 
-def refuse_different_items(world: World, found: Sequence[FirstItems], error: BaseException | None) -> None:
+def refuse_different_items(found: Sequence[FirstItems], error: BaseException | None) -> None:
     """Refuse items that are not the same in all ranks; each of them raises.
 
     found: of every rank.  error: that those of this rank have raised.

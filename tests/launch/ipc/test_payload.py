@@ -22,15 +22,20 @@ from tqdm import tqdm
 
 from nbaccel import Accelerator
 from nbaccel.errors import CannotSend
-from nbaccel.launch.ipc.payload import Payload, pack, pack_what_can_travel, size_of, unpack
+from nbaccel.launch.ipc.nbytes import size_of
+from nbaccel.launch.ipc.payload import Payload, pack, pack_what_can_travel, unpack, unpack_what_can_be_rebuilt
 
 
 def travel(values: dict[str, Any], **there: Any) -> dict[str, Any]:
-    """`values` as they come out on the other side; `there` as `pack` and `unpack` take them."""
+    """`values` as they come out on the other side; `there` as `pack` and `unpack_what_can_be_rebuilt` take them."""
     here = {name: there.pop(name) for name in ("by_reference",) if name in there}
     payload = pack(values, namespace=there.pop("packed_namespace", None), **here)
     try:
-        return unpack(payload.fd, **there)
+        if not there:
+            return unpack(payload.fd)
+        came, refused = unpack_what_can_be_rebuilt(payload.fd, **there)
+        assert refused == {}
+        return came
     finally:
         os.close(payload.fd)
 
@@ -309,7 +314,8 @@ def peak_kib() -> int:
 
 def test_a_process_without_torch_packs_without_importing_it() -> None:
     program = (
-        "import sys; from nbaccel.launch.ipc.payload import pack, size_of, unpack\n"
+        "import sys; from nbaccel.launch.ipc.nbytes import size_of\n"
+        "from nbaccel.launch.ipc.payload import pack, unpack\n"
         "assert unpack(pack({'x': [1]}).fd) == {'x': [1]}; size_of([1])\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )

@@ -19,7 +19,7 @@ import torch
 
 from leaving import CELLS, SEED, described, made
 from nbaccel.launch.ipc.channel import Channel
-from nbaccel.launch.ipc.payload import pack, pack_what_can_travel, unpack, unpack_what_can_be_rebuilt
+from nbaccel.launch.ipc.payload import pack, pack_what_can_travel, unpack_what_can_be_rebuilt
 from nbaccel.launch.objects.inventory import Inventory, ObjectPlace, found_at, writes_of
 from nbaccel.launch.objects.kind import Change
 
@@ -75,7 +75,9 @@ def run_elsewhere(cell: str, namespace: dict[str, Any], start: str) -> dict[str,
             there = namespace
             if sent is not None:
                 there = {"__name__": "__main__"}
-                there |= unpack(sent.fd, namespace=there)
+                came, lost = unpack_what_can_be_rebuilt(sent.fd, namespace=there)
+                assert lost == {}
+                there |= came
             payload, refused, gone = left_by(cell, there, Inventory(names, there, is_copy=sent is None))
             rank.send({"refused": refused, "gone": gone}, [payload.fd])
         except BaseException as error:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.launch.ipc.payload import unpack
+from nbaccel.launch.ipc.payload import unpack_what_can_be_rebuilt
 from nbaccel.launch.objects.wrappers import plain
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.launch.tasks.cell_task import CellTask
@@ -62,9 +62,10 @@ def sent(code: str, out: tuple[str, ...] = (), **names: Any) -> dict[str, Any]:
     task = CellTask(CellSource(code, "Cell In[1]"), names, out)
     payload = task.pack()
     try:
-        values = unpack(payload.fd, namespace={})
+        values, refused = unpack_what_can_be_rebuilt(payload.fd, namespace={})
     finally:
         os.close(payload.fd)
+    assert refused == {}
     return {name.removeprefix("in:"): value for name, value in values.items() if name != "head"}
 
 

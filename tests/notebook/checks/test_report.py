@@ -38,7 +38,7 @@ def found(
     whole = [
         {"kind": "table", "table": []},
         *records,
-        {"kind": "end", "reached": list(reached), "left": "", "ended_well": error is None},
+        {"kind": "end", "reached": list(reached), "left": ""},
     ]
     return DryRunResult(
         [whole, [{"kind": "table", "table": []}]], facts, error, 2.0, 0.0, lambda path: free_bytes, **more
@@ -245,8 +245,8 @@ def test_of_a_run_that_has_failed_the_number_of_saves_is_not_known() -> None:
         "own_s": 1.0,
     }
     save = {"kind": "save", "path": "/data/model.pt", "bytes": 10**9, "seconds": 0.5, "loops": [3]}
-    whole = {"kind": "whole", "ended_well": True, "seconds": 1.0, "setup_s": 0.0}
-    records = [branch, save, whole, {"kind": "root", "own_s": 0.0, "steps": 0}]
+    whole = {"kind": "whole", "seconds": 1.0, "setup_s": 0.0}
+    records = [branch, save, whole, {"kind": "root", "own_s": 0.0}]
     assert "takes 500 ms, 1 time in the whole run" in "".join(said(found(*records)))
     failed = said(found(*records, error=FoundError("ValueError: no", "rank 0")))
     assert [line for line in failed if "takes 500 ms; " in line], failed
@@ -337,8 +337,8 @@ def test_of_a_device_others_have_a_part() -> None:
 
 def test_the_time_is_said_against_the_limit_or_the_session() -> None:
     records = [
-        {"kind": "whole", "ended_well": True, "seconds": 1.0, "setup_s": 0.0},
-        {"kind": "root", "own_s": 100_000.0, "steps": 0},
+        {"kind": "whole", "seconds": 1.0, "setup_s": 0.0},
+        {"kind": "root", "own_s": 100_000.0},
     ]
     (line,) = [line for line in said(found(*records), time_limit=3600.0) if "whole run" in line]
     assert line.startswith("red: the whole run takes 26 h ")
@@ -350,8 +350,8 @@ def test_the_time_is_said_against_the_limit_or_the_session() -> None:
 
 
 def test_a_loop_that_was_left_has_no_forecast() -> None:
-    whole = {"kind": "whole", "ended_well": False, "seconds": 1.0, "setup_s": 0.0}
-    result = found(whole, {"kind": "root", "own_s": 1.0, "steps": 0})
+    whole = {"kind": "whole", "seconds": 1.0, "setup_s": 0.0}
+    result = found(whole, {"kind": "root", "own_s": 1.0})
     result.records[0][-1]["left"] = "a loop of a library"  # type: ignore[index]
     lines = said(result)
     assert "yellow: the time cannot be forecast: a loop was left, and its rounds are not known" in lines
@@ -370,8 +370,8 @@ def test_a_run_that_may_end_early_is_not_called_too_long() -> None:
         {"number": 0, "kind": "for", "line": 2},
         {"number": 1, "line": 4, "ends": [0], "when": True, "is_test": False},
     ]
-    whole = {"kind": "whole", "ended_well": True, "seconds": 300.0, "setup_s": 0.0}
-    result = found(loop, whole, {"kind": "root", "own_s": 0.0, "steps": 3})
+    whole = {"kind": "whole", "seconds": 300.0, "setup_s": 0.0}
+    result = found(loop, whole, {"kind": "root", "own_s": 0.0})
     result.records[0][0]["table"] = [entry | {"file": "Cell In[7]"} for entry in table]  # type: ignore[index]
     lines = said(result, time_limit=3600.0)
     assert "ok: the loop in line 2 of Cell In[7] may end earlier, by line 4 of Cell In[7]" in lines

@@ -337,7 +337,6 @@ def test_loaders_side_by_side() -> None:
     plain, ranks = run(program)
 
     check(plain, ranks, whole={0, 1, 2, 9, 10, 21, 22})
-    assert ranks[0].handed[0].loaders == ("first", "second")
     assert [(each.name, each.is_split) for each in ranks[0].said] == [("first", True), ("second", True)]
 
 
