@@ -21,8 +21,6 @@ __all__ = [
     "AnswerIndex",
     "AnswerRecord",
     "RecordFile",
-    "read_record",
-    "scan_records",
 ]
 
 _HEADER = struct.Struct("<2sBBQII")  # mark, flags, round, index, bytes of the payload, checksum
@@ -105,7 +103,7 @@ class _Place(NamedTuple):
     round: int
 
 
-def scan_records(path: Path) -> Iterator[_Place]:
+def _scan_records(path: Path) -> Iterator[_Place]:
     """Yield the place of each whole record; stop at the first one that is torn or damaged."""
     with open(path, "rb", buffering=_READ_BYTES) as file:
         offset = 0
@@ -120,8 +118,8 @@ def scan_records(path: Path) -> Iterator[_Place]:
             offset += _HEADER.size + size
 
 
-def read_record(fd: int, offset: int) -> AnswerRecord:
-    """Return the record at `offset` of an open file, which `scan_records` has found whole."""
+def _read_record(fd: int, offset: int) -> AnswerRecord:
+    """Return the record at `offset` of an open file, which `_scan_records` has found whole."""
     mark, flags, turn, index, size, _checksum = _HEADER.unpack(os.pread(fd, _HEADER.size, offset))
     assert mark == _MARK
     payload = os.pread(fd, size, offset + _HEADER.size)
@@ -167,7 +165,7 @@ class AnswerIndex:
         """Add the records of a file.  grows: items may have numbers beyond those that are known."""
         number = len(self._paths)
         self._paths.append(path)
-        for place in scan_records(path):
+        for place in _scan_records(path):
             if place.item >= len(self._states):
                 if not grows:
                     continue  # of other items, whose folder it was
@@ -211,7 +209,7 @@ class AnswerIndex:
                     if len(fds) >= _MOST_OPEN:
                         os.close(fds.pop(next(iter(fds))))
                     fds[number] = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
-                yield read_record(fds[number], self._offsets[index])
+                yield _read_record(fds[number], self._offsets[index])
         finally:
             for fd in fds.values():
                 os.close(fd)

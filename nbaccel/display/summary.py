@@ -23,7 +23,6 @@ __all__ = [
     "line",
     "loss_of_records",
     "mark_words",
-    "memory_words",
     "paces",
     "text",
     "times",
@@ -171,7 +170,7 @@ def _lines(history: History, facts: RunFacts, seconds: float, state: RunState) -
         words = [] if history.items is None else history.items.words_of(rank)
         words += [] if state.word == "done" else [lag_words(history, rank)]  # then all have come to the end
         if rank in history.memory:
-            words += [memory_words(history.memory[rank], facts.device(rank), with_peak=True)]
+            words += [_memory_words(history.memory[rank], facts.device(rank), with_peak=True)]
         yield f"rank {rank}: {', '.join(filter(None, words))}" if any(words) else ""
     yield from (mark_words(mark) for mark in history.marks[-_LATEST_MARKS:])
     yield loss_of_records(history)
@@ -289,10 +288,10 @@ def not_finite_words(series: Series) -> str:
     return f"not finite since step {step:,}{f' on rank {rank}' if len(series.ranks) > 1 else ''}"
 
 
-def memory_words(usage: Usage, device: str, with_peak: bool = False) -> str:
+def _memory_words(usage: Usage, device: str, with_peak: bool = False) -> str:
     """Return the memory of a device in words.
 
-    >>> memory_words(Usage(True, 9_100_000_000, 11_200_000_000, 14_700_000_000), "GPU 0", with_peak=True)
+    >>> _memory_words(Usage(True, 9_100_000_000, 11_200_000_000, 14_700_000_000), "GPU 0", with_peak=True)
     'GPU 0 9.1 of 14.7 GB, peak 11.2 GB'
     """
     used = gigabytes(usage.used_bytes)

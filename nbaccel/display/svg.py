@@ -17,9 +17,7 @@ from html import escape
 from nbaccel.display.series import Line
 
 __all__ = [
-    "DASHES",
     "ON_ANY",
-    "ON_DARK",
     "ON_LIGHT",
     "STYLE",
     "Scale",
@@ -170,9 +168,9 @@ Green, purple, orange and sky blue are darkened until they reach 3:1, which grap
 """
 ON_ANY = ("#1680c2", "#d55e00", "#008a65", "#b95c90", "#a87400", "#5c7fa3")
 """Colours for an unknown background: 3:1 on white and on nearly black alike."""
-ON_DARK = ("#56b4e9", "#e69f00", "#2fc39a", "#d98fb9", "#f0e442", "#ff8a4c")
+_ON_DARK = ("#56b4e9", "#e69f00", "#2fc39a", "#d98fb9", "#f0e442", "#ff8a4c")
 
-DASHES: tuple[tuple[float, ...], ...] = ((), (6, 3), (2, 2), (9, 3, 2, 3), (12, 4), (4, 2, 1, 2, 1, 2))
+_DASHES: tuple[tuple[float, ...], ...] = ((), (6, 3), (2, 2), (9, 3, 2, 3), (12, 4), (4, 2, 1, 2, 1, 2))
 """Lengths on and off, in points; empty is solid."""
 
 
@@ -183,7 +181,7 @@ def colour(rank: int) -> str:
 
 def dashes(rank: int) -> tuple[float, ...]:
     """Return the dashes of a rank. Ranks that share a colour differ in these."""
-    return DASHES[(rank + rank // len(ON_LIGHT)) % len(DASHES)]
+    return _DASHES[(rank + rank // len(ON_LIGHT)) % len(_DASHES)]
 
 
 def _ranks(colours: tuple[str, ...]) -> str:
@@ -196,7 +194,7 @@ _LIGHT = (
 )
 _DARK = (
     "--bg:#16181c;--fg:#e8eaed;--soft:#a9b0ba;--line:#3a3f47;--fill:#2f343c;--bad:#ff8a80;--good:#5ed3ae;--val:#c9a2f2;"
-    f"{_ranks(ON_DARK)}"
+    f"{_ranks(_ON_DARK)}"
 )
 
 _IS_DARK = (

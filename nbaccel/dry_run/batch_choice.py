@@ -29,7 +29,6 @@ __all__ = [
     "ChosenBatches",
     "ItemLengths",
     "choose",
-    "own_randomness",
     "size_of_item",
 ]
 
@@ -151,7 +150,7 @@ class ItemLengths:
         """
         lengths = self._lengths_of(dataset)
         sizes: dict[int, float] = {}
-        with own_randomness(), suppress(Exception):  # of the program's own data set, see above
+        with _own_randomness(), suppress(Exception):  # of the program's own data set, see above
             until, most = self._clock() + _MOST_SECONDS, len(lengths) + _MOST_ITEMS
             if self._are_alike(dataset, rounds, lengths, until):
                 return {}
@@ -250,7 +249,7 @@ def _measure(value: Any, found: dict[str, int], depth: int) -> None:
 
 
 @contextmanager
-def own_randomness() -> Iterator[None]:
+def _own_randomness() -> Iterator[None]:
     """Put the random states of Python, NumPy and torch's CPU back when left."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     states = random.getstate(), numpy and numpy.random.get_state(), torch and torch.get_rng_state()

@@ -16,7 +16,7 @@ A rewritten program asks one object, the builtin `LOG` (see `nbaccel.dry_run.loo
                                           train(step)
 
 No names stay bound in the program, and every line keeps its number. A function has its plain body beside the rewritten
-one, see `runs_plain`. Generators and coroutines stay as they are: they are left in the middle of a round, so their
+one, see `_runs_plain`. Generators and coroutines stay as they are: they are left in the middle of a round, so their
 loops do not nest with those of their callers. Functions that the body of a dry run calls, in earlier cells and in local
 modules, are rewritten in place by `rewrite_functions`. Nothing here knows when a loop ends.
 """
@@ -37,13 +37,13 @@ from typing import Any
 from nbaccel.code_text import parsed_lines
 from nbaccel.notices import is_users
 
-__all__ = ["LOG", "REACHED", "Table", "is_rewritable", "provide", "rewrite", "rewrite_functions", "runs_plain"]
+__all__ = ["LOG", "REACHED", "Table", "is_rewritable", "provide", "rewrite", "rewrite_functions"]
 
 LOG, REACHED = "__nbaccel_log__", "__nbaccel_reached__"
 """Builtins that rewritten code calls: the `LoopLog`, and a function that takes the number of a line."""
 
 _ASKS = "__nbaccel_asks__"
-"""Name that a function has for a moment, for `runs_plain`."""
+"""Name that a function has for a moment, for `_runs_plain`."""
 
 Table = list[dict[str, Any]]
 """The rewritten places, one for each number, as plain JSON.
@@ -88,7 +88,7 @@ def provide(log: Any, reached: Callable[[int], object] = lambda line: None) -> N
     os.register_at_fork(after_in_child=log.leave)
 
 
-def runs_plain() -> bool:
+def _runs_plain() -> bool:
     """Return whether a rewritten function runs its plain body: `torch.compile` reads it, or a process has no log.
 
     A process that is spawned has none, such as the worker of a loader; it gets the function by its code.
@@ -372,7 +372,7 @@ def _keep_for_compilers(node: ast.stmt, plain: list[ast.stmt]) -> None:
     declared = [kind(list(found)) for kind, found in names.items() if found]
     if not plain:
         return
-    asks = ast.ImportFrom(__name__, [ast.alias(runs_plain.__name__, _ASKS)], 0)
+    asks = ast.ImportFrom(__name__, [ast.alias(_runs_plain.__name__, _ASKS)], 0)
     forget = ast.Delete([ast.Name(_ASKS, ast.Del())])
     choice = ast.If(ast.Call(ast.Name(_ASKS, ast.Load()), [], []), plain, [_at(forget, node), *rewritten])
     node.body = [*head, *(_at(each, node) for each in (*declared, asks, choice))]  # type: ignore[attr-defined]

@@ -36,13 +36,8 @@ __all__ = [
     "Command",
     "Commands",
     "ConfigCommand",
-    "background_commands",
     "bare",
     "commands_of",
-    "doctor_report",
-    "show_runs",
-    "status_line",
-    "stay_commands",
 ]
 
 
@@ -116,11 +111,11 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
         return "" if session.last_plan is None else f"the latest ranks were started as: {session.last_plan.explained}"
 
     def status() -> None:
-        line = status_line(session.survey(), session.configured(), session.last_run, session.stay.status())
+        line = _status_line(session.survey(), session.configured(), session.last_run, session.stay.status())
         session.say("\n".join(filter(None, [line, session.background.status, started_as()])))
 
     def doctor() -> None:
-        session.say(doctor_report(session.survey(), session.configured(), session.cuda.cell_of))
+        session.say(_doctor_report(session.survey(), session.configured(), session.cuda.cell_of))
 
     def memory() -> None:
         processes = Processes.now(session.launcher.helpers)
@@ -143,15 +138,15 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
             Command("estimate", estimate),
             bare("why", why),
             bare("status", status),
-            Command("runs", lambda rest: show_runs(session, rest)),
-            *background_commands(session),
-            *stay_commands(session, parser),
+            Command("runs", lambda rest: _show_runs(session, rest)),
+            *_background_commands(session),
+            *_stay_commands(session, parser),
         ],
         otherwise=status,
     )
 
 
-def show_runs(session: Session, rest: str) -> Any:
+def _show_runs(session: Session, rest: str) -> Any:
     """Return the table of runs, or a picture of those with the numbers in `rest`, for the notebook to show.
 
     rest: numbers of runs, and names of metrics, "3 5 accuracy"; without a number all runs are drawn.
@@ -171,7 +166,7 @@ def show_runs(session: Session, rest: str) -> Any:
 _RANK = "--rank"
 
 
-def stay_commands(session: Session, parser: argparse.ArgumentParser) -> list[Command]:
+def _stay_commands(session: Session, parser: argparse.ArgumentParser) -> list[Command]:
     """Return `start`, `push`, `pull` and `restart` of one notebook: they read the arguments, its `stay` does the work.
 
     parser: of the flags.
@@ -238,7 +233,7 @@ def _refuse_unknown(command: str, names: Collection[str], known: Collection[str]
             )
 
 
-def background_commands(session: Session) -> list[Command]:
+def _background_commands(session: Session) -> list[Command]:
     """Return `wait`, `attach`, `stop` and `last` of one notebook, on a run in the background or on the last run."""
 
     def attach() -> Any:
@@ -312,16 +307,16 @@ class ConfigCommand:
         return self._form
 
 
-def status_line(survey: Survey, config: RunOptions, last_run: LastRun | None, stay: str = "") -> str:
+def _status_line(survey: Survey, config: RunOptions, last_run: LastRun | None, stay: str = "") -> str:
     """Return the devices and settings of a cell without flags, and how the last run went.
 
     stay: the persistent ranks in words; empty without any.
 
-    >>> status_line(Survey(), RunOptions(mixed_precision="bf16", accumulate=4), None)
+    >>> _status_line(Survey(), RunOptions(mixed_precision="bf16", accumulate=4), None)
     'next cell: 1 rank on the CPU, default precision bf16, accumulate 4; no run yet'
     """
     return f"next cell: {stay or next_cell(survey, config)}; {f'last run: {last_run}' if last_run else 'no run yet'}"
 
 
-def doctor_report(survey: Survey, config: RunOptions, cell_of: Callable[[str | None], str | None]) -> str:
+def _doctor_report(survey: Survey, config: RunOptions, cell_of: Callable[[str | None], str | None]) -> str:
     return report(survey, MachineFacts.of_this_process(survey, cell_of, config.checkpoint_dir))

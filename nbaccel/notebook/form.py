@@ -39,12 +39,9 @@ from nbaccel.options.run_options import AUTO, RunOptions
 from nbaccel.settings import SHRINK
 
 __all__ = [
-    "INDENT",
-    "LABEL_WIDTH",
     "RANKS",
     "Field",
     "Form",
-    "make_fields",
     "number",
 ]
 
@@ -71,7 +68,7 @@ class Form:
         self._survey = survey
         self._machine = survey()
         self._is_following = False
-        self._fields = make_fields()
+        self._fields = _make_fields()
         self._batch_size = number("Batch size per device", batch_size)
         self._facts = widgets.HTML()
         self._answer = widgets.HTML()
@@ -84,7 +81,7 @@ class Form:
                 widgets.HTML(f'<div style="margin-top: 8px">{_CALCULATOR}</div>'),
                 self._batch_size,
                 self._facts,
-                widgets.HBox([save, reset], layout=widgets.Layout(margin=f"4px 0 0 {INDENT}")),
+                widgets.HBox([save, reset], layout=widgets.Layout(margin=f"4px 0 0 {_INDENT}")),
                 self._answer,
             ]
         )
@@ -153,7 +150,7 @@ class Form:
             if not trouble:
                 for each in self._fields:
                     each.complain("")
-        style = f"margin-left: {INDENT}; line-height: 1.4"
+        style = f"margin-left: {_INDENT}; line-height: 1.4"
         self._answer.value = f'<div role="status" style="{style}">{html.escape(answer)}</div>'
 
     def _state_facts(self) -> None:
@@ -166,12 +163,14 @@ class Form:
             "The same by flags": f"<code>{html.escape(command_line(self._configuration.parser, options))}</code>",
         }
         rows = "".join(f'<div style="text-align: right">{name}</div><div>{fact}</div>' for name, fact in facts.items())
-        grid = f"display: grid; grid-template-columns: {LABEL_WIDTH} 1fr; gap: 4px 8px; margin: 4px 0; line-height: 1.4"
+        grid = (
+            f"display: grid; grid-template-columns: {_LABEL_WIDTH} 1fr; gap: 4px 8px; margin: 4px 0; line-height: 1.4"
+        )
         self._facts.value = f'<div style="{grid}">{rows}</div>'
 
 
-LABEL_WIDTH = "15em"
-INDENT = f"calc({LABEL_WIDTH} + 8px)"
+_LABEL_WIDTH = "15em"
+_INDENT = f"calc({_LABEL_WIDTH} + 8px)"
 """Left margin of the text below a field: beside the labels."""
 
 RANKS = "num-processes"
@@ -200,7 +199,7 @@ class Field:
 
     def complain(self, trouble: str) -> None:
         """Show below the field why its value was refused; empty text for nothing."""
-        style = f"margin-left: {INDENT}; line-height: 1.4; color: var(--jp-error-color1, #b3261e)"
+        style = f"margin-left: {_INDENT}; line-height: 1.4; color: var(--jp-error-color1, #b3261e)"
         self._trouble.value = f'<div role="alert" style="{style}">{html.escape(trouble)}</div>' if trouble else ""
         self._trouble.layout.display = None if trouble else "none"
 
@@ -251,7 +250,7 @@ class ChoiceField(Field):
         self._offers = offers
         self._greyed = widgets.HTML()
         beside = "text-align: right; padding-right: 8px; line-height: 20px"  # on a line with the first button
-        name = widgets.HTML(f'<div style="{beside}">{label}</div>', layout=_layout(INDENT))
+        name = widgets.HTML(f'<div style="{beside}">{label}</div>', layout=_layout(_INDENT))
         self._row = widgets.HBox([name, widgets.VBox([self.widget, self._greyed])])
 
     @property
@@ -271,7 +270,7 @@ class ChoiceField(Field):
         self._greyed.layout.display = None if greyed else "none"
 
 
-def make_fields() -> list[Field]:
+def _make_fields() -> list[Field]:
     """Return a field for each setting that has one, in the order of the form and of the Tab key."""
     return [
         Entry(RANKS, "Ranks", process_counts),
@@ -290,7 +289,7 @@ def number(label: str, value: int) -> Any:
 
 
 def _labelled(label: str, width: str) -> dict[str, Any]:
-    return {"description": label, "style": {"description_width": LABEL_WIDTH}, "layout": _layout(width)}
+    return {"description": label, "style": {"description_width": _LABEL_WIDTH}, "layout": _layout(width)}
 
 
 def _layout(width: str) -> Any:

@@ -37,14 +37,10 @@ from nbaccel.output.screens import ConsoleScreen
 from nbaccel.quantities import amount
 
 __all__ = [
-    "OF_THE_START",
     "PersistentRun",
     "PersistentSession",
     "clock",
-    "number_of_ranks",
     "of_the_start",
-    "refuse_another_start",
-    "refuse_flags_of_a_cell",
 ]
 
 
@@ -114,7 +110,7 @@ class PersistentSession:
             raise LaunchRefused(
                 f"there are {PersistentRun(self.persistent, '')} already, with other flags; %accelerate stop ends them."
             )
-        refuse_flags_of_a_cell(options)
+        _refuse_flags_of_a_cell(options)
         task = InitTask(SharedNamespace(self._notebook))
         here = ProcessState.now()
         plan = LaunchPlan.of_cell(options, task, self._survey(), here, self._cell_of(here.why_forks_fail))
@@ -155,7 +151,7 @@ class PersistentSession:
         """
         size = self.persistent.spec.world_size
         self.persistent.close(RunObservers(ConsoleScreen()))
-        self._say(f"{number_of_ranks(size)} ended; nothing is held any more")
+        self._say(f"{_number_of_ranks(size)} ended; nothing is held any more")
 
     def close(self) -> None:
         """End the ranks at once and without a message, if there are any."""
@@ -176,7 +172,7 @@ class PersistentSession:
         """
         persistent, plan = self.persistent, self._plan
         assert plan is not None
-        refuse_another_start(asked, plan)
+        _refuse_another_start(asked, plan)
         persistent_run = PersistentRun(persistent, source.name, self._excluded_ranks(asked))
         if options.pdb in persistent_run.excluded_ranks:
             raise LaunchRefused(f"--pdb {options.pdb}: that rank takes no part in this cell, --only {asked.only} does.")
@@ -200,7 +196,7 @@ class PersistentSession:
                 f"{task.first_card} is rank 0's GPU, and the ranks that stay see all of them: in the others write "
                 "device = accelerator.device"
             )
-        of_the_cell = replace(options, **{name: getattr(plan.options, name) for name in OF_THE_START})
+        of_the_cell = replace(options, **{name: getattr(plan.options, name) for name in _OF_THE_START})
         settings = plan.settings
         if draws_as_here(of_the_cell, task):
             task.draw_as_here()
@@ -227,7 +223,7 @@ class PersistentSession:
         ranks = set(range(size)) if asked.only is None else set(expanded(asked.only))
         if max(ranks) >= size:
             raise LaunchRefused(
-                f"--only {asked.only}: {number_of_ranks(size)} {'stays' if size == 1 else 'stay'}, "
+                f"--only {asked.only}: {_number_of_ranks(size)} {'stays' if size == 1 else 'stay'}, "
                 f"{'0 alone' if size == 1 else f'0-{size - 1}'}; name some of these."
             )
         return [rank for rank in range(size) if rank not in ranks]
@@ -257,7 +253,7 @@ class PersistentSession:
         push = Push(persistent.home, names)
         self._do(push, "%accelerate push").close()
         push.has_arrived()
-        self._say(f"sent to {number_of_ranks(persistent.spec.world_size)}: {', '.join(names)}")
+        self._say(f"sent to {_number_of_ranks(persistent.spec.world_size)}: {', '.join(names)}")
 
     def pull(self, names: Sequence[str], rank: int = 0) -> None:
         """Bring one rank's values into the notebook, by the rules of `--out`.
@@ -268,7 +264,7 @@ class PersistentSession:
         """
         persistent, size = self.persistent, self.persistent.spec.world_size
         if rank not in persistent.alive:
-            what = persistent.trouble if rank < size else f"{number_of_ranks(size)} {'stays' if size == 1 else 'stay'}"
+            what = persistent.trouble if rank < size else f"{_number_of_ranks(size)} {'stays' if size == 1 else 'stay'}"
             raise LaunchRefused(f"rank {rank} has nothing to bring back: {what}.")
         others = [other for other in range(size) if other != rank]
         pull = Pull(persistent.home, names, rank)
@@ -368,7 +364,7 @@ class PersistentRun:
     def __str__(self) -> str:
         """Return the line that is printed before the run."""
         size = self.persistent.spec.world_size
-        who = f"{ranks_in_words(self.ranks)} of {size}" if self.excluded_ranks else number_of_ranks(size)
+        who = f"{ranks_in_words(self.ranks)} of {size}" if self.excluded_ranks else _number_of_ranks(size)
         return f"{who} that {'stays' if len(self.ranks) == 1 else 'stay'} since {clock(self.persistent.since)}"
 
 
@@ -377,16 +373,16 @@ def clock(at: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 
-def number_of_ranks(count: int) -> str:
+def _number_of_ranks(count: int) -> str:
     """Format a number of ranks.
 
-    >>> number_of_ranks(1), number_of_ranks(2)
+    >>> _number_of_ranks(1), _number_of_ranks(2)
     ('1 rank', '2 ranks')
     """
     return f"{count} rank{'s' * (count > 1)}"
 
 
-OF_THE_START = {
+_OF_THE_START = {
     "num_processes": "-n",
     "mixed_precision": "-p",
     "accumulate": "-a",
@@ -410,22 +406,22 @@ OF_THE_START = {
 
 def of_the_start(options: RunOptions) -> RunOptions:
     """Return the options without those that apply to single cells only."""
-    return RunOptions(**{name: getattr(options, name) for name in OF_THE_START})
+    return RunOptions(**{name: getattr(options, name) for name in _OF_THE_START})
 
 
-def refuse_flags_of_a_cell(options: RunOptions) -> None:
+def _refuse_flags_of_a_cell(options: RunOptions) -> None:
     """Refuse flags of a cell in a start.
 
     Raises:
         LaunchRefused: a start was given what only a cell can have.
     """
     for name in (field.name for field in fields(options)):
-        if name not in OF_THE_START and getattr(options, name) is not None:
+        if name not in _OF_THE_START and getattr(options, name) is not None:
             flag = "--in" if name == "inputs" else f"--{name.replace('_', '-')}"
             raise LaunchRefused(f"{flag} belongs to a cell, not to the start: write it behind %%accelerate.")
 
 
-def refuse_another_start(asked: RunOptions, plan: LaunchPlan) -> None:
+def _refuse_another_start(asked: RunOptions, plan: LaunchPlan) -> None:
     """Refuse flags of a cell that differ from the start of its ranks.
 
     asked: the options of the cell's own line.  plan: of the persistent ranks.
@@ -433,7 +429,7 @@ def refuse_another_start(asked: RunOptions, plan: LaunchPlan) -> None:
     Raises:
         LaunchRefused: a cell cannot have that from ranks that were started otherwise.
     """
-    for name, flag in OF_THE_START.items():
+    for name, flag in _OF_THE_START.items():
         wanted, has = getattr(asked, name), _chosen(name, plan)
         if wanted in (None, AUTO, has):
             continue

@@ -36,19 +36,8 @@ __all__ = [
     "flags_parser",
     "one_of",
     "read_batches",
-    "read_count",
-    "read_curves",
-    "read_file",
-    "read_kept",
     "read_names",
-    "read_only",
-    "read_out",
-    "read_processes",
-    "read_rank",
-    "read_ranks",
     "read_seconds",
-    "read_seed",
-    "read_strategy",
     "settings",
     "some_flags",
     "unabbreviated",
@@ -59,7 +48,7 @@ _LARGEST_SEED = 2**32 - 1
 _SEED_ROOM = 100_000
 
 
-def read_processes(text: str) -> int | str:
+def _read_processes(text: str) -> int | str:
     """Read a number of ranks, or "auto"."""
     if text == AUTO:
         return AUTO
@@ -80,7 +69,7 @@ def one_of(what: str, *names: str) -> Callable[[str], str]:
     return read
 
 
-def read_strategy(text: str) -> str:
+def _read_strategy(text: str) -> str:
     """Read the name of a strategy: the project's own, in capitals too, or exactly that of an installed one."""
     if text.lower() in STRATEGIES:
         return text.lower()
@@ -105,13 +94,13 @@ def read_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def read_out(text: str) -> tuple[str, ...] | str:
+def _read_out(text: str) -> tuple[str, ...] | str:
     """Read names of variables, or a word for what a cell leaves in the notebook."""
     word = text.strip().lower()
     return NAMED if word in ("none", NAMED) else CELL if word == CELL else read_names(text)
 
 
-def read_curves(text: str) -> tuple[str, ...]:
+def _read_curves(text: str) -> tuple[str, ...]:
     """Read names of numbers to draw, each once."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
@@ -122,7 +111,7 @@ def read_curves(text: str) -> tuple[str, ...]:
     return names
 
 
-def read_ranks(text: str) -> str:
+def _read_ranks(text: str) -> str:
     """Check a list of ranks, or "all", and return it as text: the number of ranks is not known yet."""
     if text == "all":
         return text
@@ -132,18 +121,18 @@ def read_ranks(text: str) -> str:
     return text
 
 
-def read_rank(text: str) -> int:
+def _read_rank(text: str) -> int:
     """Read the number of one rank; whether the run has it is not known yet."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"a rank is a number, the first is 0; got {text!r}")
     return int(text)
 
 
-def read_only(text: str) -> str:
+def _read_only(text: str) -> str:
     """Check a list of some ranks, and return it as text."""
     if text == "all":
         raise argparse.ArgumentTypeError("all ranks take part in a cell without it; name some, such as 0,2-3")
-    return read_ranks(text)
+    return _read_ranks(text)
 
 
 def read_seconds(text: str) -> float:
@@ -170,14 +159,14 @@ def checked(read: Callable[[str], Any], keeps_text: bool = False) -> Callable[[s
     return value
 
 
-def read_count(text: str) -> int:
+def _read_count(text: str) -> int:
     """Read a number of runs or devices."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a number is 1 or more; got {text!r}")
     return int(text)
 
 
-def read_file(text: str) -> str:
+def _read_file(text: str) -> str:
     """Read the path of a file whose folder exists."""
     if not text.strip() or os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"a file is its path, such as runs.jsonl; got {text!r}")
@@ -187,14 +176,14 @@ def read_file(text: str) -> str:
     return text
 
 
-def read_kept(text: str) -> int:
+def _read_kept(text: str) -> int:
     """Read the number of checkpoints to keep."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"checkpoints to keep are 1 or more; got {text!r}")
     return int(text)
 
 
-def read_seed(text: str) -> int:
+def _read_seed(text: str) -> int:
     """Read a seed that leaves room for the ranks."""
     if not text.isdecimal() or int(text) > _LARGEST_SEED - _SEED_ROOM:
         raise argparse.ArgumentTypeError(f"a seed lies in 0..{_LARGEST_SEED - _SEED_ROOM}; got {text!r}")
@@ -206,19 +195,19 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _flag: Callable[..., Any] = argument  # IPython publishes no type for it
 
 _SETTINGS = (
-    _flag("-n", "--num-processes", metavar="N", type=read_processes,
+    _flag("-n", "--num-processes", metavar="N", type=_read_processes,
           help="ranks to start; default auto: one per GPU, or one on the CPU"),
     _flag("-p", "--mixed-precision", metavar="P", choices=(AUTO, *PRECISIONS),
           type=one_of("a precision", AUTO, *PRECISIONS),
           help="auto, no, fp16 or bf16; default auto: what suits the device"),
     _flag("-a", "--accumulate", metavar="K", type=read_batches,
           help="batches per optimizer step; default 1"),
-    _flag("-o", "--out", metavar="NAMES", type=read_out,
+    _flag("-o", "--out", metavar="NAMES", type=_read_out,
           help="variables to bring back from rank 0, and no others: model,history, or none; default cell: all that the "
                "cell would leave in the notebook"),
     _flag("-i", "--in", metavar="NAMES", type=read_names, dest="inputs",
           help="variables to send to a zygote though the cell does not mention them; default none"),
-    _flag("-r", "--ranks", metavar="RANKS", type=read_ranks,
+    _flag("-r", "--ranks", metavar="RANKS", type=_read_ranks,
           help="whose output is shown: 0, all, or a list 0,2-3; default all"),
     _flag("-d", "--devices", metavar="GPUS",
           help="GPUs to use, by number or UUID: 2,3; shared equally among ranks; default one per rank"),
@@ -232,13 +221,13 @@ _SETTINGS = (
           help="end when no rank enters a step or collective for S seconds, and say where each is; default never"),
     _flag("--start", metavar="HOW", choices=START_METHODS, type=one_of("a start", *START_METHODS),
           help="auto, fork, zygote or inline; default auto: fork unless the notebook has used CUDA"),
-    _flag("--plot", metavar="CURVES", type=read_curves,
+    _flag("--plot", metavar="CURVES", type=_read_curves,
           help="numbers to draw, of those that accelerator.log and backward report: loss,acc; default the loss"),
     _flag("--plain", action="store_true", default=None,
           help="show text only, no panel, no rich output; default off"),
-    _flag("--keep-runs", metavar="FILE", type=read_file,
+    _flag("--keep-runs", metavar="FILE", type=_read_file,
           help="keep what nbaccel.runs lists in FILE, such as runs.jsonl, for later kernels too; default off"),
-    _flag("--seed", metavar="N", type=read_seed,
+    _flag("--seed", metavar="N", type=_read_seed,
           help="shared seed, rank r computes with N + r; default drawn and printed, or none for a raw loop"),
     _flag("--debug", action="store_true", default=None,
           help="check every collective, not only the first ones; default off"),
@@ -248,7 +237,7 @@ _SETTINGS = (
           help="an unprepared loop is an error instead of being trained on all ranks; default off"),
     _flag("--batches", metavar="HOW", choices=BATCH_CHOICES, type=one_of("what ranks get", *BATCH_CHOICES),
           help="split every batch of an unprepared loop, or give each rank batches of its own; default split"),
-    _flag("--strategy", metavar="NAME", type=read_strategy,
+    _flag("--strategy", metavar="NAME", type=_read_strategy,
           help="how ranks hold a prepared model: ddp, each the whole, or fsdp, each a part; default auto: ddp"),
     _flag("--oom", metavar="HOW", choices=OOM_CHOICES, type=one_of("what follows", *OOM_CHOICES),
           help="shrink or stop when a rank dies of memory; default shrink: start again with smaller batches"),
@@ -256,7 +245,7 @@ _SETTINGS = (
           help="save in the background every 10min, or every 500steps; default never"),
     _flag("--checkpoint-dir", metavar="DIR",
           help="where to; default nbaccel_checkpoints in the working directory"),
-    _flag("--keep-checkpoints", metavar="K", type=read_kept,
+    _flag("--keep-checkpoints", metavar="K", type=_read_kept,
           help="how many of these checkpoints stay; default 3"),
     _flag("--resume", metavar="PATH", nargs="?", const="",
           help="go on from the checkpoint in PATH, or from the newest in --checkpoint-dir; default off"),
@@ -266,17 +255,17 @@ _SETTINGS = (
 """Flags that a notebook can choose for all its cells; `%accelerate config` and nbaccel.toml use their long names."""
 
 _OF_ONE_CELL = (
-    _flag("--pdb", metavar="RANK", type=read_rank,
+    _flag("--pdb", metavar="RANK", type=_read_rank,
           help="debug that rank here: breakpoint() stops in it, an error opens a post-mortem; default off"),
     _flag("--keep", action="store_true", default=None,
           help="let the ranks stay after the cell, as %%accelerate start does before it; default off"),
-    _flag("--only", metavar="RANKS", type=read_only,
+    _flag("--only", metavar="RANKS", type=_read_only,
           help="run on these of the ranks that stay: 0 or 0,2-3; default all"),
     _flag("--sweep", metavar="VALUES", action="append", type=read_swept,
           help="run the cell once for each combination: fold=0-4 lr=1e-3,1e-4; --out gives lists; default off"),
-    _flag("--slots", metavar="N", type=read_count,
+    _flag("--slots", metavar="N", type=_read_count,
           help="how many runs of a sweep go side by side; default as many as there are free GPUs for, or one"),
-    _flag("--gpus-per-run", metavar="N", type=read_count,
+    _flag("--gpus-per-run", metavar="N", type=_read_count,
           help="GPUs, and ranks, of each run of a sweep; default as many as -n, or 1"),
     _flag("--bg", action="store_true", default=None,
           help="return at once, the run goes on: %%accelerate wait, status, attach, stop; default off"),

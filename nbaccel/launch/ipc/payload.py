@@ -36,7 +36,6 @@ __all__ = [
     "pack_what_can_travel",
     "packages_in",
     "rows_in",
-    "salvaged",
     "unpack",
     "unpack_what_can_be_rebuilt",
 ]
@@ -171,7 +170,7 @@ def unpack_what_can_be_rebuilt(
         values: dict[str, Any] = Unpacker(_contents(fd, namespace, anchored, placed, is_lasting, joined)).load()
         return values, {}
     except Exception:
-        values, errors = salvaged(_contents(fd, namespace, anchored, placed, is_lasting, joined))
+        values, errors = _salvaged(_contents(fd, namespace, anchored, placed, is_lasting, joined))
     return values, {name: _why_not_rebuilt(error) for name, error in errors.items()}
 
 
@@ -398,7 +397,7 @@ _Reader: Any = pickle._Unpickler  # the one written in Python, which can continu
 _CLOSED = (type, types.ModuleType, types.FrameType, types.CodeType, str, bytes)
 
 
-def salvaged(contents: Contents) -> tuple[dict[str, Any], dict[str, Exception]]:
+def _salvaged(contents: Contents) -> tuple[dict[str, Any], dict[str, Exception]]:
     """Return the values of `contents` by name that can be rebuilt, and the error of each of the others.
 
     Used after the pickle of a payload has failed as a whole: an error in the ``__setstate__`` of one value must not

@@ -23,17 +23,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 __all__ = [
-    "TEXT_BYTES",
     "Record",
     "RingReader",
     "RingWriter",
     "make_ring",
 ]
 
-TEXT_BYTES = 80
+_TEXT_BYTES = 80
 """Bytes of text that one slot holds; longer texts take several slots."""
 
-_SLOT = struct.Struct(f"@QdqdHHHH{TEXT_BYTES}sQ")  # number, at, step, value, kind, bytes of text, part, parts after, …
+_SLOT = struct.Struct(f"@QdqdHHHH{_TEXT_BYTES}sQ")  # number, at, step, value, kind, bytes of text, part, parts after, …
 _NUMBER = struct.Struct("@Q")
 _FIRST_NUMBER = struct.Struct(f"@Q{_SLOT.size - _NUMBER.size}x")  # of a slot: written first, and cleared first
 _LAST_NUMBER = struct.Struct(f"@{_SLOT.size - _NUMBER.size}xQ")  # written when all the rest is there
@@ -95,7 +94,7 @@ class RingWriter:
         """
         if at is None:
             at = time.monotonic()
-        if len(text) > TEXT_BYTES:
+        if len(text) > _TEXT_BYTES:
             self._write_parts(kind, step, value, text, at)
             return
         number = next(self._numbers)
@@ -109,10 +108,10 @@ class RingWriter:
         _SLOT.pack_into(self._map, where, number, time.monotonic(), step, value, kind, 0, 0, 0, b"", number)
 
     def _write_parts(self, kind: int, step: int, value: float, text: bytes, at: float) -> None:
-        if len(text) > self._slots // 4 * TEXT_BYTES:
+        if len(text) > self._slots // 4 * _TEXT_BYTES:
             self.leave_out()
             return
-        texts = [text[start : start + TEXT_BYTES] for start in range(0, len(text), TEXT_BYTES)]
+        texts = [text[start : start + _TEXT_BYTES] for start in range(0, len(text), _TEXT_BYTES)]
         numbers = list(itertools.islice(self._numbers, len(texts)))  # in one call: no other thread's come between
         for part, (number, text) in enumerate(zip(numbers, texts, strict=True)):
             where, after = number % self._slots * _SLOT.size, len(texts) - 1 - part

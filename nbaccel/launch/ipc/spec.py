@@ -28,7 +28,6 @@ from nbaccel.settings import OOM_CHOICES, STOP, RunSettings
 from nbaccel.world import World
 
 __all__ = [
-    "VISIBLE_DEVICES",
     "Devices",
     "FunctionTask",
     "LaunchSpec",
@@ -305,8 +304,8 @@ class Devices:
         if self.gpus:
             numbers = [str(gpu.number) for gpu in self.gpus if gpu.number is not None]
             names = numbers if len(numbers) == len(self.gpus) else [gpu.uuid for gpu in self.gpus]
-            return {VISIBLE_DEVICES: ",".join(names)} if all(names) else {}
-        return {VISIBLE_DEVICES: ""} if self.hides_gpus else {}
+            return {_VISIBLE_DEVICES: ",".join(names)} if all(names) else {}
+        return {_VISIBLE_DEVICES: ""} if self.hides_gpus else {}
 
     def started_by(self, start: Start) -> Devices:
         """Return the same devices for ranks that start by `start`.
@@ -329,7 +328,7 @@ class Devices:
     @property
     def can_be_told_apart(self) -> bool:
         """Return whether `environ` names the devices, so that each rank can be shown its own alone."""
-        return bool(self.environ().get(VISIBLE_DEVICES))
+        return bool(self.environ().get(_VISIBLE_DEVICES))
 
     def __str__(self) -> str:
         ranks = plural(self.num_processes, "rank")
@@ -422,8 +421,8 @@ class LaunchSpec:
         devices = self.devices.environ()
         if self.own_devices:
             share = self.devices.gpus_per_rank
-            own = devices[VISIBLE_DEVICES].split(",")[rank * share : (rank + 1) * share]
-            devices[VISIBLE_DEVICES] = ",".join(own)
+            own = devices[_VISIBLE_DEVICES].split(",")[rank * share : (rank + 1) * share]
+            devices[_VISIBLE_DEVICES] = ",".join(own)
         return self.settings.environ() | devices
 
 
@@ -468,7 +467,7 @@ class ProgramLimit:
     seconds: float
 
 
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """The variable by which CUDA shows a process some of the devices, and numbers them."""
 
 

@@ -24,7 +24,6 @@ __all__ = [
     "READ_BY_TEXT",
     "codes_of",
     "first_card_in",
-    "home_of",
     "knows_ranks",
     "loop_variables",
     "made_before_read",
@@ -97,7 +96,7 @@ def knows_ranks(parts: Sequence[types.CodeType], namespace: Mapping[str, Any], o
     return (
         any(map(_is_of_ranks, paths))
         or any(_VARIABLES_OF_RANKS & _all_texts(code) for code in codes)
-        or any(_is_of_ranks(home_of(value)) or _is_trainer(value) for value in values.values())
+        or any(_is_of_ranks(_home_of(value)) or _is_trainer(value) for value in values.values())
         or any(_makes_trainer(path, values, paths) for path in paths)
     )
 
@@ -138,16 +137,16 @@ def _makes_trainer(path: tuple[str, ...], values: Mapping[str, Any], paths: Iter
     if not any(name.endswith("Trainer") for name in rest):
         return False
     if root in values:
-        return home_of(values[root])[0] in _HAVE_TRAINERS
+        return _home_of(values[root])[0] in _HAVE_TRAINERS
     return root in _HAVE_TRAINERS or any(other[0] in _HAVE_TRAINERS for other in paths)
 
 
 def _is_trainer(value: Any) -> bool:
     classes = type.mro(value if issubclass(type(value), type) else type(value))
-    return any(each.__name__.endswith("Trainer") and home_of(each)[0] in _HAVE_TRAINERS for each in classes)
+    return any(each.__name__.endswith("Trainer") and _home_of(each)[0] in _HAVE_TRAINERS for each in classes)
 
 
-def home_of(value: Any) -> tuple[str, ...]:
+def _home_of(value: Any) -> tuple[str, ...]:
     """Return the module that `value` is, or comes from, part by part."""
     kind = type(value)
     if issubclass(kind, types.ModuleType):
@@ -395,7 +394,7 @@ def _fills_cards(device_map: Any) -> bool:
 
 
 def _count_cards(values: Mapping[str, Any]) -> bool:
-    is_of_a_library = any(home_of(value)[0] in _COUNT_CARDS for value in values.values())
+    is_of_a_library = any(_home_of(value)[0] in _COUNT_CARDS for value in values.values())
     return is_of_a_library or any(map(_is_another_card, _leaves(values)))
 
 
@@ -487,7 +486,7 @@ def _leaves(values: Mapping[str, Any]) -> Iterator[Any]:
         yield value
         if type(value) is dict:
             yield from list(value.values()) if len(value) <= _MOST_SETTINGS else ()
-        elif type(value) in (types.SimpleNamespace, argparse.Namespace) or home_of(value)[0] == "__main__":
+        elif type(value) in (types.SimpleNamespace, argparse.Namespace) or _home_of(value)[0] == "__main__":
             try:
                 attributes = object.__getattribute__(value, "__dict__")
             except AttributeError:  # a class with slots

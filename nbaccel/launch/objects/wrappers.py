@@ -25,7 +25,6 @@ __all__ = [
     "is_lightnings_trainer",
     "is_made_anew",
     "is_of_lightning",
-    "is_of_one_rank",
     "is_put_there",
     "is_wrapper",
     "itself",
@@ -35,7 +34,6 @@ __all__ = [
     "reduce_accelerate",
     "take_off_forward",
     "users_class",
-    "wrapped_as",
     "wraps",
 ]
 
@@ -59,14 +57,14 @@ def plain(value: Any) -> Any:
         return plain(value.module)
     if _is_compiled(type(value)) and hasattr(value, "_orig_mod"):
         return plain(value._orig_mod)
-    if part := wrapped_as(type(value)):
+    if part := _wrapped_as(type(value)):
         return plain(getattr(value, part))
     return value
 
 
 def wraps(kind: type) -> bool:
     """Return whether objects of a class may wrap another object."""
-    return _has(kind, "__nbaccel_unwrap__") or _is_parallel(kind) or _is_compiled(kind) or wrapped_as(kind) != ""
+    return _has(kind, "__nbaccel_unwrap__") or _is_parallel(kind) or _is_compiled(kind) or _wrapped_as(kind) != ""
 
 
 def _is_parallel(kind: type) -> bool:
@@ -101,7 +99,7 @@ def is_put_there(key: Any, value: Any) -> bool:
         return True
     if key == "step":  # of an optimizer, see torch/optim/lr_scheduler.py
         return type(value) in (types.FunctionType, types.MethodType) and hasattr(value, "_wrapped_by_lr_sched")
-    return (key == "forward" and is_wrapper(value)) or is_of_one_rank(key, value)
+    return (key == "forward" and is_wrapper(value)) or _is_of_one_rank(key, value)
 
 
 _SHARDING = ("torch.distributed.fsdp.", "nbaccel.train.strategies.")
@@ -171,12 +169,12 @@ def kept_apart() -> dict[str, Any]:
     return {name: (id(tensor), tensor._version) for name, tensor in dict(params).items()}
 
 
-def wrapped_as(kind: type) -> str:
+def _wrapped_as(kind: type) -> str:
     """Return the attribute in which a wrapper of Accelerate's holds the wrapped object; "" for any other class."""
     return _WRAPPERS.get(kind.__name__, "") if _is_of_accelerate(kind) else ""
 
 
-def is_of_one_rank(name: str, value: Any) -> bool:
+def _is_of_one_rank(name: str, value: Any) -> bool:
     """Return whether the attribute was added to a model or to arguments of the user's, and is true in one rank only."""
     if name in _OF_THE_WORLD or (name in ("trainer", "_trainer") and is_lightnings_trainer(value)):
         return True

@@ -64,11 +64,10 @@ from nbaccel.launch.worker.whole_models import WholeModels
 from nbaccel.settings import RunSettings
 
 __all__ = [
-    "BROKEN",
     "run_rank",
 ]
 
-BROKEN = 70
+_BROKEN = 70
 """Exit code of a rank whose runtime itself failed (EX_SOFTWARE of sysexits.h)."""
 
 
@@ -87,7 +86,7 @@ def run_rank(
     is_fork: this process is a copy of the kernel (else of the zygote).
     lost_threads: threads of the kernel that user code may wait for, and that do not exist here.
     """
-    code = BROKEN
+    code = _BROKEN
     try:
         os.setsid()
         if boot.shield:

@@ -43,7 +43,6 @@ __all__ = [
     "judge",
     "mean_of_parts",
     "place_of",
-    "samples_of",
 ]
 
 
@@ -396,7 +395,7 @@ def judge(said: StepReport, world: World, step: int, least: int) -> None:
     if said.unfit:
         raise torch.OutOfMemoryError(
             f"out of memory in step {step}: {_who(said.unfit, said.unfit_ranks, world)} cannot run forward and "
-            f"backward on {samples_of(least)}, the smallest micro-batch. The weights are as before this step.\n"
+            f"backward on {_samples_of(least)}, the smallest micro-batch. The weights are as before this step.\n"
             "  Free memory (accelerator.free_memory()), recompute activations "
             "(accelerator.gradient_checkpointing(model)), or take a smaller model or shorter samples; "
             "accelerator.estimate(model, optimizer) says what takes how much, and whether strategy='fsdp' would fit."
@@ -407,7 +406,7 @@ def place_of(world: World) -> str:
     return f"rank {world.rank} of {world.world_size}"
 
 
-def samples_of(count: int) -> str:
+def _samples_of(count: int) -> str:
     return f"{count} sample{'s' if count != 1 else ''}"
 
 

@@ -20,7 +20,6 @@ from nbaccel.train.oom.microbatch.slicing import Samples
 from nbaccel.train.step.readings import Reading
 
 __all__ = [
-    "IGNORED_LABEL",
     "Weight",
     "Weights",
     "make_weights",
@@ -30,7 +29,7 @@ __all__ = [
 Weight = str | Callable[[Any], float]
 """``"samples"``, ``"tokens"``, or a function of a (micro-)batch."""
 
-IGNORED_LABEL = -100
+_IGNORED_LABEL = -100
 """Label that `torch.nn.functional.cross_entropy` leaves out of its mean, and with which transformers pads labels."""
 
 
@@ -76,7 +75,7 @@ class _Samples(Weights):
 class _Tokens(Weights):
     def __init__(self, labels: Tensor, is_shifted: bool) -> None:
         counted = labels[..., 1:] if is_shifted else labels
-        units = counted.ne(IGNORED_LABEL).reshape(len(labels), -1).sum(1)
+        units = counted.ne(_IGNORED_LABEL).reshape(len(labels), -1).sum(1)
         self._coming = Reading({"units": units}) if _waits(units) else None
         self._units: list[int] = units.tolist() if self._coming is None else []
 
@@ -117,8 +116,8 @@ def _labels(batch: Any) -> Tensor:
     labels = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
     if not isinstance(labels, Tensor) or labels.ndim == 0:
         raise ValueError(
-            f"weight='tokens' counts the labels of a batch that are not {IGNORED_LABEL}, and this "
+            f"weight='tokens' counts the labels of a batch that are not {_IGNORED_LABEL}, and this "
             f"{type(batch).__name__} has no tensor called 'labels'. Count them yourself, such as "
-            f"weight=lambda batch: (batch[1] != {IGNORED_LABEL}).sum()"
+            f"weight=lambda batch: (batch[1] != {_IGNORED_LABEL}).sum()"
         )
     return labels

@@ -52,7 +52,6 @@ __all__ = [
     "SizeSearch",
     "Trial",
     "find_micro_batch_size",
-    "search_batch_size",
     "sure_size",
 ]
 
@@ -95,7 +94,7 @@ class _Report:
         return 0.0 if self.used is None else sure_size(size, self.used, self.held or 0.0)
 
 
-def search_batch_size(rehearsal: TrialRun, cap: int, collectives: Collectives, found: SizeCache) -> int:
+def _search_batch_size(rehearsal: TrialRun, cap: int, collectives: Collectives, found: SizeCache) -> int:
     """Return the largest size, at most `cap`, whose steps have run on every rank. Collective.
 
     collectives: of the ranks that must agree. found: results of earlier searches; this one is added.
@@ -465,7 +464,7 @@ def find_micro_batch_size(
     alone = Collectives()
     try:
         scene = TrialSetup(loss_fn, lambda: _Parts(samples), models, optimizers, strategy, keeps_gradients=True)
-        return search_batch_size(TrialRun(scene), samples.count, alone, SizeCache())
+        return _search_batch_size(TrialRun(scene), samples.count, alone, SizeCache())
     except Exception:  # likewise; and if memory ran out, the step continues in smaller parts
         return samples.count
 
@@ -509,4 +508,4 @@ class BatchSizePlanner:
             self._equipment.strategy,
             keeps_gradients=self._equipment.accumulation.steps > 1,
         )
-        return search_batch_size(TrialRun(scene, meter), max_batch_size, self._equipment.collectives, found)
+        return _search_batch_size(TrialRun(scene, meter), max_batch_size, self._equipment.collectives, found)
