@@ -15,6 +15,7 @@ __all__ = [
     "amount",
     "duration",
     "gigabytes",
+    "in_gb",
     "listed",
     "number",
     "parse_interval",
@@ -159,13 +160,22 @@ def duration(seconds: float) -> str:
 
 
 def gigabytes(nbytes: float) -> str:
-    """Format a number of bytes in gigabytes.
+    """Format a number of bytes in gigabytes; below one with two digits after the point.
 
     >>> gigabytes(9_100_000_000), gigabytes(14_700_000_000), gigabytes(120_000_000), gigabytes(0)
     ('9.1 GB', '14.7 GB', '0.12 GB', '0 GB')
     """
     size = nbytes / 1e9
     return f"{size:.1f} GB" if size >= 1 else f"{size:.2f} GB" if size else "0 GB"
+
+
+def in_gb(nbytes: float) -> str:
+    """Format a number of bytes in gigabytes with one digit after the point, however few they are.
+
+    >>> in_gb(9_100_000_000), in_gb(120_000_000), in_gb(0)
+    ('9.1 GB', '0.1 GB', '0.0 GB')
+    """
+    return f"{nbytes / 1e9:.1f} GB"
 
 
 def span(sizes: Sequence[int]) -> str:
