@@ -111,7 +111,7 @@ class Demand:
 
 
 def in_words(size: int) -> str:
-    """Format a number of bytes.
+    """Format a number of bytes; gigabytes with two digits after the point, unlike `quantities.amount`.
 
     >>> in_words(64_000_000), in_words(1_234_000_000), in_words(3_400), in_words(800)
     ('64.0 MB', '1.23 GB', '3.4 kB', '800 bytes')

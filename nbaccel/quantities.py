@@ -25,6 +25,7 @@ __all__ = [
     "said",
     "seconds_of",
     "span",
+    "three_digits",
     "ticks",
     "with_article",
 ]
@@ -200,7 +201,7 @@ def rate(per_s: float, noun: str) -> str:
 
 
 def amount(nbytes: int) -> str:
-    """Format a number of bytes.
+    """Format a number of bytes with one digit after the point; `three_digits` counts from the first digit instead.
 
     >>> amount(44_700_000), amount(2_100), amount(12)
     ('44.7 MB', '2 kB', '12 bytes')
@@ -208,6 +209,18 @@ def amount(nbytes: int) -> str:
     for unit, scale, digits in (("GB", 1e9, 1), ("MB", 1e6, 1), ("kB", 1e3, 0)):
         if nbytes >= scale:
             return f"{nbytes / scale:.{digits}f} {unit}"
+    return f"{nbytes} bytes"
+
+
+def three_digits(nbytes: int) -> str:
+    """Format a number of bytes with three significant digits: for amounts that are compared with each other.
+
+    >>> three_digits(1_234_567), three_digits(44_700_000), three_digits(1_500), three_digits(999)
+    ('1.23 MB', '44.7 MB', '1.5 kB', '999 bytes')
+    """
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
     return f"{nbytes} bytes"
 
 
