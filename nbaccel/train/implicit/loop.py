@@ -181,7 +181,7 @@ class ImplicitTraining:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._averaging.is_inside:
             raise NotPrepared(
-                f"rank {self._world.rank} of {self._world.world_size}: {type(optimizer).__name__} steps inside of "
+                f"{self._world.place}: {type(optimizer).__name__} steps inside of "
                 "loss.backward(), before the ranks' gradients are added up. Step after it, or use --strict and prepare."
             )
         if not self._withholds(optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None)):
