@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 from nbaccel.values import frozen
@@ -18,6 +18,8 @@ __all__ = [
     "in_gb",
     "listed",
     "number",
+    "number_spans",
+    "numbers_in_order",
     "parse_interval",
     "parse_seconds",
     "plural",
@@ -241,6 +243,25 @@ def listed(texts: Sequence[str], most: int = 6) -> str:
     """
     more = len(texts) - most
     return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def numbers_in_order(numbers: Iterable[int]) -> str:
+    """Join numbers, such as ranks, by commas in ascending order.
+
+    >>> numbers_in_order({2, 0, 10})
+    '0, 2, 10'
+    """
+    return ", ".join(map(str, sorted(numbers)))
+
+
+def number_spans(numbers: Sequence[int]) -> str:
+    """Join ascending numbers, such as ranks or GPUs, by commas; more than two in a row are the first and the last.
+
+    >>> number_spans([0, 1]), number_spans([0, 1, 2, 3]), number_spans([1, 3, 4])
+    ('0, 1', '0-3', '1, 3, 4')
+    """
+    is_row = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}-{numbers[-1]}" if is_row else ", ".join(map(str, numbers))
 
 
 def with_article(noun: str) -> str:
