@@ -26,6 +26,7 @@ __all__ = [
     "rate",
     "said",
     "seconds_of",
+    "short_count",
     "span",
     "three_digits",
     "ticks",
@@ -233,6 +234,18 @@ def plural(count: int, noun: str) -> str:
     ('1 step', '1,200 steps')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def short_count(count: int) -> str:
+    """Format a count, such as that of a model's parameters, with one digit after the point.
+
+    >>> short_count(1_234_000), short_count(12_300), short_count(500)
+    ('1.2 M', '12.3 k', '500')
+    """
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return str(count)
 
 
 def listed(texts: Sequence[str], most: int = 6) -> str:
