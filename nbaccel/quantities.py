@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from nbaccel.values import frozen
 
@@ -16,6 +18,7 @@ __all__ = [
     "duration",
     "gigabytes",
     "in_gb",
+    "length_or_none",
     "listed",
     "number",
     "number_spans",
@@ -275,6 +278,17 @@ def number_spans(numbers: Sequence[int]) -> str:
     """
     is_row = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
     return f"{numbers[0]}-{numbers[-1]}" if is_row else ", ".join(map(str, numbers))
+
+
+def length_or_none(sized: Any) -> int | None:
+    """Return ``len(sized)``; None if that raises.
+
+    >>> length_or_none([1, 2]), length_or_none(iter([1, 2]))
+    (2, None)
+    """
+    with suppress(Exception):  # of the program's own classes, or where there is none
+        return len(sized)
+    return None
 
 
 def with_article(noun: str) -> str:
