@@ -16,7 +16,7 @@ from nbaccel.failures import Recovery, asked_bytes, in_bytes, is_of_host, recove
 from nbaccel.room import Room, fullness, host_room, unused_heap
 from nbaccel.values import frozen
 
-__all__ = ["WHAT_HELPS", "Demand", "in_words"]
+__all__ = ["WHAT_HELPS", "Demand", "in_words", "total_and_free"]
 
 WHAT_HELPS = (
     "a smaller model, fp16 or bf16, an 8-bit optimizer, gradient checkpointing, parameters or states that are "
@@ -111,7 +111,7 @@ class Demand:
 
 
 def in_words(size: int) -> str:
-    """Format a number of bytes.
+    """Format a number of bytes; gigabytes with two digits after the point, unlike `quantities.amount`.
 
     >>> in_words(64_000_000), in_words(1_234_000_000), in_words(3_400), in_words(800)
     ('64.0 MB', '1.23 GB', '3.4 kB', '800 bytes')
@@ -120,6 +120,16 @@ def in_words(size: int) -> str:
         if size >= unit:
             return f"{size / unit:.{digits}f} {name}"
     return f"{size} bytes"
+
+
+def total_and_free(text: str) -> tuple[int, int] | None:
+    """Return the total and the free bytes that an allocator's text states; None if it states none.
+
+    >>> total_and_free("GPU 0 has a total capacity of 8.00 GiB of which 2.00 GiB is free.")
+    (8589934592, 2147483648)
+    """
+    state = _TOTAL_AND_FREE.search(text)
+    return None if state is None else (in_bytes(state[1], state[2]), in_bytes(state[3], state[4]))
 
 
 def _stated(text: str) -> Room | None:
@@ -135,10 +145,10 @@ def _stated(text: str) -> Room | None:
         for name, pattern in (("allocated", _ALLOCATED), ("unallocated", _UNALLOCATED), ("allowed", _ALLOWED))
         if (match := pattern.search(text)) is not None
     }
-    state = _TOTAL_AND_FREE.search(text)
+    state = total_and_free(text)
     if state is None:
         return None
-    total_bytes, free_bytes = in_bytes(state[1], state[2]), in_bytes(state[3], state[4])
+    total_bytes, free_bytes = state
     if "allocated" not in found:
         return Room(total_bytes - free_bytes, total_bytes)
     most_bytes = found["allocated"] + found.get("unallocated", 0) + free_bytes

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from nbaccel.values import frozen
 
@@ -15,15 +17,21 @@ __all__ = [
     "amount",
     "duration",
     "gigabytes",
+    "in_gb",
+    "length_or_none",
     "listed",
     "number",
+    "number_spans",
+    "numbers_in_order",
     "parse_interval",
     "parse_seconds",
     "plural",
     "rate",
     "said",
     "seconds_of",
+    "short_count",
     "span",
+    "three_digits",
     "ticks",
     "with_article",
 ]
@@ -159,13 +167,22 @@ def duration(seconds: float) -> str:
 
 
 def gigabytes(nbytes: float) -> str:
-    """Format a number of bytes in gigabytes.
+    """Format a number of bytes in gigabytes; below one with two digits after the point.
 
     >>> gigabytes(9_100_000_000), gigabytes(14_700_000_000), gigabytes(120_000_000), gigabytes(0)
     ('9.1 GB', '14.7 GB', '0.12 GB', '0 GB')
     """
     size = nbytes / 1e9
     return f"{size:.1f} GB" if size >= 1 else f"{size:.2f} GB" if size else "0 GB"
+
+
+def in_gb(nbytes: float) -> str:
+    """Format a number of bytes in gigabytes with one digit after the point, however few they are.
+
+    >>> in_gb(9_100_000_000), in_gb(120_000_000), in_gb(0)
+    ('9.1 GB', '0.1 GB', '0.0 GB')
+    """
+    return f"{nbytes / 1e9:.1f} GB"
 
 
 def span(sizes: Sequence[int]) -> str:
@@ -190,7 +207,7 @@ def rate(per_s: float, noun: str) -> str:
 
 
 def amount(nbytes: int) -> str:
-    """Format a number of bytes.
+    """Format a number of bytes with one digit after the point; `three_digits` counts from the first digit instead.
 
     >>> amount(44_700_000), amount(2_100), amount(12)
     ('44.7 MB', '2 kB', '12 bytes')
@@ -198,6 +215,18 @@ def amount(nbytes: int) -> str:
     for unit, scale, digits in (("GB", 1e9, 1), ("MB", 1e6, 1), ("kB", 1e3, 0)):
         if nbytes >= scale:
             return f"{nbytes / scale:.{digits}f} {unit}"
+    return f"{nbytes} bytes"
+
+
+def three_digits(nbytes: int) -> str:
+    """Format a number of bytes with three significant digits: for amounts that are compared with each other.
+
+    >>> three_digits(1_234_567), three_digits(44_700_000), three_digits(1_500), three_digits(999)
+    ('1.23 MB', '44.7 MB', '1.5 kB', '999 bytes')
+    """
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
     return f"{nbytes} bytes"
 
 
@@ -210,6 +239,18 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def short_count(count: int) -> str:
+    """Format a count, such as that of a model's parameters, with one digit after the point.
+
+    >>> short_count(1_234_000), short_count(12_300), short_count(500)
+    ('1.2 M', '12.3 k', '500')
+    """
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return str(count)
+
+
 def listed(texts: Sequence[str], most: int = 6) -> str:
     """Join `texts` by commas; beyond `most`, say how many more there are.
 
@@ -218,6 +259,36 @@ def listed(texts: Sequence[str], most: int = 6) -> str:
     """
     more = len(texts) - most
     return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def numbers_in_order(numbers: Iterable[int]) -> str:
+    """Join numbers, such as ranks, by commas in ascending order.
+
+    >>> numbers_in_order({2, 0, 10})
+    '0, 2, 10'
+    """
+    return ", ".join(map(str, sorted(numbers)))
+
+
+def number_spans(numbers: Sequence[int]) -> str:
+    """Join ascending numbers, such as ranks or GPUs, by commas; more than two in a row are the first and the last.
+
+    >>> number_spans([0, 1]), number_spans([0, 1, 2, 3]), number_spans([1, 3, 4])
+    ('0, 1', '0-3', '1, 3, 4')
+    """
+    is_row = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}-{numbers[-1]}" if is_row else ", ".join(map(str, numbers))
+
+
+def length_or_none(sized: Any) -> int | None:
+    """Return ``len(sized)``; None if that raises.
+
+    >>> length_or_none([1, 2]), length_or_none(iter([1, 2]))
+    (2, None)
+    """
+    with suppress(Exception):  # of the program's own classes, or where there is none
+        return len(sized)
+    return None
 
 
 def with_article(noun: str) -> str:

@@ -60,6 +60,15 @@ class World:
             )
 
     @property
+    def place(self) -> str:
+        """Return the rank in words, for errors and warnings.
+
+        >>> World(1, 2, 1, 2).place
+        'rank 1 of 2'
+        """
+        return f"rank {self.rank} of {self.world_size}"
+
+    @property
     def is_distributed(self) -> bool:
         return self.world_size > 1
 

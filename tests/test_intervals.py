@@ -1,10 +1,10 @@
-"""Steps and times as people write them."""
+"""Steps, times and sizes as people write them."""
 
 from __future__ import annotations
 
 import pytest
 
-from nbaccel.quantities import Period, Steps, parse_interval, parse_seconds
+from nbaccel.quantities import Period, Steps, parse_interval, parse_seconds, three_digits
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,8 @@ def test_other_intervals_are_refused_with_examples(text: str) -> None:
 def test_a_time_has_a_unit(text: str) -> None:
     with pytest.raises(ValueError, match="as in 11h30m, 10min, 90s"):
         parse_seconds(text)
+
+
+@pytest.mark.parametrize(("size", "text"), [(999, "999 bytes"), (1_500, "1.5 kB"), (2_345_678_901, "2.35 GB")])
+def test_sizes_are_shown_in_units(size: int, text: str) -> None:
+    assert three_digits(size) == text

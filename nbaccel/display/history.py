@@ -40,6 +40,7 @@ __all__ = [
     "Mark",
     "Rows",
     "Usage",
+    "import_pandas",
 ]
 
 _MOST_POINTS, _FEWEST_POINTS = 512, 16
@@ -380,12 +381,7 @@ class History:
         Raises:
             ImportError: pandas is not installed; `to_dict` works without it.
         """
-        try:
-            pandas = import_module("pandas")
-        except ImportError:
-            raise ImportError(
-                "to_pandas() needs pandas: pip install pandas. to_dict() gives the same numbers without it."
-            ) from None
+        pandas = import_pandas("to_dict() gives the same numbers")
         frames = []
         for phase in self.phases:
             lines = {
@@ -553,3 +549,17 @@ class Usage:
     def peak_part(self) -> float:
         """Return the fraction at the peak, 0 to 1; 0 if the limit is unknown."""
         return min(1.0, self.peak_bytes / self.limit_bytes) if self.limit_bytes else 0.0
+
+
+def import_pandas(instead: str) -> Any:
+    """Return the module pandas.
+
+    instead: the end of the error where it is not installed, such as "table() gives the same numbers".
+
+    Raises:
+        ImportError: pandas is not installed.
+    """
+    try:
+        return import_module("pandas")
+    except ImportError:
+        raise ImportError(f"to_pandas() needs pandas: pip install pandas. {instead} without it.") from None

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from nbaccel.dry_run.batch_choice import ChosenBatches, ItemLengths, choose
@@ -39,6 +39,7 @@ from nbaccel.dry_run.one_pass import (
     users_frames,
 )
 from nbaccel.dry_run.worker_times import WorkerTimes
+from nbaccel.quantities import length_or_none
 
 __all__ = ["LoaderCuts"]
 
@@ -136,7 +137,7 @@ class LoaderCuts:
         The iterators that torch begins meanwhile read for this pass.  stride: see `OnePass`.
         """
         try:
-            this = self.begin_pass(loader, _length_of(loader), stride)
+            this = self.begin_pass(loader, length_or_none(loader), stride)
             try:
                 while True:
                     self.note_draw(this)
@@ -397,7 +398,7 @@ class _Cut:
 
         self._cuts = cuts
         self._is_map = iterator._dataset_kind == _DatasetKind.Map
-        length = _length_of(iterator._index_sampler if self._is_map else loader)
+        length = length_or_none(iterator._index_sampler if self._is_map else loader)
         self.is_announced = cuts.reader is not None
         self.this = cuts.reader or cuts.begin_pass(loader, length, None)
         if iterator._num_workers:
@@ -454,7 +455,7 @@ class _GivenIndices(Iterator[Any]):
         self._this = this
         self._cuts = cuts
         self._drawn = iterator._sampler_iter
-        self._length = _length_of(iterator._index_sampler)
+        self._length = length_or_none(iterator._index_sampler)
         self._dataset = iterator._dataset
         self._batches: list[Any] | None = None
         self._given = self._at = 0
@@ -497,12 +498,6 @@ class _GivenIndices(Iterator[Any]):
 
 def _end_of_stream() -> Any:
     raise StopIteration
-
-
-def _length_of(sized: Any) -> int | None:
-    with suppress(Exception):  # of the program's own classes, or where there is none
-        return len(sized)
-    return None
 
 
 def _shares_out(loader: Any) -> bool:

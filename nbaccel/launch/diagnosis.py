@@ -21,6 +21,7 @@ from nbaccel.launch.ipc.reports import ErrorLink, Naming, RankFailure, RankRepor
 from nbaccel.launch.ipc.spec import Task
 from nbaccel.launch.oom_restart import OomKillWatch
 from nbaccel.launch.processes.supervisor import RunResult
+from nbaccel.quantities import number_spans
 
 __all__ = [
     "PostMortem",
@@ -160,11 +161,7 @@ def _is_done(report: RankReport | None) -> bool:
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """Format ranks: "rank 1", "ranks 1-3", "ranks 0, 2"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
+    return f"rank{'s' * (len(ranks) != 1)} {number_spans(ranks)}"
 
 
 _LITTLE_SHARED_MEMORY = (

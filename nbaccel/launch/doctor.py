@@ -18,6 +18,7 @@ from pathlib import Path
 from nbaccel.forkable import CUDA_IS_INITIALISED, why_forks_fail
 from nbaccel.hardware import ComputeMode, Gpu, Platform, Survey, best_precision
 from nbaccel.launch.gpu_trouble import TorchBuild, holder_name, troubles
+from nbaccel.quantities import in_gb
 from nbaccel.settings import CHECKPOINT_DIR
 from nbaccel.storage import Storage
 
@@ -152,18 +153,18 @@ def _devices(survey: Survey, facts: MachineFacts) -> Iterator[str]:
 def _gpu(gpu: Gpu, holders: Mapping[int, str]) -> Iterator[str]:
     precision, reason = best_precision(gpu)
     yield f"  cuda:{gpu.index}  {gpu.name}  {gpu.uuid}{'  (MIG)' if gpu.is_mig else ''}"
-    yield f"          {_gb(gpu.used_bytes)} of {_gb(gpu.total_bytes)} used; precision {precision}: {reason}"
+    yield f"          {in_gb(gpu.used_bytes)} of {in_gb(gpu.total_bytes)} used; precision {precision}: {reason}"
     if gpu.compute_mode is not ComputeMode.SHARED:
         yield f"          compute mode {gpu.compute_mode.name.lower()}: {gpu.compute_mode}"
     for pid, used_bytes in gpu.processes:
-        amount = "an unknown amount" if used_bytes is None else _gb(used_bytes)
+        amount = "an unknown amount" if used_bytes is None else in_gb(used_bytes)
         yield f"          {amount} held by process {pid} ({holders.get(pid, 'not visible from here')})"
 
 
 def _machine(survey: Survey, facts: MachineFacts) -> Iterator[str]:
     yield _row("CPU", f"{survey.cpu_count} usable {'core' if survey.cpu_count == 1 else 'cores'}")
-    yield _row("RAM", f"{_gb(survey.ram.available_bytes)} of {_gb(survey.ram.total_bytes)} available")
-    yield _row("/dev/shm", "none" if survey.shm_bytes is None else _gb(survey.shm_bytes))
+    yield _row("RAM", f"{in_gb(survey.ram.available_bytes)} of {in_gb(survey.ram.total_bytes)} available")
+    yield _row("/dev/shm", "none" if survey.shm_bytes is None else in_gb(survey.shm_bytes))
     yield _row("saves to", f"{facts.saves_to.folder}, which {facts.saves_to.fate(survey.platform)}")
     if survey.platform in _SESSIONS:
         yield _row("session", _SESSIONS[survey.platform])
@@ -188,8 +189,8 @@ def _warnings(survey: Survey, facts: MachineFacts) -> Iterator[str]:
         exchanged = ", and NCCL what GPUs exchange that have no direct way" if has_several else ""
         cure = " For NCCL alone NCCL_SHM_DISABLE=1 does, which is slower." if has_several else ""
         yield (
-            f"/dev/shm holds only {_gb(survey.shm_bytes)}: DataLoader workers pass batches through it{exchanged}. Use "
-            f"num_workers=0, or start the container with --shm-size=1g.{cure}"
+            f"/dev/shm holds only {in_gb(survey.shm_bytes)}: DataLoader workers pass batches through it{exchanged}. "
+            f"Use num_workers=0, or start the container with --shm-size=1g.{cure}"
         )
     if facts.open_files < FEW_OPEN_FILES:
         yield f"only {facts.open_files} files may be open at once: raise it (ulimit -n 4096) if workers fail to start."
@@ -246,7 +247,3 @@ def _limit(which: int, unit: int = 1, suffix: str = "") -> str:
 
 def _names(pids: set[int]) -> dict[int, str]:
     return {pid: name for pid in pids if (name := holder_name(pid))}
-
-
-def _gb(number_of_bytes: int) -> str:
-    return f"{number_of_bytes / 1e9:.1f} GB"

@@ -16,6 +16,7 @@ from typing import Any
 from nbaccel.asking_cuda import ask_torch
 from nbaccel.gpu_driver import is_holder
 from nbaccel.hardware import ComputeMode, Gpu
+from nbaccel.quantities import in_gb
 
 __all__ = [
     "TorchBuild",
@@ -147,8 +148,8 @@ def troubles(
             )
         elif gpu.total_bytes and gpu.free_bytes + freed_on(f"cuda:{gpu.index}") < CONTEXT_BYTES:
             yield (
-                f"{who} is full: {_gb(gpu.free_bytes)} of {_gb(gpu.total_bytes)} are free, and a process takes up to "
-                f"{_gb(CONTEXT_BYTES)} before its first tensor; {_held(gpu, name_of)}."
+                f"{who} is full: {in_gb(gpu.free_bytes)} of {in_gb(gpu.total_bytes)} are free, and a process takes up "
+                f"to {in_gb(CONTEXT_BYTES)} before its first tensor; {_held(gpu, name_of)}."
             )
 
 
@@ -174,7 +175,7 @@ def _held(gpu: Gpu, name_of: Callable[[int], str]) -> str:
         return "who holds it the driver does not tell here"
     held = sorted(gpu.processes, key=lambda holder: -(holder[1] or 0))
     return "; ".join(
-        f"{'an unknown amount' if count is None else _gb(count)} held by process {pid} "
+        f"{'an unknown amount' if count is None else in_gb(count)} held by process {pid} "
         f"({name_of(pid) or 'not visible from here'})"
         for pid, count in held
     )
@@ -182,7 +183,3 @@ def _held(gpu: Gpu, name_of: Callable[[int], str]) -> str:
 
 def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
-
-
-def _gb(number_of_bytes: int) -> str:
-    return f"{number_of_bytes / 1e9:.1f} GB"

@@ -25,6 +25,7 @@ from nbaccel.launch.objects.inventory import belongs_to_ipython
 from nbaccel.launch.objects.wrappers import plain
 from nbaccel.launch.processes.interaction import uninterrupted
 from nbaccel.quantised import is_quantised
+from nbaccel.quantities import in_gb
 
 __all__ = [
     "Cards",
@@ -179,7 +180,7 @@ class SetAside:
     def __enter__(self) -> SetAside:
         nbytes, available = sum(self.names.values()), usable_memory().available_bytes
         if available and nbytes > _MOST_OF_THE_HOST * available:
-            self.left |= dict.fromkeys(self.names, f"the host has {_gb(available)} GB available")
+            self.left |= dict.fromkeys(self.names, f"the host has {in_gb(available)} available")
             self._memories = []
         try:
             if self._memories:
@@ -257,7 +258,7 @@ class SetAside:
 
     def __str__(self) -> str:
         """Return the names that were moved, and those that were left; empty if nothing was on a GPU."""
-        moved = ", ".join(f"{name} {_gb(nbytes)} GB" for name, nbytes in self.names.items())
+        moved = ", ".join(f"{name} {in_gb(nbytes)}" for name, nbytes in self.names.items())
         left = [f"{name} stays on the card: {why}" for name, why in self.left.items()]
         left += [f"{name} stays where it is: it cannot be read" for name in self.unread]
         return "; ".join(filter(None, [moved and f"on the host until the run is over: {moved}", *left]))
@@ -386,10 +387,6 @@ def _tensors_in(value: Any) -> Iterator[Any]:
             yield from _tensors_in(each)
 
 
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f}"
-
-
 _NAMES_SHOWN = 4
 
 
@@ -415,8 +412,9 @@ class KernelHolding:
         return self.nbytes / self.total_bytes if self.total_bytes else 0.0
 
     def __str__(self) -> str:
-        listed = ", ".join(f"{name} {_in_gb(nbytes)} GB" for name, nbytes in self.names[:_NAMES_SHOWN])
-        return f"{_in_gb(self.nbytes)} of {_in_gb(self.total_bytes)} GB on {self.device}{listed and f' ({listed})'}"
+        listed = ", ".join(f"{name} {in_gb(nbytes)}" for name, nbytes in self.names[:_NAMES_SHOWN])
+        held = in_gb(self.nbytes).removesuffix(" GB")
+        return f"{held} of {in_gb(self.total_bytes)} on {self.device}{listed and f' ({listed})'}"
 
 
 def held_here(namespace: Mapping[str, Any] | None) -> list[KernelHolding]:
@@ -437,7 +435,3 @@ def held_here(namespace: Mapping[str, Any] | None) -> list[KernelHolding]:
             names = tuple(named[device].most_common()) if device in named else ()
             holdings.append(KernelHolding(device, nbytes, total_bytes, names))
     return holdings
-
-
-def _in_gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f}"

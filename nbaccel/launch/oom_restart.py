@@ -24,6 +24,7 @@ from nbaccel.launch.ipc.reports import ErrorLink, Place, signal_name
 from nbaccel.launch.ipc.spec import LaunchSpec
 from nbaccel.launch.kernel_models import KernelHolding
 from nbaccel.launch.processes.supervisor import RunResult
+from nbaccel.quantities import in_gb
 from nbaccel.settings import SHRINK, RunSettings
 
 __all__ = [
@@ -390,9 +391,6 @@ class RunRecorder:
         return self._memory.get(rank)
 
 
-_GB = 1e9
-
-
 class OomKillWatch:
     """The state of the machine's memory when a run began, and what has changed since.
 
@@ -413,7 +411,7 @@ class OomKillWatch:
     def explain_kill(self) -> str:
         """Explain why a rank got a SIGKILL that the kernel did not send; a guess is named as such."""
         kills = self.kills
-        available = f"{self._available_bytes / _GB:.1f} GB were available when the run began"
+        available = f"{in_gb(self._available_bytes)} were available when the run began"
         if kills is None:
             return f"probably for host memory, but that is a guess: this system does not count such kills; {available}"
         if kills > 0:

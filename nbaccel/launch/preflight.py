@@ -15,7 +15,7 @@ from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 from nbaccel.forkable import why_forks_fail
 from nbaccel.hardware import Gpu, Survey, threads_asked_for
 from nbaccel.launch.ipc.spec import Devices, Start
-from nbaccel.quantities import plural
+from nbaccel.quantities import in_gb, plural
 from nbaccel.settings import START_METHODS
 
 __all__ = [
@@ -109,7 +109,7 @@ def choose_start(
     if why_forks_fail is None:
         return Start("fork", "the notebook has not used CUDA")
     if world_size == 1 and bytes_on_device > COPY_LIMIT_BYTES:
-        return Start("inline", f"the names it reads hold {_gb(bytes_on_device)} on the device, too much to copy")
+        return Start("inline", f"the names it reads hold {in_gb(bytes_on_device)} on the device, too much to copy")
     if world_size == 1 and stays_here:
         return Start("inline", f"{stays_here}, and cannot be sent")
     return Start("zygote", f"{why_forks_fail}{f' since {since}' if since else ''}")
@@ -165,10 +165,6 @@ def _are(number: int, noun: str) -> str:
 
 def _listed(gpus: tuple[Gpu, ...]) -> str:
     return ", ".join(f"{gpu.index} {gpu.name}" for gpu in gpus)
-
-
-def _gb(number_of_bytes: int) -> str:
-    return f"{number_of_bytes / 1e9:.1f} GB"
 
 
 @dataclass(frozen=True, slots=True)

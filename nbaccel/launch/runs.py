@@ -10,11 +10,11 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any, overload
 
 from nbaccel.display.comparison import RunComparison, RunRow, draw_runs
 from nbaccel.display.figure import Picture, picture
+from nbaccel.display.history import import_pandas
 from nbaccel.display.run_table import TableRow, differences, html_table, text_table
 from nbaccel.display.series import Line
 from nbaccel.display.splits import held_out_beside
@@ -201,12 +201,7 @@ class Runs(Sequence[Run]):
         Raises:
             ImportError: pandas is not installed; `table` works without it.
         """
-        try:
-            pandas = import_module("pandas")
-        except ImportError:
-            raise ImportError(
-                "to_pandas() needs pandas: pip install pandas. table() gives the same numbers without it."
-            ) from None
+        pandas = import_pandas("table() gives the same numbers")
         return pandas.DataFrame(self.table())
 
     def __repr__(self) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any, overload
 
+from nbaccel.display.history import import_pandas
 from nbaccel.launch.finished_runs import in_words
 from nbaccel.launch.run import Run
 from nbaccel.quantities import plural
@@ -57,12 +57,7 @@ class SweepRuns(Sequence[Run]):
         Raises:
             ImportError: pandas is not installed.
         """
-        try:
-            pandas = import_module("pandas")
-        except ImportError:
-            raise ImportError(
-                "to_pandas() needs pandas: pip install pandas. table() gives the same rows without it."
-            ) from None
+        pandas = import_pandas("table() gives the same rows")
         return pandas.DataFrame(self.table())
 
     def __repr__(self) -> str:

@@ -20,7 +20,7 @@ from nbaccel.launch.processes.interaction import uninterrupted
 from nbaccel.launch.processes.launch_result import Returned
 from nbaccel.launch.tasks.cell_task import RANDOM, CellTask
 from nbaccel.quantised import TrainedTensors
-from nbaccel.quantities import amount, listed
+from nbaccel.quantities import amount, listed, short_count
 
 __all__ = ["LeftByCell"]
 
@@ -222,7 +222,4 @@ def _size(module: Any) -> str:
     '1.2 M parameters'
     """
     count = sum(parameter.numel() for parameter in _parameters(module) if not _is_lazy(parameter))
-    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit} parameters"
-    return f"{count} parameter{'s' * (count != 1)}"
+    return f"{short_count(count)} parameter{'s' * (count != 1)}"

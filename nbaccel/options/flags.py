@@ -161,9 +161,7 @@ def checked(read: Callable[[str], Any], keeps_text: bool = False) -> Callable[[s
 
 def _read_count(text: str) -> int:
     """Read a number of runs or devices."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a number is 1 or more; got {text!r}")
-    return int(text)
+    return _at_least_one("a number is", text)
 
 
 def _read_file(text: str) -> str:
@@ -178,8 +176,12 @@ def _read_file(text: str) -> str:
 
 def _read_kept(text: str) -> int:
     """Read the number of checkpoints to keep."""
+    return _at_least_one("checkpoints to keep are", text)
+
+
+def _at_least_one(they_are: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"checkpoints to keep are 1 or more; got {text!r}")
+        raise argparse.ArgumentTypeError(f"{they_are} 1 or more; got {text!r}")
     return int(text)
 
 

@@ -201,7 +201,7 @@ class Lifecycle:
         equipment = self.equipment
         equipment.state.look_again()
         world, bound_to = equipment.world, self._bound_to
-        place = f"rank {world.rank} of {world.world_size}"
+        place = world.place
         if equipment.prepared and bound_to is not None and bound_to.world_size != world.world_size:
             raise NotPrepared(
                 f"accelerator.{call} in {place}: what this accelerator prepared is for {bound_to.world_size} "

@@ -19,6 +19,7 @@ from typing import Any
 
 from nbaccel.dry_run.function_hooks import FunctionHooks
 from nbaccel.notices import PACKAGE_DIR
+from nbaccel.quantities import length_or_none
 from nbaccel.trials.changes import SpeedChange
 
 __all__ = ["TrainingParts"]
@@ -168,7 +169,7 @@ class TrainingParts:
                 "pin_memory": bool(loader.pin_memory),
                 "persistent_workers": bool(loader.persistent_workers),
                 "prefetch_factor": loader.prefetch_factor,
-                "samples": _length(loader.dataset),
+                "samples": length_or_none(loader.dataset),
             }
         if self._optimizers:
             optimizer = next(iter(self._optimizers.values()))
@@ -284,9 +285,3 @@ def _compiled_frames() -> int:
 def _has_prepared() -> bool:
     """Return whether the program trains by what `accelerator.prepare` returns."""
     return any(type(each).__name__ == _PREPARED for each in gc.get_objects())
-
-
-def _length(sized: Any) -> int | None:
-    with suppress(Exception):  # of the program's own classes, or where there is none
-        return len(sized)
-    return None

@@ -1,16 +1,21 @@
 """The mounts that a process sees, from `/proc/PID/mountinfo`, and which of them a file shield covers. Standard library.
 
-Used by the kernel, by `shield_holder` and by ranks. An overlay suits a local file system; others are shown as they are.
+Used by the kernel, by `shield_holder` and by ranks; the last two change their mounts with `call_libc`. An overlay suits
+a local file system; others are shown as they are.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 __all__ = [
     "OF_THE_SYSTEM",
     "SERVICES",
     "SeenMount",
+    "call_libc",
     "is_covered",
     "is_in",
     "mount_points",
@@ -150,3 +155,14 @@ def is_covered(path: str, covered: Sequence[str], uncovered: Sequence[str]) -> b
     """
     longest = max((folder for folder in (*covered, *uncovered) if is_in(path, (folder,))), key=len, default="")
     return longest in covered and longest not in uncovered
+
+
+def call_libc(name: str, *arguments: Any) -> None:
+    """Call a function of libc, such as mount or unshare.
+
+    Raises:
+        OSError: it failed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments) != 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")

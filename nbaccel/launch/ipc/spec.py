@@ -23,7 +23,7 @@ from nbaccel.launch.ipc.payload import Payload, pack, unpack
 from nbaccel.launch.ipc.pickling import Places
 from nbaccel.launch.objects.kind import Change
 from nbaccel.launch.objects.names import codes_of, names_read, says_first_card, with_their_own
-from nbaccel.quantities import plural
+from nbaccel.quantities import number_spans, plural
 from nbaccel.settings import OOM_CHOICES, STOP, RunSettings
 from nbaccel.world import World
 
@@ -289,7 +289,7 @@ class Devices:
     def names(self) -> tuple[str, ...]:
         """Return the device of each rank, as a person calls it; empty on the CPU."""
         ranks = range(self.num_processes) if self.gpus else ()
-        return tuple(f"GPU {_numbers([gpu.index for gpu in self.of_rank(rank)])}" for rank in ranks)
+        return tuple(f"GPU {number_spans([gpu.index for gpu in self.of_rank(rank)])}" for rank in ranks)
 
     def environ(self) -> dict[str, str]:
         """Return the variables that show every rank these devices, in their order.
@@ -350,7 +350,7 @@ class Devices:
         ranks = plural(self.num_processes, "rank")
         if not self.gpus:
             return f"{ranks} on CPU"
-        plain = f"{ranks} on GPU {_numbers([gpu.index for gpu in self.gpus])}{self._shares}"
+        plain = f"{ranks} on GPU {number_spans([gpu.index for gpu in self.gpus])}{self._shares}"
         named = f"{plain} ({', '.join(dict.fromkeys(gpu.name for gpu in self.gpus))})"
         return named if len(named) <= width else plain
 
@@ -575,13 +575,3 @@ def by_reference_of(namespace: Mapping[str, Any]) -> dict[int, str]:
 def _behind(anchor: str, namespace: Mapping[str, Any]) -> Any:
     kind, _, name = anchor.partition(":")
     return type(namespace[name]) if kind == "type" else namespace[name]
-
-
-def _numbers(numbers: list[int]) -> str:
-    """Format the numbers of GPUs.
-
-    >>> _numbers([0, 1]), _numbers([0, 1, 2, 3]), _numbers([1, 3, 4])
-    ('0, 1', '0-3', '1, 3, 4')
-    """
-    is_range = len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}-{numbers[-1]}" if is_range else ", ".join(map(str, numbers))

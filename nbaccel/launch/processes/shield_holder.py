@@ -16,7 +16,6 @@ if their mode allows it (EOVERFLOW), and folders that existed before cannot be r
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -34,6 +33,7 @@ from nbaccel.launch.ipc.mount_table import (
     OF_THE_SYSTEM,
     SERVICES,
     SeenMount,
+    call_libc,
     is_covered,
     is_in,
     mount_tree,
@@ -103,8 +103,8 @@ class _NewRoot:
         self.open += self._shared
         os.chdir(self.top)
         try:
-            _call("pivot_root", b".", b".")
-            _call("umount2", b".", _MNT_DETACH)
+            call_libc("pivot_root", b".", b".")
+            call_libc("umount2", b".", _MNT_DETACH)
         except OSError:  # the root is that of an initial RAM disk
             os.chroot(self.top)
         os.chdir("/")
@@ -124,7 +124,7 @@ class _NewRoot:
             if not is_copied:
                 self._close(mount, mount.point)
         elif self._is_alone and mount.on_top:
-            _call("mount", b"tmpfs", os.fsencode(self._place(mount.point)), b"tmpfs", 0, b"mode=755")
+            call_libc("mount", b"tmpfs", os.fsencode(self._place(mount.point)), b"tmpfs", 0, b"mode=755")
             self._rebuild(mount, mount.point)
         else:
             self._cover(mount, mount.point)
@@ -206,7 +206,9 @@ class _NewRoot:
         parts = [f"{name}=/proc/self/fd/{fd}" for name, fd in zip(names, fds, strict=True)]
         options = [*parts, "index=off", "userxattr" if self._is_alone else "redirect_dir=on"]
         try:
-            _call("mount", b"overlay", os.fsencode(self._place(folder)), b"overlay", flags, ",".join(options).encode())
+            call_libc(
+                "mount", b"overlay", os.fsencode(self._place(folder)), b"overlay", flags, ",".join(options).encode()
+            )
         finally:
             for fd in fds:
                 os.close(fd)
@@ -215,7 +217,7 @@ class _NewRoot:
         """Return a folder in memory for layers, made now."""
         place = os.path.join(self._folder, "memory")
         os.mkdir(place)
-        _call("mount", b"tmpfs", os.fsencode(place), b"tmpfs", 0, f"size={self._memory_bytes}".encode())
+        call_libc("mount", b"tmpfs", os.fsencode(place), b"tmpfs", 0, f"size={self._memory_bytes}".encode())
         return place
 
     def _make_reachable(self, folder: str, upper: str) -> None:
@@ -282,12 +284,12 @@ class _NewRoot:
         """Make a file that was bound as it is, a part of `mount`, read-only; sockets and the like stay open."""
         if stat.S_ISREG(os.stat(path).st_mode):
             flags = _MS_BIND | _MS_REMOUNT | _MS_RDONLY | mount.flags
-            _call("mount", None, os.fsencode(self._place(path)), None, flags, None)
+            call_libc("mount", None, os.fsencode(self._place(path)), None, flags, None)
 
     def _bind(self, path: str, over: str = "") -> None:
         """Show `path` as it is, in the place of `over`, by default its own."""
         place = os.fsencode(self._place(over or path))
-        _call("mount", os.fsencode(path), place, None, _MS_BIND | _MS_REC, None)
+        call_libc("mount", os.fsencode(path), place, None, _MS_BIND | _MS_REC, None)
 
     def _place(self, path: str) -> str:
         return self.top if path == "/" else self.top + path
@@ -299,17 +301,6 @@ def _is_mine(known: os.stat_result) -> bool:
 
 def _touch(path: str) -> None:
     os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
-
-
-def _call(name: str, *arguments: Any) -> None:
-    """Call a function of libc.
-
-    Raises:
-        OSError: it failed.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*arguments) != 0:
-        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
 
 class _Refused(Exception):
@@ -337,7 +328,7 @@ class _Inner:
 
     def _answer(self) -> dict[str, Any]:
         try:
-            _call("unshare", _CLONE_NEWNS | (_CLONE_NEWUSER if self._is_alone else 0))
+            call_libc("unshare", _CLONE_NEWNS | (_CLONE_NEWUSER if self._is_alone else 0))
         except OSError as error:
             raise _no_namespaces(error, self._is_alone) from None
         self._line.sendall(b"\n")
@@ -348,7 +339,7 @@ class _Inner:
         folder = self._order["folder"]
         new = _NewRoot(folder, self._order["shared"], self._order["memory_bytes"], self._is_alone, maps_one)
         try:
-            _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+            call_libc("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
             new.build(root)
         except OSError as error:
             raise _Refused(f"nothing can be mounted in a namespace here ({_name(error)})") from None

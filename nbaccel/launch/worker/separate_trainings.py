@@ -234,7 +234,7 @@ class OneTraining:
 
     def refuse_values(self, apart: Sequence[int]) -> None:
         self._raise(
-            f"rank {self._world.rank} of {self._world.world_size} has trained one model, and {_ranks(apart)} another: "
+            f"{self._world.place} has trained one model, and {_ranks(apart)} another: "
             "the parameters that this backward reaches have changed since the last one, and not alike."
         )
 
@@ -280,7 +280,7 @@ class OneTraining:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         what = "what it steps" if len(parameters) == count else f"{len(parameters)} of the {count} tensors it steps"
         self._raise(
-            f"{type(optimizer).__name__}.step in rank {world.rank} of {world.world_size}: nothing synchronises "
+            f"{type(optimizer).__name__}.step in {world.place}: nothing synchronises "
             f"{what}, and {_ranks(apart)} would step with other gradients."
         )
 
@@ -306,7 +306,7 @@ class OneTraining:
         who = _ranks(missing)
         self._was_warned = True
         warn_at_users_line(
-            f"rank {self._world.rank} of {self._world.world_size} steps {type(optimizer).__name__} alone: {who} took "
+            f"{self._world.place} steps {type(optimizer).__name__} alone: {who} took "
             f"no such step within {_LONGEST_WAIT_S:g} s, and nothing synchronises what it steps. What it trains stays "
             "in this rank."
         )

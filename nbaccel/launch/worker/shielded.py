@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.launch.ipc.mount_table import mount_points, read_mounts
+from nbaccel.launch.ipc.mount_table import call_libc, mount_points, read_mounts
 
 __all__ = ["enter", "entered_by"]
 
@@ -83,9 +83,9 @@ def enter(entry: str) -> None:
             raise OSError(errno.ESRCH, "its process has ended")
         is_alone = not os.path.samestat(os.fstat(fds["user"]), os.stat("/proc/self/ns/user"))
         if is_alone:
-            _call("setns", fds["user"], _CLONE_NEWUSER)
-        _call("unshare", _CLONE_FS)  # a library of the notebook may start a thread in each forked process
-        _call("setns", fds["mnt"], _CLONE_NEWNS)
+            call_libc("setns", fds["user"], _CLONE_NEWUSER)
+        call_libc("unshare", _CLONE_FS)  # a library of the notebook may start a thread in each forked process
+        call_libc("setns", fds["mnt"], _CLONE_NEWNS)
         os.fchdir(fds["root"])
         os.chroot(".")
         os.chdir(here)
@@ -169,12 +169,12 @@ class _Rights:
     @classmethod
     def of_this_process(cls) -> _Rights:
         words = (ctypes.c_uint32 * 6)()
-        _call("capget", ctypes.byref(_RightsHeader(_CAPABILITY_VERSION_3, 0)), words)
+        call_libc("capget", ctypes.byref(_RightsHeader(_CAPABILITY_VERSION_3, 0)), words)
         return cls(words)
 
     def apply(self) -> None:
         """Give up all others."""
-        _call("capset", ctypes.byref(_RightsHeader(_CAPABILITY_VERSION_3, 0)), self._words)
+        call_libc("capset", ctypes.byref(_RightsHeader(_CAPABILITY_VERSION_3, 0)), self._words)
 
 
 def _keep_inherited_files(runs: str) -> None:
@@ -274,14 +274,3 @@ class _Region:
                 raise OSError(ctypes.get_errno(), f"mmap: {os.strerror(ctypes.get_errno())}")
         finally:
             os.close(fd)
-
-
-def _call(name: str, *arguments: Any) -> None:
-    """Call a function of libc.
-
-    Raises:
-        OSError: it failed.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*arguments) != 0:
-        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")

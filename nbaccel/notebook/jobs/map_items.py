@@ -233,7 +233,7 @@ def _refuse_in_ranks() -> None:
     world = World.from_env()
     if world.launch_id or world.is_distributed:
         raise NestedLaunch(
-            f"nbaccel.map starts ranks of its own, and this is rank {world.rank} of {world.world_size}: call "
+            f"nbaccel.map starts ranks of its own, and this is {world.place}: call "
             "accelerator.map(function, items, ...) here, in all ranks"
         )
 

@@ -141,7 +141,7 @@ def _refuse_in_ranks() -> None:
     world = World.from_env()
     if world.is_distributed:
         raise NestedLaunch(
-            f"this is rank {world.rank} of {world.world_size} that torchrun or another launcher has started, and each "
+            f"this is {world.place} that torchrun or another launcher has started, and each "
             "would do the whole sweep: start the script by python alone; nbaccel.sweep starts the ranks of its runs."
         )
 

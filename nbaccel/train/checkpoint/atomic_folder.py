@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nbaccel.errors import CannotSave, CheckpointCorrupt
+from nbaccel.quantities import three_digits
 from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest, aside, sync
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "delete_dead",
     "delete_whole",
     "disposal_in",
-    "in_units",
     "is_alive",
     "may_write_below",
     "place_for",
@@ -126,19 +126,8 @@ def sayable(target: Path, needed_bytes: int = 0) -> Iterator[None]:
         raise
 
 
-def in_units(size: int) -> str:
-    """
-    >>> in_units(1_234_567)
-    '1.23 MB'
-    """
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size} bytes"
-
-
 def _bytes(size: int) -> str:
-    return f"{size} bytes, {in_units(size)}" if size >= 1000 else f"{size} bytes"
+    return f"{size} bytes, {three_digits(size)}" if size >= 1000 else f"{size} bytes"
 
 
 def _code(error: Exception) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from nbaccel.errors import CheckpointCorrupt
+from nbaccel.quantities import in_gb
 from nbaccel.train.checkpoint.accelerate_format import is_foreign
 from nbaccel.train.checkpoint.atomic_folder import (
     complete_leftovers,
@@ -195,8 +196,8 @@ class CheckpointDirectory:
             return ""
         kept = "and none is deleted" if limit is None else f"and {limit} are kept while the next is written"
         return (
-            f"a checkpoint takes {nbytes / 1e9:.1f} GB, and {folder.parent} has {free / 1e9:.1f} GB left: room for "
-            f"{free // nbytes}, {kept}. Keep fewer (total_limit, --keep-checkpoints) or save to another disk."
+            f"a checkpoint takes {in_gb(nbytes)}, and {folder.parent} has {in_gb(free)} left: "
+            f"room for {free // nbytes}, {kept}. Keep fewer (total_limit, --keep-checkpoints) or save to another disk."
         )
 
     # -- limits

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from nbaccel.errors import CannotSave, CheckpointCorrupt
+from nbaccel.quantities import numbers_in_order
 from nbaccel.train.checkpoint.atomic_folder import is_alive, sayable
 from nbaccel.train.checkpoint.manifest import FileRecord, read_sealed, write_sealed
 from nbaccel.values import frozen
@@ -294,7 +295,7 @@ class SaveAgreement(Alone):
                 )
 
     def _absent(self, ranks: set[int], waited_s: float) -> str:
-        who = f"rank(s) {', '.join(map(str, sorted(ranks)))} of {self._world_size}"
+        who = f"rank(s) {numbers_in_order(ranks)} of {self._world_size}"
         return (
             f"{who} did not come to the save of {self._target} in {waited_s:.0f} s. The model is sharded, so every "
             "rank has a part of the checkpoint, and save_state is called by every rank: outside of `if "

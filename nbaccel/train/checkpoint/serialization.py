@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from nbaccel.errors import CheckpointCorrupt
+from nbaccel.quantities import with_article
 from nbaccel.train.checkpoint.manifest import FileRecord, SideThread
 from nbaccel.train.checkpoint.shards import LocalRows, is_sharded_tensor, rows_of
 from nbaccel.values import frozen
@@ -188,7 +189,7 @@ class _Packer:
             return self._pack_numpy(value, name)
         raise CannotPack(
             f"a checkpoint holds tensors, arrays, numbers, texts and containers; {name or 'the state'} is "
-            f"{_a(kind.__name__)}"
+            f"{with_article(kind.__name__)}"
         )
 
     def _pack_items(self, mapping: Mapping[Any, Any], name: str) -> list[Any]:
@@ -229,10 +230,6 @@ class _Packer:
 
 def _join(name: str, part: Any) -> str:
     return f"{name}.{part}" if name else str(part)
-
-
-def _a(noun: str) -> str:
-    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
 
 
 def _dtype(text: str) -> torch.dtype:

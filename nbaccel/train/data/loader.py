@@ -412,9 +412,9 @@ class PreparedLoader(DataLoader[Any]):
         world = current_world()
         if world.world_size != self.world.world_size:
             raise NotPrepared(
-                f"this loader was prepared for {self.world.world_size} process(es) and is iterated in rank "
-                f"{world.rank} of {world.world_size}: the ranks would see the wrong batches. Prepare it here, before "
-                "the loop:\n    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+                f"this loader was prepared for {self.world.world_size} process(es) and is iterated in "
+                f"{world.place}: the ranks would see the wrong batches. Prepare it here, before the loop:\n"
+                "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
             )
 
     def refuse_to_gather(self) -> None:

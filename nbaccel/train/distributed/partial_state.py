@@ -133,7 +133,7 @@ class PartialState(ProcessControl):
 
     def __repr__(self) -> str:
         world = self.world
-        return f"{type(self).__name__}(rank {world.rank} of {world.world_size}, device {self.device})"
+        return f"{type(self).__name__}({world.place}, device {self.device})"
 
 
 class AcceleratorState(PartialState):

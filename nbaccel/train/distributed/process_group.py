@@ -383,8 +383,7 @@ def _meet(store: Any, world: World, timeout: timedelta) -> None:
             waited += _LOOK_UP
             if waited >= timeout and missing:
                 raise TimeoutError(
-                    f"rank {world.rank} of {world.world_size} waited {timeout.total_seconds():g} s for ranks "
-                    f"{missing} to form the process group"
+                    f"{world.place} waited {timeout.total_seconds():g} s for ranks {missing} to form the process group"
                 ) from None
         emit(Waiting("forming the process group", waited.total_seconds()))
 

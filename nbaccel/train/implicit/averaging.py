@@ -320,7 +320,7 @@ class Averaging:
                 return header, known, buffers
             if header.any("done"):
                 raise NotPrepared(
-                    f"rank {self._world.rank} of {self._world.world_size} begins to train a model when another rank's "
+                    f"{self._world.place} begins to train a model when another rank's "
                     "program is over: every rank must train the same models."
                 )
             gives = self.models.register(new, self._collective()) and gives
@@ -330,7 +330,7 @@ class Averaging:
     def _tell(self, say: Say, pairs: Sequence[tuple[float, float]], values: Sequence[float]) -> Header:
         if self._failed:
             raise NotPrepared(
-                f"rank {self._world.rank} of {self._world.world_size} goes on after a backward that has failed "
+                f"{self._world.place} goes on after a backward that has failed "
                 f"({self._failed}) while the other ranks wait for its gradients. Let the error end the cell, or train "
                 "in a function under find_executable_batch_size, which begins anew in all ranks."
             )
@@ -379,7 +379,7 @@ class Averaging:
 
     def _cannot_measure(self, why: str) -> str:
         return (
-            f"rank {self._world.rank} of {self._world.world_size}, step {self._steps.count}: this loss is no sum over "
+            f"{self._world.place}, step {self._steps.count}: this loss is no sum over "
             f"samples ({why}), and its batch was split over the ranks. %%accelerate --batches each gives each rank "
             "batches of its own; -n 1 trains as before."
         )
@@ -510,7 +510,7 @@ class Averaging:
                 return [each.steps for each in header.says]
             if header.any("new"):
                 raise NotPrepared(
-                    f"rank {self._world.rank} of {self._world.world_size} is done, and another rank begins to train a "
+                    f"{self._world.place} is done, and another rank begins to train a "
                     "model: every rank must train the same models."
                 )
             self._accompany(header)
@@ -567,7 +567,7 @@ class Averaging:
         tensor = self.models.items[number].tensor
         if tensor is None:
             raise NotPrepared(
-                f"rank {self._world.rank} of {self._world.world_size} has let go of a model that another rank still "
+                f"{self._world.place} has let go of a model that another rank still "
                 "trains: something that the loop decides or draws by itself differs between ranks."
             )
         return tensor

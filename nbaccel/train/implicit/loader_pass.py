@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.events import Gauge, LoopEntered, Progress, emit
+from nbaccel.quantities import length_or_none
 from nbaccel.train.distributed.callers import place_of_call
 from nbaccel.train.implicit.batch_parts import Handed, Label, Layout
-from nbaccel.train.implicit.loaders import length_of
 
 __all__ = [
     "REMEMBERED",
@@ -39,7 +39,13 @@ PassKey = tuple[Any, ...]
 def key_of(iterator: Any, batch_size: int | None, *modes: bool) -> PassKey:
     """Return the key of a pass that begins now.  modes: of training, that tell passes in one place apart."""
     kind = type(iterator._dataset)
-    return f"{kind.__module__}.{kind.__qualname__}", batch_size, length_of(iterator._dataset), place_of_call(), *modes
+    return (
+        f"{kind.__module__}.{kind.__qualname__}",
+        batch_size,
+        length_or_none(iterator._dataset),
+        place_of_call(),
+        *modes,
+    )
 
 
 class PassGauge:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Protocol
 
 from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from nbaccel.errors import CannotSplit
+from nbaccel.quantities import length_or_none
 from nbaccel.train.oom.microbatch.slicing import Samples, sample_shapes
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "batch_size_of",
     "batches_of",
     "before_draw",
-    "length_of",
     "makes_of_indices",
     "nameless",
     "samples_of_batch",
@@ -185,10 +184,4 @@ def batch_size_of(iterator: Any, loader: Any) -> int | None:
 
 def batches_of(iterator: Any, loader: Any) -> int | None:
     """Return how many batches a pass has; None where that is unknown.  loader: None in the middle of the pass."""
-    return length_of(iterator._index_sampler if makes_of_indices(iterator) or loader is None else loader)
-
-
-def length_of(sized: Any) -> int | None:
-    with suppress(Exception):  # of the program's own classes, or where there is none
-        return len(sized)
-    return None
+    return length_or_none(iterator._index_sampler if makes_of_indices(iterator) or loader is None else loader)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nbaccel.errors import CannotCut, NotPrepared, RunStopped
 from nbaccel.events import Loss, emit
+from nbaccel.quantities import short_count
 from nbaccel.settings import SPLIT, RunSettings
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import PartialState
@@ -181,7 +182,7 @@ class ImplicitTraining:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._averaging.is_inside:
             raise NotPrepared(
-                f"rank {self._world.rank} of {self._world.world_size}: {type(optimizer).__name__} steps inside of "
+                f"{self._world.place}: {type(optimizer).__name__} steps inside of "
                 "loss.backward(), before the ranks' gradients are added up. Step after it, or use --strict and prepare."
             )
         if not self._withholds(optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None)):
@@ -298,7 +299,7 @@ class Notices:
 
     def note_models(self, models: Sequence[Model]) -> None:
         """Note the models that are averaged from now on."""
-        named = [f"{self._name_of(model)} ({_amount(model.parameters)})" for model in models]
+        named = [f"{self._name_of(model)} ({short_count(model.parameters)})" for model in models]
         self._models = f"gradients of {' and '.join(named)} averaged"
         self._has_batch_norm = any(model.has_batch_norm for model in models)
 
@@ -394,14 +395,3 @@ class Notices:
             return model.name
         names = (name for name, value in self._namespace.items() if value is root and not name.startswith("_"))
         return next(names, model.name)
-
-
-def _amount(count: int) -> str:
-    """
-    >>> _amount(1_234_000), _amount(12_300), _amount(500)
-    ('1.2 M', '12.3 k', '500')
-    """
-    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return str(count)

@@ -21,6 +21,7 @@ import torch
 
 from nbaccel.errors import CannotSplit, NotPrepared
 from nbaccel.events import LoopEntered, emit
+from nbaccel.quantities import length_or_none
 from nbaccel.settings import EACH, SPLIT
 from nbaccel.train.distributed.callers import users_name
 from nbaccel.train.implicit.batch_parts import ALONE, UNKNOWN, Handed, Label, Layout, Split, Turn, is_own
@@ -38,7 +39,6 @@ from nbaccel.train.implicit.loaders import (
     ask,
     batch_size_of,
     batches_of,
-    length_of,
     makes_of_indices,
     nameless,
     samples_of_batch,
@@ -253,7 +253,7 @@ class Passes:
             iterator = this.iterator_of()
             batches = None
             if iterator is not None and makes_of_indices(iterator):
-                batches = length_of(iterator._index_sampler)
+                batches = length_or_none(iterator._index_sampler)
             self._on_split(Split(this.name, batches, this.batch_size, is_split, why, remark))
 
     # -- what the hooks call

@@ -89,7 +89,7 @@ def map_in_ranks(
         folder = Path(run_folder() or tempfile.gettempdir()) / f"{IN_MEMORY}{token}"
         if out is None and world.local_world_size != world.world_size:
             raise ValueError(
-                f"rank {world.rank} of {world.world_size} is on another machine than rank 0 or others: name a file in "
+                f"{world.place} is on another machine than rank 0 or others: name a file in "
                 'a folder that all machines share, out="shared/answers.jsonl"'
             )
         found = {"token": token, "folder": folder, "marks": marks, "mark_of_items": mark}

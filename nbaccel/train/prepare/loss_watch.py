@@ -84,7 +84,7 @@ class LossWatch:
 
     def _where(self) -> str:
         world = self._strategy.world
-        return f"{self._clock.step} on rank {world.rank} of {world.world_size}"
+        return f"{self._clock.step} on {world.place}"
 
 
 class _Skip(LossWatch):

@@ -128,7 +128,7 @@ def _warn_of_neighbour(model: Module, world: World, device: torch.device) -> Non
     foreign = {place for place in _devices(model) if place.startswith("cuda")} - _own_devices(world, device)
     if foreign and device.type == "cuda":
         warn_user(
-            f"rank {world.rank} of {world.world_size} made {_name(model)} on {foreign.pop()}, where another rank "
+            f"{world.place} made {_name(model)} on {foreign.pop()}, where another rank "
             f"trains: prepare moves it to {device}, but what it took there is not given back. Leave .cuda() out, or "
             "use .to(accelerator.device).",
         )

@@ -143,7 +143,7 @@ class PreparedOptimizer(Optimizer):
     def _take_guarded(self) -> tuple[Any, Taken]:
         take = partial(self._strategy.step, self.optimizer, self._precision, None)
         world = self._strategy.world
-        place = f"rank {world.rank} of {world.world_size}"
+        place = world.place
         return self._guard(self.optimizer, take, place, self.accumulation.clock.step)
 
     def _note(self, taken: bool) -> None:
@@ -435,7 +435,7 @@ class RawSteps:
         world, now = self._strategy.world, current_world()
         if now.world_size != world.world_size:
             raise NotPrepared(
-                f"optimizer.step() in rank {now.rank} of {now.world_size}: the optimizer was prepared for "
+                f"optimizer.step() in {now.place}: the optimizer was prepared for "
                 f"{world.world_size} process(es), so every rank would train a model of its own. Prepare it here, "
                 "before the loop:\n    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
             )
@@ -461,4 +461,4 @@ class RawSteps:
 
     def _place(self) -> str:
         world = self._strategy.world
-        return f"rank {world.rank} of {world.world_size}, step {self._accumulation.clock.done}"
+        return f"{world.place}, step {self._accumulation.clock.done}"

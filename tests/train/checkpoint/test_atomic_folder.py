@@ -246,11 +246,6 @@ def test_deleting_is_a_rename_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "checkpoint_0").exists()
 
 
-@pytest.mark.parametrize(("size", "text"), [(999, "999 bytes"), (1_500, "1.5 kB"), (2_345_678_901, "2.35 GB")])
-def test_sizes_are_shown_in_units(size: int, text: str) -> None:
-    assert folders.in_units(size) == text
-
-
 def test_a_file_system_that_cannot_sync_folders_is_good_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.fsync
 

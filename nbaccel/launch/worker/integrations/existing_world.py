@@ -136,7 +136,7 @@ def _refuse_scripts(world: World, module: Any) -> None:
 
 def _refuse_processes(world: World) -> NoReturn:
     raise NestedLaunch(
-        f"this is rank {world.rank} of {world.world_size} of a run already, and ranks do not launch ranks: Lightning's "
+        f"this is {world.place} of a run already, and ranks do not launch ranks: Lightning's "
         "launcher was to start processes here. Leave out `strategy` and `plugins`, or write strategy='ddp', and "
         f"devices={world.world_size}: the ranks are used then."
     )

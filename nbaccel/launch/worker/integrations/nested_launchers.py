@@ -81,7 +81,7 @@ def _refuse_groups(world: World) -> None:
 
 
 def _here(world: World) -> str:
-    return f"this is rank {world.rank} of {world.world_size} of a run already, and ranks do not launch ranks"
+    return f"this is {world.place} of a run already, and ranks do not launch ranks"
 
 
 def _instead(name: str | None) -> str:

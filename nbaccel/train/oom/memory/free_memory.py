@@ -19,7 +19,7 @@ from contextlib import suppress
 from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType, TracebackType
 from typing import Any
 
-from nbaccel.train.checkpoint.atomic_folder import in_units
+from nbaccel.quantities import three_digits
 from nbaccel.train.oom.memory.holdings import Holding, Names, holds_tensors, named_holdings
 from nbaccel.values import frozen
 
@@ -78,10 +78,10 @@ class Freed:
 
     def _of_device(self, device: str) -> str:
         in_use = self.after.get(device, 0)
-        text = f"{device}: {in_units(max(0, self.freed[device]))} freed, {in_units(in_use)} in use"
+        text = f"{device}: {three_digits(max(0, self.freed[device]))} freed, {three_digits(in_use)} in use"
         unnamed = in_use - sum(holding.bytes for holding in self.held if holding.device == device)
         # The host's memory holds a whole program besides tensors.
-        return text if device == HOST or unnamed <= 0 else f"{text}, {in_units(unnamed)} of it under no name"
+        return text if device == HOST or unnamed <= 0 else f"{text}, {three_digits(unnamed)} of it under no name"
 
 
 def release_unused(only_young: bool = False) -> None:
@@ -165,9 +165,9 @@ def _let_go(objects: Sequence[Any]) -> None:
 def _listed(alive: Sequence[tuple[str, int]]) -> str:
     if not alive:
         return "no name holds a tensor"
-    names = [f"{name} {in_units(count)}" for name, count in alive[:_MOST_SHOWN]]
+    names = [f"{name} {three_digits(count)}" for name, count in alive[:_MOST_SHOWN]]
     rest = alive[_MOST_SHOWN:]
-    more = [f"{len(rest)} more names {in_units(sum(count for _, count in rest))}"] if rest else []
+    more = [f"{len(rest)} more names {three_digits(sum(count for _, count in rest))}"] if rest else []
     return f"held by {', '.join(names + more)}"
 
 

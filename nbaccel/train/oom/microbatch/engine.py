@@ -42,7 +42,6 @@ __all__ = [
     "forbid_collectives",
     "judge",
     "mean_of_parts",
-    "place_of",
 ]
 
 
@@ -293,7 +292,7 @@ class StepEngine:
         try:
             gradients.exchange(StepReport(failed=1, failed_ranks=world.rank))
         except Exception as error:  # the peers have left: raise this rank's own error
-            warnings.warn(f"the other ranks could not be told of an error in {place_of(world)}: {error}", stacklevel=2)
+            warnings.warn(f"the other ranks could not be told of an error in {world.place}: {error}", stacklevel=2)
 
     # -- gradients
 
@@ -351,7 +350,7 @@ class StepEngine:
         if self._least == 1 or self._has_warned:
             return
         self._has_warned = True
-        where = place_of(self._strategy.world)
+        where = self._strategy.world.place
         warnings.warn(
             f"batches of {count} run in micro-batches of {size} on {where}, and this model has BatchNorm layers: each "
             "micro-batch is normalised by its own statistics, so the numbers are not quite those of whole batches. "
@@ -390,7 +389,7 @@ def judge(said: StepReport, world: World, step: int, least: int) -> None:
     if said.failed:
         raise PeerFailed(
             f"{_who(said.failed, said.failed_ranks, world)} failed in step {step}, with an error of its own; "
-            f"{place_of(world)} had no part in it. The weights are as before this step."
+            f"{world.place} had no part in it. The weights are as before this step."
         )
     if said.unfit:
         raise torch.OutOfMemoryError(
@@ -400,10 +399,6 @@ def judge(said: StepReport, world: World, step: int, least: int) -> None:
             "(accelerator.gradient_checkpointing(model)), or take a smaller model or shorter samples; "
             "accelerator.estimate(model, optimizer) says what takes how much, and whether strategy='fsdp' would fit."
         )
-
-
-def place_of(world: World) -> str:
-    return f"rank {world.rank} of {world.world_size}"
 
 
 def _samples_of(count: int) -> str:

@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader
 
 from nbaccel.errors import CannotSplit
 from nbaccel.hardware import Survey
-from nbaccel.quantities import gigabytes
-from nbaccel.train.checkpoint.atomic_folder import in_units
+from nbaccel.quantities import gigabytes, three_digits
 from nbaccel.train.oom.microbatch.slicing import Samples
 from nbaccel.train.oom.planning.examples import examples_of
 from nbaccel.train.oom.planning.fake_step import CannotFake, FakeModel
@@ -164,8 +163,8 @@ class MemoryEstimate:
         for row in self.rows:
             use = row.use
             parts = (use.parameters + use.buffers, use.gradients, use.states, use.exchange)
-            activations = in_units(use.activations) if self.has_activations else "not counted"
-            rows.append((row.strategy, str(row.ranks), *map(in_units, parts), activations, in_units(use.peak)))
+            activations = three_digits(use.activations) if self.has_activations else "not counted"
+            rows.append((row.strategy, str(row.ranks), *map(three_digits, parts), activations, three_digits(use.peak)))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         for cells in rows:
             first, *others = (
@@ -184,11 +183,11 @@ class MemoryEstimate:
         without = "" if share else "without the driver's share"
         if row is not None:
             where = "in one process" if row.ranks == 1 else f"on {row.ranks} ranks"
-            said = f"{row.strategy} {where} is the cheapest that fits: {in_units(row.use.peak)} per rank"
+            said = f"{row.strategy} {where} is the cheapest that fits: {three_digits(row.use.peak)} per rank"
             return f"{said} ({share or without}), and there is {devices}."
         said = (
             f"It does not fit on {devices} under any strategy: {least.strategy} on {least.ranks} ranks takes "
-            f"{in_units(least.use.peak)} per rank ({share or without})"
+            f"{three_digits(least.use.peak)} per rank ({share or without})"
         )
         helps = "mixed_precision, accelerator.gradient_checkpointing(model), a smaller batch or frozen layers"
         if self.needed_ranks is None:
@@ -314,7 +313,7 @@ class _Estimate:
             return empty, empty, None
         sample_bytes = self._of_a_sample(whole, batch, loss_fn)
         if sample_bytes is not None:
-            self._notes.append(f"Each sample of a batch takes {in_units(sample_bytes)} of activations.")
+            self._notes.append(f"Each sample of a batch takes {three_digits(sample_bytes)} of activations.")
         if loss_fn is None:
             self._notes.append("The loss is the model's own, or one like a cross entropy; loss_fn=… gives yours.")
         return whole, rows_wise, sample_bytes

@@ -225,6 +225,7 @@ def _samples(count: int) -> str:
 
 
 def _megabytes(count: int) -> str:
+    """Format a number of bytes always in megabytes: the two of a sentence are compared."""
     return f"{count / 1e6:,.1f} MB"
 
 

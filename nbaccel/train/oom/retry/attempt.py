@@ -6,13 +6,12 @@ It only runs and forgets; other modules decide whether there is another attempt,
 from __future__ import annotations
 
 import enum
-import re
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-from nbaccel.demand import Demand
-from nbaccel.failures import asked_bytes, can_retry, in_bytes
+from nbaccel.demand import Demand, total_and_free
+from nbaccel.failures import asked_bytes, can_retry
 from nbaccel.room import is_shortage
 from nbaccel.train.oom.memory import forget_frames
 from nbaccel.train.oom.memory.meters import Peak
@@ -114,19 +113,14 @@ def _place(error: BaseException) -> ShortagePlace:
     return place
 
 
-_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
-_TOTAL_AND_FREE = re.compile(rf"(?:total capacity of|allows) {_SIZE},? of which {_SIZE} (?:is|are) free")
-
-
 def _demand(text: str) -> float:
     """Return the demand from the numbers in the text of torch's allocators for CUDA, ROCm and XPU, and of `MemLimit`.
 
     >>> _demand("Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free.")
     1.125
     """
-    asked, state = asked_bytes(text), _TOTAL_AND_FREE.search(text)
+    asked, state = asked_bytes(text), total_and_free(text)
     if not asked or state is None:
         return 1.0
-    total = in_bytes(state[1], state[2])
-    used = total - in_bytes(state[3], state[4])
-    return max(1.0, (used + asked) / total)
+    total, free = state
+    return max(1.0, (total - free + asked) / total)

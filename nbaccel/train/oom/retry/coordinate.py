@@ -28,6 +28,7 @@ import torch.distributed as dist
 from nbaccel.aborting import abort_device_groups, settle, uses_device
 from nbaccel.errors import CollectiveMismatch, PeerFailed
 from nbaccel.events import Event, Sink, Waiting, outlet
+from nbaccel.quantities import numbers_in_order
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
@@ -172,7 +173,7 @@ class DistributedRetry(LocalRetry):
             held = self._messages.stuck("report")
             late = held or sorted({*range(self._world_size)} - {*self._messages.posted("report")})
             patience_s = 2 * _DEVICE_PATIENCE_S if held else _PATIENCE_S
-            error = self._cannot_go_on(mine, f"rank {_listed(late)} did not come back within {patience_s:g} s")
+            error = self._cannot_go_on(mine, f"rank {numbers_in_order(late)} did not come back within {patience_s:g} s")
             self._messages.fail(_text(error))  # for the time when it does
             raise error
         reports = [AttemptReport(**self._messages.read("report", rank)) for rank in range(self._world_size)]
@@ -323,7 +324,3 @@ def _calls() -> int:
 
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:500]
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))

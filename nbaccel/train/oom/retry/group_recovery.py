@@ -11,7 +11,7 @@ before the devices of all ranks are done with what they were given before this a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from nbaccel.aborting import abort_device_groups
 from nbaccel.errors import PeerFailed
+from nbaccel.quantities import numbers_in_order
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.retry.disconnect import SETTLE_S, AttemptStore, Watcher, may_result_from_waking
 
@@ -131,13 +132,13 @@ class GroupRecovery:
             patience_s = 2 * _DEVICE_PATIENCE_S if self._messages.stuck("here") else _PATIENCE_S
             raise PeerFailed(
                 f"rank {self._rank} of {self._world_size} waited {patience_s:g} s to repeat {self._call}, and rank "
-                f"{_listed(late)} did not come"
+                f"{numbers_in_order(late)} did not come"
             )
         if torn := [rank for rank in range(self._world_size) if not self._messages.read("here", rank)]:
             raise PeerFailed(
-                f"{self._call} cannot be repeated in smaller parts: the device of rank {_listed(torn)} was not done "
-                f"with the step before after {SETTLE_S:g} s, so weights may hold half of a sum. Start again from a "
-                "checkpoint, with a smaller batch."
+                f"{self._call} cannot be repeated in smaller parts: the device of rank {numbers_in_order(torn)} was "
+                f"not done with the step before after {SETTLE_S:g} s, so weights may hold half of a sum. Start again "
+                "from a checkpoint, with a smaller batch."
             )
         process_group.drop()
         process_group.renew(self._here.within("group").store)
@@ -162,7 +163,3 @@ class GroupRecovery:
                 f"{self._rank} was stopped with it. The traceback of rank {failed.rank} says where; the process group "
                 "is over."
             ) from error
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
