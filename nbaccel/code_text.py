@@ -25,7 +25,6 @@ __all__ = [
     "COMPILED",
     "CodeTexts",
     "canonical",
-    "is_code",
     "mark_of_code",
     "mark_of_text",
     "mark_of_tree",
@@ -137,12 +136,6 @@ def parsed(text: str) -> ast.Module:
     """
     with _no_warnings():
         return ast.parse(text)
-
-
-def is_code(line: str) -> bool:
-    """Return whether a line is more than blanks and a comment."""
-    text = line.strip()
-    return bool(text) and not text.startswith("#")
 
 
 @contextmanager

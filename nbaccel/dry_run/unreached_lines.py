@@ -14,8 +14,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator
 
-from nbaccel.code_text import is_code
-
 __all__ = ["not_reached"]
 
 _WARNING = frozenset({"warn", "warning", "exit", "_exit", "error", "exception", "critical"})
@@ -36,11 +34,16 @@ def not_reached(code: str, reached: Collection[int]) -> list[tuple[int, int]]:
     gaps = _Gaps(lines, frozenset(reached))
     joined: list[tuple[int, int]] = []
     for first, last in gaps.of_block(ast.parse(code).body):
-        if joined and not any(map(is_code, lines[joined[-1][1] : first - 1])):
+        if joined and not any(map(_is_code, lines[joined[-1][1] : first - 1])):
             joined[-1] = joined[-1][0], max(last, joined[-1][1])
         else:
             joined.append((first, last))
     return joined
+
+
+def _is_code(line: str) -> bool:
+    text = line.strip()
+    return bool(text) and not text.startswith("#")
 
 
 class _Gaps:

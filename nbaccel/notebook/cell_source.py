@@ -15,10 +15,9 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from nbaccel.code_text import is_code
 from nbaccel.errors import LaunchRefused
 from nbaccel.launch.tasks.cell_code import CellSource
-from nbaccel.notebook.shell_hooks import MAGIC
+from nbaccel.notebook.shell_hooks import MAGIC, is_code
 
 __all__ = [
     "read_cell",

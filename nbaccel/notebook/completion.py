@@ -16,8 +16,7 @@ from typing import Any
 
 import IPython
 
-from nbaccel.code_text import is_code
-from nbaccel.notebook.shell_hooks import ACCELERATOR, public_members
+from nbaccel.notebook.shell_hooks import ACCELERATOR, is_code, public_members
 from nbaccel.options.flags import EXAMPLES
 from nbaccel.options.parsing import COMMANDS, SAVE, keys
 

@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nbaccel.code_text import is_code
 from nbaccel.forkable import CUDA_IS_INITIALISED, why_forks_fail
 
 __all__ = [
@@ -25,6 +24,7 @@ __all__ = [
     "CudaWatch",
     "HelpMember",
     "comments_below_magic",
+    "is_code",
     "public_members",
 ]
 
@@ -45,6 +45,12 @@ def comments_below_magic(lines: list[str]) -> list[str]:
     if first == 0 or lines[first].split()[0] != MAGIC:
         return lines
     return [lines[first], *lines[:first], *lines[first + 1 :]]
+
+
+def is_code(line: str) -> bool:
+    """Return whether a line is more than blanks and a comment."""
+    text = line.strip()
+    return bool(text) and not text.startswith("#")
 
 
 class CudaWatch:
