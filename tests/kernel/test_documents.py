@@ -18,6 +18,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 PAGES_WITH_CELLS = [
     page for page in PAGES if page.parent.name == "docs" and page.stem != "testing" and blocks(page, "python")
 ]
+SHORTER = ("--speed 3min", "--speed 20s")
+"""A search for speed takes as long as it is told."""
+
 SETUP = blocks(README, "python")[0].text
 """What a reader of any of these pages has run before."""
 
@@ -76,7 +79,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKernel]:
 def test_the_cells_of_a_page_run_one_after_the_other(kernel: RealKernel, page: Path) -> None:
     kernel.do(SETUP)
     for block in blocks(page, "python"):
-        cell = kernel.run(block.text)
+        cell = kernel.run(block.text.replace(*SHORTER), timeout_s=120)
         assert cell.status == "ok", f"{block}: {cell.error and cell.error.text}\n{cell.text}"
 
 
