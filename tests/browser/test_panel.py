@@ -152,6 +152,7 @@ def test_in_a_narrow_window_the_table_stands_below_and_nothing_is_cut_off(open_n
     seen = {}
     for width in (620, 900, 1500):
         notebook.page.set_viewport_size({"width": width, "height": 900})
+        notebook.page.wait_for_timeout(300)  # the page follows a new width within some frames
         seen[width] = panel.evaluate(MEASURES)
         assert (seen[width]["out"], seen[width]["cut"], seen[width]["touches"]) == ([], [], False)
     assert [seen[width]["is_below"] for width in seen] == [True, True, False]
