@@ -192,7 +192,7 @@ def test_one_rank_fails_and_its_peer_is_told(rehearse: Callable[[str, str], Any]
     assert soaked["off"] <= 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sharded_models_go_on_when_one_rank_is_short(rehearse: Callable[[str, str], Any]) -> None:
     assert rehearse("sharded", "ahead")["off"] <= 1e-6
     told = rehearse("sharded", "short")
@@ -282,10 +282,8 @@ OFTEN = ("clean", "optimizer")
 SELDOM = [name for name, history in HISTORIES.items() if not history.needs_card and name not in OFTEN]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "histories", [pytest.param(OFTEN, id="some"), pytest.param(SELDOM, id="others", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("histories", [pytest.param(OFTEN, id="some"), pytest.param(SELDOM, id="others")])
 def test_notebooks_of_every_history_train_as_on_the_host(one_kernel: RealKernel, histories: list[str]) -> None:
     for history in histories:
         trained = launches.trained(one_kernel, history, "cpu")

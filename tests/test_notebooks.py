@@ -73,7 +73,8 @@ def test_the_line_alone_trains_as_without_it_and_the_accelerate_template_with_it
         assert "100%" in said, "the progress bar's last state stays in the file"
 
 
-@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full  # tests/kernel/test_out_of_memory.py has the same ways in small
+@pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: environment.name)
 def test_training_goes_on_where_memory_runs_out(
     environment: Environment, num_processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

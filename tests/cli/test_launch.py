@@ -92,7 +92,7 @@ def test_two_ranks_train_agree_and_follow_flags_over_the_file(tmp_path: Path) ->
     assert "ended with exit status 7; what it said is above this line." in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_a_script_is_sharded_by_the_flags_of_accelerate_launch(tmp_path: Path) -> None:
     (tmp_path / "shard.py").write_text(

@@ -181,7 +181,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKernel]:
         kernel.close()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_line_of_a_fault_is_named(kernel: RealKernel, fault: str) -> None:
     body, sentence = FAULTS[fault]

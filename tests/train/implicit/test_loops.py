@@ -50,7 +50,7 @@ def _ways_to_fork() -> Iterator[Any]:
         yield pytest.param(loop, world_size, marks=marks, id=f"{loop.name}-{world_size}")
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(28)
 @pytest.mark.parametrize(("loop", "world_size"), [*_ways_to_fork()])
 def test_a_loop_ends_in_ranks_as_in_one_process(loop: Loop, world_size: int, capfd: pytest.CaptureFixture[str]) -> None:
     try:
