@@ -34,7 +34,7 @@ HANDFUL = 15
 machine that is busy with other things too, a dozen."""
 
 WORKERS = min((os.cpu_count() or 1) + 1, 8)
-"""Processes that run tests beside each other: one more than cores. With two more the tests take as long, each longer."""
+"""Processes that run tests beside each other: one more than cores. With two more the whole takes as long."""
 
 TIMED = "NBACCEL_TESTS_TIMED"
 """The variable that leaves what is timed for "later", or has it run "alone"; read where tests are selected."""
