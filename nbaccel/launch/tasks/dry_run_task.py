@@ -127,7 +127,7 @@ class DryRunTask(ThrowawayTask):
 
     def results(self, rank: int) -> Results:
         """Return no values, but their sizes, and in every rank the checksums of small ones."""
-        found = CellTask.results(self, rank)
+        found = CellTask.results(self, rank)  # what the cell would bring back, of which values stay here
         values = {name: value for name, value in found.values.items() if name not in (RESULT, RANDOM)}
         for name in found.facts.get("changed", ()):  # in place: the content of these comes back
             values.setdefault(name, self.namespace.get(name))
