@@ -33,8 +33,8 @@ HANDFUL = 15
 """Tests that may fail by chance in one run. Alone it has been one of 6,000 in three runs; beside each other, on a
 machine that is busy with other things too, a dozen."""
 
-WORKERS = min((os.cpu_count() or 1) + 1, 8)
-"""Processes that run tests beside each other: one more than cores. With two more the whole takes as long."""
+WORKERS = min((os.cpu_count() or 1) + 2, 8)
+"""Processes that run tests beside each other: two more than cores, since each waits for ranks a part of its time."""
 
 TIMED = "NBACCEL_TESTS_TIMED"
 """The variable that leaves what is timed for "later", or has it run "alone"; read where tests are selected."""

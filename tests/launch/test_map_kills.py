@@ -190,15 +190,22 @@ def runs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Runs]:
     runs.close()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
-def test_five_maps_survive_kills_of_ranks_helpers_and_kernels(runs: Runs) -> None:
-    runs.round(0, ["ranks"], "fork")
-    runs.round(1, ["ranks", "helpers", "ranks"], "fork")
-    runs.round(2, ["ranks", "kernel", "ranks"], "fork")
-    runs.round(3, ["helpers", "ranks"], "zygote")
-    runs.round(4, ["ranks", "ranks", "ranks"], "fork")
-    assert runs.kills.count("kernel") <= 1
-    assert len(runs.kills) >= 5
+@pytest.mark.parametrize(
+    ("victims", "way"),
+    [
+        (["ranks", "helpers", "ranks"], "fork"),
+        (["ranks"], "fork"),
+        (["helpers", "ranks"], "zygote"),
+        (["ranks", "ranks", "ranks"], "fork"),
+        (["ranks", "kernel", "ranks"], "fork"),
+    ],
+)
+def test_a_map_survives_kills_of_ranks_helpers_and_kernels(runs: Runs, victims: list[str], way: str) -> None:
+    runs.round(0, victims, way)
+    assert runs.kills, "the map was over before anything was killed"
+    assert runs.kills == victims[: len(runs.kills)]
 
 
 @pytest.mark.soak
