@@ -27,8 +27,8 @@ from nbaccel.dry_run.batch_choice import ChosenBatches, ItemLengths, choose
 from nbaccel.dry_run.decisions import SharedDecisions
 from nbaccel.dry_run.device_clock import device_seconds
 from nbaccel.dry_run.loop_log import DryRunEnded
+from nbaccel.dry_run.loop_spans import MOST_BATCHES
 from nbaccel.dry_run.one_pass import (
-    ROUNDS,
     LoopRecords,
     OnePass,
     PassWatcher,
@@ -224,7 +224,7 @@ class LoaderCuts:
     def _more_by_time(self, this: OnePass) -> int:
         round_s = self._round_s.get(this.key, _MORE_SECONDS)
         rounds = int(min(_MOST_ROUNDS, _MORE_SECONDS / max(round_s, 1e-6)))
-        return max(0, rounds - ROUNDS)
+        return max(0, rounds - MOST_BATCHES)
 
     def choose(self, this: OnePass, dataset: Any, rounds: Sequence[Sequence[Any]], has_last: bool) -> ChosenBatches:
         """Decide which of `rounds` are given in the pass; collective where all ranks must be given the same."""
@@ -429,7 +429,7 @@ class _Cut:
         if not self.is_announced:
             cuts.note_draw(this)
         if not self._is_map:
-            if before >= (ROUNDS + cuts.more_of(this)) * this.stride * this.window and not this.goes_on:
+            if before >= (MOST_BATCHES + cuts.more_of(this)) * this.stride * this.window and not this.goes_on:
                 iterator._next_data = _end_of_stream
             cuts.start(this)
         try:
@@ -475,7 +475,7 @@ class _GivenIndices(Iterator[Any]):
             batches, has_last = self._listed()
             size = this.stride * this.window
             rounds = [batches[start : start + size] for start in range(0, len(batches), size)]
-            given = ROUNDS + self._cuts.more_of(this)
+            given = MOST_BATCHES + self._cuts.more_of(this)
             if rounds and (has_last or self._length is not None):
                 chosen = self._cuts.choose(this, self._dataset, rounds, has_last)
                 rounds, given = [rounds[position] for position in chosen.positions], chosen.given

@@ -24,7 +24,7 @@ MOST_PASSES, MOST_DRAWS, MOST_STEPS, MOST_STEPPING_LOOPS = 2, 6, 6, 2
 """Rounds after which a loop ends: those that began a pass, drew a batch, stepped, and stepped in an inner loop."""
 
 MOST_BATCHES = 3
-"""Batches of a pass over a cut loader."""
+"""Batches that each rank gets of a pass over a cut loader, unless it is the second pass at its place."""
 
 KEPT = 160
 """Rounds of one loop, and values of one comparison, that are kept one by one."""

@@ -17,11 +17,11 @@ from types import FrameType
 from typing import Any, Protocol
 
 from nbaccel.dry_run.batch_choice import FIRST, ChosenBatches
+from nbaccel.dry_run.loop_spans import MOST_BATCHES
 from nbaccel.dry_run.worker_times import BatchesMade
 from nbaccel.notices import PACKAGE_DIR
 
 __all__ = [
-    "ROUNDS",
     "LoopRecords",
     "OnePass",
     "PassOfLog",
@@ -32,9 +32,6 @@ __all__ = [
     "rows_of",
     "users_frames",
 ]
-
-ROUNDS = 3
-"""Rounds that a pass gives, unless it is the second one at its place."""
 
 _DEEPEST = 40
 _BETWEEN = frozenset({"contextlib", "fastprogress", "rich", "runpy", "threading", "tqdm"})
@@ -130,7 +127,7 @@ class OnePass:
     @property
     def length(self) -> int:
         """Batches that the loop gets, as far as is known."""
-        rounds = self.chosen.given if self.chosen is not None else ROUNDS + (self.more or 0)
+        rounds = self.chosen.given if self.chosen is not None else MOST_BATCHES + (self.more or 0)
         return rounds * self.window
 
     @property
