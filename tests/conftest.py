@@ -25,6 +25,9 @@ os.environ[MARK] = str(os.getpid())
 if os.environ.get(LARGE_PAGES[0]) == LARGE_PAGES[1]:
     del os.environ[LARGE_PAGES[0]]
 
+# Importing and collecting the tests makes a million objects and no garbage, see `pytest_collection_finish`.
+gc.disable()
+
 # Python 3.14 would start the workers of this process's loaders by a server, which stays behind, and lets each of them
 # import torch anew. Kernels, zygotes and programs that tests start have Python's own default.
 multiprocessing.set_start_method("fork")
@@ -62,6 +65,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

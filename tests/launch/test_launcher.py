@@ -448,6 +448,24 @@ def test_an_interrupt_while_torch_is_imported_leaves_torch_whole() -> None:
     assert done.stdout.split() == ["interrupted", "2"], done.stderr
 
 
+_COLLECTORS = """
+import gc
+from nbaccel import launch
+if {is_off}:
+    gc.disable()
+print(*launch(gc.isenabled, 1, start_method="fork").values, gc.isenabled(), end=" ")
+print(*launch(gc.isenabled, 1, start_method="zygote").values, gc.isenabled())
+"""
+
+
+@pytest.mark.parametrize(("is_off", "found"), [(False, "True True True True"), (True, "False False True False")])
+def test_the_collector_is_as_before_a_launch_that_loads_torch(is_off: bool, found: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _COLLECTORS.format(is_off=is_off)], capture_output=True, text=True, timeout=50
+    )
+    assert done.stdout.strip() == found, done.stderr
+
+
 def test_a_launch_that_finds_torch_loaded_starts_no_thread_to_load_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch(rank, 1).values == [0]  # everything is loaded now
     monkeypatch.setattr("nbaccel.launch.launcher.ThreadPoolExecutor", None)
