@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,7 +84,9 @@ def test_what_the_program_makes_is_known_by_its_line() -> None:
 def test_loaders_are_changed_wherever_they_are(is_made_before: bool) -> None:
     change = SpeedChange(loader={"pin_memory": True}, batch_factor=2)
     before = [DataLoader(DATA, 8)]  # no name leads to it
+    gc.freeze()  # as before a fork
     with parts(change):
+        assert gc.get_freeze_count(), "collections would copy what the notebook has, page by page"
         loader = before[0] if is_made_before else DataLoader(DATA, 8)
         assert (loader.batch_size, loader.pin_memory, len(loader)) == (16, True, 3)
         loader.pin_memory = False

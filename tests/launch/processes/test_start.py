@@ -32,7 +32,6 @@ def collects(request: pytest.FixtureRequest) -> Iterator[bool]:
         gc.disable()
     yield request.param
     gc.enable()
-    gc.unfreeze()
 
 
 class Link:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -21,9 +20,7 @@ from nbaccel.testing import MemLimit, run_ranks
 def quick() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 

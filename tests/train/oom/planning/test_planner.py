@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import random
@@ -27,12 +26,10 @@ LIMITS_BYTES = (4_000_000, 12_000_000, 36_000_000)
 
 @pytest.fixture(autouse=True)
 def quick() -> Iterator[None]:
-    """One thread, since models are tiny; and garbage is not looked for among all that torch has imported (0.3 s)."""
+    """One thread, since models are tiny."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 
