@@ -348,7 +348,10 @@ def _in_order_of_import(packages: Set[str]) -> list[str]:
     Some patch others when they are imported, and have to come before them (or after): the pickle would import them in
     the arbitrary order of its references.
     """
-    return [name for name in list(sys.modules) if name in packages and name not in _EVERYWHERE]
+    loaded = [name for name in packages if name in sys.modules and name not in _EVERYWHERE]
+    if len(loaded) < 2:  # most payloads: going through all modules would copy the pages of their names in a forked rank
+        return loaded
+    return [name for name in list(sys.modules) if name in loaded]
 
 
 @contextmanager
