@@ -152,7 +152,6 @@ def test_a_transformers_trainer_stops_by_itself_after_one_step_of_all_ranks(tmp_
     assert not any("eval_loss" in values for _, values in facts["rows"])
 
 
-@pytest.mark.full
 def test_a_lightning_trainer_reports_its_own_losses_steps_and_end(tmp_path: Path) -> None:
     facts = shown(tmp_path, "lightning", LIGHTNING, "show(lambda: train(80))")
     (global_step, losses), (global_step_too, _) = facts["values"]
