@@ -296,7 +296,7 @@ def _load_once(setup: str | None) -> None:
     notebook. The interrupt is raised when the import is complete. If everything is loaded, or is being loaded in
     another thread, which is waited for, an interrupt can break nothing.
 
-    Collections of garbage would find none, and take a fifth of the time.
+    Collections of garbage would take a fifth of the time, and find 6 MB of it, which a later one finds as well.
     """
     modules = [*_WARM_MODULES, *([] if setup is None else [setup.partition(":")[0]])]
 
