@@ -196,7 +196,7 @@ def runs(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Runs]:
     ("victims", "way"),
     [
         (["ranks", "helpers", "ranks"], "fork"),
-        (["ranks"], "fork"),
+        (["ranks", "ranks"], "fork"),
         (["helpers", "ranks"], "zygote"),
         (["ranks", "ranks", "ranks"], "fork"),
         (["ranks", "kernel", "ranks"], "fork"),
