@@ -30,14 +30,14 @@ import gc
 import linecache
 import os
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from nbaccel.code_text import parsed_lines
 from nbaccel.notices import is_users
 
-__all__ = ["LOG", "REACHED", "Table", "is_rewritable", "provide", "rewrite", "rewrite_functions"]
+__all__ = ["LOG", "REACHED", "Table", "is_rewritable", "objects_of_process", "provide", "rewrite", "rewrite_functions"]
 
 LOG, REACHED = "__nbaccel_log__", "__nbaccel_reached__"
 """Builtins that rewritten code calls: the `LoopLog`, and a function that takes the number of a line."""
@@ -477,15 +477,18 @@ def _distance(name: str) -> tuple[bool, bool, str]:
     return os.path.isfile(name), not name.startswith(os.path.join(os.getcwd(), "")), name
 
 
-def _functions() -> Iterator[types.FunctionType]:
-    """Yield the functions of this process. A forked rank has frozen its objects, so that collections leave them."""
+def objects_of_process() -> list[Any]:
+    """Return all objects. A forked rank has frozen those of the notebook for collections; they stay frozen."""
     was_frozen = gc.get_freeze_count() > 0
-    if was_frozen:
-        gc.unfreeze()
-    found = [each for each in gc.get_objects() if type(each) is types.FunctionType]
+    gc.unfreeze()
+    found = gc.get_objects()
     if was_frozen:
         gc.freeze()
-    yield from found
+    return found
+
+
+def _functions() -> list[types.FunctionType]:
+    return [each for each in objects_of_process() if type(each) is types.FunctionType]
 
 
 def _rewrite_file(name: str, functions: Sequence[types.FunctionType], first_number: int) -> Table:

@@ -7,7 +7,6 @@ those that the program makes are changed as they are made.
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import random
 import sys
@@ -18,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from nbaccel.dry_run.function_hooks import FunctionHooks
+from nbaccel.dry_run.rewriting import objects_of_process
 from nbaccel.notices import PACKAGE_DIR
 from nbaccel.quantities import length_or_none
 from nbaccel.trials.changes import SpeedChange
@@ -74,7 +74,7 @@ class TrainingParts:
         self._replaced.wrap(_BaseDataLoaderIter, "__next__", self._read)
         for fetcher in (_MapDatasetFetcher, _IterableDatasetFetcher):
             self._replaced.wrap(fetcher, "fetch", self._fetch)
-        for each in _objects():
+        for each in objects_of_process():
             kind = type(each)  # not `isinstance`, which asks some objects for more than they can answer
             if issubclass(kind, DataLoader):
                 with suppress(AttributeError):  # its __init__ was not called
@@ -198,7 +198,9 @@ class TrainingParts:
             return loader
         from torch.utils.data import DataLoader
 
-        known = [each for each in _objects() if issubclass(type(each), DataLoader) and id(each) in self._changed]
+        known = [
+            each for each in objects_of_process() if issubclass(type(each), DataLoader) and id(each) in self._changed
+        ]
         same = [each for each in known if each.dataset is loader.dataset]
         trains = [each for each in same if id(each) in self._names or id(each) in self._made_at]
         return next(iter(trains or same), loader)
@@ -283,14 +285,4 @@ def _compiled_frames() -> int:
 
 def _has_prepared() -> bool:
     """Return whether the program trains by what `accelerator.prepare` returns."""
-    return any(type(each).__name__ == _PREPARED for each in _objects())
-
-
-def _objects() -> list[Any]:
-    """Return the objects of this process. A forked rank has frozen those of the notebook; they stay frozen."""
-    was_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    found = gc.get_objects()
-    if was_frozen:
-        gc.freeze()
-    return found
+    return any(type(each).__name__ == _PREPARED for each in objects_of_process())
