@@ -23,6 +23,7 @@ __all__ = [
     "DRIVER_IS_IN_USE",
     "has_other_devices",
     "loaded_driver",
+    "may_have_cuda",
     "why_forks_fail",
 ]
 
@@ -50,10 +51,15 @@ def why_forks_fail() -> str | None:
     cuda = sys.modules.get("torch.cuda")
     if cuda is not None and cuda.is_initialized():
         return CUDA_IS_INITIALISED
-    may_have_cuda = has_gpu_driver() or _torch_is_built_for("cuda")
-    if may_have_cuda and _driver_is_in_use():
+    has_cuda = may_have_cuda()
+    if has_cuda and _driver_is_in_use():
         return DRIVER_IS_IN_USE
-    return AUTOGRAD_HAS_THREADS if (may_have_cuda or has_other_devices()) and _autograd_has_threads() else None
+    return AUTOGRAD_HAS_THREADS if (has_cuda or has_other_devices()) and _autograd_has_threads() else None
+
+
+def may_have_cuda() -> bool:
+    """Return whether this process can have CUDA's driver: there is a GPU's device, or torch was built for CUDA."""
+    return has_gpu_driver() or _torch_is_built_for("cuda")
 
 
 def loaded_driver() -> ctypes.CDLL | None:

@@ -36,7 +36,7 @@ def has_gpu_driver(root: Path = Path("/")) -> bool:
 
     It looks for the driver's own device, or that of Windows in its subsystem for Linux.
     """
-    return any((root / "dev" / name).exists() for name in ("nvidiactl", "dxg"))
+    return any(os.path.exists(f"{root}/dev/{name}") for name in ("nvidiactl", "dxg"))
 
 
 def has_nvidia_driver(root: Path = Path("/")) -> bool:

@@ -35,7 +35,7 @@ def when_loaded_meanwhile(actions: Mapping[str, _Action]) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(ValueError):  # the program has removed it
+        with suppress(ValueError):  # it was not needed, or the program has removed it
             sys.meta_path.remove(finder)
 
 
@@ -45,7 +45,8 @@ def _meet(actions: Mapping[str, _Action]) -> _Finder:
         with suppress(Exception):  # see above
             actions[name](sys.modules[name])
     finder = _Finder(later)
-    sys.meta_path.insert(0, finder)
+    if later:
+        sys.meta_path.insert(0, finder)
     return finder
 
 

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -300,11 +301,19 @@ class Surroundings:
         return cls(list(sys.path), os.getcwd(), dict(os.environ))
 
     def apply(self) -> None:
+        """Apply the path and the environment, then the directory.
+
+        Raises:
+            OSError: the directory is gone.
+        """
         sys.path[:] = self.sys_path
-        os.chdir(self.cwd)
-        for name in set(os.environ) - set(self.environ):
+        present = dict(os.environ)
+        for name in present.keys() - self.environ.keys():
             del os.environ[name]
-        os.environ.update(self.environ)
+        for name, value in self.environ.items():
+            if present.get(name) != value:
+                os.environ[name] = value
+        os.chdir(self.cwd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +339,7 @@ class KernelState:
             numpy_rng=numpy.random.get_state() if numpy else None,
             torch_rng=bytes(torch.random.get_rng_state().numpy()) if torch else None,
             torch_flags=TorchFlags.capture(),
-            warning_filters=[_without_its_package(one) for one in warnings.filters],
+            warning_filters=[_in_text(one) for one in warnings.filters],
             sources=cell_sources(),
             start_method=multiprocessing.get_start_method(allow_none=True),
         )
@@ -340,7 +349,9 @@ class KernelState:
         random.setstate(self.python_rng)
         filters: list[Any] = []
         later: dict[str, list[Any]] = {}
-        for one in self.warning_filters:
+        parts: list[Any] = [part for one in warnings.filters for part in one]
+        patterns = {(part.pattern, part.flags): part for part in parts if type(part) is re.Pattern}
+        for one in (_with_its_patterns(each, patterns) for each in self.warning_filters):
             home = one[2].partition(":")[0] if isinstance(one[2], str) else ""
             if home and home not in sys.modules:
                 later.setdefault(home, []).append(one)
@@ -363,16 +374,29 @@ class KernelState:
         self.torch_flags.apply()
 
 
-def _without_its_package(one: Any) -> Any:
-    """Return a warning filter, with "module:name" for a category of a package that not every process has loaded.
+def _in_text(one: Any) -> Any:
+    """Return a warning filter, with text and flags for each regular expression.
 
-    The class itself would make each rank import the package: transformers and Lightning take seconds.
+    A category of a package that not every process has loaded becomes "module:name". The class itself would make each
+    rank import the package: transformers and Lightning take seconds.
     """
-    action, message, category, module, line = one
+    action, message, category, module, line = map(_pattern_in_text, one)
     home = category.__module__
-    if home.partition(".")[0] in _EVERYWHERE:
-        return one
-    return action, message, f"{home}:{category.__qualname__}", module, line
+    if home.partition(".")[0] not in _EVERYWHERE:
+        category = f"{home}:{category.__qualname__}"
+    return action, message, category, module, line
+
+
+def _pattern_in_text(part: Any) -> Any:
+    return (part.pattern, part.flags) if type(part) is re.Pattern else part
+
+
+def _with_its_patterns(one: Any, patterns: Mapping[tuple[str, int], re.Pattern[str]]) -> Any:
+    """Return a filter from `_in_text` with regular expressions; those of `patterns` need not be compiled again.
+
+    Torch and NumPy have filters in every process, and a rank takes half a millisecond to compile the patterns of those.
+    """
+    return tuple((patterns.get(part) or re.compile(*part)) if type(part) is tuple else part for part in one)
 
 
 def _with_its_category(one: Any, package: Any) -> list[Any]:

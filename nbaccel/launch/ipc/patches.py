@@ -36,7 +36,7 @@ __all__ = [
 
 _TORCH = "torch"
 _CELLS = "__main__"
-_PATCH_NOTHING = sys.stdlib_module_names | {_TORCH, "builtins", "nbaccel", "numpy", "IPython"}
+_PATCH_NOTHING = sys.stdlib_module_names | {_TORCH, "builtins", "nbaccel", "numpy", "IPython", "typing_extensions"}
 _SHOWN = 4
 
 

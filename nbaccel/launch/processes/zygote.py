@@ -274,8 +274,9 @@ def _fork(channel: Channel, message: dict[str, Any], fds: list[int], zygote_fds:
 
 
 def _load_once(message: dict[str, Any]) -> None:
-    """Import what every rank of such a request will need. An error here is left for the rank to report."""
-    sys.path[:] = message["surroundings"]["sys_path"]
+    """Do once what every rank of such a request needs. An error here is left for the rank, which meets it again."""
+    with contextlib.suppress(OSError):
+        Surroundings(**message["surroundings"]).apply()
     for reference in (message["task"], message["boot"]["setup"]):
         if reference is not None:
             with contextlib.suppress(Exception):
@@ -284,7 +285,7 @@ def _load_once(message: dict[str, Any]) -> None:
 
 def _be_rank(message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> NoReturn:
     *boot_fds, task_fd, state_fd = fds
-    Surroundings(**message["surroundings"]).apply()
+    os.chdir(message["surroundings"]["cwd"])  # an error if it is gone; all else is the zygote's
     kernel = unpack(state_fd)
     kernel["state"].apply(when_loaded)
     fields = message["boot"] | dict(zip(WorkerBoot.FDS, boot_fds, strict=True))

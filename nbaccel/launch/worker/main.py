@@ -117,7 +117,8 @@ class _Rank:
         self.pid = os.getpid()
         self.rank = boot.world.rank
         self.channel = Channel.from_fd(boot.channel_fd)
-        os.environ.update(boot.environ)
+        for name, value in boot.environ.items():  # `update` copies many pages of the kernel's, of abstract classes
+            os.environ[name] = value
         leave_device_errors_to_the_program()  # whichever code forms a group
         _limit_threads(boot.threads)
         self._streams = RankStreams(boot, self.channel)

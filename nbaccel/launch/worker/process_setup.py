@@ -28,6 +28,7 @@ from nbaccel.forkable import (
     DRIVER_IS_IN_USE,
     has_other_devices,
     loaded_driver,
+    may_have_cuda,
 )
 from nbaccel.gpu_driver import has_gpu_driver
 from nbaccel.launch.ipc.import_hooks import when_loaded
@@ -267,7 +268,7 @@ def why_this_fork_fails() -> str | None:
     """
     if _torch_says_so():
         return "CUDA was already used in the notebook, as a forked rank found out"
-    driver = loaded_driver()
+    driver = loaded_driver() if may_have_cuda() else None  # a search in all folders of libraries if it is not there
     if driver is not None and driver.cuInit(0) == CUDA_ERROR_NOT_INITIALIZED:
         return DRIVER_IS_IN_USE
     return AUTOGRAD_HAS_THREADS if has_other_devices() and _autograd_refuses() else None
@@ -312,7 +313,7 @@ def keep_ended_groups() -> None:
 
 
 def _keep(c10d: Any) -> None:
-    only_gloo = c10d.torch.__version__ >= "2.8"
+    only_gloo = [int(part) for part in c10d.torch.__version__.split(".")[:2]] >= [2, 8]
     update = c10d._update_default_pg
 
     def keep_and_update(group: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 import types
 import warnings
@@ -33,3 +34,25 @@ def test_a_filter_for_a_packages_warnings_waits_for_the_package(monkeypatch: pyt
         assert all(one[2] is not package.Odd for one in warnings.filters)
         later["odd_package"](package)
         assert warnings.filters[0] == ("ignore", None, package.Odd, None, 0)
+
+
+def test_a_rank_does_not_compile_the_patterns_of_filters_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch says.*", module=r"torch\.nn")
+        warnings.filterwarnings("ignore", message="the notebook says")
+        before = list(warnings.filters)
+        captured = pickle.dumps(KernelState.capture())
+        del warnings.filters[0]  # type: ignore[attr-defined]
+        re.purge()
+        state = pickle.loads(captured)
+        with monkeypatch.context() as patched:
+            compiled: list[str] = []
+            compile_ = re.compile
+            patched.setattr(re, "compile", lambda text, flags: (compiled.append(text), compile_(text, flags))[1])
+            state.apply(lambda actions: None)
+        assert warnings.filters == before
+        assert compiled == ["the notebook says"]
+        with pytest.raises(UserWarning):
+            warnings.simplefilter("error", append=True)
+            warnings.warn("something else", stacklevel=1)
+        warnings.warn("The Notebook says it in capitals", stacklevel=1)  # the flags came along

@@ -70,6 +70,24 @@ def test_both_starts_give_ranks_the_same_surroundings(monkeypatch: pytest.Monkey
     assert forked[0]["dtype"] == "torch.float64"
 
 
+def test_a_zygote_follows_the_kernels_environment_and_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It has them from the launch before, and passes them on with its fork."""
+
+    def surroundings() -> tuple[str | None, str | None, str]:
+        return os.environ.get("FIRST"), os.environ.get("SECOND"), os.getcwd()
+
+    home = Path.cwd()
+    monkeypatch.setenv("FIRST", "1")
+    monkeypatch.chdir(tmp_path)
+    assert launch(surroundings, 2, start_method="zygote").values == [("1", None, str(tmp_path))] * 2
+    monkeypatch.delenv("FIRST")
+    monkeypatch.setenv("SECOND", "2")
+    monkeypatch.chdir(home)
+    assert launch(surroundings, 2, start_method="zygote").values == [(None, "2", str(home))] * 2
+
+
 def test_what_every_rank_needs_is_loaded_before_it_is_forked(start_method: str) -> None:
     def loaded_by_a_look_at_the_memory() -> list[str]:  # within: by its name it would bring this module's imports along
         from nbaccel.launch.worker.reporter import MemoryMeter
