@@ -19,6 +19,8 @@ from nbaccel.train.prepare.optimizer import SKIPS_IN_A_ROW
 from nbaccel.train.step import precision
 from nbaccel.train.step.kwargs_handlers import AutocastKwargs, GradScalerKwargs
 from nbaccel.train.step.readings import Reading
+from nbaccel.train.strategies.single import Strategy
+from nbaccel.world import World
 from peers import TOOLKITS, toolkit
 
 Pair = namedtuple("Pair", "left right")
@@ -561,3 +563,36 @@ def test_trained_parameters_in_fp16_say_what_to_do() -> None:
     accelerator.backward(model(torch.ones(1, 1)).sum())
     with pytest.raises(ValueError, match=r"2 of the 4 trained ones are of float16: .* parameter\.data\.float\(\)"):
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "capability", "has_units", "instead"),
+    [
+        ("Tesla T4", (7, 5), False, "Write mixed_precision='fp16'"),
+        ("Tesla P100", (6, 0), False, "Write mixed_precision='no'"),
+        ("NVIDIA H100", (9, 0), True, None),
+    ],
+)
+def test_bf16_is_called_slow_where_torch_emulates_it(
+    monkeypatch: pytest.MonkeyPatch, gpu: str, capability: tuple[int, int], has_units: bool, instead: str | None
+) -> None:
+    """Torch calls it supported on a T4, and a program for an A100 would only be slow there."""
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_units
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    def warned(name: str, rank: int = 0, device: str = "cuda") -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Strategy(World(rank, 2), torch.device(device)).precision(name)
+        return [str(each.message) for each in caught if "bf16" in str(each.message)]
+
+    assert warned("fp16") == warned("no") == warned("bf16", rank=1) == warned("bf16", device="cpu") == []
+    if instead is None:
+        assert warned("bf16") == []
+    else:
+        (message,) = warned("bf16")
+        assert message.startswith(f"mixed_precision='bf16': {gpu} has no bf16 units")
+        assert instead in message

@@ -36,7 +36,8 @@ __all__ = [
 
 _TORCH = "torch"
 _CELLS = "__main__"
-_PATCH_NOTHING = sys.stdlib_module_names | {_TORCH, "builtins", "nbaccel", "numpy", "IPython", "typing_extensions"}
+_USED_BY_TORCH = {"sympy", "tqdm", "typing_extensions"}
+_PATCH_NOTHING = sys.stdlib_module_names | {_TORCH, "builtins", "nbaccel", "numpy", "IPython"} | _USED_BY_TORCH
 _SHOWN = 4
 
 

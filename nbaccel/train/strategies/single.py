@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nbaccel.errors import CannotSplit
+from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.step.gradients import Gradients
 from nbaccel.train.step.kwargs_handlers import Handlers
@@ -61,7 +62,10 @@ class Strategy:
 
     def precision(self, name: str) -> Precision:
         """Return the precision called `name`, in which this strategy computes. Called once, before `setup`."""
-        return make_precision(name, self.device, self.handlers)
+        precision = make_precision(name, self.device, self.handlers)
+        if name == "bf16" and self.device.type == "cuda" and self.world.is_main_process:
+            _warn_if_emulated(self.device)
+        return precision
 
     def place(self, model: Module) -> None:
         """Move `model` to the device, as a whole."""
@@ -261,3 +265,14 @@ def is_sharded(module: Module) -> bool:
 
 def _name(model: Module) -> str:
     return type(model.module if isinstance(model, DistributedDataParallel) else model).__name__
+
+
+def _warn_if_emulated(device: torch.device) -> None:
+    """Warn if bf16 is no format of `device`: torch computes in it there, in software, and says that it can."""
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        gpu, has_fp16 = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device) >= (7, 0)
+        instead = "mixed_precision='fp16', which it computes fastest" if has_fp16 else "mixed_precision='no'"
+        warn_user(
+            f"mixed_precision='bf16': {gpu} has no bf16 units, so torch emulates them, which is right but slow. "
+            f"Write {instead}."
+        )
