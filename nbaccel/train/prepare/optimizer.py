@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 
 from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.callers import warn_user
+from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.nested import map_children
-from nbaccel.train.distributed.partial_state import current_world
+from nbaccel.train.distributed.partial_state import PartialState, current_world
 from nbaccel.train.prepare.horizon import Horizon, horizon_of
 from nbaccel.train.prepare.loss_watch import LossWatch
 from nbaccel.train.step.accumulation import Accumulation
@@ -113,7 +114,7 @@ class PreparedOptimizer(Optimizer):
             if closure is None and self._strategy.recovers:
                 value, taken = self._take_guarded()
             else:
-                value, taken = self._strategy.step(self.optimizer, self._precision, closure)
+                value, taken = self._take(closure)
         if is_ours:
             self._backwards = self.accumulation.backwards
             self._freshness.is_cleared, self._freshness.stepped_with = False, None
@@ -139,6 +140,13 @@ class PreparedOptimizer(Optimizer):
             self._raw_steps.enter(self.optimizer)
         self._backwards = self.accumulation.backwards
         self._freshness.note(self.optimizer)
+
+    def _take(self, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
+        if closure is None or not self._strategy.has_peers:
+            return self._strategy.step(self.optimizer, self._precision, closure)
+        losses = _LossesOfAllRanks(closure, PartialState().collectives)
+        value, taken = self._strategy.step(self.optimizer, self._precision, losses)
+        return losses.own(value), taken
 
     def _take_guarded(self) -> tuple[Any, Taken]:
         take = partial(self._strategy.step, self.optimizer, self._precision, None)
@@ -318,6 +326,36 @@ class PreparedScheduler:
 
 
 _LINE = "accelerator.backward(loss)"
+
+
+class _LossesOfAllRanks:
+    """A closure whose losses are the means of all ranks' losses.
+
+    An optimizer with a closure decides by the losses: LBFGS how far it goes, and how often it calls the closure. With
+    losses of their own ranks would call it different numbers of times, and gradients of different steps would be
+    averaged, or the last ones waited for in vain. The mean is of equal bits on all ranks, as it is computed on the host
+    from the same numbers in the same order. Each call is collective.
+    """
+
+    def __init__(self, closure: Callable[[], Any], collectives: Collectives) -> None:
+        self._closure = closure
+        self._collectives = collectives
+        self._pairs: list[tuple[Any, Any]] = []  # of a mean and this rank's loss
+
+    def __call__(self) -> Any:
+        loss = self._closure()
+        if not (isinstance(loss, float | int) or (isinstance(loss, Tensor) and loss.numel() == 1)):
+            return loss
+        value = loss.item() if isinstance(loss, Tensor) else loss
+        number = torch.tensor([value], dtype=torch.float64, device="cpu")
+        mean = self._collectives.tell("the loss of a closure", number).mean().item()
+        given = loss.detach().new_full(loss.shape, mean) if isinstance(loss, Tensor) else mean
+        self._pairs.append((given, loss))
+        return given
+
+    def own(self, value: Any) -> Any:
+        """Return this rank's loss if `value` is a mean that this object has returned, else `value`."""
+        return next((loss for given, loss in self._pairs if given is value), value)
 
 
 class Freshness:
