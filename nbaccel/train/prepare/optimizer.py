@@ -113,8 +113,12 @@ class PreparedOptimizer(Optimizer):
         if not self._watch.judges_steps or self._watch.lets_step(self.optimizer):
             if closure is None and self._strategy.recovers:
                 value, taken = self._take_guarded()
+            elif closure is None or not self._strategy.has_peers:
+                value, taken = self._strategy.step(self.optimizer, self._precision, closure)
             else:
-                value, taken = self._take(closure)
+                losses = _LossesOfAllRanks(closure, PartialState().collectives)
+                value, taken = self._strategy.step(self.optimizer, self._precision, losses)
+                value = losses.own(value)
         if is_ours:
             self._backwards = self.accumulation.backwards
             self._freshness.is_cleared, self._freshness.stepped_with = False, None
@@ -140,13 +144,6 @@ class PreparedOptimizer(Optimizer):
             self._raw_steps.enter(self.optimizer)
         self._backwards = self.accumulation.backwards
         self._freshness.note(self.optimizer)
-
-    def _take(self, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
-        if closure is None or not self._strategy.has_peers:
-            return self._strategy.step(self.optimizer, self._precision, closure)
-        losses = _LossesOfAllRanks(closure, PartialState().collectives)
-        value, taken = self._strategy.step(self.optimizer, self._precision, losses)
-        return losses.own(value), taken
 
     def _take_guarded(self) -> tuple[Any, Taken]:
         take = partial(self._strategy.step, self.optimizer, self._precision, None)
