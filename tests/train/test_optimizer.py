@@ -97,61 +97,6 @@ def test_a_closure_reaches_the_optimizer() -> None:
     assert abs(parameter.item()) < 1.0
 
 
-def _lbfgs(strategy: str, line_search: str | None) -> tuple[list[float], int, list[float]]:
-    torch.manual_seed(0)
-    x = torch.randn(24, 4, dtype=torch.float64)
-    y = x.sin().sum(1, keepdim=True)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)).double()
-    accelerator = Accelerator(strategy=strategy)
-    if accelerator.num_processes > 1:
-        x, y = x.chunk(2)[accelerator.process_index], y.chunk(2)[accelerator.process_index]
-    own = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn=line_search, tolerance_change=1e-3)
-    model, optimizer = accelerator.prepare(model, own)
-    losses, calls = [], 0
-
-    def closure() -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(x), y)
-        accelerator.backward(loss)
-        return loss
-
-    for _ in range(4):
-        losses.append(optimizer.step(closure).item())
-    weights = torch.cat([value.flatten() for value in accelerator.get_state_dict(model).values()])
-    return losses, calls, weights.tolist()
-
-
-@pytest.mark.parametrize("line_search", ["strong_wolfe", None])
-def test_ranks_decide_alike_by_the_losses_of_a_closure(line_search: str | None) -> None:
-    """Else one would call it once more than the other, whose next gradients it would take for those of this step."""
-    alone_losses, alone_calls, alone = _lbfgs("auto", line_search)
-    first, second = run_ranks(2, _lbfgs, "ddp", line_search)
-    assert first[1] == second[1] == alone_calls > 8
-    assert first[2] == second[2]
-    torch.testing.assert_close(first[2], alone, rtol=1e-9, atol=1e-9)
-    assert first[0] != second[0]  # what `step` returns is the rank's own loss, as in Accelerate
-    means = [(a + b) / 2 for a, b in zip(first[0], second[0], strict=True)]
-    torch.testing.assert_close(means, alone_losses, rtol=1e-9, atol=1e-9)
-
-
-def test_a_closure_may_return_a_number_or_nothing() -> None:
-    def losses() -> list[object]:
-        weight = torch.nn.Linear(1, 1)
-        accelerator = Accelerator()
-        model, optimizer = accelerator.prepare(weight, torch.optim.SGD(weight.parameters(), lr=0.1))
-        rank = accelerator.process_index
-
-        def closure(result: object) -> object:
-            accelerator.backward(model(torch.ones(1, 1)).sum())
-            return result
-
-        return [optimizer.step(lambda result=result: closure(result)) for result in (1.5 + rank, rank, None, "text")]
-
-    assert run_ranks(2, losses) == [[1.5, 0, None, "text"], [2.5, 1, None, "text"]]
-
-
 def test_fp16_refuses_a_closure_and_says_what_takes_one() -> None:
     prepared = Accelerator(mixed_precision="fp16").prepare(_optimizer())
     with pytest.raises(ValueError, match="use mixed_precision='bf16' or 'no'"):

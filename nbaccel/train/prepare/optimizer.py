@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.callers import warn_user
-from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.nested import map_children
-from nbaccel.train.distributed.partial_state import PartialState, current_world
+from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.prepare.horizon import Horizon, horizon_of
 from nbaccel.train.prepare.loss_watch import LossWatch
+from nbaccel.train.prepare.mean_of_ranks import MeanLosses, decide_by_the_mean
 from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.train.step.precision import Precision, Taken
 from nbaccel.train.strategies.single import Strategy
@@ -79,6 +80,8 @@ class PreparedOptimizer(Optimizer):
         self._skips_in_a_row = 0
         self._tells: Callable[[], bool] | None = None  # returns whether the last step was taken, if not read yet
         accumulation.rates.follow(self)
+        if strategy.has_peers:
+            decide_by_the_mean(optimizer)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -116,7 +119,7 @@ class PreparedOptimizer(Optimizer):
             elif closure is None or not self._strategy.has_peers:
                 value, taken = self._strategy.step(self.optimizer, self._precision, closure)
             else:
-                losses = _LossesOfAllRanks(closure, PartialState().collectives)
+                losses = MeanLosses(closure)
                 value, taken = self._strategy.step(self.optimizer, self._precision, losses)
                 value = losses.own(value)
         if is_ours:
@@ -257,7 +260,8 @@ class PreparedScheduler:
     """A learning-rate scheduler that moves only when its optimizer really stepped.
 
     One optimizer step on n ranks consumes n batches, so a schedule that was counted in batches of one process
-    is moved n times per step, unless the loader split its batches among the ranks (Accelerate's rule).
+    is moved n times per step, unless the loader split its batches among the ranks (Accelerate's rule). One that watches
+    a metric moves once: the second time it would take the same number for a step without an improvement.
     """
 
     def __init__(
@@ -268,9 +272,9 @@ class PreparedScheduler:
         self.scheduler = scheduler
         self.optimizers = own or list(optimizers)
         self.accumulation = accumulation
-        self._moves_per_step = moves_per_step
+        self._moves_per_step = min(1, moves_per_step) if isinstance(scheduler, ReduceLROnPlateau) else moves_per_step
         # A schedule that moves by its program's calls, or once per step, comes to its end as the program planned it.
-        self._horizon = horizon_of(scheduler) if moves_per_step > 1 else None
+        self._horizon = horizon_of(scheduler) if self._moves_per_step > 1 else None
         self._left_out = 0  # moves beyond the end of a OneCycleLR
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -323,36 +327,6 @@ class PreparedScheduler:
 
 
 _LINE = "accelerator.backward(loss)"
-
-
-class _LossesOfAllRanks:
-    """A closure whose losses are the means of all ranks' losses.
-
-    An optimizer with a closure decides by the losses: LBFGS how far it goes, and how often it calls the closure. With
-    losses of their own ranks would call it different numbers of times, and gradients of different steps would be
-    averaged, or the last ones waited for in vain. The mean is of equal bits on all ranks, as it is computed on the host
-    from the same numbers in the same order. Each call is collective.
-    """
-
-    def __init__(self, closure: Callable[[], Any], collectives: Collectives) -> None:
-        self._closure = closure
-        self._collectives = collectives
-        self._pairs: list[tuple[Any, Any]] = []  # of a mean and this rank's loss
-
-    def __call__(self) -> Any:
-        loss = self._closure()
-        if not (isinstance(loss, float | int) or (isinstance(loss, Tensor) and loss.numel() == 1)):
-            return loss
-        value = loss.item() if isinstance(loss, Tensor) else loss
-        number = torch.tensor([value], dtype=torch.float64, device="cpu")
-        mean = self._collectives.tell("the loss of a closure", number).mean().item()
-        given = loss.detach().new_full(loss.shape, mean) if isinstance(loss, Tensor) else mean
-        self._pairs.append((given, loss))
-        return given
-
-    def own(self, value: Any) -> Any:
-        """Return this rank's loss if `value` is a mean that this object has returned, else `value`."""
-        return next((loss for given, loss in self._pairs if given is value), value)
 
 
 class Freshness:
