@@ -152,7 +152,10 @@ class LeftInRanks:
         if torch is not None and values and all(issubclass(type(value), torch.Tensor) for value in values):
             return f'p.grad = accelerator.reduce(p.grad, "mean") for each of them, before its update, {does}'
         if any(facts.get("has_prepared") for facts in self._facts):
-            return "Something was prepared: the loop has to use what accelerator.prepare returned"
+            return (
+                "Something was prepared: the loop has to use what accelerator.prepare returned, and no rank may choose a "
+                "learning rate by a loss of its own"
+            )
         return f"accelerator.prepare, before the loop, {does}"
 
 
