@@ -153,8 +153,8 @@ class LeftInRanks:
             return f'p.grad = accelerator.reduce(p.grad, "mean") for each of them, before its update, {does}'
         if any(facts.get("has_prepared") for facts in self._facts):
             return (
-                "Something was prepared: the loop has to use what accelerator.prepare returned, and no rank may choose a "
-                "learning rate by a loss of its own"
+                "Something was prepared: the loop has to use what accelerator.prepare returned, and no rank may choose "
+                "a learning rate by a loss of its own"
             )
         return f"accelerator.prepare, before the loop, {does}"
 
