@@ -93,6 +93,7 @@ def test_in_a_narrow_window_the_table_leaves_columns_out(open_notebook: OpenNote
     seen = {}
     for width in (620, 1200, 1500):
         notebook.page.set_viewport_size({"width": width, "height": 900})
+        notebook.page.wait_for_timeout(300)  # the page follows a new width within some frames
         seen[width] = table.evaluate(MEASURES)
         notebook.shoot(tmp_path / f"table-{width}.png", "div.nbaccel.runs")
     assert [each["seen"] for each in seen.values()] == [5, 8, 9]

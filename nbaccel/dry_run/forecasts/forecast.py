@@ -44,6 +44,10 @@ __all__ = ["Forecast", "ForecastPart", "forecast", "loops_open_at_end", "measure
 _LEAST_WIDTH = 0.06
 """Half of the range, relative, that no measurement makes narrower: a run of hours drifts by some percent."""
 
+_EARLY = 0.1
+"""By which the range reaches further down than up: a dry run has the first rounds of a program, and later ones are
+faster. Measured, sixteen whole runs of 13 to 27 s on two CPU ranks took 0.79 to 1.0 of the middle, 0.91 in the mean."""
+
 _WIDTH = 1.7
 """Half of the range in standard errors: nine of ten runs lie inside."""
 
@@ -197,7 +201,8 @@ class _Seconds:
         margin_s = least_s + math.hypot(_WIDTH * math.sqrt(self.variance), noise * middle_s)
         fastest_s = min(self.fastest_s, self.low_s - least_s) / (1 + noise)
         slowest_s = max(self.slowest_s, self.high_s + least_s) * (1 + noise)
-        return max(self.low_s - margin_s, fastest_s), min(self.high_s + margin_s, slowest_s)
+        low_s = max(self.low_s - margin_s, fastest_s) * (1 - _EARLY)
+        return low_s, min(self.high_s + margin_s, slowest_s)
 
 
 class _Reckoning:
