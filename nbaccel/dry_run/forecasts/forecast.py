@@ -45,8 +45,8 @@ _LEAST_WIDTH = 0.06
 """Half of the range, relative, that no measurement makes narrower: a run of hours drifts by some percent."""
 
 _EARLY = 0.1
-"""By which the range reaches further down than up: a dry run has the first rounds of a program, and later ones are
-faster. Measured, sixteen whole runs of 13 to 27 s on two CPU ranks took 0.79 to 1.0 of the middle, 0.91 in the mean."""
+"""Part of its time by which a later round may be faster: a dry run has the first rounds of a program. Measured, sixteen
+whole runs of 13 to 27 s on two CPU ranks took 0.79 to 1.0 of what their dry runs said, 0.91 in the mean."""
 
 _WIDTH = 1.7
 """Half of the range in standard errors: nine of ten runs lie inside."""
@@ -165,7 +165,7 @@ def _compute(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Seconds:
-    """Seconds: the least and the most that counts allow, and the variance of what was measured.
+    """Seconds: the least and the most that counts and faster rounds allow, and the variance of what was measured.
 
     fastest_s, slowest_s: of rounds that are all like the fastest ones, or like the slowest ones, that were measured.
     """
@@ -201,8 +201,7 @@ class _Seconds:
         margin_s = least_s + math.hypot(_WIDTH * math.sqrt(self.variance), noise * middle_s)
         fastest_s = min(self.fastest_s, self.low_s - least_s) / (1 + noise)
         slowest_s = max(self.slowest_s, self.high_s + least_s) * (1 + noise)
-        low_s = max(self.low_s - margin_s, fastest_s) * (1 - _EARLY)
-        return low_s, min(self.high_s + margin_s, slowest_s)
+        return max(self.low_s - margin_s, fastest_s), min(self.high_s + margin_s, slowest_s)
 
 
 class _Reckoning:
@@ -263,7 +262,7 @@ class _Reckoning:
         self.once_s += max(0.0, starts[0] - start_s)
         inside = _seconds(own).times(rounds, rounds) + self._inner(node, rounds, times)
         if known is None:
-            self.unknown.append(self._unknown(node, (inside.low_s + inside.high_s) / 2 / max(rounds, 1)))
+            self.unknown.append(self._unknown(node, inside.high_s / max(rounds, 1)))
         else:
             self._find_early_end(node)
         self._note(node, known, times, (own.mean_s * rounds + start_s) * times)
@@ -449,7 +448,8 @@ def _exactly(seconds: float) -> _Seconds:
 
 
 def _seconds(own: RoundSeconds) -> _Seconds:
-    return _Seconds(own.mean_s, own.mean_s, own.mean_s * own.least, own.mean_s * own.most, own.error_s**2)
+    later_s = own.mean_s * (1 - _EARLY)
+    return _Seconds(later_s, own.mean_s, later_s * own.least, own.mean_s * own.most, own.error_s**2)
 
 
 def _numbered(found: Mapping[Any, Any]) -> dict[int, Any]:

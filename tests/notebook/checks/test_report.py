@@ -376,7 +376,7 @@ def test_a_run_that_may_end_early_is_not_called_too_long() -> None:
     lines = said(result, time_limit=3600.0)
     assert "ok: the loop in line 2 of Cell In[7] may end earlier, by line 4 of Cell In[7]" in lines
     (line,) = [line for line in lines if "whole run" in line]
-    assert line.startswith("yellow: the whole run takes 26 h")
+    assert line.startswith("yellow: the whole run takes 23 h")
     assert line.endswith("unless it ends earlier, and --time-limit ends it after 1 h")
 
 
