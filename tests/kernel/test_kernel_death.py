@@ -47,7 +47,7 @@ def _sleepers(kernel: RealKernel) -> int:
     return sum(command.startswith("sleep 100") for command in kernel.family().values())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.product  # ranks of a fork are ended by the reaper, those of the zygote by it
 def test_nothing_survives_the_kernels_sigkill(new_kernel: Kernels, start: str) -> None:
     kernel = new_kernel()
     with_clinging_ranks(kernel, start)
