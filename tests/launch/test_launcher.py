@@ -227,6 +227,21 @@ def test_arguments_that_mean_nothing_here_are_accepted_and_explained() -> None:
         notebook_launcher(rank, num_processes=2, num_nodes=2)
 
 
+def test_what_a_rank_wrote_before_it_was_killed_arrives(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its pipe still holds most of 800 kB when its end is seen."""
+
+    def dies() -> None:
+        text = "".join(f"{'word ' * 20}{number}\n" for number in range(8000))
+        os.write(1, text.encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankDied):
+        launch(dies, 1, cpu=True)
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("word ")]
+    assert len(lines) == 8000
+    assert lines[-1].endswith(" 7999")
+
+
 @pytest.mark.filterwarnings("always::ResourceWarning")
 def test_a_rank_does_not_complain_of_our_own_sockets(start_method: str, capfd: pytest.CaptureFixture[str]) -> None:
     launch(rank, 2, start_method=start_method)
