@@ -45,8 +45,8 @@ _LEAST_WIDTH = 0.06
 """Half of the range, relative, that no measurement makes narrower: a run of hours drifts by some percent."""
 
 _EARLY = 0.1
-"""Part of its time by which a later round may be faster: a dry run has the first rounds of a program. Measured, sixteen
-whole runs of 13 to 27 s on two CPU ranks took 0.79 to 1.0 of what their dry runs said, 0.91 in the mean."""
+"""Part of its time by which a later round may be faster: a dry run has the first rounds of a program. Measured,
+thirteen whole runs of 13 to 27 s on two CPU ranks took 0.79 to 1.0 of what their dry runs said, 0.92 in the mean."""
 
 _WIDTH = 1.7
 """Half of the range in standard errors: nine of ten runs lie inside."""
