@@ -17,7 +17,7 @@ from kernel.harness import RealKernel, accelerate
 
 MAKES = """
 get_ipython().history_manager.enabled = False  # at every fork IPython ends its thread, with a file, and begins another
-import os, re, torch
+import os, re, resource, torch
 from torch.utils.data import DataLoader, TensorDataset
 from nbaccel.testing import MemLimit
 
@@ -26,7 +26,8 @@ net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Line
 data = TensorDataset(x, x.sum(1, keepdim=True))
 
 def cpu_seconds():
-    return sum(os.times()[:4])
+    # The clock of os.times ticks every 10 ms, which is 7 % of the shortest cell.
+    return sum(sum(resource.getrusage(whose)[:2]) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 def held():
     # Pages of libraries are left out: they are private as long as nobody else on the machine has loaded them.
@@ -58,6 +59,9 @@ CELLS = {
 
 MOST_MIB = 0.2
 """Of private memory, for each cell."""
+
+MOST_SLOWER = 1.1
+"""The CPU seconds of the last cells over those of the first."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +145,14 @@ def test_hundreds_of_cells_cost_no_more_than_the_first(
     seconds = [notebook.run(kind) for _ in range(count)]
     after = notebook.held()
     grown, part = (after.mib - before.mib) / count, count // 4
-    first, last = median(seconds[:part]), median(seconds[-part:])
+    first = median(seconds[:part])
+    if median(seconds[-part:]) > MOST_SLOWER * first:
+        # The machine's noise reaches a tenth. It comes and goes; what grows is twice as much after as many cells again.
+        seconds += [notebook.run(kind) for _ in range(count)]
+    last = median(seconds[-part:])
     with capsys.disabled():
-        print(f"\n{kind}: {grown:+.3f} MiB a cell, {first:.3f} CPU seconds at first and {last:.3f} at last")
+        costs = f"{first:.3f} CPU seconds at first and {last:.3f} after {len(seconds)} cells"
+        print(f"\n{kind}: {grown:+.3f} MiB a cell, {costs}")
     assert grown <= MOST_MIB
     assert (after.files, after.threads) == (before.files, before.threads)
-    assert last <= 1.1 * first
+    assert last <= MOST_SLOWER * first
