@@ -10,7 +10,8 @@ from torch import nn
 from nbaccel import Accelerator, init_empty_weights, load_checkpoint_and_dispatch
 
 def make():
-    return nn.Sequential(nn.Embedding(16, 8), *(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
+    layers = (nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))
+    return nn.Sequential(nn.Embedding(16, 8), *layers).double()
 
 torch.manual_seed(0)
 whole = make()
@@ -39,7 +40,8 @@ net = accelerator.prepare(net)
 def test_ranks_infer_with_the_notebooks_model(kernel: RealKernel, start: str) -> None:
     kernel.do(LOADS)
     kernel.do(accelerate(INFERS, start, flags="--out answers,waits"), timeout_s=60)
-    assert kernel.value("[torch.equal(answers, wanted), waits]") == [True, True]
+    # Not to the bit: a product of the 4 rows of a rank and one of all 8 may round differently.
+    assert kernel.value("[torch.allclose(answers, wanted, rtol=0, atol=1e-12), waits]") == [True, True]
     assert kernel.value("all(each.is_meta for each in net.parameters())")
 
 
