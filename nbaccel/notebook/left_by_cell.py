@@ -34,7 +34,7 @@ class LeftByCell:
     """The results that came back from one cell.
 
     facts: of the result rank.  missing: names that could not come, with the reason.
-    told: names that an earlier cell reported as too large to be compared; new ones are added.
+    told: names of which an earlier cell said that they were not compared; new ones are added.
     from_gpus: the ranks computed on GPUs; new objects come to the CPU, and others stay where they are.
     """
 

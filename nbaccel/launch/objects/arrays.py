@@ -98,6 +98,8 @@ class _Tensor(Kind):
     version counts in addition if not all values are read, and alone if they have no plain memory.
     """
 
+    cost = 8
+
     def mark(self, obj: Any) -> _Seen:
         return _Seen.of(obj)
 
@@ -163,6 +165,8 @@ class _TensorOfAClass(Kind):
 class _Array(Kind):
     """Arrays of numbers; those of objects are containers."""
 
+    cost = 8
+
     def mark(self, obj: Any) -> tuple[Any, ...]:
         return obj.shape, obj.dtype, _digest_of_array(obj)
 
@@ -205,6 +209,8 @@ class _ArrayOfAClass(_Array):
 
 class _Table(Kind):
     """DataFrames and Series, read by columns, and written as pandas' own ``inplace=True`` does."""
+
+    cost = 100
 
     def mark(self, obj: Any) -> tuple[list[Any], list[Any]]:
         pandas: Any = sys.modules["pandas"]

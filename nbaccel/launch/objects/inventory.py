@@ -9,7 +9,7 @@ into it (`writes_of`).
 from __future__ import annotations
 
 import gc
-import time
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,12 +33,20 @@ __all__ = [
     "writes_of",
 ]
 
-_MOST_OBJECTS = 300_000
-_MOST_SECONDS = 0.3
+_MOST_OBJECTS = 150_000
+"""Objects that are read beside what is trained: half a second of a processor.
+
+A limit of time would make what comes back depend on what else the machine does.
+"""
+
 _OF_MODULES = ("_modules", "_parameters", "_buffers")
+_OF_TRAINING = frozenset({*_OF_MODULES, "state", "param_groups"})
+"""Attributes of models and optimizers that lead to what is trained."""
+
 _MANY = 1000
-_LOOKS = 256
-"""Objects between two checks of the time."""
+_CONTAINERS = (list, dict, tuple, deque)
+_UNREAD = Kind()
+"""The kind of an object that was found, and not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +79,6 @@ class ObjectPlace:
 
 def _index(key: Any) -> str:
     return key if type(key) is str and key.isdigit() else repr(key)
-
-
-def _elements(obj: Any) -> int:
-    """Return the length of a large container, which is read after the others; 0 for anything else."""
-    for kind in (list, dict, tuple, deque):
-        if issubclass(type(obj), kind):
-            return length if (length := kind.__len__(obj)) > _MANY else 0
-    return 0
 
 
 def writes_of(
@@ -134,8 +134,10 @@ class Inventory:
 
     is_copy: this process is a copy of the kernel, so objects have the same addresses as there.
     takes_gradients: see `Places`.
-    unlooked: names that lead to more objects than there was time for, and, after `changes`, places of objects that
-    could not be compared, each with the reason. Changes of objects that only these names lead to are not known.
+    most: objects that are read. What is trained does not count, and is always read: models, optimizers, and what they
+    lead to. Of the others each name gets its share first, without containers of more than 1,000 elements.
+    unlooked: names that lead to more objects, and, after `changes`, places of objects that could not be compared, each
+    with the reason. Changes of objects that only these names lead to are not known.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class Inventory:
         namespace: Mapping[str, Any],
         *,
         is_copy: bool = True,
-        seconds: float = _MOST_SECONDS,
+        most: int = _MOST_OBJECTS,
     ) -> None:
         self.takes_gradients = True
         self._namespace = namespace
@@ -157,16 +159,24 @@ class Inventory:
         self._ways: list[tuple[int, Step] | str] = []  # to each object: the one before and the step; or the name
         self._index: dict[int, int] = {}
         self._incomparable: list[Any] = []
+        self._read = 0
+        self._of_training: deque[int] = deque()  # to be read whatever else there is
+        self._waiting: deque[int] = deque()
         self.unlooked: dict[str, str] = {}
-        until = time.monotonic() + seconds
+        names = [name for name in names if name in namespace]
+        large: deque[int] = deque()
         with no_collections():
-            for name in sorted(names, key=lambda name: _elements(namespace.get(name))):
-                if name in namespace:
-                    self._add(namespace[name], name)
-                    if self.unlooked and self._kind_of_each.of(namespace[name]) is None:
-                        continue  # a value, a module: nothing to look at
-                    if self.unlooked or not self._look(until):
-                        self.unlooked[name] = "too large to be compared"
+            for number, name in enumerate(names, 1):
+                self._add(namespace[name], name)
+                large += self._look(most * number // len(names), _MANY)
+            self._waiting = large
+            left = self._look(most)
+            for index in [index for index in left if _is_trained(self._objects[index])]:
+                self._of_training.append(index)
+                left += self._look(0)
+        for index in left:
+            if self._kinds[index] is _UNREAD and self._kind_of_each.of(self._objects[index]) is not None:
+                self.unlooked[self._name(index)] = f"more than {most:,} objects: name it in --out"
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -178,14 +188,14 @@ class Inventory:
 
     def tensors(self) -> Iterator[Any]:
         """Yield the tensors among the objects whose memory is laid out as it was."""
-        for obj, kind, mark in zip(self._objects, self._kinds, self._marks, strict=False):
+        for obj, kind, mark in zip(self._objects, self._kinds, self._marks, strict=True):
             if kind is not None and kind.keeps_memory(obj, mark):
                 yield obj
 
     def place(self, obj: Any) -> ObjectPlace | None:
         """Return the place of an object; None for a new one, and for a value."""
         index = self._index.get(id(obj))
-        if index is None or (index < len(self._kinds) and self._kinds[index] is None and is_found_by_name(obj)):
+        if index is None or (self._kinds[index] is None and is_found_by_name(obj)):
             return None
         steps: list[Step] = []
         owner = index
@@ -202,7 +212,7 @@ class Inventory:
 
         Called once.
         """
-        for obj, kind, mark in zip(self._objects, self._kinds, self._marks, strict=False):
+        for obj, kind, mark in zip(self._objects, self._kinds, self._marks, strict=True):
             if kind is None:
                 continue
             try:
@@ -215,43 +225,77 @@ class Inventory:
         for obj in self._incomparable:
             self.unlooked[str(self.place(obj))] = f"{with_article(type(obj).__name__)} cannot be compared"
 
+    def _name(self, index: int) -> str:
+        while type(way := self._ways[index]) is tuple:
+            index = way[0]
+        assert isinstance(way, str)
+        return way
+
     def _add(self, obj: Any, way: tuple[int, Step] | str) -> None:
         if id(obj) not in self._index:
-            self._index[id(obj)] = len(self._objects)
+            index = self._index[id(obj)] = len(self._objects)
             self._objects.append(obj)
+            self._kinds.append(_UNREAD)
+            self._marks.append(None)
             self._ways.append(way)
+            (self._of_training if _is_trained(obj) else self._waiting).append(index)
 
-    def _look(self, until: float) -> bool:
-        """Read all added objects and those that they lead to; return False if the time was not enough."""
-        objects, kinds, marks, ways, known = self._objects, self._kinds, self._marks, self._ways, self._index
-        kind_of, seen = self._kind_of_each.of, self._classes
-        while (index := len(kinds)) < len(objects):
-            if not index % _LOOKS and time.monotonic() > until:
-                return False
+    def _look(self, most: int, many: int = sys.maxsize) -> list[int]:
+        """Read all added objects and those that they lead to, until `most` are read; return those that are left.
+
+        many: containers with more elements are left, too.
+        """
+        objects, kinds, ways, known = self._objects, self._kinds, self._ways, self._index
+        kind_of, seen, of_training, waiting = self._kind_of_each.of, self._classes, self._of_training, self._waiting
+        left: list[int] = []
+        while of_training or (waiting and self._read < most):
+            is_of_training = bool(of_training)
+            index = of_training.popleft() if is_of_training else waiting.popleft()
             obj = objects[index]
+            if not is_of_training:
+                if type(obj) in _CONTAINERS and len(obj) > many:
+                    left.append(index)
+                    continue
+                is_of_training = _is_trained(obj)
+            if kinds[index] is not _UNREAD:
+                continue
             kind = kind_of(obj)
-            mark: Any = None
             parts: Iterable[tuple[Step, Any]] = ()
             if kind is not None:
                 try:
-                    mark, parts = kind.mark(obj), kind.parts(obj)
+                    self._marks[index], parts = kind.mark(obj), kind.parts(obj)
                 except Exception:  # for example another class of tensors
                     kind = None
                     self._incomparable.append(obj)
-            kinds.append(kind)
-            marks.append(mark)
+            kinds[index] = kind
+            if not is_of_training:
+                self._read += 1 if kind is None else kind.cost
             if (code := obj if type(obj) is FunctionType else type(obj)) is obj or id(code) not in seen:
                 seen.add(id(code))
                 for name in globals_of(code, self._namespace):
                     self._add(self._namespace[name], name)
+            way = ways[index]
+            are_attributes = type(way) is tuple and way[1][0] == "attributes"
             for step, each in parts:
                 if id(each) not in known:
+                    leads_on = is_of_training and (not are_attributes or step[1] in _OF_TRAINING)
+                    (of_training if leads_on else waiting).append(len(objects))
                     known[id(each)] = len(objects)
                     objects.append(each)
+                    kinds.append(_UNREAD)
+                    self._marks.append(None)
                     ways.append((index, step))
-                    if len(objects) > _MOST_OBJECTS:
-                        return False
-        return True
+        left += waiting
+        waiting.clear()
+        return left
+
+
+def _is_trained(obj: Any) -> bool:
+    """Return whether it is a model, an optimizer, or a tensor that requires a gradient."""
+    torch = sys.modules.get("torch")
+    if torch is None or not issubclass(type(obj), (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
+        return False
+    return not issubclass(type(obj), torch.Tensor) or bool(torch.Tensor.requires_grad.__get__(obj))
 
 
 @contextmanager

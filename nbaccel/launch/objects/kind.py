@@ -72,7 +72,12 @@ class CannotWrite(Exception):
 
 
 class Kind:
-    """Reads objects of a type. This base class: they have no parts, and do not change."""
+    """Reads objects of a type. This base class: they have no parts, and do not change.
+
+    cost: how many plain objects are read in the same time.
+    """
+
+    cost = 1
 
     def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
         """Return the objects it consists of, each with the step to it."""

@@ -7,8 +7,10 @@ the latter two leave is compared with what the first one does, the ways in which
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -163,12 +165,47 @@ def test_looking_and_comparing_run_no_code_of_the_users() -> None:
     assert ObjectPlace(*change.token).name == "c"
 
 
-def test_names_for_which_there_is_no_time_are_told_and_still_known() -> None:
+def test_names_that_lead_to_too_many_objects_are_told_and_still_known() -> None:
     notebook = {"small": [1], "large": [[number] for number in range(2000)], "late": [2]}
-    inventory = Inventory(notebook, notebook, seconds=0.0)
-    assert list(inventory.unlooked) == ["small", "late", "large"]
-    assert str(inventory.place(notebook["late"])) == "late"
+    inventory = Inventory(notebook, notebook, most=1000)
+    assert inventory.unlooked == {"large": "more than 1,000 objects: name it in --out"}
+    assert str(inventory.place(notebook["large"][1999])) == "large[1999]"
     assert Inventory(notebook, notebook).unlooked == {}
+    notebook["late"].append(3)
+    assert [ObjectPlace(*change.token).name for change in inventory.changes()] == ["late"]
+
+
+class Trainer:
+    """A training deep inside of an object that has the data too."""
+
+    def __init__(self, samples: int) -> None:
+        self.data = [[number] for number in range(samples)]
+        self.parts = [{"of": self._training()}]
+
+    def _training(self) -> dict[str, Any]:
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(20)))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        return {"model": model, "optimizer": optimizer, "free": torch.zeros(2, requires_grad=True)}
+
+
+@pytest.mark.parametrize("most", [5, 100, 2000])
+def test_what_was_trained_is_found_whatever_else_there_is(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it depend on the load of the machine: a clock that jumps changes nothing."""
+    ticks = itertools.count(step=1000)
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))
+    notebook: dict[str, Any] = {"data": [{"x": [number]} for number in range(3000)], "trainer": Trainer(3000)}
+    inventory = Inventory(notebook, notebook, most=most)
+    assert "data" in inventory.unlooked
+    training = notebook["trainer"].parts[0]["of"]
+    (training["model"](torch.ones(1, 2)).sum() + training["free"].sum()).backward()
+    training["optimizer"].step()
+    with torch.no_grad():
+        training["free"] += 1
+    places = [str(ObjectPlace(*change.token)) for change in inventory.changes()]
+    assert len([place for place in places if ".parts[0]['of']['model']" in place]) == 40
+    assert {place.partition("['of']")[2] for place in places if "model" not in place} == {
+        "['optimizer'].state", "['free']"
+    }  # fmt: skip
 
 
 def test_of_attributes_that_cannot_travel_the_others_come() -> None:
