@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from nbaccel.display.figure import ANY_GROUND, head, head_lines, logarithmic, sheet, trace
+from nbaccel.display.figure import ANY_GROUND, head_lines, logarithmic, sheet, trace
 from nbaccel.display.panel import SIGNS, Panel
 from nbaccel.display.series import Line
 from nbaccel.display.splits import held_out_beside
@@ -179,7 +179,9 @@ def draw_runs(comparison: RunComparison, title: str = "", more: Sequence[RunComp
     """
     drawn = [comparison, *more]
     height_in = max(_LEAST_IN, 0.7 + _LINE_IN * (len(_first_and_latest(comparison.rows)) + 1))
-    with sheet((_WIDTH_IN, height_in * len(drawn)), ANY_GROUND) as figure:
+    ends = ", ".join(f"{count} {word}" for word, count in comparison.ends.items())
+    lines = head_lines(title or f"{plural(comparison.runs, 'run')}: {ends}", _WIDTH_IN)
+    with sheet((_WIDTH_IN, height_in * len(drawn)), ANY_GROUND, lines) as figure:
         grid = figure.add_gridspec(len(drawn), 2, width_ratios=[1.0, 1.0])
         for at, each in enumerate(drawn):
             named = _first_and_latest(each.rows)
@@ -187,8 +189,6 @@ def draw_runs(comparison: RunComparison, title: str = "", more: Sequence[RunComp
             compared = [row for row in each.rows if row.name == name and row.curve]
             _curves(figure.add_subplot(grid[at, 0]), compared, {row.number for row in named}, name)
             _lines(figure.add_subplot(grid[at, 1]), each, named)
-        ends = ", ".join(f"{count} {word}" for word, count in comparison.ends.items())
-        head(figure, head_lines(title or f"{plural(comparison.runs, 'run')}: {ends}", _WIDTH_IN))
     return figure
 
 

@@ -32,7 +32,6 @@ __all__ = [
     "Ground",
     "Picture",
     "draw",
-    "head",
     "head_lines",
     "logarithmic",
     "picture",
@@ -73,8 +72,8 @@ the colours of ranks 3:1 (a test computes it).
 """
 
 _WIDTH_IN, _HEIGHT_IN = 9.4, 2.7
-_ROW_IN, _LINE_IN = 2.0, 0.17
-"""Height of each row of curves, if there are several, and of each line of the title after the first."""
+_ROW_IN, _LINE_IN, _EDGE_IN = 2.0, 0.17, 0.05
+"""Height of each row of curves, if there are several, of each line of the title, and of the edge above it."""
 _SIDE_IN = 2.35
 """Width of the column of memory and speed: that of their titles."""
 _MOST_IN_A_ROW = 3
@@ -153,7 +152,7 @@ def draw(
     lines = head_lines(title, width_in)
     if size is None:
         height_in += _LINE_IN * max(0, len(lines) - 1)
-    with sheet((width_in, height_in), ground) as figure:
+    with sheet((width_in, height_in), ground, lines) as figure:
         side_in = min(_SIDE_IN, width_in / 2) if beside else 0.0
         widths = [(width_in - side_in) / columns] * columns + ([side_in] if beside else [])
         grid: GridSpec = figure.add_gridspec(2 * rows, len(widths), width_ratios=widths)
@@ -170,19 +169,26 @@ def draw(
         for at, part in enumerate(beside):
             each = 2 * rows // len(beside)
             part(figure.add_subplot(grid[at * each : (at + 1) * each, -1]), history, ground)
-        head(figure, lines)
     return figure
 
 
 @contextmanager
-def sheet(size: tuple[float, float], ground: Ground) -> Iterator[Figure]:
-    """Yield a new figure of `size` in inches; while the block runs, the project's own style applies."""
+def sheet(size: tuple[float, float], ground: Ground, lines: Sequence[str]) -> Iterator[Figure]:
+    """Yield a new figure of `size` in inches, for plots in one grid; meanwhile the project's own style applies.
+
+    lines: written above everything; a "$" in them, for example of an error, begins no formula.
+    """
     import matplotlib
 
-    from nbaccel.display.run_figure import RunFigure
+    from nbaccel.display.run_figure import Margins, RunFigure
 
+    head_in = _EDGE_IN + _LINE_IN * len(lines)
     with matplotlib.rc_context(_style(ground)):
-        yield RunFigure(figsize=size, dpi=_DPI, layout="constrained")
+        figure = RunFigure(figsize=size, dpi=_DPI, layout=Margins(head_in))
+        if lines:
+            style = {"fontsize": _HEAD_PT, "fontweight": "bold", "parse_math": False}
+            figure.suptitle("\n".join(lines), x=0.005, y=1 - _EDGE_IN / size[1], ha="left", va="top", **style)
+        yield figure
 
 
 def head_lines(title: str, width_in: float) -> list[str]:
@@ -215,12 +221,6 @@ def _width_pt(text: str) -> float:
 
     font = FontProperties(size=_HEAD_PT, weight="bold")
     return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
-
-
-def head(figure: Figure, lines: Sequence[str]) -> None:
-    """Write `lines` above everything; a "$" in them, for example of an error, begins no formula."""
-    if lines:
-        figure.suptitle("\n".join(lines), x=0.005, ha="left", fontsize=_HEAD_PT, fontweight="bold", parse_math=False)
 
 
 def picture(figure: Figure, text: str) -> Picture:

@@ -8,6 +8,7 @@ end. All runs of a cell share one display: updates replace it, and the notebook 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -92,6 +93,8 @@ class LivePanel(RunView):
         bundle = self._bundle(now - self._began)
         self._show_frame(bundle)
         cpu_s = time.thread_time() - cpu_s
+        if self.history.has_curves:  # their picture needs matplotlib: loaded now, the end does not wait for it
+            importlib.import_module("nbaccel.display.run_figure")
         nbytes = sum(map(len, bundle.values()))
         self._due = now + max(_FRAME_S, cpu_s / _SHARE_OF_CORE, nbytes / _BYTES_PER_S)
 

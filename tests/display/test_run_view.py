@@ -71,6 +71,19 @@ def test_a_panel_is_one_display_that_is_updated_and_ends_as_a_picture() -> None:
     assert paper.text.startswith("done in 5.0 s, 50 steps, loss 0.02000")
 
 
+def test_what_the_picture_needs_is_loaded_with_the_first_frame_and_not_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(live_panel.importlib, "import_module", loaded.append)
+    clock = Clock()
+    shown = LivePanel(Paper(), 1, FACTS, clock=clock)
+    shown.tick(clock.now)
+    assert loaded == []
+    report(shown, clock, 0.5)
+    assert loaded == ["nbaccel.display.run_figure"]
+
+
 def test_a_run_that_is_short_and_has_no_numbers_leaves_nothing() -> None:
     paper, clock = Paper(), Clock()
     for shown in (LivePanel(paper, 2, FACTS, clock=clock), PeriodicText(paper, 2, FACTS, clock=clock)):
