@@ -80,10 +80,10 @@ def prepare_data_loader(
     is_this_run = num_processes is None and process_index is None
     ranks = state.num_processes if num_processes is None else num_processes
     rank = state.process_index if process_index is None else process_index
-    mine = LoaderFacts.of(dataloader)
-    facts = [mine] * ranks
     if is_this_run and ranks > 1:
-        facts = LoaderFacts.from_tensor(state.collectives.gather(mine.as_tensor().to(state.device)))
+        facts = LoaderFacts.of_all_ranks(dataloader, state.collectives, state.device)
+    else:
+        facts = [LoaderFacts.of(dataloader)] * ranks
     prepared = prepare_loader(
         dataloader,
         state.world if is_this_run else World(rank, ranks, rank, ranks),

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from nbaccel.errors import NotPrepared
 from nbaccel.events import Gauge, emit
 from nbaccel.train.data.draws import Comparison, Meetings, takes_one_batch
-from nbaccel.train.data.order import tell_epoch
+from nbaccel.train.data.order import samplers_of, tell_epoch
 from nbaccel.train.data.placement import place
 from nbaccel.train.data.position import EpochProgress, Fetching, LoaderPosition, LoopGauge
 from nbaccel.train.data.shard import counted, refuse_uneven, until_backward
@@ -247,8 +247,7 @@ class PreparedLoader(DataLoader[Any]):
         if progress.resume is not None and progress.resume.epoch != epoch:
             progress.resume = None
         loader = self.loader
-        inner = getattr(loader.batch_sampler, "sampler", None)  # not the loader's, where the program made both
-        tell_epoch(epoch, loader.dataset, loader.sampler, loader.batch_sampler, inner)
+        tell_epoch(epoch, loader.dataset, *samplers_of(loader))
 
     def state_dict(self, unseen: int = 0) -> dict[str, Any]:
         """Return the position of the loop: epoch, its batches had so far, and what its order follows from; plain data.

@@ -20,13 +20,24 @@ from torch.utils.data import DataLoader, Sampler
 
 from nbaccel.train.data.pieces import in_pieces
 
-__all__ = ["PrivateRandomness", "SharedOrder", "data_seed", "drawn_seed", "order_states", "replayed", "tell_epoch"]
+__all__ = [
+    "PrivateRandomness",
+    "SharedOrder",
+    "data_seed",
+    "drawn_seed",
+    "order_states",
+    "replayed",
+    "samplers_of",
+    "tell_epoch",
+]
 
 _EPOCH_STRIDE = 0x9E3779B97F4A7C15
 """2**64 over the golden ratio: neighbouring epochs of neighbouring seeds do not coincide."""
 
 _DRAW_STRIDE = 0xD1B54A32D192ED03
 """An odd number near 2**64 times 0.8191: the draws of an epoch coincide neither with each other nor other epochs."""
+
+_SAMPLER_ATTRIBUTES = ("sampler", "batch_sampler")
 
 _SEEDABLE_STRIDE = 1
 """Accelerate's seedable sampler: epoch e has the order of seed + e."""
@@ -70,7 +81,7 @@ class SharedOrder(Sampler[Any]):
             generator.manual_seed(seed)
         if self._private is not None:
             self._private.seed(seed)
-        tell_epoch(epoch, self._batches, getattr(self._batches, "sampler", None))
+        tell_epoch(epoch, *samplers_of(self._batches))
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._batches) if self._private is None else self._private.over(self._batches, self._at_once)
@@ -166,6 +177,22 @@ def tell_epoch(epoch: int, *owners: Any) -> None:
     for owner in owners:
         if hasattr(owner, "set_epoch"):
             owner.set_epoch(epoch)
+
+
+def samplers_of(source: Any) -> list[Any]:
+    """Return the samplers of a loader, or `source` if it is one itself, and those inside of them at any depth."""
+    is_loader = isinstance(source, DataLoader)
+    below = [source.batch_sampler, source.sampler] if is_loader else [source]
+    found: list[Any] = []
+    while below:
+        sampler = below.pop(0)
+        if sampler is not None and all(sampler is not one for one in found):
+            found.append(sampler)
+            inside = getattr(sampler, "__dict__", {})
+            below += [
+                value for name, value in inside.items() if isinstance(value, Sampler) or name in _SAMPLER_ATTRIBUTES
+            ]
+    return found
 
 
 @contextmanager

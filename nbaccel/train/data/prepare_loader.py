@@ -7,17 +7,20 @@ rank sends a `LoaderFacts` with what the ranks must agree on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from nbaccel.train.data.dispatch import DispatchSource, SliceFunction
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.order import SharedOrder, data_seed
-from nbaccel.train.data.sources import IndexSource, Source, StreamSource, length_of, rebuilt
+from nbaccel.train.data.shard import counted
+from nbaccel.train.data.shares import digest_of, order_of, repeats, rows_of, share_of
+from nbaccel.train.data.sources import DealtSource, IndexSource, Source, StreamSource, length_of, rebuilt
 from nbaccel.train.distributed.callers import warn_user
+from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.values import frozen
@@ -31,6 +34,9 @@ __all__ = [
     "prepare_loader",
     "skip_first_batches",
 ]
+
+_SHOWN = 6
+"""Numbers of each rank in a message."""
 
 
 class DataLoaderShard(PreparedLoader):
@@ -95,27 +101,80 @@ class DataLoaderDispatcher(PreparedLoader):
 
 @frozen
 class LoaderFacts:
-    """Facts of one rank about its loader; -1 for a missing length.
+    """Facts of one rank about its loader; -1 for what is not known.
 
     seed: of the data order.  samples: in the dataset.  batches: of the user's loader.
+    share, shares: its data are dealt to ranks already, and are this share of so many; 0 and 0 where they are not.
+    rows, order: digests of the rows that the dataset takes, and of the indices of an epoch; see `shares`.
     """
 
     seed: int
     samples: int
     batches: int
+    share: int = 0
+    shares: int = 0
+    rows: int = -1
+    order: int = -1
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> LoaderFacts:
+        """Return what is known without an exchange, nor drawing an index."""
         samples, batches = length_of(loader.dataset), length_of(loader)
-        return cls(data_seed(loader), -1 if samples is None else samples, -1 if batches is None else batches)
-
-    def as_tensor(self) -> torch.Tensor:
-        """Return one row, to be gathered."""
-        return torch.tensor([astuple(self)], dtype=torch.int64, device="cpu")
+        said = share_of(loader) or (0, 0)
+        return cls(data_seed(loader), -1 if samples is None else samples, -1 if batches is None else batches, *said)
 
     @classmethod
-    def from_tensor(cls, rows: torch.Tensor) -> list[LoaderFacts]:
-        return [cls(*row) for row in rows.tolist()]
+    def of_all_ranks(cls, loader: DataLoader[Any], collectives: Collectives, device: torch.device) -> list[LoaderFacts]:
+        """Return the facts of every rank. Collective; with one more exchange where they differ in rows or order.
+
+        Raises:
+            ValueError: they differ, and are no shares either.
+        """
+        mine = cls.of(loader)
+        rows, order = (None, None) if mine.shares else (rows_of(loader.dataset), order_of(loader))
+        digests = [-1 if numbers is None else digest_of(numbers) for numbers in (rows, order)]
+        mine = replace(mine, rows=digests[0], order=digests[1])
+        sent = torch.tensor([astuple(mine)], dtype=torch.int64, device="cpu")
+        facts = [cls(*numbers) for numbers in collectives.gather(sent.to(device)).tolist()]
+        if len(facts) == 1 or facts[0].shares:
+            return facts
+        batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        if _differ([fact.rows for fact in facts]):
+            drawn, owner = rows, loader.dataset
+        elif _differ([fact.order for fact in facts]):
+            drawn, owner = order, getattr(batches, "sampler", batches)  # type: ignore[arg-type]
+            if drawn is not None and length_of(batches) is None:  # what all ranks together draw of an epoch
+                drawn = drawn[: len(loader.dataset) // len(facts)]  # type: ignore[arg-type]
+        else:
+            return facts
+        shares = collectives.gather_objects([drawn])
+        common = repeats(shares)
+        if common >= len(shares):  # fewer are those that fill shares up to the same length
+            raise ValueError(_overlap(owner, shares, common))
+        return [replace(fact, share=rank, shares=len(facts)) for rank, fact in enumerate(facts)]
+
+
+def _differ(digests: Sequence[int]) -> bool:
+    """Return whether all ranks know a digest, and they are not the same."""
+    return len(set(digests)) > 1 and -1 not in digests
+
+
+def _overlap(owner: Any, shares: Sequence[Sequence[int]], common: int) -> str:
+    """Return the message about ranks whose numbers differ, and of which `common` are those of several ranks."""
+    said = "\n".join(
+        f"  rank {rank}: {len(share)} ({', '.join(map(str, share[:_SHOWN]))}{', ...' if len(share) > _SHOWN else ''})"
+        for rank, share in enumerate(shares)
+    )
+    is_sampler = isinstance(owner, Sampler)
+    name = type(owner).__name__
+    what = f"draw different indices from {name}" if is_sampler else f"have different rows in their {name}"
+    says_so = ", or their sampler says so by its attributes `rank` and `num_replicas`." if is_sampler else "."
+    return (
+        f"the ranks {what}, and {common} of them are those of several ranks: some samples would be trained on twice, "
+        f"and others never.\n{said}\n  Make the same {'order' if is_sampler else 'choice'} in every rank, by a seed "
+        "that they share: `set_seed(seed)` without `device_specific` before it is drawn, or a generator of its own. "
+        f"Data that the program deals to the ranks itself have no sample in common{says_so}"
+    )
 
 
 def prepare_loader(
@@ -153,12 +212,12 @@ class LoaderChoice:
 
     def source(self, device: torch.device, slice_function: SliceFunction | None, keeps_on_host: bool) -> Source:
         loader, world, configuration = self.loader, self.world, self.configuration
-        self._refuse_empty()
         is_stream = isinstance(loader.dataset, IterableDataset)
+        if self.is_dealt:
+            return DealtSource(loader, world, self._batches_of_ranks())
+        self._refuse_empty()
         if not world.is_distributed:
             return self.indexed() if configuration.use_seedable_sampler and self.has_indices else Source(loader)
-        if _is_dealt_already(loader, world):
-            return Source(loader)
         even, split = configuration.even_batches, configuration.split_batches
         if self.dispatches:
             batches = self.facts[0].batches
@@ -185,8 +244,35 @@ class LoaderChoice:
         return not (isinstance(self.loader.dataset, IterableDataset) or _iterates_itself(self.loader))
 
     @property
+    def is_dealt(self) -> bool:
+        """True if every rank has its share of the data already.
+
+        Raises:
+            ValueError: they are shares of another number of ranks.
+        """
+        shares, ranks = [fact.shares for fact in self.facts], self.world.world_size
+        if ranks == 1 or not any(shares):
+            return False
+        are_of_ranks = len({fact.share for fact in self.facts}) == ranks
+        is_simulated = all(fact is self.facts[0] for fact in self.facts)  # this process's facts, for every rank
+        if set(shares) == {ranks} and (are_of_ranks or is_simulated):
+            return True
+        said = ", ".join(f"rank {rank}: {fact.share} of {fact.shares}" for rank, fact in enumerate(self.facts))
+        raise ValueError(
+            f"the data of this loader are dealt already, but not to these {ranks} ranks, as its sampler or its dataset "
+            f"says (share of each rank: {said}). Give it `rank=accelerator.process_index` and "
+            f"`num_replicas=accelerator.num_processes`, or leave it out: a prepared loader deals its data itself."
+        )
+
+    def _batches_of_ranks(self) -> list[int] | None:
+        batches = [fact.batches for fact in self.facts]
+        return None if -1 in batches else batches
+
+    @property
     def dispatches(self) -> bool:
         """True if rank 0 reads for all, also where it is alone."""
+        if self.is_dealt:
+            return False
         chosen = self.configuration.dispatch_batches
         return isinstance(self.loader.dataset, IterableDataset) if chosen is None else chosen
 
@@ -214,6 +300,7 @@ class LoaderChoice:
         """Refuse datasets of different lengths: each rank deals by its own count, so step counts would differ."""
         samples = [fact.samples for fact in self.facts]
         if len(set(samples)) == 1:
+            self._refuse_different_lengths()
             return
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(samples))
         raise ValueError(
@@ -221,6 +308,14 @@ class LoaderChoice:
             "so each rank must load all of it. If these are parts that you made yourself, do not prepare the loader; "
             "if only rank 0 has the data, use DataLoaderConfiguration(dispatch_batches=True)."
         )
+
+    def _refuse_different_lengths(self) -> None:
+        batches = [fact.batches for fact in self.facts]
+        if len(set(batches)) > 1:
+            raise ValueError(
+                f"the ranks' loaders have different numbers of batches ({counted(batches)}), so they would deal "
+                "different ones. Make them with the same batch_size and sampler in every rank."
+            )
 
     def _warn_of_little_data(self) -> None:
         """Warn of fewer samples than one round takes."""
@@ -304,10 +399,6 @@ def _without_first(values: Iterable[Any], skip: int) -> Iterator[Any]:
     for _ in zip(range(skip), iterator, strict=False):
         pass
     return iterator
-
-
-def _is_dealt_already(loader: DataLoader[Any], world: World) -> bool:
-    return isinstance(loader.sampler, DistributedSampler) and loader.sampler.num_replicas == world.world_size
 
 
 def _iterates_itself(loader: DataLoader[Any]) -> bool:

@@ -13,15 +13,23 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from nbaccel.train.data.order import PrivateRandomness, SharedOrder, drawn_seed, order_states, replayed, tell_epoch
+from nbaccel.train.data.order import (
+    PrivateRandomness,
+    SharedOrder,
+    drawn_seed,
+    order_states,
+    replayed,
+    samplers_of,
+    tell_epoch,
+)
 from nbaccel.train.data.pieces import in_pieces, iterated_in_pieces
 from nbaccel.train.data.position import DatasetStates, LoaderPosition
 from nbaccel.train.data.shard import BatchShard, StreamShard, look_ahead, unshared
 from nbaccel.world import World
 
-__all__ = ["IndexSource", "Rest", "Source", "StreamSource", "drawn_again", "length_of", "rebuilt"]
+__all__ = ["DealtSource", "IndexSource", "Rest", "Source", "StreamSource", "drawn_again", "length_of", "rebuilt"]
 
 _TOO_MANY_WORKERS = "This DataLoader will create"
 """Beginning of torch's warning of more workers than cores (dataloader.py)."""
@@ -86,8 +94,7 @@ class Source:
     def open(self, position: LoaderPosition) -> Iterator[tuple[Any, bool]]:
         """Yield this rank's batches from `position` on, and whether each is its last one."""
         loader = self.loader
-        inner = getattr(loader.batch_sampler, "sampler", None)
-        tell_epoch(position.epoch, loader.dataset, loader.sampler, loader.batch_sampler, inner)
+        tell_epoch(position.epoch, loader.dataset, *samplers_of(loader))
         if not position.batches:
             return self._ended(iterated_in_pieces(loader), position)
         with drawn_again(position, loader):
@@ -118,6 +125,35 @@ class Source:
 
     def _length(self) -> int | None:
         return length_of(self.loader)
+
+
+class DealtSource(Source):
+    """The user's loader unchanged, which reads this rank's share of the data already.
+
+    batches: of each rank; None where that is unknown.
+    """
+
+    is_drawn_apart = True
+
+    def __init__(self, loader: DataLoader[Any], world: World, batches: list[int] | None) -> None:
+        super().__init__(loader)
+        self._rank = world.rank
+        self._batches = batches
+
+    @property
+    def may_be_uneven(self) -> bool:
+        return not isinstance(getattr(self.loader.batch_sampler, "sampler", self.loader.sampler), DistributedSampler)
+
+    def lengths(self, skip: int = 0) -> list[int] | None:
+        if self._batches is None or len(set(self._batches)) == 1:
+            return super().lengths(skip)
+        return [max(0, batches - skip) for batches in self._batches]
+
+    def _ended(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[tuple[Any, bool]]:
+        lengths = self.lengths(position.batches)
+        if self.is_stream or lengths is None or len(lengths) == 1:
+            return super()._ended(batches, position)
+        return count_down(self.states.noted(batches), lengths[self._rank])
 
 
 class IndexSource(Source):

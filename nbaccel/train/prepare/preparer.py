@@ -239,10 +239,10 @@ class Preparer:
         return remembered(prepared, self._equipment.prepared.loaders)
 
     def _facts(self, loader: DataLoader[Any]) -> list[LoaderFacts]:
-        mine = LoaderFacts.of(loader)
-        if self._equipment.state.num_processes == 1:
-            return [mine]
-        return LoaderFacts.from_tensor(self._equipment.collectives.gather(mine.as_tensor().to(self._equipment.device)))
+        equipment = self._equipment
+        if equipment.state.num_processes == 1:
+            return [LoaderFacts.of(loader)]
+        return LoaderFacts.of_all_ranks(loader, equipment.collectives, equipment.device)
 
     def _batches_once_prepared(self, loader: DataLoader[Any], config: DataLoaderConfiguration) -> int:
         """Return this rank's number of batches, without preparing `loader`."""

@@ -1,0 +1,170 @@
+"""Shares: whether data are dealt to ranks already, or ranks would draw different orders. Runs in ranks.
+
+Data that a program has shared out itself must not be dealt again: every rank would leave out what it passes to nobody.
+Known forms say so themselves (`share_of`): a `DistributedSampler`, the samplers of other libraries, and streams of
+`datasets.distributed.split_dataset_by_node`. For anything else the numbers decide that ranks draw, compared when the
+loader is prepared: those of the dataset's rows (`rows_of`), and the order of a whole epoch (`order_of`), which is drawn
+from a copy of the sampler. Equal numbers are dealt, numbers without common ones are shares; `repeats` counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import operator
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
+
+from nbaccel.train.data.order import SharedOrder, samplers_of
+from nbaccel.train.data.sources import length_of
+
+__all__ = ["MOST_NUMBERS", "digest_of", "order_of", "repeats", "rows_of", "share_of"]
+
+MOST_NUMBERS = 1_000_000
+"""Numbers that are compared. A longer order is not drawn in advance: it takes seconds, and 8 bytes a number."""
+
+_FROM_THE_LENGTH = (SequentialSampler, RandomSampler)
+
+_RANK = ("rank", "_rank", "process_index", "_process_index")
+_RANKS = ("num_replicas", "_num_replicas", "world_size", "_world_size", "num_processes", "_num_processes")
+
+
+def share_of(loader: DataLoader[Any]) -> tuple[int, int] | None:
+    """Return which share of how many the data of `loader` are, as its samplers or its dataset say; None if not said."""
+    for owner in (*samplers_of(loader), getattr(loader.dataset, "_distributed", None), loader.dataset):
+        rank, ranks = _number(owner, _RANK), _number(owner, _RANKS)
+        if rank is not None and ranks is not None and ranks > 1:
+            return rank, ranks
+    return None
+
+
+def order_of(loader: DataLoader[Any]) -> list[int] | None:
+    """Return the indices of an epoch, drawn from a copy of the loader's samplers with random numbers of their own.
+
+    An empty list for torch's own samplers, whose order follows from the length of the dataset and a seed that ranks
+    share. As many as there are samples where the sampler has no end. None where they cannot be known: there are no
+    indices, no copy, too many of them, or drawing fails.
+    """
+    if isinstance(loader.dataset, IterableDataset) or type(loader).__iter__ is not DataLoader.__iter__:
+        return None
+    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if type(getattr(batches, "sampler", batches) if type(batches) is BatchSampler else batches) in _FROM_THE_LENGTH:
+        return []
+    with suppress(Exception):  # of the program's own classes: what they draw is compared while it is read
+        length = length_of(batches)
+        if length is not None and length * (loader.batch_size or 1) > 2 * MOST_NUMBERS:
+            return None
+        most = MOST_NUMBERS if length is not None else min(MOST_NUMBERS, len(loader.dataset))  # type: ignore[arg-type]
+        order = SharedOrder(_copied(batches, loader.dataset), 0)
+        drawn = list(itertools.islice(_flat(order), most + (length is not None)))
+        return drawn if len(drawn) <= most else None
+    return None
+
+
+def rows_of(dataset: Any) -> Sequence[int] | None:
+    """Return the numbers of the rows that `dataset` takes from a larger one; None where it says nothing of that kind.
+
+    Known are torch's `Subset`, and the datasets of Hugging Face in one piece of memory.
+    """
+    if type(dataset) is Subset:
+        inside = rows_of(dataset.dataset)
+        with suppress(Exception):
+            if len(dataset.indices) <= MOST_NUMBERS:
+                rows = [operator.index(row) for row in dataset.indices]
+                return rows if inside is None else [inside[row] for row in rows]
+        return None
+    if not isinstance(getattr(dataset, "_fingerprint", None), str):
+        return None
+    with suppress(Exception):
+        if dataset._indices is None:
+            (chunk,) = dataset._data.column(0).chunks
+            return range(chunk.offset, chunk.offset + len(dataset))
+        if len(dataset) <= MOST_NUMBERS:
+            return [int(row) for row in dataset._indices.column(0).to_pylist()]
+    return None
+
+
+def digest_of(numbers: Sequence[int]) -> int:
+    """Return a number of 63 bits that is equal for equal `numbers`, in the same order; 0 for none."""
+    if not numbers:
+        return 0
+    text = repr(numbers).encode() if isinstance(numbers, range) else array("q", numbers).tobytes()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1 or 1
+
+
+def repeats(shares: Sequence[Sequence[int]]) -> int:
+    """Return how many of the numbers in `shares` are in a share of another rank, too; each one counts once.
+
+    >>> repeats([[0, 2, 4], [1, 3, 0]])
+    1
+    >>> repeats([range(0, 10**9), range(10**9 - 1, 2 * 10**9)])
+    1
+    """
+    if all(isinstance(share, range) for share in shares):
+        inner = sorted((share.start, share.stop) for share in shares if share)  # type: ignore[attr-defined]
+        ends = itertools.accumulate((stop for _, stop in inner), max)
+        return sum(max(0, min(end, stop) - start) for end, (start, stop) in zip(ends, inner[1:], strict=False))
+    ranks = Counter(itertools.chain.from_iterable(set(share) for share in shares))
+    return sum(count > 1 for count in ranks.values())
+
+
+def _number(owner: Any, names: Iterable[str]) -> int | None:
+    for name in names:
+        with suppress(Exception):
+            value = getattr(owner, name, None)
+            if type(value) is int:
+                return value
+    return None
+
+
+def _flat(order: Iterable[Any]) -> Iterator[int]:
+    for each in order:
+        if isinstance(each, (list, tuple)) and not isinstance(each, str):
+            yield from map(_as_number, each)
+        elif isinstance(each, torch.Tensor) and each.ndim:
+            yield from each.tolist()
+        else:
+            yield _as_number(each)
+
+
+def _as_number(index: Any) -> int:
+    try:
+        return operator.index(index)
+    except TypeError:
+        return zlib.crc32(repr(index).encode())
+
+
+def _copied(batches: Any, dataset: Any) -> Any:
+    """Return a copy of a sampler that draws without changing it. What the copy only reads, data and models, it shares.
+
+    Raises:
+        Exception: it cannot be copied.
+    """
+    shared: dict[int, Any] = {id(dataset): dataset}
+    for sampler in samplers_of(batches):
+        for value in getattr(sampler, "__dict__", {}).values():
+            if isinstance(value, torch.Generator):
+                shared[id(value)] = torch.Generator(value.device).set_state(value.get_state())
+            elif isinstance(value, (Dataset, torch.nn.Module, DataLoader)) or _is_large(value):
+                shared[id(value)] = value
+    return copy.deepcopy(batches, shared)
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > MOST_NUMBERS

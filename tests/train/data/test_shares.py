@@ -1,0 +1,221 @@
+"""Data that the program has dealt to the ranks are not dealt again, and ranks that draw different orders say so."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    random_split,
+)
+
+from nbaccel import Accelerator
+from nbaccel.testing import run_ranks
+from nbaccel.train.data import DataLoaderConfiguration
+from nbaccel.train.data.shares import order_of, repeats
+
+IDS: Any = range(16)
+
+
+class _Own(Sampler[Any]):
+    """Yields what it is given."""
+
+    def __init__(self, order: list[Any], **said: int) -> None:
+        self.order = order
+        self.__dict__.update(said)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+class _Endless(Sampler[int]):
+    """As the sampler of detectron2: an order without an end, of which each rank takes every n-th index."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._mine = rank, ranks
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(1)
+        orders = (torch.randperm(16, generator=generator).tolist() for _ in itertools.count())
+        yield from itertools.islice(itertools.chain.from_iterable(orders), self._mine[0], None, self._mine[1])
+
+
+class _Wrapped(Sampler[int]):
+    """Passes on what another sampler yields."""
+
+    def __init__(self, inner: Sampler[int]) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)  # type: ignore[arg-type]
+
+
+class _OwnStream(IterableDataset[int]):
+    """Reads the part of its rank, and says which one that is."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 16, self.world_size))
+
+
+Make = Callable[[int, int], DataLoader[Any]]
+
+
+def _distributed(rank: int, ranks: int) -> DistributedSampler[Any]:
+    return DistributedSampler(IDS, num_replicas=ranks, rank=rank, seed=3)
+
+
+DEALT: dict[str, Make] = {
+    "in a batch sampler": lambda r, n: DataLoader(IDS, batch_sampler=BatchSampler(_distributed(r, n), 2, False)),
+    "in an own sampler": lambda r, n: DataLoader(IDS, 2, sampler=_Wrapped(_distributed(r, n))),
+    "an own sampler": lambda r, n: DataLoader(IDS, 2, sampler=_Own(list(IDS)[r::n])),
+    "one that says so": lambda r, n: DataLoader(IDS, 2, sampler=_Own(list(IDS)[r::n], rank=r, num_replicas=n)),
+    "own batches": lambda r, n: DataLoader(IDS, batch_sampler=_Own([[k, k + n] for k in IDS if k % (2 * n) == r])),
+    "of indices": lambda r, n: DataLoader(IDS, 2, sampler=SubsetRandomSampler(IDS[r::n])),
+    "a subset": lambda r, n: DataLoader(Subset(IDS, IDS[r::n]), 2, shuffle=True),
+    "a stream": lambda r, n: DataLoader(_OwnStream(r, n), 2),
+}
+
+
+def _seen(dispatch: bool | None = None) -> dict[str, list[list[int]]]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    seen: dict[str, list[list[int]]] = {}
+    for name, make in DEALT.items():
+        loader = accelerator.prepare(make(accelerator.process_index, accelerator.num_processes))
+        seen[name] = [[index for batch in loader for index in batch.tolist()] for _ in range(2)]
+    return seen
+
+
+@pytest.mark.parametrize("dispatch", [None, pytest.param(True, marks=pytest.mark.full)])
+def test_what_the_program_has_dealt_is_seen_once_and_as_it_dealt_it(dispatch: bool | None) -> None:
+    first, second = run_ranks(2, _seen, dispatch)
+    for name in DEALT:
+        for mine, theirs in zip(first[name], second[name], strict=True):
+            assert sorted(mine + theirs) == list(IDS), name
+    order = list(_distributed(1, 2))
+    assert second["in a batch sampler"][0] == second["in an own sampler"][0] == order
+    assert second["an own sampler"] == [list(IDS[1::2])] * 2
+
+
+def _endless() -> list[int]:
+    accelerator = Accelerator()
+    sampler = _Endless(accelerator.process_index, accelerator.num_processes)
+    loader = accelerator.prepare(DataLoader(IDS, 2, sampler=sampler))
+    return [index for batch in itertools.islice(loader, 4) for index in batch.tolist()]
+
+
+def test_a_sampler_without_an_end_is_asked_for_one_epoch_of_all_ranks() -> None:
+    first, second = run_ranks(2, _endless)
+    assert sorted(first + second) == list(IDS)
+
+
+def _of_own_seed(rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(rank)
+
+
+APART: dict[str, Make] = {
+    "drawn early": lambda r, n: DataLoader(IDS, 2, sampler=_Own(random.Random(r).sample(IDS, 16))),
+    "weights": lambda r, n: DataLoader(IDS, 2, sampler=WeightedRandomSampler([1.0] * 8 + [r + 1.0] * 8, 16)),
+    "split": lambda r, n: DataLoader(random_split(IDS, [8, 8], _of_own_seed(r))[0], 2, shuffle=True),
+    "of four ranks": lambda r, n: DataLoader(IDS, 2, sampler=_distributed(r, 4)),
+    "of rank 0": lambda r, n: DataLoader(IDS, 2, sampler=_distributed(0, n)),
+}
+
+
+def _refusals() -> dict[str, str]:
+    accelerator = Accelerator()
+    said = {}
+    for name, make in APART.items():
+        with pytest.raises(ValueError, match="ranks") as caught:
+            accelerator.prepare(make(accelerator.process_index, accelerator.num_processes))
+        said[name] = str(caught.value)
+    return said
+
+
+def test_ranks_that_would_see_some_samples_twice_are_an_error_with_their_numbers() -> None:
+    said, also = run_ranks(2, _refusals)
+    assert said == also
+    early = said["drawn early"]
+    assert "the ranks draw different indices from _Own, and 16 of them are those of several ranks" in early
+    for rank in range(2):
+        begin = ", ".join(map(str, random.Random(rank).sample(IDS, 16)[:6]))
+        assert f"\n  rank {rank}: 16 ({begin}, ...)" in early
+    assert "without `device_specific`" in early
+    assert "attributes `rank` and `num_replicas`" in early
+    assert "different indices from WeightedRandomSampler" in said["weights"]
+    assert "have different rows in their Subset" in said["split"]
+    assert "(share of each rank: rank 0: 0 of 4, rank 1: 1 of 4)" in said["of four ranks"]
+    assert "(share of each rank: rank 0: 0 of 2, rank 1: 0 of 2)" in said["of rank 0"]
+    assert "`num_replicas=accelerator.num_processes`" in said["of rank 0"]
+
+
+class _Shuffling(Sampler[int]):
+    """Shuffles its own list, by its own generator, and counts its epochs."""
+
+    def __init__(self) -> None:
+        self.indices = list(IDS)
+        self.draws = random.Random(5)
+        self.generator_of_torch = torch.Generator().manual_seed(5)
+        self.epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        self.draws.shuffle(self.indices)
+        torch.randperm(4, generator=self.generator_of_torch)
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return 16
+
+
+def test_looking_at_an_order_changes_neither_the_sampler_nor_random_numbers() -> None:
+    sampler, states = _Shuffling(), (random.getstate(), torch.get_rng_state())
+    assert sorted(order_of(DataLoader(IDS, 2, sampler=sampler)) or []) == list(IDS)
+    assert (sampler.indices, sampler.epochs) == (list(IDS), 0)
+    assert sampler.draws.random() == random.Random(5).random()
+    assert torch.equal(sampler.generator_of_torch.get_state(), torch.Generator().manual_seed(5).get_state())
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+
+
+def test_an_order_that_follows_from_the_length_is_not_drawn() -> None:
+    for loader in (DataLoader(IDS, 2), DataLoader(IDS, 2, shuffle=True), DataLoader(IDS, None)):
+        assert order_of(loader) == []
+    assert order_of(DataLoader(IDS, 2, sampler=RandomSampler(IDS, num_samples=4))) == []
+
+
+def test_an_order_that_cannot_be_drawn_is_not_known() -> None:
+    unfinished = _Own([])
+    del unfinished.order
+    once = _Own([])
+    once.order = (index for index in range(4))  # type: ignore[assignment]
+    for sampler in (unfinished, once, _Own([0] * 1_000_001)):
+        assert order_of(DataLoader(IDS, 2, sampler=sampler)) is None
+
+
+def test_numbers_that_several_ranks_have_are_counted_once() -> None:
+    assert repeats([[1, 1, 2], [3, 4, 2], [2, 5]]) == 1
+    assert repeats([range(4), range(4, 9), range(9, 12)]) == 0
+    assert repeats([range(0, 10**12), range(10**12 - 3, 2 * 10**12)]) == 3
