@@ -255,6 +255,11 @@ _SPARSE_GRADIENTS = (
     "FSDP cannot cut sparse gradients into rows: leave out sparse=True of nn.Embedding, or use --strategy ddp."
 )
 
+_DATABASE_OF_THE_NOTEBOOK = (
+    "A connection of SQLite works in the process that has opened it alone, and this one belongs to the notebook: open "
+    "the database in this cell, with sqlite3.connect()."
+)
+
 _TABLE = (
     (re.compile(r"(creating|attaching to) shared memory segment /dev/shm/nccl-|failed to extend /dev/shm/nccl-"),
      _FULL_FOR_NCCL),
@@ -282,6 +287,7 @@ _TABLE = (
      _HALF_OF_A_STATE),
     (re.compile(r"setStorage: .* out of bounds for storage of size 0"), _FREED_WEIGHTS),
     (re.compile(r"fsdp::chunk_cat.*Sparse"), _SPARSE_GRADIENTS),
+    (re.compile(r"SQLite objects created in a thread can only be used in that same thread"), _DATABASE_OF_THE_NOTEBOOK),
 )  # fmt: skip
 """Patterns of error texts, each with its advice.
 

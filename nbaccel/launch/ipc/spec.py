@@ -131,6 +131,10 @@ class Task(ABC):
         """Return what such a process gets, by name: also what functions and classes among it read of the notebook."""
         return {}
 
+    def own_codes(self) -> Sequence[types.CodeType]:
+        """Return the code of the task that is no function of the notebook."""
+        return ()
+
     def left_behind(self) -> tuple[str, dict[str, Any]]:
         """Return a file, and the names that its top level has bound, in a rank whose work is over."""
         return "", {}

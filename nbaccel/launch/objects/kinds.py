@@ -24,6 +24,7 @@ from typing import Any
 
 from nbaccel.launch.objects.arrays import ARRAY, ARRAY_OF_A_CLASS, kind_of_memory
 from nbaccel.launch.objects.kind import CannotWrite, Entries, Kind, Step, Write
+from nbaccel.launch.objects.open_files import kind_of_file
 from nbaccel.launch.objects.wrappers import (
     is_accelerator,
     is_lightnings_callback,
@@ -519,7 +520,7 @@ def _chosen(kind: type) -> Kind | None:
         return None
     if wraps(kind):
         return _WRAPPER
-    if (own := kind_of_memory(kind)) is not None:
+    if (own := kind_of_memory(kind) or kind_of_file(kind)) is not None:
         return _Both(own, _Object(_slots_of(kind))) if own is ARRAY_OF_A_CLASS else own
     module = str(type.__dict__["__module__"].__get__(kind))
     is_of_the_process = module.partition(".")[0] in _OF_THE_PROCESS or module.startswith("torch.utils.tensorboard")

@@ -18,7 +18,7 @@ import stat
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from nbaccel.launch.ipc.kernel_state import TorchFlags
 from nbaccel.launch.ipc.payload import Payload
 from nbaccel.launch.ipc.spec import LaunchSpec, Task, WorkerBoot
 from nbaccel.launch.objects.inventory import no_collections
+from nbaccel.launch.objects.open_files import FilesOfRanks, take_places
 from nbaccel.launch.objects.threads import threads_of_the_notebook
 from nbaccel.launch.processes.handle import WorkerProcess
 from nbaccel.launch.processes.interaction import Pollable
@@ -76,12 +77,21 @@ class ForkStart:
 
     def __init__(self, resource_fds: Collection[int]) -> None:
         self._resource_fds = resource_fds
+        self._files = FilesOfRanks()
 
     def get_ready(self) -> None:
         """Return at once: a fork needs only the kernel."""
 
     def pack(self, spec: LaunchSpec, beside: Sequence[Pollable]) -> None:
-        """Pack nothing: a fork sees everything."""
+        """Pack nothing, since a fork sees everything, and find the open files that ranks must not share.
+
+        Raises:
+            LaunchRefused: they would have to.
+        """
+        task = spec.task
+        self._files = FilesOfRanks.behind(
+            task.values_to_send, task.own_codes(), spec.world_size, all_are_wanted=task.home is not None
+        )
 
     def close(self) -> None:
         """Release nothing."""
@@ -95,11 +105,12 @@ class ForkStart:
             try:
                 torch_flags.apply()
                 for boot in boots:
-                    processes.append(self._fork(boot, boots, task, close_fds, ports, python_rng))
+                    with self._files.opened_anew() as own_files:
+                        processes.append(self._fork(boot, boots, task, close_fds, ports, python_rng, own_files))
             except BaseException as error:
                 failures.append(error)
 
-        _flush_open_files()
+        _flush_open_files(self._files.written)
         ports, python_rng = kernel_ports(), random.getstate()
         torch_flags = TorchFlags.of_this_thread()
         close_fds = [*self._resource_fds, *kernel_fds]
@@ -122,6 +133,7 @@ class ForkStart:
         close_fds: Sequence[int],
         ports: frozenset[int],
         python_rng: Any,
+        own_files: Mapping[int, int],
     ) -> WorkerProcess:
         lost_threads = threads_of_the_notebook()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -136,11 +148,19 @@ class ForkStart:
                 if main_thread is not None:
                     main_thread.become()
                 close_kernel_sockets(ports)
+                take_places(own_files)
                 # A fork copies everything but this: CPython reseeds `random` in every forked child.
                 random.setstate(python_rng)
                 own = {getattr(boot, name) for name in WorkerBoot.FDS}
                 others = {getattr(other, name) for other in boots for name in WorkerBoot.FDS} - own
-                run_rank(boot, lambda: task, [*close_fds, *others], is_fork=True, lost_threads=lost_threads)
+                run_rank(
+                    boot,
+                    lambda: task,
+                    [*close_fds, *others],
+                    is_fork=True,
+                    lost_threads=lost_threads,
+                    written=self._files.written,
+                )
             finally:
                 os._exit(70)
         return WorkerProcess(pid, os.pidfd_open(pid), lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -196,11 +216,14 @@ def _share_resource_tracker() -> None:
         intent.preserve_fd = True
 
 
-def _flush_open_files() -> None:
-    """Flush the notebook's open files: otherwise each rank that writes to one would write the buffered part again."""
-    for value in list(vars(sys.modules["__main__"]).values()):
+def _flush_open_files(others: Sequence[Any]) -> None:
+    """Flush the notebook's open files: otherwise each rank that writes to one would write the buffered part again.
+
+    others: those that no name of the notebook has.
+    """
+    for value in [*vars(sys.modules["__main__"]).values(), *others]:
         if issubclass(type(value), io.IOBase) and type(value).__module__ in ("_io", "io"):
-            with contextlib.suppress(OSError, ValueError):  # closed, or not writable for the notebook any more
+            with contextlib.suppress(Exception):  # closed, maybe only what is below, or not writable any more
                 if value.writable() and stat.S_ISREG(os.fstat(value.fileno()).st_mode):
                     value.flush()
 

@@ -352,6 +352,9 @@ class CellTask(Task):
         there = [name for name in sorted(names) if name in self.namespace and not belongs_to_ipython(name)]
         return {name: self.namespace[name] for name in there}
 
+    def own_codes(self) -> list[types.CodeType]:
+        return self._parts
+
     @cached_property
     def _not_needed(self) -> set[str]:
         """Return names whose values the ranks do not need: the cell makes them anew, or only deletes them."""

@@ -77,6 +77,7 @@ def run_rank(
     close_fds: Sequence[int],
     is_fork: bool,
     lost_threads: Sequence[threading.Thread] = (),
+    written: Sequence[Any] = (),
 ) -> NoReturn:
     """Run rank `boot.world.rank` until the end of the process.
 
@@ -85,6 +86,7 @@ def run_rank(
     close_fds: descriptors of the kernel that this process holds copies of.
     is_fork: this process is a copy of the kernel (else of the zygote).
     lost_threads: threads of the kernel that user code may wait for, and that do not exist here.
+    written: files of the kernel that are open for writing, and that the task may write to.
     """
     code = _BROKEN
     try:
@@ -96,7 +98,7 @@ def run_rank(
         watch = DeathWatch(boot.kernel_pidfd, boot.channel_fd)
         watch.start()
         raise_oom_score()
-        rank = _Rank(boot, close_fds, is_fork, watch)  # kept by name: freed, its open socket would warn
+        rank = _Rank(boot, close_fds, is_fork, watch, written)  # kept by name: freed, its open socket would warn
         LostThreads(boot.world.rank, lost_threads, rank.interrupt.raise_in_main).start()
         code = rank.live(make_task)
     except BaseException:
@@ -112,7 +114,9 @@ def run_rank(
 class _Rank:
     """One rank: prologue in `__init__`, then `live`."""
 
-    def __init__(self, boot: WorkerBoot, close_fds: Sequence[int], is_fork: bool, watch: DeathWatch) -> None:
+    def __init__(
+        self, boot: WorkerBoot, close_fds: Sequence[int], is_fork: bool, watch: DeathWatch, written: Sequence[Any]
+    ) -> None:
         self.boot = boot
         self.pid = os.getpid()
         self.rank = boot.world.rank
@@ -127,6 +131,7 @@ class _Rank:
                 os.close(fd)
         adopt_notebook(self.rank, self._streams.publish, self._streams.old_streams)
         self._kept = put_aside(self.rank)
+        self._written = written
         self._exit_worker = Farewell()
         restore_signals()
         self.interrupt = Interrupt()
@@ -164,7 +169,7 @@ class _Rank:
             self._one_bar.watch()
             self._lone_metrics.watch()
             write_one_run(boot.world, boot.store_path)
-            write_one_file(boot.world, boot.store_path)
+            write_one_file(boot.world, boot.store_path, written)
         self.is_fork = is_fork
         self._watch = watch
         self._task_watch: TaskWatch | None = None
@@ -220,6 +225,9 @@ class _Rank:
         if status != "failed":
             with contextlib.suppress(Exception):
                 flush_figures()
+        for file in self._written:  # what a rank has in its buffers ends with it
+            with contextlib.suppress(Exception):
+                file.flush()
         self.reporter.flush()
         self.page.finish(self.rank)
         self._report(status, error, task, _snapshot(task, trace, self.calls))

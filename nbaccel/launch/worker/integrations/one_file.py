@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import io
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ import time
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import FrameType
@@ -50,16 +51,20 @@ _KNOW_RANKS = (
 """Modules that choose by themselves which ranks save."""
 
 
-def write_one_file(world: World, store_path: str) -> None:
+def write_one_file(world: World, store_path: str, written: Sequence[Any] = ()) -> None:
     """Let rank 0 alone write the files that this rank and rank 0 save. Called once per process.
 
     store_path: a path that is the same in all ranks of the run, in a folder of the run's own.
+    written: files that the notebook has open for writing.
     """
     journal = _Journal(f"{store_path}.files")
     files = _Writer(journal) if world.is_main_process else _Follower(journal, world)
     when_loaded({"torch": partial(_wrap_torchs, files), "safetensors.torch": partial(_wrap_safetensors, files)})
     _wrap_mkdir(_Folders(journal))
-    sys.addaudithook(_OpenedFiles(journal, world).look)  # stays until the process, a rank, ends
+    opened = _OpenedFiles(journal, world)
+    sys.addaudithook(opened.look)  # stays until the process, a rank, ends
+    for file in written:
+        opened.watch(file)
 
 
 class _Journal:
@@ -203,13 +208,34 @@ class _OpenedFiles:
         try:
             path, mode = args[0], args[1]
             if isinstance(mode, str) and mode[:1] in "wa" and isinstance(path, (str, bytes, os.PathLike)):
-                self._note(os.path.abspath(os.fsdecode(path)))
+                self._note(os.path.abspath(os.fsdecode(path)), "is opened for writing")
         except Exception:  # an error here would appear as an error of the program's `open`
             self._is_over = True
         finally:
             self._is_looking = False
 
-    def _note(self, path: str) -> None:
+    def watch(self, file: Any) -> None:
+        """Record the first write to a file that the notebook has open, whatever writes: a handler, a `csv.writer`.
+
+        file: of Python's own classes. All of them call the `write` of the file below, which writes to the descriptor.
+        """
+        with suppress(Exception):  # a file without one is not watched
+            while not isinstance(file, io.FileIO):
+                file = file.buffer if isinstance(file, io.TextIOWrapper) else file.raw
+            path = os.path.abspath(os.readlink(f"/proc/self/fd/{file.fileno()}"))
+            if "write" not in vars(file) and not is_private_file(path):
+                vars(file)["write"] = partial(self._first_write, file, path)
+
+    def _first_write(self, file: Any, path: str, data: Any) -> Any:
+        del vars(file)["write"]  # the class's own is back
+        if not self._is_over:
+            self._is_looking = True
+            with suppress(Exception):
+                self._note(path, "is open in the notebook and written")
+            self._is_looking = False
+        return file.write(data)
+
+    def _note(self, path: str, how: str) -> None:
         if path in self._known or path.startswith(self._journal.path) or is_private_file(path):
             return
         self._known.add(path)
@@ -224,7 +250,7 @@ class _OpenedFiles:
             self._journal.note(_TOLD, "")
         name, ranks = os.path.basename(path), self._world.world_size
         sys.stdout.write(
-            f"nbaccel: {name} is opened for writing by more than one of {ranks} ranks: lines that are added stand "
+            f"nbaccel: {name} {how} by more than one of {ranks} ranks: lines that are added stand "
             "there once for each rank, and of a whole file the last rank's is left. Let one rank write it (if "
             "accelerator.is_main_process:), or put the rank into its name\n"
         )
