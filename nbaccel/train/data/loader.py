@@ -7,7 +7,6 @@ epochs and positions, and can be resumed inside an epoch. The source decides whi
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,10 +18,10 @@ from torch.utils.data import DataLoader
 
 from nbaccel.errors import NotPrepared
 from nbaccel.events import Gauge, emit
-from nbaccel.train.data.draws import Comparison, Meetings, takes_one_batch
+from nbaccel.train.data.draws import Comparison, Meetings
 from nbaccel.train.data.order import samplers_of, tell_epoch
 from nbaccel.train.data.placement import place
-from nbaccel.train.data.position import EpochProgress, Fetching, LoaderPosition, LoopGauge
+from nbaccel.train.data.position import EpochProgress, Fetching, Iteration, LoaderPosition, LoopGauge
 from nbaccel.train.data.shard import counted, refuse_uneven, until_backward
 from nbaccel.train.data.sources import Source
 from nbaccel.train.distributed.partial_state import current_world
@@ -39,10 +38,11 @@ class PreparedLoader(DataLoader[Any]):
     Attributes it does not define are those of the user's loader, which is available as `loader`.
 
     loader: the user's own.  end_of_dataloader: the current batch is the last one.
-    iteration: the number of the current epoch, or of the next one. With several ranks an iteration counts as an
-    epoch if it trained, or the ranks met in it (a gather, a barrier); in one process if it trained, or was iterated to
-    the end. An epoch that is begun again has another order. Looks, which are ``next(iter(loader))`` and loops without
-    gradients, are counted separately from loops: a look on one rank does not change which samples it trains on.
+    iteration: the number of the current epoch, or of the next one. An iteration counts as an epoch, and the next one
+    has another order, once it has trained, the ranks have met in it (a gather, a barrier), or it has run to its end
+    on all ranks. One that is dropped before uses no order up: the next one begins with the same batches. That all ranks
+    have run to the end is found out when they meet in the next one. Iterations without gradients that neither
+    trained nor met are counted apart, so that one rank alone may evaluate.
     is_bound: it must be iterated in the world it was prepared for; False for loaders of a simulated rank.
     """
 
@@ -97,40 +97,37 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         step_back()
         self._refuse_other_world()
-        takes_one = takes_one_batch(sys._getframe(1))
-        is_look = takes_one or not torch.is_grad_enabled()
-        this = self._apart() if is_look and self._progress.begun is not None else self
-        this.end_of_dataloader = False
-        return this.accumulation.gate.over(this, this._fetching.watch(this._iterate(is_look, takes_one)))
+        fetching = Fetching() if self._progress.open else self._fetching
+        iterator = self._iterate(not torch.is_grad_enabled(), fetching)
+        return self.accumulation.gate.over(self, fetching.watch(iterator))
 
-    def _apart(self) -> PreparedLoader:
-        """Return a copy for a look during an iteration, which continues as if there had been no look."""
-        apart = copy.copy(self)
-        apart._origin, apart._source = None, self._source.apart()
-        apart._progress, apart._fetching = EpochProgress(), Fetching()
-        apart._progress.enter_epoch(self._progress.epoch, self._progress.loops, self._progress.looks)
-        self._progress.looks += 1
-        return apart
-
-    def _iterate(self, is_look: bool = False, takes_one: bool = False) -> Generator[Any, None, None]:
+    def _iterate(self, is_look: bool = False, fetching: Fetching | None = None) -> Generator[Any, None, None]:
         position = self._next_position(is_look)
         accumulation, clock = self.accumulation, self.accumulation.clock
-        source, progress, stride = self._source, self._progress, self._source.stride
+        progress = self._progress
+        outer = (self._source, self.end_of_dataloader) if progress.open else None
+        # An iteration inside of another one, or beside it, draws by itself and leaves the other as it is.
+        source = self._source.apart() if outer else self._source
+        self._source, self.end_of_dataloader = source, False
+        stride = source.stride
         states = source.states if source.states else None  # read once: this is the step path
         lengths = source.lengths(position.batches)
         length = None if lengths is None else self._own(lengths)
         joint_ends = frozenset(lengths or ()) if self.is_joined else frozenset()
         meetings = Meetings(self.world, counts_anyway=length == 0)
         resume, is_resumed = progress.resume, progress.resume is position
-        progress.begin(position, clock.done)
+        is_known = progress.is_known(position)
+        this = progress.begin(position, clock.done)
         if not is_resumed:
             progress.resume = resume  # of a later loop: this iteration is a look
         may_train = torch.is_grad_enabled()
-        is_compared = source.is_drawn_apart and not (position.is_first or takes_one) and self._comparison.is_possible
+        is_compared = source.is_drawn_apart and not is_known and self._comparison.is_possible
         if is_compared:
-            self._comparison.show(position)
-        window = accumulation.open(self if self._origin is None else self._origin, length)
-        gauge = self._gauge(position, length, may_train)
+            self._comparison.show(this)
+        counted = self if self._origin is None else self._origin
+        given_up = accumulation.windows_of(counted)
+        window = accumulation.open(copy.copy(counted) if is_look and outer is not None else counted, length)
+        gauge = self._gauge(this, length, may_train, fetching or self._fetching)
         emit(Gauge(gauge.read))
         is_whole = False
         entered = ExitStack()
@@ -138,64 +135,79 @@ class PreparedLoader(DataLoader[Any]):
             if lengths is not None and len(set(lengths)) > 1 and may_train and not self.is_joined:
                 entered.enter_context(until_backward(partial(refuse_uneven, lengths)))
             for batch, is_last in place(source.open(position), self._device):
-                if is_compared and (clock.done > progress.steps or meetings.look()):
-                    self._comparison.compare(position)
+                if is_compared and (clock.done > this.steps or meetings.look()):
+                    self._comparison.compare(this)
                     is_compared = False
                 if is_last:
                     window.is_last = self.end_of_dataloader = True
                 elif joint_ends:  # where one rank synchronises because its batches end, all must
-                    window.is_last = progress.taken // stride + 1 in joint_ends
+                    window.is_last = this.taken // stride + 1 in joint_ends
                 if accumulation.block is not None or accumulation.window is not window:
                     accumulation.take(window)
                 if window.position == 0:
                     clock.enter()
                 if states is not None:
-                    progress.note(states.take(), window.position)
-                progress.taken += stride
+                    this.note(states.take(), window.position)
+                this.taken += stride
                 if accumulation.block is not None:  # the batch is taken inside of `accumulate`
                     accumulation.block.decide()
                 yield batch
                 if window.batches_left is not None:
                     window.batches_left -= 1
             is_whole = True
-            if is_compared and (clock.done > progress.steps or meetings.look()):
-                self._comparison.compare(position)
+            if is_compared and (clock.done > this.steps or meetings.look()):
+                self._comparison.compare(this)
         finally:
             entered.close()
             emit(gauge.close())
-            if progress.begun is position:
-                self._end(position, meetings, is_whole, is_resumed)
+            self._end(this, meetings, is_whole, is_resumed)
+            if outer is not None and self._source is source:
+                self._return_to(*outer)
+                if not is_look and progress.open:
+                    accumulation.reopen(given_up)
             accumulation.close(window, is_whole)
 
-    def _gauge(self, position: LoaderPosition, length: int | None, may_train: bool) -> LoopGauge:
-        """Return the gauge of an iteration that starts at `position` and has `length` batches for this rank."""
-        progress, stride = self._progress, self._source.stride
-        before = position.batches // stride
+    def _gauge(self, this: Iteration, length: int | None, may_train: bool, fetching: Fetching) -> LoopGauge:
+        """Return the gauge of an iteration that has `length` batches for this rank."""
+        stride = self._source.stride
+        before = this.position.batches // stride
         return LoopGauge(
             self.accumulation,
-            lambda: before + progress.taken // stride,
+            lambda: before + this.taken // stride,
             None if length is None else before + length,
-            position.epoch,
+            this.position.epoch,
             self.rank_batch_size,
             may_train,
-            self._fetching,
+            fetching,
         )
 
-    def _end(self, position: LoaderPosition, meetings: Meetings, is_whole: bool, is_resumed: bool) -> None:
-        """Record the end of the iteration that started at `position`, and count it if it was an epoch.
+    def _end(self, this: Iteration, meetings: Meetings, is_whole: bool, is_resumed: bool) -> None:
+        """Record the end of an iteration, and count it if it was an epoch.
 
-        is_whole: no batch is left.  is_resumed: `position` was set by `load_state_dict`, or left by a look.
+        is_whole: no batch is left.  is_resumed: its position was set by `load_state_dict`, or left by a look.
         """
-        progress, clock = self._progress, self.accumulation.clock
+        progress, clock, position = self._progress, self.accumulation.clock, this.position
+        if this not in progress.open:  # another loop is over that began after it
+            return
         has_met = meetings.look() and meetings.are_counted
-        has_trained = clock.done > progress.steps
-        if has_trained or (position.goes_on and is_whole):  # resumed at its end it has nothing left to train
+        has_trained = clock.done > this.steps
+        # Resumed at its end it has nothing left to train.
+        if this is progress.current and (has_trained or (position.goes_on and is_whole)):
             clock.end_pass()
-            progress.ended = (self.state_dict(), clock.passes)
+            progress.ended = (self._state_of(this), clock.passes)
         is_epoch = has_trained or (has_met if meetings.are_counted else is_whole)
-        progress.end(counts=is_epoch and progress.resume is None)
+        is_free = progress.resume is None
+        progress.end(this, counts=is_epoch and is_free, is_whole=is_whole and is_free)
         if is_resumed and not (has_trained or has_met or is_whole):
             progress.resume = position  # a look: the training that continues there is still to come
+
+    def _return_to(self, source: Source, is_last: bool) -> None:
+        """Continue the iteration that was under way before one inside of it, with its `source`."""
+        self._source = source
+        under_way = self._progress.current
+        if under_way is not None:
+            self.end_of_dataloader = is_last
+            tell_epoch(under_way.position.epoch, self.loader.dataset, *samplers_of(self.loader))
 
     def _next_position(self, is_look: bool) -> LoaderPosition:
         """Return the position where an iteration that starts now begins."""
@@ -203,12 +215,12 @@ class PreparedLoader(DataLoader[Any]):
         resumed = progress.resume
         if resumed is not None and not (is_look and self._is_through(resumed)):
             return resumed
-        batches, epoch = self._skip * self._source.stride, progress.epoch
-        counts = (progress.loops, progress.looks, is_look)
+        batches, (epoch, loops, looks) = self._skip * self._source.stride, progress.number(is_look)
         first = self._resumed
         if first is not None and first.epoch == epoch and not is_look:
             return replace(first, batches=batches, dataset=None)
-        return LoaderPosition(epoch, batches, self._source.seed, self._source.order(), None, self._batch_size, *counts)
+        order, size = self._source.order(), self._batch_size
+        return LoaderPosition(epoch, batches, self._source.seed, order, None, size, loops, looks, is_look)
 
     def _is_through(self, position: LoaderPosition) -> bool:
         """Return whether a loop that may train has no batches left at `position`, so that no look may resume there."""
@@ -231,7 +243,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def iteration(self) -> int:
-        return self._progress.epoch
+        return self._progress.epoch + self._progress.loops
 
     @iteration.setter
     def iteration(self, epoch: int) -> None:
@@ -257,17 +269,18 @@ class PreparedLoader(DataLoader[Any]):
         another number of them, and for another batch size if it divides the samples had so far. Reads nothing and
         waits for no rank.
         """
-        progress, begun = self._progress, self._progress.begun
-        if begun is None:
-            counts = (progress.loops, progress.looks)
-            size = self._batch_size
-            resumed = progress.resume or LoaderPosition(progress.epoch, 0, self._source.seed, {}, None, size, *counts)
-            return resumed.state_dict()
+        this = self._progress.current
+        if this is not None:
+            return self._state_of(this, unseen)
+        size = self._batch_size
+        resumed = self._progress.resume
+        return (resumed or LoaderPosition(self.iteration, 0, self._source.seed, {}, None, size)).state_dict()
+
+    def _state_of(self, this: Iteration, unseen: int = 0) -> dict[str, Any]:
         # A window may have begun in the epoch before, whose batches are not read again.
-        batches = begun.batches + max(0, progress.taken - unseen * self._source.stride)
-        dataset = progress.dataset_before(unseen)
-        looks = begun.looks if begun.is_look else progress.looks
-        reached = replace(begun, batches=batches, seed=self._source.seed, dataset=dataset, looks=looks)
+        batches = this.position.batches + max(0, this.taken - unseen * self._source.stride)
+        dataset = this.dataset_before(unseen)
+        reached = replace(this.position, batches=batches, seed=self._source.seed, dataset=dataset)
         return replace(reached, batch_size=self._batch_size).state_dict()
 
     def state_in_epoch(self, since: int, unseen: int) -> dict[str, Any]:
@@ -277,9 +290,9 @@ class PreparedLoader(DataLoader[Any]):
         iterated and has not trained is at its beginning: an evaluation is repeated as a whole.
         """
         progress = self._progress
-        if progress.begun is not None:
-            has_trained = self.accumulation.clock.done > progress.steps
-            return self.state_dict(unseen) if has_trained else progress.begun.state_dict()
+        if progress.current is not None:
+            has_trained = self.accumulation.clock.done > progress.current.steps
+            return self.state_dict(unseen) if has_trained else progress.current.position.state_dict()
         return progress.ended[0] if progress.ended is not None and progress.ended[1] > since else self.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -304,16 +317,16 @@ class PreparedLoader(DataLoader[Any]):
             position = replace(position, order={})  # rank 0's: worker processes of all ranks would draw alike
         if position.seed is not None and self._source.seed is not None:
             self._source.seed = position.seed
-        self._progress.enter_epoch(position.epoch, position.loops, position.looks)
+        self._progress.enter_epoch(position.epoch)
         self._progress.resume = position if position.batches else None
 
     @property
     def goes_on_at(self) -> tuple[int, int, int | None]:
         """The epoch of the next iteration, from 0; this rank's batches of it that are done; and how many it has."""
-        progress, resume = self._progress, self._progress.resume
+        resume = self._progress.resume
         batches = 0 if resume is None else resume.batches
         done, lengths = batches // self._source.stride, self._source.lengths(batches)
-        return progress.epoch, done, None if lengths is None else done + self._own(lengths)
+        return self.iteration, done, None if lengths is None else done + self._own(lengths)
 
     @property
     def is_joined(self) -> bool:

@@ -25,6 +25,7 @@ __all__ = [
     "DatasetStates",
     "EpochProgress",
     "Fetching",
+    "Iteration",
     "LoaderPosition",
     "LoopGauge",
 ]
@@ -39,8 +40,8 @@ class LoaderPosition:
     order: states of the generators that determined this order when the epoch began.
     dataset: state of the dataset, or of a loader that has one, after those batches; None where there is none.
     batch_size: of the user's loader; None where batches have sizes of their own.
-    loops, looks: how often the epoch was begun before, by loops that may train and by looks.
-    is_look: this iteration is a look: gradients are disabled, or it is a ``next(iter(loader))``.
+    loops, looks: iterations of this number that were under way when it began, loops that may train or looks.
+    is_look: this iteration is a look: gradients are disabled.
     goes_on: this epoch began before, so its random draws are repeated.
     """
 
@@ -57,12 +58,12 @@ class LoaderPosition:
 
     @property
     def draw(self) -> int:
-        """The number of the order within the epoch: 0, 1, ... for loops, -1, -2, ... for looks."""
+        """The number of the order within the epoch: 0 and up for loops, -1 and down for looks."""
         return -1 - self.looks if self.is_look else self.loops
 
     @property
     def is_first(self) -> bool:
-        """True if the epoch had no such iteration before."""
+        """True if no other such iteration of the epoch was under way."""
         return not (self.looks if self.is_look else self.loops)
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,44 +91,28 @@ class LoaderPosition:
         return replace(position, batches=batches, batch_size=batch_size)
 
 
-class EpochProgress:
-    """The position of one prepared loader; shared with loaders that `skip_first_batches` made of it.
+class Iteration:
+    """One iteration of a prepared loader, from its first batch on.
 
-    epoch: of the current iteration, or of the next one.
-    loops, looks: how often that epoch was begun; see `LoaderPosition`.
-    begun: where the current iteration began; None outside of one.  steps: training steps done by then.
+    position: where it began.  base: the epoch of its loader by then.  steps: training steps done by then.
     taken: batches of the user's loader since then, for all ranks together.
-    resume: where the next iteration must begin; None for the epoch's first batch.
-    is_joined: ranks may run out of batches one after the other.
     datasets: the dataset's state before the open accumulation window, and after each of its batches.
-    ended: where the last iteration ended, if it trained, and how many such passes the program had made by then.
     """
 
-    def __init__(self) -> None:
-        self.epoch = self.loops = self.looks = 0
-        self.begun: LoaderPosition | None = None
-        self.steps = 0
-        self.taken = 0
-        self.resume: LoaderPosition | None = None
-        self.is_joined = False
-        self.datasets: list[Any] = []
-        self.ended: tuple[dict[str, Any], int] | None = None
+    __slots__ = ("base", "datasets", "position", "steps", "taken")
 
-    def begin(self, position: LoaderPosition, steps: int) -> None:
-        self.enter_epoch(position.epoch, position.loops, position.looks)
-        if position.is_look:
-            self.looks += 1
-        else:
-            self.loops += 1
-        self.begun = position
+    def __init__(self, position: LoaderPosition, base: int, steps: int) -> None:
+        self.position = position
+        self.base = base
         self.steps = steps
         self.taken = 0
-        self.resume = None
-        self.datasets = [position.dataset]
+        self.datasets: list[Any] = [position.dataset]
 
-    def enter_epoch(self, epoch: int, loops: int = 0, looks: int = 0) -> None:
-        """Make the next iteration one of `epoch`, which was begun that often."""
-        self.epoch, self.loops, self.looks = epoch, loops, looks
+    @property
+    def ahead(self) -> int:
+        """Iterations of its kind since `base` that this rank has run through, or holds, and no other rank may know."""
+        position = self.position
+        return position.epoch - self.base + (position.looks if position.is_look else position.loops)
 
     def note(self, dataset: Any, window_position: int) -> None:
         """Add the state after the batch that is handed out now, as number `window_position` of its window."""
@@ -139,11 +124,68 @@ class EpochProgress:
         """Return the state before the last `unseen` batches, which belong to the open window."""
         return self.datasets[max(0, len(self.datasets) - 1 - unseen)]
 
-    def end(self, counts: bool) -> None:
-        """End the iteration; it was an epoch if it `counts`."""
-        if self.begun is not None and counts and self.epoch == self.begun.epoch:
-            self.enter_epoch(self.epoch + 1)
-        self.begun = None
+
+class EpochProgress:
+    """The position of one prepared loader; shared with loaders that `skip_first_batches` made of it.
+
+    epoch: its number when it last counted an iteration; see `PreparedLoader.iteration` for the rule.
+    loops, looks: iterations since then that ran to their ends, but neither trained nor did the ranks meet in them:
+    those that could have trained, and looks. Each of them has a number of its own.
+    open: the iterations that are under way, or held, in the order in which they began.
+    resume: where the next iteration must begin; None for the epoch's first batch.
+    is_joined: ranks may run out of batches one after the other.
+    ended: where the last iteration ended, if it trained, and how many such passes the program had made by then.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = self.loops = self.looks = 0
+        self.open: list[Iteration] = []
+        self.resume: LoaderPosition | None = None
+        self.is_joined = False
+        self.ended: tuple[dict[str, Any], int] | None = None
+
+    @property
+    def current(self) -> Iteration | None:
+        """The innermost loop that is under way, or else the innermost look; None outside of them."""
+        loops = [one for one in self.open if not one.position.is_look] or self.open
+        return loops[-1] if loops else None
+
+    def number(self, is_look: bool) -> tuple[int, int, int]:
+        """Return epoch, loops and looks of the next iteration's position."""
+        epoch = self.epoch + (self.looks if is_look else self.loops)
+        under_way = [one.position for one in self.open]
+        alike = [one for one in under_way if one.is_look == is_look and one.epoch == epoch]
+        last = max(((one.looks if is_look else one.loops) + 1 for one in alike), default=0)
+        return (epoch, 0, last) if is_look else (epoch, last, 0)
+
+    def is_known(self, position: LoaderPosition) -> bool:
+        """Return whether the number of an iteration at `position` follows from what all ranks have done together."""
+        return position.is_first and not (self.looks if position.is_look else self.loops)
+
+    def begin(self, position: LoaderPosition, steps: int) -> Iteration:
+        this = Iteration(position, self.epoch, steps)
+        self.open.append(this)
+        self.resume = None
+        return this
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Make the next iteration the first one of `epoch`."""
+        self.epoch, self.loops, self.looks = epoch, 0, 0
+
+    def end(self, this: Iteration, counts: bool, is_whole: bool) -> None:
+        """End an iteration; it was an epoch if it `counts`, and waits to be one if it merely ran to its end."""
+        position = this.position
+        place = self.open.index(this)
+        # A loop that is over leaves none behind that began before it: their iterators are held, and not used.
+        del self.open[0 if (counts or is_whole) and not position.is_look else place : place + 1]
+        if self.epoch != this.base:  # chosen by the program since, or counted by an iteration beside this one
+            return
+        if counts:
+            self.enter_epoch((this.base if position.is_look else position.epoch) + 1)
+        elif is_whole and position.is_look:
+            self.looks += 1
+        elif is_whole:
+            self.loops += 1
 
 
 class DatasetStates:

@@ -165,7 +165,8 @@ class IndexSource(Source):
         self._order = order
         self._world = world
         self._rank = world.rank
-        self.is_drawn_apart = world.is_distributed and order.is_drawn
+        hears = any(hasattr(each, "set_epoch") for each in (loader.dataset, *samplers_of(loader)))
+        self.is_drawn_apart = world.is_distributed and (order.is_drawn or hears)
         self.shard = BatchShard(order, world, even=even and world.is_distributed, split=split)
         self._rebuilt = rebuilt(loader, self.shard)
 

@@ -390,7 +390,7 @@ class Accumulation:
 
         An earlier iteration over the same loader that is still referenced is given up.
         """
-        for window in [window for window in self._open if window.source is source]:
+        for window in self.windows_of(source):
             self._give_up(window)
         self.clock.begin(is_outermost=not self._open)
         window = self.gate.window(source, batches_left, self.rules, self.steps)
@@ -399,6 +399,15 @@ class Accumulation:
         self._open.append(window)
         emit(window.loop)
         return window
+
+    def windows_of(self, source: Any) -> list[Window]:
+        """Return the open windows of iterations over `source`, which another one would give up."""
+        return [window for window in self._open if window.source is source]
+
+    def reopen(self, windows: list[Window]) -> None:
+        """Continue `windows`: the iteration that they were given up for is dropped, and its own is still open."""
+        self._open[:0] = windows
+        self._handed_out[:0] = windows
 
     def take(self, window: Window) -> None:
         """Make `window` current: it hands out a batch, and another window was current, or a block awaits its batch.

@@ -390,7 +390,7 @@ def _begun_often(way: str, state: dict[str, Any] | None) -> tuple[list[int], dic
         if state is None and len(seen) == 8:
             state = loader.state_dict()
             next(iter(loader))  # a look inside changes nothing
-            assert loader.state_dict() == {**state, "looks": state["looks"] + 1}
+            assert loader.state_dict() == state
     assert state is not None
     return seen, state, [_in_order(accelerator, loader), next(iter(loader)).tolist()]
 
@@ -465,9 +465,8 @@ def test_a_look_at_a_loop_that_is_through_sees_a_batch_and_leaves_the_loop_throu
         state = loader.state_dict()
     loader = _seedable()
     loader.load_state_dict(state)
-    batch = next(iter(loader))  # inside an assert, pytest makes two lines of it
-    assert len(batch) == 2
     with torch.no_grad():
+        assert len(next(iter(loader))) == 2
         assert len(list(loader)) == 24
     assert list(loader) == []
     assert len(list(loader)) == 24
