@@ -32,7 +32,14 @@ from nbaccel.quantities import numbers_in_order
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
-from nbaccel.train.oom.retry.disconnect import SETTLE_S, AttemptStore, PeerError, Watcher, may_result_from_waking
+from nbaccel.train.oom.retry.disconnect import (
+    SETTLE_S,
+    AttemptStore,
+    PeerError,
+    Watcher,
+    collectives_entered,
+    may_result_from_waking,
+)
 from nbaccel.values import frozen
 
 __all__ = [
@@ -121,6 +128,7 @@ class DistributedRetry(LocalRetry):
         self._attempts = self._inner_calls = 0
         self._watcher: Watcher | None = None
         self._is_sound = True
+        self._is_whole = False  # an error has ended the call on all ranks, and the process group works
         process_group.recoveries.append(self)
 
     def agreed(self, batch_size: int) -> int:
@@ -144,15 +152,18 @@ class DistributedRetry(LocalRetry):
         self._is_sound = not uses_device()
         if error is None:
             self._messages.post("done", _calls())
-            if self._messages.wait("done", f"the end of {self._call}", lambda _: self._is_given_up):
+            if self._messages.wait("done", f"the end of {self._call}", lambda _: self._is_given_up or self._is_failed):
                 self._see_everybody_off()
                 return True
+            if not self._is_given_up:
+                self._leave_together()
         elif attempt.shortage is not None:
             self._is_sound = self._is_sound or self._is_settled(attempt.shortage)
             self._messages.raise_flag()
         elif not self._is_consequence(error):
             if not isinstance(error, KeyboardInterrupt):  # each rank gets its own interrupt
-                self._messages.fail(_text(error))
+                self._messages.record(_text(error))
+                self._leave_together()
                 self._wake()
             raise error
         self._wake()
@@ -215,6 +226,25 @@ class DistributedRetry(LocalRetry):
         if self._rank == 0:
             self._messages.wait("gone", f"the end of {self._call}", lambda waited_s: waited_s > _EXIT_S)
 
+    def _leave_together(self) -> None:
+        """Wait until all ranks are at their end of an attempt that an error of the program ends.
+
+        Where all have entered the same collectives, the process group is whole, and the program may go on with it. A
+        peer that waits in a collective for a rank that has left is woken, which ends the group: its watcher sees that.
+        """
+        if collectives_entered() is None:
+            self._messages.raise_flag()
+            return
+        self._messages.leave()
+        together = f"the end of {self._call}, which an error has ended"
+        if self._messages.wait("left", together, lambda waited_s: self._is_given_up or waited_s > _PATIENCE_S):
+            counts = [self._messages.read("left", rank) for rank in range(self._world_size)]
+            if all(each == counts[0] for each in counts):
+                self._is_whole = True
+                self._see_everybody_off()
+                return
+        self._messages.raise_flag()
+
     def _is_settled(self, shortage: AttemptShortage) -> bool:
         """Return whether this rank's tensors are as after its last complete step, now that its device is idle.
 
@@ -267,9 +297,10 @@ class DistributedRetry(LocalRetry):
             raise
 
     def _told(self, failed: PeerError) -> str:
+        state = "works on" if self._is_whole else "is over"
         return (
             f"rank {failed.rank} of {self._world_size} failed in {self._call} with {failed.text}; rank {self._rank} "
-            f"was stopped with it. The traceback of rank {failed.rank} says where; the process group is over."
+            f"was stopped with it. The traceback of rank {failed.rank} says where; the process group {state}."
         )
 
     def _cannot_go_on(self, mine: AttemptReport, reason: str) -> Exception:

@@ -34,6 +34,7 @@ __all__ = [
     "PeerError",
     "Watcher",
     "backends",
+    "collectives_entered",
     "handled",
     "may_result_from_waking",
 ]
@@ -164,6 +165,8 @@ class Watcher:
 
     def _watch(self) -> None:
         while not self._is_over:
+            if not self._messages.is_flagged and self._messages.waits_for_one_that_left:
+                self._messages.raise_flag()
             if self._messages.is_flagged:
                 has_device = uses_device()
                 self._cut()
@@ -213,6 +216,22 @@ def backends() -> set[str]:
     return {name.rpartition(":")[2] for name in names.split(",")}
 
 
+def collectives_entered() -> dict[str, int] | None:
+    """Return how many collectives this rank has entered in each of its groups; None if a backend cannot count.
+
+    Every rank of a group enters the same ones, in the backwards of DDP too.
+    """
+    entered: dict[str, int] = {}
+    groups: list[tuple[Any, str]] = list(c10d._world.pg_names.items())
+    for group, name in groups:
+        kinds = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
+        try:
+            entered[name] = sum(backend._get_sequence_number_for_group() for backend in kinds.values())
+        except RuntimeError:
+            return None
+    return entered
+
+
 _GLANCE_S = 0.01
 _LOOK_UP_S = 0.5
 
@@ -252,8 +271,28 @@ class AttemptStore:
 
     def fail(self, text: str) -> None:
         """End the call: store this rank's error, if it is the first one, and set the flag."""
-        self.store.compare_set("error", "", json.dumps(asdict(PeerError(self.rank, text))))
+        self.record(text)
         self.raise_flag()
+
+    def record(self, text: str) -> None:
+        """Store this rank's error, if it is the first one, and wake nobody: the peers may be about to fail alike."""
+        self.store.compare_set("error", "", json.dumps(asdict(PeerError(self.rank, text))))
+
+    def leave(self) -> None:
+        """Tell the peers that this rank's attempt is over, and how many collectives it has entered."""
+        self.post("left", collectives_entered())
+
+    @property
+    def waits_for_one_that_left(self) -> bool:
+        """True if this rank has entered a collective that a rank which has left never will.
+
+        A rank that has entered no more of them computes, and comes to its own end.
+        """
+        if not self.store.check(["error"]):
+            return False
+        left = [self.read("left", rank) for rank in self.posted("left") if rank != self.rank]
+        own = collectives_entered() if left else None
+        return own is not None and any(own[name] > theirs.get(name, own[name]) for theirs in left for name in own)
 
     @property
     def failed(self) -> PeerError | None:

@@ -55,7 +55,8 @@ def find_executable_batch_size(
     Raises:
         NoBatchSizeFits: a ``RuntimeError``; not even 1 fitted.
         PeerFailed: another rank's function raised an error that is not about memory; that rank has it.
-        TypeError: the call gave the batch size itself.
+        TypeError: the call gave the batch size itself; or, at once, `function` is a generator function or a coroutine
+            function, whose body runs after its call.
 
     >>> @find_executable_batch_size(starting_batch_size=100)
     ... def train(batch_size, limit):
@@ -71,6 +72,7 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
+    _refuse_later_body(function)
     sizes = Sizes(starting_batch_size, reduce_batch_size_fn)
 
     @functools.wraps(function)
@@ -148,6 +150,22 @@ class _Search:
 
 def _peers(name: str) -> LocalRetry:
     return DistributedRetry(name, PartialState().collectives) if current_world().is_distributed else LocalRetry()
+
+
+def _refuse_later_body(function: Callable[..., Any]) -> None:
+    """Raise TypeError if a call of `function` runs nothing of it yet: what it raises later would not be seen."""
+    kinds = {
+        "a generator function": (inspect.isgeneratorfunction, inspect.isasyncgenfunction),
+        "a coroutine function": (inspect.iscoroutinefunction,),
+    }
+    code = (function, type(function).__dict__.get("__call__"))  # an object's is that of its class
+    for kind, tests in kinds.items():
+        if any(test(each) for test in tests for each in code):
+            raise TypeError(
+                f"find_executable_batch_size: {_name(function)} is {kind}, so its body runs after the call, and memory "
+                "that runs out there would not be seen. Decorate a function that runs the loop to its end, and returns "
+                "what it has made (a list of what is yielded)."
+            )
 
 
 def _refuse_given_size(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -101,20 +101,56 @@ def test_22_an_error_is_not_taken_for_a_consequence_of_missing_memory() -> None:
     assert run_ranks(2, _an_error_while_the_other_is_short) == ["KeyError", "PeerFailed"]
 
 
-def _all_fail_alike() -> str:
-    @find_executable_batch_size
-    def train(batch_size: int) -> None:
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+def _fail_and_go_on(late: int, failing: tuple[int, ...], collectives: int) -> tuple[str, list[int], float]:
+    """Raise an error of the program's own in some ranks, catch it outside, and exchange something afterwards."""
+    accelerator = Accelerator()
+    model, optimizer = _small(accelerator)
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> int:
+        for _ in range(collectives):
+            accelerator.backward(model(torch.ones(batch_size, 3)).mean())
+            optimizer.step()
+        time.sleep(0.3 * (accelerator.process_index == late))  # the other one is over first
+        if accelerator.process_index in failing:
+            raise RuntimeError(f"trial pruned in rank {accelerator.process_index}")
+        return batch_size
 
     try:
-        train()
-    except RuntimeError as error:
-        return str(error)
-    return "none"
+        told = str(train())
+    except (RuntimeError, PeerFailed) as error:
+        told = str(error)
+    accelerator.backward(model(torch.ones(2, 3)).mean())
+    optimizer.step()
+    ranks = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
+    return told, ranks, sum(each.sum().item() for each in model.parameters())
 
 
-def test_22_an_error_of_all_ranks_is_each_rank_own() -> None:
-    assert run_ranks(2, _all_fail_alike) == ["mat1 and mat2 shapes cannot be multiplied"] * 2
+def _small(accelerator: Accelerator) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1).double()
+    torch.set_default_dtype(torch.float64)
+    return tuple(accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1)))
+
+
+@pytest.mark.parametrize("collectives", [0, 2])
+@pytest.mark.parametrize("late", [0, 1])
+def test_22_an_error_of_all_ranks_is_each_rank_own_and_their_group_works_on(late: int, collectives: int) -> None:
+    told = run_ranks(2, _fail_and_go_on, late, (0, 1), collectives)
+    assert [text for text, _, _ in told] == ["trial pruned in rank 0", "trial pruned in rank 1"]
+    assert [ranks for _, ranks, _ in told] == [[0, 1]] * 2
+    assert told[0][2] == told[1][2]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_22_an_error_of_one_rank_beside_one_that_is_done_leaves_the_group_whole(late: int) -> None:
+    done, failed = run_ranks(2, _fail_and_go_on, late, (1,), 1)
+    assert failed[0] == "trial pruned in rank 1"
+    assert done[0] == (
+        "rank 1 of 2 failed in train(batch_size=4) with RuntimeError: trial pruned in rank 1; rank 0 was stopped with "
+        "it. The traceback of rank 1 says where; the process group works on."
+    )
+    assert done[1:] == failed[1:]
 
 
 def _nothing_fits() -> list[Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -71,6 +72,41 @@ def test_23_a_batch_size_in_the_call_is_refused() -> None:
         match=r"train\(\) was called with 64 as its batch size, .* Leave it out: train\(model='net', epochs=2\)",
     ):
         train(64, "net", 2)
+
+
+def _yields(batch_size: int) -> Iterator[int]:
+    yield batch_size
+
+
+async def _waits(batch_size: int) -> int:
+    return batch_size
+
+
+async def _waits_and_yields(batch_size: int) -> AsyncIterator[int]:
+    yield batch_size
+
+
+class _Yields:
+    def __call__(self, batch_size: int) -> Iterator[int]:
+        yield batch_size
+
+
+@pytest.mark.parametrize(
+    ("function", "is_what"),
+    [
+        (_yields, "_yields is a generator function"),
+        (functools.partial(_yields), "partial is a generator function"),
+        (_Yields(), "_Yields is a generator function"),
+        (_waits_and_yields, "_waits_and_yields is a generator function"),
+        (_waits, "_waits is a coroutine function"),
+    ],
+    ids=["generator", "partial", "object", "async generator", "coroutine"],
+)
+def test_a_function_whose_body_runs_after_its_call_is_refused_where_it_is_decorated(
+    function: Any, is_what: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"{is_what}, so its body runs after the call, .* returns what it has made"):
+        find_executable_batch_size(function, starting_batch_size=4)
 
 
 def test_23_a_function_without_arguments_is_refused() -> None:
