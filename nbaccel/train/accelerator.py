@@ -75,6 +75,7 @@ from nbaccel.train.step.kwargs_handlers import (
 from nbaccel.train.step.precision import restore_forward
 from nbaccel.train.step.recompute import recompute_activations
 from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
+from nbaccel.train.strategies.single import plainly_named
 from nbaccel.train.tracker_hub import LogWith, Trackers, TrackingPlan
 from nbaccel.world import World
 
@@ -804,6 +805,8 @@ class Accelerator(ProcessControl):
     def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole model's state dict, without prefixes of DDP and ``torch.compile``. Tensors are not copied.
 
+        Its names are those of a model of which nothing is compiled, also where a part is.
+
         Of a sharded model, the tensors are gathered into the host memory of rank 0 (of each node, with
         `save_on_each_node`), one at a time, and other ranks get an empty dict. Collective then.
         unwrap: False returns that of the module as it is.
@@ -817,6 +820,9 @@ class Accelerator(ProcessControl):
         """
         if not unwrap:
             return model.state_dict()
+        return plainly_named(self._whole_state(model))
+
+    def _whole_state(self, model: Module) -> dict[str, Any]:
         strategy = self._lifecycle.training().strategy
         return whole_state(strategy.unwrap(model), strategy.state_dict(model), keeps=self._checkpoints.writes)
 
@@ -847,7 +853,7 @@ class Accelerator(ProcessControl):
         ...     os.listdir(folder)
         ['model.safetensors']
         """
-        state = self._checkpoints.without_base(model, self.get_state_dict(model))
+        state = plainly_named(self._checkpoints.without_base(model, self._whole_state(model)))
         if self._checkpoints.writes:
             save_weights(state, Path(save_directory), max_shard_size, safe_serialization)
 

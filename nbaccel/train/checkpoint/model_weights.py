@@ -28,6 +28,7 @@ from nbaccel.train.checkpoint.content import load_pickle, load_tensors, read_par
 from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest, sync
 from nbaccel.train.checkpoint.serialization import frozen_file, pack
 from nbaccel.train.checkpoint.shards import first_names, is_sharded_tensor, unsharded
+from nbaccel.train.strategies.single import plain_name
 
 __all__ = [
     "load_model",
@@ -221,8 +222,13 @@ def without_prefix(state: dict[str, _T]) -> dict[str, _T]:
 
 
 def with_tied(model: Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `state` with the names that safetensors files leave out because `model` ties their weights to others."""
+    """Return `state` with the names that safetensors files leave out because `model` ties their weights to others.
+
+    Names that only differ because a part is compiled, here or where the state was saved, become those of `model`.
+    """
     own = model.state_dict()
+    names = {plain_name(name): name for name in own}
+    state = {names.get(plain_name(name), name): value for name, value in state.items()}
     first = first_names(model)
     places = {
         name: first.get(name, name) if is_sharded_tensor(tensor) else _place(tensor)

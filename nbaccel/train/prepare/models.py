@@ -7,7 +7,7 @@ them. It also compiles prepared models by ``torch.compile`` (`Compiling`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,11 +221,21 @@ class Compiling:
         blocks = list(_repeated(without_compile(model))) if self.settings.dynamo_use_regional_compilation else []
         for block in blocks:
             if block._compiled_call_impl is None:
-                block.compile(**self._arguments())
+                self._compile_in_place(block)
         if blocks:
             return model
         wrapped: Module = torch.compile(model, **self._arguments())  # type: ignore[assignment]  # a module gives one
         return wrapped
+
+    def _compile_in_place(self, block: Module) -> None:
+        """Let calls of `block` run compiled.
+
+        The compiler leaves functions of torch's own modules as they are, unless code of another module calls them.
+        """
+        if str(getattr(block.forward, "__module__", "")).startswith("torch."):
+            block._compiled_call_impl = torch.compile(_called_from_here(block), **self._arguments())
+        else:
+            block.compile(**self._arguments())
 
     def _arguments(self) -> dict[str, Any]:
         mode = self.settings.dynamo_mode
@@ -242,6 +252,15 @@ class Compiling:
 def _backend_name(backend: Any) -> str:
     """Return ``torch.compile``'s name of `backend`, which Accelerate spells in capitals, in an enumeration."""
     return str(getattr(backend, "value", backend)).lower()
+
+
+def _called_from_here(block: Module) -> Callable[..., Any]:
+    """Return a function that calls `block` as torch does, hooks included."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return block._call_impl(*args, **kwargs)
+
+    return call
 
 
 def _repeated(model: Module) -> Iterator[Module]:

@@ -19,7 +19,7 @@ from nbaccel.train.prepare.models import may_move
 from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.step.accumulation import Window
 from nbaccel.train.strategies import Strategy
-from nbaccel.train.strategies.single import is_parallel
+from nbaccel.train.strategies.single import is_parallel, plain_name, plainly_named
 
 __all__ = [
     "Prepared",
@@ -97,12 +97,15 @@ class Prepared:
     def model_states(self, strategy: Strategy) -> list[dict[str, Any]]:
         """Return the state of each model as this rank holds it: its rows, where it is sharded. No collective.
 
-        Of a quantised model it is that of the trained tensors, and of buffers that change.
+        Of a quantised model it is that of the trained tensors, and of buffers that change. Names are those of a model
+        of which nothing is compiled.
         """
         return [
-            trained_state(strategy.unwrap(model), strategy.state_dict(model), base)
-            if (base := self.base_of(model, strategy))
-            else strategy.state_dict(model)
+            plainly_named(
+                trained_state(strategy.unwrap(model), strategy.state_dict(model), base)
+                if (base := self.base_of(model, strategy))
+                else strategy.state_dict(model)
+            )
             for model in self.models
         ]
 
@@ -125,8 +128,8 @@ class Prepared:
         return {"bases": [self.bases.facts(module, base).to_json() if base else None for module, base in named]}
 
     def frozen(self, strategy: Strategy) -> list[frozenset[str]]:
-        """Return for each model the names of its parameters that need no gradient."""
-        return [frozen_names(strategy.unwrap(model)) for model in self.models]
+        """Return for each model the names of its parameters that need no gradient, as `model_states` names them."""
+        return [frozenset(map(plain_name, frozen_names(strategy.unwrap(model)))) for model in self.models]
 
     def loader_states(self, window: Window, since: int | None = None) -> list[dict[str, Any]]:
         """Return the position of each loader; batches of an open accumulation `window` count as not yet handed out.

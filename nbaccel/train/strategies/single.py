@@ -6,6 +6,8 @@ alone only if nothing in it waits for peers. These functions inspect modules; th
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeVar
@@ -31,9 +33,14 @@ __all__ = [
     "is_parallel",
     "is_sharded",
     "lendable",
+    "plain_name",
+    "plainly_named",
     "waiting_names",
     "without_compile",
 ]
+
+_COMPILED = "_orig_mod"
+"""The name under which ``torch.compile``'s wrapper has the module."""
 
 
 class Strategy:
@@ -47,6 +54,9 @@ class Strategy:
 
     recovers = False
     """True if this training continues after running out of memory: an optimizer's step is guarded then."""
+
+    replicas: tuple[weakref.ref[Any], ...] = ()
+    """Models of which a `Reduction` is known: whether somebody has averaged their gradients."""
 
     distributed_type: ClassVar[str | None] = None
     """Accelerate's name of this way, where it is not that of replicas on devices of a kind: see `DistributedType`."""
@@ -125,6 +135,13 @@ class Strategy:
         """Run the backward of `loss`. Collective where gradients synchronise in it."""
         loss.backward(**kwargs)
 
+    def trust(self, replica: Any) -> None:
+        """Note that the gradients of one of `replicas`, which were in doubt, are equal in all ranks."""
+
+    def explain_unfinished(self, replica: Any) -> str:
+        """Return why the last reduction of one of `replicas` is not complete; empty if there was none to complete."""
+        return ""
+
     def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
         """Return the gradients of `models`, for `forward_backward` to accumulate and exchange. Collective.
 
@@ -188,9 +205,30 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 def without_compile(model: Module) -> Module:
     """Return the module inside ``torch.compile``'s wrapper, by the attribute in which torch keeps it."""
-    while "_orig_mod" in model._modules:
-        model = model._modules["_orig_mod"]  # type: ignore[assignment]
+    while _COMPILED in model._modules:
+        model = model._modules[_COMPILED]  # type: ignore[assignment]
     return model
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a tensor in a model as it is without ``torch.compile``, of which any part may be compiled.
+
+    >>> plain_name("_orig_mod.body._orig_mod.0.weight")
+    'body.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
+
+
+def plainly_named(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict of a model with the names that it has without ``torch.compile``."""
+    if not any(_COMPILED in name for name in state):
+        return state
+    plain: dict[str, Any] = OrderedDict((plain_name(name), value) for name, value in state.items())
+    if (versions := getattr(state, "_metadata", None)) is not None:
+        plain._metadata = OrderedDict(  # type: ignore[attr-defined]  # where torch keeps versions of modules
+            (plain_name(name), value) for name, value in versions.items()
+        )
+    return plain
 
 
 _M = TypeVar("_M", bound=Module)
