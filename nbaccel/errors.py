@@ -144,7 +144,7 @@ class StayedInRank(NbaccelError, AttributeError):
 
 
 class NotPrepared(NbaccelError):
-    """More than one rank, and the model was not prepared: each rank would train its own."""
+    """More than one rank, and a model, or gradients of one, that nothing averages: each rank would train its own."""
 
 
 class CannotCut(NbaccelError):

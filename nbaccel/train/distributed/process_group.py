@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,9 @@ from nbaccel.settings import RunSettings
 from nbaccel.train.distributed.collectives import GroupCollectives
 from nbaccel.values import frozen
 from nbaccel.world import World
+
+if TYPE_CHECKING:
+    from nbaccel.train.distributed.store_exchange import StoreExchange
 
 __all__ = [
     "LIMIT_S",
@@ -125,6 +128,9 @@ class ProcessGroup:
         self._lost: _Lost | None = None
         self._base: Any = None
         self._renewed_group: Any = None
+        self._exchange: StoreExchange | None = None
+        self._exchange_of: Any = None
+        self._exchanges = 0
         self._retired: Any = None
         self._unended: Any = None
         self.users: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
@@ -204,6 +210,19 @@ class ProcessGroup:
             name = f"meeting{self._meetings}"
         base = c10d._get_default_store() if self._store is None else self._store
         return Rendezvous(another(base), another(base), f"nbaccel/{name}")
+
+    @property
+    def exchange(self) -> StoreExchange:
+        """The exchange through the store of the present group, which exists. Every rank asks for it equally often."""
+        if self._exchange is None or self._exchange_of is not dist.group.WORLD:
+            from nbaccel.train.distributed.store_exchange import StoreExchange  # few programs need it
+
+            self._exchanges += 1  # a later group may have the same store
+            place = self.meeting_place(f"exchange{self._formed}.{self._renewed}.{self._exchanges}")
+            timeout = self._options.timeout if self._world is not None else _timeout()
+            self._exchange = StoreExchange(place.store, dist.get_rank(), dist.get_world_size(), timeout)
+            self._exchange_of = dist.group.WORLD
+        return self._exchange
 
     def drop(self) -> None:
         """Leave the default group, whether we formed it or not; its connections are cut already. `renew` follows."""

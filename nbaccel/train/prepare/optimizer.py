@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from nbaccel.errors import NotPrepared
+from nbaccel.settings import RunSettings
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.nested import map_children
 from nbaccel.train.distributed.partial_state import current_world
@@ -29,6 +30,9 @@ from nbaccel.train.prepare.mean_of_ranks import MeanLosses, decide_by_the_mean
 from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.train.step.precision import Precision, Taken
 from nbaccel.train.strategies.single import Strategy
+
+if TYPE_CHECKING:
+    from nbaccel.train.prepare.unaveraged import UnaveragedGradients
 
 __all__ = [
     "SKIPS_IN_A_ROW",
@@ -79,9 +83,14 @@ class PreparedOptimizer(Optimizer):
         self._was_skipped = False
         self._skips_in_a_row = 0
         self._tells: Callable[[], bool] | None = None  # returns whether the last step was taken, if not read yet
+        self._unaveraged: UnaveragedGradients | None = None
         accumulation.rates.follow(self)
         if strategy.has_peers:
             decide_by_the_mean(optimizer)
+            if not RunSettings.from_env().independent:  # separate trainings that are meant
+                from nbaccel.train.prepare.unaveraged import UnaveragedGradients  # one process does not need it
+
+                self._unaveraged = UnaveragedGradients(optimizer, strategy, accumulation)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -111,6 +120,13 @@ class PreparedOptimizer(Optimizer):
             self.accumulation.block.rescale()  # a window that ends with a batch that had no backward
         if not is_ours and closure is None and self._freshness.has_new(self.optimizer):
             self._raw_steps.enter(self.optimizer)
+            if self._unaveraged is not None:
+                self._unaveraged.refuse(is_ours=False)
+        elif self._unaveraged is not None:
+            if closure is None:
+                self._unaveraged.refuse(is_ours=True)
+            else:
+                closure = self._refusing(closure)
         value: Any = None
         taken: Taken = False
         if not self._watch.judges_steps or self._watch.lets_step(self.optimizer):
@@ -134,6 +150,18 @@ class PreparedOptimizer(Optimizer):
         else:
             self._tells = taken
         return value
+
+    def _refusing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `closure`, which computes gradients, with a look at them afterwards."""
+
+        def refusing() -> Any:
+            before = self.accumulation.backwards
+            loss = closure()
+            assert self._unaveraged is not None
+            self._unaveraged.refuse(is_ours=self.accumulation.backwards != before)
+            return loss
+
+        return refusing
 
     def refuse_unscaled(self) -> None:
         """Refuse to unscale gradients that were never scaled: those of the program's own ``loss.backward()``."""

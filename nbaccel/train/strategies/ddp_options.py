@@ -32,12 +32,14 @@ _TWICE = re.compile(r"Parameter at index (\d+).* has been marked as ready twice"
 _SHOWN = 8
 
 
-def explain_unused(error: RuntimeError, module: Module) -> RuntimeError | None:
-    """Return the error for parameters that took no part in the loss; None where `error` is about something else."""
-    text = str(error)
+def explain_unused(text: str, module: Module, reduced: Sequence[Any] = ()) -> RuntimeError | None:
+    """Return the error for parameters that took no part in the loss; None where torch's `text` is about something else.
+
+    reduced: the parameters that DDP counts, in its order; by default those of `module` that are trained now.
+    """
     if "Expected to have finished reduction in the prior iteration" not in text:
         return None
-    names = _reduced_names(module)
+    names = _names_of(module, reduced) if reduced else _reduced_names(module)
     found = _UNUSED.search(text)
     unused = [names[int(index)] for index in found.group(1).split() if int(index) < len(names)] if found else []
     which = f"{len(unused)} of {len(names)} parameters ({_shortened(unused)})" if unused else "some parameters"
@@ -84,6 +86,11 @@ def _reduced_names(module: Module) -> list[str]:
     """Return the parameters that DDP counts, in its order."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in ignored]
+
+
+def _names_of(module: Module, parameters: Sequence[Any]) -> list[str]:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [names.get(id(parameter), "one that is replaced") for parameter in parameters]
 
 
 def _shortened(names: Sequence[str]) -> str:

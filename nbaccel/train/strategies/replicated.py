@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -22,10 +22,81 @@ from nbaccel.train.step.kwargs_handlers import DDPCommunicationHookType
 from nbaccel.train.strategies.ddp_options import explain_twice_ready, explain_unused
 from nbaccel.train.strategies.single import Strategy, is_parallel, lendable, waiting_names, without_compile
 
-__all__ = ["Replica", "Replicated", "living_modules"]
+__all__ = ["Reduction", "Replica", "Replicated", "living_modules"]
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute by which torch's DDP is told what it leaves out."""
+
+
+_NOT_ANNOUNCED = "not announced"
+"""A doubt of `Reduction`: a backward that should have synchronised came from no forward of the model."""
+
+
+class Reduction:
+    """State of the gradients of one model in DDP, as far as it is known without looking at them.
+
+    A forward with gradients announces a backward, which DDP's reducer answers by averaging. Gradients of a backward
+    that nothing has announced stay in their rank, and so do those of one in which a parameter got none.
+
+    parameters: those that the reducer averages.
+    watched: those of them that show whether a backward has reached the model. The reducer waits for all, so one shows
+    it for a backward that was announced.
+    is_pending: a forward has announced a backward that has not come yet.
+    is_held: a forward has run since the last reduction whose backward is to stay in its rank.
+    doubt: why nobody may have averaged the present gradients, `_NOT_ANNOUNCED` or the reducer's own error; else empty.
+    stepped: ids of the optimizers that have used this reduction, where the program called ``loss.backward()`` itself.
+    """
+
+    __slots__ = ("doubt", "is_held", "is_pending", "parameters", "stepped", "watched")
+
+    def __init__(self, replica: DistributedDataParallel) -> None:
+        named, ignored = replica.module.named_parameters(), replica.parameters_to_ignore
+        self.parameters = tuple(each for name, each in named if each.requires_grad and name not in ignored)
+        finds_unused = replica.find_unused_parameters or replica.static_graph
+        self.watched = self.parameters if finds_unused else self.parameters[:1]
+        self.is_pending = self.is_held = False
+        self.doubt = ""
+        self.stepped: set[int] = set()
+
+    @property
+    def is_watched_whole(self) -> bool:
+        return self.watched is self.parameters
+
+    def marks(self) -> list[tuple[Any, int]]:
+        """Return marks of the watched gradients, which differ once a backward has reached them."""
+        gradients = [parameter.grad for parameter in self.watched]
+        return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
+
+    def is_reached_since(self, marks: Sequence[tuple[Any, int]]) -> bool:
+        """Return whether a backward has reached the watched gradients since these `marks`."""
+        return any(
+            now is not before or number != earlier
+            for (now, number), (before, earlier) in zip(self.marks(), marks, strict=True)
+        )
+
+    def judge(self, replica: DistributedDataParallel) -> None:
+        """Note that a backward has reached the model; read from the reducer whether it has averaged everything."""
+        if not self.is_pending:
+            self.doubt = self.doubt or _NOT_ANNOUNCED
+            return
+        self.is_pending = self.is_held = False
+        self.stepped.clear()
+        try:
+            replica.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            self.doubt = str(error)
+        else:
+            self.doubt = ""
+
+
+def _announce(module: Any, inputs: Any = None) -> None:
+    """Note that the reducer of `module` expects a backward; `Replica` does it by itself in a forward."""
+    reduction: Reduction | None = vars(module).get("reduction")  # a DDP module that was never prepared has none
+    if reduction is not None and torch.is_grad_enabled():
+        if module.require_backward_grad_sync:
+            reduction.is_pending = True
+        else:
+            reduction.is_held = True
 
 
 class Replica(DistributedDataParallel):
@@ -33,19 +104,29 @@ class Replica(DistributedDataParallel):
 
     lent_to: the present user of the gradients; DDP's own buckets are freed then. A forward with gradients
     outside of `forward_backward` takes them back.
+    reduction: what is known of its gradients.
     """
 
     lent_to: Gradients | None = None
+
+    def __init__(self, module: Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.reduction = Reduction(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.lent_to is not None:
             if self.lent_to.is_busy or not torch.is_grad_enabled():
                 return self.module(*inputs, **kwargs)
             self.lent_to.give_back()
+        if torch.is_grad_enabled():
+            if self.require_backward_grad_sync:
+                self.reduction.is_pending = True
+            else:
+                self.reduction.is_held = True
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            explained = explain_unused(error, self.module)
+            explained = explain_unused(str(error), self.module, self.reduction.parameters)
             if explained is None:
                 raise
             raise explained from error
@@ -58,7 +139,11 @@ class Replica(DistributedDataParallel):
     def build_buckets(self) -> None:
         """Undo `free_buckets`; not collective. Communication hooks must be registered again."""
         self.lent_to = None
-        super().__setstate__({})  # type: ignore[no-untyped-call]  # torch's own way to make a new reducer
+        self.__setstate__({})  # torch's own way to make a new reducer
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.reduction = Reduction(self)  # of the new reducer, with what is trained now
 
     def __getstate__(self) -> dict[str, Any]:
         if self.lent_to is None:
@@ -75,8 +160,25 @@ class Replicated(Strategy):
     _awaiting: tuple[weakref.ref[Module], ...] = ()
     """Models whose gradients the next backward synchronises, although their forward may have run under `no_sync`."""
 
+    _looks_closely = False
+    """True if a backward is looked at before, too, since it may reach some models and not others."""
+
     def setup(self, models: Sequence[Module], optimizers: Sequence[Optimizer], moves: Sequence[bool]) -> list[Module]:
-        return [self._replicated(model) for model in super().setup(models, optimizers, moves)]
+        ready = [self._replicated(model) for model in super().setup(models, optimizers, moves)]
+        for model in ready:
+            self._watch(without_compile(model))
+        return ready
+
+    def _watch(self, model: Module) -> None:
+        """Watch the reductions of `model`, if it is DDP's: ours, or one that the program has made."""
+        if not isinstance(model, DistributedDataParallel):
+            return
+        if not hasattr(model, "reduction"):
+            vars(model)["reduction"] = Reduction(model)
+            model.register_forward_pre_hook(_announce)
+        known = [reference for reference in self.replicas if reference() not in (None, model)]
+        self.replicas = (*known, weakref.ref(model))
+        self._looks_closely = len(self.replicas) > 1
 
     def _replicated(self, model: Module) -> Module:
         present = [parameter for parameter in model.parameters() if not parameter.is_meta]
@@ -104,6 +206,7 @@ class Replicated(Strategy):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         if self._awaiting:
             self._expect_gradients(loss)
+        before = self._marks() if self._looks_closely else None
         try:
             loss.backward(**kwargs)
         except RuntimeError as error:
@@ -111,6 +214,44 @@ class Replicated(Strategy):
             if explained is None:
                 raise
             raise explained from error
+        # Without a call between: it is looked at after every backward.
+        for reference in self.replicas:
+            replica = reference()
+            if replica is None or not replica.require_backward_grad_sync:
+                continue
+            reduction = replica.reduction
+            if before is not None or not reduction.is_pending:
+                self._judge(replica, before)
+                continue
+            reduction.is_pending = reduction.is_held = False
+            try:
+                replica.reducer._check_reducer_finalized()
+            except RuntimeError as error:
+                reduction.doubt = str(error)
+            else:
+                reduction.doubt = ""
+
+    def _marks(self) -> dict[int, list[tuple[Any, int]]]:
+        """Return the marks of each model's gradients, by the model's id."""
+        living = [replica for reference in self.replicas if (replica := reference()) is not None]
+        return {id(replica): replica.reduction.marks() for replica in living}
+
+    def _judge(self, replica: Any, before: Mapping[int, Sequence[tuple[Any, int]]] | None) -> None:
+        """Judge the backward that has just ended, if it may have reached `replica`."""
+        reduction: Reduction = replica.reduction
+        is_known = before is not None and (reduction.is_pending or reduction.is_watched_whole)
+        if before is None or not is_known or reduction.is_reached_since(before[id(replica)]):
+            reduction.judge(replica)
+
+    def trust(self, replica: Any) -> None:
+        reduction: Reduction = replica.reduction
+        reduction.doubt = ""
+        reduction.watched = reduction.parameters  # so that backwards that do not reach it raise no doubt any more
+        self._looks_closely = True
+
+    def explain_unfinished(self, replica: Any) -> str:
+        reduction: Reduction = replica.reduction
+        return str(explain_unused(reduction.doubt, replica.module, reduction.parameters) or "")
 
     def keeps_together(self, model: Module) -> bool:
         if is_parallel(model):
@@ -151,6 +292,9 @@ class Replicated(Strategy):
                 stack.enter_context(_Alone(replica))
             yield
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "replicas": (), "_awaiting": ()}  # weak references cannot be pickled
+
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
         module = without_compile(model)
         return _Reduce(module) if isinstance(module, DistributedDataParallel) else nullcontext()
@@ -167,6 +311,7 @@ class Replicated(Strategy):
                 continue  # the last forward has prepared the reducer
             if "reducer" in module.__dict__:  # otherwise gradients are lent
                 module.reducer.prepare_for_backward([loss])  # it looks for unused parameters from there
+                _announce(module)
 
     def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
         replicas = lendable(models, Replica)
@@ -330,6 +475,7 @@ class _Reduce:
         self._before = (module.require_backward_grad_sync, module.require_forward_param_sync)
         module.require_backward_grad_sync = module.require_forward_param_sync = True
         module.reducer.prepare_for_backward([])
+        _announce(module)
 
     def __exit__(self, *exception: object) -> None:
         self._module.require_backward_grad_sync, self._module.require_forward_param_sync = self._before

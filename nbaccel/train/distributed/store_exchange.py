@@ -1,0 +1,73 @@
+"""StoreExchange: lay short texts of all ranks beside each other in the group's store, without a collective. In ranks.
+
+For what ranks may only compare where a collective would be a risk: a peer that sums gradients at that moment would take
+the text for a part of its sum. Here a peer that is elsewhere is waited for, and nothing of the group is touched.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from nbaccel.errors import PeerFailed
+from nbaccel.events import Waiting, emit
+from nbaccel.quantities import numbers_in_order
+
+__all__ = ["StoreExchange"]
+
+_GLANCE_S = 0.0005
+_LONGEST_GLANCE_S = 0.01
+_LOOK_UP_S = 0.5
+
+
+class StoreExchange:
+    """The exchanges of one process group, one after the other: the n-th of one rank meets the n-th of its peers.
+
+    store: with keys that nobody else uses.  timeout: how long a peer may stay away, as in a collective of the group.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta | None) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._limit_s = (timeout or dist.default_pg_timeout).total_seconds()
+        self._count = 0
+
+    def all(self, text: str, call: str) -> list[str]:
+        """Return the texts of all ranks. Every rank calls it.  call: what the rank is doing, for messages.
+
+        The wait ends with the texts of all peers; by an interrupt, or a receiver of `Waiting` that knows that a peer
+        will never come; and by the time limit of the group's collectives, since a rank that is stuck has no other.
+
+        Raises:
+            PeerFailed: a peer did not come in time.
+        """
+        self._count += 1
+        keys = [f"{self._count}/{rank}" for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], text)
+        began = time.monotonic()
+        glance_s, due_s = _GLANCE_S, _LOOK_UP_S
+        while not self._store.check(keys):
+            waited_s = time.monotonic() - began
+            if waited_s > due_s:
+                due_s += _LOOK_UP_S
+                emit(Waiting(call, waited_s))
+            if waited_s > self._limit_s:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise PeerFailed(
+                    f"rank {self._rank} of {self._world_size} waited {self._limit_s:g} s for rank "
+                    f"{numbers_in_order(missing)} in {call}: every rank must come there"
+                )
+            time.sleep(glance_s)
+            glance_s = min(2 * glance_s, _LONGEST_GLANCE_S)
+        texts = [str(self._store.get(key), "utf-8") for key in keys]
+        self._forget(self._count - 1)
+        return texts
+
+    def _forget(self, count: int) -> None:
+        """Delete this rank's text of an earlier exchange: all peers are in a later one, so they have read it."""
+        if count > 0:
+            self._store.delete_key(f"{count}/{self._rank}")

@@ -1,0 +1,246 @@
+"""UnaveragedGradients: refuse a step with gradients that nobody has averaged, before it is taken. Runs in ranks.
+
+A prepared model averages its gradients, if its forward has announced the backward and every parameter got a gradient.
+What it did not average (see `Reduction`), and gradients of parameters that belong to no prepared model, may have been
+averaged by the program. So the ranks compare them, through the store of their group and without a collective: equal
+ones are stepped with, different ones are the error. A step without such gradients reads none and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from nbaccel.errors import NotPrepared
+from nbaccel.quantities import numbers_in_order
+from nbaccel.train.distributed.process_group import process_group
+from nbaccel.train.step.accumulation import Accumulation
+from nbaccel.train.strategies import Strategy
+
+__all__ = ["UnaveragedGradients"]
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types by their bytes. Sums of integers depend neither on the order of the summands nor on the device."""
+
+_SHOWN = 6
+
+_AVERAGE = 'parameter.grad = accelerator.reduce(parameter.grad, "mean")'
+
+
+class UnaveragedGradients:
+    """Looks before each step of one optimizer whether it would use gradients that nobody has averaged.
+
+    A prepared optimizer owns it. The parameters are looked through when the optimizer has others than before, or
+    another model was prepared; which of them need no gradient may change between.
+    """
+
+    def __init__(self, optimizer: Optimizer, strategy: Strategy, accumulation: Accumulation) -> None:
+        self._optimizer = optimizer
+        self._strategy = strategy
+        self._accumulation = accumulation
+        self._known: list[tuple[int, Any, Any]] = []  # of each group: how many parameters, the first and the last one
+        self._replicas: tuple[weakref.ref[Any], ...] | None = None  # of the strategy, when it was looked at
+        self._stepped: list[weakref.ref[Any]] = []  # those with parameters of this optimizer
+        self._outside: list[Parameter] = []  # that no model averages, though a program can train them
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return how to make one that knows nothing yet: weak references cannot be pickled."""
+        return type(self), (self._optimizer, self._strategy, self._accumulation)
+
+    def refuse(self, is_ours: bool) -> None:
+        """Refuse the step that the optimizer is about to take, if its gradients differ between ranks.
+
+        is_ours: they come from `accelerator.backward`; otherwise from the program's own ``loss.backward()``.
+
+        Raises:
+            NotPrepared: on all ranks.
+        """
+        if self._accumulation.is_local or self._accumulation.is_held:
+            return
+        groups, known = self._optimizer.param_groups, self._known
+        is_same = self._replicas is self._strategy.replicas and len(groups) == len(known)
+        if is_same:
+            for group, (count, first, last) in zip(groups, known):  # noqa: B905  # as many, and strict takes longer
+                parameters = group["params"]
+                if len(parameters) != count or (count and (parameters[0] is not first or parameters[-1] is not last)):
+                    is_same = False
+        if not is_same:
+            self._look_through()
+        is_in_doubt = False
+        for reference in self._stepped:
+            replica = reference()
+            if replica is not None:
+                if not is_ours:
+                    self._judge_raw(replica)
+                if replica.reduction.doubt:
+                    is_in_doubt = True
+        for parameter in self._outside:
+            if parameter.grad is not None:
+                is_in_doubt = True
+                break
+        if is_in_doubt:
+            self._compare()
+
+    # -- what the optimizer steps
+
+    def _look_through(self) -> None:
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        self._known = [(len(each), each[0] if each else None, each[-1] if each else None) for each in groups]
+        self._replicas = self._strategy.replicas
+        stepped = {id(parameter) for group in groups for parameter in group}
+        averaged: set[int] = set()
+        self._stepped = []
+        for replica in self._living():
+            own = set(map(id, replica.reduction.parameters))
+            # What the program has told DDP to leave out is its own matter.
+            named, ignored = replica.module.named_parameters(), replica.parameters_to_ignore
+            averaged |= own | {id(parameter) for name, parameter in named if name in ignored}
+            if own & stepped:
+                self._stepped.append(weakref.ref(replica))
+        sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+        self._outside = [
+            parameter
+            for group in groups
+            for parameter in group
+            if isinstance(parameter, Parameter) and id(parameter) not in averaged and not isinstance(parameter, sharded)
+        ]
+
+    def _living(self) -> Iterator[Any]:
+        return (replica for reference in self._strategy.replicas if (replica := reference()) is not None)
+
+    def _judge_raw(self, replica: Any) -> None:
+        """Judge the gradients of a backward that the program has called itself, and that nobody has looked at."""
+        reduction = replica.reduction
+        # One reduction serves several optimizers; one that has stepped with it has gradients of another backward now.
+        is_served = bool(reduction.stepped) and id(self._optimizer) not in reduction.stepped
+        if reduction.is_pending or not (is_served or reduction.is_held):
+            reduction.judge(replica)
+        reduction.stepped.add(id(self._optimizer))
+
+    # -- gradients in doubt
+
+    def _compare(self) -> None:
+        """Compare the gradients in doubt with those of the peers.
+
+        Raises:
+            NotPrepared: they differ.
+        """
+        doubtful = [replica for replica in self._living() if replica.reduction.doubt]
+        ids = {id(parameter) for replica in doubtful for parameter in replica.reduction.parameters}
+        ids |= set(map(id, self._outside))
+        parameters = [
+            (number, parameter)
+            for number, parameter in enumerate(
+                each for group in self._optimizer.param_groups for each in group["params"]
+            )
+            if id(parameter) in ids and parameter.grad is not None
+        ]
+        call = f"comparing gradients before {self._name}.step"
+        exchange = process_group.exchange
+        sums = dict(zip([number for number, _ in parameters], _sums(parameters), strict=True))
+        kind = f"{self._name} of {sum(len(group['params']) for group in self._optimizer.param_groups)} parameters"
+        mine = json.dumps([kind, sorted(sums.items())])
+        digests = exchange.all(hashlib.blake2b(mine.encode(), digest_size=16).hexdigest(), call)
+        if len(set(digests)) == 1:
+            for replica in doubtful:
+                self._strategy.trust(replica)
+            return
+        theirs = [json.loads(each) for each in exchange.all(mine, call)]
+        rank = self._strategy.world.rank
+        apart = [peer for peer, digest in enumerate(digests) if digest != digests[rank]]
+        others = [peer for peer in apart if theirs[peer][0] != kind]
+        if others:
+            raise self._refusal(
+                f"rank {numbers_in_order(others)} steps {theirs[others[0]][0]}, and this one {kind}", ""
+            )
+        found = [dict(theirs[peer][1]) for peer in range(len(theirs))]
+        numbers = sorted({number for each in found for number in each})
+        differ = {number for number in numbers if len({each.get(number) for each in found}) > 1}
+        raise self._explained(differ, apart, doubtful)
+
+    def _explained(self, differ: set[int], apart: Sequence[int], doubtful: Sequence[Any]) -> NotPrepared:
+        listed = [each for group in self._optimizer.param_groups for each in group["params"]]
+        names = {
+            id(each): name for replica in self._living() for name, each in replica.module.named_parameters()
+        }  # also of what was frozen when the model was prepared
+        outside = set(map(id, self._outside))
+        new = [number for number in sorted(differ) if id(listed[number]) in outside]
+        shown = [names.get(id(listed[number]), _unnamed(number, listed[number])) for number in new or sorted(differ)]
+        what = f"the gradient{'s' * (len(shown) > 1)} of {_shortened(shown)}"
+        found = f"{what} {'are' if len(shown) > 1 else 'is'} averaged by nobody, and other ones in rank "
+        found += numbers_in_order(apart)
+        if new and all(id(listed[number]) in names for number in new):
+            return self._refusal(
+                found,
+                "They were frozen, or not yet in the model, when it was prepared, and a model averages what it trains "
+                "then. Make such changes before prepare. To train layers only later, freeze them after prepare "
+                "(requires_grad_(False)), with find_unused_parameters:\n"
+                "    Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])",
+            )
+        if new:
+            return self._refusal(
+                found,
+                "No prepared model has them. Prepare every module that is trained, or make it a part of the prepared "
+                f"model before prepare. To average them yourself, before the step:\n    {_AVERAGE}",
+            )
+        if unused := next(filter(None, map(self._strategy.explain_unfinished, doubtful)), ""):
+            return self._refusal(found, unused)
+        return self._refusal(
+            found,
+            "The last backward came from no forward of the prepared model: the loss was computed by the model inside "
+            "(accelerator.unwrap_model(model), model.module), or one forward had two backwards. Call the prepared "
+            "model, and let its forward call the model's other methods; add losses up before one backward. To average "
+            f"gradients yourself, before the step:\n    {_AVERAGE}",
+        )
+
+    def _refusal(self, found: str, cause: str) -> NotPrepared:
+        clock, world = self._accumulation.clock, self._strategy.world
+        return NotPrepared(
+            f"{self._name}.step in {world.place}, step {clock.step}: {found}. Each rank would train a model of its "
+            f"own. The weights are as before.\n  {cause}"
+        )
+
+    @property
+    def _name(self) -> str:
+        return type(self._optimizer).__name__
+
+
+def _unnamed(number: int, parameter: Tensor) -> str:
+    return f"parameter {number} of the optimizer, {'x'.join(map(str, parameter.shape)) or 'one number'}"
+
+
+def _shortened(names: Sequence[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _sums(parameters: Sequence[tuple[int, Tensor]]) -> list[int]:
+    """Return a number for each gradient; equal gradients have equal ones, on any device."""
+    sums = [_sum_of_bits(parameter.grad) for _, parameter in parameters if parameter.grad is not None]
+    devices = {each.device for each in sums}
+    if len(devices) == 1:
+        return [int(number) for number in torch.stack(sums).tolist()]  # one wait for the device
+    return [int(each) for each in sums]
+
+
+def _sum_of_bits(gradient: Tensor) -> Tensor:
+    values = gradient.detach()
+    if values.is_sparse:
+        values = values.coalesce()
+        return _sum_of_bits(values.indices()) * 31 + _sum_of_bits(values.values())
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if values.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=values.device)
+    bits = values.contiguous().view(_INTEGERS[values.element_size()])
+    rows = bits.reshape(len(bits) if bits.ndim else 1, -1).sum(1, dtype=torch.int64)
+    return (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()  # equal rows in another order are others
