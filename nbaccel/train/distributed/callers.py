@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ def _is_passed_by(code: CodeType) -> bool:
 
 
 _DEPTH = 3
+_MOST_DEPTH = 100
 _OWN_REFERENCES = 3  # the frame's, ours, and that of the call
 _NOT_USERS = (
     PACKAGE_DIR,
@@ -100,9 +101,27 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     return copy
 
 
-def place_of_call() -> tuple[tuple[CodeType, int], ...]:
-    """Return the lines that led here; equal for passes that the same loop begins, also through a progress bar."""
-    return tuple((frame.f_code, frame.f_lineno) for frame in users_frames(_DEPTH))
+def place_of_call() -> int:
+    """Return a number for the lines that led here; equal for passes that the same loop begins, also through a bar.
+
+    All lines, up to the program's first: a library may train and evaluate by one engine, however many calls deep, which
+    is told apart by who calls it, or by the functions and flags that a caller gives (#54).
+    """
+    return hash(tuple((frame.f_code, frame.f_lineno, *_given(frame)) for frame in users_frames(_MOST_DEPTH)))
+
+
+def _given(frame: FrameType) -> Iterator[Any]:
+    """Yield the functions, by their code, and the flags among the arguments of a frame."""
+    code = frame.f_code
+    if not code.co_flags & inspect.CO_OPTIMIZED or not code.co_argcount + code.co_kwonlyargcount:
+        return
+    values = variables_of(frame)
+    for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        value = values.get(name)
+        if type(value) is bool:
+            yield value
+        elif isinstance(value, FunctionType | MethodType):
+            yield value.__code__
 
 
 def users_name(value: Any) -> str:

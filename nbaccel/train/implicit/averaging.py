@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.collectives import Collectives
+from nbaccel.train.implicit.batch_values import BatchWatch
 from nbaccel.train.implicit.exchange import Agreement, GradientExchange, Round, shape_of
 from nbaccel.train.implicit.gradient_weights import (
     VALUES,
@@ -52,7 +53,7 @@ _LOOKS = 16
 class Averaging:
     """Averages the gradients of one rank's task with its peers'.
 
-    withholding: keeps back what waits for the last part of a batch.
+    withholding: keeps back what waits for the last part of a batch.  watch: knows what is computed of a batch.
     collectives: returns the ranks' collectives; formed at the first call, by all ranks together.
     on_trained: called after each backward that was averaged, with the loss of the whole batch, if it is one number.
     on_registered: called when new models are known.  on_parts_shown: called where a loss keeps its part's
@@ -70,6 +71,7 @@ class Averaging:
         passes: Passes,
         steps: StepCounter,
         withholding: Withholding,
+        watch: BatchWatch,
         collectives: Callable[[], Collectives],
         on_trained: Callable[[float | None], None],
         on_registered: Callable[[], None],
@@ -85,6 +87,7 @@ class Averaging:
         self._passes = passes
         self._steps = steps
         self._withholding = withholding
+        self._watch = watch
         self._make_collectives = collectives
         self._collectives: Collectives | None = None
         self._exchange: GradientExchange | None = None
@@ -133,6 +136,12 @@ class Averaging:
 
         args: gradients of the outputs, whether the graph is kept, whether a graph of the gradients is made, the inputs.
         """
+        if not self._watch.is_on:
+            return self._run(real, outputs, *args, **kwargs)
+        with self._watch.paused():
+            return self._run(real, outputs, *args, **kwargs)
+
+    def _run(self, real: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         is_transformed = torch._C._functorch.maybe_current_level() is not None  # by torch.func, which has no leaves
         if self._is_inside or is_transformed or threading.current_thread() is not threading.main_thread():
             return real(outputs, *args, **kwargs)
@@ -236,7 +245,9 @@ class Averaging:
         self._steps.enter()  # may raise RunStopped
         readings = [read(root, is_scaled) for root in roots]
         handed = self._passes.handed
-        obstacle = self._losses.obstacle(readings, handed, is_graph_kept)
+        obstacle = self._losses.obstacle(readings, handed, is_graph_kept) or self._watch.obstacle(roots)
+        if self._losses.is_new_in_parts(readings, handed, is_watched=self._watch.is_on):
+            self._passes.watch_next()
         if not obstacle and any(leaf._backward_hooks for leaf in leaves):
             obstacle = "a hook that may change the gradient of a parameter"
         terms = [term for reading in readings for term in reading.terms]
@@ -245,6 +256,8 @@ class Averaging:
         header, known, buffers = self._exchange_headers(leaves, new, extras, terms, shown, bool(obstacle))
         self._steps.agree(int(max(each.at for each in header.says)))
         givers = self._agree(header, obstacle)
+        if not obstacle and header.any("obstacle"):
+            obstacle = "another rank says so"
         self._share_noise(header)
         if all(header.says[rank].lengths for rank in givers) and not header.all_equal("lengths", givers):
             self._on_lengths()

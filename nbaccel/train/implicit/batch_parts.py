@@ -95,6 +95,9 @@ UNKNOWN = Label(False, 0, 0)
 _COLUMNS = 2
 """Up to this number of tensors they are more likely the columns of a batch: inputs and targets."""
 
+_MOST_UNDECIDED = 4
+"""Whole batches after which dimensions of equal length are no chance any more."""
+
 _TORCHS = (default_collate, default_convert)
 
 
@@ -112,6 +115,9 @@ class Layout:
     differ in another batch.
 
     is_known: batches can be cut, judging by those seen so far.
+    makes_parts: they cannot, but the collate_fn can be given a part of the samples: its batch is an object that has
+    what belongs to a sample side by side, such as a PyG batch of graphs. What else cannot be cut, such as all pairs of
+    samples or an episode, has to be made of all of them (#54).
 
     >>> layout, lengths = Layout(), torch.tensor([3, 2])
     >>> layout.learn((torch.ones(3, 2), lengths), 2)
@@ -123,6 +129,9 @@ class Layout:
 
     def __init__(self) -> None:
         self.is_known = True
+        self.makes_parts = False
+        self._has_objects = False
+        self._undecided = 0  # batches that could not be cut, and may be one later
         self._axes: dict[str, set[int]] = {}  # by path: dimensions that were as long as each batch had samples
         self._lists: dict[str, bool] = {}  # by path: whether a list has one entry per sample, once it is sure
 
@@ -135,6 +144,8 @@ class Layout:
         except CannotSplit:
             self.is_known = False
             return
+        if self._has_objects:
+            self.is_known, self.makes_parts = False, True
         if not found:
             self.is_known = False
         for path, axes in found.items():
@@ -146,9 +157,12 @@ class Layout:
         Raises:
             CannotSplit: it is not clear where the samples are.
         """
-        self.is_known = self.is_known and not any(len(axes) > 1 for axes in self._axes.values())
+        if any(len(axes) > 1 for axes in self._axes.values()):
+            self._undecided += 1
+            self.is_known = self.is_known and self._undecided < _MOST_UNDECIDED
+            raise CannotSplit("two of its dimensions are always equally long")
         if not self.is_known:
-            raise CannotSplit("it is not known which of its parts belong to which sample")
+            raise CannotSplit("it is not known what of them belongs to which sample")
         return Samples(batch, count, lambda whole, start, stop: self._cut(whole, "batch", start, stop, count))
 
     def _look(self, value: Any, path: str, count: int) -> Iterator[tuple[str, set[int]]]:
@@ -167,6 +181,12 @@ class Layout:
         if is_shared(value):
             return
         below = list(named_children(value, path))
+        if not below and (_is_of_graphs(value) or _attributes(value)):
+            self._has_objects = True
+            if not _is_of_graphs(value):
+                for name, child in _attributes(value).items():
+                    yield from self._look(child, f"{path}.{name}", count)
+            return
         has_entries = type(value) in (list, tuple) and len(value) == count
         if not has_entries and not below:
             raise CannotSplit(f"it is not known what of {path} ({type(value).__name__}) belongs to which sample")
@@ -195,6 +215,18 @@ class Layout:
             return value[start:stop]
         names = iter([name for name, _ in named_children(value, path)])
         return map_children(lambda child: self._cut(child, next(names), start, stop, count), value)
+
+
+def _is_of_graphs(value: Any) -> bool:
+    """Return whether `value` is a batch of graphs of PyG or DGL, which numbers their nodes one after the other."""
+    names = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__}
+    return not names.isdisjoint({("torch_geometric", "Batch"), ("dgl", "DGLGraph")})
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object of the program's own class."""
+    is_plain = type(value).__module__.partition(".")[0] in ("builtins", "torch", "numpy", "torch_geometric")
+    return {} if is_plain else dict(getattr(value, "__dict__", {}))
 
 
 def _are_alike(entries: Sequence[Any]) -> bool:

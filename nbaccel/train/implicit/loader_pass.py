@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbaccel.errors import NotPrepared
 from nbaccel.events import Gauge, LoopEntered, Progress, emit
 from nbaccel.quantities import length_or_none
 from nbaccel.train.distributed.callers import place_of_call
@@ -29,6 +30,8 @@ __all__ = [
     "Taken",
     "has_parts",
     "key_of",
+    "not_trained",
+    "passed_over",
     "still_needed",
 ]
 
@@ -221,7 +224,7 @@ class SharedPass(LoaderPass):
     @property
     def cuts_indices(self) -> bool:
         """True if a rank fetches only its samples; otherwise a batch is cut after it was made."""
-        return self.is_map and not (self.layout is not None and self.layout.is_known)
+        return self.is_map and (self.layout is None or self.layout.makes_parts)
 
 
 Taken = dict[SharedPass, deque[Label]]
@@ -239,3 +242,27 @@ def still_needed(taken: Taken) -> Taken:
 def has_parts(taken: Taken) -> bool:
     """Return whether other ranks have other samples in one of them."""
     return any(label.is_apart for labels in taken.values() for label in labels)
+
+
+# --- Errors of loops that do not train on their parts ---
+
+
+def not_trained(place: str, name: str, why: str) -> NotPrepared:
+    """Return the error of a pass that was split and did not train.
+
+    place: the rank.  name: of its loader.  why: it was split.
+    """
+    return NotPrepared(
+        f"{place}: the batches of {name} were split over the ranks, for {why}. This pass did not train: no backward "
+        "has come, so what it computed is of this rank's samples only. Call model.eval(), or enter torch.no_grad(), before "
+        "the loop that evaluates begins and not inside of it; or start the cell with --strict and prepare the loop."
+    )
+
+
+def passed_over(place: str, name: str) -> NotPrepared:
+    """Return the error of a loop that leaves out each part of the batches of the loader `name`."""
+    return NotPrepared(
+        f"{place}: whole batches of {name} were trained on, and then each was split over the ranks and no part was: "
+        "the loop has passed them over, as one does that leaves out batches with len(x) != batch_size. Leave that out "
+        "(drop_last=True in the loader does the same), or start the cell with --batches each."
+    )

@@ -27,6 +27,7 @@ from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.implicit.averaging import Averaging
 from nbaccel.train.implicit.batch_parts import Split
+from nbaccel.train.implicit.batch_values import BatchWatch
 from nbaccel.train.implicit.graph import leave_scalers, watch_scalers
 from nbaccel.train.implicit.hooks import Hooks
 from nbaccel.train.implicit.passes import Passes
@@ -67,6 +68,7 @@ class ImplicitTraining:
         self._notices = Notices(world)
         self._parts = settings.split or 1
         self._order_seed = None if settings.seeds_alike else settings.seed  # otherwise ranks are seeded differently
+        watch = BatchWatch()
         self._passes = Passes(
             world.rank,
             world.world_size,
@@ -77,6 +79,7 @@ class ImplicitTraining:
             steps=lambda: self._steps.done,
             rates=lambda: self._steps.rates.read(),
             on_drawn=self._notices.note_drawn,
+            watch=watch,
         )
         self._steps = StepCounter(lambda: self._passes.batches)
         self._withholding = Withholding(self._steps.choices)
@@ -85,6 +88,7 @@ class ImplicitTraining:
             self._passes,
             self._steps,
             self._withholding,
+            watch,
             _collectives,
             on_trained=self._report,
             on_registered=self._note_models,

@@ -39,6 +39,7 @@ class LossHistory:
         self._fixed: set[tuple[float, int]] = set()  # terms that have the same shapes in parts as with a whole batch
         self._varying: set[tuple[float, int]] = set()  # terms that were seen to have more, or fewer, numbers than that
         self._obstacles: dict[tuple[float, bool], str] = {}  # of losses that were examined, by their shape
+        self._watched: set[float] = set()  # shapes of losses that were watched, or are about to be
 
     def obstacle(self, readings: Sequence[LossTerms], handed: Handed, is_graph_kept: bool) -> str:
         """Return why this loss must be computed of whole batches; "" where parts are possible."""
@@ -58,6 +59,16 @@ class LossHistory:
             if self._obstacles[key]:
                 return self._obstacles[key]
         return ""
+
+    def is_new_in_parts(self, readings: Sequence[LossTerms], handed: Handed, is_watched: bool) -> bool:
+        """Return whether a part has a loss that was not watched so far, so that the next one has to be.
+
+        is_watched: this one is, see `BatchWatch`.
+        """
+        shapes = {shape_of(reading.terms) for reading in readings}
+        is_new = handed.is_part and not is_watched and not shapes <= self._watched
+        self._watched |= shapes
+        return is_new
 
     def lengths(self, terms: Sequence[Term], handed: Handed, backwards: int) -> int:
         """Return a digest of the lengths below `terms`; 0 where they are not looked for.

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from nbaccel.errors import CannotSplit, NotPrepared
+from nbaccel.errors import CannotSplit
 from nbaccel.events import LoopEntered, emit
 from nbaccel.quantities import length_or_none
 from nbaccel.settings import EACH, SPLIT
 from nbaccel.train.distributed.callers import users_name
 from nbaccel.train.implicit.batch_parts import ALONE, UNKNOWN, Handed, Label, Layout, Split, Turn, is_own
+from nbaccel.train.implicit.batch_values import BatchWatch
 from nbaccel.train.implicit.cutting import Cutter
 from nbaccel.train.implicit.loader_pass import (
     REMEMBERED,
@@ -33,6 +34,8 @@ from nbaccel.train.implicit.loader_pass import (
     Taken,
     has_parts,
     key_of,
+    not_trained,
+    passed_over,
     still_needed,
 )
 from nbaccel.train.implicit.loaders import (
@@ -76,6 +79,7 @@ class Passes:
     on_turn: called for each part of a batch that comes in several, and with None when no other part of it will come.
     steps: returns how many steps this task has reached.  rates: returns the learning rates of its optimizers.
     on_drawn: called when the loop draws from NumPy or Python's random while it has a part.
+    watch: told of the batches that are to be watched: those before the first backward of a loop.
 
     batches: how many were handed out in this task.  has_split: ranks got different ones.
     is_shared_out: a sampler, or a data set, gives each rank samples of its own.
@@ -95,6 +99,7 @@ class Passes:
         steps: Callable[[], int] = lambda: 0,
         rates: Callable[[], tuple[float, ...]] = tuple,
         on_drawn: Callable[[], None] = lambda: None,
+        watch: BatchWatch | None = None,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -105,6 +110,7 @@ class Passes:
         self._steps = steps
         self._rates = rates
         self._on_drawn = on_drawn
+        self._watch = BatchWatch() if watch is None else watch
         self._streams = Streams(rank)
         self._gauges = PassGauges(steps, rates)
         self.begin()
@@ -122,6 +128,8 @@ class Passes:
         parts: of all ranks together, the least number of parts of a batch.  order_seed: see `Streams`.
         """
         self._streams.begin(order_seed)
+        self._watch.end()
+        self._watches_next = False  # also a part
         self._mode = mode
         self._turns = math.ceil(parts / self._world_size) if mode == SPLIT else 1
         self._is_short = parts > 1 and mode == SPLIT  # of memory
@@ -129,6 +137,7 @@ class Passes:
         self._looks = 0  # at whether the loop draws from NumPy or Python's random
         self._noise_before: int | None = None
         self._passed_over = ""  # a loader of which no part trained
+        self._untrained = ""  # a loader of a pass that was split, and did not train
         self._looked_at = ""  # a loader of which a part was taken, and no more
         self._reported: SharedPass | None = None  # the pass that the rank is in
         self._news = object()  # replaced as soon as what was reported may be out of date
@@ -153,6 +162,7 @@ class Passes:
     def step_back(self) -> None:
         """Leave batches as torch makes them from now on, since the program prepares by itself."""
         self._is_on = False
+        self._watch.end()
         self._gauges.end()
         self._forget_handed()
         self._streams.end()
@@ -233,6 +243,10 @@ class Passes:
             this.ahead = max(0, 2 * this.lead - this.taken)
         self._trained[this.key] = this.lead, this.ahead
 
+    def watch_next(self) -> None:
+        """Watch what is computed of the next part: its loss is a new one."""
+        self._watches_next = True
+
     def report_anew(self) -> None:
         """Report again, with the next batch, what can be cut."""
         self._reported, self._news = None, object()
@@ -278,6 +292,7 @@ class Passes:
 
     def before(self) -> None:
         """Prepare for a draw that all ranks make alike."""
+        self._watch.end()  # workers are about to be forked
         self._streams.common()
 
     def begin_pass(self, iterator: Any, loader: Any = None) -> SharedPass:
@@ -355,7 +370,9 @@ class Passes:
             NotPrepared: it was the last one, and the batches of this pass were split, but not trained on.
         """
         this = self._pass_of(iterator)
-        if self._passed_over:
+        if self._is_used or not torch.is_grad_enabled():
+            self._watch.end()
+        if self._passed_over or self._untrained:
             self.refuse_passed_over()
         if this is not self._reported:
             self._report(this)
@@ -391,9 +408,20 @@ class Passes:
                 count = samples_of_batch(batch, 0, this.is_collated, this.batch_size).count
                 label = Label(label.is_apart, count, count)
         self._note_taken(this, label)
+        if self._is_to_be_watched(this, label):
+            self._watches_next = False
+            self._watch.begin(batch, label.rows)
+        elif this.taken >= REMEMBERED:
+            self._watch.end()
         return batch
 
     # -- parts of it
+
+    def _is_to_be_watched(self, this: SharedPass, label: Label) -> bool:
+        """Return whether to watch a batch: those before a loop's first backward, and a part whose loss may be new."""
+        is_wanted = self._watches_next or (this.key not in self._trained and this.taken < REMEMBERED)
+        may_train = is_wanted and self._mode == SPLIT and this.may_split and torch.is_grad_enabled()
+        return may_train and label.rows > 1 and this.key not in self._whole and self._is_training()
 
     def _pass_of(self, iterator: Any) -> SharedPass:
         this: SharedPass | None = iterator.__dict__.get(_PASS)
@@ -422,8 +450,10 @@ class Passes:
             else:
                 samples = this.layout.samples(batch, known)
         except CannotSplit as error:
-            if not (this.is_map and known):  # otherwise it only came too early to be cut by its indices
-                self._keep_whole(this, f"its batches cannot be cut ({str(error).partition('. ')[0]})")
+            is_too_early = bool(this.cuts_indices and known)  # to be cut by its indices
+            if not is_too_early and (this.layout is None or not this.layout.is_known):
+                whose = "the batches of its collate_fn" if this.layout is not None else "its batches"
+                self._keep_whole(this, f"{whose} cannot be cut ({str(error).partition('. ')[0]})")
             return batch, Label(False, known, known)
         count = samples.count
         if count < self._world_size:
@@ -518,13 +548,8 @@ class Passes:
         if this.began_split and this.parts and not this.has_trained and this.taken >= this.lead:
             self._trained.pop(this.key, None)
             self._forget_handed()
-            why = "memory ran out with whole ones" if this.lead == 0 else "a pass that began in the same place trained"
-            raise NotPrepared(
-                f"rank {self._rank} of {self._world_size}: the batches of {this.name} were split over the ranks, for "
-                f"{why}. This pass did not train: no backward has come, so what "
-                "it computed is of this rank's samples only. Put the evaluation under torch.no_grad() or after "
-                "model.eval(), or start the cell with --strict and prepare the loop."
-            ) from None
+            self._untrained = this.name
+            self.refuse_passed_over("memory ran out with whole ones" if this.lead == 0 else "")
         self._settle()
         if this.is_split and not this.parts and (this.layout is None or this.layout.is_known):
             self._tell(this, False, f"none of its batches was cut, as one with fewer samples than {self._world_size}")
@@ -544,21 +569,22 @@ class Passes:
         has_trained = this.has_trained or this.key in self._trained
         if self._mode == SPLIT and has_trained and this.key not in self._of_use and self._handed_parts[this.key] > 1:
             self._passed_over = this.name
+        elif self._mode == SPLIT and this.began_split and not this.has_trained and this.parts > max(1, this.lead):
+            self._untrained = this.name  # it was left before its end, as by an engine that counts its batches
 
-    def refuse_passed_over(self) -> None:
-        """Refuse a loop that skips parts.
+    def refuse_passed_over(self, why: str = "") -> None:
+        """Refuse a loop that skips parts, or evaluates on them.  why: they were parts; empty for the usual reason.
 
         Raises:
             NotPrepared: see `_note_passed_over`.
         """
+        place = f"rank {self._rank} of {self._world_size}"
+        if name := self._untrained:
+            self._untrained = ""
+            raise not_trained(place, name, why or "a pass that began in the same place trained") from None
         if name := self._passed_over:
             self._passed_over = ""
-            raise NotPrepared(
-                f"rank {self._rank} of {self._world_size}: whole batches of {name} were trained on, and then each was "
-                "split over the ranks and no part was: the loop has passed them over, as one does that leaves out "
-                "batches with len(x) != batch_size. Leave that out (drop_last=True in the loader does the same), or "
-                "start the cell with --batches each."
-            ) from None
+            raise passed_over(place, name) from None
 
     def _left(self, this: SharedPass) -> None:
         """Handle the end of a pass whose iterator was deleted."""

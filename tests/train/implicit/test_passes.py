@@ -272,6 +272,147 @@ def test_objects_are_cut_by_their_indices_or_stay_whole_for_once(num_workers: in
     check(plain, ranks, whole={0} if not num_workers else {0, 1, 2})  # two were drawn ahead
 
 
+def pairs(samples: list[Tensor]) -> Tensor:
+    return torch.stack([torch.cat(pair) for pair in itertools.combinations(samples, 2)])
+
+
+def episode(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
+    shots = torch.stack(samples).reshape(2, 2, 1)
+    return shots[:, :1], shots[:, 1:]
+
+
+def bag(samples: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    words = [sample.expand(int(sample) % 3 + 1) for sample in samples]
+    return torch.cat(words), torch.tensor([0, *(len(each) for each in words[:-1])]).cumsum(0), torch.cat(samples)
+
+
+class WithPairs:
+    """An object that has all pairs beside what belongs to its samples."""
+
+    def __init__(self, samples: list[Tensor]) -> None:
+        self.x, self.pairs = torch.stack(samples), pairs(samples)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("collate", [pairs, episode, bag])
+def test_a_collate_function_whose_batches_cannot_be_cut_is_given_all_samples(collate: Any, num_workers: int) -> None:
+    def program(rank: Rank) -> None:
+        for _ in range(2):
+            rank.train(DataLoader(Rows(16), batch_size=4, collate_fn=collate, num_workers=num_workers))
+
+    plain, ranks = run(program)
+
+    check(plain, ranks, whole={*range(8)})
+    assert [each.why for each in ranks[0].said] == [
+        "the batches of its collate_fn cannot be cut (it is not known what of them belongs to which sample)"
+    ]
+
+
+def test_an_object_with_something_that_is_of_no_sample_is_given_all_samples() -> None:
+    def program(rank: Rank) -> None:
+        for batch in DataLoader(Rows(16), batch_size=4, collate_fn=WithPairs):
+            rank.take(batch.x)
+            rank.backward()
+
+    check(*run(program), whole={*range(4)})
+
+
+def test_a_batch_of_graphs_is_made_of_a_part_of_its_samples() -> None:
+    kind = type("Batch", (Box,), {"__module__": "torch_geometric.data.batch", "ptr": torch.zeros(1)})
+
+    def program(rank: Rank) -> None:
+        for batch in DataLoader(Rows(16), batch_size=4, collate_fn=kind):
+            rank.take(batch.x)
+            rank.backward()
+
+    check(*run(program), whole={0})
+
+
+def test_dimensions_that_are_equally_long_by_chance_are_told_apart_by_a_later_batch() -> None:
+    def padded(samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples).expand(-1, 4 if samples[0] in (0, 4) else 3)
+
+    plain, ranks = run(lambda rank: rank.train(DataLoader(Rows(16), batch_size=4, collate_fn=padded)))
+
+    check(plain, ranks, whole={0, 1})
+
+
+class Engine:
+    """Trains and evaluates by one engine, which is four calls deep and counts its batches."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def run(self, step: Callable[[Any], None], *, trains: bool = True) -> None:
+        self._run(step)
+
+    def _run(self, step: Callable[[Any], None]) -> None:
+        self._epoch(step)
+
+    def _epoch(self, step: Callable[[Any], None]) -> None:
+        self._batches(step)
+
+    def _batches(self, step: Callable[[Any], None]) -> None:
+        batches = iter(self.loader)
+        for _ in range(len(self.loader)):
+            step(next(batches))
+
+
+def steps_of(rank: Rank) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
+    def train_step(batch: Any) -> None:
+        rank.training = True
+        rank.take(batch)
+        rank.backward()
+
+    def eval_step(batch: Any) -> None:
+        rank.training = False
+        with torch.no_grad():
+            rank.take(batch)
+
+    return train_step, eval_step
+
+
+def on_two_lines(rank: Rank, engine: Engine) -> None:
+    train, evaluate = steps_of(rank)
+    for _ in range(2):
+        engine.run(train)
+        rank.training = True
+        engine.run(evaluate)
+        rank.training = True
+
+
+def by_the_function_given(rank: Rank, engine: Engine) -> None:
+    for _ in range(2):
+        for step in steps_of(rank):
+            engine.run(step)
+            rank.training = True
+
+
+@pytest.mark.parametrize("calls", [on_two_lines, by_the_function_given])
+def test_an_engine_that_trains_and_evaluates_at_one_place_evaluates_on_whole_batches(calls: Any) -> None:
+    plain, ranks = run(lambda rank: calls(rank, Engine(DataLoader(Rows(8), batch_size=4))))
+
+    check(plain, ranks, whole={0, 2, 3, 6, 7})
+
+
+def test_parts_that_an_engine_takes_and_does_not_train_on_are_an_error() -> None:
+    def program(rank: Rank) -> None:
+        engine, has_ended = Engine(DataLoader(Rows(16), batch_size=4)), []
+
+        def step(batch: Any) -> None:
+            rank.take(batch)
+            if not has_ended:
+                rank.backward()
+
+        for _ in range(2):
+            engine.run(step)
+            has_ended.append(True)
+        rank.passes.refuse_passed_over()
+
+    with pytest.raises(NotPrepared, match=r"before the loop that evaluates begins and not inside of it"):
+        run(program)
+
+
 def test_batches_that_nobody_can_look_into_stay_whole_for_good() -> None:
     boxes = [Box([torch.zeros(2)] * 4) for _ in range(3)]
 
