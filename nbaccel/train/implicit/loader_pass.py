@@ -254,8 +254,8 @@ def not_trained(place: str, name: str, why: str) -> NotPrepared:
     """
     return NotPrepared(
         f"{place}: the batches of {name} were split over the ranks, for {why}. This pass did not train: no backward "
-        "has come, so what it computed is of this rank's samples only. Call model.eval(), or enter torch.no_grad(), before "
-        "the loop that evaluates begins and not inside of it; or start the cell with --strict and prepare the loop."
+        "has come, so what it computed is of this rank's samples only. Call model.eval(), or enter torch.no_grad(), "
+        "before the loop that evaluates begins and not inside of it; or use --strict and prepare the loop."
     )
 
 
