@@ -82,7 +82,7 @@ class LeftByCell:
         random_states = values.pop(RANDOM, None)
         bound = {name: value for name, value in values.items() if not (only_new and name in namespace)}
         writes, refused = writes_of(changes, self._task.placed)
-        self._not_come |= {str(places[key]): why for key, why in refused.items()}
+        self._not_come |= {str(places[key]): why for key, why in refused.items() if why}
         self._note({key: places[key] for key in changes if key not in refused})
         with uninterrupted():
             for write in [] if only_new else writes:

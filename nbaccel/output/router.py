@@ -104,7 +104,7 @@ class OutputRouter:
             self._log.remark(rank, f"rich output of this rank is not shown: {kinds}")
             return
         now = self._settled(rank)
-        if message["kind"] == "display":  # an update would be a line for each state
+        if message["kind"] in ("display", "payload"):  # an update would be a line for each state
             self._log.add(rank, str((message.get("data") or {}).get("text/plain", "")))
         for own in self._displays.translate(message):
             self._painter.publish(own, now)
@@ -292,9 +292,9 @@ _NOTHING = {"text/plain": ""}
 class Displays:
     """Turns the display messages of a rank into messages for the screen: "display" and "update", never "clear".
 
-    A rank may replace its own displays, by id or after ``clear_output``; it cannot touch displays of the notebook or of
-    the project's panel, because its ids carry a unique prefix. ``clear_output`` clears displays only: printed text
-    stays where it is.
+    Ids that a program gives are the notebook's, so a rank may update a display of an earlier cell, and a later cell one
+    of a rank's (ipython#11049); the project's own ids begin with "nbaccel-", and are not among them. Displays without
+    an id get a unique one. ``clear_output`` clears displays of this run only: printed text stays where it is.
 
     prefix: unique among everything that the notebook displays.
     """
@@ -312,8 +312,11 @@ class Displays:
         if kind == "clear":
             yield from self._clear(wait=bool(message.get("wait")))
         elif kind == "update":
-            own_id = self._ids.get(message["display_id"], f"{self._prefix}-{message['display_id']}")
-            yield _message("update", message, own_id)
+            yield _message(
+                "update", message, self._ids.get(message["display_id"]) or self._named(message["display_id"])
+            )
+        elif kind == "payload":
+            yield message
         else:
             yield self._display(message)
 
@@ -329,11 +332,15 @@ class Displays:
             own_id = self._cleared.popleft()
         else:
             self._count += 1
-            own_id = f"{self._prefix}-{self._count}"
+            own_id = self._named(message.get("display_id") or self._count)
         self._shown.append(own_id)
         if message.get("display_id"):
             self._ids[message["display_id"]] = own_id
         return _message(kind, message, own_id)
+
+    def _named(self, display_id: str | int) -> str:
+        is_the_programs = type(display_id) is str and not display_id.startswith("nbaccel-")
+        return str(display_id) if is_the_programs else f"{self._prefix}-{display_id}"
 
     def _clear(self, *, wait: bool) -> Iterator[dict[str, Any]]:
         """Free the places of all displays; at once, or with the next display if `wait` is set."""

@@ -44,8 +44,12 @@ class JupyterScreen(ConsoleScreen):
     def __init__(self, shell: Any) -> None:
         super().__init__()
         self._publisher = shell.display_pub
+        self._payloads = shell.payload_manager
 
     def publish(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "payload":  # goes with the reply to the cell
+            self._payloads.write_payload(message["payload"])
+            return
         display_id = message.get("display_id")
         self._publisher.publish(
             message["data"],

@@ -61,6 +61,7 @@ class Cell:
     displays: data by MIME type, in order of first appearance, each in its latest state.
     widgets: the state of those that were made meanwhile and are not closed, by model id.
     frames: the panel of the cell's run, every state of it.  panels: in how many places it stood.
+    elsewhere: the latest data of displays of other cells, by their id.  payloads: what the reply has beside it.
     """
 
     status: str = ""
@@ -76,6 +77,8 @@ class Cell:
     frames: list[dict[str, Any]] = field(default_factory=list)
     panels: int = 0
     widgets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    elsewhere: dict[str, dict[str, Any]] = field(default_factory=dict)
+    payloads: list[dict[str, Any]] = field(default_factory=list)
     _display_ids: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -108,9 +111,11 @@ class Cell:
                 self._display_ids[content.get("transient", {}).get("display_id", "")] = len(self.displays)
                 self.displays.append(content["data"])
             case "update_display_data":
-                at = self._display_ids.get(content.get("transient", {}).get("display_id", ""))
-                if at is not None:
+                own_id = content.get("transient", {}).get("display_id", "")
+                if (at := self._display_ids.get(own_id)) is not None:
                     self.displays[at] = content["data"]
+                else:
+                    self.elsewhere[own_id] = content["data"]
             case "execute_result":
                 self.result = content["data"]
             case "comm_open":
@@ -208,6 +213,7 @@ class Execution:
         while not self._is_idle:
             assert self._read(time.monotonic() + 10.0), f"no idle state after the reply\n{self._told()}"
         self.cell.status = self._reply["status"]
+        self.cell.payloads = self._reply.get("payload", [])
         self.cell.number = self._reply.get("execution_count", 0)  # a cell that was dropped has none
         return self.cell
 

@@ -1,4 +1,4 @@
-"""Rich output of ranks: shown, updated in place, and unable to touch what the notebook itself shows."""
+"""Rich output of ranks: shown, and updated in place, also what earlier cells have displayed."""
 
 from __future__ import annotations
 
@@ -97,3 +97,29 @@ def test_the_value_of_the_last_expression_is_shown(kernel: RealKernel, start: st
     cell = kernel.do(accelerate("6 * 7", start))
     texts = [data.get("text/plain") for data in [*cell.displays, cell.result or {}]]
     assert "42" in texts, (cell.displays, cell.result)
+
+
+def test_displays_of_earlier_cells_pages_and_widgets_are_within_reach_of_rank_0(kernel: RealKernel) -> None:
+    kernel.do("""
+        from IPython.display import display
+        import ipywidgets
+        handle = display("waiting", display_id="nearly")
+        def train():
+            return sum(range(10))
+    """)
+    cell = kernel.do(
+        accelerate(
+            """
+            handle.update("step 2")
+            get_ipython().set_next_input("1 + 1")
+            made = ipywidgets.IntProgress(value=2)
+            %prun -l 3 train()
+            """,
+            "fork",
+        )
+    )
+    assert cell.elsewhere["nearly"] == {"text/plain": "'step 2'"}
+    pages = {payload["source"]: payload for payload in cell.payloads}
+    assert "function calls" in pages["page"]["data"]["text/plain"]
+    assert pages["set_next_input"]["text"] == "1 + 1"
+    assert "not brought back: made (a widget)" in cell.text

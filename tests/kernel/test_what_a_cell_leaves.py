@@ -121,7 +121,7 @@ def test_a_trainer_that_cannot_travel_is_trained_where_it_is(kernel: RealKernel)
     assert kernel.value("[same is trainer, trainer.lock is lock, trainer.weakly() is model, lock.locked()]") == [
         *(True, True, True, False)
     ]
-    assert "model trained in place (74 parameters), trainer" in cell.text
+    assert "model trained in place (74 parameters), optimizer, trainer" in cell.text
     assert "trainer.event_ (an Event" in cell.text or "trainer.event_ (a lock" in cell.text
     kernel.do("trainer = trainer.history, trainer.best_, model, optimizer; del lock, same")
     assert is_left_as_plainly(kernel)
@@ -173,3 +173,49 @@ def test_an_accelerator_of_the_cell_is_one_of_the_notebooks_own(kernel: RealKern
         *(1, 2, True)
     ]
     kernel.do("accelerator.save_model(net, 'saved'); accelerator.print(accelerator.unwrap_model(net) is net)")
+
+
+def test_buffers_queues_events_and_widgets_are_changed_in_place_and_what_cannot_be_is_named(kernel: RealKernel) -> None:
+    kernel.do("""
+        import io, itertools, logging, queue, threading, types
+        import ipywidgets, tqdm
+        from matplotlib.figure import Figure
+
+        raw, text, items, done, log = io.BytesIO(), io.StringIO(), queue.Queue(), threading.Event(), logging.Logger("a")
+        record = types.SimpleNamespace(out=io.StringIO(), rows=[], same=raw)
+        bar, shown = tqdm.tqdm(total=9, file=io.StringIO()), ipywidgets.IntProgress(max=9)
+        axes, numbers, untouched = Figure().subplots(), iter(range(9)), (i for i in range(9))
+        quiet, model = io.StringIO("as it was"), torch.nn.Linear(2, 2)
+        woken = []
+        waits = [threading.Thread(target=lambda: woken.append(done.wait(60)), daemon=True)]
+        waits[0].start()
+        before = [id(each) for each in (raw, text, items, done, log, record.out, bar, shown)]
+    """)
+    cell = kernel.do(
+        accelerate(
+            """
+            with torch.no_grad():
+                model.bias += 1
+            torch.save(model.state_dict(), raw)
+            print("step", file=text), items.put(model), items.put([1]), done.set(), log.setLevel(logging.DEBUG)
+            record.out.write("x"), record.rows.append(1)
+            _ = bar.update(3), axes.plot([1, 2]), next(numbers), quiet.getvalue(), untouched
+            shown.value += 2
+            """,
+            "fork",
+        )
+    )
+    assert kernel.value("before == [id(each) for each in (raw, text, items, done, log, record.out, bar, shown)]")
+    kernel.do("""
+        waits[0].join(60)
+        raw.seek(0)
+        came = [torch.equal(torch.load(raw)["bias"], model.bias), text.getvalue(), items.get() is model, items.get()]
+        came += [done.is_set(), woken, log.level, record.out.getvalue(), record.rows, record.same is raw, bar.n]
+        came += [shown.value]
+    """)
+    assert kernel.value("came") == [True, "step\n", True, [1], True, [True], 10, "x", [1], True, 3, 2]
+    (line,) = (line for line in cell.text.splitlines() if "not brought back" in line)
+    named = line.partition("not brought back: ")[2]
+    assert "axes (its figure is drawn in the rank: --out brings it)" in named
+    assert "numbers (a range_iterator cannot be set on: make it in the cell that reads it)" in named
+    assert not any(name in line for name in ("quiet", "untouched", "waits"))

@@ -836,22 +836,27 @@ def test_the_text_of_rich_output_is_in_the_log_after_what_was_printed_before_it(
     assert log.getvalue().decode().splitlines() == [f"[rank 0] {line}" for line in ("first", "two", "lines", "last")]
 
 
-def test_display_ids_of_a_rank_cannot_be_those_of_the_notebook_or_of_another_run() -> None:
+def test_display_ids_that_a_program_gives_are_the_notebooks_and_others_are_unique() -> None:
     ids = set()
     for _ in range(2):
         run = Run(1)
-        run.router.publish(0, rich("0", display_id="panel"))
-        run.router.publish(0, rich("1", "update", "panel"))
-        assert shown_at_the_end(run.screen) == ["1"]
+        run.router.publish(0, rich("0", display_id="status"))
+        run.router.publish(0, rich("1", "update", "status"))
+        run.router.publish(0, rich("2"))
+        assert shown_at_the_end(run.screen) == ["1", "2"]
         ids |= {message["display_id"] for message in run.screen.rich}
-    assert len(ids) == 2
-    assert "panel" not in ids
+    assert len(ids) == 3
+    assert "status" in ids
 
 
-def test_an_update_of_something_the_rank_did_not_display_changes_nothing_of_ours() -> None:
+def test_a_rank_updates_a_display_of_an_earlier_cell_and_none_of_ours() -> None:
     run = Run(1)
-    run.router.publish(0, rich("x", "update", "panel"))
-    assert run.screen.rich[0]["display_id"] != "panel"
+    run.router.publish(0, rich("x", "update", "status"))
+    run.router.publish(0, rich("y", "update", "nbaccel-run-1"))
+    run.router.publish(0, rich("z", display_id="nbaccel-run-1"))
+    ids = [message["display_id"] for message in run.screen.rich]
+    assert ids[0] == "status"
+    assert "nbaccel-run-1" not in ids
 
 
 def test_after_clear_output_the_next_display_takes_the_place_of_the_last() -> None:

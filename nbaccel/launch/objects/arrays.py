@@ -355,7 +355,8 @@ def _digest_of_tensor(values: Any) -> int:
     torch: Any = sys.modules["torch"]
     if not values.numel():
         return 0
-    flat = values.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = values.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
     if flat.device.type == "cpu" or flat.numel() <= _WHOLE:
         return _digest_of_bytes(flat.cpu().numpy())
     return _digest_of_blocks(flat, lambda words, axis: words.view(torch.int64).view(-1, _BLOCK).sum(axis).cpu().numpy())

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
-from nbaccel.launch.objects.kind import CannotWrite, Change, Kind, Step, Write
+from nbaccel.launch.objects.kind import CannotWrite, Change, IsSame, Kind, Stays, Step, Write
 from nbaccel.launch.objects.kinds import ATTRIBUTES, Kinds, attributes_of, globals_of, is_found_by_name, part
 from nbaccel.launch.objects.wrappers import is_lightnings_callback, is_of_lightning, plain
 from nbaccel.quantities import with_article
@@ -86,8 +86,8 @@ def writes_of(
 ) -> tuple[list[Write], dict[str, str]]:
     """Prepare writing `changes` into the notebook's objects; return the writes, and the other keys with reasons.
 
-    placed: finds an object by its token.  Nothing is written until everything is prepared: the writes run no code of
-    the user's.
+    placed: finds an object by its token.  The reason is "" where nothing differs. Nothing is written until everything
+    is prepared: the writes run no code of the user's.
     """
     writes: list[Write] = []
     refused: dict[str, str] = {}
@@ -99,6 +99,8 @@ def writes_of(
             if kind is None:
                 raise CannotWrite(f"it is {with_article(type(obj).__name__)} here")
             writes.append(kind.writing(obj, change.content))
+        except IsSame:
+            refused[key] = ""
         except Exception as error:  # also from the hash of a key
             refused[key] = str(error)
     return writes, refused
@@ -138,6 +140,7 @@ class Inventory:
     lead to. Of the others each name gets its share first, without containers of more than 1,000 elements.
     unlooked: names that lead to more objects, and, after `changes`, places of objects that could not be compared, each
     with the reason. Changes of objects that only these names lead to are not known.
+    stayed: after `changes`, places of objects that have changed and cannot be changed in the notebook, and why.
     """
 
     def __init__(
@@ -163,6 +166,7 @@ class Inventory:
         self._of_training: deque[int] = deque()  # to be read whatever else there is
         self._waiting: deque[int] = deque()
         self.unlooked: dict[str, str] = {}
+        self.stayed: dict[str, str] = {}
         names = [name for name in names if name in namespace]
         large: deque[int] = deque()
         with no_collections():
@@ -217,6 +221,9 @@ class Inventory:
                 continue
             try:
                 content = kind.change(obj, mark)
+            except Stays as why:
+                self.stayed[str(self.place(obj))] = str(why)
+                continue
             except Exception:  # an object of a library with inconsistent answers
                 self._incomparable.append(obj)
                 continue
@@ -330,7 +337,7 @@ class Delta:
     deleted: names that are gone.
     changes: of objects that the notebook has, at any depth.
     unlooked: names, and places, of objects that could not be compared, each with the reason.
-    staying: names of Lightning objects that know their rank and have changed, each with a description.
+    staying: places of objects that have changed and stay in their rank, each with the reason.
     """
 
     bound: Mapping[str, Any] = field(default_factory=dict)
@@ -379,7 +386,8 @@ class Baseline:
             [name for name in before if name not in now and _is_the_users(name)],
             changes,
             self.inventory.unlooked,
-            {
+            self.inventory.stayed
+            | {
                 name: f"{with_article(type(before[name]).__name__)} that knows its rank"
                 for name, marks in self._of_lightning.items()
                 if now.get(name) is before[name] and any(ATTRIBUTES.change(*each) is not None for each in marks)

@@ -15,7 +15,9 @@ __all__ = [
     "CannotWrite",
     "Change",
     "Entries",
+    "IsSame",
     "Kind",
+    "Stays",
     "Step",
     "Write",
 ]
@@ -71,6 +73,14 @@ class CannotWrite(Exception):
     """Raised if the notebook's object cannot take this state; the message says why."""
 
 
+class IsSame(Exception):
+    """Raised if the notebook's object has this state already."""
+
+
+class Stays(Exception):
+    """Raised if an object has changed, and cannot be changed in the notebook; the message says why."""
+
+
 class Kind:
     """Reads objects of a type. This base class: they have no parts, and do not change.
 
@@ -88,7 +98,11 @@ class Kind:
         return None
 
     def change(self, obj: Any, mark: Any) -> Any:
-        """Return the data by which `writing` brings another object from state `mark` to `obj`'s; None if equal."""
+        """Return the data by which `writing` brings another object from state `mark` to `obj`'s; None if equal.
+
+        Raises:
+            Stays: it has changed, and stays in this process.
+        """
         return None
 
     def keeps_memory(self, obj: Any, mark: Any) -> bool:
@@ -100,5 +114,6 @@ class Kind:
 
         Raises:
             CannotWrite: `obj` is not as it was when the change was found.
+            IsSame: there is nothing to write.
         """
         raise CannotWrite("it has no state")

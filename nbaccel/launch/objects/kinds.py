@@ -8,15 +8,10 @@ any other. Objects that keep their values in plain memory are in `arrays`.
 from __future__ import annotations
 
 import array
-import datetime
-import decimal
-import enum
-import fractions
 import functools
+import io
 import itertools
 import operator
-import pathlib
-import re
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +20,16 @@ from typing import Any
 from nbaccel.launch.objects.arrays import ARRAY, ARRAY_OF_A_CLASS, kind_of_memory
 from nbaccel.launch.objects.kind import CannotWrite, Entries, Kind, Step, Write
 from nbaccel.launch.objects.open_files import kind_of_file
+from nbaccel.launch.objects.process_objects import (
+    CLOSED,
+    VALUES,
+    belongs_to_its_process,
+    keeps_state_in_c,
+    kind_in_c,
+    kind_of_process_object,
+    referent,
+    trait_of,
+)
 from nbaccel.launch.objects.wrappers import (
     is_accelerator,
     is_lightnings_callback,
@@ -51,29 +56,8 @@ _EXACT_VALUES = frozenset(
 )
 """Types of immutable values that are the same if they are equal."""
 
-_VALUES = (
-    *(str, bytes, int, float, complex, enum.Enum, range, slice, type(None), type(...), type(NotImplemented)),
-    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal, fractions.Fraction),
-    *(pathlib.PurePath, re.Pattern),
-)
-"""Classes whose objects do not change; objects of derived classes are treated the same."""
-
 _KEYS = frozenset({str, int, float, bool, bytes, type(None)})
 """Types of keys by which a value can be found again."""
-
-_CLOSED = (
-    *(types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType, types.TracebackType, property),
-    *(types.GetSetDescriptorType, types.MemberDescriptorType, types.MappingProxyType, types.GenericAlias),
-)
-"""Objects that lead to the rest of the process, or to nothing."""
-
-_OF_THE_PROCESS = frozenset(
-    {"IPython", "_io", "_thread", "accelerate", "asyncio", "concurrent", "google", "io", "ipykernel", "ipywidgets"}
-    | {"lightning", "lightning_fabric", "logging", "matplotlib", "multiprocessing", "nbaccel", "pyarrow", "queue"}
-    | {"pytorch_lightning", "ray", "socket", "ssl", "subprocess", "tensorboard", "tensorboardX", "threading", "tqdm"}
-    | {"traitlets", "wandb", "weakref", "zmq"}
-)
-"""Packages whose objects belong to their process, or know the ranks: these are not read."""
 
 _OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__firstlineno__"})
 
@@ -382,6 +366,8 @@ class _Method(Kind):
 
 class _Partial(Kind):
     def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
+        if (attributes := attributes_of(obj)) is not None:
+            yield _ATTRIBUTES, attributes
         for name in ("func", "args", "keywords"):
             yield ("partial", name), _of_partial(obj, name)
 
@@ -423,7 +409,7 @@ class Kinds:
 
 def is_found_by_name(obj: Any) -> bool:
     """Return whether a pickle contains only its name or its value."""
-    return issubclass(type(obj), (*_VALUES, types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType))
+    return issubclass(type(obj), (*VALUES, types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType))
 
 
 def globals_of(obj: Any, namespace: Mapping[str, Any]) -> Iterator[str]:
@@ -503,6 +489,9 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "self": lambda obj, _: obj.__self__,
     "partial": lambda obj, name: _of_partial(obj, name),
     "wrapped": lambda obj, _: plain(obj),
+    "queued": lambda obj, index: obj.queue[index],
+    "referent": referent,
+    "trait": trait_of,
 }
 
 _DICT, _TUPLE, _WRAPPER, _CLASS, _FUNCTION, _OBJECTS = _Dict(), _Tuple(), _Wrapper(), _Class(), _Function(), _Objects()
@@ -516,20 +505,25 @@ _OF_BUILTINS: tuple[tuple[type, Kind], ...] = (
 
 
 def _chosen(kind: type) -> Kind | None:
-    if issubclass(kind, (*_VALUES, *_CLOSED)):
+    """Return the kind of objects of a type. None only for values, and for what `belongs_to_its_process`."""
+    if issubclass(kind, (*VALUES, *CLOSED)):
         return None
     if wraps(kind):
         return _WRAPPER
     if (own := kind_of_memory(kind) or kind_of_file(kind)) is not None:
         return _Both(own, _Object(_slots_of(kind))) if own is ARRAY_OF_A_CLASS else own
-    module = str(type.__dict__["__module__"].__get__(kind))
-    is_of_the_process = module.partition(".")[0] in _OF_THE_PROCESS or module.startswith("torch.utils.tensorboard")
-    if is_of_the_process and not is_lightnings_callback(kind):
+    if (own := kind_of_process_object(kind)) is not None:
+        is_buffer = issubclass(kind, (io.BytesIO, io.StringIO)) and kind.__module__ != "_io"
+        return _Both(own, _Object(_slots_of(kind))) if is_buffer else own
+    if belongs_to_its_process(kind) and not is_lightnings_callback(kind):
         return None
     for builtin, own in _OF_BUILTINS:
         if issubclass(kind, builtin):
             return own if kind is builtin or builtin is type else _Both(own, _Object(_slots_of(kind)))
-    return None if module == "builtins" else _Object(_slots_of(kind))
+    if issubclass(kind, BaseException) or not keeps_state_in_c(kind):
+        return None if kind is object else _Object(_slots_of(kind))
+    own = kind_in_c(kind)
+    return None if own is None else _Both(own, _Object(_slots_of(kind)))
 
 
 class _Both(Kind):

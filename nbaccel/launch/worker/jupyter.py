@@ -31,7 +31,10 @@ __all__ = [
 ]
 
 Publish = Callable[[dict[str, Any]], None]
-"""Sends one rich message: {"kind": "display"|"update"|"clear", "data", "metadata", "display_id", "wait"}."""
+"""Sends one rich message: {"kind": "display"|"update"|"clear", "data", "metadata", "display_id", "wait"}.
+
+Or what a kernel's reply to the cell has beside it: {"kind": "payload", "data", "payload"}.
+"""
 
 
 def kernel_ports() -> frozenset[int]:
@@ -214,7 +217,7 @@ def _forward_display(shell: Any, publish: Publish) -> None:
         publish(
             {
                 "kind": "update" if kwargs.get("update") else "display",
-                "data": _jsonable(data),
+                "data": _jsonable(_without_widget(data)),
                 "metadata": metadata or {},
                 "display_id": (transient or {}).get("display_id"),
                 "wait": False,
@@ -223,6 +226,10 @@ def _forward_display(shell: Any, publish: Publish) -> None:
 
     def clear_output(wait: bool = False) -> None:
         publish({"kind": "clear", "data": {}, "metadata": {}, "display_id": None, "wait": wait})
+
+    def write_payload(payload: dict[str, Any], single: bool = True) -> None:
+        """Send what `%prun`, `obj?` and `%load` show beside the cell: pages and the next input."""
+        publish({"kind": "payload", "data": _jsonable(payload.get("data") or {}), "payload": payload})
 
     def ask_exit() -> NoReturn:
         raise SystemExit(0)
@@ -233,6 +240,7 @@ def _forward_display(shell: Any, publish: Publish) -> None:
 
     shell.display_pub.publish = display
     shell.display_pub.clear_output = clear_output
+    shell.payload_manager.write_payload = write_payload
     shell.ask_exit = ask_exit
     shell._showtraceback = show_error
     # `exit` and `quit` of IPython ask the kernel to end; in a rank they end the rank.
@@ -240,6 +248,14 @@ def _forward_display(shell: Any, publish: Publish) -> None:
     shell.user_ns["exit"] = shell.user_ns["quit"] = sys.exit
     with contextlib.suppress(Exception):
         shell.colors = "NoColor"
+
+
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+def _without_widget(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the other forms of a widget: no front end knows one that a rank made."""
+    return {mime: part for mime, part in data.items() if mime != _WIDGET} if len(data) > 1 else data
 
 
 def _jsonable(data: dict[str, Any]) -> dict[str, Any]:

@@ -416,6 +416,8 @@ class CellScreen(ConsoleScreen):
         self._send("stream", {"name": stream, "text": text})
 
     def publish(self, message: dict[str, Any]) -> None:
+        if not message["data"]:  # the next input: the cell has been answered long ago
+            return
         display_id = message.get("display_id")
         content = {
             "data": message["data"],

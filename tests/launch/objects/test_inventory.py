@@ -272,6 +272,14 @@ def test_two_elements_of_a_large_array_that_change_places_are_a_change(kind: str
     assert [ObjectPlace(*change.token).name for change in inventory.changes()] == ["a"]
 
 
+def test_a_tensor_of_one_element_without_a_stride_is_compared() -> None:
+    notebook = {"prior": torch.distributions.Normal(0, torch.tensor([1.0]))}
+    inventory = Inventory(notebook, notebook)
+    notebook["prior"].loc.set_(torch.tensor([2.0]))
+    assert [str(ObjectPlace(*change.token)) for change in inventory.changes()] == ["prior.loc"]
+    assert inventory.unlooked == {}
+
+
 def test_what_cannot_be_compared_is_told() -> None:
     class Odd(np.random.Generator):
         bit_generator = property(Hostile.ask)  # type: ignore[assignment]

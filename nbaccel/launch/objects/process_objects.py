@@ -1,0 +1,545 @@
+"""Kinds of objects whose state is not in their attributes, or that lead into their process.
+
+Buffers, queues, loggers, progress bars and widgets are written in place. Threads, figures and iterators cannot be:
+where a cell has changed one, `Kind.change` raises `Stays`, and its name and the reason are said. Of any other object
+with state in C (`keeps_state_in_c`) the bytes of its memory are compared: where they differ, the notebook compares what
+it pickles to, as an object may also cache something there. Runs in ranks and in the kernel; imports no library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import gc
+import io
+import logging
+import operator
+import pathlib
+import pickle
+import queue
+import re
+import struct
+import subprocess
+import sys
+import threading
+import types
+import typing
+import uuid
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from nbaccel.launch.objects.kind import CannotWrite, Entries, IsSame, Kind, Stays, Step, Write
+from nbaccel.quantities import with_article
+
+__all__ = [
+    "CLOSED",
+    "VALUES",
+    "belongs_to_its_process",
+    "keeps_state_in_c",
+    "kind_in_c",
+    "kind_of_process_object",
+    "referent",
+    "trait_of",
+]
+
+_HEADER_BYTES, _POINTER_BYTES = object.__basicsize__, ctypes.sizeof(ctypes.c_void_p)
+
+
+VALUES = (
+    *(str, bytes, int, float, complex, enum.Enum, range, slice, type(None), type(...), type(NotImplemented)),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal, fractions.Fraction),
+    *(pathlib.PurePath, re.Pattern, re.Match, frozenset, memoryview, operator.attrgetter, operator.itemgetter),
+    *(operator.methodcaller, struct.Struct, uuid.UUID),
+)
+"""Classes whose objects do not change; objects of derived classes are treated the same."""
+
+CLOSED: tuple[Any, ...] = (
+    *(types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType, types.TracebackType, property),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType, types.MappingProxyType, types.GenericAlias),
+    *(
+        types.MethodWrapperType,
+        types.WrapperDescriptorType,
+        types.MethodDescriptorType,
+        types.ClassMethodDescriptorType,
+    ),
+    *(classmethod, staticmethod, super, types.UnionType, typing.TypeVar, type({}.keys()), type({}.values())),
+    *(type({}.items()), type(functools.lru_cache(id))),
+)
+"""Objects that lead to the rest of the process, or to nothing that could be another result: a cache."""
+
+_OF_THE_PROCESS = (
+    *("IPython.core.", "IPython.terminal.", "_asyncio.", "_ssl.", "_thread.", "accelerate.", "asyncio.", "comm."),
+    *("concurrent.", "contextvars.", "google.", "ipykernel.", "ipywidgets.widgets.widget.", "lightning."),
+    *("lightning_fabric.", "matplotlib.", "multiprocessing.", "nbaccel.", "pyarrow.", "pytorch_lightning."),
+    *("ray.", "socket.", "ssl.", "tensorboard.", "tensorboardX.", "torch.utils.tensorboard.", "traitlets.config."),
+    *("wandb.", "weakref.", "zmq."),
+)
+"""Modules whose objects belong to their process, know the ranks, or only cache: these are not read.
+
+Those of them that a cell may change are in `_OF_PYTHON` and `_OF_LIBRARIES`.
+"""
+
+_DATA = ("IPython.core.display.", "asyncio.locks.", "asyncio.queues.")
+"""Modules below these whose objects are data."""
+
+_IMMUTABLE = frozenset({"_operator", "_struct", "numpy", "torch", "torch._C", "types"})
+"""Modules whose objects in C are values, or have kinds of their own."""
+
+
+def belongs_to_its_process(kind: type) -> bool:
+    """Return whether objects of a type are not read, because they belong to their process, or only cache."""
+    module = _module_of(kind)
+    return module.startswith(_OF_THE_PROCESS) and not module.startswith(_DATA)
+
+
+def kind_in_c(kind: type) -> Kind | None:
+    """Return the kind of objects of a type that keeps state in C; None for values and files."""
+    is_iterator = _module_of(kind) in ("builtins.", "itertools.", "numpy.") and hasattr(kind, "__next__")
+    if issubclass(kind, io.IOBase) or (_module_of(kind).removesuffix(".") in _IMMUTABLE and not is_iterator):
+        return None
+    return _ITERATOR if is_iterator else _IN_C
+
+
+def _module_of(kind: type) -> str:
+    return str(type.__dict__["__module__"].__get__(kind)) + "."
+
+
+def kind_of_process_object(kind: type) -> Kind | None:
+    """Return the kind of objects of a type that this module knows; None for any other."""
+    for types_, own in _OF_PYTHON:
+        if issubclass(kind, types_):
+            return own
+    for module, name, own in _OF_LIBRARIES:
+        base = getattr(sys.modules.get(module), name, None)
+        if isinstance(base, type) and issubclass(kind, base):
+            return own
+    if all(hasattr(kind, name) for name in ("digest", "hexdigest", "update")) and keeps_state_in_c(kind):
+        return _Hash()
+    return None
+
+
+# --- written in place -----------------------------------------------------------------------------------------------
+
+
+class _Buffer(Kind):
+    """Files in memory: their contents and position."""
+
+    def __init__(self, methods: Any) -> None:
+        self._methods = methods
+
+    def mark(self, obj: Any) -> Any:
+        if self._methods.closed.__get__(obj):
+            return None
+        if self._methods is io.StringIO:
+            text = io.StringIO.getvalue(obj)
+            return len(text), hash(text), io.StringIO.tell(obj)
+        with io.BytesIO.getbuffer(obj) as memory:
+            return len(memory), zlib.crc32(memory), io.BytesIO.tell(obj)
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        now = self.mark(obj)
+        if now == mark:
+            return None
+        return (None if now is None else (*self._methods.__getstate__(obj)[:-1], None),)
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        (state,) = change
+        return lambda: self._methods.close(obj) if state is None else self._methods.__setstate__(obj, state)
+
+
+class _Queue(Kind):
+    """Queues between threads: what waits in them. Who waits for an item in the notebook is woken."""
+
+    def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
+        for index, each in enumerate(list(obj.queue)):
+            if type(each) not in _PLAIN:
+                yield ("queued", index), each
+
+    def mark(self, obj: Any) -> Any:
+        return list(obj.queue), obj.unfinished_tasks, obj.maxsize
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        """Return the old length, and the present state."""
+        items, unfinished, maxsize = self.mark(obj)
+        if (unfinished, maxsize) == mark[1:] and len(items) == len(mark[0]) and not any(map(_is_other, items, mark[0])):
+            return None
+        return len(mark[0]), items, unfinished, maxsize
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        before, items, unfinished, maxsize = change
+        if len(obj.queue) != before:
+            raise CannotWrite("the notebook has changed it meanwhile")
+
+        def write() -> None:
+            with obj.mutex:
+                obj.queue.clear()
+                obj.queue.extend(items)
+                obj.unfinished_tasks, obj.maxsize = unfinished, maxsize
+                for condition in (obj.not_empty, obj.not_full, *([] if unfinished else [obj.all_tasks_done])):
+                    condition.notify_all()
+
+        return write
+
+
+class _SimpleQueue(Kind):
+    """Queues in C: reading takes the items out, so they are put in again."""
+
+    def mark(self, obj: Any) -> Any:
+        return _bytes_of(obj), [list(map(id, each)) for each in gc.get_referents(obj) if type(each) is list]
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        return None if self.mark(obj) == mark else (self._taken(obj, put_back=True),)
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        def write() -> None:
+            self._taken(obj)
+            for each in change[0]:
+                obj.put(each)
+
+        return write
+
+    @staticmethod
+    def _taken(obj: Any, put_back: bool = False) -> list[Any]:
+        items = [obj.get_nowait() for _ in range(obj.qsize())]
+        for each in items if put_back else ():
+            obj.put(each)
+        return items
+
+
+class _Event(Kind):
+    """Events between threads. Who waits for one in the notebook is woken."""
+
+    def mark(self, obj: Any) -> Any:
+        return bool(obj._flag)
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        return None if bool(obj._flag) == mark else (bool(obj._flag),)
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        return lambda: threading.Event.set(obj) if change[0] else threading.Event.clear(obj)
+
+
+class _Settings(Kind):
+    """Objects of which some attributes are data, and the others lead into the process.
+
+    names: those that are data; none for all whose values are plain.
+    after: called in the kernel once they are written.
+    """
+
+    def __init__(self, *names: str, after: Callable[[Any], object] = lambda obj: None) -> None:
+        self._names = frozenset(names)
+        self._after = after
+
+    def mark(self, obj: Any) -> dict[str, Any]:
+        found = {}
+        for name, value in _attributes(obj).items():
+            if name in self._names or (not self._names and type(value) in _PLAIN):
+                found[name] = list(value) if type(value) is list else value
+        return found
+
+    def change(self, obj: Any, mark: dict[str, Any]) -> Any:
+        now = self.mark(obj)
+        names = [name for name, value in now.items() if name not in mark or _differs(value, mark[name])]
+        return Entries([], names, [now[name] for name in names]) if names else None
+
+    def writing(self, obj: Any, change: Entries) -> Write:
+        def write() -> None:
+            for name, value in change.entries().items():
+                there = _attributes(obj).get(name)
+                if type(there) is list and type(value) is list:
+                    there[:] = value
+                else:
+                    object.__setattr__(obj, name, value)
+            self._after(obj)
+
+        return write
+
+
+class _Widget(Kind):
+    """Widgets: their traits that are data. A front end is told; observers are not called, as they were in the rank."""
+
+    def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
+        for name, value in self.mark(obj).items():
+            if type(value) not in _PLAIN:
+                yield ("trait", name), value
+
+    def mark(self, obj: Any) -> dict[str, Any]:
+        own = _attributes(obj).get("_trait_values", {})
+        return {name: value for name, value in own.items() if name not in _OF_THE_SCREEN}
+
+    def change(self, obj: Any, mark: dict[str, Any]) -> Any:
+        now = self.mark(obj)
+        # A trait gets its default when it is read first.
+        names = [name for name, value in now.items() if name in mark and _differs(value, mark[name])]
+        names += [name for name in now.keys() - mark.keys() if type(now[name]) in _PLAIN and not _is_default(obj, name)]
+        return Entries([], names, [now[name] for name in names]) if names else None
+
+    def writing(self, obj: Any, change: Entries) -> Write:
+        def write() -> None:
+            values = _attributes(obj)["_trait_values"]
+            values.update(change.entries())
+            if callable(send := getattr(obj, "send_state", None)):
+                send([name for name in change.entries() if name in obj.keys])
+
+        return write
+
+
+_OF_THE_SCREEN = frozenset({"comm", "keys", "layout", "style", "log", "parent", "config"})
+
+
+def _is_default(obj: Any, name: str) -> bool:
+    """Return whether a trait that was read for the first time has its default."""
+    trait = type(obj)._traits.get(name) if hasattr(type(obj), "_traits") else None
+    return trait is not None and bool(trait.default(obj) == _attributes(obj)["_trait_values"][name])
+
+
+def trait_of(obj: Any, name: str) -> Any:
+    return _attributes(obj)["_trait_values"][name]
+
+
+def _tell_loggers(logger: Any) -> None:
+    logging.Logger.manager._clear_cache()  # type: ignore[attr-defined]  # as `setLevel` does
+
+
+# --- named ----------------------------------------------------------------------------------------------------------
+
+
+class _Watched(Kind):
+    """Objects that live in their process alone.
+
+    state: returns what a cell may have changed.  why: it cannot be brought back.
+    """
+
+    def __init__(self, state: Callable[[Any], Any], why: str) -> None:
+        self._state = state
+        self._why = why
+
+    def mark(self, obj: Any) -> Any:
+        return self._state(obj)
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        if self._state(obj) != mark:
+            raise Stays(self._why)
+
+
+class _Iterator(Kind):
+    """Iterators: how far they are. What they read of is looked at as well."""
+
+    def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
+        for index, each in enumerate(gc.get_referents(obj)):
+            if type(each) is tuple or (hasattr(type(each), "__next__") and not issubclass(type(each), io.IOBase)):
+                yield ("referent", index), each
+
+    def mark(self, obj: Any) -> Any:
+        return _bytes_of(obj), gc.get_referents(obj)
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        now = self.mark(obj)
+        if now[0] != mark[0] or len(now[1]) != len(mark[1]) or any(map(_is_other, now[1], mark[1])):
+            raise Stays(f"{with_article(type(obj).__name__)} cannot be set on: make it in the cell that reads it")
+
+
+_ITERATOR = _Iterator()
+
+
+def referent(obj: Any, index: int) -> Any:
+    return gc.get_referents(obj)[index]
+
+
+class _Artist(Kind):
+    """Figures and what is in them. A drawing changes much of them, so chosen values are compared."""
+
+    def mark(self, obj: Any) -> Any:
+        return list(_drawn(obj, set()))
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        now = self.mark(obj)
+        if len(now) != len(mark) or any(map(_differs, now, mark)):
+            raise Stays("its figure is drawn in the rank: --out brings it")
+
+
+_OF_DRAWINGS = ("_children", "_localaxes", "texts", "images", "patch", "title", "_left_title", "_right_title")
+_OF_LABELS = ("label", "_suptitle", "_supxlabel", "_supylabel", "legend_", "legends", "patches", "lines")
+_DATA_OF_ARTISTS = frozenset({"_xorig", "_yorig", "_A", "_offsets", "_facecolors", "_edgecolors", "_paths"})
+_SET_BY_DRAWING = frozenset({"stale", "_x", "_y", "_invalidx", "_invalidy", "_subslice"})
+
+
+def _drawn(artist: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield the plain values, and the arrays, of an artist and of those in it."""
+    if id(artist) in seen:
+        return
+    seen.add(id(artist))
+    yield artist
+    values = _attributes(artist)
+    for name, value in values.items():
+        is_chosen = type(value) in _PLAIN and name not in _SET_BY_DRAWING and not name.startswith("_stale")
+        if is_chosen or name in _DATA_OF_ARTISTS:
+            yield value
+    for name in (*_OF_DRAWINGS, *_OF_LABELS):
+        inner = values.get(name)
+        for each in list(inner) if isinstance(inner, (list, tuple)) else [inner]:
+            if each is not None and hasattr(each, "axes"):
+                yield from _drawn(each, seen)
+    for name in ("xaxis", "yaxis", "zaxis"):
+        if (axis := values.get(name)) is not None:
+            yield from _drawn(axis.label, seen)
+            yield _attributes(axis).get("_scale").__class__
+    if (stack := values.get("_axstack")) is not None:
+        for each in stack.as_list():
+            yield from _drawn(each, seen)
+
+
+class _InC(Kind):
+    """Objects with state that only their own code can read: the bytes of their memory, and the objects they hold.
+
+    Those of the containers that they hold count as well.
+    """
+
+    def mark(self, obj: Any) -> Any:
+        held = gc.get_referents(obj)
+        inner = [gc.get_referents(each) for each in held if type(each) in (list, dict, set)]
+        return _bytes_of(obj), held, inner
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        memory, held, inner = self.mark(obj)
+        is_same = memory == mark[0] and not _differs(held, mark[1]) and len(inner) == len(mark[2])
+        return None if is_same and not any(map(_differs, inner, mark[2])) else (_digest_of_pickle(obj),)
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        if change[0] is not None and change[0] == _digest_of_pickle(obj):
+            raise IsSame
+        raise CannotWrite(f"{with_article(type(obj).__name__)} keeps its state in C: --out brings what can be sent")
+
+
+_IN_C = _InC()
+
+
+def _digest_of_pickle(obj: Any) -> int | None:
+    try:
+        return zlib.crc32(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
+    except Exception:
+        return None
+
+
+class _Hash(Kind):
+    """Hashes, whose state is behind a pointer."""
+
+    def mark(self, obj: Any) -> Any:
+        return obj.digest() if getattr(obj, "digest_size", 0) else obj.digest(16)
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        if self.mark(obj) != mark:
+            raise Stays(f"{with_article(type(obj).__name__)} keeps its state in C")
+
+
+class _Weak(Kind):
+    """Collections of weak references: what was added. Others go as the objects do."""
+
+    def mark(self, obj: Any) -> Any:
+        return set(map(id, self._alive(obj)))
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        if any(id(each) not in mark for each in self._alive(obj)):
+            raise Stays("weak references cannot be sent to another process")
+
+    @staticmethod
+    def _alive(obj: Any) -> list[Any]:
+        data = vars(obj)["data"]
+        found = data.values() if issubclass(type(obj), weakref.WeakValueDictionary) else data
+        return [each for each in (reference() for reference in list(found)) if each is not None]
+
+
+class _ThreadLocal(Kind):
+    """Values of the main thread."""
+
+    def mark(self, obj: Any) -> Any:
+        return dict(vars(obj))
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        now = self.mark(obj)
+        names = [name for name, value in now.items() if name not in mark or _differs(value, mark[name])]
+        gone = [name for name in mark if name not in now]
+        return Entries(gone, names, [now[name] for name in names]) if names or gone else None
+
+    def writing(self, obj: Any, change: Entries) -> Write:
+        def write() -> None:
+            for name in change.removed:
+                vars(obj).pop(name, None)
+            vars(obj).update(change.entries())
+
+        return write
+
+
+def keeps_state_in_c(kind: type) -> bool:
+    """Return whether objects of a type have memory that is neither for attributes nor for slots of Python.
+
+    >>> keeps_state_in_c(type(iter([]))), keeps_state_in_c(logging.Logger), keeps_state_in_c(types.SimpleNamespace)
+    (True, False, False)
+    """
+    own = [base for base in kind.__mro__ if "__slots__" in vars(base)]
+    slots = sum(type(member) is types.MemberDescriptorType for base in own for member in vars(base).values())
+    fields = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return kind.__itemsize__ > 0 or kind.__basicsize__ > _HEADER_BYTES + fields * _POINTER_BYTES
+
+
+def _bytes_of(obj: Any) -> bytes:
+    """Return the memory of an object, without its count of references, its attributes and weak references to it."""
+    kind = type(obj)
+    memory = bytearray(ctypes.string_at(id(obj) + _HEADER_BYTES, kind.__basicsize__ - _HEADER_BYTES))
+    for offset in (kind.__dictoffset__, kind.__weakrefoffset__):
+        if offset > 0:
+            memory[offset - _HEADER_BYTES : offset - _HEADER_BYTES + _POINTER_BYTES] = bytes(_POINTER_BYTES)
+    return bytes(memory)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
+def _attributes(obj: Any) -> dict[str, Any]:
+    own = object.__getattribute__(obj, "__dict__")
+    return own if type(own) is dict else {}
+
+
+def _is_other(new: Any, old: Any) -> bool:
+    return new is not old
+
+
+def _differs(new: Any, old: Any) -> bool:
+    if new is old:
+        return False
+    if type(new) is list is type(old):
+        return len(new) != len(old) or any(map(_is_other, new, old))
+    return type(new) is not type(old) or type(new) not in _PLAIN or not (new == old or (new != new and old != old))
+
+
+_LOGGER = _Settings("level", "disabled", "propagate", "handlers", "filters", after=_tell_loggers)
+_OF_PYTHON: tuple[tuple[Any, Kind], ...] = (
+    (io.BytesIO, _Buffer(io.BytesIO)),
+    (io.StringIO, _Buffer(io.StringIO)),
+    (queue.Queue, _Queue()),
+    (queue.SimpleQueue, _SimpleQueue()),
+    (threading.Event, _Event()),
+    (type(threading.Lock()), _Watched(lambda obj: obj.locked(), "a lock belongs to threads of its process")),
+    (threading.Thread, _Watched(lambda obj: (obj._started._flag, obj.is_alive()), "a thread lives in its rank")),
+    (BaseProcess, _Watched(lambda obj: obj._popen is None, "a process of its rank")),
+    (subprocess.Popen, _Watched(lambda obj: obj.returncode, "its rank cannot wait for it")),
+    (threading.local, _ThreadLocal()),
+    ((weakref.WeakSet, weakref.WeakValueDictionary, weakref.WeakKeyDictionary), _Weak()),
+    (logging.Logger, _LOGGER),
+    (logging.Handler, _Settings("level", "formatter", "filters", "buffer")),
+    ((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), _ITERATOR),
+)
+_OF_LIBRARIES: tuple[tuple[str, str, Kind], ...] = (
+    ("tqdm.std", "tqdm", _Settings()),
+    ("matplotlib.artist", "Artist", _Artist()),
+    ("ipywidgets.widgets.widget", "Widget", _Widget()),
+)

@@ -1,0 +1,157 @@
+"""What a cell changes in an object is changed in the notebook, or named: no type is forgotten."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from typing import Any
+
+import pytest
+
+from nbaccel.launch.objects.inventory import Inventory, ObjectPlace
+
+STANDARD = {
+    "file in memory": ("import io; a = io.BytesIO()", "a.write(b'x')"),
+    "its position": ("import io; a = io.BytesIO(b'xyz')", "a.read(1)"),
+    "its end": ("import io; a = io.BytesIO()", "a.close()"),
+    "text in memory": ("import io; a = io.StringIO()", "print('x', file=a)"),
+    "inside of an object": ("import io, types; a = types.SimpleNamespace(b=[io.StringIO()])", "a.b[0].write('x')"),
+    "zip in memory": ("import io, zipfile; a = zipfile.ZipFile(io.BytesIO(), 'w')", "a.writestr('b', 'c')"),
+    "gzip in memory": ("import gzip, io; a = gzip.GzipFile(fileobj=io.BytesIO(), mode='w')", "a.write(b'x')"),
+    "csv": ("import csv, io; b = io.StringIO(); a = csv.writer(b)", "a.writerow([1])"),
+    "spooled file": ("import tempfile; a = tempfile.SpooledTemporaryFile()", "a.write(b'x'); a.close()"),
+    "queue": ("import queue; a = queue.Queue()", "a.put(1)"),
+    "its items": ("import queue; a = queue.Queue(); a.put([])", "a.queue[0].append(1)"),
+    "its tasks": ("import queue; a = queue.Queue(); a.put(1); a.get()", "a.task_done()"),
+    "queue with priorities": ("import queue; a = queue.PriorityQueue()", "a.put(1)"),
+    "simple queue": ("import queue; a = queue.SimpleQueue(); a.put(1)", "a.put(2); a.get()"),
+    "queue of tasks": ("import asyncio; a = asyncio.Queue()", "a.put_nowait(1)"),
+    "event": ("import threading; a = threading.Event()", "a.set()"),
+    "event of tasks": ("import asyncio; a = asyncio.Event()", "a.set()"),
+    "semaphore": ("import threading; a = threading.Semaphore(2)", "a.acquire()"),
+    "barrier": ("import threading; a = threading.Barrier(2)", "a.abort()"),
+    "lock": ("import threading; a = threading.Lock()", "a.acquire()"),
+    "thread": ("import threading; a = threading.Thread(target=int)", "a.start(); a.join()"),
+    "thread's values": ("import threading; a = threading.local()", "a.b = 1"),
+    "program": ("import subprocess, sys; a = subprocess.Popen(['true'])", "a.wait()"),
+    "level": ("import logging; a = logging.Logger('b')", "a.setLevel(10)"),
+    "handler": ("import logging; a = logging.Logger('b')", "a.addHandler(logging.NullHandler())"),
+    "level of a handler": ("import logging; a = logging.NullHandler()", "a.setLevel(10)"),
+    "records": (
+        "import logging.handlers; a = logging.handlers.MemoryHandler(9); b = logging.Logger('b'); b.addHandler(a)",
+        "b.warning('c')",
+    ),
+    "generator": ("a = (b for b in range(9))", "next(a)"),
+    "generator inside": ("a = (b for b in (c for c in range(9)))", "next(a)"),
+    "iterator": ("a = iter([1, 2])", "next(a)"),
+    "iterator's end": ("a = iter([])", "list(a)"),
+    "reversed": ("a = reversed([1, 2])", "next(a)"),
+    "numbers": ("a = enumerate('abc')", "next(a)"),
+    "pairs": ("a = zip('abc', 'abc')", "next(a)"),
+    "mapped": ("a = map(int, '123')", "next(a)"),
+    "count": ("import itertools; a = itertools.count()", "next(a)"),
+    "cycle": ("import itertools; a = itertools.cycle('ab')", "next(a)"),
+    "chain": ("import itertools; a = itertools.chain('ab', 'c')", "next(a)"),
+    "copies of an iterator": ("import itertools; a, b = itertools.tee('ab')", "next(a)"),
+    "entries": ("a = iter({1: 2, 3: 4}.items())", "next(a)"),
+    "defaults": ("import collections; a = collections.defaultdict(list)", "a[1].append(2)"),
+    "counter": ("import collections; a = collections.Counter()", "a['b'] += 1"),
+    "chained": ("import collections; a = collections.ChainMap({})", "a['b'] = 1"),
+    "deque": ("import collections; a = collections.deque(maxlen=2)", "a.append(1)"),
+    "array": ("import array; a = array.array('d', [0])", "a[0] = 1"),
+    "namespace": ("import types; a = types.SimpleNamespace()", "a.b = 1"),
+    "random numbers": ("import random; a = random.Random(0)", "a.random()"),
+    "hash": ("import hashlib; a = hashlib.sha256()", "a.update(b'x')"),
+    "another hash": ("import hashlib; a = hashlib.blake2b()", "a.update(b'x')"),
+    "key": ("import hmac; a = hmac.new(b'x', digestmod='sha1')", "a.update(b'x')"),
+    "compressor": ("import zlib; a = zlib.compressobj()", "a.compress(b'x')"),
+    "another compressor": ("import bz2; a = bz2.BZ2Compressor()", "a.compress(b'x')"),
+    "third compressor": ("import lzma; a = lzma.LZMACompressor()", "a.compress(b'x' * 9)"),
+    "element": ("import xml.etree.ElementTree as b; a = b.Element('c')", "b.SubElement(a, 'd')"),
+    "second element": ("import xml.etree.ElementTree as b; a = b.XML('<c><d/></c>')", "b.SubElement(a, 'd')"),
+    "attribute": ("import xml.etree.ElementTree as b; a = b.XML('<c e=\"f\"/>')", "a.set('g', 'h')"),
+    "text": ("import xml.etree.ElementTree as b; a = b.XML('<c/>')", "a.text = 'd'"),
+    "document": ("import xml.dom.minidom as b; a = b.Document()", "a.appendChild(a.createElement('c'))"),
+    "precision": ("import decimal; a = decimal.Context()", "a.prec = 3"),
+    "parser of arguments": ("import argparse; a = argparse.ArgumentParser()", "a.add_argument('b')"),
+    "configuration": ("import configparser; a = configparser.ConfigParser()", "a.add_section('b')"),
+    "message": ("import email.message; a = email.message.EmailMessage()", "a['To'] = 'b'"),
+    "cookies": ("import http.cookies; a = http.cookies.SimpleCookie()", "a['b'] = 'c'"),
+    "order": ("import graphlib; a = graphlib.TopologicalSorter()", "a.add(1, 2)"),
+    "schedule": ("import sched; a = sched.scheduler()", "a.enter(9, 1, int)"),
+    "mock": ("import unittest.mock; a = unittest.mock.Mock()", "a()"),
+    "weak set": ("import weakref\nclass B: pass\na = weakref.WeakSet(); b = [B()]", "a.add(b[0])"),
+    "weak values": ("import weakref\nclass B: pass\na = weakref.WeakValueDictionary(); b = [B()]", "a[1] = b[0]"),
+    "partial": ("import functools; a = functools.partial(int)", "a.b = 1"),
+    "syntax tree": ("import ast; a = ast.parse('1')", "a.body.clear()"),
+    "pickler": ("import io, pickle; b = io.BytesIO(); a = pickle.Pickler(b)", "a.dump(1)"),
+    "decoder": ("import codecs; a = codecs.getincrementaldecoder('utf8')()", "a.decode(b'\\xc3')"),
+    "date": ("import calendar; a = calendar.Calendar()", "a.setfirstweekday(3)"),
+}
+PACKAGES = {
+    "figure": ("matplotlib", "from matplotlib.figure import Figure; a = Figure(); b = a.subplots()", "b.plot([1])"),
+    "title": ("matplotlib", "from matplotlib.figure import Figure; a = Figure().subplots()", "a.set_title('c')"),
+    "line": (
+        "matplotlib",
+        "from matplotlib.figure import Figure; b = Figure().subplots(); a, = b.plot([1, 2])",
+        "a.set_data([1], [2])",
+    ),
+    "label": ("matplotlib", "from matplotlib.figure import Figure; a = Figure().subplots()", "a.set_xlabel('c')"),
+    "bar": ("tqdm", "import tqdm, io; a = tqdm.tqdm(total=9, file=io.StringIO())", "a.update(3)"),
+    "widget": ("ipywidgets", "import ipywidgets; a = ipywidgets.IntProgress(max=8)", "a.value += 1"),
+    "text widget": (
+        "ipywidgets", "import ipywidgets; a = ipywidgets.VBox([ipywidgets.Label()])", "a.children[0].value = 'b'"
+    ),
+    "matrix": ("scipy", "import scipy.sparse; a = scipy.sparse.lil_matrix((2, 2))", "a[0, 0] = 1"),
+    "estimator": (
+        "sklearn", "from sklearn.linear_model import LinearRegression as b; a = b()", "a.fit([[1.0], [2.0]], [1.0, 2])"
+    ),
+    "tree": ("sklearn", "from sklearn.tree import DecisionTreeClassifier as b; a = b()", "a.fit([[1.0], [2]], [0, 1])"),
+    "graph": ("networkx", "import networkx; a = networkx.Graph()", "a.add_edge(1, 2)"),
+    "loader's iterator": (
+        "torch", "from torch.utils.data import DataLoader; a = iter(DataLoader([1, 2, 3]))", "next(a)"
+    ),
+    "meter": ("torchmetrics", "import torch, torchmetrics as b; a = b.MeanMetric()", "a.update(torch.ones(2))"),
+    "table": ("pandas", "import pandas; a = pandas.DataFrame({'b': [1]})", "a.loc[0, 'b'] = 2"),
+    "polynomial": ("numpy", "import numpy; a = numpy.poly1d([1, 2])", "a[0] = 5"),
+    "iterator of numbers": ("numpy", "import numpy; a = numpy.arange(3).flat", "next(a)"),
+    "frame": ("polars", "import polars; a = polars.DataFrame({'b': [1]})", "a.extend(a)"),
+    "display": ("IPython", "from IPython.display import HTML; a = HTML('b')", "a.data = 'c'"),
+}  # fmt: skip
+
+
+def made(before: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(before, namespace)
+    return namespace
+
+
+def seen(notebook: dict[str, Any], cell: str) -> set[str]:
+    """The names that `cell` has changed in `notebook`, as those that come or are named."""
+    names = [name for name in notebook if not name.startswith("__")]
+    inventory = Inventory(names, notebook)
+    exec(cell, notebook)
+    changed = {str(ObjectPlace(*change.token)) for change in inventory.changes()}
+    places = changed | inventory.stayed.keys() | inventory.unlooked.keys()
+    return {place.partition(".")[0].partition("[")[0] for place in places}
+
+
+@pytest.mark.parametrize("name", STANDARD)
+def test_what_a_cell_changes_in_an_object_of_the_standard_library_comes_or_is_named(name: str) -> None:
+    before, cell = STANDARD[name]
+    notebook = made(before)
+    assert seen(notebook, "") == set()
+    assert seen(notebook, cell) & {"a", "b"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PACKAGES)
+def test_what_a_cell_changes_in_an_object_of_a_package_comes_or_is_named(name: str) -> None:
+    package, before, cell = PACKAGES[name]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    notebook = made(before)
+    assert seen(notebook, "") == set()
+    assert seen(notebook, cell) & {"a", "b"}
