@@ -7,6 +7,11 @@ example an optimizer's step, runs on these. So the abort is one fact of the proc
 while it is set, no step, save or read takes place. It ends when the groups are formed anew.
 
 gloo has no such problem: its work fails with an error. Groups of the CPU are never touched here.
+
+Another fact of the process, for all backends: an exception has ended an exchange of this rank half-way, and its program
+may have caught it (`leave_exchange`). Exchanges have no names, so the next one would meet the rest of that one in the
+other ranks: they would wait for ever, mix their bytes, or gloo would end the process. While it holds, this rank enters
+no exchange; it ends when the groups are formed anew, and with the task.
 """
 
 from __future__ import annotations
@@ -20,7 +25,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from nbaccel.errors import PeerFailed
+from nbaccel.errors import CollectiveMismatch, PeerFailed
+from nbaccel.events import ExchangeLeft, emit
 
 __all__ = [
     "DEVICE_BACKENDS",
@@ -31,10 +37,13 @@ __all__ = [
     "device_parts",
     "end_device_groups",
     "forget_abort",
+    "forget_left_exchange",
     "is_aborted",
     "leave_device_errors_to_the_program",
+    "leave_exchange",
     "on_renewal",
     "refuse_if_aborted",
+    "refuse_if_exchange_was_left",
     "renew",
     "settle",
     "tore_step",
@@ -168,6 +177,44 @@ def refuse_if_aborted(what: str) -> None:
         raise PeerFailed(
             f"this rank's exchange with its peers was cut short, since one failed, ran out of memory or was "
             f"interrupted: {what} would use sums that are not complete. The error of that rank says what happened."
+        )
+
+
+class _LeftExchange:
+    """The first exchange that this rank has left half-way.  call: empty if there is none.  why: the exception."""
+
+    def __init__(self) -> None:
+        self.call = self.why = ""
+
+
+_left_exchange = _LeftExchange()
+
+
+def leave_exchange(call: str, error: BaseException) -> None:
+    """Record that `error` has ended this rank's part in an exchange with its peers, who may wait for the rest of it.
+
+    The peers are told by an `ExchangeLeft`, if anyone listens to it.  call: the exchange in words.
+    """
+    if not _left_exchange.call:
+        _left_exchange.call = call
+        _left_exchange.why = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+        emit(ExchangeLeft(call))
+
+
+def forget_left_exchange() -> None:
+    """Record that no peer waits for the rest of it: the groups are formed anew, or the kernel has found all in step."""
+    _left_exchange.call = ""
+
+
+def refuse_if_exchange_was_left(call: str) -> None:
+    """Raise CollectiveMismatch if this rank has left an exchange half-way.  call: the one that it is about to enter."""
+    if _left_exchange.call:
+        raise CollectiveMismatch(
+            f"this rank goes on after an exception ({_left_exchange.why}) has ended its {_left_exchange.call} "
+            f"half-way, while the other ranks wait for the rest of it: they are out of step, and nothing is exchanged "
+            f"any more, as in {call}. Let the exception end the cell, or end the loop before the same step in all "
+            "ranks: by %%accelerate -t SECONDS, or by accelerator.set_trigger() and check_trigger(). A function under "
+            "find_executable_batch_size begins anew in all ranks."
         )
 
 

@@ -4,9 +4,10 @@
 state in nbaccel: one plain object, because threads do not inherit context variables.
 
 Some events are answered at once and stay in the rank: `StepEntered`, `StepsEnded`, `CallEntered`, `CallsEnded`,
-`SaveDue`, `SaveAsked`, `SavesItself`, `SavingAtStop`, `TimeLimit`, `CollectiveEntered`, `GroupRenewed`, `Waiting`,
-`Gauge`. All others are sent: a launcher passes them to the kernel, whose `Listener`s receive them. A sent event holds
-numbers, strings and None, in mappings and lists if needed; a tensor in `Loss` or `Metric` arrives as a number.
+`SaveDue`, `SaveAsked`, `SavesItself`, `SavingAtStop`, `TimeLimit`, `CollectiveEntered`, `ExchangeLeft`, `GroupRenewed`,
+`Waiting`, `Gauge`. All others are sent: a launcher passes them to the kernel, whose `Listener`s receive them. A sent
+event holds numbers, strings and None, in mappings and lists if needed; a tensor in `Loss` or `Metric` arrives as a
+number.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = [
     "Checkpoint",
     "CollectiveEntered",
     "Event",
+    "ExchangeLeft",
     "Gauge",
     "GroupRenewed",
     "ItemsDone",
@@ -372,10 +374,24 @@ class TimeLimit(Event):
 class CollectiveEntered(Event):
     """The rank enters a collective of the project. Every rank enters the same ones, so counting them compares ranks.
 
-    call: the collective in words.
+    call: the collective in words.  is_compared: the ranks compare their calls before they exchange anything.
+
+    An outlet that knows of a peer which has left its exchange, or is in another one, may answer by raising
+    `nbaccel.errors.PeerFailed` or `CollectiveMismatch`: nothing is sent then.
     """
 
     call: str = ""
+    is_compared: bool = False
+
+
+@frozen
+class ExchangeLeft(Event):
+    """An exception has ended the rank's exchange with its peers half-way, see `nbaccel.aborting.leave_exchange`.
+
+    call: the collective in words.
+    """
+
+    call: str
 
 
 @frozen

@@ -161,7 +161,8 @@ class _Death:
         if report is None:
             if ended.exit_codes[rank] != -signal.SIGKILL:
                 return None
-            return cls(rank, f"was killed by {signal_name(signal.SIGKILL)}", attempt.host.explain_kill())
+            doubt = "nothing shows that memory ran out" if attempt.host.kills == 0 else ""
+            return cls(rank, f"was killed by {signal_name(signal.SIGKILL)}", attempt.host.explain_kill(), doubt=doubt)
         if (link := report.cause) is None:
             return None
         match link.kind:

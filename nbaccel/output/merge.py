@@ -16,6 +16,7 @@ __all__ = [
     "LineMerger",
     "Merged",
     "cost",
+    "is_notice",
 ]
 
 _HOLD_S = 1.0
@@ -40,6 +41,11 @@ def cost(text: bytes, tag: str = "") -> int:
     (32, 81)
     """
     return max(len(tag) + len(text) + 1, _LEAST_COST)
+
+
+def is_notice(text: bytes) -> bool:
+    """Return whether a line is one that the project prints in one rank, about all of them."""
+    return text.startswith(b"nbaccel: ")
 
 
 class Merged(NamedTuple):
@@ -205,6 +211,9 @@ class LineMerger:
         """Return the lines to show next; none if every first line should wait."""
         queues = self._queues.values()
         waiting = [queue for queue in queues if queue.held]
+        if notices := [queue for queue in waiting if is_notice(queue.held[0].key[1])]:  # no other rank prints them
+            queue = min(notices, key=_age)
+            return [Merged(queue.rank, *queue.pop())]
         if not waiting or not self._match:
             return self._take_oldest(waiting)
         if len(waiting) == len(queues):
@@ -265,6 +274,7 @@ class LineMerger:
         others = [other for other in self._queues.values() if other is not queue]
         return (
             not self._match
+            or is_notice(queue.held[0].key[1])
             or queue.misses >= _PATIENCE
             or any(other.is_done and not other.held for other in others)
             or (all(other.held for other in others) and (self._cannot_match(queue) or self._occurs_elsewhere(queue)))

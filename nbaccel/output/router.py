@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
 from nbaccel.output.lines import LineReader
-from nbaccel.output.merge import LineMerger, Merged, cost
+from nbaccel.output.merge import LineMerger, Merged, cost, is_notice
 from nbaccel.output.painter import BATCH_S, LiveBars, Painter, Screen
 
 __all__ = [
@@ -212,6 +212,7 @@ class OutputRouter:
         is_tagged = len(self._merger.speakers) > 1
         for line in merged:
             tag = "[all] " if line.rank is None else f"[rank {line.rank}] " if is_tagged else ""
+            tag = "" if is_notice(line.text) else tag
             self._budget.take(cost(line.text, tag))
             lines = 0 if isinstance(line.text, _Note) else len(self._readers) if line.rank is None else 1
             self._take(ShownLine(line.stream, f"{tag}{line.text.decode(errors='replace')}\n", line.rank, lines))

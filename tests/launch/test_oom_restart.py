@@ -211,6 +211,19 @@ def test_a_rank_that_was_killed_starts_again_and_a_guess_is_called_one() -> None
     assert "guess" in restarted(decision).line
 
 
+@pytest.mark.parametrize(("kills", "attempts"), [(0, 1), (2, 5), (None, 5)])
+def test_a_rank_that_is_killed_without_a_sign_of_memory_is_tried_again_once(
+    kills: int | None, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OomKillWatch, "kills", kills)
+    policy, parts = OomRestartPolicy(), 1
+    for _ in range(attempts):
+        restarted(policy.after(attempt(None, replace(LOOP, parts=parts), exit_code=-signal.SIGKILL)))
+        parts *= 2
+    report = stopped(policy.after(attempt(None, replace(LOOP, parts=parts), exit_code=-signal.SIGKILL)))
+    assert ("it was the same with larger batches, so smaller ones will not help" in report) is (kills == 0)
+
+
 @pytest.mark.parametrize("exit_code", [-signal.SIGSEGV, -signal.SIGABRT, 3])
 def test_other_deaths_are_not_of_memory(exit_code: int) -> None:
     assert stopped(OomRestartPolicy().after(attempt(None, LOOP, exit_code=exit_code))) == ""

@@ -138,6 +138,20 @@ def test_a_message_of_torch_that_all_ranks_print_is_one_line_without_its_stamp()
     assert f"[rank 1] [rank1]:[W1122 05:43:11.123456781 {said}" in log.getvalue().decode()
 
 
+def test_a_notice_of_ours_is_not_tagged_and_does_not_part_equal_lines() -> None:
+    run = Run(2)
+    run.feed(1, "begin\nepoch 0\n")
+    run.feed(0, "begin\nnbaccel: each of 8 batches split over 2 ranks\nepoch 0\n")
+    run.feed(0, "nbaccel: divide by counts\n")
+    run.wait(0.1)
+    assert run.screen.lines == [
+        "[all] begin",
+        "nbaccel: each of 8 batches split over 2 ranks",
+        "[all] epoch 0",
+        "nbaccel: divide by counts",
+    ]
+
+
 def test_lines_are_tagged_once_two_ranks_have_printed() -> None:
     run = Run(2)
     run.feed(0, "early\n")

@@ -2,26 +2,30 @@
 
 A simple stop flag would leave ranks alone in a collective: one rank reads the flag a moment before its peer enters the
 step. So the ranks and the kernel use a handshake, without a collective: see `ControlPage`. The page also counts the
-collectives that each rank has entered, and marks the ranks that have finished. A rank that waits in a collective which
-a finished rank has not entered waits in vain. It also holds the step before which all ranks save, set by rank 0, and
-each rank's own time limit, if its program sets one.
+collectives that each rank has entered, with a mark of the latest, and marks the ranks that have finished. A rank that
+waits in a collective which a finished rank has not entered waits in vain, and so does one whose peer is in another
+collective, or has left one half-way (`PeerWatch`). It also holds the step before which all ranks save, set by rank 0,
+and each rank's own time limit, if its program sets one.
 """
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import struct
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nbaccel.errors import CollectiveMismatch, RunStopped
+from nbaccel.errors import CollectiveMismatch, PeerFailed, RunStopped
 from nbaccel.events import (
     CallEntered,
     CallsEnded,
     CollectiveEntered,
     Event,
+    ExchangeLeft,
     GroupRenewed,
     SaveAsked,
     SaveDue,
@@ -55,9 +59,10 @@ _STOP_AFTER_AT = 8
 _SAVE_BEFORE = struct.Struct("@q")  # an optimizer step; 0: none was announced
 _SAVE_BEFORE_AT = 16
 _RANK = struct.Struct("@qqddBB")  # entered, previous, entered_at, last_step_s, parked, in_step
-_COLLECTIVES = struct.Struct("@q")  # how many the rank has entered
+_COLLECTIVES = struct.Struct("@q")  # how many the rank has entered, and a mark of the latest: one number, one store
 _COLLECTIVES_AT = 40  # in the rank's slot, behind its position
-_COUNT_BITS = 40  # bits of that number; those above count renewals of the group
+_MARK_BITS, _COUNT_BITS = 16, 32  # lowest bits: the mark; then the count; those above count renewals of the group
+_NO_MARK, _IS_LEFT, _IS_COMPARED, _MARKS = range(4)  # marks; others, from `_MARKS` on, are of the call's words
 _HAS_FINISHED_AT = 48  # u8
 _IS_SAVING_AT = 49  # u8
 _HEARS_CUTS_AT = 50  # u8
@@ -183,10 +188,15 @@ class ControlPage:
 
     def collectives(self, rank: int) -> int:
         """Return the number of the project's collectives that `rank` has entered."""
+        return self.exchange(rank) >> _MARK_BITS
+
+    def exchange(self, rank: int) -> int:
+        """Return that number and the mark of the latest collective, as one number."""
         return int(_COLLECTIVES.unpack_from(self._map, _HEADER + rank * _SLOT + _COLLECTIVES_AT)[0])
 
-    def count_collectives(self, rank: int, entered: int) -> None:
-        _COLLECTIVES.pack_into(self._map, _HEADER + rank * _SLOT + _COLLECTIVES_AT, entered)
+    def count_collectives(self, rank: int, entered: int, mark: int = _NO_MARK) -> None:
+        start = _HEADER + rank * _SLOT + _COLLECTIVES_AT  # not `pack_into`: peers would find another count for a moment
+        self._map[start : start + _COLLECTIVES.size] = _COLLECTIVES.pack(entered << _MARK_BITS | mark)
 
     def calls(self, rank: int) -> int:
         """Return the number of calls that `rank` has done of a map, in which it waits for no other rank."""
@@ -480,17 +490,24 @@ class _Calls:
 
 
 class PeerWatch:
-    """Rank side of the finished marks: ends the wait in a collective that can never be complete."""
+    """Rank side of the marks: ends the wait in a collective that can never be complete, and refuses to enter one.
+
+    A rank marks its collective, then reads the marks of its peers: of two ranks that enter different collectives as
+    their n-th one, the later one sees that before anything is sent. One that sees that a peer has left its collective
+    half-way enters none. Collectives in which the ranks compare what they are about to do have one mark in common.
+    """
 
     def __init__(self, page: ControlPage, rank: int) -> None:
         self._page = page
         self._rank = rank
         self._entered = 0
+        self._mark = _NO_MARK
         self._excluded_ranks: Sequence[int] = ()
+        self._peers = [peer for peer in range(page.world_size) if peer != rank]
 
     def begin(self, excluded_ranks: Sequence[int]) -> None:
         """Begin another run.  excluded_ranks: ranks that take no part in it."""
-        self._entered = 0
+        self._entered, self._mark = 0, _NO_MARK
         self._excluded_ranks = excluded_ranks
 
     def refuse_backward(self, event: Event) -> None:
@@ -511,13 +528,44 @@ class PeerWatch:
             if self._excluded_ranks:
                 self._refuse(event.call)
             self._entered += 1
-            self._page.count_collectives(self._rank, self._entered)
+            self._mark = _IS_COMPARED if event.is_compared else _mark_of(event.call)
+            self._page.count_collectives(self._rank, self._entered, self._mark)
+            self._look_at_peers("was about to enter", event.call, self._page.stop_requested)
+        elif isinstance(event, ExchangeLeft):
+            self._page.count_collectives(self._rank, self._entered, _IS_LEFT)
         elif isinstance(event, GroupRenewed):
             # Ranks that stayed longer in the attempt have entered more collectives: now all have the same count.
-            self._entered = event.times << _COUNT_BITS
+            self._entered, self._mark = event.times << _COUNT_BITS, _NO_MARK
             self._page.count_collectives(self._rank, self._entered)
         elif isinstance(event, Waiting):
             self._look_for_peers(event)
+            if not self._page.stop_requested:  # otherwise the kernel's interrupt ends this wait
+                self._look_at_peers("waits in", event.call)
+
+    def _look_at_peers(self, does: str, call: str, is_stopping: bool = False) -> None:
+        """Raise if a peer has left a collective half-way, or is in another one than this rank."""
+        for peer in self._peers:
+            exchange = self._page.exchange(peer)
+            entered, mark = exchange >> _MARK_BITS, exchange & (1 << _MARK_BITS) - 1
+            is_left = mark == _IS_LEFT and entered >> _COUNT_BITS == self._entered >> _COUNT_BITS
+            is_elsewhere = entered == self._entered and mark not in (self._mark, _NO_MARK)
+            if not is_left and not is_elsewhere:
+                continue
+            if is_stopping:
+                raise RunStopped(f"stopped before {call}, which rank {peer} does not enter any more")
+            here = f"rank {self._rank} of {self._page.world_size} {does} {call}"
+            if is_left:
+                raise PeerFailed(
+                    f"{here}, and rank {peer} has left a collective half-way, by an exception that its program has "
+                    "caught: the ranks are out of step, and exchange nothing any more. Let the exception end the cell, "
+                    "or end the loop before the same step in all ranks: by %%accelerate -t SECONDS, or by "
+                    "accelerator.set_trigger() and check_trigger()."
+                )
+            raise CollectiveMismatch(
+                f"{here}, and rank {peer} is in another collective: the ranks are out of step, and nothing is "
+                "exchanged. Every rank must make the same calls: look for an exception that only some ranks catch, a "
+                "`break`, or a call under `if is_main_process`. %accelerate why shows the last calls of each rank."
+            )
 
     def _look_for_peers(self, event: Waiting) -> None:
         missing = self._page.finished_before(self._entered)
@@ -528,3 +576,9 @@ class PeerWatch:
                 f"  rank {self._rank}: {event.call}\n{sides}\n  Every rank must make the same calls: look for a "
                 "`return`, a `break` or an `if is_main_process` that only some ranks take."
             )
+
+
+@functools.cache
+def _mark_of(call: str) -> int:
+    """Return a mark of a collective's words, equal in all processes."""
+    return max(_MARKS, zlib.crc32(call.encode()) & (1 << _MARK_BITS) - 1)

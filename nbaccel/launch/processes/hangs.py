@@ -7,8 +7,9 @@ guess, and all stacks are shown beside it. A long computation without a step loo
 the user asked for it.
 
 Two cases are no guesses, and torch would wait for half an hour. A rank has finished, and all that are left wait in
-collectives without using a processor: the finished rank will not come. Or all ranks wait so, one of them for the rows
-of a sharded model, and not all in the same call of the program: an evaluation or a save under `if is_main_process`.
+collectives without using a processor: the finished rank will not come. Or all ranks wait so, and not all in the same
+call of the program: one of them in a backward that others have left by an exception, or for the rows of a sharded
+model, in an evaluation or a save under `if is_main_process`.
 """
 
 from __future__ import annotations
@@ -215,7 +216,8 @@ class Hang:
     """Ranks that made no progress for `seconds`.
 
     rank: the one to blame.  lines: the place of each rank.  is_certain: nobody can go on; else a guess.
-    is_alone: that rank waits in a sharded model, and others elsewhere; otherwise, if certain, it has finished.
+    is_alone: that rank waits in a sharded model, and others elsewhere.  is_elsewhere: it waits in one call, and others
+    in another one. Otherwise, if certain, it has finished.
     """
 
     rank: int
@@ -223,6 +225,7 @@ class Hang:
     lines: Sequence[str]
     is_certain: bool = False
     is_alone: bool = False
+    is_elsewhere: bool = False
 
     def __str__(self) -> str:
         places = "\n".join(f"  {line}" for line in self.lines)
@@ -233,6 +236,13 @@ class Hang:
                 "evaluation too, its state dict, and a norm, an .item() or a print of its parameters need all ranks. "
                 "Call them on every rank, outside of `if accelerator.is_main_process`, and let one rank print or save "
                 "what they return."
+            )
+        if self.is_elsewhere:
+            return (
+                f"the ranks are out of step: they wait in different calls, for {self.seconds:.0f} s, so that none can "
+                f"go on:\n{places}\n  Every rank must make the same calls: look for an exception that only some ranks "
+                "catch (a time limit by an alarm: %%accelerate -t SECONDS ends all ranks before the same step), a "
+                "`break`, or a call under `if accelerator.is_main_process`."
             )
         if self.is_certain:
             return (
@@ -296,6 +306,10 @@ class HangWatch:
             self._is_sure = not all(
                 _seconds_used(member) - self._used[member.rank] < _IDLE * _CERTAIN_S / 2 for member in working
             )
+            if not self._is_sure and any(map(_wants_a_processor, working)):  # and gets none, on a busy machine
+                self._since, self._question = now, None
+                self._used.clear()
+                return None
         due = min(
             _NOTICE_S if not self._has_told else float("inf"),
             self._limit_s or float("inf"),
@@ -315,8 +329,12 @@ class HangWatch:
                 if gone:
                     return Hang(gone[0], quiet, self._lines(stacks), is_certain=True)
                 in_shards = [rank for rank, stack in stacks.items() if stack.is_in_shards]
-                if in_shards and len({stack.call for stack in stacks.values()}) > 1:
+                is_elsewhere = len({stack.call for stack in stacks.values()}) > 1
+                if in_shards and is_elsewhere:
                     return Hang(in_shards[0], quiet, self._lines(stacks), is_certain=True, is_alone=True)
+                if is_elsewhere and len(stacks) == len(self._members):
+                    guilty = self._hang(stacks, quiet).rank
+                    return Hang(guilty, quiet, self._lines(stacks), is_certain=True, is_elsewhere=True)
                 if self._ends_waiting:
                     return self._hang(stacks, quiet)
         if self._limit_s is not None and quiet >= self._limit_s:
@@ -363,3 +381,12 @@ def _seconds_used(member: WorkerHandle) -> float:
     except psutil.Error:  # it has just ended
         return 0.0
     return float(times.user + times.system)
+
+
+def _wants_a_processor(member: WorkerHandle) -> bool:
+    """Return whether the rank's main thread is running, or would if a processor were free."""
+    try:
+        with open(f"/proc/{member.process.pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] == "R"
+    except (OSError, IndexError):
+        return False

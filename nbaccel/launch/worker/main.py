@@ -20,7 +20,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
-from nbaccel.aborting import leave_device_errors_to_the_program, renew
+from nbaccel.aborting import forget_left_exchange, leave_device_errors_to_the_program, renew
 from nbaccel.errors import PeerFailed, RunStopped
 from nbaccel.events import Loss, outlet
 from nbaccel.launch.ipc.channel import Channel
@@ -259,7 +259,11 @@ class _Rank:
             raise
 
     def _begin_with_groups(self, task: Task) -> None:
-        """Form groups anew that were aborted, and begin to watch for the flag to abort them."""
+        """Form groups anew that were aborted, and begin to watch for the flag to abort them.
+
+        The kernel has compared how many collectives each rank has entered: nobody waits for the rest of one.
+        """
+        forget_left_exchange()
         if self._renewal is not None:
             renew(*self._renewal)
         self._cut.begin(stays=task.home is not None)

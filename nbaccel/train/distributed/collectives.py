@@ -8,19 +8,21 @@ of our own process group wrote are read here.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import pickle
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbaccel.errors import CollectiveMismatch
+from nbaccel.aborting import leave_exchange, refuse_if_exchange_was_left
+from nbaccel.errors import CollectiveMismatch, NbaccelError
 from nbaccel.events import CollectiveEntered, emit
 from nbaccel.train.distributed.nested import children, is_container, leaves, map_children
 from nbaccel.train.distributed.transport import Transport, host_transport
@@ -40,6 +42,8 @@ __all__ = [
 ]
 
 _REDUCTIONS = ("sum", "mean", "max", "min", "none")
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Collectives:
@@ -117,6 +121,28 @@ class Collectives:
         """Wait until all of `sums`, at least one, are over.  call: what the ranks are doing, for messages."""
 
 
+def _entire(method: _Method) -> _Method:
+    """Decorate a collective of several exchanges: an exception between two of them leaves it half-way, too.
+
+    Errors about what was to be sent are those of all ranks, with nothing under way, and torch's own come with the end
+    of the connection.
+    """
+
+    @functools.wraps(method)
+    def call(self: GroupCollectives, *args: Any, **kwargs: Any) -> Any:
+        calls = self.calls
+        try:
+            return method(self, *args, **kwargs)
+        except (NbaccelError, TypeError, ValueError):
+            raise
+        except BaseException as error:
+            if type(error) is not RuntimeError and self.calls != calls:
+                leave_exchange(self.call, error)
+            raise
+
+    return call  # type: ignore[return-value]  # of the same signature
+
+
 class GroupCollectives(Collectives):
     """Collectives of the ranks of torch's default process group.
 
@@ -145,17 +171,25 @@ class GroupCollectives(Collectives):
         """Number of collectives of this group so far."""
         return self._transport.calls
 
+    @property
+    def call(self) -> str:
+        """The latest of them, in words."""
+        return self._transport.call
+
+    @_entire
     def gather(self, value: Any) -> Any:
         if not holds_tensors(value):
             return self.gather_objects(value)
         self._check("gather", value)
         return _map_tensors("gather", self._gather_one, value)
 
+    @_entire
     def gather_uneven(self, value: Any) -> Any:
         self._check("gather_uneven", value, Shape.ROWS_VARY)
         rows_of = iter(self._sizes([tensor.shape[0] if tensor.ndim else 1 for tensor in _tensors(value)]))
         return _map_tensors("gather", lambda tensor: self._gather_rows(tensor, next(rows_of)), value)
 
+    @_entire
     def gather_objects(self, value: Any, call: str = "gather_object") -> Any:
         self._check(call)
         data, is_sent = _packed(value)
@@ -166,16 +200,19 @@ class GroupCollectives(Collectives):
         _refuse_unsent("gather_object", {rank: parts[rank] for rank, size in enumerate(sizes) if size < 0})
         return join([unpack(part, self._device) for part in parts])
 
+    @_entire
     def reduce(self, value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         _refuse_unknown(reduction)
         self._check(f"reduce {reduction}", value)
         return _map_tensors("reduce", lambda tensor: self._reduce_one(tensor, reduction, scale), value)
 
+    @_entire
     def broadcast(self, value: Any, source: int = 0) -> Any:
         self._refuse_unknown_rank(source)
         self._check(f"broadcast from {source}", value)
         return _map_tensors("broadcast", lambda tensor: self._transport.broadcast(tensor, source), value)
 
+    @_entire
     def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
         self._refuse_unknown_rank(source)
         call = "broadcast_object_list"
@@ -190,6 +227,7 @@ class GroupCollectives(Collectives):
             values[:] = unpack(received, self._device)
         return values
 
+    @_entire
     def pad(self, value: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         self._check(f"pad_across_processes along {dim}", value, Shape.ANY)
         sizes_of = iter(self._sizes([_size(tensor, dim) for tensor in _tensors(value)]))
@@ -200,17 +238,21 @@ class GroupCollectives(Collectives):
 
         return _map_tensors("pad_across_processes", one, value)
 
+    @_entire
     def any(self, flag: bool, call: str = "any") -> bool:
         self._check(call)
         return bool(self._host.read_all(torch.tensor(int(flag), device="cpu")).any())
 
+    @_entire
     def announce(self, call: str, text: str = "") -> list[str]:
         self._check(call)
         return self._fingerprints.exchange(text)
 
+    @_entire
     def agree(self, call: str) -> None:
         self._check(call, always=True)
 
+    @_entire
     def barrier(self) -> None:
         if self._check("wait_for_everyone"):
             return  # the comparison was a barrier
@@ -375,9 +417,10 @@ class Fingerprints:
         Raises:
             CollectiveMismatch: on every rank, with the call of each rank.
         """
-        self.enter(operation)
         transport = self._transport
-        if transport.calls > self._compared and not always:
+        is_compared = always or transport.calls < self._compared
+        self.enter(operation, is_compared)
+        if not is_compared:
             return False
         mine = operation if value is None else f"{operation} {_describe(value, shape)}"
         for each in self._told:
@@ -387,9 +430,10 @@ class Fingerprints:
             raise CollectiveMismatch(self._mismatch([text for text, _ in everyone]))
         return True
 
-    def enter(self, operation: str) -> None:
-        """Count a collective that is not compared."""
-        emit(CollectiveEntered(operation))
+    def enter(self, operation: str, is_compared: bool = False) -> None:
+        """Count a collective."""
+        refuse_if_exchange_was_left(operation)
+        emit(CollectiveEntered(operation, is_compared))
         for each in self._told:
             each.call = operation
             each.calls += 1

@@ -28,6 +28,7 @@ from nbaccel.aborting import (
     device_parts,
     end_device_groups,
     forget_abort,
+    forget_left_exchange,
     is_aborted,
     leave_device_errors_to_the_program,
     settle,
@@ -235,6 +236,7 @@ class ProcessGroup:
         self._retired = dist.group.WORLD  # see leave
         dist.destroy_process_group()
         forget_abort()
+        forget_left_exchange()
 
     def renew(self, store: Any) -> None:
         """Form the default group again as it was before `drop`, meeting in `store`. Collective."""
@@ -270,6 +272,7 @@ class ProcessGroup:
             place = (options.init_method, world.rank, world.world_size) if options.init_method else ("env://",)
             self._store = next(iter(dist.rendezvous(*place, timeout=timeout)))[0]
             self._world = world
+        forget_left_exchange()
         self._formed += 1
         self._options = options
         store = dist.PrefixStore(f"nbaccel/{self._formed}", self._store)

@@ -1,9 +1,9 @@
 """Send one tensor to or from all ranks of the default process group, and wait for them. Runs in ranks.
 
 torch's own wait gives no sign and, for gloo, ignores interrupts. This one polls twice a second: Python handles its
-signals, and a `Waiting` event lets receivers check whether the peers will ever come. It knows tensors only;
-`Collectives` knows what they mean, and checks that all ranks agree. `host_transport` sends from host to host in a group
-of two backends.
+signals, and a `Waiting` event lets receivers check whether the peers will ever come. An exception that ends it leaves
+the exchange half-way, which is recorded (`leave_exchange`). It knows tensors only; `Collectives` knows what they mean,
+and checks that all ranks agree. `host_transport` sends from host to host in a group of two backends.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from nbaccel.aborting import (
     Settling,
     abort_device_groups,
     is_aborted,
+    leave_exchange,
     refuse_if_aborted,
     settle,
     uses_device,
@@ -138,16 +139,25 @@ class Transport:
     def _wait_on_host(self, work: Any) -> None:
         """Wait until gloo is done; poll now and then while it is not."""
         waited_s = 0.0
-        while True:
-            try:
-                work.wait(_LOOK_UP)
-                return
-            except RuntimeError:  # "Operation timed out!": only this wait; the work continues
-                if work.is_completed():
-                    self._end(work)
-                    return
-            waited_s += _LOOK_UP.total_seconds()
-            self._look_up(waited_s)
+        try:
+            while not self._wait_on_host_briefly(work):
+                waited_s += _LOOK_UP.total_seconds()
+                self._look_up(waited_s)
+        except BaseException as error:
+            leave_exchange(self.call, error)
+            raise
+        self._end(work)
+
+    def _wait_on_host_briefly(self, work: Any) -> bool:
+        """Wait for half a second; return whether the work is over, with or without an error."""
+        try:
+            work.wait(_LOOK_UP)
+        except RuntimeError as error:  # "Operation timed out!": only this wait; the work continues
+            below = None if error.__traceback__ is None else error.__traceback__.tb_next
+            if below is not None and below.tb_frame.f_code is not getattr(type(work).wait, "__code__", None):
+                raise  # by a handler of a signal, and not by torch
+            return bool(work.is_completed())
+        return True
 
     def _wait_for_device(self, work: Any) -> None:
         """Wait for NCCL by polling, since it aborts its communicator when a wait with a time limit expires."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nbaccel.aborting import leave_exchange
 from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.implicit.batch_values import BatchWatch
@@ -35,6 +36,7 @@ from nbaccel.train.implicit.graph import (
     leaves_of,
     runs_backwards_inside,
     users_scalars,
+    without_scale,
 )
 from nbaccel.train.implicit.loss_history import LossHistory
 from nbaccel.train.implicit.passes import Passes
@@ -55,7 +57,8 @@ class Averaging:
 
     withholding: keeps back what waits for the last part of a batch.  watch: knows what is computed of a batch.
     collectives: returns the ranks' collectives; formed at the first call, by all ranks together.
-    on_trained: called after each backward that was averaged, with the loss of the whole batch, if it is one number.
+    on_trained: called after each backward that was averaged, with the loss of the whole batch, if it is one number,
+    without the factor of a scaler.
     on_registered: called when new models are known.  on_parts_shown: called where a loss keeps its part's
     value.  on_compiled: called where parts went through a compiled model.  on_buffers: called with the name of a buffer
     that a forward changes differently between ranks.  on_lengths: called where samples are padded to other lengths than
@@ -73,7 +76,7 @@ class Averaging:
         withholding: Withholding,
         watch: BatchWatch,
         collectives: Callable[[], Collectives],
-        on_trained: Callable[[float | None], None],
+        on_trained: Callable[[float | Tensor | None], None],
         on_registered: Callable[[], None],
         on_parts_shown: Callable[[], None],
         on_compiled: Callable[[], None],
@@ -127,7 +130,6 @@ class Averaging:
         self._losses = LossHistory()
         self._noted_buffers: set[int] = set()
         self._has_extras = False
-        self._failed = ""  # the error of a backward that has left the ranks in the middle of their sums
 
     # -- in place of torch's functions
 
@@ -166,10 +168,31 @@ class Averaging:
         if self._passes.handed.is_part and is_compiled(of_python):
             self._on_compiled()
         share = self._withholding.before_backward(self._passes.handed, not accumulates)
-        run = self._meet(roots, leaves, new, extras, is_graph_made)
-        run.share = share
-        if not accumulates:
-            return self._grad(run, real, outputs, args, kwargs)
+        meetings = self.meetings
+        try:
+            run = self._meet(roots, leaves, new, extras, is_graph_made)
+            run.share = share
+            if not accumulates:
+                return self._grad(run, real, outputs, args, kwargs)
+            self._accumulate(run, roots, real, outputs, args, kwargs)
+        except NotPrepared:  # that of all ranks
+            raise
+        except BaseException as error:
+            if self.meetings != meetings:
+                leave_exchange(_CALL, error)
+            raise
+        return None
+
+    def _accumulate(
+        self,
+        run: Agreement,
+        roots: Sequence[Tensor],
+        real: Callable[..., Any],
+        outputs: Any,
+        args: tuple[Any, ...],
+        kwargs: Any,
+    ) -> None:
+        """Run a graph backwards; leaves get averaged gradients."""
         aside = self._set_aside(run)
         self._round, self._factor, self._late = run.round, run.factor, {}
         self._is_completed_later = run.header.any("extras")  # a leaf is, once for each backward inside
@@ -178,8 +201,7 @@ class Averaging:
             self._bring_all(run)
             run.round.finish()
             self._exchange_late(run)
-        except BaseException as error:
-            self._note_failed(error)
+        except BaseException:
             for number, old in aside.items():
                 self._tensor(number).grad = old
             raise
@@ -188,7 +210,6 @@ class Averaging:
             self._late = {}
         self._put_back(run, aside)
         self._end(run, roots)
-        return None
 
     def _grad(self, run: Agreement, real: Callable[..., Any], outputs: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Return the requested gradients; those of trained tensors are averaged."""
@@ -215,17 +236,10 @@ class Averaging:
         self._is_inside = True
         try:
             return real(outputs, *args, **kwargs)
-        except BaseException as error:
-            self._note_failed(error)
-            raise
         finally:
             self._is_inside = False
             for hook in hooks:
                 hook.remove()
-
-    def _note_failed(self, error: BaseException) -> None:
-        """Record that this rank has left the others in the middle of their sums."""
-        self._failed = self._failed or f"{type(error).__name__}: {error}".partition("\n")[0]
 
     # -- before the real one
 
@@ -291,7 +305,7 @@ class Averaging:
         shown: losses whose values the ranks exchange.
 
         Raises:
-            NotPrepared: an earlier backward of this rank has failed, or another rank's program is over.
+            NotPrepared: another rank's program is over.
         """
         gives, header, rates, handed = True, None, self._steps.take_rates(), self._passes.handed
         is_uneven = handed.is_part and len(handed.sizes) > 1
@@ -341,12 +355,6 @@ class Averaging:
             new = []
 
     def _tell(self, say: Say, pairs: Sequence[tuple[float, float]], values: Sequence[float]) -> Header:
-        if self._failed:
-            raise NotPrepared(
-                f"{self._world.place} goes on after a backward that has failed "
-                f"({self._failed}) while the other ranks wait for its gradients. Let the error end the cell, or train "
-                "in a function under find_executable_batch_size, which begins anew in all ranks."
-            )
         self.meetings += 1
         return exchange(self._collective(), _CALL, say, pairs, values)
 
@@ -502,13 +510,15 @@ class Averaging:
         for tensor, value in zip((*roots[:1], *(scalar for scalar, _ in run.named)), whole, strict=False):
             if value is not None:
                 tensor.data.fill_(value)
+        own = run.header.values[self._world.rank]
+        value = whole[0] if whole and whole[0] is not None else own[0] if own else None
+        shown = value if value is None else without_scale(roots[0], value)
         forget_scaled()
         if self.models.is_training() or self._steps.taken:
             self._passes.note_backward(run.obstacle)
         if whole and whole[0] is None:
             self._on_parts_shown()
-        own = run.header.values[self._world.rank]
-        self._on_trained(whole[0] if whole and whole[0] is not None else own[0] if own else None)
+        self._on_trained(shown)
 
     # -- the end
 

@@ -109,7 +109,7 @@ def watch_scalers(withholds: Callable[[Any], bool]) -> None:
     def scale(scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
         if _withholds and isinstance(scaled, Tensor) and scaled is not outputs:
-            _last[:] = [scaled.grad_fn]
+            _last[:] = [scaled.grad_fn, scaler._scale]
         return scaled
 
     kind.scale = scale
@@ -136,6 +136,17 @@ def _unless_withheld(original: Callable[..., Any], steps: bool) -> Callable[...,
 def is_scaled(node: Any) -> bool:
     """Return whether `node` is the product that the last call of a scaler has made."""
     return bool(_last) and node is _last[0]
+
+
+def without_scale(root: Tensor, value: float) -> float | Tensor | None:
+    """Return `value`, that of a loss, divided by the factor of the scaler that has made `root`; None if it is unknown.
+
+    A factor on a device is not waited for: the result is a tensor there.
+    """
+    if not is_scaled(root.grad_fn):
+        return value
+    factor = _last[1]  # not what the graph has saved: a backward frees that
+    return None if factor is None else value / (factor.item() if factor.device.type == "cpu" else factor)
 
 
 def forget_scaled() -> None:

@@ -207,7 +207,7 @@ class ImplicitTraining:
         self._notices.note_models(self._averaging.models.models)
         self._passes.report_anew()
 
-    def _report(self, loss: float | None) -> None:
+    def _report(self, loss: float | Tensor | None) -> None:
         """Report a backward that was averaged."""
         if loss is not None:
             emit(Loss(loss, self._steps.count))

@@ -6,8 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from nbaccel.errors import CollectiveMismatch, RunStopped
-from nbaccel.events import CallEntered, CallsEnded, CollectiveEntered, GroupRenewed, StepEntered, StepsEnded, Waiting
+from nbaccel.errors import CollectiveMismatch, PeerFailed, RunStopped
+from nbaccel.events import (
+    CallEntered,
+    CallsEnded,
+    CollectiveEntered,
+    ExchangeLeft,
+    GroupRenewed,
+    StepEntered,
+    StepsEnded,
+    Waiting,
+)
 from nbaccel.launch.ipc.control import ControlPage, PeerWatch, StepGate, position_number
 
 
@@ -148,6 +157,57 @@ def test_ranks_that_form_their_group_again_count_alike_from_there() -> None:
     stayed(CollectiveEntered())
     with pytest.raises(CollectiveMismatch, match="rank 1: has finished"):
         stayed(Waiting("gather", 0.5))
+    page.close()
+
+
+def test_no_rank_enters_or_waits_after_a_peer_has_left_its_collective_half_way() -> None:
+    page = ControlPage.create(3)
+    watches = [PeerWatch(page, rank) for rank in range(3)]
+    for watch in watches:
+        watch(CollectiveEntered("loss.backward()"))
+    watches[0](ExchangeLeft("loss.backward()"))
+    with pytest.raises(PeerFailed, match=r"rank 1 of 3 waits in loss.backward.., and rank 0 has left a collective"):
+        watches[1](Waiting("loss.backward()", 0.5))
+    with pytest.raises(PeerFailed, match=r"rank 2 of 3 was about to enter gather, .*out of step"):
+        watches[2](CollectiveEntered("gather"))
+    assert page.collectives(0) == 1
+    page.stop()
+    watches[1](Waiting("loss.backward()", 1.0))  # the kernel interrupts it
+    with pytest.raises(RunStopped):
+        watches[1](CollectiveEntered("gather"))
+    page.close()
+
+
+def test_a_group_that_is_formed_again_knows_nothing_of_a_collective_that_was_left_before() -> None:
+    page = ControlPage.create(2)
+    left, stayed = (PeerWatch(page, rank) for rank in range(2))
+    left(CollectiveEntered("gather"))
+    left(ExchangeLeft("gather"))
+    stayed(GroupRenewed(1))
+    stayed(CollectiveEntered("forming the process group"))
+    left(GroupRenewed(1))
+    left(CollectiveEntered("forming the process group"))
+    stayed(Waiting("forming the process group", 0.5))
+    page.close()
+
+
+def test_the_later_of_two_ranks_that_make_different_calls_sees_it_before_anything_is_sent() -> None:
+    page = ControlPage.create(2)
+    first, second = (PeerWatch(page, rank) for rank in range(2))
+    first(CollectiveEntered("loss.backward()"))
+    with pytest.raises(CollectiveMismatch, match="rank 1 of 2 was about to enter gather, and rank 0 is in another"):
+        second(CollectiveEntered("gather"))
+    with pytest.raises(CollectiveMismatch, match=r"rank 0 of 2 waits in loss.backward"):
+        first(Waiting("loss.backward()", 0.5))
+    page.close()
+
+
+def test_calls_that_the_ranks_compare_themselves_are_not_compared_here() -> None:
+    page = ControlPage.create(2)
+    first, second = (PeerWatch(page, rank) for rank in range(2))
+    first(CollectiveEntered("gather", is_compared=True))
+    second(CollectiveEntered("reduce sum", is_compared=True))  # their own message has the shapes, too
+    first(Waiting("gather", 0.5))
     page.close()
 
 

@@ -408,6 +408,45 @@ def test_a_rank_that_works_longer_than_the_others_comes_to_its_end(
     assert launch(works_longer_than_the_other, 2, (in_what_way,), cpu=True).values == ["worked to its end"] * 2
 
 
+def leaves_a_backward_by_an_alarm() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    if accelerator.process_index == 1:  # an alarm during its data, say, whose exception the program catches
+        accelerator.gather(torch.ones(100))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_in_different_calls_are_ended_with_the_lines_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hangs, "_CERTAIN_S", 1.0)
+    with pytest.raises(RanksFailed, match=r"out of step: they wait in different calls, for \d s") as caught:
+        launch(leaves_a_backward_by_an_alarm, 2, cpu=True)
+    assert "accelerator.gather(torch.ones(100))" in str(caught.value)
+    assert "accelerator.backward(model(" in str(caught.value)
+
+
+def test_a_rank_that_gets_no_processor_on_a_busy_machine_is_not_taken_for_one_that_waits(
+    page: ControlPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = hangs._Stack([(transport.__file__, 143, "_wait_on_host"), ("/tmp/train.py", 9, "<module>")])
+    training = hangs._Stack([("/torch/graph.py", 979, "_engine_run_backward"), ("/tmp/train.py", 8, "<module>")])
+    answers = {0: waiting, 1: training}
+    monkeypatch.setattr(hangs._Question, "answers", lambda self: answers)
+    monkeypatch.setattr(hangs, "_seconds_used", lambda member: 0.0)
+    wants = True
+    monkeypatch.setattr(hangs, "_wants_a_processor", lambda member: wants)
+    watch, _, told = watched(page, tmp_path)
+    for now in (1.0, 7.0, 11.5, 12.5):
+        assert watch.tick(now) is None
+    wants = False
+    assert watch.tick(17.0) is None
+    assert watch.tick(21.8) is None  # the question
+    found = watch.tick(24.0) or watch.tick(26.0)
+    assert found is not None
+    assert found.is_elsewhere
+    assert not told
+
+
 def test_a_collective_of_ours_is_known_by_the_file_in_which_its_rank_waits() -> None:
     waiting = hangs._Stack([(transport.__file__, 143, "_wait_on_host"), ("/tmp/train.py", 9, "<module>")])
     assert waiting.waits

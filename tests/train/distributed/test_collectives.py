@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nbaccel import Accelerator, CollectiveMismatch, PartialState
-from nbaccel.events import CollectiveEntered, Event, Waiting, outlet
+from nbaccel.events import CollectiveEntered, Event, ExchangeLeft, Waiting, outlet
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.collectives import CHECKED_CALLS, Fingerprints
 from nbaccel.utils import broadcast, broadcast_object_list, gather_object, pad_across_processes, reduce
@@ -434,6 +434,54 @@ def _interrupted() -> float:
 
 def test_an_interrupt_reaches_a_rank_inside_a_collective() -> None:
     assert run_ranks(2, _interrupted)[0] < 1.5
+
+
+def _goes_on_after_an_alarm(kind: type[Exception]) -> list[str]:
+    state = PartialState()
+    state.wait_for_everyone()
+    heard: list[Event] = []
+    if state.process_index:
+        return []
+
+    def time_is_up(number: int, frame: Any) -> None:
+        raise kind("time is up")
+
+    signal.signal(signal.SIGALRM, time_is_up)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with outlet(heard.append):
+        with pytest.raises(kind, match="time is up"):
+            state.gather(torch.ones(2))
+        with pytest.raises(CollectiveMismatch) as caught:
+            state.wait_for_everyone()
+        with pytest.raises(CollectiveMismatch, match="half-way"):
+            state.reduce(torch.ones(2))
+    left = [event.call for event in heard if isinstance(event, ExchangeLeft)]
+    return [
+        *left,
+        str(caught.value).partition(" half-way")[0],
+        str(sum(type(each) is CollectiveEntered for each in heard)),
+    ]
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, RuntimeError])
+def test_a_rank_that_goes_on_after_an_exception_in_a_collective_enters_no_other(kind: type[Exception]) -> None:
+    left, error, entered = run_ranks(2, _goes_on_after_an_alarm, kind)[0]
+    assert left == "gather float32[2]"
+    assert error == f"this rank goes on after an exception ({kind.__name__}: time is up) has ended its {left}"
+    assert entered == "1", "nothing was sent for the others"
+
+
+def _goes_on_after_an_error_of_all() -> float:
+    state = PartialState()
+    with pytest.raises(TypeError, match="gather_object sends what can be pickled"):
+        gather_object([threading.Lock()])
+    with pytest.raises(TypeError, match="takes tensors"):
+        state.gather([torch.ones(1), "text"])
+    return float(state.reduce(torch.ones(())))
+
+
+def test_an_error_that_all_ranks_raise_alike_leaves_no_collective_half_way() -> None:
+    assert run_ranks(2, _goes_on_after_an_error_of_all) == [2.0, 2.0]
 
 
 def _prepares_another_model() -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel.errors import RanksFailed
+from nbaccel.events import Loss, outlet
 from nbaccel.settings import RunSettings
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.partial_state import PartialState
@@ -143,8 +144,36 @@ def fail(gradient: torch.Tensor) -> None:
 
 
 def test_a_loop_that_goes_on_after_a_failed_backward_is_stopped() -> None:
-    with pytest.raises(RanksFailed, match=r"goes on after a backward that has failed .OutOfMemoryError: out of memory"):
+    with pytest.raises(RanksFailed, match=r"goes on after an exception .OutOfMemoryError: out of memory"):
         run_ranks(2, watched, caught)
+
+
+def losses_of_a_scaler() -> tuple[list[float], list[float]]:
+    model = nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    printed: list[float] = []
+    events: list[Any] = []
+
+    def loop() -> None:
+        for x, y in points():
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            with torch.no_grad():
+                printed.append(float(loss))
+
+    with outlet(events.append):
+        watched(loop)
+    return printed, [float(event.value) for event in events if isinstance(event, Loss)]
+
+
+def test_the_loss_of_a_scaler_is_reported_without_its_factor() -> None:
+    for printed, reported in run_ranks(2, losses_of_a_scaler):
+        assert len(printed) == 3
+        assert reported == pytest.approx(printed, abs=1e-12)
 
 
 def zeroed_in_place() -> list[torch.Tensor]:

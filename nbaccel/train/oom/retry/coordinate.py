@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from nbaccel.aborting import abort_device_groups, settle, uses_device
 from nbaccel.errors import CollectiveMismatch, PeerFailed
-from nbaccel.events import Event, Sink, Waiting, outlet
+from nbaccel.events import Event, ExchangeLeft, Sink, Waiting, outlet
 from nbaccel.quantities import numbers_in_order
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.process_group import process_group
@@ -322,7 +322,9 @@ _NOBODY_IS_SOUND = (
 class _Ear:
     """Event sink that ends a wait of this rank in a collective of ours if a peer is done with the attempt already.
 
-    next: the sink to which all events are passed on.
+    An exchange that an attempt leaves is its own affair: the peers are woken, and form their group anew.
+
+    next: the sink to which all other events are passed on.
     """
 
     next: Sink
@@ -334,7 +336,8 @@ class _Ear:
     def __call__(self, event: Event) -> None:
         if type(event) is Waiting:
             self._look(event)
-        self.next(event)
+        if type(event) is not ExchangeLeft:
+            self.next(event)
 
     def _look(self, event: Waiting) -> None:
         gone = [rank for rank in self._messages.posted("done") if self._messages.read("done", rank) < _calls()]
