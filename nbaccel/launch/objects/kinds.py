@@ -491,6 +491,7 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "wrapped": lambda obj, _: plain(obj),
     "queued": lambda obj, index: obj.queue[index],
     "referent": referent,
+    "below": getattr,
     "trait": trait_of,
 }
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.launch.objects.kind import CannotWrite, Kind, Write
+from nbaccel.launch.objects.kind import CannotWrite, Kind, Step, Write
 from nbaccel.launch.objects.objects_behind import ObjectsBehind, is_users_file, package_of
 
 __all__ = [
@@ -286,8 +286,17 @@ _READERS = (
 class ReadFile(Kind):
     """Files that are open for reading: their position, and that they are closed.
 
-    What is below (a `GzipFile` has a file) belongs to them and is not read.
+    What is below (a `GzipFile` has a file) belongs to them and is not read. A file open for writing may have one in
+    memory below it, which is.
     """
+
+    def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
+        if not obj.closed and obj.writable():
+            if type(attributes := getattr(obj, "__dict__", None)) is dict:
+                yield ("attributes", None), attributes
+            for name in ("buffer", "raw"):
+                if issubclass(type(below := getattr(obj, name, None)), io.BytesIO):
+                    yield ("below", name), below
 
     def mark(self, obj: Any) -> Any:
         """Return whether it counts, and its position; None for the position in the middle of `for line in file`."""

@@ -17,6 +17,7 @@ STANDARD = {
     "text in memory": ("import io; a = io.StringIO()", "print('x', file=a)"),
     "inside of an object": ("import io, types; a = types.SimpleNamespace(b=[io.StringIO()])", "a.b[0].write('x')"),
     "zip in memory": ("import io, zipfile; a = zipfile.ZipFile(io.BytesIO(), 'w')", "a.writestr('b', 'c')"),
+    "text above memory": ("import io; a = io.TextIOWrapper(io.BytesIO())", "a.write('b'); a.flush()"),
     "gzip in memory": ("import gzip, io; a = gzip.GzipFile(fileobj=io.BytesIO(), mode='w')", "a.write(b'x')"),
     "csv": ("import csv, io; b = io.StringIO(); a = csv.writer(b)", "a.writerow([1])"),
     "spooled file": ("import tempfile; a = tempfile.SpooledTemporaryFile()", "a.write(b'x'); a.close()"),
