@@ -325,18 +325,8 @@ class HangWatch:
         self._question = None
         if not self._is_sure and quiet >= _CERTAIN_S:
             self._is_sure = True
-            if stacks and all(stack.is_in_collective for stack in stacks.values()):
-                if gone:
-                    return Hang(gone[0], quiet, self._lines(stacks), is_certain=True)
-                in_shards = [rank for rank, stack in stacks.items() if stack.is_in_shards]
-                is_elsewhere = len({stack.call for stack in stacks.values()}) > 1
-                if in_shards and is_elsewhere:
-                    return Hang(in_shards[0], quiet, self._lines(stacks), is_certain=True, is_alone=True)
-                if is_elsewhere and len(stacks) == len(self._members):
-                    guilty = self._hang(stacks, quiet).rank
-                    return Hang(guilty, quiet, self._lines(stacks), is_certain=True, is_elsewhere=True)
-                if self._ends_waiting:
-                    return self._hang(stacks, quiet)
+            if (found := self._certain(stacks, gone, quiet)) is not None:
+                return found
         if self._limit_s is not None and quiet >= self._limit_s:
             return self._hang(stacks, quiet)
         if quiet < _NOTICE_S:
@@ -349,6 +339,20 @@ class HangWatch:
         if gone or len({beats[member.rank] for member in working}) > 1:  # some are ahead, and wait
             self._notice(str(self._hang(stacks, quiet, gone)))
         return None
+
+    def _certain(self, stacks: Mapping[int, _Stack], gone: Sequence[int], quiet: float) -> Hang | None:
+        """Return the hang if no rank can go on.  gone: ranks that have finished."""
+        if not stacks or not all(stack.is_in_collective for stack in stacks.values()):
+            return None
+        lines = self._lines(stacks)
+        if gone:
+            return Hang(gone[0], quiet, lines, is_certain=True)
+        if len({stack.call for stack in stacks.values()}) > 1:
+            if in_shards := [rank for rank, stack in stacks.items() if stack.is_in_shards]:
+                return Hang(in_shards[0], quiet, lines, is_certain=True, is_alone=True)
+            if len(stacks) == len(self._members):
+                return Hang(self._hang(stacks, quiet).rank, quiet, lines, is_certain=True, is_elsewhere=True)
+        return self._hang(stacks, quiet) if self._ends_waiting else None
 
     def excuse(self, seconds: float) -> None:
         """Exclude the last `seconds`, in which the ranks waited for a person."""

@@ -183,21 +183,13 @@ class Averaging:
             raise
         return None
 
-    def _accumulate(
-        self,
-        run: Agreement,
-        roots: Sequence[Tensor],
-        real: Callable[..., Any],
-        outputs: Any,
-        args: tuple[Any, ...],
-        kwargs: Any,
-    ) -> None:
+    def _accumulate(self, run: Agreement, roots: Sequence[Tensor], *call: Any) -> None:
         """Run a graph backwards; leaves get averaged gradients."""
         aside = self._set_aside(run)
         self._round, self._factor, self._late = run.round, run.factor, {}
         self._is_completed_later = run.header.any("extras")  # a leaf is, once for each backward inside
         try:
-            self._run_inside(run, real, outputs, args, kwargs)
+            self._run_inside(run, *call)
             self._bring_all(run)
             run.round.finish()
             self._exchange_late(run)
