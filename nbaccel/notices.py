@@ -94,10 +94,38 @@ def _only_carries_on(filename: str) -> bool:
     return filename in ("<string>", contextlib.__file__) or os.path.dirname(filename) == _ASYNCIO
 
 
-def show_as(error: BaseException, lines: list[str]) -> None:
-    """Let IPython show `lines` for `error` instead of a traceback of the kernel's own frames."""
+def show_as(error: BaseException, lines: list[str], brief: list[str]) -> None:
+    """Let IPython show `lines` for `error` instead of a traceback of the kernel's own frames.
+
+    A class that says by itself how its errors are shown is asked, as for an error of the kernel (ipython#10516).
+
+    brief: shown instead after ``%xmode Minimal``.
+    """
     # IPython asks for this method before it formats a traceback itself.
-    error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+    if not hasattr(type(error), "_render_traceback_"):
+        error._render_traceback_ = functools.partial(_as_chosen, lines, brief)  # type: ignore[attr-defined]
+
+
+def _as_chosen(lines: list[str], brief: list[str]) -> list[str]:
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is None:
+        return lines
+    if shell.call_pdb:
+        _leave_out_the_debugger(shell)
+        lines = [*lines, "%pdb: the error's frames were in its rank, which has ended; --pdb RANK asks there."]
+    return brief if shell.InteractiveTB.mode == "Minimal" else lines
+
+
+def _leave_out_the_debugger(shell: Any) -> None:
+    """Keep ``%pdb on`` from opening at a frame of IPython, until the cell is over."""
+    shell.call_pdb = False
+
+    def again(*args: Any) -> None:
+        shell.events.unregister("post_run_cell", again)
+        shell.call_pdb = True
+
+    shell.events.register("post_run_cell", again)
 
 
 def _show_users_frames(error: BaseException) -> None:

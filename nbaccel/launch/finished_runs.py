@@ -113,8 +113,9 @@ class FinishedRuns:
     @staticmethod
     def add_traceback(log_path: str, error: BaseException) -> None:
         """Write the traceback of a run that failed behind all that it has printed."""
-        shown: Callable[[], list[str]] | None = getattr(error, "_render_traceback_", None)
-        lines = [f"{type(error).__name__}: {error}"] if shown is None else shown()
+        shown: Callable[[], list[str] | None] | None = getattr(error, "_render_traceback_", None)
+        lines = None if shown is None else shown()  # a class of the user's may return nothing
+        lines = [f"{type(error).__name__}: {error}"] if lines is None else lines
         with suppress(OSError), open(log_path, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write("\n".join(["", *lines, ""]))
 

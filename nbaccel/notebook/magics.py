@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
@@ -26,7 +27,7 @@ from nbaccel.errors import NbaccelError
 from nbaccel.gpu_driver import cuda_environ, has_gpu_driver
 from nbaccel.notebook.completion import Completer
 from nbaccel.notebook.shell_hooks import AcceleratorHelp, CudaWatch, comments_below_magic
-from nbaccel.notices import briefly
+from nbaccel.notices import briefly, is_users
 from nbaccel.options.flags import flags, unabbreviated
 from nbaccel.options.parsing import asks_for_help, joined, parse
 
@@ -112,6 +113,11 @@ class AccelerateMagics(Magics):
             return self.session.run(parse(self._parser, line), cell, line)
         except NbaccelError as error:
             raise briefly(error) from error.__cause__
+        except KeyboardInterrupt as interrupt:
+            frames = traceback.extract_tb(interrupt.__traceback__)
+            if str(interrupt) or any(is_users(frame.filename) for frame in frames):
+                raise
+            raise briefly(KeyboardInterrupt("interrupted while no code of the cell ran.")) from None
         except Exception as error:
             error.__traceback__ = _without_our_frames(error.__traceback__)
             if isinstance(error, SyntaxError) and str(error.filename).startswith("Cell In["):

@@ -244,3 +244,34 @@ def test_an_exit_code_is_named(kernel: RealKernel, start: str, code: int) -> Non
 def test_the_next_cell_works_after_a_rank_died(kernel: RealKernel, start: str) -> None:
     kernel.run(accelerate("import os; os._exit(3)", start)).failed("RankDied")
     assert "fine" in kernel.do(accelerate("print('fine')", start)).stdout
+
+
+def test_errors_of_ranks_are_shown_as_the_class_and_the_notebook_say(kernel: RealKernel) -> None:
+    kernel.do("""
+        class Stop(Exception):
+            def _render_traceback_(self):
+                return ["stopped here"]
+    """)
+    assert kernel.run(accelerate("raise Stop()", "fork")).failed("Stop").text == "stopped here"
+    kernel.do("%xmode Minimal")
+    assert kernel.run(accelerate("raise KeyError('x')", "fork")).failed("KeyError").text.splitlines() == [
+        "KeyError: 'x'",
+        "raised on all 2 ranks.",
+    ]
+    kernel.do("%xmode Context\n%pdb on")
+    error = kernel.run(accelerate("raise KeyError('x')", "fork")).failed("KeyError")
+    assert error.text.endswith("%pdb: the error's frames were in its rank, which has ended; --pdb RANK asks there.")
+    assert kernel.value("get_ipython().call_pdb")
+    kernel.do("%pdb off")
+
+
+def test_an_interrupt_while_no_code_of_the_cell_runs_shows_no_line_of_ours(kernel: RealKernel) -> None:
+    kernel.do("""
+        from nbaccel.notebook.session import Session as _Session
+        _ours = {}
+        exec(compile("def run(*_): __import__('signal').raise_signal(2)", nbaccel.__file__, "exec"), _ours)
+        _run, _Session.run = _Session.run, _ours["run"]
+    """)
+    cell = kernel.run(accelerate("print('ran')", "fork"))
+    kernel.do("_Session.run = _run")
+    assert cell.failed("KeyboardInterrupt").text == "KeyboardInterrupt: interrupted while no code of the cell ran."

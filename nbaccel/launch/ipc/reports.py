@@ -191,7 +191,7 @@ class RankFailure:
         error.add_note(self.where())
         if hint:
             error.add_note(hint)
-        show_as(error, lines)
+        show_as(error, lines, [*self.links[-1].headline, f"{self.where()}."])
         return error
 
     def _stand_in(self) -> BaseException:
