@@ -190,7 +190,7 @@ class Numbers(torch.utils.data.IterableDataset[int]):
         self.read = 0
 
     def __iter__(self) -> Iterator[int]:
-        while self.at < 20:
+        while self.at < 40:
             self.at += 1
             self.read += 1
             yield self.at - 1
@@ -203,7 +203,8 @@ class Numbers(torch.utils.data.IterableDataset[int]):
         self.at = state["at"]
 
 
-def test_a_stream_with_a_state_goes_on_by_it_and_reads_nothing_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stop", "read"), [(4, 40), (12, 40 - 2 * (12 - 8))])
+def test_a_stream_with_a_state_goes_on_by_it_from_a_few_batches_before(tmp_path: Path, stop: int, read: int) -> None:
     seen: list[int] = []
     for resumes in (False, True):
         accelerator = Accelerator()
@@ -213,11 +214,13 @@ def test_a_stream_with_a_state_goes_on_by_it_and_reads_nothing_twice(tmp_path: P
             accelerator.load_state(tmp_path / "last")
         for number, batch in enumerate(loader):
             seen += batch.tolist()
-            if not resumes and number == 3:
+            if not resumes and number == stop - 1:
                 accelerator.save_state(tmp_path / "last")
                 break
-    assert seen == list(range(20))
-    assert stream.read == 12
+    assert seen == list(range(40))
+    assert stream.read == read
+    loader.load_state_dict({**loader.state_dict(), "batches": 3})  # without a state: read again from the beginning
+    assert next(iter(loader)).tolist() == [6, 7]
 
 
 @pytest.mark.slow

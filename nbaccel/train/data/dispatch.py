@@ -144,8 +144,9 @@ class DispatchSource(Source):
     def _rounds(self, position: LoaderPosition) -> Iterator[tuple[list[Any], list[Any], bool]]:
         """Yield the rounds from `position` on; the epoch's random draws are repeated."""
         skip = position.batches
-        if position.dataset is not None and self.states:
-            self.states.restore(position.dataset)
+        with drawn_again(position, self.loader):
+            self.shard.resumed = self.states.resumed(position, self.shard.begin)
+        if self.shard.resumed is not None:
             skip = 0
         if self._rest is not None:  # the epoch's first round is read again, in case it must fill up the last one
             self._rest.skip, self._rest.keep = skip, self.stride
@@ -167,7 +168,10 @@ class DispatchSource(Source):
 
 
 class _RoundShard(StreamShard):
-    """A shard that cuts rounds for every rank, the last one into equal parts."""
+    """A shard that cuts rounds for every rank, the last one into equal parts.
+
+    resumed: the batches that the next iteration reads, in place of those of a new one.
+    """
 
     def __init__(
         self,
@@ -181,9 +185,15 @@ class _RoundShard(StreamShard):
     ) -> None:
         super().__init__(loader, states, world, even=even, split=split)
         self._slice_function = slice_function
+        self.resumed: Iterator[Any] | None = None
+
+    def begin(self) -> Iterator[Any]:
+        """Begin to read the loader."""
+        return unshared(iter(self.batches))  # at once: it draws a number
 
     def _begin(self) -> Iterator[Any]:
-        return unshared(iter(self.batches))  # at once: it draws a number
+        resumed, self.resumed = self.resumed, None
+        return self.begin() if resumed is None else resumed
 
     def part(self, members: list[Any], first: list[Any], is_last: bool, rank: int) -> Any:
         if self._slice_function is None or (is_last and not self._is_complete(members)):

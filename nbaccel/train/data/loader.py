@@ -218,7 +218,7 @@ class PreparedLoader(DataLoader[Any]):
         batches, (epoch, loops, looks) = self._skip * self._source.stride, progress.number(is_look)
         first = self._resumed
         if first is not None and first.epoch == epoch and not is_look:
-            return replace(first, batches=batches, dataset=None)
+            return replace(first, batches=batches, dataset=None, witness=[])
         order, size = self._source.order(), self._batch_size
         return LoaderPosition(epoch, batches, self._source.seed, order, None, size, loops, looks, is_look)
 
@@ -279,8 +279,8 @@ class PreparedLoader(DataLoader[Any]):
     def _state_of(self, this: Iteration, unseen: int = 0) -> dict[str, Any]:
         # A window may have begun in the epoch before, whose batches are not read again.
         batches = this.position.batches + max(0, this.taken - unseen * self._source.stride)
-        dataset = this.dataset_before(unseen)
-        reached = replace(this.position, batches=batches, seed=self._source.seed, dataset=dataset)
+        dataset, witness = this.dataset_before(unseen)
+        reached = replace(this.position, batches=batches, seed=self._source.seed, dataset=dataset, witness=witness)
         return replace(reached, batch_size=self._batch_size).state_dict()
 
     def state_in_epoch(self, since: int, unseen: int) -> dict[str, Any]:

@@ -7,17 +7,23 @@ of ranks. Nothing here iterates a loader. `LoopGauge` measures the progress of o
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 import weakref
+import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import field, fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from nbaccel.events import Progress
+from nbaccel.train.distributed.callers import warn_user
+from nbaccel.train.distributed.nested import leaves
 from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.values import frozen
 
@@ -28,6 +34,7 @@ __all__ = [
     "Iteration",
     "LoaderPosition",
     "LoopGauge",
+    "digests_of",
 ]
 
 
@@ -38,7 +45,8 @@ class LoaderPosition:
     epoch: the iteration's number.  batches: those of the user's loader before it, for all ranks together.
     seed: of the data order; None where the order is that of plain PyTorch.
     order: states of the generators that determined this order when the epoch began.
-    dataset: state of the dataset, or of a loader that has one, after those batches; None where there is none.
+    dataset: state of the dataset, or of a loader that has one, some of those batches before; None where there is none.
+    witness: digests of the batches between that state and this position; see `DatasetStates`.
     batch_size: of the user's loader; None where batches have sizes of their own.
     loops, looks: iterations of this number that were under way when it began, loops that may train or looks.
     is_look: this iteration is a look: gradients are disabled.
@@ -55,6 +63,7 @@ class LoaderPosition:
     looks: int = 0
     is_look: bool = False
     goes_on: bool = False
+    witness: list[int] = field(default_factory=list)
 
     @property
     def draw(self) -> int:
@@ -80,6 +89,7 @@ class LoaderPosition:
         saved = position.batch_size
         if saved == batch_size or not position.batches or saved is None or batch_size is None:
             return replace(position, batch_size=batch_size)
+        position = replace(position, dataset=None, witness=[])  # of batches of another size: they cannot be compared
         batches, rest = divmod(position.batches * saved, batch_size)
         if rest:
             samples = position.batches * saved
@@ -96,17 +106,18 @@ class Iteration:
 
     position: where it began.  base: the epoch of its loader by then.  steps: training steps done by then.
     taken: batches of the user's loader since then, for all ranks together.
-    datasets: the dataset's state before the open accumulation window, and after each of its batches.
+    states: the dataset's states after rounds, and the digests of the batches of each; those of the open accumulation
+    window, and of `_WITNESSED` rounds before it.
     """
 
-    __slots__ = ("base", "datasets", "position", "steps", "taken")
+    __slots__ = ("base", "position", "states", "steps", "taken")
 
     def __init__(self, position: LoaderPosition, base: int, steps: int) -> None:
         self.position = position
         self.base = base
         self.steps = steps
         self.taken = 0
-        self.datasets: list[Any] = [position.dataset]
+        self.states: list[tuple[Any, list[int]]] = [(position.dataset, []), (None, position.witness)]
 
     @property
     def ahead(self) -> int:
@@ -114,15 +125,24 @@ class Iteration:
         position = self.position
         return position.epoch - self.base + (position.looks if position.is_look else position.loops)
 
-    def note(self, dataset: Any, window_position: int) -> None:
+    def note(self, state: tuple[Any, list[int]], window_position: int) -> None:
         """Add the state after the batch that is handed out now, as number `window_position` of its window."""
         if window_position == 0:
-            del self.datasets[:-1]
-        self.datasets.append(dataset)
+            del self.states[: -1 - _WITNESSED]
+        self.states.append(state)
 
-    def dataset_before(self, unseen: int) -> Any:
-        """Return the state before the last `unseen` batches, which belong to the open window."""
-        return self.datasets[max(0, len(self.datasets) - 1 - unseen)]
+    def dataset_before(self, unseen: int) -> tuple[Any, list[int]]:
+        """Return a state, and the digests of batches since, up to the last `unseen`, which belong to the open window.
+
+        None and no digests at the beginning, which is read again.
+        """
+        end = max(0, len(self.states) - 1 - unseen)
+        begin, witness = end, list[int]()
+        while begin and (len(witness) < 2 * _WITNESSED or self.states[begin][0] is None):
+            witness = [*self.states[begin][1], *witness]
+            begin -= 1
+        dataset = self.states[begin][0]
+        return (None, []) if dataset is None else (dataset, witness)
 
 
 class EpochProgress:
@@ -188,8 +208,19 @@ class EpochProgress:
             self.loops += 1
 
 
+_WITNESSED = 8
+"""Batches that a stream must yield again before its state counts. A few may be those of another place by chance."""
+
+_VALUES = 64
+"""Values of a tensor in its digest, evenly spaced."""
+
+
 class DatasetStates:
     """The state of a dataset after each round that was read; rounds are read before they are handed out.
+
+    A state may be incomplete: that of Hugging Face's streams has no samples of a shuffle buffer (accelerate#2859). So
+    the state some batches before a position is kept, with digests of these batches, and it counts if it leads to the
+    same ones.
 
     owner: the dataset, or a loader that keeps its own state; None where neither has one to resume by, or without
     a loader.
@@ -197,27 +228,87 @@ class DatasetStates:
 
     def __init__(self, loader: DataLoader[Any] | None) -> None:
         self.owner: Any = None if loader is None else _stateful(loader)
-        self._states: deque[Any] = deque()
+        self._states: deque[tuple[Any, list[int]]] = deque()
+        self._beginning: Any = None
+        if self.owner is not None and self.owner is not loader:  # a loader's own state would start its workers
+            with suppress(Exception):  # one that has no state before it is read begins anew by itself
+                self._beginning = self.owner.state_dict()
 
     def __bool__(self) -> bool:
         return self.owner is not None
 
     def noted(self, rounds: Iterator[Any]) -> Iterator[Any]:
-        """Return `rounds`, noting the state after each was read; unchanged where there is no state."""
+        """Return `rounds`, lists of batches, noting the state after each was read; unchanged where there is none."""
         self._states.clear()
         return rounds if self.owner is None else self._noted(rounds)
 
-    def _noted(self, rounds: Iterator[Any]) -> Iterator[Any]:
+    def noted_singly(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return `batches`, as `noted` does for rounds."""
+        self._states.clear()
+        return batches if self.owner is None else (batch for (batch,) in self._noted([batch] for batch in batches))
+
+    def _noted(self, rounds: Iterable[list[Any]]) -> Iterator[list[Any]]:
         for round_ in rounds:
-            self._states.append(self.owner.state_dict())
+            digests = [number for batch in round_ for number in digests_of(batch)]
+            self._states.append((self.owner.state_dict(), digests))
             yield round_
 
-    def take(self) -> Any:
-        """Return the state after the oldest round that was not taken yet."""
+    def take(self) -> tuple[Any, list[int]]:
+        """Return the state after the oldest round that was not taken yet, and the digests of its batches."""
         return self._states.popleft()
 
-    def restore(self, state: Any) -> None:
-        self.owner.load_state_dict(state)
+    def resumed(self, position: LoaderPosition, begin: Callable[[], Iterator[Any]]) -> Iterator[Any] | None:
+        """Return the batches from `position` on, by the dataset's state; None if all before must be read again.
+
+        begin: begins to iterate the loader.
+        """
+        has_state = position.dataset is not None and bool(position.witness)
+        if self.owner is None or not position.goes_on:
+            return None
+        if has_state:
+            self.owner.load_state_dict(position.dataset)
+            batches = begin()
+            read = itertools.islice(batches, len(position.witness) // 2)
+            if _meets([number for batch in read for number in digests_of(batch)], position.witness):
+                return batches
+        if self._beginning is not None:
+            self.owner.load_state_dict(self._beginning)
+        if has_state:
+            warn_user(
+                f"the state of {type(self.owner).__name__} does not lead back to the batches before the save, as where "
+                f"it shuffles by a buffer, which is in no state: all {position.batches} batches up to there are read "
+                "again."
+            )
+        return None
+
+
+def digests_of(batch: Any) -> tuple[int, int]:
+    """Return digests of some values of a batch: of all kinds, and of those that are no floats (0 without any)."""
+    every = exact = 0
+    for leaf in leaves(batch):
+        is_exact = not isinstance(leaf, (float, complex))
+        said = f"{type(leaf).__name__}"
+        if isinstance(leaf, Tensor):
+            is_exact = not (leaf.is_floating_point() or leaf.is_complex())
+            said += f"{leaf.dtype}{tuple(leaf.shape)}"
+            if leaf.device.type == "cpu" and leaf.layout is torch.strided:
+                flat = leaf.detach().reshape(-1)
+                said += str(flat[:: max(1, len(flat) // _VALUES)].tolist())
+        elif leaf is None or isinstance(leaf, (str, bytes, int, float, complex)):
+            said += repr(leaf[:_VALUES] if isinstance(leaf, (str, bytes)) else leaf)
+        elif type(leaf).__module__ == "numpy":
+            said += repr(leaf)
+            is_exact = getattr(getattr(leaf, "dtype", None), "kind", "f") not in "fc"
+        every = zlib.crc32(said.encode(errors="replace"), every)
+        if is_exact:
+            exact = zlib.crc32(said.encode(errors="replace"), exact)
+    return every, exact
+
+
+def _meets(read: list[int], witness: list[int]) -> bool:
+    """Return whether these are the same batches; floats may differ if the rest tells them apart, as augmented ones."""
+    labels = witness[1::2]
+    return read == witness or (read[1::2] == labels and len(set(labels)) >= _WITNESSED // 2)
 
 
 def _stateful(loader: DataLoader[Any]) -> Any:

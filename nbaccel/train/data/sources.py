@@ -97,9 +97,9 @@ class Source:
         tell_epoch(position.epoch, loader.dataset, *samplers_of(loader))
         if not position.batches:
             return self._ended(iterated_in_pieces(loader), position)
+        if self.is_stream or type(loader).__iter__ is not DataLoader.__iter__:
+            return self._ended(self._resumed_stream(position), position)
         with drawn_again(position, loader):
-            if self.is_stream or type(loader).__iter__ is not DataLoader.__iter__:
-                return self._ended(self._resumed_stream(position), position)
             drawn = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
             batches = Rest(in_pieces(drawn), position.batches)
             iterator = iter(rebuilt(loader, batches))
@@ -107,20 +107,23 @@ class Source:
         return self._ended(iterator, position)
 
     def _ended(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[tuple[Any, bool]]:
-        noted = self.states.noted(batches)
+        noted = self.states.noted_singly(batches)
         lengths = self.lengths(position.batches)
         if self.is_stream or lengths is None:
             return look_ahead(unshared(noted))
         return count_down(noted, lengths[0])
 
     def _resumed_stream(self, position: LoaderPosition) -> Iterator[Any]:
-        """Resume by the dataset's state where there is one; else read again what comes before."""
-        if position.dataset is not None and self.states:
-            self.states.restore(position.dataset)
-            return iter(self.loader)
-        iterator = iter(self.loader)
-        for _ in itertools.islice(iterator, position.batches):
-            pass
+        """Resume by the dataset's state where there is one that leads there; else read again what comes before."""
+        loader = self.loader
+        with drawn_again(position, loader):
+            resumed = self.states.resumed(position, lambda: iter(loader))
+        if resumed is not None:
+            return resumed
+        with drawn_again(position, loader):
+            iterator = iter(loader)
+            for _ in itertools.islice(iterator, position.batches):
+                pass
         return iterator
 
     def _length(self) -> int | None:
@@ -153,7 +156,7 @@ class DealtSource(Source):
         lengths = self.lengths(position.batches)
         if self.is_stream or lengths is None or len(lengths) == 1:
             return super()._ended(batches, position)
-        return count_down(self.states.noted(batches), lengths[self._rank])
+        return count_down(self.states.noted_singly(batches), lengths[self._rank])
 
 
 class IndexSource(Source):
@@ -280,12 +283,14 @@ class StreamSource(Source):
 
     def open(self, position: LoaderPosition) -> Iterator[tuple[Any, bool]]:
         tell_epoch(position.epoch, self.loader.dataset)
-        self._private.seed(drawn_seed(self.seed + position.epoch, position.draw))
-        reads_again = position.dataset is None or not self.states
-        self.shard.skip = position.batches if reads_again else 0
-        if not reads_again:
-            self.states.restore(position.dataset)
-        self.shard.batches = self._private.over(unshared(self.loader), self.stride)
+
+        def begin() -> Iterator[Any]:
+            self._private.seed(drawn_seed(self.seed + position.epoch, position.draw))
+            return self._private.over(unshared(self.loader), self.stride)
+
+        resumed = self.states.resumed(position, begin)
+        self.shard.skip = position.batches if resumed is None else 0
+        self.shard.batches = begin() if resumed is None else resumed
         return self.shard.deal()
 
 

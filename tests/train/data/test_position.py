@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -131,11 +132,87 @@ def test_one_process_goes_on_bit_for_bit(kind: str, stop: int) -> None:
         assert len(read) == 23 - min(2 * stop, 23) + 23  # nothing that was had is read again
 
 
-@pytest.mark.parametrize("stop", [1, 5, 12])
-def test_a_dataset_with_a_state_resumes_by_it_without_reading(stop: int) -> None:
-    _, _, read, _ = _run("stateful", stop)
-    assert read[:2] == list(range(2 * stop, 23))[:2] or stop == 12
-    assert len(read) == 23 - min(2 * stop, 23) + 23
+@pytest.mark.parametrize(("stop", "begin"), [(5, 0), (20, 12), (31, 23)])
+def test_a_dataset_with_a_state_resumes_by_it_a_few_batches_before(stop: int, begin: int) -> None:
+    whole, resumed, read, _ = _run("stateful", stop, samples=63)
+    assert resumed == whole
+    assert len(read) == 63 - 2 * begin + 63
+    assert read[0] == 2 * begin
+
+
+class Buffered(StatefulStream):
+    """Shuffles by a buffer, which is not in its state."""
+
+    buffer = 6
+
+    def __iter__(self) -> Iterator[Any]:
+        draws, held = random.Random(3), list[int]()
+        for index in super().__iter__():
+            held.append(index)
+            if len(held) == self.buffer:
+                yield held.pop(draws.randrange(self.buffer))
+        yield from held
+
+
+class Noisy(StatefulStream):
+    """Adds noise that is never the same, as where pictures are augmented, and gives a label."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in super().__iter__():
+            yield index + random.SystemRandom().random(), index
+
+
+def _resumed_stream(kind: str, dispatch: bool | None, stop: int) -> tuple[list[Any], list[Any], int, list[str]]:
+    """Batches of an epoch, and those of a resumption after `stop` that was saved twice; how many samples it read."""
+    kinds: dict[str, type[StatefulStream]] = {"buffered": Buffered, "noisy": Noisy}
+
+    def start() -> Any:
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+        return accelerator.prepare(DataLoader(kinds[kind](64), 2))
+
+    whole = [_labels(batch) for batch in start()]
+    loader = start()
+    running = iter(loader)
+    before = [_labels(batch) for batch in itertools.islice(running, stop)]
+    state = loader.state_dict()
+    json.dumps(state["witness"])
+    loader = start()
+    loader.load_state_dict(state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        running = iter(loader)
+        before.append(_labels(next(running)))
+        state = loader.state_dict()  # again, with few batches since
+        read = len(loader.dataset.read)
+        loader = start()
+        loader.load_state_dict(state)
+        after = [_labels(batch) for batch in loader]
+    return whole, before + after, read, [str(each.message) for each in caught]
+
+
+def _labels(batch: Any) -> list[int]:
+    labels: list[int] = (batch[1] if isinstance(batch, list) else batch).tolist()
+    return labels
+
+
+@pytest.mark.parametrize(("ranks", "dispatch"), [(1, None), (2, None), (2, False)])
+def test_the_state_of_a_stream_counts_only_if_it_leads_to_the_batches_before_the_save(
+    ranks: int, dispatch: bool | None
+) -> None:
+    for rank, (whole, resumed, read, said) in enumerate(run_ranks(ranks, _resumed_stream, "buffered", dispatch, 12)):
+        assert resumed == whole
+        if rank == 0 or dispatch is False:
+            assert read > 2 * 12 * ranks
+            assert len(said) == 2
+            assert "the state of Buffered does not lead back to the batches before the save" in said[0]
+            assert f"all {12 * ranks} batches up to there are read again" in said[0]
+
+
+def test_a_state_that_leads_to_the_same_labels_counts_whatever_noise_is_added() -> None:
+    for whole, resumed, read, said in run_ranks(1, _resumed_stream, "noisy", None, 20):
+        assert resumed == whole
+        assert not said
+        assert read <= 2 * 10 + 2
 
 
 def test_worker_processes_resume_too() -> None:
@@ -315,7 +392,7 @@ def test_a_state_holds_numbers_texts_and_tensors_only() -> None:
 
 
 def _hugging_face(dispatch: bool | None) -> tuple[list[Any], list[Any], list[int]]:
-    """Three epochs of a stream that shuffles by the epoch: whole, and with a stop after 3 batches; what is read."""
+    """Three epochs of a stream that shuffles by the epoch: whole, and with a stop after 12 batches; what is read."""
     datasets = pytest.importorskip("datasets")
     read: list[int] = []
 
@@ -324,7 +401,7 @@ def _hugging_face(dispatch: bool | None) -> tuple[list[Any], list[Any], list[int
         return sample
 
     def start() -> tuple[Accelerator, Any]:
-        stream = datasets.Dataset.from_dict({"id": list(range(40))}).to_iterable_dataset().map(note)
+        stream = datasets.Dataset.from_dict({"id": list(range(80))}).to_iterable_dataset().map(note)
         configuration = DataLoaderConfiguration(dispatch_batches=dispatch)
         accelerator = Accelerator(dataloader_config=configuration)
         return accelerator, accelerator.prepare(DataLoader(stream, 2))
@@ -338,7 +415,7 @@ def _hugging_face(dispatch: bool | None) -> tuple[list[Any], list[Any], list[int
     whole = list(epochs(*start(), 3))
     accelerator, loader = start()
     running = epochs(accelerator, loader, 1)
-    before = [next(running) for _ in range(3)]
+    before = [next(running) for _ in range(12)]
     state = loader.state_dict()
     accelerator, loader = start()
     loader.load_state_dict(state)
@@ -352,7 +429,7 @@ def test_streams_of_hugging_face_resume_by_their_state(ranks: int, dispatch: boo
     pytest.importorskip("datasets")
     for rank, (whole, resumed, first_read) in enumerate(run_ranks(ranks, _hugging_face, dispatch)):
         assert resumed == whole
-        assert first_read == ([] if rank and dispatch is None else [3 * 2 * ranks])
+        assert first_read == ([] if rank and dispatch is None else [2 * (12 * ranks - 8)])
 
 
 def _in_order(accelerator: Accelerator, loader: Any) -> list[int]:
