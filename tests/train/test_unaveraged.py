@@ -140,6 +140,12 @@ def a_layer_replaced(step: int, program: Program) -> None:
     program.accelerator.backward(program.model(program.rows(step)).square().mean())
 
 
+def an_optimizer_that_was_not_prepared(step: int, program: Program) -> None:
+    """One more training may come: what has begun to look at such steps does not look twice, nor at others."""
+    program.optimizer = torch.optim.SGD(program.net.parameters(), 0.1)
+    program.accelerator.backward((program.net if step else program.model)(program.rows(step)).square().mean())
+
+
 def a_closure(step: int, program: Program) -> None:
     def closure() -> Tensor:
         program.optimizer.zero_grad()
@@ -167,6 +173,7 @@ WRONG: dict[Callable[[int, Program], None], tuple[int, str, str]] = {
     a_parameter_unused_in_the_only_step: (0, "body.weight", "2 of 6 parameters (b.weight, b.bias) of Net got no"),
     a_head_added: (1, "parameter 6 of the optimizer, 1x1, parameter 7 of the", "No prepared model has them."),
     a_layer_replaced: (1, "body.weight, body.bias are averaged", "They were frozen, or not yet in the model, when"),
+    an_optimizer_that_was_not_prepared: (1, "body.weight", INSIDE),
     a_closure: (0, "body.weight", INSIDE),
 }
 
@@ -411,6 +418,26 @@ def unused_in_a_static_graph() -> tuple[list[Tensor], list[Tensor]]:
     ), _plain()
 
 
+def adapters() -> tuple[list[Tensor], list[Tensor]]:
+    """Trained parts beside a frozen base, in an optimizer that was not prepared; a diagnosis by the model inside."""
+    net = Net("b")
+    net.body.requires_grad_(False)
+    program = Program(net)
+    program.optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(STEPS):
+        program.accelerator.backward(net.loss(program.rows(step)))
+        program.optimizer.zero_grad()
+        program.step(step)
+    plain = Net("b")
+    plain.body.requires_grad_(False)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for step in range(STEPS):
+        plain.loss(rows_of(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(net.parameters()), list(plain.parameters())
+
+
 def without_gradients_in_between() -> tuple[list[Tensor], list[Tensor]]:
     """Targets of the same model, computed after its forward, as in Q-learning."""
     program = Program()
@@ -516,6 +543,7 @@ RIGHT: dict[str, tuple[Right, int]] = {
     "GAN": (adversarial, 0),
     "unused ones looked for": (unused_and_looked_for, 0),
     "static graph": (unused_in_a_static_graph, 0),
+    "adapters": (adapters, 0),
     "targets without gradients": (without_gradients_in_between, 0),
     "a parameter outside, averaged": (a_part_of_the_model_outside, STEPS),
     "triggered": (triggered, 0),

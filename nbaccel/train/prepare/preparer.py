@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nbaccel.quantised import base_of
+from nbaccel.settings import RunSettings
 from nbaccel.train.data import DataLoaderConfiguration, LoaderFacts, PreparedLoader, prepare_loader
 from nbaccel.train.data.dispatch import SliceFunction
 from nbaccel.train.data.unprepared import watch_loaders
@@ -130,7 +131,17 @@ class Preparer:
         prepared = {key: self._compiled(model) for key, model in zip(admitted, ready, strict=True)}
         if prepared:
             watch_loaders(equipment.world, equipment.accumulation)
+            self._look_at_other_optimizers()
         return [prepared.get(id(model), model) for model, _ in models]
+
+    def _look_at_other_optimizers(self) -> None:
+        """Have the steps of optimizers that are not prepared looked at, once gradients may be those of one rank."""
+        strategy = self._equipment.strategy
+        if strategy.has_peers and not RunSettings.from_env().independent:
+            from nbaccel.train.prepare.unaveraged import OtherOptimizers  # one process does not need it
+
+            others = OtherOptimizers(strategy, self._equipment.accumulation, self._equipment.prepared.optimizers)
+            strategy.when_in_doubt = strategy.when_in_doubt or others.begin
 
     def _prepare_for_evaluation(self, model: Module, move: bool) -> Module:
         if self._is_prepared(model):

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from nbaccel.errors import NotPrepared
 from nbaccel.quantities import numbers_in_order
@@ -26,7 +28,7 @@ from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.train.strategies import Strategy
 
-__all__ = ["UnaveragedGradients"]
+__all__ = ["OtherOptimizers", "UnaveragedGradients"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types by their bytes. Sums of integers depend neither on the order of the summands nor on the device."""
@@ -43,8 +45,12 @@ class UnaveragedGradients:
     another model was prepared; which of them need no gradient may change between.
     """
 
-    def __init__(self, optimizer: Optimizer, strategy: Strategy, accumulation: Accumulation) -> None:
+    def __init__(
+        self, optimizer: Optimizer, strategy: Strategy, accumulation: Accumulation, is_prepared: bool = True
+    ) -> None:
+        """is_prepared: False looks at gradients of prepared models alone; others are the program's matter."""
         self._optimizer = optimizer
+        self._is_prepared = is_prepared
         self._strategy = strategy
         self._accumulation = accumulation
         self._known: list[tuple[int, Any, Any]] = []  # of each group: how many parameters, the first and the last one
@@ -113,6 +119,8 @@ class UnaveragedGradients:
             for parameter in group
             if isinstance(parameter, Parameter) and id(parameter) not in averaged and not isinstance(parameter, sharded)
         ]
+        if not self._is_prepared:
+            self._outside = []
 
     def _living(self) -> Iterator[Any]:
         return (replica for reference in self._strategy.replicas if (replica := reference()) is not None)
@@ -212,6 +220,36 @@ class UnaveragedGradients:
     @property
     def _name(self) -> str:
         return type(self._optimizer).__name__
+
+
+class OtherOptimizers:
+    """Looks at the steps of optimizers that were not prepared, which may step a prepared model.
+
+    They are torch's to call, and a look at each of their steps would cost every training. So it begins when gradients
+    of a prepared model are in doubt for the first time. Steps with a closure, whose gradients come later, are left out.
+
+    prepared: the prepared optimizers, which look themselves.
+    """
+
+    def __init__(self, strategy: Strategy, accumulation: Accumulation, prepared: Sequence[Any]) -> None:
+        self._strategy = weakref.ref(strategy)
+        self._accumulation = accumulation
+        self._prepared = prepared
+        self._hook: RemovableHandle | None = None
+
+    def begin(self) -> None:
+        """Look at every step of torch's optimizers from now on, as long as the strategy lives."""
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        strategy = self._strategy()
+        if strategy is None:
+            if self._hook is not None:
+                self._hook.remove()
+            return
+        if any(known.optimizer is optimizer for known in self._prepared) or len(args) > 1 or kwargs.get("closure"):
+            return
+        UnaveragedGradients(optimizer, strategy, self._accumulation, is_prepared=False).refuse(is_ours=True)
 
 
 def _unnamed(number: int, parameter: Tensor) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from nbaccel.demand import WHAT_HELPS
 from nbaccel.errors import NoBatchSizeFits
 from nbaccel.events import OutOfMemory, emit
+from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.partial_state import PartialState, current_world
 from nbaccel.train.oom.memory import release_unused
 from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
@@ -55,8 +56,8 @@ def find_executable_batch_size(
     Raises:
         NoBatchSizeFits: a ``RuntimeError``; not even 1 fitted.
         PeerFailed: another rank's function raised an error that is not about memory; that rank has it.
-        TypeError: the call gave the batch size itself; or, at once, `function` is a generator function or a coroutine
-            function, whose body runs after its call.
+        TypeError: the call gave the batch size itself; or `function` is a generator function or a coroutine function,
+            whose body runs after its call. A warning says that where it is decorated.
 
     >>> @find_executable_batch_size(starting_batch_size=100)
     ... def train(batch_size, limit):
@@ -72,11 +73,14 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    _refuse_later_body(function)
+    if unseen := _why_unseen(function):
+        warn_user(unseen)  # at once; the call is refused
     sizes = Sizes(starting_batch_size, reduce_batch_size_fn)
 
     @functools.wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
+        if unseen:
+            raise TypeError(unseen)
         _refuse_given_size(function, args, kwargs)
         peers = _peers(_name(function))
         try:
@@ -152,8 +156,8 @@ def _peers(name: str) -> LocalRetry:
     return DistributedRetry(name, PartialState().collectives) if current_world().is_distributed else LocalRetry()
 
 
-def _refuse_later_body(function: Callable[..., Any]) -> None:
-    """Raise TypeError if a call of `function` runs nothing of it yet: what it raises later would not be seen."""
+def _why_unseen(function: Callable[..., Any]) -> str:
+    """Return why nothing of `function` has run when its call returns, so that its errors are not seen; else empty."""
     kinds = {
         "a generator function": (inspect.isgeneratorfunction, inspect.isasyncgenfunction),
         "a coroutine function": (inspect.iscoroutinefunction,),
@@ -161,11 +165,12 @@ def _refuse_later_body(function: Callable[..., Any]) -> None:
     code = (function, type(function).__dict__.get("__call__"))  # an object's is that of its class
     for kind, tests in kinds.items():
         if any(test(each) for test in tests for each in code):
-            raise TypeError(
+            return (
                 f"find_executable_batch_size: {_name(function)} is {kind}, so its body runs after the call, and memory "
                 "that runs out there would not be seen. Decorate a function that runs the loop to its end, and returns "
                 "what it has made (a list of what is yielded)."
             )
+    return ""
 
 
 def _refuse_given_size(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -102,11 +102,13 @@ class _Yields:
     ],
     ids=["generator", "partial", "object", "async generator", "coroutine"],
 )
-def test_a_function_whose_body_runs_after_its_call_is_refused_where_it_is_decorated(
-    function: Any, is_what: str
-) -> None:
-    with pytest.raises(TypeError, match=rf"{is_what}, so its body runs after the call, .* returns what it has made"):
-        find_executable_batch_size(function, starting_batch_size=4)
+def test_a_function_whose_body_runs_after_its_call_is_named_where_it_is_decorated(function: Any, is_what: str) -> None:
+    said = rf"{is_what}, so its body runs after the call, .* returns what it has made"
+    with pytest.warns(UserWarning, match=said) as warned:
+        train = find_executable_batch_size(function, starting_batch_size=4)
+    assert warned[0].filename == __file__
+    with pytest.raises(TypeError, match=said):
+        train()
 
 
 def test_23_a_function_without_arguments_is_refused() -> None:
