@@ -153,7 +153,6 @@ class BatchSamplerShard(BatchShard):
     ) -> None:
         world = World(process_index, num_processes, process_index, num_processes)
         super().__init__(batch_sampler, world, even=even_batches, split=split_batches)
-        self.batch_sampler = batch_sampler
 
 
 class IterableDatasetShard(IterableDataset[Any]):

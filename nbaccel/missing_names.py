@@ -84,11 +84,11 @@ _NOT_HERE: dict[str, str] = {
     "nbaccel does not know these devices": "install_xla is_tpu_available is_habana_gaudi1 get_current_device_type",
     "`nbaccel doctor` shows the machine; torch.cuda and psutil are asked for the rest": """
         get_gpu_info get_driver_version check_cuda_p2p_ib_support get_cpu_distributed_information CPUInformation
-        is_rocm_available is_xccl_available
+        is_xccl_available
     """,
     _PLAIN: "are_libraries_initialized convert_dict_to_env_variables is_torch_xpu_tensor is_weights_only_available",
     _INNER: """
-        patch_optimizer_step move_to_device do_nothing ThreadLocalSharedDict copy_tensor_to_devices
+        patch_optimizer_step move_to_device do_nothing ThreadLocalSharedDict
         gather_tensor_shape verify_operation chained_operation check_os_kernel SageMakerDistributedType
         ComputeEnvironment CustomDtype TensorInformation is_tensor_information get_data_structure get_shape
         initialize_tensors ConvertOutputsToFp32 CannotPadNestedTensorWarning is_import_timer_available

@@ -23,7 +23,6 @@ _IGNORED: Mapping[str, Any] = {
     "rdzv_endpoint": "",
     "rdzv_conf": None,
     "rdzv_id": "none",
-    "max_restarts": 0,
     "monitor_interval": 0.1,
     "log_line_prefix_template": None,
 }
@@ -35,8 +34,8 @@ def _explain_ignored(given: Mapping[str, Any]) -> None:
     changed = sorted(name for name, value in given.items() if value != _IGNORED[name])
     if changed:
         warnings.warn(
-            f"{', '.join(changed)}: accepted and not used. The ranks of one machine meet in a private file, are "
-            "watched without polling and do not restart by themselves.",
+            f"{', '.join(changed)}: accepted and not used. The ranks of one machine meet in a private file, and are "
+            "watched without polling.",
             stacklevel=4,
         )
 
@@ -67,12 +66,13 @@ def notebook_launcher(
     mixed_precision: "no", "fp16" or "bf16": the default of `Accelerator()` in the function.
     strategy: "ddp", "fsdp", or another that is installed: the default of `Accelerator()` in the function, too.
     num_processes: None for one per GPU, or one.
+    max_restarts: how often ranks that failed, whatever by, are started again; the function then begins anew.
     oom: "stop", or "shrink" to start again with smaller batches when a rank dies of memory; see `launch`.
 
     One process is this one, as in Accelerate: the function is called here. What it changes is changed afterwards, and
     what it returns is the object itself. The settings hold while it runs. An interrupt ends it before its next step,
-    the second one at once. What only a process of its own can have it does not get: a restart when memory runs out,
-    a watch for hangs, and a notebook whose device memory and CUDA are as before; ``launch(function, num_processes=1)``
+    the second one at once. What only a process of its own can have it does not get: restarts, also those for memory, a
+    watch for hangs, and a notebook whose device memory and CUDA are as before; ``launch(function, num_processes=1)``
     has these, and so has ``oom="shrink"``.
 
     The arguments on ports and rendezvous are accepted; they mean nothing here, and one line says so.
@@ -91,7 +91,6 @@ def notebook_launcher(
         "rdzv_endpoint": rdzv_endpoint,
         "rdzv_conf": rdzv_conf,
         "rdzv_id": rdzv_id,
-        "max_restarts": max_restarts,
         "monitor_interval": monitor_interval,
         "log_line_prefix_template": log_line_prefix_template,
     }
@@ -99,7 +98,7 @@ def notebook_launcher(
     from nbaccel.launch.api import launch_as_accelerate  # starting processes needs half of the package
 
     precision = str(mixed_precision).lower()
-    return launch_as_accelerate(function, args, num_processes, precision, oom, strategy)
+    return launch_as_accelerate(function, args, num_processes, precision, oom, strategy, max_restarts)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from operator import index
@@ -375,6 +376,7 @@ def launch_as_accelerate(
     precision: str,
     oom: str,
     strategy: str | None,
+    max_restarts: int,
 ) -> Any:
     """Run the function as `notebook_launcher` does, in this process if one is enough, and return its result."""
     if num_processes in (None, 1) and oom == STOP:
@@ -385,7 +387,23 @@ def launch_as_accelerate(
         if chosen.num_processes == 1:
             spec, news = _in_place(function, args, RunSettings(precision, strategy=strategy), chosen)
             return _launch_inline(spec, survey, news=news).value
+    for restart in range(1, max_restarts + 1):
+        run = launch(function, num_processes, args, mixed_precision=precision, strategy=strategy, oom=oom, check=False)
+        if run.error is None:
+            return run.value
+        if not isinstance(run.error, Exception):  # an interrupt
+            raise run.error
+        warnings.warn(
+            f"the ranks failed with {_in_short(run.error)}, and are started again: restart {restart} of "
+            f"max_restarts={max_restarts}. The function begins anew.",
+            stacklevel=4,  # the line that calls notebook_launcher
+        )
     return launch(function, num_processes, args, mixed_precision=precision, strategy=strategy, oom=oom).value
+
+
+def _in_short(error: Exception) -> str:
+    """Return the class of an error and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _in_place(

@@ -62,6 +62,7 @@ __all__ = [
     "is_pandas_available",
     "is_peft_available",
     "is_rich_available",
+    "is_rocm_available",
     "is_tensorboard_available",
     "is_torch_xla_available",
     "is_torch_distributed_available",
@@ -133,6 +134,11 @@ def is_bnb_available(min_version: str | None = None) -> bool:
 def is_mps_available(min_version: str = "1.12") -> bool:
     """Return whether torch, of this version or a later one, can compute on an Apple GPU."""
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
+
+
+def is_rocm_available() -> bool:
+    """Return whether this torch computes on AMD GPUs, and sees one."""
+    return torch.version.hip is not None and torch.cuda.is_available()
 
 
 def is_xpu_available(check_device: bool = False) -> bool:

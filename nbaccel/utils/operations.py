@@ -27,6 +27,7 @@ __all__ = [
     "concatenate",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
+    "copy_tensor_to_devices",
     "find_batch_size",
     "find_device",
     "gather",
@@ -262,6 +263,33 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     """
     object_list[:] = PartialState().collectives.broadcast_objects(object_list, from_process)
     return object_list
+
+
+def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
+    """Return the tensor that one rank has and the others leave out, on every rank and its device. Collective.
+
+    Unlike `broadcast`, the others need to know neither its shape nor which rank has it.
+
+    Raises:
+        ValueError: no rank has a tensor, or several have one.
+
+    >>> copy_tensor_to_devices(torch.ones(2))
+    tensor([1., 1.])
+    """
+    state = PartialState()
+    mine = [] if tensor is None else [(state.process_index, tensor.shape, tensor.dtype)]
+    having = state.collectives.gather_objects(mine, "copy_tensor_to_devices")
+    if len(having) != 1:
+        who = f"ranks {', '.join(str(rank) for rank, _, _ in having)} have" if having else "none has"
+        raise ValueError(
+            f"copy_tensor_to_devices copies the tensor of one rank, and {who} one: the other ranks call it without a "
+            "tensor"
+        )
+    source, shape, dtype = having[0]
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=dtype, device=state.device)
+    copied: Tensor = state.collectives.broadcast(tensor.to(state.device), source)
+    return copied
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:

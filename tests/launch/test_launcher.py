@@ -227,6 +227,30 @@ def test_arguments_that_mean_nothing_here_are_accepted_and_explained() -> None:
         notebook_launcher(rank, num_processes=2, num_nodes=2)
 
 
+def test_ranks_that_fail_are_started_again_as_often_as_max_restarts_says(tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+
+    def fails(times: int) -> int:
+        if rank() == 0:
+            tries.touch()
+            tries.write_text(tries.read_text() + "x")
+            if len(tries.read_text()) <= times:
+                raise OSError("the disk\nis full")
+        return 7
+
+    with pytest.warns(UserWarning, match="started again") as told:
+        assert notebook_launcher(fails, (2,), num_processes=2, max_restarts=2) == 7
+    assert [str(each.message) for each in told] == [
+        f"the ranks failed with OSError: the disk, and are started again: restart {restart} of max_restarts=2. The "
+        "function begins anew."
+        for restart in (1, 2)
+    ]
+    assert {each.filename for each in told} == {__file__}
+    tries.unlink()
+    with pytest.raises(OSError, match="the disk"), pytest.warns(UserWarning, match="restart 1 of max_restarts=1"):
+        notebook_launcher(fails, (2,), num_processes=2, max_restarts=1)
+
+
 def test_what_a_rank_wrote_before_it_was_killed_arrives(capfd: pytest.CaptureFixture[str]) -> None:
     """Its pipe still holds most of 800 kB when its end is seen."""
 

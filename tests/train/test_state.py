@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nbaccel import Accelerator, PartialState
+from nbaccel.state import AcceleratorState, is_initialized
 from nbaccel.testing import run_ranks
 from nbaccel.train.setup import setup_rank
 
@@ -34,6 +36,23 @@ def test_ranks_of_a_machine_without_a_gpu_form_a_group_without_being_asked_to() 
     first, second = run_ranks(2, _facts)
     assert first == {"rank": 0, "local": 0, "n": 2, "main": (True, True, False), "device": True, "group": True}
     assert second == {"rank": 1, "local": 1, "n": 2, "main": (False, False, True), "device": True, "group": True}
+
+
+def _initialized() -> list[bool]:
+    AcceleratorState._reset_state()  # of the tests before, in whose process this rank began
+    found = [is_initialized()]
+    found.append(PartialState().initialized and not is_initialized())
+    state = pickle.dumps(Accelerator().state)
+    found.append(is_initialized())
+    AcceleratorState._reset_state()
+    found.append(is_initialized())
+    pickle.loads(state)  # as a notebook's Accelerator arrives in a rank
+    return [*found, is_initialized()]
+
+
+def test_a_process_is_initialized_once_it_has_an_accelerator_and_until_a_reset() -> None:
+    """Programs ask `is_initialized` in order to make the Accelerator that they need."""
+    assert run_ranks(1, _initialized) == [[False, True, True, False, True]]
 
 
 def test_one_process_makes_no_group() -> None:

@@ -46,6 +46,7 @@ _SEEDABLE_STRIDE = 1
 class SharedOrder(Sampler[Any]):
     """The user's sampler or batch sampler, in the same order on all ranks.
 
+    given: the program's own one.
     seed: equal on all ranks; the order of epoch e follows from (seed, e, draw) alone.
     draw: which order of an epoch that is begun several times; see `Position.draw`.
     is_seedable: as Accelerate's seedable sampler.
@@ -55,7 +56,8 @@ class SharedOrder(Sampler[Any]):
     def __init__(self, batches: Any, seed: int, is_seedable: bool = False, at_once: int = 1) -> None:
         self.seed = seed
         self.draw = 0
-        self._given = (batches, is_seedable, at_once)
+        self.given = batches
+        self._how = (is_seedable, at_once)
         self._at_once = at_once
         self._stride = _SEEDABLE_STRIDE if is_seedable else _EPOCH_STRIDE
         self._generators: list[torch.Generator] = []
@@ -70,8 +72,7 @@ class SharedOrder(Sampler[Any]):
 
     def apart(self) -> SharedOrder:
         """Return the same order, drawn by separate generators."""
-        batches, is_seedable, at_once = self._given
-        return SharedOrder(batches, self.seed, is_seedable, at_once)
+        return SharedOrder(self.given, self.seed, *self._how)
 
     def set_epoch(self, epoch: int) -> None:
         # Accelerate has no looks: there the first one has the order of the first loop.

@@ -227,6 +227,11 @@ class BatchShard(Shard, Sampler[Any]):
             self.batches.set_epoch(epoch)
 
     @property
+    def batch_sampler(self) -> Any:
+        """The program's own batch sampler, or sampler, as it was given; for programs that look for it here."""
+        return getattr(self.batches, "given", self.batches)
+
+    @property
     def sampler(self) -> Any:
         """The sampler that is dealt; for programs that look for it here."""
         return getattr(self.batches, "sampler", self.batches)

@@ -47,7 +47,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Collectives:
-    """Collectives of a single process."""
+    """Collectives of a single process.
+
+    debug: every call is compared, not only the first ones; in a group, to set it is a collective.
+    """
+
+    debug = False
 
     def gather(self, value: Any) -> Any:
         """Gather every tensor in `value`, those of all ranks joined along the first dimension, on every rank.
@@ -161,6 +166,16 @@ class GroupCollectives(Collectives):
         self._host = host_transport(self._transport)
         self._fingerprints = Fingerprints(self._host, debug, {self._host, self._transport})
         self._check = self._fingerprints.check
+
+    @property
+    def debug(self) -> bool:
+        return self._debug
+
+    @debug.setter
+    def debug(self, debug: bool) -> None:
+        self.agree(f"debug = {debug}")
+        self._debug = debug
+        self._fingerprints.compare_all(debug)
 
     def anew(self) -> GroupCollectives:
         """Return new collectives for the present default group; calls are counted and compared from the first one."""
@@ -391,7 +406,7 @@ class Shape(Enum):
 
     ALL = "all dimensions"
     ROWS_VARY = "all dimensions but the first"
-    ANY = "none"
+    ANY = "none, but as many dimensions"
 
 
 class Fingerprints:
@@ -408,6 +423,10 @@ class Fingerprints:
     def __init__(self, transport: Transport, debug: bool, told: Collection[Transport]) -> None:
         self._transport = transport
         self._told = tuple(told)
+        self.compare_all(debug)
+
+    def compare_all(self, debug: bool) -> None:
+        """Compare every call from now on, or the first ones alone."""
         self._compared = sys.maxsize if debug else CHECKED_CALLS
 
     def check(self, operation: str, value: Any = None, shape: Shape = Shape.ALL, always: bool = False) -> bool:
@@ -466,10 +485,10 @@ class Fingerprints:
 def _describe(value: Any, shape: Shape) -> str:
     """Return dtype and shape of each tensor: ``{x: float32[4, 3], y: int64[4]}``; the class of anything else."""
     if isinstance(value, Tensor):
-        sizes = list(map(str, value.shape))
+        sizes = ["any"] * value.ndim if shape is Shape.ANY else list(map(str, value.shape))
         if shape is Shape.ROWS_VARY:
             sizes[:1] = ["any"]
-        return f"{str(value.dtype).removeprefix('torch.')}[{'...' if shape is Shape.ANY else ', '.join(sizes)}]"
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
     if not is_container(value):
         return type(value).__name__
     return "{" + ", ".join(f"{name}: {_describe(child, shape)}" for name, child in children(value)) + "}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -105,6 +105,19 @@ class PartialState(ProcessControl):
         world = self.world
         return process_group.join(world, self.device, self._options) if world.is_distributed else _ALONE
 
+    @property
+    def debug(self) -> bool:
+        """True if every collective is compared between the ranks, not only the first ones.
+
+        The environment's ACCELERATE_DEBUG_MODE says so; to set it here is a collective, which all ranks enter alike.
+        """
+        talk = process_group.talk
+        return bool(RunSettings.from_env().debug) if talk is None else talk.debug
+
+    @debug.setter
+    def debug(self, debug: bool) -> None:
+        self.collectives.debug = debug
+
     def look_again(self) -> None:
         """Find out again who this process is, since the program may have made a process group in the meantime."""
         if self._world != current_world():
@@ -146,9 +159,21 @@ class AcceleratorState(PartialState):
     'bf16'
     """
 
+    _was_made: ClassVar[bool] = False  # of a kernel, too, whose ranks inherit or unpickle its states
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Remember that this process has a state; unpickling one comes here too."""
+        AcceleratorState._was_made = True
+        return super().__new__(cls)
+
     def __init__(self, mixed_precision: str | None = None, cpu: bool | None = None, **options: Any) -> None:
         self._asked = RunSettings(mixed_precision)
         super().__init__(cpu, **options)
+
+    @classmethod
+    def _reset_state(cls, reset_partial_state: bool = False) -> None:
+        """Have `is_initialized` say no until the next state is made; those that exist work on."""
+        AcceleratorState._was_made = False
 
     @property
     def mixed_precision(self) -> str:
@@ -168,8 +193,8 @@ class AcceleratorState(PartialState):
 
 
 def is_initialized() -> bool:
-    """Return True: an `AcceleratorState` needs no Accelerator before it."""
-    return True
+    """Return whether this process has made an Accelerator, or an `AcceleratorState`, which needs none before it."""
+    return AcceleratorState._was_made
 
 
 def current_world() -> World:

@@ -19,6 +19,7 @@ from nbaccel.events import CollectiveEntered, Event, ExchangeLeft, Waiting, outl
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.collectives import CHECKED_CALLS, Fingerprints
 from nbaccel.utils import broadcast, broadcast_object_list, gather_object, pad_across_processes, reduce
+from nbaccel.utils.operations import copy_tensor_to_devices
 
 Pair = namedtuple("Pair", "left right")
 
@@ -325,6 +326,10 @@ def _mismatch(kind: str) -> str:
             accelerator.gather([torch.ones(1)] if rank else [torch.ones(1), None])
         elif kind == "operation":
             accelerator.gather(torch.ones(2)) if rank else accelerator.reduce(torch.ones(2))
+        elif kind == "padding":
+            accelerator.pad_across_processes(torch.ones((2 + rank,) * (1 + rank)))
+        elif kind == "debug":
+            accelerator.state.debug = rank == 0
         elif kind == "barrier":
             accelerator.wait_for_everyone() if rank else accelerator.gather(torch.ones(2))
         else:
@@ -342,6 +347,8 @@ def _mismatch(kind: str) -> str:
         ("barrier", ["rank 0: gather float32[2]", "rank 1: wait_for_everyone"]),
         ("dtype", ["rank 0: gather float32[2]", "rank 1: gather float64[2]"]),
         ("objects", ["rank 0: broadcast_object_list of 2 from 0", "rank 1: gather_object"]),
+        ("padding", ["rank 0: pad_across_processes along 0 float32[any]", "along 0 float32[any, any]"]),
+        ("debug", ["rank 0: debug = True", "rank 1: debug = False"]),
         ("structure", ["rank 0: gather {0: float32[1], 1: NoneType}", "rank 1: gather {0: float32[1]}"]),
     ],
 )
@@ -352,11 +359,14 @@ def test_different_calls_are_an_error_on_every_rank_that_names_both_sides(kind: 
         assert "pad_across_processes first" in message
 
 
-def _late_mismatch(debug: bool) -> int:
-    os.environ["ACCELERATE_DEBUG_MODE"] = str(int(debug))
+def _late_mismatch(debug: bool, is_set_later: bool = False) -> int:
+    os.environ["ACCELERATE_DEBUG_MODE"] = str(int(debug and not is_set_later))
     accelerator = Accelerator()
-    for _ in range(CHECKED_CALLS):
+    for _ in range(CHECKED_CALLS - is_set_later):
         accelerator.reduce(torch.ones(1))
+    if is_set_later:
+        accelerator.state.debug = debug  # a call itself
+    assert accelerator.state.debug is debug
     if not debug:
         return accelerator.state.collectives.calls
     with pytest.raises(CollectiveMismatch):
@@ -367,6 +377,25 @@ def _late_mismatch(debug: bool) -> int:
 def test_the_first_calls_are_checked_and_in_debug_mode_all() -> None:
     assert run_ranks(2, _late_mismatch, False) == [CHECKED_CALLS] * 2
     assert run_ranks(2, _late_mismatch, True) == [CHECKED_CALLS + 1] * 2
+    assert run_ranks(2, _late_mismatch, True, True) == [CHECKED_CALLS + 1] * 2
+
+
+def _copied() -> tuple[list[float], str, str]:
+    state = PartialState()
+    rank, texts = state.process_index, []
+    copied = copy_tensor_to_devices(torch.tensor([1.5, 2.5]) if rank == 1 else None)
+    for mine in (None, torch.ones(rank)):
+        with pytest.raises(ValueError, match="copies the tensor of one rank") as caught:
+            copy_tensor_to_devices(mine)
+        texts.append(str(caught.value))
+    return copied.tolist(), *texts
+
+
+def test_the_tensor_of_one_rank_is_copied_to_the_others_which_do_not_know_its_shape() -> None:
+    for copied, by_none, by_both in run_ranks(2, _copied):
+        assert copied == [1.5, 2.5]
+        assert "and none has one: the other ranks call it without a tensor" in by_none
+        assert "and ranks 0, 1 have one" in by_both
 
 
 def _gather_a_mixture() -> str:
