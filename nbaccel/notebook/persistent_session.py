@@ -8,9 +8,10 @@ be changed by a cell.
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -31,7 +32,9 @@ from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.launch.tasks.cell_task import CellTask
 from nbaccel.launch.tasks.namespace_tasks import InitTask, Pull, Push
+from nbaccel.launch.worker.jupyter import reloads_modules
 from nbaccel.notebook.results import install
+from nbaccel.notices import is_users
 from nbaccel.options.run_options import AUTO, RunOptions, expanded
 from nbaccel.output.screens import ConsoleScreen
 from nbaccel.quantities import amount
@@ -42,6 +45,29 @@ __all__ = [
     "clock",
     "of_the_start",
 ]
+
+
+class EditedModules:
+    """Modules of the user's whose files change while ranks stay that have imported them.
+
+    Modules of packages that are installed are left out.
+    """
+
+    def __init__(self) -> None:
+        self._times = dict(self._now())
+
+    def found(self) -> list[str]:
+        """Return the names of those that were edited since, or since they were imported here; each edit once."""
+        before, self._times = self._times, dict(self._now())
+        return [name for name, changed in self._times.items() if before.get(name, changed) != changed]
+
+    @staticmethod
+    def _now() -> Iterator[tuple[str, int]]:
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if type(file) is str and is_users(file):
+                with suppress(OSError):
+                    yield name, os.stat(file).st_mtime_ns
 
 
 class PersistentSession:
@@ -69,6 +95,8 @@ class PersistentSession:
         self._persistent: PersistentWorkers | None = None
         self._plan: LaunchPlan | None = None
         self._options = RunOptions()
+        self._edited = EditedModules()
+        self._reloads = False
         self._pid = os.getpid()
 
     @property
@@ -122,6 +150,7 @@ class PersistentSession:
         self._say(str(plan))
         for line in before_a_run(plan.devices.gpus):
             self._say(line)
+        self._edited, self._reloads = EditedModules(), reloads_modules()
         spec = replace(plan.spec(task, self._setup), stays=True)
         self._persistent = self._launcher().start(spec, ConsoleScreen())
         self._plan, self._options = replace(plan, start=self._persistent.spec.start), options
@@ -191,6 +220,8 @@ class PersistentSession:
             self._say(
                 f"{name} was defined anew since the ranks got it, and they have the old one: %accelerate push {name}"
             )
+        for name in [] if plan.start.method == "fork" and self._reloads else self._edited.found():
+            self._say(f"{name} was edited since the ranks imported it, and they have the old one: %accelerate restart")
         if task.first_card and len(plan.devices.gpus) > 1 and not plan.own_devices:
             self._say(
                 f"{task.first_card} is rank 0's GPU, and the ranks that stay see all of them: in the others write "

@@ -194,3 +194,26 @@ def test_nothing_of_idle_ranks_survives_the_kernels_sigkill(new_kernel: Kernels)
     assert len(kernel.extra(before, within_s=0.0)) >= 2
     kernel.kill()
     assert kernel.survivors(within_s=1.0) == {}
+
+
+def test_a_module_that_was_edited_is_reloaded_as_in_the_notebook_or_said(kernel: RealKernel, start: str) -> None:
+    kernel.do("""
+        import os, sys
+        _ = open("edited.py", "w").write("def scale(x): return x * 3\\n")
+        sys.path.insert(0, os.getcwd())
+        %load_ext autoreload
+        %autoreload 2
+        from edited import scale
+    """)
+    begin(kernel, start)
+    try:
+        assert "30" in kernel.do("%%accelerate\nprint(scale(10))").printed
+        edit = "_ = open('edited.py', 'w').write('def scale(x): return x * 5\\n'); os.utime('edited.py', (2e9, 2e9))"
+        kernel.do(edit)
+        cell = kernel.do("%%accelerate\nprint(scale(10))")
+        said = "edited was edited since the ranks imported it, and they have the old one: %accelerate restart"
+        assert ("50" in cell.stdout, said in cell.stdout) == (start == "fork", start == "zygote")
+        assert said not in kernel.do("%%accelerate\nprint(scale(10))").stdout
+    finally:
+        end(kernel)
+        kernel.do("%autoreload 0\nsys.path.remove(os.getcwd()); del sys.modules['edited']")

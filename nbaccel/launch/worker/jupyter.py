@@ -28,6 +28,8 @@ __all__ = [
     "flush_figures",
     "kernel_ports",
     "new_shell",
+    "reload_modules",
+    "reloads_modules",
 ]
 
 Publish = Callable[[dict[str, Any]], None]
@@ -108,6 +110,24 @@ def adopt_notebook(rank: int, publish: Publish, old_streams: tuple[Any, Any]) ->
     shell = _shell()
     if shell is not None:
         _forward_display(shell, publish)
+
+
+def reloads_modules() -> bool:
+    """Return whether IPython's ``%autoreload`` is on in this process."""
+    return _reloading() is not None
+
+
+def reload_modules() -> None:
+    """Reload edited modules as IPython does before a cell, if ``%autoreload`` was on when this rank was forked."""
+    if (magics := _reloading()) is not None:
+        with contextlib.suppress(Exception):  # as IPython's own hook
+            magics._reloader.check()
+
+
+def _reloading() -> Any:
+    shell = _shell()
+    magics = None if shell is None else shell.magics_manager.registry.get("AutoreloadMagics")
+    return magics if magics is not None and magics._reloader.enabled else None
 
 
 def flush_figures() -> None:

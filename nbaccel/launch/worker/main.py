@@ -42,7 +42,7 @@ from nbaccel.launch.worker.integrations.one_file import write_one_file
 from nbaccel.launch.worker.integrations.one_output import LoneMetrics, OneBar, refuse_logins, write_one_run
 from nbaccel.launch.worker.integrations.one_process import forget_one_process, let_the_local_rank_be_the_only_card
 from nbaccel.launch.worker.integrations.written_files import note_written_files
-from nbaccel.launch.worker.jupyter import adopt_notebook, flush_figures
+from nbaccel.launch.worker.jupyter import adopt_notebook, flush_figures, reload_modules
 from nbaccel.launch.worker.leaving import Leaving
 from nbaccel.launch.worker.lifetime import SPOILT, CutWatch, DeathWatch, Farewell, SaveGrace
 from nbaccel.launch.worker.process_setup import (
@@ -369,6 +369,7 @@ class _Rank:
 
 def _guest(message: dict[str, Any], payload_fd: int, home: SharedNamespace | None) -> Task:
     """Return a task that was sent to a persistent rank."""
+    reload_modules()
     try:
         task: Task = load_named(message["task"]).unpack(payload_fd, home)
     finally:
