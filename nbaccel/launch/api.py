@@ -247,6 +247,8 @@ def _without_gpus(devices: Devices) -> list[str]:
 def how_it_ended(outcome: LaunchResult, seconds: float) -> tuple[BaseException | None, str]:
     """Return the exception that the run raises, and its end in one word."""
     ended = outcome.ended
+    if ended.raised is not None:
+        return ended.raised, "stopped"
     if ended.is_interrupted:
         return KeyboardInterrupt("the run was interrupted"), "stopped"
     if ended.is_timed_out and ended.is_own_limit:

@@ -220,7 +220,7 @@ class Launcher:
             with open_log(self.resources.new_log()) as log, closing(watching.watch(worker_group, spec, log)) as ended:
                 error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name)
                 if ended.is_interrupted:
-                    raise KeyboardInterrupt
+                    raise ended.raised or KeyboardInterrupt
                 if error is not None:
                     raise error
                 return PersistentWorkers(

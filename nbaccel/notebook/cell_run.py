@@ -302,6 +302,8 @@ def how_a_cell_ended(
     """
     ended = outcome.ended
     limit = plan.options.limit
+    if ended.raised is not None:
+        return ended.raised, "stopped"
     if ended.is_timed_out and (ended.is_own_limit or limit is None or limit.ends_well):
         return None, "stopped"
     if ended.is_timed_out and limit is not None:

@@ -320,7 +320,8 @@ class PersistentSession:
     def _do(self, task: Task, title: str, excluded_ranks: Collection[int] = ()) -> LaunchResult:
         """Run a task that is no cell; it succeeds or raises."""
         outcome = self.persistent.run(task, RunObservers(ConsoleScreen()), title=title, excluded_ranks=excluded_ranks)
-        error = KeyboardInterrupt() if outcome.ended.is_interrupted else outcome.error
+        ended = outcome.ended
+        error = ended.raised or (KeyboardInterrupt() if ended.is_interrupted else outcome.error)
         if error is not None:
             outcome.close()
             self.after(error)

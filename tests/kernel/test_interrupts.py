@@ -235,3 +235,33 @@ def test_an_interrupt_while_the_clean_process_loads_torch_ends_the_cell_before_a
     assert not (fresh.folder / "ran").exists()
     fresh.do(accelerate(touch, "zygote"))
     assert (fresh.folder / "ran").exists()
+
+
+TIMEOUT = """
+import signal
+from IPython.core.magic import register_cell_magic
+
+class CellTimeout(Exception): pass
+
+@register_cell_magic
+def timeout(line, cell):
+    def fire(number, frame): raise CellTimeout(f"the cell took longer than {line} s")
+    old = signal.signal(signal.SIGALRM, fire)
+    signal.setitimer(signal.ITIMER_REAL, float(line))
+    try: get_ipython().run_cell(cell).raise_error()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+"""
+
+
+@pytest.mark.sample(1)
+def test_a_time_limit_of_the_notebooks_own_brings_back_what_rank_0_had(kernel: RealKernel, start: str) -> None:
+    kernel.do(TIMEOUT)
+    cell = kernel.begin("%%timeout 4\n" + accelerate(RAW.format(in_step="time.sleep(0.02)"), start)).end(timeout_s=30)
+    cell.failed("CellTimeout")
+    steps = kernel.value("steps")
+    assert steps > 0
+    assert "brought back from the stopped run: model" in cell.text
+    moved = kernel.value("first - model.weight.mean().item()")
+    assert moved == pytest.approx(0.01 * steps, abs=1e-4)

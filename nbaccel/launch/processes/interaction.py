@@ -11,9 +11,10 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +32,7 @@ __all__ = [
 class Interrupts:
     """Counts presses; readable by a selector when there are new ones.
 
-    count: the number of presses that have been read.
+    count: the number of presses that have been read.  raised: an exception that asked for the end of the run, if any.
 
     >>> interrupts = Interrupts()
     >>> interrupts.press(); interrupts.press()
@@ -43,6 +44,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.count = 0
+        self.raised: BaseException | None = None
         self._here, self._there = socket.socketpair()
         self._here.setblocking(False)
         self._there.setblocking(False)
@@ -68,9 +70,20 @@ class Interrupts:
         self._here.close()
         self._there.close()
 
+    def end_by(self, error: BaseException) -> None:
+        """Press because of `error`, which belongs to the caller of the run; a second one is raised at once."""
+        if self.raised is not None:
+            raise error
+        self.raised = error
+        self.press()
+
     @contextlib.contextmanager
     def of_the_keyboard(self) -> Iterator[None]:
-        """Turn SIGINT into a press instead of an exception. Only the main thread can be interrupted."""
+        """Turn SIGINT into a press instead of an exception. Only the main thread can be interrupted.
+
+        Other handlers of the notebook's are called, and what they raise (a time limit by an alarm) ends the run as a
+        press does, see `raised`: otherwise it would end the loop that brings back what the ranks have.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -78,27 +91,63 @@ class Interrupts:
         def press(number: int, frame: Any) -> None:
             self.press()
 
+        others = _handlers()
+
+        def call(number: int, frame: Any) -> None:
+            try:
+                others[number](number, frame)
+            except BaseException as error:
+                self.end_by(error)
+
         previous = signal.signal(signal.SIGINT, press)
         try:
-            yield
+            with _replaced(others, call):
+                yield
         finally:
             signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)  # None: it came from C
 
 
+def _handlers() -> dict[int, Callable[[int, Any], Any]]:
+    """Return the handlers of signals that are Python functions, without those that have another meaning in a run."""
+    found = {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGINT, signal.SIGTERM}}
+    return {number: handler for number, handler in found.items() if callable(handler)}
+
+
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold an interrupt back until the block is done. Only the main thread can be interrupted."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    interrupts: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+def _replaced(handlers: Mapping[int, Any], by: Callable[[int, Any], None]) -> Iterator[None]:
+    """Replace handlers of signals in the block; one that the block sets itself stays."""
+    for number in handlers:
+        signal.signal(number, by)
     try:
         yield
     finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is by:
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold an interrupt, and every other signal with a handler, back until the block is done. For the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def hold(number: int, frame: Any) -> None:
+        came.append(number)
+
+    others = _handlers()
+    previous = signal.signal(signal.SIGINT, hold)
+    try:
+        with _replaced(others, hold):
+            yield
+    finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)  # None: it came from C
-    if interrupts:
-        raise KeyboardInterrupt
+    for number in dict.fromkeys(came):
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        others[number](number, sys._getframe())
 
 
 @contextmanager

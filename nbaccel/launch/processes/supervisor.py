@@ -66,6 +66,7 @@ class RunResult:
     reports: by rank; None for a rank that died without one.
     exit_codes: by rank, negative for signals.  first_failed: the rank whose failure was the cause, if any.
     is_interrupted, is_timed_out: the user, or the time limit, ended it.
+    raised: the exception in the kernel that ended it, as an interrupt does; it is the caller's.
     program_limit: the limit that the program had set itself, if any.  is_own_limit: this limit ended it.
     saves_itself: ranks save the training, also when they are stopped.
     steps: training steps that every rank had done when the run was stopped at a step; None otherwise.
@@ -89,6 +90,7 @@ class RunResult:
     is_own_limit: bool = False
     saves_itself: bool = False
     why_not_again: str = ""
+    raised: BaseException | None = None
 
     def close(self) -> None:
         """Release the data that the ranks sent."""
@@ -203,7 +205,10 @@ class Supervisor:
         interrupts = 0
         has_noticed = False
         while not all(member.is_through for member in self._members):
-            yield Wait(self._selector, self._due_in(ending))
+            try:
+                yield Wait(self._selector, self._due_in(ending))
+            except (Exception, KeyboardInterrupt, SystemExit) as error:
+                self._interrupts.end_by(error)
             for key, _ in self._selector.select(0):
                 key.data()
             self._start_lost_ranks_again()
@@ -423,6 +428,7 @@ class Supervisor:
             is_own_limit=self._is_own_limit,
             saves_itself=self._page.saves_itself,
             why_not_again=self._losses.why_not,
+            raised=self._interrupts.raised,
         )
 
 

@@ -44,11 +44,19 @@ Turns = Generator[Wait, None, Result]
 
 
 def driven(turns: Turns[Result]) -> Result:
-    """Return the result of a run, and wait whenever it does."""
+    """Return the result of a run, and wait whenever it does.
+
+    An exception that comes while it waits, by another thread or a handler of a signal, is the run's affair.
+    """
     try:
+        wait = next(turns)
         while True:
-            wait = next(turns)
-            wait.selector.select(wait.seconds)
+            try:
+                wait.selector.select(wait.seconds)
+            except BaseException as error:
+                wait = turns.throw(error)
+            else:
+                wait = next(turns)
     except StopIteration as end:
         result: Result = end.value
         return result
@@ -145,6 +153,8 @@ def side_by_side(runs: Iterable[QueuedRun], places: int, beside: Sequence[Pollab
         owned.callback(_close, running)
         presses = 0
         while True:
+            if not running and interrupts.raised is not None:
+                raise interrupts.raised
             while free and not interrupts.count and (run := next(waiting, None)) is not None:
                 begun = _Running(run, free.popleft())
                 running.append(begun)

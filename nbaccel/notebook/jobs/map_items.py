@@ -425,7 +425,7 @@ def _run_in_ranks(
         ended, error = outcome.ended, outcome.error
         word = "done" if error is None else "failed"
         if (ended.is_interrupted or ended.is_timed_out) and not _is_finished(job):
-            word, error = "stopped", KeyboardInterrupt() if ended.is_interrupted else TimeoutError()
+            word, error = "stopped", ended.raised or (KeyboardInterrupt() if ended.is_interrupted else TimeoutError())
         post_mortem = PostMortem.of(task.title, word, error, ended)
         run = as_run(outcome, [None] * spec.world_size, shown.history, error, shown.elapsed_s)
     finally:

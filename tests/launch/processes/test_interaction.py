@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launch.launcher import Launcher, LaunchResult
-from nbaccel.launch.processes.interaction import Pollable
+from nbaccel.launch.processes.interaction import Interrupts, Pollable, uninterrupted
 from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
 
@@ -73,3 +76,39 @@ def test_two_presses_end_ranks_that_do_not_listen(launcher: Launcher) -> None:
     outcome = run(launcher, be_deaf, AtOnce(press_twice))
     assert outcome.ended.is_interrupted
     assert outcome.ended.killed_by_us == [True, True]
+
+
+def test_what_a_handler_of_the_notebook_raises_ends_a_run_as_a_press_does() -> None:
+    def fire(number: int, frame: object) -> None:
+        raise TimeoutError("time is up")
+
+    before = signal.signal(signal.SIGALRM, fire)
+    interrupts = Interrupts()
+    try:
+        with interrupts.of_the_keyboard():
+            signal.raise_signal(signal.SIGALRM)
+            interrupts.read()
+            assert interrupts.count == 1
+            assert str(interrupts.raised) == "time is up"
+            with pytest.raises(TimeoutError):  # the second one, at once
+                signal.raise_signal(signal.SIGALRM)
+        assert signal.getsignal(signal.SIGALRM) is fire
+    finally:
+        interrupts.close()
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_signal_waits_until_an_uninterrupted_block_is_done() -> None:
+    done: list[str] = []
+
+    def fire(number: int, frame: object) -> None:
+        raise TimeoutError("time is up")
+
+    before = signal.signal(signal.SIGALRM, fire)
+    try:
+        with pytest.raises(TimeoutError), uninterrupted():
+            signal.raise_signal(signal.SIGALRM)
+            done.append("all of it")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert done == ["all of it"]
