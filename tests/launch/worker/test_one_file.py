@@ -44,6 +44,40 @@ def _in_ranks(folder: Path, loop: Callable[[int], Any], world_size: int = 2) -> 
     return run_ranks(world_size, run)
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_file_that_ranks_save_load_and_remove_is_there_for_each_until_it_removes_it(
+    tmp_path: Path, late: int
+) -> None:
+    def loop(rank: int) -> list[Any]:
+        found = []
+        for epoch in range(3):
+            torch.save(epoch, "best.pt")
+            time.sleep(0.1 * (rank == late))
+            found.append(torch.load("best.pt"))
+            os.remove("best.pt")
+            torch.save(epoch, "new.tmp")
+            os.replace("new.tmp", f"epoch{epoch}.pt")
+            time.sleep(0.1 * (rank == late))
+            if epoch:
+                Path(f"epoch{epoch - 1}.pt").unlink()
+        return [*found, os.path.exists("best.pt")]
+
+    assert [values for values, _ in _in_ranks(tmp_path, loop)] == [[0, 1, 2, False]] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch2.pt", "run"]
+
+
+def test_a_file_that_no_rank_has_removed_is_missed_by_all(tmp_path: Path) -> None:
+    def loop(rank: int) -> str:
+        with pytest.raises(FileNotFoundError):
+            os.remove("never.txt")
+        if rank == 0:
+            Path("own.txt").write_text("of rank 0")
+            os.remove("own.txt")
+        return "missed"
+
+    assert [values for values, _ in _in_ranks(tmp_path, loop)] == ["missed"] * 2
+
+
 def test_rank_0_writes_what_all_save_and_one_rank_says_so(tmp_path: Path) -> None:
     def loop(rank: int) -> tuple[int, bool]:
         for epoch in range(3):

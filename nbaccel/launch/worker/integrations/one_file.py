@@ -8,6 +8,10 @@ file of the run. Not covered: open files, names such as `from torch import save`
 
 If another rank has made a folder meanwhile, `os.mkdir` raises no error, since a program checks before it makes one. Not
 covered: a folder that a rank removes when another has made it.
+
+Removing and renaming are the same: what a rank removes in its k-th call, and another one has removed in its own, is no
+error. A file that rank 0 has saved is removed by rank 0 alone; it keeps such a file open, and ranks that have not come
+to their own call load from there, so that no rank waits. Not covered: what a rank reads by `open`.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import functools
 import io
 import json
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -41,6 +46,9 @@ _LONGEST_DELAY_S = 2.0
 """Seconds that rank 0 may be late for a save that the ranks have in common."""
 _POLL_S = 0.005
 _BEGUN, _DONE, _READ, _MADE, _OPENED, _TOLD = "begun", "done", "read", "made", "opened", "told"
+_REMOVED, _GONE, _PASSED, _HELD = "removed", "gone", "passed", "held"
+_MOST_REMOVED = 1000
+"""Number of a rank's removals that are told to the others: each is a line of the journal."""
 _MOST_OPENED = 100
 """Number of a rank's files that are compared: the journal is read for each."""
 
@@ -58,9 +66,10 @@ def write_one_file(world: World, store_path: str, written: Sequence[Any] = ()) -
     written: files that the notebook has open for writing.
     """
     journal = _Journal(f"{store_path}.files")
-    files = _Writer(journal) if world.is_main_process else _Follower(journal, world)
+    files = _Writer(journal, world.world_size) if world.is_main_process else _Follower(journal, world)
     when_loaded({"torch": partial(_wrap_torchs, files), "safetensors.torch": partial(_wrap_safetensors, files)})
     _wrap_mkdir(_Folders(journal))
+    _wrap_removals(files)
     opened = _OpenedFiles(journal, world)
     sys.addaudithook(opened.look)  # stays until the process, a rank, ends
     for file in written:
@@ -83,6 +92,15 @@ class _Journal:
             return sum(each == line for each in file)
         return 0
 
+    def last(self, what: str) -> str:
+        """Return what was noted last as `what`; empty if nothing was."""
+        found = ""
+        with suppress(OSError), open(self.path) as file:
+            for line in file:
+                kind, _, text = line.partition(" ")
+                found = json.loads(text) if kind == what else found
+        return found
+
     @contextmanager
     def lock(self, path: str, kind: int) -> Iterator[None]:
         """Keep a reader of `path` and its writer apart.  kind: `fcntl.LOCK_SH` to read, `fcntl.LOCK_EX` to write."""
@@ -93,21 +111,89 @@ class _Journal:
 
 
 class _Files(Protocol):
-    """The saving and loading of a rank.  path: absolute.  saves, loads: functions that do it."""
+    """The saving, loading and removing of a rank.
 
-    def save(self, path: str, saves: Callable[[], Any]) -> Any: ...
+    path: absolute.  saves, loads, removes: functions that do it; `loads` may be given another path.
+    """
 
-    def load(self, path: str, loads: Callable[[], Any]) -> Any: ...
+    def save(self, path: str, saves: Callable[..., Any]) -> Any: ...
+
+    def load(self, path: str, loads: Callable[..., Any]) -> Any: ...
+
+    def remove(self, path: str, removes: Callable[[], Any]) -> Any: ...
 
 
-class _Writer:
-    """Rank 0: saves, and writes it into the journal."""
+class _Removals:
+    """What ranks remove, or move away: the k-th call of a rank is that of the others."""
 
     def __init__(self, journal: _Journal) -> None:
         self._journal = journal
-        self._saved: set[str] = set()
+        self._removed: Counter[str] = Counter()  # by this rank, or by another for it
 
-    def save(self, path: str, saves: Callable[[], Any]) -> Any:
+    def remove(self, path: str, removes: Callable[[], Any]) -> Any:
+        """Remove `path`, unless another rank has removed it in its own k-th call, and this is the k-th here."""
+        if self._removed.total() >= _MOST_REMOVED:
+            return removes()
+        with self._journal.lock(path, fcntl.LOCK_EX):
+            try:
+                found = removes()
+            except FileNotFoundError:
+                if self._removed[path] >= self._journal.count(_REMOVED, path) or os.path.lexists(path):
+                    raise
+                found = None
+            else:
+                self._journal.note(_REMOVED, path)
+            self._removed[path] += 1
+        return found
+
+
+class _Writer:
+    """Rank 0: saves and removes, and writes it into the journal.
+
+    world_size: of the run.
+    """
+
+    def __init__(self, journal: _Journal, world_size: int) -> None:
+        self._journal = journal
+        self._others = world_size - 1
+        self._saved: set[str] = set()
+        self._removals = _Removals(journal)
+        self._removed: Counter[str] = Counter()
+        self._held: list[tuple[str, int, int]] = []  # path, the number of its removal, and its descriptor
+
+    def remove(self, path: str, removes: Callable[[], Any]) -> Any:
+        below = [each for each in self._saved if each == path or each.startswith(path + os.sep)]
+        if not below:
+            return self._removals.remove(path, removes)
+        self._let_go()
+        for each in below:
+            with suppress(OSError):
+                descriptor = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
+                self._removed[each] += 1
+                self._held.append((each, self._removed[each], descriptor))
+                self._journal.note(
+                    f"{_HELD}:{zlib.crc32(os.fsencode(each))}:{self._removed[each]}",
+                    f"/proc/{os.getpid()}/fd/{descriptor}",
+                )
+                self._journal.note(_REMOVED, each)  # before it is gone
+        try:
+            return removes()
+        finally:
+            for each in below:
+                self._journal.note(_GONE, each)
+
+    def _let_go(self) -> None:
+        """Close files that all ranks have removed, and the oldest ones if they take more than half of what is free."""
+        held = [each for each in self._held if self._journal.count(_PASSED, each[0]) < each[1] * self._others]
+        sizes = [os.fstat(descriptor).st_size for _, _, descriptor in held]
+        while held and sum(sizes) > shutil.disk_usage(os.path.dirname(held[0][0]) or os.sep).free / 2:
+            held, sizes = held[1:], sizes[1:]
+        for each in self._held:
+            if each not in held:
+                os.close(each[2])
+        self._held = held
+
+    def save(self, path: str, saves: Callable[..., Any]) -> Any:
         self._saved.add(path)
         self._journal.note(_BEGUN, path)
         try:
@@ -116,7 +202,7 @@ class _Writer:
         finally:
             self._journal.note(_DONE, path)
 
-    def load(self, path: str, loads: Callable[[], Any]) -> Any:
+    def load(self, path: str, loads: Callable[..., Any]) -> Any:
         if path in self._saved:
             self._journal.note(_READ, path)  # no rank waits here for a save that comes later
         return loads()
@@ -130,9 +216,11 @@ class _Follower:
         self._world = world
         self._saved: Counter[str] = Counter()
         self._loaded: Counter[str] = Counter()
+        self._removals = _Removals(journal)
+        self._removed: Counter[str] = Counter()
         self._is_told = world.rank != 1  # one rank says it
 
-    def save(self, path: str, saves: Callable[[], Any]) -> Any:
+    def save(self, path: str, saves: Callable[..., Any]) -> Any:
         self._saved[path] += 1
         number = self._saved[path]
         is_common = _wait(lambda: self._journal.count(_BEGUN, path) >= number, _LONGEST_DELAY_S)
@@ -150,7 +238,7 @@ class _Follower:
             )
         return None
 
-    def load(self, path: str, loads: Callable[[], Any]) -> Any:
+    def load(self, path: str, loads: Callable[..., Any]) -> Any:
         begun = self._journal.count(_BEGUN, path)
         if not begun and not self._saved[path]:
             return loads()
@@ -168,7 +256,25 @@ class _Follower:
                 stacklevel=3,
             )
         with self._journal.lock(path, fcntl.LOCK_SH):
+            number = self._removed[path] + 1
+            if self._journal.count(_REMOVED, path) >= number:  # rank 0 has, and this rank comes to it later
+                held = self._journal.last(f"{_HELD}:{zlib.crc32(os.fsencode(path))}:{number}")
+                if held and os.path.exists(held):
+                    return loads(held)
             return loads()
+
+    def remove(self, path: str, removes: Callable[[], Any]) -> Any:
+        below = [each for each in self._saved if each == path or each.startswith(path + os.sep)]
+        if not below:
+            return self._removals.remove(path, removes)
+        for each in below:
+            self._removed[each] += 1
+            self._journal.note(_PASSED, each)
+        if not _wait(
+            lambda: all(self._journal.count(_GONE, each) >= self._removed[each] for each in below), _LONGEST_WAIT_S
+        ):
+            return removes()
+        return None
 
 
 class _Folders:
@@ -273,6 +379,28 @@ def _wrap_mkdir(folders: _Folders) -> None:
     os.mkdir = mkdir
 
 
+def _wrap_removals(files: _Files) -> None:
+    for module, name in ((os, "remove"), (os, "unlink"), (os, "rename"), (os, "replace"), (shutil, "rmtree")):
+        setattr(module, name, _removing(getattr(module, name), files))
+
+
+def _removing(real: Callable[..., Any], files: _Files) -> Callable[..., Any]:
+    """Return `real`, which removes or moves its first argument, called through `files` for programs."""
+
+    @functools.wraps(real)
+    def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        inner = ("os.", "pathlib.")
+        while frame is not None and (caller := f"{frame.f_globals.get('__name__')}.").startswith(inner):
+            frame = frame.f_back
+        known = ("shutil.", "tempfile.", "multiprocessing.", *_KNOW_RANKS)
+        if not isinstance(path, (str, os.PathLike)) or "dir_fd" in kwargs or caller.startswith(known):
+            return real(path, *args, **kwargs)
+        return files.remove(os.path.abspath(os.fsdecode(path)), partial(real, path, *args, **kwargs))
+
+    return call
+
+
 def _wrap_torchs(files: _Files, torch: Any) -> None:
     for name, wrapped in (
         ("save", _wrapped(torch.save, files.save, 1, "f")),
@@ -298,7 +426,15 @@ def _wrapped(
         caller = f"{sys._getframe(1).f_globals.get('__name__')}."
         if not isinstance(given, (str, os.PathLike)) or caller.startswith(_KNOW_RANKS):
             return function(*args, **kwargs)
-        return act(os.path.abspath(os.fsdecode(given)), partial(function, *args, **kwargs))
+
+        def does(path: str | None = None) -> Any:
+            if path is None:
+                return function(*args, **kwargs)
+            if len(args) > position:
+                return function(*args[:position], path, *args[position + 1 :], **kwargs)
+            return function(*args, **{**kwargs, name: path})
+
+        return act(os.path.abspath(os.fsdecode(given)), does)
 
     return call
 
