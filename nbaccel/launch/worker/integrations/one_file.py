@@ -124,7 +124,7 @@ class _Files(Protocol):
 
 
 class _Removals:
-    """What ranks remove, or move away: the k-th call of a rank is that of the others."""
+    """Removals and renamings by the ranks: the k-th call of a rank is that of the others."""
 
     def __init__(self, journal: _Journal) -> None:
         self._journal = journal
