@@ -25,7 +25,7 @@ from nbaccel.train.data.position import EpochProgress, Fetching, Iteration, Load
 from nbaccel.train.data.shard import counted, refuse_uneven, until_backward
 from nbaccel.train.data.sources import Source
 from nbaccel.train.distributed.partial_state import current_world
-from nbaccel.train.step.accumulation import Accumulation
+from nbaccel.train.step.accumulation import Accumulation, Window
 from nbaccel.train.step.implicit_hooks import step_back
 from nbaccel.world import World
 
@@ -105,10 +105,7 @@ class PreparedLoader(DataLoader[Any]):
         position = self._next_position(is_look)
         accumulation, clock = self.accumulation, self.accumulation.clock
         progress = self._progress
-        outer = (self._source, self.end_of_dataloader) if progress.open else None
-        # An iteration inside of another one, or beside it, draws by itself and leaves the other as it is.
-        source = self._source.apart() if outer else self._source
-        self._source, self.end_of_dataloader = source, False
+        source, outer = self._enter_source()
         stride = source.stride
         states = source.states if source.states else None  # read once: this is the step path
         lengths = source.lengths(position.batches)
@@ -162,9 +159,7 @@ class PreparedLoader(DataLoader[Any]):
             emit(gauge.close())
             self._end(this, meetings, is_whole, is_resumed)
             if outer is not None and self._source is source:
-                self._return_to(*outer)
-                if not is_look and progress.open:
-                    accumulation.reopen(given_up)
+                self._return_to(*outer, [] if is_look else given_up)
             accumulation.close(window, is_whole)
 
     def _gauge(self, this: Iteration, length: int | None, may_train: bool, fetching: Fetching) -> LoopGauge:
@@ -201,13 +196,23 @@ class PreparedLoader(DataLoader[Any]):
         if is_resumed and not (has_trained or has_met or is_whole):
             progress.resume = position  # a look: the training that continues there is still to come
 
-    def _return_to(self, source: Source, is_last: bool) -> None:
-        """Continue the iteration that was under way before one inside of it, with its `source`."""
+    def _enter_source(self) -> tuple[Source, tuple[Source, bool] | None]:
+        """Return the source of an iteration that begins, and what `_return_to` takes if it begins inside of another.
+
+        One inside of another, or beside it, draws by itself and leaves the other as it is.
+        """
+        outer = (self._source, self.end_of_dataloader) if self._progress.open else None
+        self._source, self.end_of_dataloader = self._source if outer is None else self._source.apart(), False
+        return self._source, outer
+
+    def _return_to(self, source: Source, is_last: bool, given_up: list[Window]) -> None:
+        """Continue the iteration that was under way before one inside of it, with its `source` and its windows."""
         self._source = source
         under_way = self._progress.current
         if under_way is not None:
             self.end_of_dataloader = is_last
             tell_epoch(under_way.position.epoch, self.loader.dataset, *samplers_of(self.loader))
+            self.accumulation.reopen(given_up)
 
     def _next_position(self, is_look: bool) -> LoaderPosition:
         """Return the position where an iteration that starts now begins."""
