@@ -5,15 +5,17 @@ Every program trains on two ranks with a part of the rows each, and is compared 
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from nbaccel import Accelerator
+from nbaccel import Accelerator, find_executable_batch_size
 from nbaccel.errors import NotPrepared
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.store_exchange import StoreExchange
@@ -230,6 +232,31 @@ def _steps(program: Program, backward: Callable[[int], None]) -> list[Tensor]:
         backward(step)
         program.end()
     return list(program.net.parameters())
+
+
+def lent_in_between() -> tuple[list[Tensor], list[Tensor]]:
+    """A forward that has no backward, then `forward_backward`, then the model inside with an own reduce."""
+    program = Program()
+
+    def backward(step: int) -> None:
+        program.model(program.rows(step))
+        if step % 2:
+            program.accelerator.backward(program.net.loss(program.rows(step)))
+            _reduce(program)
+        else:
+            program.accelerator.forward_backward(lambda rows: program.model(rows).square().mean(), program.rows(step))
+            program.end()
+            program.accelerator.backward(program.net.loss(program.rows(step)))
+            _reduce(program)
+
+    found = _steps(program, backward)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in (0, 0, 1, 2, 2):
+        net.loss(rows_of(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, list(net.parameters())
 
 
 def usual() -> tuple[list[Tensor], list[Tensor]]:
@@ -516,6 +543,19 @@ def compressed() -> tuple[list[Tensor], list[Tensor]]:
     return [mine], [program.accelerator.reduce(mine, "mean")]
 
 
+def independent() -> tuple[list[Tensor], list[Tensor]]:
+    """Separate trainings that are meant, as with ``--independent``."""
+    os.environ["NBACCEL_INDEPENDENT"] = "1"
+    try:
+        program = Program()
+        _steps(program, lambda step: program.accelerator.backward(program.net.loss(program.rows(step))))
+    finally:
+        del os.environ["NBACCEL_INDEPENDENT"]
+    mine = torch.cat([each.detach().flatten() for each in program.net.parameters()])
+    assert not torch.equal(mine, program.accelerator.reduce(mine, "mean"))
+    return [mine], [mine]
+
+
 def sharded() -> tuple[list[Tensor], list[Tensor]]:
     program = Program(Net("ab"), strategy="fsdp")
     _steps(program, lambda step: program.accelerator.backward(program.model(program.rows(step)).square().mean()))
@@ -534,6 +574,7 @@ RIGHT: dict[str, tuple[Right, int]] = {
     "no_sync and an own reduce": (held_and_reduced_by_hand, 0),
     "the model inside and an own reduce": (inside_and_reduced_by_hand, STEPS),
     "gradients of its own": (gradients_of_its_own, STEPS),
+    "forward_backward in between": (lent_in_between, 2),
     "SAM": (sharpness_aware, 0),
     "two models, a loss each in turn, one optimizer": (lambda: two_losses_in_turn(True), 1),
     "two models, a loss each in turn, two optimizers": (lambda: two_losses_in_turn(False), 1),
@@ -550,6 +591,7 @@ RIGHT: dict[str, tuple[Right, int]] = {
     "closure": (a_closure_of_the_model, 0),
     "LocalSGD": (local_sgd, 0),
     "a communication hook": (compressed, 0),
+    "--independent": (independent, 0),
     "FSDP": (sharded, 0),
 }
 """Programs that are right, and how often they compare gradients: where a look does not show that all are averaged."""
@@ -583,3 +625,47 @@ def test_programs_that_average_in_their_own_way_stay_right_and_compare_only_wher
             name: count for name, (_, count) in RIGHT.items()
         }
         assert {name: error for name, (error, _) in found.items() if error > 1e-12} == {}
+
+
+def _short_beside_a_comparison() -> tuple[list[int], list[Tensor]]:
+    program = Program()
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> None:
+        tried.append(batch_size)
+        if batch_size == 4 and program.accelerator.process_index == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        program.accelerator.backward((program.net if batch_size == 4 else program.model)(rows_of(0)).square().mean())
+        program.end()
+
+    train()
+    return tried, [each.detach() for each in program.net.parameters()]
+
+
+def test_a_rank_that_runs_out_of_memory_ends_the_comparison_of_its_peer() -> None:
+    (tried, first), (_, second) = run_ranks(2, _short_beside_a_comparison)
+    assert tried == [4, 2]
+    assert all(map(torch.equal, first, second)), "copied from one rank, and averaged since"
+
+
+def _peft() -> tuple[list[Tensor], int]:
+    import peft
+
+    torch.manual_seed(0)
+    net = peft.get_peft_model(Net("ab"), peft.LoraConfig(target_modules=["body", "a"], r=2, lora_dropout=0.0))
+    net.double()
+    program = Program(net)
+    real, compared = StoreExchange.all, []
+    StoreExchange.all = lambda *args: compared.append(args) or real(*args)  # type: ignore[method-assign, func-returns-value]
+    for step in range(STEPS):
+        program.step(step)
+    return [each.detach() for each in net.parameters()], len(compared)
+
+
+@pytest.mark.full
+def test_adapters_of_peft_train_without_a_comparison() -> None:
+    pytest.importorskip("peft", reason="its adapters")
+    (first, compared), (second, _) = run_ranks(2, _peft)
+    assert compared == 0
+    assert all(map(torch.equal, first, second)), "averaged by DDP"

@@ -135,6 +135,7 @@ class Replica(DistributedDataParallel):
         """Drop DDP's reducer, which owns its buckets and its hooks in autograd."""
         self.__dict__.pop("reducer", None)
         self.__dict__.pop("logger", None)  # owns the reducer too
+        self.reduction.is_pending = False  # nobody averages what an earlier forward has announced
 
     def build_buckets(self) -> None:
         """Undo `free_buckets`; not collective. Communication hooks must be registered again."""

@@ -320,7 +320,9 @@ _NOBODY_IS_SOUND = (
 
 
 class _Ear:
-    """Event sink that ends a wait of this rank in a collective of ours if a peer is done with the attempt already.
+    """Event sink that ends a wait of this rank for its peers if one is done with the attempt, or has given it up.
+
+    Waits in the store end so; those in a collective when the connections are cut.
 
     An exchange that an attempt leaves is its own affair: the peers are woken, and form their group anew.
 
@@ -340,6 +342,8 @@ class _Ear:
             self.next(event)
 
     def _look(self, event: Waiting) -> None:
+        if self._messages.is_flagged:
+            raise PeerFailed(f"{self._attempt} was given up, while rank {self._messages.rank} was {event.call}")
         gone = [rank for rank in self._messages.posted("done") if self._messages.read("done", rank) < _calls()]
         if gone:
             sides = "\n".join(f"  rank {rank}: is done with {self._attempt}" for rank in gone)
