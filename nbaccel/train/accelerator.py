@@ -43,7 +43,7 @@ from nbaccel.train.data import DataLoaderConfiguration, PreparedLoader, skip_fir
 from nbaccel.train.data.dispatch import SliceFunction
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import AcceleratorState
-from nbaccel.train.distributed.process_control import DistributedType, ProcessControl
+from nbaccel.train.distributed.process_control import DistributedType, LastRound, ProcessControl
 from nbaccel.train.distributed.rng import warn_of_rng_types
 from nbaccel.train.lifecycle import Choices, Lifecycle
 from nbaccel.train.oom.forward_backward import StepRecovery
@@ -261,7 +261,15 @@ class Accelerator(ProcessControl):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        return self._lifecycle.accumulation.steps
+        """Batches per optimizer step. Inside a block of `accumulate`: the number by which `backward` divides the loss.
+
+        There it is the length of the window, so that of a short last one too: ``loss *
+        accelerator.gradient_accumulation_steps`` takes the division back exactly, for sums that the program divides
+        itself. Where the length is not known before the last batch has come (a stream), a window in which this was
+        read is divided by the same number to its end.
+        """
+        accumulation = self._lifecycle.accumulation
+        return accumulation.tell_divisor() if accumulation.depth else accumulation.steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
@@ -274,15 +282,18 @@ class Accelerator(ProcessControl):
         """The state of the accumulation, for programs that read it."""
         return GradientState(self._lifecycle.accumulation)
 
-    def _last_round(self) -> tuple[bool, int | None]:
+    def _last_round(self) -> LastRound:
         loader: PreparedLoader | None = self._equipment.accumulation.window.source
         if loader is None:
-            return False, None
+            return LastRound()
         if loader.may_be_uneven:
             loader.refuse_to_gather()
         window, samples = self._equipment.accumulation.window, loader.remainder
-        is_filled_up = window.is_last and samples > 0
-        return loader.may_be_uneven, window.real(samples, self.num_processes) if is_filled_up else None
+        if not (window.is_last and samples > 0):
+            return LastRound(loader.may_be_uneven)
+        real, of_rank = window.real(samples, self.num_processes), window.held(loader.rank_samples)
+        held = None if of_rank is None else of_rank * self.num_processes
+        return LastRound(loader.may_be_uneven, held, real, self.num_processes)
 
     def _counts_nothing(self) -> bool:
         return self._equipment.accumulation.window.is_repeated
@@ -535,9 +546,11 @@ class Accelerator(ProcessControl):
         of all ranks at once, sum(w * grad) / sum(w).
         micro_batch_size: no micro-batch is larger. "auto": the first batch is used for a few trial steps, each rank
             for itself, which find the largest micro-batch that fits and are undone, as in `find_batch_size`.
-        split_fn, samples: ``split_fn(batch, start, stop)`` and the number of samples, for batches other than tensors
-        and arrays, all with the samples in the first dimension, in any nesting of tuples, lists, dicts, mappings and
-        dataclasses. Numbers, strings and 0-d tensors are copied into every micro-batch.
+        samples: how many `batch` has, where its lengths allow several numbers. Without it that is the common first
+            dimension of its tensors, or the length of its lists; with it, what is of another length belongs to all.
+        split_fn: ``split_fn(batch, start, stop)``, with `samples`, for batches other than tensors and arrays with the
+            samples in the first dimension, and lists with an entry for each, in any nesting of tuples, lists, dicts,
+            mappings and dataclasses. Numbers, strings and 0-d tensors are copied into every micro-batch.
 
         Returns the mean loss of this rank's batch, detached, as one forward of the whole batch would give it.
         Parameters that no rank used keep ``grad`` None. BatchNorm normalises each micro-batch by itself and counts each

@@ -152,12 +152,11 @@ class DryRunHooks:
         """
         joined = real(process, tensor)
         if not torch.is_grad_enabled():
-            _, samples = process._last_round()
-            rows = count_rows(joined)
-            if samples is not None and rows is not None and rows > max(samples, process.num_processes):
+            last, rows = process._last_round(), count_rows(joined)
+            if rows and rows == last.held and last.real is not None and last.real < rows:
                 frame = next(iter(users_frames(1)), None)
                 place = {} if frame is None else {"file": frame.f_code.co_filename, "line": frame.f_lineno}
-                self._write_record({"kind": "gather", "rows": rows, "repeated": rows - samples, **place})
+                self._write_record({"kind": "gather", "rows": rows, "repeated": rows - last.real, **place})
         return joined
 
     # -- checkpoints

@@ -29,10 +29,13 @@ from torch.utils.data import dataloader
 from nbaccel.answers.fingerprint import checksum_of
 from nbaccel.dry_run.function_hooks import FunctionHooks
 from nbaccel.dry_run.loop_log import DryRunEnded
+from nbaccel.errors import CannotSplit
+from nbaccel.train.data.counting import as_counted
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.prepare_loader import LoaderChoice
 from nbaccel.train.data.sources import Source
-from nbaccel.train.distributed.nested import count_rows, slice_rows
+from nbaccel.train.distributed.counted_batch import CountedBatch
+from nbaccel.train.distributed.nested import count_rows
 
 __all__ = ["GradientProbe", "plain_arithmetic"]
 
@@ -110,8 +113,11 @@ class GradientProbe:
     def _next_data(self, real: Callable[..., Any], iterator: Any) -> Any:
         batch = real(iterator)
         if threading.get_ident() == self._thread:
-            for row in range(min(count_rows(batch) or 0, _MOST_SAMPLES - len(self._samples))):
-                self._samples.append(checksum_of([slice_rows(batch, row, row + 1)]))
+            counted = as_counted(batch.batch if isinstance(batch, CountedBatch) else batch, None)
+            if counted is not None:
+                with suppress(CannotSplit):  # then its samples are not compared; one process and several judge alike
+                    for row in range(min(counted.samples, _MOST_SAMPLES - len(self._samples))):
+                        self._samples.append(checksum_of([counted.take(row, row + 1)]))
             self._drawn = _generators()
         return batch
 

@@ -300,3 +300,63 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> Any:
         return iter(self.rows)
+
+
+def _by_sums(is_sized: bool, scales: bool, steps: int = 3, batches: int = 7) -> float:
+    """Return how far a training is from one process that sees whole windows.
+
+    The program divides its sums by what its window holds, and takes the division of `backward` back.
+    """
+    accelerator = Accelerator(gradient_accumulation_plugin=Rules(steps, scale_last_window=scales))
+    ranks, data = accelerator.num_processes, torch.Generator().manual_seed(0)
+    x = torch.randn(2 * accelerator.num_processes * batches, 3, generator=data, dtype=torch.float64)
+    weights = torch.arange(1.0, len(x) + 1, dtype=torch.float64)
+    model, plain = (torch.nn.Linear(3, 1, bias=False, dtype=torch.float64) for _ in range(2))
+    for start in (model, plain):
+        torch.nn.init.ones_(start.weight)
+    rows = TensorDataset(x, weights)
+    loader: Any = DataLoader(rows if is_sized else _Streamed(rows), 2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), loader)
+    reference, done = torch.optim.SGD(plain.parameters(), 0.01), 0
+    for number, (part, weight) in enumerate(loader):
+        window = slice(done, min(done + steps * 2 * ranks, len(x)))
+        with accelerator.accumulate(model):
+            loss = (model(part)[:, 0].square() * weight).sum() / weights[window].sum()
+            accelerator.backward(loss * accelerator.gradient_accumulation_steps * ranks)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert accelerator.gradient_accumulation_steps == steps
+        if (number + 1) % steps == 0 or number + 1 == batches:
+            done = window.stop
+            ((plain(x[window])[:, 0].square() * weights[window]).sum() / weights[window].sum()).backward()
+            reference.step()
+            reference.zero_grad()
+    return float((accelerator.unwrap_model(model).weight - plain.weight).detach().abs().max())
+
+
+class _Streamed(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return (self.rows[number] for number in range(len(self.rows)))
+
+
+@pytest.mark.parametrize("scales", [True, False])
+@pytest.mark.parametrize("is_sized", [True, False])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_program_can_take_the_division_of_a_short_last_window_back(ranks: int, is_sized: bool, scales: bool) -> None:
+    assert max(run_ranks(ranks, _by_sums, is_sized, scales)) < 1e-12
+
+
+def test_a_window_that_was_not_read_keeps_the_mean_of_its_batches_beside_one_that_was() -> None:
+    accelerator, model, _, _ = _setup(steps=4)
+    loader = accelerator.prepare(DataLoader(_Streamed(TensorDataset(torch.ones(5, 1)))))
+    for number, (x,) in enumerate(loader):
+        with accelerator.accumulate(model):
+            if number < 4:
+                assert accelerator.gradient_accumulation_steps == 4
+            accelerator.backward(model(x).sum())
+        if accelerator.sync_gradients:
+            assert model.weight.grad.item() == 1
+            model.zero_grad()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from nbaccel.errors import NbaccelError
+from nbaccel.train.data.counting import counting
 from nbaccel.train.data.order import SharedOrder, tell_epoch
 from nbaccel.train.data.position import DatasetStates, LoaderPosition
 from nbaccel.train.data.shard import NOTHING, StreamShard, unshared
@@ -71,7 +72,7 @@ class DispatchSource(Source):
         if not world.is_main_process:
             self.states = DatasetStates(None)
         self._rest = None if order is None else Rest(order)
-        read = loader if self._rest is None else rebuilt(loader, self._rest)
+        read = counting(loader if self._rest is None else rebuilt(loader, self._rest))
         self.shard = _RoundShard(read, self.states, world, slice_function, even=even, split=split)
 
     @property
@@ -103,6 +104,11 @@ class DispatchSource(Source):
     def may_be_uneven(self) -> bool:
         return self.shard.may_be_uneven or self.loader.num_workers > 1
 
+    def last_samples(self, batch_size: int | None) -> int | None:
+        if self._remainder > 0:
+            return -(-self._remainder // self._world.world_size)
+        return batch_size if self.even or self.shard.drop_last else None
+
     def lengths(self, skip: int = 0) -> list[int] | None:
         return None if self._batches is None else self.shard.lengths_of(self._batches - skip)
 
@@ -132,7 +138,7 @@ class DispatchSource(Source):
         """Yield each round's parts, and what is sent of them; report a failure to read to the waiting ranks."""
         try:
             for members, first, is_last in self._rounds(position):
-                parts = [self.shard.part(members, first, is_last, rank) for rank in range(self._world.world_size)]
+                parts = self.shard.parts(members, first, is_last)
                 yield parts, [_Payload.pack(part) for part in parts[1:]], is_last
         except Exception as error:
             self._wire.send(_FAILURE, self._to_everyone(f"{type(error).__name__}: {error}"))
@@ -195,25 +201,28 @@ class _RoundShard(StreamShard):
         resumed, self.resumed = self.resumed, None
         return self.begin() if resumed is None else resumed
 
-    def part(self, members: list[Any], first: list[Any], is_last: bool, rank: int) -> Any:
-        if self._slice_function is None or (is_last and not self._is_complete(members)):
-            return super().part(members, first, is_last, rank)
-        whole = self._join(members)
-        length = (self._size(whole) or 0) // self.world_size
-        return self._cut_for(whole, length, rank)
-
-    def _fill(self, members: list[Any], first: list[Any], rank: int) -> Any:
-        have = self._count(members)
-        if have < 0:
-            return super()._fill(members, first, rank)
-        length = -(-have // self.world_size)
-        return self._cut_for(self._filled_up(members, first, have, length * self.world_size), length, rank)
-
-    def _cut_for(self, whole: Any, length: int, rank: int) -> Any:
-        start, stop = length * rank, length * (rank + 1)
+    def parts(self, members: list[Any], first: list[Any], is_last: bool) -> list[Any]:
+        """Return the share of each rank of a round."""
+        if is_last and not self._is_complete(members):
+            return self._last_parts(members, first)
         if self._slice_function is None:
-            return self._cut(whole, start, stop)
-        return self._slice_function(whole, slice(start, stop), process_index=rank, num_processes=self.world_size)
+            return [self.part(members, first, False, rank) for rank in range(self.world_size)]
+        total = sum(self._size(batch) or 0 for batch in members)
+        return self._dealt(members, total // self.world_size)
+
+    def _share_of(self, samples: int) -> int | None:
+        return -(-samples // self.world_size)  # equal parts, so that few samples are repeated
+
+    def _dealt(self, parts: list[Any], length: int) -> list[Any]:
+        if self._slice_function is None:
+            return super()._dealt(parts, length)
+        whole, ranks = self._cut(parts, 0, length * self.world_size), range(self.world_size)
+        return [
+            self._slice_function(
+                whole, slice(length * rank, length * (rank + 1)), process_index=rank, num_processes=self.world_size
+            )
+            for rank in ranks
+        ]
 
 
 class _Wire:

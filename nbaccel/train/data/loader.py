@@ -391,6 +391,11 @@ class PreparedLoader(DataLoader[Any]):
         return size // self.world.world_size if size is not None and self._source.is_split else size
 
     @property
+    def rank_samples(self) -> int | None:
+        """Samples of this rank's current batch; None where that is not known."""
+        return self._source.last_samples(self.rank_batch_size) if self.end_of_dataloader else self.rank_batch_size
+
+    @property
     def total_dataset_length(self) -> int:
         return len(self.loader.dataset)  # type: ignore[arg-type]
 

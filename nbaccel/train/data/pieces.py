@@ -24,7 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-__all__ = ["in_pieces", "iterated_in_pieces", "permutation"]
+__all__ = ["in_pieces", "iterated_in_pieces", "iterates_as_torch", "permutation"]
 
 _PIECE = 8192
 """Integers at a time, an even number. With more of them `_swap` has more conflicts, fewer cost more calls."""
@@ -61,7 +61,7 @@ def iterated_in_pieces(loader: DataLoader[Any]) -> Iterator[Any]:
     """Iterate `loader` with its sampler read in pieces; persistent workers remain the loader's own."""
     batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     lean = in_pieces(batches)
-    if lean is batches or not _iterates_as_torch(loader):
+    if lean is batches or not iterates_as_torch(loader):
         return iter(loader)
     again = copy.copy(loader)  # a loader refuses assignment of another sampler
     again.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = lean
@@ -135,7 +135,7 @@ _IN_PIECES: dict[type[Sampler[Any]], type[Sampler[Any]]] = {
 }
 
 
-def _iterates_as_torch(loader: DataLoader[Any]) -> bool:
+def iterates_as_torch(loader: DataLoader[Any]) -> bool:
     kind = type(loader)
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nbaccel.events import Progress
 from nbaccel.train.distributed.callers import warn_user
+from nbaccel.train.distributed.counted_batch import CountedBatch
 from nbaccel.train.distributed.nested import leaves
 from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.values import frozen
@@ -285,7 +286,7 @@ class DatasetStates:
 def digests_of(batch: Any) -> tuple[int, int]:
     """Return digests of some values of a batch: of all kinds, and of those that are no floats (0 without any)."""
     every = exact = 0
-    for leaf in leaves(batch):
+    for leaf in leaves(batch.batch if isinstance(batch, CountedBatch) else batch):
         is_exact = not isinstance(leaf, (float, complex))
         said = f"{type(leaf).__name__}"
         if isinstance(leaf, Tensor):

@@ -15,8 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
+from nbaccel.errors import CannotSplit
+from nbaccel.train.data.counting import as_counted
 from nbaccel.train.data.position import DatasetStates
-from nbaccel.train.distributed.nested import count_rows, join_batches, leaves, map_children, slice_rows
+from nbaccel.train.distributed.callers import warn_user
+from nbaccel.train.distributed.counted_batch import CountedBatch, joined
+from nbaccel.train.distributed.nested import leaves, map_children
 from nbaccel.world import World
 
 __all__ = [
@@ -136,9 +140,17 @@ class Shard(Iterable[Any]):
 
     def part(self, members: list[Any], first: list[Any], is_last: bool, rank: int) -> Any:
         """Return the share of `rank` of a round; NOTHING where it gets none."""
-        if not is_last or self._is_complete(members):
-            return self._piece(members[0], rank) if self.split else members[rank]
-        return self._fill(members, first, rank) if self.even else self._leftover(members, rank)
+        if is_last and not self._is_complete(members):
+            return self._last_parts(members, first)[rank]
+        return self._piece(members[0], rank) if self.split else self._whole(members[rank])
+
+    def _last_parts(self, members: list[Any], first: list[Any]) -> list[Any]:
+        """Return the share of each rank of an incomplete round."""
+        if self.even:
+            return self._fill(members, first)
+        if self.split:
+            return [self._piece(members[0], rank) for rank in range(self.world_size)]
+        return [self._whole(batch) for batch in members] + [NOTHING] * (self.world_size - len(members))
 
     def _is_complete(self, members: list[Any]) -> bool:
         if len(members) < self.stride:
@@ -150,34 +162,45 @@ class Shard(Iterable[Any]):
         sizes = [self._size(batch) for batch in members]
         return -1 if not self.even or None in sizes else sum(size for size in sizes if size is not None)
 
-    def _fill(self, members: list[Any], first: list[Any], rank: int) -> Any:
-        """Return a batch of the last round, completed from the `first` round."""
+    def _fill(self, members: list[Any], first: list[Any]) -> list[Any]:
+        """Return a batch of the last round for each rank, completed from the `first` round."""
         have = self._count(members)
-        if self.batch_size is None or have < 0:
-            return [*members, *itertools.islice(itertools.cycle(first), self.world_size)][rank]
-        length = self.batch_size // self.world_size if self.split else self.batch_size
-        filled = self._filled_up(members, first, have, length * self.world_size)
-        return self._cut(filled, length * rank, length * (rank + 1))
+        length = self._share_of(have)
+        if have < 0 or length is None:
+            return self._repeated(members, first)
+        return self._dealt(self._filled_up(members, first, have, length * self.world_size), length)
 
-    def _filled_up(self, members: list[Any], first: list[Any], have: int, wanted: int) -> Any:
+    def _share_of(self, samples: int) -> int | None:
+        """Return how many samples each rank gets in a last round of so many; None where batches have no known size."""
+        if self.batch_size is None:
+            return None
+        return self.batch_size // self.world_size if self.split else self.batch_size
+
+    def _dealt(self, parts: list[Any], length: int) -> list[Any]:
+        """Return `length` samples of `parts` for each rank, one rank after the other."""
+        return [self._cut(parts, length * rank, length * (rank + 1)) for rank in range(self.world_size)]
+
+    def _repeated(self, members: list[Any], first: list[Any]) -> list[Any]:
+        """Return a whole batch for each rank."""
+        batches = [*members, *itertools.islice(itertools.cycle(first), self.world_size)]
+        return [self._whole(batch) for batch in batches[: self.world_size]]
+
+    def _filled_up(self, members: list[Any], first: list[Any], have: int, wanted: int) -> list[Any]:
+        """Return `members`, and as many batches of the first round after them as give `wanted` samples."""
         parts = list(members)
         for batch in itertools.cycle(first):
             if have >= wanted:
                 break
             parts.append(batch)
             have += self._size(batch) or 1
-        return self._join(parts)
-
-    def _leftover(self, members: list[Any], rank: int) -> Any:
-        if not self.split:
-            return members[rank] if rank < len(members) else NOTHING
-        piece = self._piece(members[0], rank)
-        return piece if self._size(piece) else NOTHING
+        return parts
 
     def _piece(self, batch: Any, rank: int) -> Any:
         assert self.batch_size is not None
-        length = self.batch_size // self.world_size
-        return self._cut(batch, length * rank, length * (rank + 1))
+        length, size = self.batch_size // self.world_size, self._size(batch)
+        if size is not None and size <= length * rank:
+            return NOTHING
+        return self._cut([batch], length * rank, length * (rank + 1))
 
     def _is_left_out(self, rank: int) -> bool:
         """Return whether, with `split`, the last, short batch is dropped, or ends before the rank's part of it."""
@@ -202,11 +225,12 @@ class Shard(Iterable[Any]):
     def _size(self, batch: Any) -> int | None:
         return len(batch) if isinstance(batch, (list, tuple)) else None
 
-    def _join(self, batches: Sequence[Any]) -> Any:
-        return list(itertools.chain.from_iterable(batches))
+    def _whole(self, batch: Any) -> Any:
+        return batch
 
-    def _cut(self, batch: Any, start: int, stop: int) -> Any:
-        return batch[start:stop]
+    def _cut(self, batches: Sequence[Any], start: int, stop: int) -> Any:
+        """Return the samples `start` to `stop` of `batches`, which follow one another."""
+        return batches[0][start:stop] if len(batches) == 1 else list(itertools.chain.from_iterable(batches))[start:stop]
 
 
 class BatchShard(Shard, Sampler[Any]):
@@ -258,18 +282,52 @@ class StreamShard(Shard):
             drop_last=bool(getattr(dealer, "drop_last", False)),
         )
         self._states = states
+        self._name = type(loader.dataset).__name__
+
+    def __iter__(self) -> Iterator[Any]:
+        parts = (self.part(*round_, self.rank) for round_ in self.rounds())
+        return (part for part in parts if part is not NOTHING)
 
     def _read(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
         return self._states.noted(super()._read(batches))
 
     def _size(self, batch: Any) -> int | None:
-        return count_rows(batch)
+        counted = as_counted(batch, self.batch_size)
+        return None if counted is None else counted.samples
 
-    def _join(self, batches: Sequence[Any]) -> Any:
-        return join_batches(batches)
+    def _whole(self, batch: Any) -> Any:
+        return batch.batch if isinstance(batch, CountedBatch) else batch
 
-    def _cut(self, batch: Any, start: int, stop: int) -> Any:
-        return slice_rows(batch, start, stop)
+    def _cut(self, batches: Sequence[Any], start: int, stop: int) -> Any:
+        counted = [as_counted(batch, self.batch_size) for batch in batches]
+        try:
+            if None in counted:
+                raise CannotSplit(f"it is not known how many samples are in a {type(batches[0]).__name__}")
+            return joined([batch for batch in counted if batch is not None], start, stop)
+        except CannotSplit as error:
+            raise CannotSplit(
+                f"a batch of the loader over {self._name} cannot be cut for {self.world_size} ranks: {error}. {_REMEDY}"
+            ) from error
+
+    def _fill(self, members: list[Any], first: list[Any]) -> list[Any]:
+        try:
+            return super()._fill(members, first)
+        except CannotSplit as error:
+            if self.split:
+                raise
+            self.remainder = -1
+            if self.rank == 0:
+                warn_user(
+                    f"{error} For now each rank gets a whole batch at the end of an epoch; where there are fewer than "
+                    "ranks, some get one of the epoch's first, whose samples gather_for_metrics counts twice."
+                )
+            return self._repeated(members, first)
+
+
+_REMEDY = (
+    "Let its collate_fn return tensors with the samples in the first dimension, or lists with one entry for each, in a "
+    "dict; or give its samples by index, from a data set with __getitem__ and without dispatch_batches."
+)
 
 
 def unshared(values: Iterable[Any]) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from nbaccel.train.data.counting import counting
 from nbaccel.train.data.order import (
     PrivateRandomness,
     SharedOrder,
@@ -74,6 +75,11 @@ class Source:
     def may_be_uneven(self) -> bool:
         """True if ranks may hold batches of different sizes at the same time."""
         return False
+
+    def last_samples(self, batch_size: int | None) -> int | None:
+        """Return the samples of this rank's last batch, where its others have `batch_size`; None if not known."""
+        total = None if self.is_stream else length_of(self.loader.sampler)
+        return None if total is None or batch_size is None else total % batch_size or batch_size
 
     def lengths(self, skip: int = 0) -> list[int] | None:
         """Return how many batches each rank gets of an iteration that leaves `skip` out; None where that is unknown.
@@ -213,6 +219,11 @@ class IndexSource(Source):
     def may_be_uneven(self) -> bool:
         return self.shard.may_be_uneven
 
+    def last_samples(self, batch_size: int | None) -> int | None:
+        if not self._world.is_distributed:
+            return super().last_samples(batch_size)
+        return batch_size if self.even or self.shard.drop_last else None
+
     def lengths(self, skip: int = 0) -> list[int] | None:
         try:
             return self.shard.lengths(skip)
@@ -249,6 +260,7 @@ class StreamSource(Source):
         self.even = even
         self._world = world
         self._private = PrivateRandomness()
+        self._counting = counting(loader)
         self.shard = StreamShard(loader, self.states, world, even=even, split=split)
 
     @property
@@ -271,6 +283,9 @@ class StreamSource(Source):
     def may_be_uneven(self) -> bool:
         return self.shard.may_be_uneven or self.loader.num_workers > 1  # each worker ends with a short batch
 
+    def last_samples(self, batch_size: int | None) -> int | None:
+        return batch_size if self.even or self.shard.drop_last else None
+
     def lengths(self, skip: int = 0) -> list[int] | None:
         length = self._length()
         return None if length is None else self.shard.lengths_of(length - skip)
@@ -286,7 +301,7 @@ class StreamSource(Source):
 
         def begin() -> Iterator[Any]:
             self._private.seed(drawn_seed(self.seed + position.epoch, position.draw))
-            return self._private.over(unshared(self.loader), self.stride)
+            return self._private.over(unshared(self._counting), self.stride)
 
         resumed = self.states.resumed(position, begin)
         self.shard.skip = position.batches if resumed is None else 0

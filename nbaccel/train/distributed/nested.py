@@ -27,7 +27,6 @@ __all__ = [
     "leaves",
     "map_children",
     "share",
-    "slice_rows",
 ]
 
 
@@ -98,7 +97,10 @@ def is_container(value: Any) -> bool:
 
 
 def count_rows(value: Any) -> int | None:
-    """Return the number of samples in a collated batch: the first dimension of its first tensor. None without one."""
+    """Return the first dimension of the first tensor; None without one. Of a batch that is a guess, to be shown only.
+
+    A `CountedBatch` knows how many samples it has.
+    """
     if isinstance(value, torch.Tensor):
         return value.shape[0] if value.ndim else None
     for _, child in children(value):
@@ -108,17 +110,8 @@ def count_rows(value: Any) -> int | None:
     return None
 
 
-def slice_rows(value: Any, start: int, stop: int) -> Any:
-    """Return samples `start` to `stop` of a collated batch; strings and numbers of the whole batch are not cut."""
-    if isinstance(value, torch.Tensor):
-        return value[start:stop] if value.ndim else value
-    if _lists_samples(value):
-        return value[start:stop]
-    return map_children(lambda child: slice_rows(child, start, stop), value)
-
-
 def join_batches(data: Sequence[Any], dim: int = 0) -> Any:
-    """Join collated batches of one structure along the samples, or their tensors along another dimension.
+    """Join the tensors of values of one structure along a dimension.
 
     >>> join_batches([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}])["x"].shape
     torch.Size([3, 2])
@@ -126,16 +119,9 @@ def join_batches(data: Sequence[Any], dim: int = 0) -> Any:
     first = data[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(data), dim) if first.ndim else first
-    if _lists_samples(first):
-        return type(first)(sample for value in data for sample in value)
     parts = iter([[child for _, child in children(value)] for value in data])
     columns = iter(list(zip(*parts, strict=True)))
     return map_children(lambda _: join_batches(next(columns), dim), first)
-
-
-def _lists_samples(value: Any) -> bool:
-    """Return whether `value` is a list with one entry per sample, as default_collate keeps strings and objects."""
-    return type(value) in (list, tuple) and bool(value) and count_rows(value) is None
 
 
 _SLICED = (list, tuple, range, UserList)

@@ -17,12 +17,15 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from nbaccel.errors import PeerFailed
+from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives, holds_only_tensors
-from nbaccel.train.distributed.nested import map_children, share, slice_rows
+from nbaccel.train.distributed.nested import children, map_children, share
+from nbaccel.values import frozen
 from nbaccel.world import World
 
 __all__ = [
     "DistributedType",
+    "LastRound",
     "ProcessControl",
 ]
 
@@ -236,21 +239,22 @@ class ProcessControl(ABC):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather without the samples that only fill up the loader's last round: each sample once. Collective.
 
-        Objects other than tensors are gathered by pickle, one list entry per sample.
+        What holds one row, or one list entry, for each sample of this rank's batch is returned without repetitions.
+        One number per rank, such as a mean loss, comes from every rank. Objects other than tensors are gathered by
+        pickle.
         use_gather_object: use pickle for tensors too, whose shapes may then differ between samples.
 
         >>> from nbaccel import Accelerator
         >>> Accelerator().gather_for_metrics(["cat", "dog"])
         ['cat', 'dog']
         """
-        may_be_uneven, samples = self._last_round()
+        last = self._last_round()
         if self._counts_nothing():
-            input_data = _first_samples(input_data, 0)
+            input_data = _no_samples(input_data)
         if use_gather_object or not holds_only_tensors(input_data):
-            joined = self.collectives.gather_objects(input_data)
-            return joined if samples is None else _first_samples(joined, samples)
-        joined = self.collectives.gather_uneven(input_data) if may_be_uneven else self.collectives.gather(input_data)
-        return joined if samples is None else slice_rows(joined, 0, samples)
+            return last.of_objects(self.collectives.gather_objects(input_data), input_data)
+        gather = self.collectives.gather_uneven if last.may_be_uneven else self.collectives.gather
+        return last.of_tensors(gather(input_data), input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce every tensor in `tensor` over the ranks by "sum", "mean", "max" or "min". Collective.
@@ -277,12 +281,9 @@ class ProcessControl(ABC):
         """
         return self.collectives.pad(tensor, dim, pad_index, pad_first)
 
-    def _last_round(self) -> tuple[bool, int | None]:
-        """Return whether ranks may hold different numbers of samples, and how many of all are real; None for all.
-
-        A state has no loader; an Accelerator has.
-        """
-        return False, None
+    def _last_round(self) -> LastRound:
+        """Return what is known of the samples that all ranks now hold. A state has no loader; an Accelerator has."""
+        return LastRound()
 
     def _counts_nothing(self) -> bool:
         """Return whether this rank's samples were gathered before, and are only there to match the others' calls."""
@@ -309,10 +310,67 @@ def _required(name: str, value: int | None) -> int:
     return value
 
 
-def _first_samples(joined: Any, samples: int) -> Any:
-    if isinstance(joined, Mapping):
-        return map_children(lambda child: _first_samples(child, samples), joined)
-    return joined[:samples] if hasattr(joined, "__getitem__") else joined
+@frozen
+class LastRound:
+    """Samples that the ranks hold in the round that they are in.
+
+    may_be_uneven: they may hold different numbers of them.
+    held, real: of all ranks together, where the round was filled up: `held` of which the first `real` are no
+    repetition. None where that does not matter, or is not known.
+    ranks: how many there are.
+    """
+
+    may_be_uneven: bool = False
+    held: int | None = None
+    real: int | None = None
+    ranks: int = 1
+
+    def of_tensors(self, joined: Any, own: Any) -> Any:
+        """Return the tensors of all ranks without repeated samples.
+
+        own: what this rank gave for them. A tensor without dimensions stands for the rank, not for a sample.
+        """
+        if self.real is None or own is None:
+            return joined
+        if isinstance(own, torch.Tensor):
+            return joined[: self._first_of(len(joined))] if own.ndim else joined
+        ours = iter([child for _, child in children(own)])
+        return map_children(lambda child: self.of_tensors(child, next(ours)), joined)
+
+    def of_objects(self, joined: Any, own: Any) -> Any:
+        """Return the objects of all ranks without repeated samples; a list of a rank has an entry for each of its own.
+
+        own: what this rank gave for them.
+        """
+        if self.real is None:
+            return joined
+        if (isinstance(own, Mapping) or hasattr(own, "_fields")) and type(joined) in (dict, type(own)):
+            ours, names = dict(children(own)), iter([name for name, _ in children(joined)])
+            return map_children(lambda child: self.of_objects(child, ours[next(names)]), joined)
+        has_entries = isinstance(own, (list, tuple)) or (isinstance(own, torch.Tensor) and own.ndim)
+        return joined[: self._first_of(len(joined))] if has_entries else joined
+
+    def _first_of(self, entries: int) -> int:
+        """Return how many of `entries` that all ranks have given are no repetition: they come first."""
+        assert self.real is not None
+        if entries == self.ranks != self.held:
+            return entries
+        if self.held is None or entries == self.held:
+            return self.real
+        if entries:
+            warn_user(
+                f"gather_for_metrics: the {self.ranks} ranks gave {entries} entries in a loader's last round, where "
+                f"they hold {self.held} samples, and the last {self.held - self.real} of these are repetitions. It is "
+                "not known which entries belong to them, so all are returned. Gather one entry for each sample."
+            )
+        return entries
+
+
+def _no_samples(value: Any) -> Any:
+    """Return `value` without its samples; a number of the rank stays."""
+    if isinstance(value, Mapping):
+        return map_children(_no_samples, value)
+    return value[:0] if hasattr(value, "__getitem__") and getattr(value, "ndim", None) != 0 else value
 
 
 class DistributedType(StrEnum):

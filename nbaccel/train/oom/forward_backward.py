@@ -45,9 +45,10 @@ class StepRecovery:
         divided_by = accumulation.enter_backward()
         divisor = accumulation.counted.divisor if accumulation.depth else accumulation.steps
         ends_step = window.sync and not accumulation.is_held
+        expected = None if window.source is None else window.held(window.source.rank_samples)
         if micro_batch_size == "auto":
             if self.sizes.ceiling is None:
-                self._plan_micro_batches(loss_fn, batch, split_fn, samples)
+                self._plan_micro_batches(loss_fn, lambda: Samples.of(batch, split_fn, samples, expected))
         elif micro_batch_size is not None:
             self.sizes.start_at(micro_batch_size)
         task = MicroBatchTask(
@@ -56,6 +57,7 @@ class StepRecovery:
             weight,
             split_fn,
             samples,
+            expected,
             divisor,
             share=divisor / divided_by,
             ends_step=ends_step,
@@ -63,16 +65,14 @@ class StepRecovery:
         )
         return self._step_engine(), task
 
-    def _plan_micro_batches(
-        self, loss_fn: LossFunction, batch: Any, split_fn: SplitFunction | None, samples: int | None
-    ) -> None:
+    def _plan_micro_batches(self, loss_fn: LossFunction, read: Callable[[], Samples]) -> None:
         """Find the starting size of this rank's micro-batches. Collective at the engine's first step only."""
         from nbaccel.train.oom.planning.planner import find_micro_batch_size
 
         self._step_engine().prepare()
         size = find_micro_batch_size(
             loss_fn,
-            lambda: Samples.of(batch, split_fn, samples),
+            read,
             self._equipment.prepared.models,
             [prepared.optimizer for prepared in self._equipment.prepared.optimizers],
             self._equipment.strategy,

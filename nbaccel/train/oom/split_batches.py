@@ -151,6 +151,9 @@ class SplitWindow(Window):
     def real(self, samples: int, world_size: int) -> int:
         return self.part.real(samples, world_size) if self.part.rows else samples
 
+    def held(self, samples: int | None) -> int | None:
+        return self.part.stop - self.part.start if self.part.rows else samples
+
     def advance(self, steps: int, has_more: bool = False) -> float:
         if self.part.is_last and self.guard is not None:
             self.guard.forget_gradients()  # a window that turns out shorter than planned multiplies them

@@ -194,7 +194,8 @@ class Accumulating:
         if accumulation.may_go_on(last) and last.about == tuple(map(id, self.models)):
             if window.about != last.about:
                 window.turn_to(last.about)
-            window.position, window.divisor, last.position = last.position, last.divisor, 0
+            window.position, window.divisor, window.is_told = last.position, last.divisor, last.is_told
+            last.position = 0
 
     def _hold(self) -> Sequence[AbstractContextManager[Any]]:
         held = []

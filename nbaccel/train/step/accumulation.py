@@ -202,7 +202,8 @@ class Window:
     is_spent: that one was trained on.  ends_too: the last batch of another loader is trained on with the current one.
     position: batches of the open window before the current one; 0 when no window is open.
     divisor: the number that divides the losses of the open window.
-    about: the ids of the models that `position` and `divisor` belong to.
+    is_told: the program has read the divisor of the open window, and may have multiplied its losses by it.
+    about: the ids of the models that `position`, `divisor` and `is_told` belong to.
     sync: the backward of this batch synchronises gradients, and optimizers step.
     is_scaled: a window is divided by its real length, not by its planned one.
     ends_with_source: the loader's last batch ends the window.
@@ -223,6 +224,7 @@ class Window:
         "is_last",
         "is_scaled",
         "is_spent",
+        "is_told",
         "loop",
         "position",
         "source",
@@ -252,8 +254,9 @@ class Window:
         self.is_last = self.is_spent = self.ends_too = False
         self.position = 0
         self.divisor = 1
+        self.is_told = False
         self.about: tuple[int, ...] = ()
-        self._apart: dict[tuple[int, ...], tuple[int, int]] = {}  # position and divisor of windows of other models
+        self._apart: dict[tuple[int, ...], tuple[int, int, bool]] = {}  # the same of windows of other models
         self.began = 0
         self.sync = True
         self.loop = _NO_LOOP
@@ -266,8 +269,8 @@ class Window:
     def turn_to(self, models: tuple[int, ...]) -> None:
         """Count for `models` from now on: a batch that trains two models, in a block each, counts for both."""
         if self.about:  # otherwise the window comes from an earlier iteration, and continues with these
-            self._apart[self.about] = (self.position, self.divisor)
-            self.position, self.divisor = self._apart.pop(models, (0, 1))
+            self._apart[self.about] = (self.position, self.divisor, self.is_told)
+            self.position, self.divisor, self.is_told = self._apart.pop(models, (0, 1, False))
         self.about = models
 
     def weighed(self, divisor: float, in_accumulate: bool) -> float:
@@ -287,11 +290,16 @@ class Window:
         """Return how many of the samples that all ranks now process are among the first `samples` of the round."""
         return samples
 
+    def held(self, samples: int | None) -> int | None:
+        """Return how many samples this rank now processes, of a batch of `samples`."""
+        return samples
+
     def advance(self, steps: int, has_more: bool = False) -> float:
         """Take the next batch into the window; return the factor for the gradients so far.
 
         That factor is 1 except where the window turns out to be shorter or longer than planned when it was
-        opened (a loader without length that ended): then each of its losses must weigh one over its real length.
+        opened (a loader without length that ended): then each of its losses must weigh one over its real length. Where
+        the program was told the divisor, it stays.
         has_more: parts of the batch are still to come; the batch counts with the last one.
         """
         if steps == 1 and not (has_more or self.position):  # every batch is a window, as in most trainings
@@ -300,6 +308,7 @@ class Window:
         if self.position == 0 or not self.is_scaled:  # the divisor of its losses, as far as it is known
             left = self.batches_left  # below 1 where a loader has more batches than its length says
             self.divisor = left if self.is_scaled and left is not None and 0 < left < steps else steps
+            self.is_told = self.is_told and self.position > 0
         if has_more:
             self.sync = False
             return 1.0
@@ -308,7 +317,7 @@ class Window:
         if not self.sync:
             return 1.0
         length, self.position = self.position, 0
-        if length == self.divisor or not self.is_scaled:
+        if length == self.divisor or self.is_told or not self.is_scaled:
             return 1.0
         factor = self.divisor / length
         self.divisor = length
@@ -492,6 +501,11 @@ class Accumulation:
                 block.settle()
         divisor = self.counted.divisor if self.depth else self.enter_bare_backward()
         return window.weighed(divisor, self.depth > 0) if window.comes_in_parts else divisor
+
+    def tell_divisor(self) -> int:
+        """Return the divisor of the losses in the present block of `accumulate`, and keep it for its window."""
+        self.counted.is_told = True
+        return self.counted.divisor
 
     def enter_bare_backward(self) -> int:
         """Return the loss's divisor for a backward outside of `accumulate`; the window is the program's own loop."""

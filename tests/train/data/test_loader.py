@@ -361,3 +361,46 @@ def test_choices_given_twice_are_refused() -> None:
         Accelerator(split_batches=True, dataloader_config=DataLoaderConfiguration())
     assert Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)).split_batches
     assert Accelerator(split_batches=True).split_batches
+
+
+def _numbers_of_ranks(samples: int, streamed: bool) -> list[Any]:
+    """Return what a program gathers in each round: means, one value and one text of each rank, and its samples."""
+    accelerator = Accelerator()
+    dataset: Any = _Stream(samples) if streamed else list(range(samples))
+    rounds = []
+    for batch in accelerator.prepare(DataLoader(dataset, 4)):
+        values = batch.double()
+        both = accelerator.gather_for_metrics({"loss": values.mean(), "ids": batch, "none": None})
+        texts = [f"{index}" for index in batch.tolist()]
+        objects = accelerator.gather_for_metrics({"texts": texts, "loss": 0.5, "rank": ["one"]})
+        vector = accelerator.gather_for_metrics(values.mean()[None]) if len(batch) > 1 else torch.zeros(2)
+        rounds.append((len(both["loss"]), both["ids"].tolist(), objects, len(vector)))
+    return rounds
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_number_of_each_rank_is_gathered_from_every_rank_in_the_last_round_too(streamed: bool) -> None:
+    for rounds in run_ranks(2, _numbers_of_ranks, 13, streamed):
+        ids = [index for _, each, _, _ in rounds for index in each]
+        assert ids == list(range(13))
+        for means, each, objects, vector in rounds:
+            assert (means, vector, objects["loss"], objects["rank"]) == (2, 2, [0.5, 0.5], ["one", "one"])
+            assert objects["texts"] == list(map(str, each))
+
+
+def _of_tokens() -> tuple[list[int], list[str]]:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(torch.arange(9), 4))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        lengths = [len(accelerator.gather_for_metrics(batch.repeat_interleave(5))) for batch in loader]
+    return lengths, [str(warning.message) for warning in said]
+
+
+def test_entries_that_are_neither_of_samples_nor_of_ranks_are_all_returned_and_that_is_said() -> None:
+    for lengths, said in run_ranks(2, _of_tokens):
+        assert lengths == [40, 40]
+        (message,) = said
+        assert "2 ranks gave 40 entries" in message
+        assert "hold 8 samples, and the last 7 of these are repetitions" in message
+        assert "one entry for each sample" in message

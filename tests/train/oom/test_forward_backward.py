@@ -619,3 +619,64 @@ def test_a_compiled_model_is_led_as_well() -> None:
         warnings.simplefilter("ignore")
         first, second = run_ranks(2, trained)
     assert torch.equal(first, second)
+
+
+def _pictures(count: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    pictures = [torch.randn(3, 4, 4 + number % 2, generator=generator, dtype=torch.float64) for number in range(count)]
+    return pictures, torch.arange(float(count), dtype=torch.float64)
+
+
+def _loss_of_pictures(model: Any, batch: Any) -> torch.Tensor:
+    return torch.stack([(model(x[None]).mean() - y).square() for x, y in zip(*batch, strict=True)]).mean()
+
+
+@pytest.mark.parametrize("count", [2, 4, 5])
+def test_lists_of_pictures_are_cut_into_pictures_not_into_channels(count: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    plain = torch.nn.Conv2d(3, 1, 2, dtype=torch.float64)
+    model = accelerator.prepare(copy.deepcopy(plain))
+    loss = accelerator.forward_backward(
+        lambda part: _loss_of_pictures(model, part), _pictures(count), micro_batch_size=1
+    )
+    expected = _loss_of_pictures(plain, _pictures(count))
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    for one, other in zip(accelerator.unwrap_model(model).parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            _pictures(3),
+            r"batch\[0\] is a list of 3 values of one kind with 3 rows each.*samples, or columns.*split_fn=",
+        ),
+        ((_pictures(2)[0], [0.0, 1.0]), r"may hold 2 or 3 samples.*forward_backward\(\.\.\., samples=\.\.\.\)"),
+    ],
+)
+def test_pictures_that_lengths_do_not_tell_from_channels_are_refused(batch: Any, message: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Conv2d(3, 1, 2, dtype=torch.float64))
+    with pytest.raises(CannotSplit, match=message):
+        accelerator.forward_backward(lambda part: _loss_of_pictures(model, part), batch, micro_batch_size=1)
+
+
+def test_a_loaders_number_of_samples_decides_what_a_batch_of_lists_holds() -> None:
+    accelerator = Accelerator(cpu=True)
+    pictures, _ = _pictures(6)
+    rows = [(picture, float(number)) for number, picture in enumerate(pictures)]
+    model, loader = accelerator.prepare(
+        torch.nn.Conv2d(3, 1, 2, dtype=torch.float64),
+        DataLoader(rows, 2, collate_fn=lambda rows: tuple(zip(*rows, strict=True))),  # type: ignore[arg-type]
+    )
+    sizes = []
+    for batch in loader:
+
+        def loss_fn(part: Any) -> torch.Tensor:
+            sizes.append([tuple(picture.shape[:1]) for picture in part[0]])
+            return _loss_of_pictures(model, part)
+
+        accelerator.forward_backward(loss_fn, batch, micro_batch_size=1)
+    assert sizes == [[(3,)]] * 6

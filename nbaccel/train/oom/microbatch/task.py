@@ -37,6 +37,7 @@ class MicroBatchTask:
     """The arguments of one call.
 
     divisor: divides the loss of this batch in an accumulation window.
+    expected: samples that the loader has handed out to this rank; None where it does not know.
     share: the fraction of the loader's batch; less than 1 where a gate hands batches out in parts.
     ends_step: the window ends here.  exchanges: gradients of this window are exchanged with peers.
     """
@@ -46,6 +47,7 @@ class MicroBatchTask:
     weight: Weight = "samples"
     split: SplitFunction | None = None
     count: int | None = None
+    expected: int | None = None
     divisor: float = 1
     share: float = 1.0
     ends_step: bool = True
@@ -53,7 +55,7 @@ class MicroBatchTask:
 
     def read(self, is_shifted: bool) -> Work:
         """Count samples and units."""
-        samples = Samples.of(self.batch, self.split, self.count)
+        samples = Samples.of(self.batch, self.split, self.count, self.expected)
         # Only the user's function can tell the shape of a sample that it alone can cut.
         shapes = sample_shapes(self.batch) if self.split is None else ()
         return Work(self, samples, make_weights(self.weight, samples, is_shifted), shapes)
