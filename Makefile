@@ -67,20 +67,26 @@ full: $(VENV)/.dev $(COLAB)/.stamp $(KAGGLE)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python tests/suite.py -m "full and not gpu and not soak"
 
 # oneDNN, torch and MKL choose their kernels by the processor, and what is refused under a limit of memory, and which bits
-# a sum has, differ with them. Three settings of what they look at; the processor at hand is a fourth one, in `make test`.
-PROCESSORS := avx512 avx2 sse
+# a sum has, differ with them. Three settings of what they look at, and an imitation of a processor whose products depend
+# on the number of rows (tests/rounding.py); the processor at hand is a fifth, in `make test`. Everything that compares
+# numbers runs under each (marked by tests/selection.py), then, alone, what fills the memory.
+PROCESSORS := amx avx512 avx2 sse
+# What is compiled calls other products.
+amx_without := -k "not compile"
+amx := NBACCEL_TESTS_ROUNDING=rows ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX MKL_CBWR=AUTO
 avx512 := ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx512 MKL_CBWR=AUTO MALLOC_ARENA_MAX=1
 avx2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2
 sse := ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE MALLOC_PERTURB_=165
-PROCESSOR_TESTS ?= tests/test_room.py tests/launch/test_out_of_memory.py tests/kernel/test_out_of_memory.py \
-    tests/train/test_resumption.py tests/train/oom/microbatch \
+MEMORY_TESTS := tests/test_room.py tests/launch/test_out_of_memory.py tests/kernel/test_out_of_memory.py \
     tests/test_notebooks.py::test_training_goes_on_where_memory_runs_out \
     tests/test_notebooks.py::test_a_training_that_is_ended_twice_ends_like_one_that_never_was
 
 processors: $(PROCESSORS:%=processor-%)
 
 processor-%: $(VENV)/.dev $(COLAB)/.stamp
-	$($*) $(VENV)/bin/python tests/suite.py --alone -m "not gpu and not soak" $(PROCESSOR_TESTS)
+	$($*) $(VENV)/bin/python tests/suite.py $($*_without) \
+	    -m "numbers and not timed and not gpu and not soak and not full"
+	$($*) $(VENV)/bin/python tests/suite.py --alone -m "not gpu and not soak" $(MEMORY_TESTS)
 
 # What noise or chance would have to break: hundreds of interrupts, launches and trainings in real kernels, and a
 # training notebook under random faults for so many minutes: `make soak MINUTES=30`.

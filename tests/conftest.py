@@ -6,13 +6,16 @@ import gc
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from jupyter_core.utils import ensure_event_loop
 
+import rounding
 from environments import ENVIRONMENTS, REPOSITORY, Environment
 from leftovers import MARK, Descriptors, Handlers, Processes
 from selection import in_order, scope, select
@@ -44,6 +47,12 @@ _NOT_BY_TESTS = frozenset(
 """Variables that appear on first use of a library, whichever test comes first."""
 
 _CACHES = frozenset({".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__"})
+
+
+if rounding.is_asked_for():
+    _PROGRAMS = tempfile.TemporaryDirectory(prefix="nbaccel-rounding-")
+    rounding.round_by_rows_in_programs(Path(_PROGRAMS.name))
+    rounding.when_torch_is_imported()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks

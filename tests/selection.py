@@ -11,20 +11,27 @@ Five rules, applied while pytest collects, to what no mark `full` leaves out by 
 - A test that is marked `slow` runs in `MOST_SLOW` of its remaining cases, spread over their list.
 - ``@pytest.mark.sample(n)`` runs `n` of the remaining cases, spread over their list: for long lists of one kind.
 
+What compares numbers is marked `numbers`, for `make processors`: all tests of a file that computes
+by models (`_COMPUTES`) and compares (`suite.COMPARES`).
+
 It also says which tests a worker process of a parallel run takes together (`scope`), and in which order (`in_order`).
 """
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
+from functools import cache
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
 from environments import NEWEST
+from suite import COMPARES
 
-__all__ = ["MOST_SLOW", "cover", "in_order", "scope", "select", "spread"]
+__all__ = ["MOST_SLOW", "compares_numbers", "cover", "in_order", "scope", "select", "spread"]
 
 MOST_SLOW = 2
 """Cases of a slow test that `make test` runs; a case takes one to ten seconds."""
@@ -40,12 +47,20 @@ _WHOLE_FOLDERS = ("browser",)
 _WAYS_TO_START = ("start", "start_method")
 """The parameters that say how ranks are started."""
 
+_COMPUTES = re.compile(r"\bnn\.|Linear|backward\(|model\(|prepare\(|trainings|placed_models|searches|programs")
+"""How tests, and the cells in them, compute. A file that does so in passing, and compares too, is taken: it costs some
+seconds, and a list of names would forget what is written next."""
+
 Case = tuple[int, ...]
 """The position of each parameter's value among the values of that parameter."""
 
 
 def select(items: Iterable[pytest.Item]) -> None:
-    """Mark as `full` the cases of `items` that the rules leave to `make test-all`."""
+    """Mark as `full` the cases of `items` that the rules leave to `make test-all`, and what compares `numbers`."""
+    items = list(items)
+    for item in items:
+        if compares_numbers(item.path):
+            item.add_marker(pytest.mark.numbers)
     tests: dict[Hashable, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not _is_left_out(item):
@@ -55,6 +70,13 @@ def select(items: Iterable[pytest.Item]) -> None:
         for case in cases:
             if case not in kept:
                 case.add_marker(pytest.mark.full)
+
+
+@cache
+def compares_numbers(path: Path) -> bool:
+    """Whether a test of this file compares what models computed, which a processor may round in its own way."""
+    text = path.read_text(encoding="utf-8")
+    return _COMPUTES.search(text) is not None and COMPARES.search(text) is not None
 
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -9,7 +9,8 @@ argument nothing runs beside anything: for tests that fill the machine's memory.
 Thousands of tests that start kernels, browsers and ranks share two cores with whatever else the machine does; where
 one of them fails by chance, the whole run would say nothing about the change that it was to judge. A defect fails
 twice. What failed and then passed is printed as UNSTEADY, with its first failure above it: it is a defect too, of the
-test or of nbaccel, but not of this change. Python's own suite does the same (``regrtest --rerun``).
+test or of nbaccel, but not of this change. Python's own suite does the same (``regrtest --rerun``). Where numbers
+differ, a second try excuses nothing: what is rounded in another way now and then is a defect that chance would hide.
 
 More than `HANDFUL` failures, an error while collecting, or an interrupt get no second try. A table says at the end for
 which folders the minutes were spent.
@@ -18,6 +19,7 @@ which folders the minutes were spent.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +29,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["HANDFUL", "LARGE_PAGES", "TIMED", "WORKERS", "main", "may_be_chance"]
+__all__ = ["COMPARES", "HANDFUL", "LARGE_PAGES", "TIMED", "WORKERS", "main", "may_be_chance", "numbers_differ"]
 
 HANDFUL = 15
 """Tests that may fail by chance in one run. Alone it has been one of 6,000 in three runs; beside each other, on a
@@ -44,18 +46,31 @@ LARGE_PAGES = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 some hundred MB, and a fork copies the tables of pages: a tenth of the time of tests that fork. It is for the processes
 of pytest alone, which take it out of what they hand on."""
 
+COMPARES = re.compile(
+    r"torch\.equal|Tensor-likes are not|\.equal\(|array_equal|assert_close|allclose|isclose|approx\(|tobytes\(|digest"
+    r"|fingerprint|(loss|weight|bias|grad|param)\w*[\])}\"' ]* [!=]= "
+    r"| [!=]= [\[({\"' ]*\w*(loss|weight|bias|grad|param)"
+)
+"""How tests, and the cells in them, compare what was computed."""
+
+_TOO_LATE = re.compile(r"[Tt]imeout|[Tt]imed ?out|no reply within|no idle state|before the awaited output")
+"""What a test says that waited in vain, for a kernel or a rank."""
+
 
 class _Record:
     """A plugin of pytest that keeps which tests failed, in their set-up, call or tear-down, and the seconds of all."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
+        self.different: list[str] = []
         self._seconds: Counter[str] = Counter()
         self._tests: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed and report.nodeid not in self.failed:
             self.failed.append(report.nodeid)
+            if numbers_differ(report.longreprtext):
+                self.different.append(report.nodeid)
         part = "/".join(report.nodeid.partition("::")[0].split("/")[:3])
         part = part.rpartition("/")[0] if part.endswith(".py") and part.count("/") > 1 else part
         self._seconds[part] += report.duration
@@ -91,12 +106,20 @@ def main(arguments: Sequence[str]) -> int:
     if again == pytest.ExitCode.OK:
         for test in record.failed:
             print(f"UNSTEADY: {test} failed, and passed when it was run again")
-    return again
+    for test in record.different:
+        print(f"NUMBERS DIFFER: {test} compares what was computed, and no second try excuses that")
+    return again or int(bool(record.different))
 
 
 def may_be_chance(code: int, failures: int) -> bool:
     """Whether pytest ended with ``code`` for so few failed tests that they are worth a second try."""
     return code == pytest.ExitCode.TESTS_FAILED and 0 < failures <= HANDFUL
+
+
+def numbers_differ(failure: str) -> bool:
+    """Whether the failed line of a test, or the error that it shows, compares numbers, and nothing came too late."""
+    lines = [line for line in failure.splitlines() if line.startswith((">", "E "))]
+    return any(map(COMPARES.search, lines)) and not any(map(_TOO_LATE.search, lines))
 
 
 def _run(arguments: Sequence[str], record: _Record) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from environments import REPOSITORY
-from suite import HANDFUL, may_be_chance
+from suite import HANDFUL, may_be_chance, numbers_differ
 
 UNSTEADY = """
 from pathlib import Path
@@ -21,6 +21,8 @@ def test_fails_the_first_time():
     seen.touch()
     assert was_there
 """
+
+ROUNDED = UNSTEADY.replace("assert was_there", "assert was_there, 'torch.equal(ours, theirs)'")
 
 
 def unit(folder: Path, **files: str) -> subprocess.CompletedProcess[str]:
@@ -52,6 +54,29 @@ def test_a_test_that_fails_twice_fails_the_run(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "once more, in a fresh process: 2 failed" in done.stdout
     assert "UNSTEADY" not in done.stdout
+
+
+@pytest.mark.slow
+def test_numbers_that_differ_once_fail_the_run_though_they_agree_in_the_second_try(tmp_path: Path) -> None:
+    done = unit(tmp_path, test_chance=ROUNDED.format(mark=str(tmp_path / "seen")))
+    assert done.returncode == 1, done.stdout
+    assert "NUMBERS DIFFER: test_chance.py::test_fails_the_first_time compares what was computed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (">   assert torch.equal(ours, theirs)\nE   assert False", True),
+        (">   run_ranks(2, training)\nE   RanksFailed: rank 1 of 2: AssertionError: Tensor-likes are not close!", True),
+        (">   run_ranks(2, training)\nE       torch.testing.assert_close(mine, whole)", True),
+        (">   assert found.losses == [0.5, 0.25]\nE   assert [0.5] == [0.5, 0.25]", True),
+        ("    assert torch.equal(ours, theirs)\n>   assert 'done' in cell.stdout\nE   AssertionError", False),
+        (">   kernel.do('assert torch.equal(a, b)')\nE   AssertionError: no reply within 60 s", False),
+        (">   assert torch.equal(ours, run.value)\nE   Failed: Timeout (>180.0s) from pytest-timeout.", False),
+    ],
+)
+def test_a_failed_comparison_of_numbers_is_told_from_what_came_too_late(failure: str, expected: bool) -> None:
+    assert numbers_differ(failure) is expected
 
 
 @pytest.mark.parametrize(
