@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 
@@ -247,21 +249,64 @@ class CellTimeout(Exception): pass
 def timeout(line, cell):
     def fire(number, frame): raise CellTimeout(f"the cell took longer than {line} s")
     old = signal.signal(signal.SIGALRM, fire)
-    signal.setitimer(signal.ITIMER_REAL, float(line))
     try: get_ipython().run_cell(cell).raise_error()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
+    finally: signal.signal(signal.SIGALRM, old)
 """
 
 
 @pytest.mark.sample(1)
 def test_a_time_limit_of_the_notebooks_own_brings_back_what_rank_0_had(kernel: RealKernel, start: str) -> None:
     kernel.do(TIMEOUT)
-    cell = kernel.begin("%%timeout 4\n" + accelerate(RAW.format(in_step="time.sleep(0.02)"), start)).end(timeout_s=30)
+    running = kernel.begin("%%timeout 4\n" + accelerate(RAW.format(in_step="time.sleep(0.02)"), start))
+    running.until_text("training")
+    time.sleep(1.0)
+    os.kill(kernel.pid, signal.SIGALRM)  # the alarm, not before ranks train, however slow the machine is
+    cell = running.end(timeout_s=30)
     cell.failed("CellTimeout")
     steps = kernel.value("steps")
     assert steps > 0
     assert "brought back from the stopped run: model" in cell.text
     moved = kernel.value("first - model.weight.mean().item()")
     assert moved == pytest.approx(0.01 * steps, abs=1e-4)
+
+
+HANDLES = """
+import signal, time, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+stop, steps = False, 0
+def handler(number, frame):
+    global stop
+    stop = True
+_ = signal.signal(signal.SIGINT, handler)
+print("training")
+while not (stop and {heeds}):
+    for x in torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=16):
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        time.sleep(0.02)
+        steps += 1
+after = "what follows the loop"
+"""
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("heeds", [True, False])
+def test_a_program_that_handles_interrupts_ends_by_itself_or_by_the_second_one(
+    kernel: RealKernel, start: str, heeds: bool
+) -> None:
+    running = kernel.begin(accelerate(HANDLES.format(heeds=heeds), start))
+    running.until_text("training")
+    time.sleep(1.0)
+    kernel.interrupt()
+    running.until_text("own handler of interrupts is called in all ranks")
+    if heeds:
+        running.end(timeout_s=30).succeeded()
+        assert kernel.value("after") == "what follows the loop"
+        assert kernel.value("steps % 4") == 0
+        return
+    time.sleep(0.5)
+    kernel.interrupt()
+    running.end(timeout_s=30).failed("KeyboardInterrupt")
+    assert kernel.value("stop") is True

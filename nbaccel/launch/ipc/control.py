@@ -10,43 +10,41 @@ and each rank's own time limit, if its program sets one.
 
 from __future__ import annotations
 
-import functools
 import mmap
 import os
+import signal
 import struct
+import sys
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nbaccel.errors import CollectiveMismatch, PeerFailed, RunStopped
+from nbaccel.errors import RunStopped
 from nbaccel.events import (
     CallEntered,
     CallsEnded,
-    CollectiveEntered,
     Event,
-    ExchangeLeft,
-    GroupRenewed,
     SaveAsked,
     SaveDue,
     SavingAtStop,
     StepEntered,
     StepsEnded,
     TimeLimit,
-    Waiting,
 )
 
 __all__ = [
+    "COUNT_BITS",
+    "MARK_BITS",
+    "NO_MARK",
     "SAVE_GRACE_S",
     "ControlPage",
-    "PeerWatch",
     "RankPosition",
     "StepGate",
     "position_number",
 ]
 
 _HEADER = 64
-_SLOT = 128
+_SLOT = 136
 _STOP = 0  # u8: the kernel asks every rank to stop
 _ANSWERED = 1  # u8: _STOP_AFTER holds the answer
 _SAVES_ITSELF = 2  # u8: a rank saves itself at a stop
@@ -54,6 +52,7 @@ _STOP_WANTED = 3  # u8: a rank asks for a stop
 _IS_CUT = 4  # u8: waits of ranks in their devices can never end
 _FREES_HUNG = 5  # u8: such waits may never end
 _HAS_LOST_A_RANK = 6  # u8: a rank has died, and was or is being started again alone
+_HANDS_OVER = 7  # u8: at the answer's step ranks call their program's own handler of SIGINT, and go on
 _STOP_AFTER = struct.Struct("@q")
 _STOP_AFTER_AT = 8
 _SAVE_BEFORE = struct.Struct("@q")  # an optimizer step; 0: none was announced
@@ -61,8 +60,11 @@ _SAVE_BEFORE_AT = 16
 _RANK = struct.Struct("@qqddBB")  # entered, previous, entered_at, last_step_s, parked, in_step
 _COLLECTIVES = struct.Struct("@q")  # how many the rank has entered, and a mark of the latest: one number, one store
 _COLLECTIVES_AT = 40  # in the rank's slot, behind its position
-_MARK_BITS, _COUNT_BITS = 16, 32  # lowest bits: the mark; then the count; those above count renewals of the group
-_NO_MARK, _IS_LEFT, _IS_COMPARED, _MARKS = range(4)  # marks; others, from `_MARKS` on, are of the call's words
+MARK_BITS, COUNT_BITS = 16, 32
+"""Lowest bits of that number: the mark; then the count. Those above count renewals of the group."""
+
+NO_MARK = 0
+
 _HAS_FINISHED_AT = 48  # u8
 _IS_SAVING_AT = 49  # u8
 _HEARS_CUTS_AT = 50  # u8
@@ -77,6 +79,8 @@ _LAID = struct.Struct("@qq")  # what is compared, and the rank's fingerprint of 
 _LAID_NUMBER = struct.Struct("@q")
 _LAID_AT = 80
 _LAID_COUNT = 3
+_HAS_HANDLER_AT = 128  # u8: its program has a handler of SIGINT
+_HAS_HEARD_AT = 129  # u8: that was called
 _SUBSTEPS = 1 << 24
 SAVE_GRACE_S = 20.0
 """Seconds for the last checkpoint of a stopped run. Hosted sessions grant about 30 s between SIGTERM and SIGKILL."""
@@ -188,15 +192,15 @@ class ControlPage:
 
     def collectives(self, rank: int) -> int:
         """Return the number of the project's collectives that `rank` has entered."""
-        return self.exchange(rank) >> _MARK_BITS
+        return self.exchange(rank) >> MARK_BITS
 
     def exchange(self, rank: int) -> int:
         """Return that number and the mark of the latest collective, as one number."""
         return int(_COLLECTIVES.unpack_from(self._map, _HEADER + rank * _SLOT + _COLLECTIVES_AT)[0])
 
-    def count_collectives(self, rank: int, entered: int, mark: int = _NO_MARK) -> None:
+    def count_collectives(self, rank: int, entered: int, mark: int = NO_MARK) -> None:
         start = _HEADER + rank * _SLOT + _COLLECTIVES_AT  # not `pack_into`: peers would find another count for a moment
-        self._map[start : start + _COLLECTIVES.size] = _COLLECTIVES.pack(entered << _MARK_BITS | mark)
+        self._map[start : start + _COLLECTIVES.size] = _COLLECTIVES.pack(entered << MARK_BITS | mark)
 
     def calls(self, rank: int) -> int:
         """Return the number of calls that `rank` has done of a map, in which it waits for no other rank."""
@@ -367,13 +371,42 @@ class ControlPage:
         answer = self.stop_after
         return None if answer is None or answer < 0 else answer // _SUBSTEPS + 1
 
-    def stop(self) -> int:
+    def set_handler(self, rank: int, is_own: bool) -> None:
+        """Mark whether the program of `rank` has set a handler of its own for SIGINT."""
+        self._map[_HEADER + rank * _SLOT + _HAS_HANDLER_AT] = is_own
+
+    def has_handler(self, rank: int) -> bool:
+        return bool(self._map[_HEADER + rank * _SLOT + _HAS_HANDLER_AT])
+
+    def hear(self, rank: int) -> None:
+        """Mark that the program's own handler of SIGINT is called in `rank`."""
+        self._map[_HEADER + rank * _SLOT + _HAS_HEARD_AT] = 1
+
+    def has_heard(self, rank: int) -> bool:
+        return bool(self._map[_HEADER + rank * _SLOT + _HAS_HEARD_AT])
+
+    @property
+    def hands_over(self) -> bool:
+        """Return whether ranks that are asked to stop call their program's own handler instead, and go on."""
+        return bool(self._map[_HANDS_OVER])
+
+    def resume(self) -> None:
+        """Withdraw the request, since all ranks have heard; one that has just read it sees that it has heard."""
+        self._map[_STOP] = self._map[_ANSWERED] = 0
+
+    def stop(self, hands_over: bool = False) -> int:
         """Ask all ranks to stop, and answer with the position after which they do; kernel side.
 
         It takes a millisecond. A second call returns the first answer again.
+
+        hands_over: they call their program's own handler of SIGINT there, and go on.
         """
-        if (answer := self.stop_after) is not None:
+        if (answer := self.stop_after) is not None and self.hands_over == hands_over:
             return answer
+        self.resume()
+        self._map[_HANDS_OVER] = hands_over
+        for rank in range(self.world_size):
+            self._map[_HEADER + rank * _SLOT + _HAS_HEARD_AT] = 0
         self._map[_STOP] = 1
         time.sleep(_VISIBLE_S)
         answer = max(position.reached for position in self.positions())
@@ -451,9 +484,17 @@ class StepGate:
         page = self._page
         page.write(self._rank, position)
         # Ended by the kernel's answer, which it gives within a tick, or by the death watch if it is gone.
-        while (stop_after := page.stop_after) is None:
+        while (stop_after := page.stop_after) is None and page.stop_requested:
             time.sleep(_PARKED_POLL_S)
-        if position.entered > stop_after:
+        is_due = stop_after is not None and position.entered > stop_after
+        handler = signal.getsignal(signal.SIGINT) if is_due and page.hands_over else None
+        if callable(handler):
+            page.write(self._rank, replace(position, parked=False, in_step=True))
+            if not page.has_heard(self._rank):
+                page.hear(self._rank)
+                handler(signal.SIGINT, sys._getframe())
+            return
+        if is_due:
             page.leave(self._rank, position.step)
             raise RunStopped(f"stopped before step {position.step}")
         page.write(self._rank, replace(position, parked=False, in_step=True))
@@ -487,98 +528,3 @@ class _Calls:
         """Return the position of the rank after the last call: in a step if the map was called in one."""
         before = self._before
         return replace(position, entered_at=before.entered_at, last_step_s=before.last_step_s, in_step=before.in_step)
-
-
-class PeerWatch:
-    """Rank side of the marks: ends the wait in a collective that can never be complete, and refuses to enter one.
-
-    A rank marks its collective, then reads the marks of its peers: of two ranks that enter different collectives as
-    their n-th one, the later one sees that before anything is sent. One that sees that a peer has left its collective
-    half-way enters none. Collectives in which the ranks compare what they are about to do have one mark in common.
-    """
-
-    def __init__(self, page: ControlPage, rank: int) -> None:
-        self._page = page
-        self._rank = rank
-        self._entered = 0
-        self._mark = _NO_MARK
-        self._excluded_ranks: Sequence[int] = ()
-        self._peers = [peer for peer in range(page.world_size) if peer != rank]
-
-    def begin(self, excluded_ranks: Sequence[int]) -> None:
-        """Begin another run.  excluded_ranks: ranks that take no part in it."""
-        self._entered, self._mark = 0, _NO_MARK
-        self._excluded_ranks = excluded_ranks
-
-    def refuse_backward(self, event: Event) -> None:
-        """Refuse a backward of a prepared model: without all ranks, gradients and then replicas would differ."""
-        self._refuse("backward")
-
-    def _refuse(self, call: str) -> None:
-        """Raise before the call is made, so that the ranks stay in step."""
-        are = "rank {} takes" if len(self._excluded_ranks) == 1 else "ranks {} take"
-        raise CollectiveMismatch(
-            f"rank {self._rank} of {self._page.world_size} was about to enter a collective ({call}), which all ranks "
-            f"must enter, and {are.format(', '.join(map(str, self._excluded_ranks)))} no part in this cell. "
-            "Nothing was exchanged. Run the cell without --only, or leave the call out of it."
-        )
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, CollectiveEntered):
-            if self._excluded_ranks:
-                self._refuse(event.call)
-            self._entered += 1
-            self._mark = _IS_COMPARED if event.is_compared else _mark_of(event.call)
-            self._page.count_collectives(self._rank, self._entered, self._mark)
-            self._look_at_peers("was about to enter", event.call, self._page.stop_requested)
-        elif isinstance(event, ExchangeLeft):
-            self._page.count_collectives(self._rank, self._entered, _IS_LEFT)
-        elif isinstance(event, GroupRenewed):
-            # Ranks that stayed longer in the attempt have entered more collectives: now all have the same count.
-            self._entered, self._mark = event.times << _COUNT_BITS, _NO_MARK
-            self._page.count_collectives(self._rank, self._entered)
-        elif isinstance(event, Waiting):
-            self._look_for_peers(event)
-            if not self._page.stop_requested:  # otherwise the kernel's interrupt ends this wait
-                self._look_at_peers("waits in", event.call)
-
-    def _look_at_peers(self, does: str, call: str, is_stopping: bool = False) -> None:
-        """Raise if a peer has left a collective half-way, or is in another one than this rank."""
-        for peer in self._peers:
-            exchange = self._page.exchange(peer)
-            entered, mark = exchange >> _MARK_BITS, exchange & (1 << _MARK_BITS) - 1
-            is_left = mark == _IS_LEFT and entered >> _COUNT_BITS == self._entered >> _COUNT_BITS
-            is_elsewhere = entered == self._entered and mark not in (self._mark, _NO_MARK)
-            if not is_left and not is_elsewhere:
-                continue
-            if is_stopping:
-                raise RunStopped(f"stopped before {call}, which rank {peer} does not enter any more")
-            here = f"rank {self._rank} of {self._page.world_size} {does} {call}"
-            if is_left:
-                raise PeerFailed(
-                    f"{here}, and rank {peer} has left a collective half-way, by an exception that its program has "
-                    "caught: the ranks are out of step, and exchange nothing any more. Let the exception end the cell, "
-                    "or end the loop before the same step in all ranks: by %%accelerate -t SECONDS, or by "
-                    "accelerator.set_trigger() and check_trigger()."
-                )
-            raise CollectiveMismatch(
-                f"{here}, and rank {peer} is in another collective: the ranks are out of step, and nothing is "
-                "exchanged. Every rank must make the same calls: look for an exception that only some ranks catch, a "
-                "`break`, or a call under `if is_main_process`. %accelerate why shows the last calls of each rank."
-            )
-
-    def _look_for_peers(self, event: Waiting) -> None:
-        missing = self._page.finished_before(self._entered)
-        if missing:
-            sides = "\n".join(f"  rank {rank}: has finished, and will not come" for rank in missing)
-            raise CollectiveMismatch(
-                f"rank {self._rank} of {self._page.world_size} waits in a collective that can never be complete.\n"
-                f"  rank {self._rank}: {event.call}\n{sides}\n  Every rank must make the same calls: look for a "
-                "`return`, a `break` or an `if is_main_process` that only some ranks take."
-            )
-
-
-@functools.cache
-def _mark_of(call: str) -> int:
-    """Return a mark of a collective's words, equal in all processes."""
-    return max(_MARKS, zlib.crc32(call.encode()) & (1 << _MARK_BITS) - 1)

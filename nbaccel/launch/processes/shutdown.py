@@ -27,9 +27,11 @@ from nbaccel.launch.processes.interaction import Pollable
 __all__ = [
     "FINISHING",
     "FINISHING_CALLS",
+    "HANDED_OVER",
     "NOTICE_AFTER_S",
     "Abort",
     "BreakHang",
+    "HandOver",
     "KeepRunning",
     "Kill",
     "RecoverPersistent",
@@ -42,6 +44,7 @@ __all__ = [
 
 FINISHING = "finishing the step, press again to stop now"
 FINISHING_CALLS = "finishing the calls under way, press again to stop now"
+HANDED_OVER = "the program's own handler of interrupts is called in all ranks, before the same step; press again to end"
 NOTICE_AFTER_S = 0.5
 """Seconds after which a user is told that the interrupt has not ended the run yet."""
 
@@ -101,6 +104,36 @@ class ShutdownPolicy:
 
 class KeepRunning(ShutdownPolicy):
     """Shutdown policy of a run that nothing has ended yet."""
+
+
+class HandOver(KeepRunning):
+    """Has all ranks call their program's own handler of SIGINT before the same step; the run goes on.
+
+    If no rank is in a step after a second, all of them get the signal itself.
+    """
+
+    def __init__(self, members: Sequence[WorkerHandle], now: float, page: ControlPage) -> None:
+        super().__init__(members, now)
+        self._page = page
+        self._is_over = False
+        page.stop(hands_over=True)
+
+    def advance(self, now: float) -> None:
+        if not self._is_over:
+            waiting = [each for each in self.members if each.is_working and not self._page.has_heard(each.rank)]
+            positions = [self._page.read(each.rank) for each in waiting]
+            if now > self.began + _NO_STEP_S and not any(each.in_step or each.parked for each in positions):
+                for member in waiting:
+                    self._page.hear(member.rank)
+                    member.process.signal(signal.SIGINT)
+                waiting = []
+            if not waiting:
+                self._is_over = True
+                self._page.resume()
+        super().advance(now)
+
+    def due_in(self, now: float) -> float | None:
+        return super().due_in(now) if self._is_over else TICK_S
 
 
 class Kill(ShutdownPolicy):

@@ -28,9 +28,11 @@ from nbaccel.launch.processes.hangs import Hang, HangWatch
 from nbaccel.launch.processes.interaction import DebuggerPrompt, Interrupts, Pollable, stopped_before_termination
 from nbaccel.launch.processes.rank_losses import reaction_to_losses, restart_line
 from nbaccel.launch.processes.shutdown import (
+    HANDED_OVER,
     NOTICE_AFTER_S,
     Abort,
     BreakHang,
+    HandOver,
     KeepRunning,
     Kill,
     RecoverPersistent,
@@ -136,6 +138,7 @@ class Supervisor:
         self._why_fork_fails: str | None = None
         self._is_stop_wanted = False  # a rank asked for it
         self._is_timed_out = False
+        self._handed_over = 0  # presses that the program has handled itself
         self._is_own_limit = False
         self._prompting = DebuggerPrompt(notice)
         self._has_quit = False  # a user quit the debugger of a rank
@@ -219,11 +222,7 @@ class Supervisor:
                 interrupts = self._interrupts.count
                 for each in self._beside:
                     each.pressed(interrupts)
-                if isinstance(ending, StopAtStep) or interrupts > 1:
-                    # A `Kill` is kept: a new one at every press would delay its SIGKILL.
-                    ending = ending if isinstance(ending, Kill) else Kill(self._members, now)
-                else:
-                    ending = StopAtStep(self._members, now, page)
+                ending = self._pressed(ending, now)
             elif isinstance(ending, KeepRunning):
                 if page.saves_itself and not self._has_grace:
                     self._has_grace = True
@@ -254,6 +253,25 @@ class Supervisor:
             self._telemetry.tick(now)
             for each in self._beside:
                 each.tick(now, self._interrupts.press)
+
+    def _pressed(self, ending: ShutdownPolicy, now: float) -> ShutdownPolicy:
+        """Return the policy after one more press."""
+        presses = self._interrupts.count - self._handed_over
+        if presses == 1 and not self._handed_over and isinstance(ending, KeepRunning) and self._has_handlers:
+            self._handed_over = 1
+            self._notice(HANDED_OVER)
+            return HandOver(self._members, now, self._page)
+        if isinstance(ending, StopAtStep) or presses > 1:
+            # A `Kill` is kept: a new one at every press would delay its SIGKILL.
+            return ending if isinstance(ending, Kill) else Kill(self._members, now)
+        return StopAtStep(self._members, now, self._page)
+
+    @property
+    def _has_handlers(self) -> bool:
+        """Return whether the programs of all ranks handle interrupts, and this one is a person's."""
+        working = [member.rank for member in self._members if member.is_working and member.takes_part]
+        is_a_persons = self._interrupts.raised is None and not self._is_stop_wanted
+        return is_a_persons and bool(working) and all(map(self._page.has_handler, working))
 
     def _breaking_off(self, now: float) -> ShutdownPolicy:
         """Return the policy for a rank that left in the middle of a run: the others cannot go on."""
@@ -417,7 +435,7 @@ class Supervisor:
             exit_codes=self._worker_group.exit_codes,
             killed_by_us=[member.was_killed for member in self._members],
             first_failed=first,
-            is_interrupted=self._interrupts.count > 0 or self._has_quit,
+            is_interrupted=self._interrupts.count > self._handed_over or self._has_quit,
             is_timed_out=self._is_timed_out,
             seconds=seconds,
             steps=self._page.steps_before_stop,

@@ -24,8 +24,9 @@ from nbaccel.aborting import forget_left_exchange, leave_device_errors_to_the_pr
 from nbaccel.errors import PeerFailed, RunStopped
 from nbaccel.events import Loss, outlet
 from nbaccel.launch.ipc.channel import Channel
-from nbaccel.launch.ipc.control import ControlPage, PeerWatch, StepGate
+from nbaccel.launch.ipc.control import ControlPage, StepGate
 from nbaccel.launch.ipc.payload import pack_what_can_travel
+from nbaccel.launch.ipc.peer_watch import PeerWatch
 from nbaccel.launch.ipc.reports import StackSnapshot, describe
 from nbaccel.launch.ipc.ring import RingWriter
 from nbaccel.launch.ipc.spec import Results, SharedNamespace, Task, TaskWatch, WorkerBoot, load_named
@@ -140,6 +141,7 @@ class _Rank:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         self._stacks = tell_on_signal(boot.store_path, self.rank)
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
+        self.interrupt.watch(partial(self.page.set_handler, self.rank))
         meet_in_file(boot.store_path, boot.world, self._refuse_to_meet)
         refuse_launchers(boot.world)
         forget_one_process(boot.world)

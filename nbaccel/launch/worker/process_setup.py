@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import importlib
 import itertools
 import os
@@ -60,6 +61,19 @@ class Interrupt:
         self._error: Exception | None = None
         signal.signal(signal.SIGINT, self._handle)
 
+    def watch(self, on_change: Callable[[bool], None]) -> None:
+        """Call `on_change` whenever the program sets a handler of SIGINT: with whether it is one of its own."""
+        set_handler, pid = signal.signal, os.getpid()
+
+        @functools.wraps(set_handler)
+        def call(number: int, handler: Any) -> Any:
+            before = set_handler(number, handler)
+            if number == signal.SIGINT and os.getpid() == pid:
+                on_change(callable(handler) and handler not in (self._handle, signal.default_int_handler))
+            return before
+
+        signal.signal = call  # type: ignore[assignment]
+
     def raise_in_main(self, error: Exception) -> None:
         """Raise `error` in the user's code, where the main thread may be waiting. Called by other threads.
 
@@ -90,6 +104,8 @@ class Interrupt:
 
     def __exit__(self, *exc: object) -> None:
         self.is_open = False
+        if signal.getsignal(signal.SIGINT) != self._handle:
+            signal.signal(signal.SIGINT, self._handle)  # the program's own handler ends with its code
 
 
 class ChildHandler:

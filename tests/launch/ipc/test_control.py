@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ from nbaccel.events import (
     StepsEnded,
     Waiting,
 )
-from nbaccel.launch.ipc.control import ControlPage, PeerWatch, StepGate, position_number
+from nbaccel.launch.ipc.control import ControlPage, StepGate, position_number
+from nbaccel.launch.ipc.peer_watch import PeerWatch
 
 
 def test_positions_order_by_training_step_then_by_batches_since() -> None:
@@ -111,6 +113,27 @@ def test_a_rank_that_left_its_loop_is_in_no_step() -> None:
     gate(StepsEnded())
     assert not page.read(0).in_step
     page.close()
+
+
+def test_a_program_that_handles_interrupts_is_called_once_at_the_step_and_goes_on() -> None:
+    page = ControlPage.create(1)
+    gate, called = StepGate(page, 0), []
+    before = signal.signal(signal.SIGINT, lambda number, frame: called.append(number))
+    try:
+        gate(StepEntered(0))
+        assert page.stop(hands_over=True) == 0
+        for step in range(1, 4):
+            gate(StepEntered(step))
+        assert called == [signal.SIGINT]
+        assert page.has_heard(0)
+        page.resume()
+        gate(StepEntered(4))
+        assert page.stop() == position_number(4), "the second press"
+        with pytest.raises(RunStopped):
+            gate(StepEntered(5))
+    finally:
+        signal.signal(signal.SIGINT, before)
+        page.close()
 
 
 def test_asking_twice_gives_the_first_answer() -> None:
