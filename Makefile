@@ -63,7 +63,7 @@ $(TORCH_ENV)/.stamp: pyproject.toml constraints.txt $(FRONT_END:%=constraints-%.
 # and resumption as other processors would have them, and the soak. A few hours on two cores.
 test-all: test full processors soak
 
-full: $(VENV)/.dev $(COLAB)/.stamp $(KAGGLE)/.stamp $(VENV)/.chromium
+full: $(VENV)/.strangers $(COLAB)/.stamp $(KAGGLE)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python tests/suite.py -m "full and not gpu and not soak"
 
 # oneDNN, torch and MKL choose their kernels by the processor, and what is refused under a limit of memory, and which bits
@@ -183,6 +183,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing nbaccel and what its checks need into $(VENV): some minutes, this once"
 	$(VENV)/bin/python $(INSTALL) -e '.[demo,dev]'
 	touch $(VENV)/.demo $@
+
+# Packages that only other people's programs need: tests of these are skipped where they are absent, as in `make test`.
+$(VENV)/.strangers: $(VENV)/.dev
+	$(VENV)/bin/python $(INSTALL) -e '.[strangers]'
+	touch $@
 
 # The notebook tests also run under the front-end packages of Colab. torch, numpy and the rest are not installed
 # twice: a .pth file appends the first environment, and what pip installs here comes before it.
