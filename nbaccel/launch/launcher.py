@@ -34,6 +34,7 @@ from nbaccel.forkable import why_forks_fail
 from nbaccel.hardware import Survey
 from nbaccel.launch.diagnosis import PostMortem, verdict
 from nbaccel.launch.ipc import reaper
+from nbaccel.launch.ipc.attached_debugger import undebugged, untrace
 from nbaccel.launch.ipc.spec import LaunchSpec, Start, load_named
 from nbaccel.launch.ipc.user_code import cell_name
 from nbaccel.launch.kernel_models import held_here
@@ -299,14 +300,17 @@ def _load_once(setup: str | None) -> None:
     Collections of garbage would take a fifth of the time, and find 6 MB of it, which a later one finds as well.
     """
     modules = [*_WARM_MODULES, *([] if setup is None else [setup.partition(":")[0]])]
+    is_loaded = all(module in sys.modules for module in modules)
 
     def load() -> None:
+        if not is_loaded:
+            untrace()
         for module in modules:
             importlib.import_module(module)
         if setup is not None:
             load_named(setup)
 
-    if all(module in sys.modules for module in modules):
+    if is_loaded:
         load()
         return
     with no_collections(), ThreadPoolExecutor(1, "nbaccel-import") as loader:
@@ -410,7 +414,7 @@ class LauncherResources:
         if self._line is not None:
             self._line.close()
         mine, theirs = socket.socketpair()
-        with theirs:
+        with theirs, undebugged():
             self._reaper = subprocess.Popen(
                 [sys.executable, "-S", "-E", reaper.__file__, str(self.kernel_pidfd), str(theirs.fileno())],
                 pass_fds=[self.kernel_pidfd, theirs.fileno()],

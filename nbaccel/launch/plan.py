@@ -15,8 +15,10 @@ from nbaccel.display.summary import RunFacts
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey, best_precision
 from nbaccel.launch.earlier_models import EarlierModel, models_in
+from nbaccel.launch.ipc.attached_debugger import is_attached
 from nbaccel.launch.ipc.nbytes import bytes_by_sharing, sizes_on_devices
 from nbaccel.launch.ipc.spec import Devices, LaunchSpec, Start, Task
+from nbaccel.launch.objects.thread_pools import threads_a_fork_lacks
 from nbaccel.launch.objects.wrappers import modules_in
 from nbaccel.launch.preflight import ProcessState, choose_devices, choose_start, threads_per_rank
 from nbaccel.options.run_options import AUTO, RunOptions
@@ -92,6 +94,7 @@ class LaunchPlan:
             platform_can_fork=here.can_fork,
             why_forks_fail=here.why_forks_fail,
             since=since,
+            lacks=threads_a_fork_lacks(task.values_to_send) if options.start in (None, AUTO, "fork") else None,
             # Models that are moved to the host leave memory for the copies.
             bytes_on_device=0 if options.free_kernel or task.namespace is None else on_device,
             stays_here=next((f"{model.name} {model}" for model in models if model.stays_here), ""),
@@ -194,6 +197,8 @@ class LaunchPlan:
     def _what_is_unusual(self) -> Iterator[str]:
         if self.devices.why_no_gpu:
             yield f"NOT on a GPU: {self.devices.why_no_gpu}"
+        if self.start.method != "inline" and is_attached():
+            yield "a debugger is attached to the notebook, and stops no rank at a breakpoint: --pdb debugs one"
         if self.start.method != "fork" and not self.start.is_explicit:
             yield f"{self.start.method}, not fork: {self.start.reason}"
         share = self.devices.gpus_per_rank

@@ -71,6 +71,7 @@ def choose_start(
     platform_can_fork: bool,
     why_forks_fail: str | None,
     since: str | None = None,
+    lacks: str | None = None,
     bytes_on_device: int = 0,
     stays_here: str = "",
 ) -> Start:
@@ -80,6 +81,7 @@ def choose_start(
     platform_can_fork: false on macOS, and where MPS or XLA holds the device.
     why_forks_fail: the reason why ranks forked from this process would fail; None if they would not.
     since: the origin of that reason, "cell [7]", if known.
+    lacks: what a fork would lack of a library that the cell leads to, as half a sentence; None if nothing.
     bytes_on_device: bytes on a device of the names that the cell reads.
     stays_here: a model that it reads and that cannot be sent, in words; empty if there is none.
 
@@ -104,8 +106,15 @@ def choose_start(
             f'  First seen: {since or "before nbaccel was loaded"}. start_method="fork" was asked for; '
             "leave it out and the ranks start from a clean\n  process instead, or restart the kernel."
         )
+    if requested == "fork" and lacks is not None:
+        raise CannotFork(
+            f"{lacks}: forked ranks would wait for them for ever, or be ended. Leave --start fork out, and the ranks "
+            "start from a clean process instead, or make what needs them in this cell after a restart of the kernel."
+        )
     if requested != "auto":
         return Start(requested, "asked for", is_explicit=True)
+    if why_forks_fail is None and lacks is not None:
+        return Start("zygote", lacks)
     if why_forks_fail is None:
         return Start("fork", "the notebook has not used CUDA")
     if world_size == 1 and bytes_on_device > COPY_LIMIT_BYTES:

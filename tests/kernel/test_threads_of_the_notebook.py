@@ -60,6 +60,20 @@ def test_a_wait_for_a_thread_of_the_notebook_ends_with_the_objects_name(kernel: 
         kernel.do(f"prefetcher.requests.put(None); ready.set(); keeper.join(); {AS_IT_IS}")
 
 
+def test_waits_with_a_limit_again_and_again_are_named_in_a_line_and_go_on(kernel: RealKernel) -> None:
+    """They may end otherwise: here by the time limit of the run."""
+    kernel.do(SERVED)
+    kernel.do(SHORT.format(vain_s=0.8))
+    try:
+        cell = kernel.run(accelerate("while not ready.wait(0.2):\n    pass", "fork", n=1, flags="-t 6"))
+        assert "nbaccel: rank 0 waits for a thread of the notebook" in cell.text, cell.text
+        assert "ready (threading.Event)" in cell.text
+        assert "NotInRanks" not in cell.text
+        assert cell.text.count("waits for a thread of the notebook") == 1
+    finally:
+        kernel.do(f"prefetcher.requests.put(None); ready.set(); keeper.join(); {AS_IT_IS}")
+
+
 @pytest.mark.full
 def test_a_wait_in_vain_ends_within_a_quarter_of_a_minute(kernel: RealKernel) -> None:
     kernel.do(SERVED)

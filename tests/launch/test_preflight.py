@@ -241,6 +241,10 @@ def start(requested: str = "auto", **facts: object) -> Start:
             {"world_size": 2, "why_forks_fail": CUDA_IS_INITIALISED, "bytes_on_device": 3 * GB},
             "zygote: CUDA is initialised in the notebook",
         ),
+        (
+            {"lacks": "polars has threads in the notebook, which a fork lacks"},
+            "zygote: polars has threads in the notebook, which a fork lacks",
+        ),
         ({"world_size": 1, "platform_can_fork": False}, "inline: this system cannot fork safely"),
     ],
 )
@@ -277,6 +281,11 @@ def test_an_insisted_fork_that_would_fail_is_refused_with_the_reason_and_names_t
         '  First seen: cell [7]. start_method="fork" was asked for; leave it out and the ranks start from a clean\n'
         "  process instead, or restart the kernel."
     )
+
+
+def test_an_insisted_fork_without_the_threads_of_a_library_is_refused_and_names_it() -> None:
+    with pytest.raises(CannotFork, match=r"^polars has threads .*Leave --start fork out, and the ranks start from a"):
+        start("fork", lacks="polars has threads in the notebook, which a fork lacks")
 
 
 def test_an_unknown_culprit_is_not_invented() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import types
 import weakref
 from collections import deque
@@ -32,6 +33,7 @@ _VALUES = frozenset({type(None), bool, float, complex, str, bytes, range, slice,
 _CACHED_INTS = range(3, 257)
 """Numbers that may be descriptors; of these Python has one object each, so that a list of numbers leads to few."""
 
+_PLAIN = frozenset({"__main__", "torch", *sys.stdlib_module_names})
 _SERVE_THE_NOTEBOOK = frozenset({"IPython", "ipykernel", "nbaccel", "tornado", "traitlets", "zmq"})
 
 
@@ -47,8 +49,10 @@ class ObjectsBehind:
     is_whole: bool = True
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> ObjectsBehind:
+    def of(cls, values: Mapping[str, Any], *, into_libraries: bool = True) -> ObjectsBehind:
         """Follow `values`, by name.
+
+        into_libraries: also what objects of packages other than torch and Python's own lead to.
 
         >>> import csv, io
         >>> file = io.StringIO("a,b")
@@ -66,7 +70,8 @@ class ObjectsBehind:
                 return cls(tuple(found), is_whole=False)
             seen.add(id(obj))
             found.append((name, obj))
-            todo += [(name, part) for part in _parts(obj) if _leads_on(part) and id(part) not in seen]
+            if into_libraries or _is_plain(obj):
+                todo += [(name, part) for part in _parts(obj) if _leads_on(part) and id(part) not in seen]
         return cls(tuple(found))
 
     def packages(self) -> set[str]:
@@ -103,8 +108,18 @@ def _leads_on(part: Any) -> bool:
     return part in _CACHED_INTS if kind is int else kind not in _VALUES
 
 
+def _is_plain(obj: Any) -> bool:
+    """Return whether it is an object of the user's, of torch or of Python itself."""
+    kind = type(obj)
+    if kind is types.FunctionType:
+        return is_users_file(obj.__code__.co_filename)
+    return package_of(obj) in _PLAIN or issubclass(kind, types.ModuleType | type) or _is_users_class(kind)
+
+
 def _parts(obj: Any) -> Iterable[Any]:
     kind = type(obj)
+    if kind is dict and "__spec__" in obj and "__name__" in obj:  # the names of a module
+        return ()
     if issubclass(kind, dict):
         return list(islice(dict.values(obj), _MOST_PARTS)) + _attributes(obj, dict)
     for container in (list, tuple, set, frozenset, deque):

@@ -217,7 +217,7 @@ class Hang:
 
     rank: the one to blame.  lines: the place of each rank.  is_certain: nobody can go on; else a guess.
     is_alone: that rank waits in a sharded model, and others elsewhere.  is_elsewhere: it waits in one call, and others
-    in another one. Otherwise, if certain, it has finished.
+    in another one. Otherwise, if certain, it has finished.  is_first: no rank has done a step yet, and none computes.
     """
 
     rank: int
@@ -226,6 +226,7 @@ class Hang:
     is_certain: bool = False
     is_alone: bool = False
     is_elsewhere: bool = False
+    is_first: bool = False
 
     def __str__(self) -> str:
         places = "\n".join(f"  {line}" for line in self.lines)
@@ -252,6 +253,8 @@ class Hang:
                 '"mean"), or accelerator.set_trigger() and check_trigger().'
             )
         quiet = f"no rank has entered a step or a collective for {self.seconds:.0f} s"
+        if self.is_first:
+            return f"{quiet}, and none computes:\n{places}"
         return f"{quiet}; rank {self.rank} seems to hold up the others:\n{places}"
 
 
@@ -338,6 +341,8 @@ class HangWatch:
         self._has_told = True
         if gone or len({beats[member.rank] for member in working}) > 1:  # some are ahead, and wait
             self._notice(str(self._hang(stacks, quiet, gone)))
+        elif all(entered < 0 for _, entered in beats) and not any(_has_computed(each, self._used) for each in working):
+            self._notice(str(Hang(working[0].rank, quiet, self._lines(stacks), is_first=True)))
         return None
 
     def _certain(self, stacks: Mapping[int, _Stack], gone: Sequence[int], quiet: float) -> Hang | None:
@@ -374,6 +379,11 @@ class HangWatch:
             else f"rank {member.rank}: has finished"
             for member in self._members
         ]
+
+
+def _has_computed(member: WorkerHandle, used: Mapping[int, float]) -> bool:
+    """Return whether the rank has computed since half of `_CERTAIN_S` was over, when it had `used` so much."""
+    return _seconds_used(member) - used.get(member.rank, 0.0) >= _IDLE * (_NOTICE_S - _CERTAIN_S / 2)
 
 
 def _seconds_used(member: WorkerHandle) -> float:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nbaccel.errors import LaunchRefused
+from nbaccel.launch.ipc.attached_debugger import fork, leave_debugger
 from nbaccel.launch.ipc.kernel_state import TorchFlags
 from nbaccel.launch.ipc.payload import Payload
 from nbaccel.launch.ipc.spec import LaunchSpec, Task, WorkerBoot
@@ -140,13 +141,15 @@ class ForkStart:
         _share_resource_tracker()
         main_thread = MainThread.find()
         with no_collections():
-            pid = os.fork()
+            pid = fork()
             if pid == 0:
                 gc.freeze()  # a collection would write to all objects of the notebook, and so copy their pages
         if pid == 0:
             try:
+                leave_debugger()
                 if main_thread is not None:
                     main_thread.become()
+                _let_tokenizers_use_one_thread()
                 close_kernel_sockets(ports)
                 take_places(own_files)
                 # A fork copies everything but this: CPython reseeds `random` in every forked child.
@@ -260,6 +263,16 @@ def _quiet_tokenizers() -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
+
+
+def _let_tokenizers_use_one_thread() -> None:
+    """Let fast tokenizers compute in one thread, in a rank, if the user has told them to use several: a fork has none.
+
+    They read the variable at each call.
+    """
+    name = "TOKENIZERS_PARALLELISM"
+    if "tokenizers" in sys.modules and name in os.environ:
+        os.environ[name] = "false"
 
 
 _WORD = ctypes.sizeof(ctypes.c_size_t)

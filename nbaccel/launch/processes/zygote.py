@@ -21,6 +21,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from nbaccel.errors import LaunchRefused
+from nbaccel.launch.ipc.attached_debugger import undebugged
 from nbaccel.launch.ipc.channel import Channel
 from nbaccel.launch.ipc.control import SAVE_GRACE_S
 from nbaccel.launch.ipc.import_hooks import when_loaded
@@ -74,13 +75,14 @@ class Zygote:
         self._patches = PatchFinder()
         path = [entry for entry in sys.path if isinstance(entry, str)]  # Python itself uses no others
         code = _BOOTSTRAP.format(path=path, fd=theirs.fileno(), pidfd=kernel_pidfd, shell=has_shell)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno(), kernel_pidfd],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with undebugged():
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                pass_fds=[theirs.fileno(), kernel_pidfd],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         theirs.close()
 
     @property

@@ -296,6 +296,8 @@ def _loader_workers(kept: list[Any]) -> None:
 
 _EVERY_S = 2.0
 _VAIN_S = 8.0
+_IDLE_TICKS = 10
+"""Hundredths of a second that a waiting thread may compute in a second."""
 _WAKE_NOBODY = ("tqdm", "multiprocessing.queues")
 """Modules whose threads in a rank only write."""
 
@@ -311,7 +313,8 @@ class LostThreads:
     A fork keeps only the thread that forks. Work that another thread of the notebook does (a prefetcher that fills a
     queue, a writer that empties one) would keep the rank waiting for ever. So the main thread is checked from time to
     time. Its wait is in vain if it waits without a limit for a condition or a lock of Python, has not moved for some
-    seconds, and no thread of the rank is left that could wake it.
+    seconds, and no thread of the rank is left that could wake it. A wait with a limit, again and again at one place, as
+    `while not event.wait(5)` of dask does, may end otherwise: of that one line tells.
 
     interrupt: raises its argument in the main thread, where the user's code is running.
     """
@@ -329,9 +332,14 @@ class LostThreads:
     def _run(self) -> None:
         seen: tuple[int, int, int] | None = None
         since = time.monotonic()
+        rounds = _Rounds()
         while True:
             time.sleep(_EVERY_S)
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            if frame is not None and rounds.are_in_vain(frame) and not self._may_be_woken():
+                line = self._sentence(frame, frame.f_locals.get("self")).replace("\n ", "")
+                sys.stdout.write(f"nbaccel: {line}\n")
+                sys.stdout.flush()
             place = None if frame is None else (id(frame), frame.f_lasti, _cpu_ticks())
             if frame is None or place != seen:
                 seen, since = place, time.monotonic()
@@ -342,13 +350,16 @@ class LostThreads:
                     self._interrupt(NotInRanks(self._sentence(frame, awaited)))
             del frame  # the frame keeps the user's objects alive
 
+    def _may_be_woken(self) -> bool:
+        """Return whether a thread of the rank is left that may signal what the main thread waits for."""
+        others = [each for each in threading.enumerate() if each is not threading.main_thread()]
+        return any(each.name not in _WATCHES and not is_of(each, _WAKE_NOBODY) for each in others)
+
     def _awaited_in_vain(self, frame: FrameType) -> Any:
         """Return the condition or lock that no thread is left to signal; None if a thread may do it."""
-        others = [each for each in threading.enumerate() if each is not threading.main_thread()]
-        if any(each.name not in _WATCHES and not is_of(each, _WAKE_NOBODY) for each in others):
+        if self._may_be_woken():
             return None
-        code = frame.f_code
-        if code.co_filename == threading.__file__ and code.co_name == "wait":
+        if _is_wait(frame):
             names = frame.f_locals
             return names.get("self") if names.get("timeout") is None else None
         return _lock_in_line(frame)
@@ -378,6 +389,39 @@ class LostThreads:
             f"  Threads of the notebook: {', '.join(self._names[:6])}. Make {name or 'it'} in this cell, so that "
             "its thread belongs to the rank, or use it in a cell without %%accelerate."
         )
+
+
+class _Rounds:
+    """Notices that the main thread waits with a limit, again and again at one place. Said once in a process."""
+
+    def __init__(self) -> None:
+        self._place: tuple[int, int] | None = None
+        self._since = 0.0
+        self._ticks = 0
+        self._is_told = False
+
+    def are_in_vain(self, frame: FrameType) -> bool:
+        """Return whether the waits have gone on for long, and for more than two of their limits, without computing."""
+        timeout = frame.f_locals.get("timeout") if _is_wait(frame) else None
+        outer: FrameType | None = frame
+        while outer is not None and outer.f_code.co_filename == threading.__file__:
+            outer = outer.f_back
+        place = None if outer is None or not isinstance(timeout, int | float) else (id(outer), outer.f_lasti)
+        now, ticks = time.monotonic(), _cpu_ticks()
+        if place is None or place != self._place:
+            self._place, self._since, self._ticks = place, now, ticks
+            return False
+        waited_s = now - self._since
+        is_idle = ticks - self._ticks < _IDLE_TICKS * waited_s
+        self._is_told = self._is_told or not is_idle
+        if self._is_told or timeout is None or waited_s < 2 * max(timeout, _VAIN_S):
+            return False
+        self._is_told = True
+        return True
+
+
+def _is_wait(frame: FrameType) -> bool:
+    return frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name == "wait"
 
 
 def _lock_in_line(frame: FrameType) -> Any:

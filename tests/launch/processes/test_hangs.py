@@ -262,6 +262,34 @@ def test_long_work_after_lightning_s_fit_is_noticed_and_ends_as_it_would(
     assert "in fits_with_lightning_and_goes_on_working: time.sleep(seconds)" in capfd.readouterr().err
 
 
+def waits_for_nobody(seconds: float) -> str:
+    time.sleep(seconds)  # as for a thread that a fork lacks
+    return "woken"
+
+
+def computes(seconds: float) -> str:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+    return "done"
+
+
+@pytest.mark.slow
+def test_ranks_that_all_wait_before_their_first_step_are_noticed_and_ranks_that_compute_are_not(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hangs, "_NOTICE_S", 1.5)
+    monkeypatch.setattr(hangs, "_CERTAIN_S", 1.0)
+    run = launch(waits_for_nobody, 2, (4.0,), start_method="fork", cpu=True)
+    assert run.values == ["woken"] * 2
+    said = capfd.readouterr().err
+    assert re.search(r"no rank has entered a step or a collective for \d+ s, and none computes:", said)
+    assert said.count("in waits_for_nobody: time.sleep(seconds)") == 2
+    monkeypatch.setattr(hangs, "_IDLE", 0.0)  # on a machine whose cores are all busy a rank computes little
+    launch(computes, 1, (3.0,), start_method="fork", cpu=True)
+    assert "none computes" not in capfd.readouterr().err
+
+
 def stops_on_numbers_of_its_own() -> None:
     """As with early stopping, where each rank looks at its own loss; no call of ours precedes the backward."""
     torch.distributed.init_process_group("gloo")
