@@ -104,3 +104,35 @@ def test_an_offline_wandb_run_without_finish_is_complete(kernel: RealKernel, sta
     kinds = kernel.value("kinds")
     assert kinds.count("history") == 25, kinds
     assert "exit" in kinds, kinds
+
+
+def test_what_ranks_put_into_a_queue_of_the_notebook_arrives_whole_and_in_order(kernel: RealKernel) -> None:
+    """Also more than a pipe takes, which a thread of the rank writes while the rank ends."""
+    kernel.do("import multiprocessing, queue; q = multiprocessing.Queue(); j = multiprocessing.JoinableQueue()")
+    cell = kernel.do(
+        accelerate(
+            """
+            for i in range(3):
+                q.put((accelerator.process_index, i, b"x" * 200_000))
+            j.put(accelerator.process_index)
+            """,
+            "fork",
+        )
+    )
+    assert "at work still" not in cell.text
+    assert cell.seconds < 9
+    kernel.do("got = [q.get(timeout=20) for _ in range(6)]; counted = sorted(j.get(timeout=20) for _ in range(2))")
+    kernel.do("j.task_done(); j.task_done(); j.join()")
+    assert kernel.value("sorted((rank, i, len(item)) for rank, i, item in got)") == [
+        [rank, i, 200_000] for rank in range(2) for i in range(3)
+    ]
+    assert kernel.value("[[i for rank, i, _ in got if rank == wanted] for wanted in range(2)]") == [[0, 1, 2]] * 2
+    assert kernel.value("counted") == [0, 1]
+    kernel.do("q.close(); j.close(); q.join_thread(); j.join_thread()")
+
+
+@pytest.mark.full
+def test_a_thread_that_is_cut_at_the_end_of_its_rank_is_named(kernel: RealKernel) -> None:
+    code = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), name='writer').start()"
+    cell = kernel.do(accelerate(code, "fork", n=1))
+    assert "a rank was ended 10 s after its cell, at work still: thread writer." in cell.text

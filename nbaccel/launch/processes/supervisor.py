@@ -26,6 +26,7 @@ from nbaccel.launch.ipc.telemetry import Telemetry
 from nbaccel.launch.processes.handle import WorkerHandle
 from nbaccel.launch.processes.hangs import Hang, HangWatch
 from nbaccel.launch.processes.interaction import DebuggerPrompt, Interrupts, Pollable, stopped_before_termination
+from nbaccel.launch.processes.notebook_queues import NotebookQueues
 from nbaccel.launch.processes.rank_losses import reaction_to_losses, restart_line
 from nbaccel.launch.processes.shutdown import (
     HANDED_OVER,
@@ -145,6 +146,7 @@ class Supervisor:
         self._is_running = True  # nothing has begun to end it
         self._hang: Hang | None = None
         self._is_over = False
+        self._queues = NotebookQueues()
         self._has_grace = False  # whether the reaper lets the ranks outlive the kernel
 
     def turns(self, begin: Callable[[Collection[int]], None] | None = None) -> Turns[RunResult]:
@@ -249,6 +251,7 @@ class Supervisor:
                     self._notice(notice)
             self._is_running = isinstance(ending, KeepRunning)
             ending.advance(now)
+            self._queues.tick(now, self._members)
             self._router.tick()
             self._telemetry.tick(now)
             for each in self._beside:
@@ -398,6 +401,7 @@ class Supervisor:
             return
         self._is_over = True
         self._worker_group.reap(members)
+        self._queues.close()
         if self._has_grace:
             self._worker_group.guard("=0")
         self._drain({member.rank for member in members})

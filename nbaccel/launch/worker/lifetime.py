@@ -300,7 +300,22 @@ class Farewell:
 
     def _cut(self) -> None:
         time.sleep(_EXIT_S)
+        with contextlib.suppress(BaseException):
+            self._name_what_is_cut()
         os._exit(self._code)
+
+    def _name_what_is_cut(self) -> None:
+        """Say which threads are at work still: what they write is not whole."""
+        me = threading.current_thread()
+        left = [each for each in threading.enumerate() if each not in (me, threading.main_thread())]
+        names = [each.name for each in left if not each.daemon or each.name.startswith("QueueFeederThread")]
+        if names:
+            said = ["a queue" if name.startswith("QueueFeederThread") else f"thread {name}" for name in names]
+            line = (
+                f"nbaccel: a rank was ended {_EXIT_S:.0f} s after its cell, at work still: {', '.join(said)}. What it "
+                "had not written is lost: join threads in the cell, and read a queue while it is filled\n"
+            )
+            os.write(2, line.encode())
 
     def _end(self) -> None:
         multiprocessing_util = sys.modules.get("multiprocessing.util")
