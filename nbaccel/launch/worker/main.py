@@ -141,7 +141,6 @@ class _Rank:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         self._stacks = tell_on_signal(boot.store_path, self.rank)
         self.page = ControlPage(boot.page_fd, boot.world.world_size)
-        self.interrupt.watch(partial(self.page.set_handler, self.rank))
         meet_in_file(boot.store_path, boot.world, self._refuse_to_meet)
         refuse_launchers(boot.world)
         forget_one_process(boot.world)
@@ -191,6 +190,7 @@ class _Rank:
         if self.is_fork and (why := why_this_fork_fails()) is not None:
             self.channel.send({"op": "bad_fork", "why": why})  # nothing of the user's has run yet
             return 0
+        self.interrupt.watch(partial(self.page.set_handler, self.rank))
         with outlet(self.reporter):
             status, home = self._work(make_task, self.boot.setup)
             while (order := self._await_order()) is not None:
