@@ -131,8 +131,7 @@ class _Rank:
             with contextlib.suppress(OSError):
                 os.close(fd)
         adopt_notebook(self.rank, self._streams.publish, self._streams.old_streams)
-        self._kept = put_aside(self.rank)
-        self._written = written
+        self._kept, self._written = put_aside(self.rank), written
         self._exit_worker = Farewell()
         restore_signals()
         self.interrupt = Interrupt()
