@@ -34,7 +34,6 @@ from nbaccel.forkable import why_forks_fail
 from nbaccel.hardware import Survey
 from nbaccel.launch.diagnosis import PostMortem, verdict
 from nbaccel.launch.ipc import reaper
-from nbaccel.launch.ipc.attached_debugger import undebugged, untrace
 from nbaccel.launch.ipc.spec import LaunchSpec, Start, load_named
 from nbaccel.launch.ipc.user_code import cell_name
 from nbaccel.launch.kernel_models import held_here
@@ -49,6 +48,7 @@ from nbaccel.launch.oom_restart import (
     wait_for_memory,
 )
 from nbaccel.launch.persistent_workers import PersistentWorkers
+from nbaccel.launch.processes.attached_debugger import undebugged, untrace
 from nbaccel.launch.processes.launch_result import LaunchResult
 from nbaccel.launch.processes.start import ForkStart, StartMethod, ZygoteStart
 from nbaccel.launch.processes.supervisor import BadFork, RunObservers, RunResult, open_log

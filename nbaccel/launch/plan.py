@@ -15,12 +15,12 @@ from nbaccel.display.summary import RunFacts
 from nbaccel.errors import LaunchRefused
 from nbaccel.hardware import Survey, best_precision
 from nbaccel.launch.earlier_models import EarlierModel, models_in
-from nbaccel.launch.ipc.attached_debugger import is_attached
 from nbaccel.launch.ipc.nbytes import bytes_by_sharing, sizes_on_devices
 from nbaccel.launch.ipc.spec import Devices, LaunchSpec, Start, Task
 from nbaccel.launch.objects.thread_pools import threads_a_fork_lacks
 from nbaccel.launch.objects.wrappers import modules_in
 from nbaccel.launch.preflight import ProcessState, choose_devices, choose_start, threads_per_rank
+from nbaccel.launch.processes.attached_debugger import is_attached
 from nbaccel.options.run_options import AUTO, RunOptions
 from nbaccel.quantities import amount
 from nbaccel.settings import FSDP, SHRINK, STOP, RunSettings

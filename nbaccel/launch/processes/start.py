@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.launch.ipc.attached_debugger import fork, leave_debugger
 from nbaccel.launch.ipc.kernel_state import TorchFlags
 from nbaccel.launch.ipc.payload import Payload
 from nbaccel.launch.ipc.spec import LaunchSpec, Task, WorkerBoot
 from nbaccel.launch.objects.inventory import no_collections
 from nbaccel.launch.objects.open_files import FilesOfRanks, take_places
 from nbaccel.launch.objects.threads import threads_of_the_notebook
+from nbaccel.launch.processes.attached_debugger import fork, leave_debugger
 from nbaccel.launch.processes.handle import WorkerProcess
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.shutdown import endable

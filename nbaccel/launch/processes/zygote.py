@@ -21,7 +21,6 @@ from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.launch.ipc.attached_debugger import undebugged
 from nbaccel.launch.ipc.channel import Channel
 from nbaccel.launch.ipc.control import SAVE_GRACE_S
 from nbaccel.launch.ipc.import_hooks import when_loaded
@@ -31,6 +30,7 @@ from nbaccel.launch.ipc.payload import Payload, pack, packages_in, unpack
 from nbaccel.launch.ipc.reaper import kill_session, session_members
 from nbaccel.launch.ipc.spec import Task, WorkerBoot, load_named
 from nbaccel.launch.objects.inventory import no_collections
+from nbaccel.launch.processes.attached_debugger import undebugged
 from nbaccel.launch.processes.handle import WorkerProcess
 from nbaccel.launch.worker.main import run_rank
 from nbaccel.world import World

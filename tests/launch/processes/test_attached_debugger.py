@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from nbaccel.launch.ipc.attached_debugger import is_attached
+from nbaccel.launch.processes.attached_debugger import is_attached
 
 DEBUGGED = """
 import os, sys, threading, _posixsubprocess, _thread
@@ -24,7 +24,7 @@ tracing.TracingFunctionHolder = SimpleNamespace(_original_tracing=sys.settrace)
 sys.modules["_pydevd_bundle.pydevd_constants"] = SimpleNamespace(get_global_debugger=object)
 sys.settrace(lambda *args: None); sys.settrace = never
 
-from nbaccel.launch.ipc import attached_debugger
+from nbaccel.launch.processes import attached_debugger
 assert attached_debugger.is_attached()
 pid = attached_debugger.fork()
 if pid == 0:
