@@ -144,7 +144,12 @@ class StayedInRank(NbaccelError, AttributeError):
 
 
 class NotPrepared(NbaccelError):
-    """More than one rank, and a model, or gradients of one, that nothing averages: each rank would train its own."""
+    """More than one rank, and a model, or gradients of one, that nothing averages: each rank would train its own.
+
+    is_of_parts: whole batches in every rank may not lead to this error.
+    """
+
+    is_of_parts = False
 
 
 class CannotCut(NbaccelError):

@@ -26,6 +26,7 @@ __all__ = [
     "STOP",
     "STRATEGIES",
     "STRATEGY_ENTRY_POINTS",
+    "WHOLE",
     "RunSettings",
     "installed_strategies",
     "wrong_precision",
@@ -47,7 +48,9 @@ OOM_CHOICES = SHRINK, STOP = ("shrink", "stop")
 """Reaction when a rank dies of memory: the run starts again with smaller batches, or ends."""
 
 BATCH_CHOICES = SPLIT, EACH = ("split", "each")
-"""Batches of ranks in a loop that was not prepared: a part of each batch, or their own batches."""
+WHOLE = "whole"
+"""Batches of ranks in a loop that was not prepared: a part of each batch, or their own batches. All of each batch,
+`WHOLE`, is no choice of a person's: a run that failed on its first parts starts again so."""
 
 CHECKPOINT_DIR = "nbaccel_checkpoints"
 """Default folder in the working directory, whose files Kaggle keeps; made only when something is saved."""
@@ -68,7 +71,7 @@ class RunSettings:
     debug: check every collective, not only the first ones.
     independent: each rank trains its own model on purpose.
     strict: a loop that was not prepared is an error, and is not trained on all ranks as it is.
-    batches: one of `BATCH_CHOICES`, for the batches of such a loop.
+    batches: one of `BATCH_CHOICES`, or `WHOLE`, for the batches of such a loop.
     split: parts that each batch of a training loop is cut into, after a run that ran out of memory.
     checkpoint_every: interval at which the training saves itself, "10min" or "500steps".  checkpoint_dir: its folder.
     keep: number of those checkpoints that are kept.
@@ -112,7 +115,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.mixed_precision is not None and self.mixed_precision not in PRECISIONS:
             raise ValueError(wrong_precision(self.mixed_precision))
-        if self.batches is not None and self.batches not in BATCH_CHOICES:
+        if self.batches is not None and self.batches not in (*BATCH_CHOICES, WHOLE):
             raise ValueError(f"batches must be one of {', '.join(map(repr, BATCH_CHOICES))}, got {self.batches!r}")
         if self.strategy is not None and not (isinstance(self.strategy, str) and self.strategy.strip()):
             raise ValueError(

@@ -43,7 +43,6 @@ from nbaccel.launch.oom_restart import (
     LaunchAttempt,
     OomKillWatch,
     OomRestartPolicy,
-    Restart,
     RunRecorder,
     wait_for_memory,
 )
@@ -57,6 +56,7 @@ from nbaccel.launch.processes.workers import WorkerGroup
 from nbaccel.launch.processes.zygote import Zygote
 from nbaccel.launch.run import Run
 from nbaccel.launch.runs import Runs
+from nbaccel.launch.whole_restart import WholeBatches
 from nbaccel.output.router import Screen
 from nbaccel.world import World
 
@@ -160,7 +160,7 @@ class Launcher:
         log_path: the file that gets all output; empty for one that lasts as long as this process.
         """
         _load_once(spec.setup)
-        restarting = OomRestartPolicy(lambda: held_here(spec.task.namespace))
+        restarting, whole = OomRestartPolicy(lambda: held_here(spec.task.namespace)), WholeBatches()
         restarts: list[str] = []
         log_path = log_path or self.resources.new_log()
         with open_log(log_path) as log:
@@ -171,17 +171,24 @@ class Launcher:
                 except BadFork as found:
                     spec = replace(spec, start=_instead_of_fork(spec.start, str(found)))
                     ended = yield from self._attempt(spec, watching, log, recorder)
-                match restarting.after(LaunchAttempt(spec, ended, recorder, host)):
-                    case Restart(spec, line):
-                        ended.close()
-                        wait_for_memory(spec.devices.gpus, ended, lambda: Survey.take().gpus)
-                        restarts.append(line)
-                        watching.say(line)
-                        for listener in watching.listeners:
-                            listener.feed(0, time.monotonic(), Restarted(line))
-                    case GiveUp(report):
-                        break
-        error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name, report)
+                attempt = LaunchAttempt(spec, ended, recorder, host)
+                decision = restarting.after(attempt)
+                if isinstance(decision, GiveUp) and not decision.report:
+                    decision = whole.after(attempt) or decision
+                if isinstance(decision, GiveUp):
+                    break
+                if attempt is not whole.failed:  # whose error may be shown
+                    ended.close()
+                    wait_for_memory(spec.devices.gpus, ended, lambda: Survey.take().gpus)
+                spec = decision.spec
+                restarts.append(decision.line)
+                watching.say(decision.line)
+                for listener in watching.listeners:
+                    listener.feed(0, time.monotonic(), Restarted(decision.line))
+        told, hint = whole.the_one_to_tell(attempt)
+        ended, recorder, spec = told.ended, told.recorder, told.spec
+        report = hint or decision.report
+        error = verdict(ended, spec.task, spec.start.method == "zygote", told.host, cell_name, report)
         return LaunchResult(spec.task, ended, spec.start, error, log_path, recorder.checkpoint, restarts)
 
     def _attempt(

@@ -267,3 +267,49 @@ def test_a_loop_that_speaks_of_ranks_and_prepares_nothing_draws_one_order(kernel
     )
     assert "rank 0 is here" in cell.stdout
     assert are_near(kernel.value(f"[{WEIGHTS}, history]"), expected)
+
+
+COUNTS_ON_WHOLE_BATCHES = """
+history = []
+print("begun")
+for epoch in range(2):
+    for a, b in DataLoader(TensorDataset(x[:64], y[:64]), batch_size=16):
+        loss = nn.functional.mse_loss(model(a.view(16, 6)), b)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        history.append(loss.item())
+"""
+
+STARTED_AGAIN = "as code does that counts on whole ones; started again with whole batches in each of 2 ranks"
+
+
+def test_a_loop_that_fails_on_its_first_part_starts_again_with_whole_batches(kernel: RealKernel, start: str) -> None:
+    expected = plain(kernel, loop=COUNTS_ON_WHOLE_BATCHES)
+    kernel.do(SETUP)
+    cell = kernel.do(accelerate(COUNTS_ON_WHOLE_BATCHES, start))
+    assert are_near(kernel.value(f"[{WEIGHTS}, history]"), expected)
+    assert (
+        "failed on its first part of a batch (RuntimeError: shape '[16, 6]' is invalid for input of size" in cell.text
+    )
+    assert cell.text.count(STARTED_AGAIN) == 1
+    assert cell.text.count("begun") == 2
+
+
+def test_the_first_error_is_shown_where_whole_batches_fail_too(kernel: RealKernel) -> None:
+    kernel.do(SETUP)
+    loop = COUNTS_ON_WHOLE_BATCHES.replace("        loss =", "        assert len(history) != 1, len(a)\n        loss =")
+    error = kernel.run(accelerate(loop)).failed("AssertionError")
+    assert re.search(r"AssertionError: [79]\b", error.text)  # the first parts are of different sizes
+    assert "With whole batches in every rank it failed, too" in error.text
+
+
+@pytest.mark.full
+def test_what_has_written_a_file_or_trained_on_parts_does_not_start_again(kernel: RealKernel) -> None:
+    kernel.do(SETUP)
+    written = COUNTS_ON_WHOLE_BATCHES.replace('print("begun")', 'torch.save(x, "x.pt")')
+    later = COUNTS_ON_WHOLE_BATCHES.replace("a.view(16, 6)", "a if len(history) < 5 else a.view(16, 6)")
+    for loop in (written, later):
+        failed = kernel.run(accelerate(loop))
+        assert STARTED_AGAIN not in failed.text
+        assert "code that counts on batches of a fixed size has to ask len(x)" in failed.failed("RuntimeError").text

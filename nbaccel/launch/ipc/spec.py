@@ -179,6 +179,10 @@ class TaskWatch(Protocol):
         """Return whether the program made `tensors` for one batch, so that ranks rightly have different ones."""
 
     @property
+    def fails_on_parts(self) -> bool:
+        """Return whether the task has failed on its first part of a batch, in a way that a whole one may not."""
+
+    @property
     def is_at_work(self) -> bool:
         """Return whether the watch has trained something in this task."""
 

@@ -73,7 +73,8 @@ class RunResult:
     program_limit: the limit that the program had set itself, if any.  is_own_limit: this limit ended it.
     saves_itself: ranks save the training, also when they are stopped.
     steps: training steps that every rank had done when the run was stopped at a step; None otherwise.
-    open_files: files that ranks were writing when the first of them failed.  hang: the hang that ended the run.
+    open_files: files that ranks were writing when the first of them failed.  has_written: they have written some.
+    hang: the hang that ended the run.
     stays: ranks that have not died stay after the run.
     why_not_again: why the rank that failed first was not started again, see `RestartRanks`; empty in other runs.
     """
@@ -94,6 +95,7 @@ class RunResult:
     saves_itself: bool = False
     why_not_again: str = ""
     raised: BaseException | None = None
+    has_written: bool = False
 
     def close(self) -> None:
         """Release the data that the ranks sent."""
@@ -451,6 +453,7 @@ class Supervisor:
             saves_itself=self._page.saves_itself,
             why_not_again=self._losses.why_not,
             raised=self._interrupts.raised,
+            has_written=self._worker_group.has_written_files,
         )
 
 

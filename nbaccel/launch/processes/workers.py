@@ -207,6 +207,13 @@ class WorkerGroup:
             member.segments.clear()
 
     @property
+    def has_written_files(self) -> bool:
+        """Return whether ranks of a loop that prepares nothing have saved or opened a file, see `one_file`."""
+        with contextlib.suppress(OSError):
+            return os.path.getsize(f"{self.store_path}.files") > 0
+        return False
+
+    @property
     def exit_codes(self) -> list[int]:
         """Return the exit codes by rank; 0 for those that live."""
         return [member.process.exit_code or 0 for member in self.members]

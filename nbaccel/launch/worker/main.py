@@ -318,6 +318,9 @@ class _Rank:
                 "lacks": lacks,
                 "rows": self._leaving.report(SPOILT if self._cut.is_spoilt else ""),
                 "of_batches": self._of_batches(results.facts.get("checksums", {}), namespace),
+                "fails_on_parts": status == "failed"
+                and self._task_watch is not None
+                and self._task_watch.fails_on_parts,
                 **self._one_training.facts(),
             },
             "exit_code": error.code if isinstance(error, SystemExit) else None,

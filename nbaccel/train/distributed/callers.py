@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterator
 from types import CodeType, FrameType, FunctionType, MethodType
@@ -63,8 +64,8 @@ def _is_passed_by(code: CodeType) -> bool:
     return is_generated or os.path.abspath(code.co_filename).startswith(_PASSED_BY)
 
 
-_DEPTH = 3
 _MOST_DEPTH = 100
+_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", sysconfig.get_paths()["stdlib"])
 _OWN_REFERENCES = 3  # the frame's, ours, and that of the call
 _NOT_USERS = (
     PACKAGE_DIR,
@@ -125,10 +126,12 @@ def _given(frame: FrameType) -> Iterator[Any]:
 
 
 def users_name(value: Any) -> str:
-    """Return the variable that holds `value` in the frames that led here; "" if there is none."""
-    for frame in users_frames(_DEPTH):
+    """Return the variable that holds `value` in the frames that led here, not in a library; "" if there is none."""
+    for frame in users_frames(_MOST_DEPTH):
+        if any(folder in frame.f_code.co_filename for folder in _LIBRARIES):
+            continue
         for names in (variables_of(frame), frame.f_globals):
             for name, each in list(names.items()):
-                if each is value and not name.startswith("_"):
+                if each is value and name != "self" and not name.startswith("_"):
                     return name
     return ""

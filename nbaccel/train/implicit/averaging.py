@@ -271,7 +271,7 @@ class Averaging:
         weights = factors(header, givers, pure, self._losses.references)
         if weights is None:
             why = "its terms differ between ranks, as by a branch on samples; or one is divided by its batch twice; or"
-            raise NotPrepared(self._cannot_measure(f"{why} a single sample shows too little"))
+            raise self._cannot_measure(f"{why} a single sample shows too little")
         together = self._union(header, known, buffers)
         buffers = [number for number in together if self.models.items[number].is_buffer]  # those of any rank's forward
         mine = [number for number in (*known, *buffers) if number in set(together)]
@@ -373,11 +373,12 @@ class Averaging:
                 raise NotPrepared(
                     f"the ranks train one model, and {what} ({said}), so they do not train one any more: something "
                     "that the loop decides or draws by itself differs between ranks. Decide by the loss after "
-                    "loss.backward(), which is the same in all ranks, or prepare the loop:\n"
-                    "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+                    "loss.backward(), which is the same in all ranks; give a seed to what draws without one, as a "
+                    "sampler of hyperparameters does, or default_rng(); or let each rank train its own: --independent, "
+                    "or --sweep for several configurations."
                 )
         if any(says[rank].obstacle for rank in here) and any(says[rank].part for rank in here):
-            raise NotPrepared(self._cannot_measure(obstacle or "another rank says so"))
+            raise self._cannot_measure(obstacle or "another rank says so")
         givers = [rank for rank in here if says[rank].gives]
         return givers or [here[0] if here else world.rank]
 
@@ -390,12 +391,14 @@ class Averaging:
         if all(header.says[rank].noise for rank in here) and not header.all_equal("noise", here):
             self._passes.share_noise(self._collective().gather_objects)
 
-    def _cannot_measure(self, why: str) -> str:
-        return (
+    def _cannot_measure(self, why: str) -> NotPrepared:
+        error = NotPrepared(
             f"{self._world.place}, step {self._steps.count}: this loss is no sum over "
             f"samples ({why}), and its batch was split over the ranks. %%accelerate --batches each gives each rank "
             "batches of its own; -n 1 trains as before."
         )
+        error.is_of_parts = True
+        return error
 
     def _union(self, header: Header, known: Sequence[int], buffers: Sequence[int]) -> list[int]:
         """Return the numbers of all that any rank has values for, in the order in which backwards come to them."""

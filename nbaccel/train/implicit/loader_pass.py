@@ -261,8 +261,10 @@ def not_trained(place: str, name: str, why: str) -> NotPrepared:
 
 def passed_over(place: str, name: str) -> NotPrepared:
     """Return the error of a loop that leaves out each part of the batches of the loader `name`."""
-    return NotPrepared(
+    error = NotPrepared(
         f"{place}: whole batches of {name} were trained on, and then each was split over the ranks and no part was: "
         "the loop has passed them over, as one does that leaves out batches with len(x) != batch_size. Leave that out "
         "(drop_last=True in the loader does the same), or start the cell with --batches each."
     )
+    error.is_of_parts = True
+    return error

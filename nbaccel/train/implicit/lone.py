@@ -93,6 +93,10 @@ class LoneTraining:
         return False
 
     @property
+    def fails_on_parts(self) -> bool:
+        return False
+
+    @property
     def is_at_work(self) -> bool:
         """True if something was trained in this task."""
         return self._backwards > 0

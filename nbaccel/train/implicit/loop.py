@@ -99,6 +99,8 @@ class ImplicitTraining:
             step_back=self._step_back,
         )
         self._is_armed = False
+        self.fails_on_parts = False  # the task has failed on its first part of a batch, see `TaskWatch`
+        self._has_trained_on_parts = False
         self._hooks = Hooks(self._averaging.run, self._before_step, self._after_step)
         self._given: _GivenHook | None = None
 
@@ -113,6 +115,7 @@ class ImplicitTraining:
         self._passes.install()
         self._passes.begin(self._mode, self._parts, self._order_seed)
         self._order_seed = None  # persistent ranks continue with common numbers
+        self.fails_on_parts = self._has_trained_on_parts = False
         self._withholding.begin()
         watch_scalers(self._withholds)
         self._hooks.install()
@@ -146,6 +149,8 @@ class ImplicitTraining:
             error = sys.exc_info()[1]
             if self._withholding.is_used and isinstance(error, _OF_GRADIENTS) and not isinstance(error, _OURS):
                 error.add_note(self._withholding.explain())
+            is_of_parts = self.has_split and (_is_of_shapes(error) or getattr(error, "is_of_parts", False))
+            self.fails_on_parts = is_of_parts and not self._has_trained_on_parts and self._parts == 1
             if error is not None and self.has_split and _is_of_shapes(error):
                 error.add_note(
                     "The loop prepares nothing, so each rank has a part of every batch: code that counts on batches of "
@@ -209,6 +214,7 @@ class ImplicitTraining:
 
     def _report(self, loss: float | Tensor | None) -> None:
         """Report a backward that was averaged."""
+        self._has_trained_on_parts |= self.has_split
         if loss is not None:
             emit(Loss(loss, self._steps.count))
         if not self._passes.batches:
@@ -275,7 +281,7 @@ class _GivenHook:
         torch.optim.Optimizer.add_param_group = self._real  # type: ignore[method-assign]
 
 
-def _is_of_shapes(error: BaseException) -> bool:
+def _is_of_shapes(error: BaseException | None) -> bool:
     """Return whether a number of samples may have caused `error`."""
     is_known = isinstance(error, _OF_SHAPES) and not isinstance(error, _OURS)
     return is_known and (isinstance(error, (IndexError, AssertionError)) or bool(_SHAPES.search(str(error))))

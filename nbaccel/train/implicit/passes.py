@@ -22,7 +22,7 @@ import torch
 from nbaccel.errors import CannotSplit
 from nbaccel.events import LoopEntered, emit
 from nbaccel.quantities import length_or_none
-from nbaccel.settings import EACH, SPLIT
+from nbaccel.settings import EACH, SPLIT, WHOLE
 from nbaccel.train.distributed.callers import users_name
 from nbaccel.train.implicit.batch_parts import ALONE, UNKNOWN, Handed, Label, Layout, Split, Turn, is_own
 from nbaccel.train.implicit.batch_values import BatchWatch
@@ -123,21 +123,20 @@ class Passes:
         ask(self)
 
     def begin(self, mode: str = SPLIT, parts: int = 1, order_seed: int | None = None) -> None:
-        """Begin a task: forget the loaders.  mode: "split", or "each" for separate batches of each rank.
+        """Begin a task: forget the loaders.  mode: "split", "each" for separate batches of each rank, or "whole".
 
         parts: of all ranks together, the least number of parts of a batch.  order_seed: see `Streams`.
         """
         self._streams.begin(order_seed)
         self._watch.end()
         self._watches_next = False  # also a part
-        self._mode = mode
+        self._mode, self._keeps_whole = (SPLIT if mode == WHOLE else mode), mode == WHOLE
         self._turns = math.ceil(parts / self._world_size) if mode == SPLIT else 1
         self._is_short = parts > 1 and mode == SPLIT  # of memory
         self._in_turn: SharedPass | None = None  # the pass of the current part, if others of its batch follow
         self._looks = 0  # at whether the loop draws from NumPy or Python's random
         self._noise_before: int | None = None
-        self._passed_over = ""  # a loader of which no part trained
-        self._untrained = ""  # a loader of a pass that was split, and did not train
+        self._passed_over = self._untrained = ""  # loaders of which no part trained; in this pass, which was split
         self._looked_at = ""  # a loader of which a part was taken, and no more
         self._reported: SharedPass | None = None  # the pass that the rank is in
         self._news = object()  # replaced as soon as what was reported may be out of date
@@ -325,6 +324,7 @@ class Passes:
         )
         if is_map and this.is_collated and self._mode == SPLIT and is_own(iterator._collate_fn):
             this.layout = self._layouts.setdefault(this.loader, Layout())
+        self._whole |= {key} if self._keeps_whole else set()
         is_known = lead > 0 or (self._is_short and all(modes))
         this.is_split = this.began_split = this.may_split and is_known and key not in self._whole
         this.iterator_of = weakref.ref(iterator, lambda _: self._left(this))

@@ -306,8 +306,9 @@ class Models:
             if any(collectives.gather_objects([len(found) != len(most) or any(s not in (most, []) for s in specs)])):
                 raise NotPrepared(
                     "the ranks began to train different parameters in the same backward, so they cannot be averaged. "
-                    "Build the same model in every rank, or prepare it:\n"
-                    "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+                    "Where something draws them that has no seed, as a sampler of hyperparameters or a generator of "
+                    "its own (default_rng()), give it one; --sweep runs configurations side by side, and with "
+                    "--independent each rank trains its own. Otherwise build the same model in every rank."
                 )
         tensors = [tensor for family in found for tensor in family.tensors]
         mine = torch.tensor(sums_of(tensors), dtype=torch.float64, device="cpu")
