@@ -41,7 +41,7 @@ def test_a_choice_of_no_or_nought_is_a_choice() -> None:
     assert (chosen.cpu, chosen.seed, chosen.mixed_precision) == (False, 0, "fp16")
 
 
-@pytest.mark.parametrize("wrong", [{"batches": "whole"}, {"mixed_precision": "fp8"}])
+@pytest.mark.parametrize("wrong", [{"batches": "halves"}, {"mixed_precision": "fp8"}])
 def test_a_wrong_choice_is_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=f"must be one of .*, got '{next(iter(wrong.values()))}'"):
         RunSettings(**wrong)  # type: ignore[arg-type]

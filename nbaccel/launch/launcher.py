@@ -43,6 +43,7 @@ from nbaccel.launch.oom_restart import (
     LaunchAttempt,
     OomKillWatch,
     OomRestartPolicy,
+    PartsRestartPolicy,
     RunRecorder,
     wait_for_memory,
 )
@@ -56,7 +57,6 @@ from nbaccel.launch.processes.workers import WorkerGroup
 from nbaccel.launch.processes.zygote import Zygote
 from nbaccel.launch.run import Run
 from nbaccel.launch.runs import Runs
-from nbaccel.launch.whole_restart import WholeBatches
 from nbaccel.output.router import Screen
 from nbaccel.world import World
 
@@ -160,7 +160,7 @@ class Launcher:
         log_path: the file that gets all output; empty for one that lasts as long as this process.
         """
         _load_once(spec.setup)
-        restarting, whole = OomRestartPolicy(lambda: held_here(spec.task.namespace)), WholeBatches()
+        restarting, whole = OomRestartPolicy(lambda: held_here(spec.task.namespace)), PartsRestartPolicy()
         restarts: list[str] = []
         log_path = log_path or self.resources.new_log()
         with open_log(log_path) as log:

@@ -2,6 +2,7 @@
 
 `OomRestartPolicy` decides and words, between one attempt and the next; `Launcher` acts. The effective batch does not
 change: the ranks of the next attempt cut every batch of a training loop into more parts (`RunSettings.split`).
+`PartsRestartPolicy` restarts a run that failed on its first part of a batch, for no want of memory, with whole ones.
 `RunRecorder` keeps what the policy reads, one for each attempt: it receives the ranks' events, which outlive the ranks.
 `OomKillWatch` finds out whether the system's out-of-memory killer ended a rank, which reports nothing then: it compares
 the control group's own count before and after. `raise_oom_score` has it choose a rank before the notebook.
@@ -25,13 +26,14 @@ from nbaccel.launch.ipc.spec import LaunchSpec
 from nbaccel.launch.kernel_models import KernelHolding
 from nbaccel.launch.processes.supervisor import RunResult
 from nbaccel.quantities import in_gb
-from nbaccel.settings import SHRINK, RunSettings
+from nbaccel.settings import SHRINK, WHOLE, RunSettings
 
 __all__ = [
     "GiveUp",
     "LaunchAttempt",
     "OomKillWatch",
     "OomRestartPolicy",
+    "PartsRestartPolicy",
     "Restart",
     "RunRecorder",
     "wait_for_memory",
@@ -47,6 +49,8 @@ _WORTH_SAYING = 0.005
 """Share of a device that the notebook holds, below which it is not mentioned."""
 
 _UNKNOWN_BATCH = 1000
+
+_LONGEST_ERROR = 100
 
 _LONGEST_RELEASE_S = 2.0
 _RELEASE_LOOK_S = 0.05
@@ -343,6 +347,61 @@ def _some(names: Sequence[str]) -> str:
 
 def _said_of(held: Sequence[KernelHolding]) -> list[str]:
     return [f"the notebook itself holds {holding}" for holding in held if holding.share >= _WORTH_SAYING]
+
+
+@dataclass(slots=True)
+class PartsRestartPolicy:
+    """Restart policy of one run, asked after every attempt that did not fail of memory.
+
+    A loop that prepares nothing is given parts of its batches. One that counts on whole ones, as by ``view(64, -1)`` or
+    by labels that it has made before, fails on the first part (#54). Nothing was trained on parts then, so the run
+    starts again, once, with whole batches in every rank. Files that a rank has written would be written twice.
+
+    failed: the attempt that failed on its parts, and was followed by one with whole batches; None for none.
+    """
+
+    failed: LaunchAttempt | None = None
+
+    def after(self, attempt: LaunchAttempt) -> Restart | None:
+        """Return how the run starts again, the first time that it failed on parts; None where it does not."""
+        ended, rank = attempt.ended, attempt.ended.first_failed
+        if self.failed is not None or rank is None or ended.is_interrupted or ended.is_timed_out or ended.hang:
+            return None
+        report = ended.reports[rank]
+        if report is None or not report.facts.get("fails_on_parts") or report.cause is None:
+            return None
+        if attempt.spec.stays or attempt.spec.no_restart or self._has_written(attempt):
+            return None
+        self.failed = attempt
+        text = (report.cause.headline or [report.cause.type_name])[0]
+        text = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
+        settings = RunSettings(batches=WHOLE).over(attempt.spec.settings)
+        left_s = None if attempt.spec.timeout_s is None else max(0.0, attempt.spec.timeout_s - ended.seconds)
+        return Restart(
+            replace(attempt.spec, settings=settings, timeout_s=left_s),
+            f"rank {rank} failed on its first part of a batch ({text}), as code does that counts on whole ones; "
+            f"started again with whole batches in each of {attempt.spec.world_size} ranks, the same work",
+        )
+
+    def the_one_to_tell(self, last: LaunchAttempt) -> tuple[LaunchAttempt, str]:
+        """Return the attempt whose error is shown, and a hint for the reader, after `last`, the last one.
+
+        It is the first one if whole batches have failed, too; the other's results are released.
+        """
+        if self.failed is None:
+            return last, ""
+        if last.ended.first_failed is None or last.ended.is_interrupted or last.ended.is_timed_out:
+            self.failed.ended.close()
+            return last, ""
+        last.ended.close()
+        return (
+            self.failed,
+            "With whole batches in every rank it failed, too, so the size of the parts may not be the cause.",
+        )
+
+    @staticmethod
+    def _has_written(attempt: LaunchAttempt) -> bool:
+        return bool(attempt.recorder.opened or attempt.ended.open_files or attempt.ended.has_written)
 
 
 class RunRecorder:

@@ -313,3 +313,46 @@ def test_what_has_written_a_file_or_trained_on_parts_does_not_start_again(kernel
         failed = kernel.run(accelerate(loop))
         assert STARTED_AGAIN not in failed.text
         assert "code that counts on batches of a fixed size has to ask len(x)" in failed.failed("RuntimeError").text
+
+
+LEAVES_ITS_LAST_BATCH = """
+def fit():
+    for fold in range(2):
+        torch.manual_seed(fold)
+        net = nn.LazyLinear(1).double()
+        steps = torch.optim.SGD(net.parameters(), 0.1)
+        for a, b in DataLoader(TensorDataset(x[:48], y[:48]), batch_size=16):
+            steps.zero_grad()
+            nn.functional.mse_loss(net(a), b).backward()
+            steps.step()
+    return net
+
+lazy = fit()
+for batch in DataLoader(TensorDataset(x[:48], y[:48]), batch_size=16):
+    data, target = batch
+    batch_size, width = data.shape
+    features, ours = 8, torch.ones(8)
+    out = model(data)
+    loss = nn.functional.mse_loss(out, target)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_the_last_batch_its_sizes_and_lazy_models_are_left_as_by_one_process(kernel: RealKernel, n: int) -> None:
+    left = "[batch_size, width, features, ours.tolist(), data.tolist(), target.tolist(), out.tolist(), "
+    left += "[part.tolist() for part in batch], lazy.weight.tolist()]"
+    kernel.do(SETUP)
+    kernel.do(LEAVES_ITS_LAST_BATCH)
+    expected = kernel.value(left)
+    kernel.do(SETUP)
+    kernel.do(accelerate(LEAVES_ITS_LAST_BATCH, n=n))
+    assert are_near(kernel.value(left), expected)
+
+
+def test_steps_on_one_batch_are_counted(kernel: RealKernel) -> None:
+    kernel.do(SETUP)
+    loop = "a, b = next(iter(train_loader))\nfor _ in range(12):\n    nn.functional.mse_loss(model(a), b).backward()"
+    assert "12 steps, loss" in kernel.do(accelerate(f"{loop}\n    optimizer.step()")).stdout

@@ -41,7 +41,7 @@ from nbaccel.train.implicit.graph import (
 from nbaccel.train.implicit.loss_history import LossHistory
 from nbaccel.train.implicit.passes import Passes
 from nbaccel.train.implicit.terms import Term, read
-from nbaccel.train.implicit.trained_tensors import Models, sums_of
+from nbaccel.train.implicit.trained_tensors import WITHOUT_A_SEED, Models, sums_of
 from nbaccel.train.implicit.withholding import StepCounter, Withholding
 from nbaccel.world import World
 
@@ -138,8 +138,6 @@ class Averaging:
 
         args: gradients of the outputs, whether the graph is kept, whether a graph of the gradients is made, the inputs.
         """
-        if not self._watch.is_on:
-            return self._run(real, outputs, *args, **kwargs)
         with self._watch.paused():
             return self._run(real, outputs, *args, **kwargs)
 
@@ -373,9 +371,7 @@ class Averaging:
                 raise NotPrepared(
                     f"the ranks train one model, and {what} ({said}), so they do not train one any more: something "
                     "that the loop decides or draws by itself differs between ranks. Decide by the loss after "
-                    "loss.backward(), which is the same in all ranks; give a seed to what draws without one, as a "
-                    "sampler of hyperparameters does, or default_rng(); or let each rank train its own: --independent, "
-                    "or --sweep for several configurations."
+                    f"loss.backward(), which is the same in all ranks. {WITHOUT_A_SEED}"
                 )
         if any(says[rank].obstacle for rank in here) and any(says[rank].part for rank in here):
             raise self._cannot_measure(obstacle or "another rank says so")

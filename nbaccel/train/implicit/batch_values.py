@@ -81,13 +81,14 @@ class BatchWatch:
     def paused(self) -> Iterator[None]:
         """Do not watch what is done meanwhile, such as a backward."""
         trace = self._trace
-        is_on = trace is not None and _get_current_dispatch_mode() is trace
-        if is_on and trace is not None:
-            _leave(trace)
+        if trace is None or _get_current_dispatch_mode() is not trace:
+            yield
+            return
+        _leave(trace)
         try:
             yield
         finally:
-            if is_on and trace is not None and self._trace is trace:
+            if self._trace is trace:
                 trace.__enter__()  # type: ignore[no-untyped-call]
 
     def obstacle(self, roots: Sequence[Tensor]) -> str:

@@ -247,24 +247,27 @@ def has_parts(taken: Taken) -> bool:
 # --- Errors of loops that do not train on their parts ---
 
 
-def not_trained(place: str, name: str, why: str) -> NotPrepared:
+def not_trained(rank: int, world_size: int, name: str, why: str) -> NotPrepared:
     """Return the error of a pass that was split and did not train.
 
-    place: the rank.  name: of its loader.  why: it was split.
+    name: of its loader.  why: it was split; empty for the usual reason.
     """
+    why = why or "a pass that began in the same place trained"
     return NotPrepared(
-        f"{place}: the batches of {name} were split over the ranks, for {why}. This pass did not train: no backward "
-        "has come, so what it computed is of this rank's samples only. Call model.eval(), or enter torch.no_grad(), "
-        "before the loop that evaluates begins and not inside of it; or use --strict and prepare the loop."
+        f"rank {rank} of {world_size}: the batches of {name} were split over the ranks, for {why}. This pass did not "
+        "train: no backward has come, so what it computed is of this rank's samples only. Call model.eval(), or enter "
+        "torch.no_grad(), before the loop that evaluates begins and not inside of it; or use --strict and prepare the "
+        "loop."
     )
 
 
-def passed_over(place: str, name: str) -> NotPrepared:
+def passed_over(rank: int, world_size: int, name: str) -> NotPrepared:
     """Return the error of a loop that leaves out each part of the batches of the loader `name`."""
     error = NotPrepared(
-        f"{place}: whole batches of {name} were trained on, and then each was split over the ranks and no part was: "
-        "the loop has passed them over, as one does that leaves out batches with len(x) != batch_size. Leave that out "
-        "(drop_last=True in the loader does the same), or start the cell with --batches each."
+        f"rank {rank} of {world_size}: whole batches of {name} were trained on, and then each was split over the ranks "
+        "and no part was: the loop has passed them over, as one does that leaves out batches with "
+        "len(x) != batch_size. Leave that out (drop_last=True in the loader does the same), or start the cell with "
+        "--batches each."
     )
     error.is_of_parts = True
     return error

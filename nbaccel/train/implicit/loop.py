@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -30,6 +31,7 @@ from nbaccel.train.implicit.batch_parts import Split
 from nbaccel.train.implicit.batch_values import BatchWatch
 from nbaccel.train.implicit.graph import leave_scalers, watch_scalers
 from nbaccel.train.implicit.hooks import Hooks
+from nbaccel.train.implicit.last_batch import LastBatch
 from nbaccel.train.implicit.passes import Passes
 from nbaccel.train.implicit.trained_tensors import Model
 from nbaccel.train.implicit.withholding import StepCounter, Withholding
@@ -80,6 +82,7 @@ class ImplicitTraining:
             rates=lambda: self._steps.rates.read(),
             on_drawn=self._notices.note_drawn,
             watch=watch,
+            is_lazy=lambda: self._given is not None and self._given.are_lazy(),
         )
         self._steps = StepCounter(lambda: self._passes.batches)
         self._withholding = Withholding(self._steps.choices)
@@ -103,6 +106,7 @@ class ImplicitTraining:
         self._has_trained_on_parts = False
         self._hooks = Hooks(self._averaging.run, self._before_step, self._after_step)
         self._given: _GivenHook | None = None
+        self._last_batch = LastBatch(None)
 
     # -- the task
 
@@ -112,6 +116,7 @@ class ImplicitTraining:
         self._averaging.begin()
         self._steps.begin()
         self._notices.begin(namespace)
+        self._last_batch = LastBatch(namespace)
         self._passes.install()
         self._passes.begin(self._mode, self._parts, self._order_seed)
         self._order_seed = None  # persistent ranks continue with common numbers
@@ -138,6 +143,7 @@ class ImplicitTraining:
             taken = self._averaging.answer_until_all_are_done()
             if taken:
                 self._finish(taken)
+                self._last_batch.join(_collectives().gather_objects)
                 if self._passes.batches and not self.has_split and not self._passes.is_shared_out:
                     self._notices.note_same_work(is_stepped=any(taken))
         finally:
@@ -215,6 +221,7 @@ class ImplicitTraining:
     def _report(self, loss: float | Tensor | None) -> None:
         """Report a backward that was averaged."""
         self._has_trained_on_parts |= self.has_split
+        self._last_batch.note(self._passes.handed)
         if loss is not None:
             emit(Loss(loss, self._steps.count))
         if not self._passes.batches:
@@ -267,15 +274,23 @@ class _GivenHook:
     """Reports the tensors that optimizers are given, until it is removed."""
 
     def __init__(self, on_given: Callable[[list[Tensor]], None]) -> None:
+        self._lazy: list[weakref.ref[Tensor]] = []  # those that do not exist yet
         self._real: Any = torch.optim.Optimizer.add_param_group
         real = self._real
 
         @functools.wraps(real)
         def add_param_group(optimizer: Any, param_group: dict[str, Any]) -> None:
             real(optimizer, param_group)
-            on_given(optimizer.param_groups[-1]["params"])
+            given = optimizer.param_groups[-1]["params"]
+            self._lazy += [weakref.ref(each) for each in given if torch.nn.parameter.is_lazy(each)]
+            on_given(given)
 
         torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[assignment]
+
+    def are_lazy(self) -> bool:
+        """Return whether the first forward of a model makes parameters that an optimizer was given."""
+        self._lazy = [ref for ref in self._lazy if (each := ref()) is not None and torch.nn.parameter.is_lazy(each)]
+        return bool(self._lazy)
 
     def remove(self) -> None:
         torch.optim.Optimizer.add_param_group = self._real  # type: ignore[method-assign]

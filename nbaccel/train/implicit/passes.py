@@ -24,9 +24,8 @@ from nbaccel.events import LoopEntered, emit
 from nbaccel.quantities import length_or_none
 from nbaccel.settings import EACH, SPLIT, WHOLE
 from nbaccel.train.distributed.callers import users_name
-from nbaccel.train.implicit.batch_parts import ALONE, UNKNOWN, Handed, Label, Layout, Split, Turn, is_own
+from nbaccel.train.implicit.batch_parts import ALONE, UNKNOWN, Cutter, Handed, Label, Layout, Split, Turn, is_own
 from nbaccel.train.implicit.batch_values import BatchWatch
-from nbaccel.train.implicit.cutting import Cutter
 from nbaccel.train.implicit.loader_pass import (
     REMEMBERED,
     PassGauges,
@@ -80,6 +79,7 @@ class Passes:
     steps: returns how many steps this task has reached.  rates: returns the learning rates of its optimizers.
     on_drawn: called when the loop draws from NumPy or Python's random while it has a part.
     watch: told of the batches that are to be watched: those before the first backward of a loop.
+    is_lazy: a model has parameters that its first batch makes, which is whole then.
 
     batches: how many were handed out in this task.  has_split: ranks got different ones.
     is_shared_out: a sampler, or a data set, gives each rank samples of its own.
@@ -100,6 +100,7 @@ class Passes:
         rates: Callable[[], tuple[float, ...]] = tuple,
         on_drawn: Callable[[], None] = lambda: None,
         watch: BatchWatch | None = None,
+        is_lazy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -110,7 +111,7 @@ class Passes:
         self._steps = steps
         self._rates = rates
         self._on_drawn = on_drawn
-        self._watch = BatchWatch() if watch is None else watch
+        self._watch, self._is_lazy = BatchWatch() if watch is None else watch, is_lazy
         self._streams = Streams(rank)
         self._gauges = PassGauges(steps, rates)
         self.begin()
@@ -129,7 +130,7 @@ class Passes:
         """
         self._streams.begin(order_seed)
         self._watch.end()
-        self._watches_next = False  # also a part
+        self._watches_next = False  # even a part
         self._mode, self._keeps_whole = (SPLIT if mode == WHOLE else mode), mode == WHOLE
         self._turns = math.ceil(parts / self._world_size) if mode == SPLIT else 1
         self._is_short = parts > 1 and mode == SPLIT  # of memory
@@ -325,7 +326,7 @@ class Passes:
         if is_map and this.is_collated and self._mode == SPLIT and is_own(iterator._collate_fn):
             this.layout = self._layouts.setdefault(this.loader, Layout())
         self._whole |= {key} if self._keeps_whole else set()
-        is_known = lead > 0 or (self._is_short and all(modes))
+        is_known = (lead > 0 or (self._is_short and all(modes))) and not self._is_lazy()
         this.is_split = this.began_split = this.may_split and is_known and key not in self._whole
         this.iterator_of = weakref.ref(iterator, lambda _: self._left(this))
         if this.is_split and this.cuts_indices and iterator._num_workers:
@@ -372,8 +373,7 @@ class Passes:
         this = self._pass_of(iterator)
         if self._is_used or not torch.is_grad_enabled():
             self._watch.end()
-        if self._passed_over or self._untrained:
-            self.refuse_passed_over()
+        self.refuse_passed_over()
         if this is not self._reported:
             self._report(this)
         if this.rest:
@@ -420,8 +420,8 @@ class Passes:
     def _is_to_be_watched(self, this: SharedPass, label: Label) -> bool:
         """Return whether to watch a batch: those before a loop's first backward, and a part whose loss may be new."""
         is_wanted = self._watches_next or (this.key not in self._trained and this.taken < REMEMBERED)
-        may_train = is_wanted and self._mode == SPLIT and this.may_split and torch.is_grad_enabled()
-        return may_train and label.rows > 1 and this.key not in self._whole and self._is_training()
+        may_train = this.may_split and torch.is_grad_enabled() and self._is_training()
+        return is_wanted and may_train and self._mode == SPLIT and label.rows > 1 and this.key not in self._whole
 
     def _pass_of(self, iterator: Any) -> SharedPass:
         this: SharedPass | None = iterator.__dict__.get(_PASS)
@@ -578,13 +578,12 @@ class Passes:
         Raises:
             NotPrepared: see `_note_passed_over`.
         """
-        place = f"rank {self._rank} of {self._world_size}"
-        if name := self._untrained:
-            self._untrained = ""
-            raise not_trained(place, name, why or "a pass that began in the same place trained") from None
-        if name := self._passed_over:
-            self._passed_over = ""
-            raise passed_over(place, name) from None
+        name, skipped = self._untrained, self._passed_over
+        self._untrained = self._passed_over = ""
+        if name:
+            raise not_trained(self._rank, self._world_size, name, why) from None
+        if skipped:
+            raise passed_over(self._rank, self._world_size, skipped) from None
 
     def _left(self, this: SharedPass) -> None:
         """Handle the end of a pass whose iterator was deleted."""

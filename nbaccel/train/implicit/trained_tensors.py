@@ -29,6 +29,7 @@ from nbaccel.train.implicit.gradient_weights import as_floats
 from nbaccel.values import frozen
 
 __all__ = [
+    "WITHOUT_A_SEED",
     "Item",
     "Model",
     "Models",
@@ -48,6 +49,11 @@ _OFTEN_ALIKE = 4
 """Averages in a row that change nothing: every rank then writes the same, as for the average of a model's weights."""
 
 _ROUNDING = 1e-6
+
+WITHOUT_A_SEED = (
+    "Where something draws without a seed, as a sampler of hyperparameters or default_rng(), give it one; --sweep runs "
+    "configurations side by side, and with --independent each rank trains its own."
+)
 
 
 @dataclass(slots=True)
@@ -306,9 +312,7 @@ class Models:
             if any(collectives.gather_objects([len(found) != len(most) or any(s not in (most, []) for s in specs)])):
                 raise NotPrepared(
                     "the ranks began to train different parameters in the same backward, so they cannot be averaged. "
-                    "Where something draws them that has no seed, as a sampler of hyperparameters or a generator of "
-                    "its own (default_rng()), give it one; --sweep runs configurations side by side, and with "
-                    "--independent each rank trains its own. Otherwise build the same model in every rank."
+                    f"{WITHOUT_A_SEED} Otherwise build the same model in every rank."
                 )
         tensors = [tensor for family in found for tensor in family.tensors]
         mine = torch.tensor(sums_of(tensors), dtype=torch.float64, device="cpu")

@@ -222,6 +222,7 @@ class StepCounter:
         self._rates = 0.0
         self._entered_at: tuple[int, int] | None = None  # optimizers' steps and batches when the last step was entered
         self._is_inside = False
+        self._stepped: set[int] = set()  # optimizers, in this step
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def begin_anew(self) -> None:
@@ -251,7 +252,16 @@ class StepCounter:
         self._optimizers.add(optimizer)
 
     def note(self, optimizer: Any) -> None:
-        """Record that an optimizer is about to step."""
+        """Record that an optimizer is about to step; the second time for one batch it is in another step.
+
+        Raises:
+            RunStopped: the run ends before that step.
+        """
+        if id(optimizer) in self._stepped and self._batches():
+            emit(StepEntered(self.count + 1))
+            self.count += 1
+            self._stepped.clear()
+        self._stepped.add(id(optimizer))
         self.taken += 1
         self.rates.meet(optimizer)
         for group in optimizer.param_groups:
@@ -274,6 +284,7 @@ class StepCounter:
         self.count += is_next
         if is_next or before is None:
             self._entered_at = now
+            self._stepped.clear()
 
     def end_step(self) -> None:
         """End the step after an optimizer's step or at the task's end: a stop need not wait for anything then."""

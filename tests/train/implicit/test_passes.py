@@ -24,8 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Sing
 
 from nbaccel.errors import NotPrepared
 from nbaccel.events import Event, Gauge, LoopEntered, Progress, outlet
-from nbaccel.train.implicit.batch_parts import Handed, Split
-from nbaccel.train.implicit.cutting import _uneven_turns
+from nbaccel.train.implicit.batch_parts import Handed, Split, _uneven_turns
 from nbaccel.train.implicit.passes import Passes
 
 HOOKED = ("__init__", "_reset", "_next_index", "__next__")
