@@ -28,6 +28,7 @@ _MOST_REASONS = 3
 _OF_NO_NEWS = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType, logging.Logger)
 _DIFFERS = "as before: the ranks differ"
 _CANNOT = " cannot be sent to another process"
+_KNOWS, _HINT = " that knows its rank", ": make it anew, or use it in the cell that makes it"
 
 
 class LeftByCell:
@@ -117,6 +118,7 @@ class LeftByCell:
         came += [_in_words(name, value) for name, value in others.items() if not _is_module(value)]
         by_reason: dict[str, list[str]] = {}
         for name, why in self._not_come.items():
+            why = f"{why}{_HINT}" if why.endswith(_KNOWS) else why
             by_reason.setdefault(why.removesuffix(_CANNOT).removeprefix(f"{name} is "), []).append(name)
         not_come = [f"{listed(names)} ({why})" for why, names in by_reason.items()]
         not_come += [f"{name}, {amount(size)}: add --out {name}" for name, size in self._facts.get("huge", {}).items()]

@@ -440,20 +440,17 @@ class _Hash(Kind):
 
 
 class _Weak(Kind):
-    """Collections of weak references: what was added. Others go as the objects do."""
+    """Collections of weak references: what was added, and what was taken out while it lives."""
 
     def mark(self, obj: Any) -> Any:
-        return set(map(id, self._alive(obj)))
+        data = vars(obj)["data"]
+        references = data.values() if issubclass(type(obj), weakref.WeakValueDictionary) else data
+        return {id(each): reference for reference in list(references) if (each := reference()) is not None}
 
     def change(self, obj: Any, mark: Any) -> Any:
-        if any(id(each) not in mark for each in self._alive(obj)):
+        now = self.mark(obj)
+        if now.keys() - mark.keys() or any(mark[key]() is not None for key in mark.keys() - now.keys()):
             raise Stays("weak references cannot be sent to another process")
-
-    @staticmethod
-    def _alive(obj: Any) -> list[Any]:
-        data = vars(obj)["data"]
-        found = data.values() if issubclass(type(obj), weakref.WeakValueDictionary) else data
-        return [each for each in (reference() for reference in list(found)) if each is not None]
 
 
 class _ThreadLocal(Kind):
@@ -521,6 +518,10 @@ def _differs(new: Any, old: Any) -> bool:
     return type(new) is not type(old) or type(new) not in _PLAIN or not (new == old or (new != new and old != old))
 
 
+def _state_of_thread(thread: threading.Thread) -> Any:
+    return thread._started._flag, thread.is_alive(), thread.name, thread.daemon  # type: ignore[attr-defined]
+
+
 _LOGGER = _Settings("level", "disabled", "propagate", "handlers", "filters", after=_tell_loggers)
 _OF_PYTHON: tuple[tuple[Any, Kind], ...] = (
     (io.BytesIO, _Buffer(io.BytesIO)),
@@ -529,16 +530,17 @@ _OF_PYTHON: tuple[tuple[Any, Kind], ...] = (
     (queue.SimpleQueue, _SimpleQueue()),
     (threading.Event, _Event()),
     (type(threading.Lock()), _Watched(lambda obj: obj.locked(), "a lock belongs to threads of its process")),
-    (threading.Thread, _Watched(lambda obj: (obj._started._flag, obj.is_alive()), "a thread lives in its rank")),
+    (threading.Thread, _Watched(_state_of_thread, "a thread lives in its rank")),
     (BaseProcess, _Watched(lambda obj: obj._popen is None, "a process of its rank")),
     (subprocess.Popen, _Watched(lambda obj: obj.returncode, "its rank cannot wait for it")),
     (threading.local, _ThreadLocal()),
     ((weakref.WeakSet, weakref.WeakValueDictionary, weakref.WeakKeyDictionary), _Weak()),
     (logging.Logger, _LOGGER),
-    (logging.Handler, _Settings("level", "formatter", "filters", "buffer")),
+    (logging.Handler, _Settings("level", "formatter", "filters", "buffer", "stream", "terminator", "_name")),
     ((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), _ITERATOR),
 )
 _OF_LIBRARIES: tuple[tuple[str, str, Kind], ...] = (
+    ("_asyncio", "Future", _Watched(lambda obj: obj.done(), "a task of the event loop")),
     ("tqdm.std", "tqdm", _Settings()),
     ("matplotlib.artist", "Artist", _Artist()),
     ("ipywidgets.widgets.widget", "Widget", _Widget()),

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import unseen_changes
 from nbaccel.launch.objects.inventory import Inventory, ObjectPlace
 
 STANDARD = {
@@ -121,6 +126,21 @@ PACKAGES = {
 }  # fmt: skip
 
 
+NO_DATA = frozenset(
+    {"antigravity", "this", "idlelib", "tkinter", "turtle", "turtledemo", "lib2to3", "test", "curses"}
+) | {
+    *("multiprocessing", "ctypes", "webbrowser", "faulthandler", "readline", "rlcompleter", "site", "__main__"),
+}
+KNOWN = frozenset({"random.SystemRandom", "socket.socket", "_asyncio.Future"}) | {
+    *("asyncio.base_events.BaseEventLoop", "asyncio.streams.StreamReader", "asyncio.unix_events.PidfdChildWatcher"),
+    *("asyncio.unix_events.MultiLoopChildWatcher", "asyncio.unix_events._UnixSelectorEventLoop"),
+    *("logging.Handler", "logging.StreamHandler"),  # another lock of the same handler
+    *("weakref.WeakKeyDictionary", "doctest.DocTestRunner", "doctest.DebugRunner"),  # counts of what it has looked at
+    *("configparser.ConfigParser", "configparser.RawConfigParser", "configparser.SafeConfigParser"),  # equal objects
+}
+"""Classes of objects that belong to their process, or whose change is no other result."""
+
+
 def made(before: str) -> dict[str, Any]:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     with warnings.catch_warnings():
@@ -156,3 +176,13 @@ def test_what_a_cell_changes_in_an_object_of_a_package_comes_or_is_named(name: s
     notebook = made(before)
     assert seen(notebook, "") == set()
     assert seen(notebook, cell) & {"a", "b"}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_no_class_of_the_standard_library_has_objects_that_change_unseen(tmp_path: Path) -> None:
+    """In a process of its own, in a folder where it may write: modules are imported that no test should have."""
+    modules = sorted(sys.stdlib_module_names - NO_DATA)
+    program = [sys.executable, "-W", "ignore", unseen_changes.__file__, *modules]
+    found = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=500).stdout
+    assert set(json.loads(found)) <= KNOWN
