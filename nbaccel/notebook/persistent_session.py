@@ -23,6 +23,7 @@ from nbaccel.launch.diagnosis import ranks_in_words
 from nbaccel.launch.earlier_models import models_in, refuse_what_stays_here
 from nbaccel.launch.gpu_trouble import before_a_run
 from nbaccel.launch.ipc.spec import LaunchSpec, SharedNamespace, Task
+from nbaccel.launch.ipc.user_code import reloader
 from nbaccel.launch.launcher import Launcher, refuse_nested_launch
 from nbaccel.launch.persistent_workers import PersistentWorkers
 from nbaccel.launch.plan import LaunchPlan, draws_as_here
@@ -32,7 +33,6 @@ from nbaccel.launch.processes.supervisor import RunObservers
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.launch.tasks.cell_task import CellTask
 from nbaccel.launch.tasks.namespace_tasks import InitTask, Pull, Push
-from nbaccel.launch.worker.jupyter import reloads_modules
 from nbaccel.notebook.results import install
 from nbaccel.notices import is_users
 from nbaccel.options.run_options import AUTO, RunOptions, expanded
@@ -150,7 +150,7 @@ class PersistentSession:
         self._say(str(plan))
         for line in before_a_run(plan.devices.gpus):
             self._say(line)
-        self._edited, self._reloads = EditedModules(), reloads_modules()
+        self._edited, self._reloads = EditedModules(), reloader() is not None
         spec = replace(plan.spec(task, self._setup), stays=True)
         self._persistent = self._launcher().start(spec, ConsoleScreen())
         self._plan, self._options = replace(plan, start=self._persistent.spec.start), options

@@ -15,6 +15,13 @@ __all__ = ["ASK", "cell_name", "is_users", "new_main", "question_path", "stack_p
 is_users("")  # the folders of libraries are looked up now: the handler of a signal may ask next
 
 
+def reloader() -> Any:
+    """Return the magics of IPython's ``%autoreload`` if it is on in this process, else None."""
+    shell = _shell()
+    magics = None if shell is None else shell.magics_manager.registry.get("AutoreloadMagics")
+    return magics if magics is not None and magics._reloader.enabled else None
+
+
 def _shell() -> Any:
     ipython = sys.modules.get("IPython")
     return None if ipython is None else ipython.get_ipython()

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from nbaccel.errors import NoInput
-from nbaccel.launch.ipc.user_code import _shell
+from nbaccel.launch.ipc.user_code import _shell, reloader
 
 __all__ = [
     "Publish",
@@ -29,7 +29,6 @@ __all__ = [
     "kernel_ports",
     "new_shell",
     "reload_modules",
-    "reloads_modules",
 ]
 
 Publish = Callable[[dict[str, Any]], None]
@@ -112,22 +111,11 @@ def adopt_notebook(rank: int, publish: Publish, old_streams: tuple[Any, Any]) ->
         _forward_display(shell, publish)
 
 
-def reloads_modules() -> bool:
-    """Return whether IPython's ``%autoreload`` is on in this process."""
-    return _reloading() is not None
-
-
 def reload_modules() -> None:
     """Reload edited modules as IPython does before a cell, if ``%autoreload`` was on when this rank was forked."""
-    if (magics := _reloading()) is not None:
+    if (magics := reloader()) is not None:
         with contextlib.suppress(Exception):  # as IPython's own hook
             magics._reloader.check()
-
-
-def _reloading() -> Any:
-    shell = _shell()
-    magics = None if shell is None else shell.magics_manager.registry.get("AutoreloadMagics")
-    return magics if magics is not None and magics._reloader.enabled else None
 
 
 def flush_figures() -> None:
