@@ -22,7 +22,7 @@ from nbaccel.train.data.draws import Comparison, Meetings
 from nbaccel.train.data.order import samplers_of, tell_epoch
 from nbaccel.train.data.placement import place
 from nbaccel.train.data.position import EpochProgress, Fetching, Iteration, LoaderPosition, LoopGauge
-from nbaccel.train.data.shard import counted, refuse_uneven, until_backward
+from nbaccel.train.data.shard import StreamShard, counted, refuse_uneven, until_backward
 from nbaccel.train.data.sources import Source
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.step.accumulation import Accumulation, Window
@@ -118,9 +118,7 @@ class PreparedLoader(DataLoader[Any]):
         if not is_resumed:
             progress.resume = resume  # of a later loop: this iteration is a look
         may_train = torch.is_grad_enabled()
-        is_compared = source.is_drawn_apart and not is_known and self._comparison.is_possible
-        if is_compared:
-            self._comparison.show(this)
+        is_compared = self._comparison.is_possible and self._tell_draw(this, source, is_known)
         counted = self if self._origin is None else self._origin
         given_up = accumulation.windows_of(counted)
         window = accumulation.open(copy.copy(counted) if is_look and outer is not None else counted, length)
@@ -133,7 +131,7 @@ class PreparedLoader(DataLoader[Any]):
                 entered.enter_context(until_backward(partial(refuse_uneven, lengths)))
             for batch, is_last in place(source.open(position), self._device):
                 if is_compared and (clock.done > this.steps or meetings.look()):
-                    self._comparison.compare(this)
+                    self._comparison.compare(this, is_stream=isinstance(source.read_alike, StreamShard))
                     is_compared = False
                 if is_last:
                     window.is_last = self.end_of_dataloader = True
@@ -153,7 +151,7 @@ class PreparedLoader(DataLoader[Any]):
                     window.batches_left -= 1
             is_whole = True
             if is_compared and (clock.done > this.steps or meetings.look()):
-                self._comparison.compare(this)
+                self._comparison.compare(this, is_stream=isinstance(source.read_alike, StreamShard))
         finally:
             entered.close()
             emit(gauge.close())
@@ -161,6 +159,14 @@ class PreparedLoader(DataLoader[Any]):
             if outer is not None and self._source is source:
                 self._return_to(*outer, [] if is_look else given_up)
             accumulation.close(window, is_whole)
+
+    def _tell_draw(self, this: Iteration, source: Source, is_known: bool) -> bool:
+        """Write down for the peers what an iteration draws; return whether it must be compared with theirs."""
+        if is_apart := source.is_drawn_apart and not is_known:
+            self._comparison.show(this)
+        if source.read_alike is not None:
+            source.read_alike.tell_first = partial(self._comparison.show_first, this)
+        return is_apart or source.read_alike is not None
 
     def _gauge(self, this: Iteration, length: int | None, may_train: bool, fetching: Fetching) -> LoopGauge:
         """Return the gauge of an iteration that has `length` batches for this rank."""

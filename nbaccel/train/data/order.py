@@ -70,6 +70,11 @@ class SharedOrder(Sampler[Any]):
         """True if the order depends on random numbers."""
         return bool(self._generators) or self._private is not None
 
+    @property
+    def is_own(self) -> bool:
+        """True if a sampler that torch did not write draws it."""
+        return self._private is not None
+
     def apart(self) -> SharedOrder:
         """Return the same order, drawn by separate generators."""
         return SharedOrder(self.given, self.seed, *self._how)

@@ -53,6 +53,7 @@ class Shard(Iterable[Any]):
     Batches without a known size are repeated whole where the round is filled.
 
     skip: how many of the batches (not of this rank's alone) the next iteration leaves out.
+    tell_first: called with the first round of an iteration before it is dealt; None: nobody wants to know.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Shard(Iterable[Any]):
         self.drop_last = drop_last
         self.skip = 0
         self.remainder = -1
+        self.tell_first: Callable[[list[Any]], None] | None = None
         if split and (batch_size is None or batch_size % world.world_size):
             raise ValueError(
                 f"split_batches needs a batch_size that divides by the {world.world_size} ranks, got {batch_size}"
@@ -131,6 +133,8 @@ class Shard(Iterable[Any]):
     def _rounds_from(self, batches: Iterator[Any], first: list[Any]) -> Iterator[tuple[list[Any], list[Any], bool]]:
         rounds = self._read(batches)
         following = next(rounds, None)
+        if self.tell_first is not None and following is not None:
+            self.tell_first(following)
         while following is not None:
             members, following = following, next(rounds, None)
             first = first or members

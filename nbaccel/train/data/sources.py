@@ -45,9 +45,11 @@ class Source:
     even: the last round is filled up.
     states: of a dataset that knows its position.
     is_drawn_apart: every rank draws the order itself, from how often it has begun the loader.
+    read_alike: the shard of what every rank reads or draws by the program's own code, and must be the same; or None.
     """
 
     is_drawn_apart = False
+    read_alike: BatchShard | StreamShard | None = None
     stride = 1
     is_split = False
     seed: int | None = None
@@ -178,6 +180,7 @@ class IndexSource(Source):
         self.is_drawn_apart = world.is_distributed and (order.is_drawn or hears)
         self.shard = BatchShard(order, world, even=even and world.is_distributed, split=split)
         self._rebuilt = rebuilt(loader, self.shard)
+        self.read_alike = self.shard if world.is_distributed and order.is_own else None
 
     @property
     def batch_sampler(self) -> Any:
@@ -261,7 +264,7 @@ class StreamSource(Source):
         self._world = world
         self._private = PrivateRandomness()
         self._counting = counting(loader)
-        self.shard = StreamShard(loader, self.states, world, even=even, split=split)
+        self.shard = self.read_alike = StreamShard(loader, self.states, world, even=even, split=split)
 
     @property
     def stride(self) -> int:  # type: ignore[override]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils.data import (
 )
 
 from nbaccel import Accelerator
+from nbaccel.errors import CollectiveMismatch
 from nbaccel.testing import run_ranks
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.data.shares import order_of, repeats
@@ -169,6 +171,60 @@ def test_ranks_that_would_see_some_samples_twice_are_an_error_with_their_numbers
     assert "(share of each rank: rank 0: 0 of 4, rank 1: 1 of 4)" in said["of four ranks"]
     assert "(share of each rank: rank 0: 0 of 2, rank 1: 0 of 2)" in said["of rank 0"]
     assert "`num_replicas=accelerator.num_processes`" in said["of rank 0"]
+
+
+class _Unlike(_Own):
+    """Draws other indices in each rank from the second epoch on, so that preparing it shows nothing."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(list(IDS))
+        self.draws = random.Random(rank)
+        self.epochs = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epochs += 1
+        return iter(self.order if self.epochs == 1 else self.draws.sample(self.order, 16))
+
+
+class _SilentStream(IterableDataset[int]):
+    """Reads the part of its rank without a sign of it."""
+
+    def __init__(self, mine: Any) -> None:
+        self.mine = mine
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.mine)
+
+
+def _unlike_later() -> tuple[str, list[str], list[str]]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    rank = accelerator.process_index
+    said = []
+    for stream in (_SilentStream(IDS[rank::2]), _SilentStream(IDS)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in accelerator.prepare(DataLoader(stream, 2)):
+                accelerator.wait_for_everyone()
+        said.append([str(each.message) for each in caught])
+    loader = accelerator.prepare(DataLoader(IDS, 2, sampler=_Unlike(rank)))
+    for _ in loader:
+        accelerator.wait_for_everyone()
+    with pytest.raises(CollectiveMismatch) as error:
+        for _ in loader:
+            accelerator.wait_for_everyone()
+    return str(error.value), said[0], said[1]
+
+
+def test_what_ranks_draw_or_read_is_compared_where_they_meet_in_the_loop() -> None:
+    for rank, (error, warned, silent) in enumerate(run_ranks(2, _unlike_later)):
+        begin = f"the first ones of rank {rank} are not those of rank {1 - rank}"
+        assert "the ranks draw different indices from the loader over range (batches of 2): " + begin in error
+        assert len(warned) == 1
+        assert (
+            "the ranks read different samples from the loader over _SilentStream (batches of 2): " + begin in warned[0]
+        )
+        assert "attributes `rank` and `world_size`" in warned[0]
+        assert not silent
 
 
 class _Shuffling(Sampler[int]):
