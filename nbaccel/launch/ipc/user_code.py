@@ -10,7 +10,7 @@ from typing import Any
 
 from nbaccel.notices import is_users
 
-__all__ = ["ASK", "cell_name", "is_users", "new_main", "question_path", "stack_path"]
+__all__ = ["ASK", "cell_name", "is_users", "new_main", "question_path", "reloader", "stack_path"]
 
 is_users("")  # the folders of libraries are looked up now: the handler of a signal may ask next
 
