@@ -38,6 +38,9 @@ UNGUARDED = {
     "_engine_run_backward": "torch.autograd._engine_run_backward",
     "_functional_call": "torch.nn.utils.stateless._functional_call",
     "_disable_current_modes": "python_dispatch._disable_current_modes",
+    "_get_current_dispatch_mode": "python_dispatch._get_current_dispatch_mode()",
+    "_pop_mode": "python_dispatch._pop_mode",
+    "_push_mode": "python_dispatch._push_mode",
     "_get_current_dispatch_mode_stack": "python_dispatch._get_current_dispatch_mode_stack()",
     "_python_dispatch": "torch.utils._python_dispatch.TorchDispatchMode",
     "_pytree": "(pytree.tree_flatten, pytree.tree_leaves, pytree.tree_unflatten)",
@@ -208,20 +211,24 @@ VERSIONED = {
 
 OTHERS = {
     "python": """
-        _PyRuntime
-        _actions _actual_context _args _asdict _check_running _children _concrete_contexts _ctx _current_frames
-        _default_context _executor
-        _exit _exit_function _fields _filters_mutated _finalizer_registry _fork_intent _forkserver
-        _forkserver_ _forkserver_alive_fd _getframe _handlerList _idle_semaphore _inherited_fds _initargs _initializer
-        _io _kwargs _max_tasks_per_child _max_workers _maxtasksperchild _mp_context _option_string_actions _parent_pid
-        _popen
-        _processes _python_exit _register_atexit _registered_with_atexit _registry _replace _resource_tracker
-        _run_after_forkers _run_exitfuncs _shutdown _shutdown_lock _shutdown_thread _state _target _threading_atexits
-        _threads_queues _threads_wakeups _weakref _work_queue""",
+        _PyRuntime _actions _actual_context _afterfork_registry _args _asdict _asyncio _check_running
+        _children _concrete_contexts _ctx _current_frames _default_context _executor _exit _exit_function
+        _fields _filters_mutated _finalizer_registry _fork_intent _forkserver _forkserver_
+        _forkserver_alive_fd _getframe _handlerList _idle_semaphore _inherited_fds _initargs _initializer
+        _io _kwargs _max_tasks_per_child _max_workers _maxtasksperchild _mp_context _notempty
+        _option_string_actions _parent_pid _popen _posixsubprocess _processes _python_exit _recv_bytes
+        _register_atexit _registered_with_atexit _registry _replace _resource_tracker _rlock
+        _run_after_forkers _run_exitfuncs _shutdown _shutdown_lock _shutdown_thread _start_new_thread
+        _start_thread _state _struct _target _threading_atexits _threads_queues _threads_wakeups _weakref
+        _work_queue""",
     "IPython, ipykernel, pyzmq, ipywidgets": """
-        _allow_stdin _filename_map _ipython_cache _object_find _oh _publish_status _recv_callback _recv_copy
-        _render_traceback_ _run_callback _shell_channel_to_main _showtraceback _topic _view_count""",
-    "numpy, pandas, matplotlib, scipy": "_core _indices _ndarray _reconstruct _update_inplace",
+        _allow_stdin _filename_map _ipython_cache _object_find _oh _original_stdstream_copy _publish_status
+        _recv_callback _recv_copy _reloader _render_traceback_ _run_callback _shell_channel_to_main
+        _showtraceback _topic _trait_values _traits _view_count""",
+    "numpy, pandas, matplotlib, scipy": """
+        _axstack _clear_cache _core _edgecolors _facecolors _indices _invalidx _invalidy _left_title
+        _localaxes _ndarray _reconstruct _right_title _stale _subslice _suptitle _supxlabel _supylabel
+        _update_inplace _x _xorig _y _yorig""",
     "transformers, accelerate, peft": """
         _hf_hook _is_accelerate_prepared _mixed_precision _move_model_to_device _n_gpu
         _no_split_modules _old_forward _original_forward _save_checkpoint _setup_devices
@@ -230,7 +237,9 @@ OTHERS = {
         _AcceleratorConnector _Connector _EvaluationLoop _IS_INTERACTIVE _MultiProcessingLauncher
         _SubprocessScriptLauncher _accelerator_connector _devices_flag _num_nodes_flag _start_method _trainer""",
     "other libraries": """
-        _NativeDistModel _console _dataloaders _eval_dataloaders _has_internet _is_jupyter _is_kaggle _login _params""",
+        _NativeDistModel _console _dataloaders _distributed _eval_dataloaders _has_internet _is_initialized
+        _is_jupyter _is_kaggle _login _num_processes _num_replicas _original_start_new_thread
+        _original_tracing _params _process_index""",
     "tensorboard": "_async_writer _get_file_writer _worker",
     "nbaccel, in the objects of others": """_fingerprint _nbaccel_cut _nbaccel_dispatch _nbaccel_lone_pass
         _nbaccel_made_with _nbaccel_original _nbaccel_pass _nbaccel_stored""",
