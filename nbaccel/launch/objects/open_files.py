@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 _NOT_FILES = ("/dev/", "/proc/", "/sys/", "/memfd:")
+_DELETED = " (deleted)"
 _OF_IPYTHON = "history.sqlite"
 _WITHOUT_DESCRIPTORS = frozenset({"nbaccel", "numpy", "torch", *sys.stdlib_module_names})
 """Packages whose C code holds no descriptor that its objects do not show; what others hold is not known."""
@@ -123,9 +124,14 @@ class FilesOfRanks:
 
 
 def take_places(fresh: Mapping[int, int]) -> None:
-    """Put this rank's own descriptions into the places of the inherited ones, in a forked rank."""
+    """Put this rank's own descriptions into the places of the inherited ones, in a forked rank.
+
+    Files that a library has closed at the fork are left alone: matplotlib forgets its fonts there.
+    """
     for number, own in fresh.items():
-        os.dup2(own, number, inheritable=os.get_inheritable(number))
+        with suppress(OSError):
+            if os.path.sameopenfile(own, number):
+                os.dup2(own, number, inheritable=os.get_inheritable(number))
         os.close(own)
 
 
@@ -136,6 +142,8 @@ class _Gone(Exception):
 def _opened_again(file: _Descriptor) -> int:
     """Return a new description of the file, at the same position; also of one whose name is deleted."""
     try:
+        if os.readlink(f"/proc/self/fd/{file.number}").removesuffix(_DELETED) != file.path.removesuffix(_DELETED):
+            raise _Gone  # the number is another file's
         position = os.lseek(file.number, 0, os.SEEK_CUR)
         fresh = os.open(f"/proc/self/fd/{file.number}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

@@ -15,7 +15,7 @@ import pytest
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.launch.objects import open_files
-from nbaccel.launch.objects.open_files import READ_FILE, FilesOfRanks
+from nbaccel.launch.objects.open_files import READ_FILE, FilesOfRanks, take_places
 
 
 def _text(folder: Path, content: bytes, **how: Any) -> Callable[[], Any]:
@@ -126,3 +126,25 @@ def test_a_file_that_cannot_be_opened_again_is_refused_by_name(tmp_path: Path, m
             files.opened_anew(),
         ):
             pass
+
+
+def test_a_number_that_is_closed_or_another_files_by_the_fork_is_left_alone(tmp_path: Path) -> None:
+    """A library may close its files in a forked child, as matplotlib does with its fonts."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name * 3)
+    read, other = (os.open(tmp_path / name, os.O_RDONLY) for name in ("a", "b"))
+    found = FilesOfRanks([open_files._Descriptor(read, str(tmp_path / "a"), True)])
+    with found.opened_anew() as fresh:
+        (own,) = fresh.values()
+        os.dup2(other, read)
+        take_places({read: os.dup(own)})
+        assert os.read(read, 9) == b"bbb"
+        os.close(read)
+        take_places({read: os.dup(own)})
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(read)
+    read = os.dup(other)
+    with FilesOfRanks([open_files._Descriptor(read, str(tmp_path / "a"), True)]).opened_anew() as fresh:
+        assert fresh == {}
+    os.close(read)
+    os.close(other)
