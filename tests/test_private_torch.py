@@ -219,7 +219,7 @@ OTHERS = {
         _option_string_actions _parent_pid _popen _posixsubprocess _processes _python_exit _recv_bytes
         _register_atexit _registered_with_atexit _registry _replace _resource_tracker _rlock
         _run_after_forkers _run_exitfuncs _shutdown _shutdown_lock _shutdown_thread _start_new_thread
-        _start_thread _state _struct _target _threading_atexits _threads_queues _threads_wakeups _weakref
+        _start_thread _state _struct _target _threading_atexits _threads_queues _threads_wakeups _waiters _weakref
         _work_queue""",
     "IPython, ipykernel, pyzmq, ipywidgets": """
         _allow_stdin _filename_map _ipython_cache _object_find _oh _original_stdstream_copy _publish_status

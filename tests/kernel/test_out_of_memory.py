@@ -87,7 +87,8 @@ with MemLimit() as limit:
             try:
                 accelerator.backward((model(features)[:, 0] - target).square().mean())
             except torch.OutOfMemoryError:
-                if is_killed: os.kill(os.getpid(), 9)
+                if is_killed and not glob.glob("killed"):  # without a sign of memory a second one would end the run
+                    open("killed", "w").close(); os.kill(os.getpid(), 9)
                 raise
             optimizer.step()
             optimizer.zero_grad()

@@ -155,7 +155,11 @@ class _Buffer(Kind):
 
 
 class _Queue(Kind):
-    """Queues between threads: what waits in them. Who waits for an item in the notebook is woken."""
+    """Queues between threads: what waits in them.
+
+    Items that a thread of the notebook waits for are not delivered: it would answer a request of a rank that is gone,
+    and the next one who asks would take that answer for its own.
+    """
 
     def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
         for index, each in enumerate(list(obj.queue)):
@@ -176,6 +180,8 @@ class _Queue(Kind):
         before, items, unfinished, maxsize = change
         if len(obj.queue) != before:
             raise CannotWrite("the notebook has changed it meanwhile")
+        if items and obj.not_empty._waiters:
+            raise CannotWrite("a thread of the notebook waits for its items")
 
         def write() -> None:
             with obj.mutex:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import queue
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,9 @@ from typing import Any
 import pytest
 
 import unseen_changes
+from nbaccel.launch.objects import process_objects
 from nbaccel.launch.objects.inventory import Inventory, ObjectPlace
+from nbaccel.launch.objects.kind import CannotWrite
 
 STANDARD = {
     "file in memory": ("import io; a = io.BytesIO()", "a.write(b'x')"),
@@ -186,3 +191,20 @@ def test_no_class_of_the_standard_library_has_objects_that_change_unseen(tmp_pat
     program = [sys.executable, "-W", "ignore", unseen_changes.__file__, *modules]
     found = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=500).stdout
     assert set(json.loads(found)) <= KNOWN
+
+
+def test_items_that_a_thread_of_the_notebook_waits_for_are_named_and_not_delivered() -> None:
+    """It would answer a request of a rank that is gone, and the next one who asks would take that answer."""
+    here: queue.Queue[Any] = queue.Queue()
+    taken: list[Any] = []
+    thread = threading.Thread(target=lambda: taken.append(here.get()))
+    thread.start()
+    while not here.not_empty._waiters:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    try:
+        with pytest.raises(CannotWrite, match="a thread of the notebook waits for its items"):
+            process_objects._Queue().writing(here, (0, [1], 1, 0))
+    finally:
+        here.put(None)
+        thread.join()
+    assert taken == [None]
