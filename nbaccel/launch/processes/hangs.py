@@ -287,6 +287,7 @@ class HangWatch:
         self._question: _Question | None = None
         self._has_told = False
         self._used: dict[int, float] = {}  # seconds of a processor by rank, when half of `_CERTAIN_S` was over
+        self._used_at = now
         self._is_sure = False  # of these ranks, that it is no certain case
 
     def tick(self, now: float) -> Hang | None:
@@ -303,7 +304,7 @@ class HangWatch:
             return None
         quiet = now - self._since
         if not self._used and quiet >= _CERTAIN_S / 2:
-            self._used = {member.rank: _seconds_used(member) for member in working}
+            self._used, self._used_at = {member.rank: _seconds_used(member) for member in working}, now
         if not self._is_sure and quiet >= _CERTAIN_S and self._question is None:
             # Ranks that compute are not even asked.
             self._is_sure = not all(
@@ -341,7 +342,7 @@ class HangWatch:
         self._has_told = True
         if gone or len({beats[member.rank] for member in working}) > 1:  # some are ahead, and wait
             self._notice(str(self._hang(stacks, quiet, gone)))
-        elif all(entered < 0 for _, entered in beats) and not any(_has_computed(each, self._used) for each in working):
+        elif all(entered < 0 for _, entered in beats) and self._are_idle(working, now):
             self._notice(str(Hang(working[0].rank, quiet, self._lines(stacks), is_first=True)))
         return None
 
@@ -358,6 +359,11 @@ class HangWatch:
             if len(stacks) == len(self._members):
                 return Hang(self._hang(stacks, quiet).rank, quiet, lines, is_certain=True, is_elsewhere=True)
         return self._hang(stacks, quiet) if self._ends_waiting else None
+
+    def _are_idle(self, working: Sequence[WorkerHandle], now: float) -> bool:
+        """Return whether no rank has computed for most of the time that is worth a notice."""
+        is_long = now - self._used_at >= _NOTICE_S / 2
+        return is_long and not any(_has_computed(each, self._used) for each in working)
 
     def excuse(self, seconds: float) -> None:
         """Exclude the last `seconds`, in which the ranks waited for a person."""

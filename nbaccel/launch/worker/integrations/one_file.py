@@ -388,15 +388,16 @@ def _removing(real: Callable[..., Any], files: _Files) -> Callable[..., Any]:
     """Return `real`, which removes or moves its first argument, called through `files` for programs."""
 
     @functools.wraps(real)
-    def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        path = args[0] if args else kwargs.get("path", kwargs.get("src"))
         frame: FrameType | None = sys._getframe(1)
         inner = ("os.", "pathlib.")
         while frame is not None and (caller := f"{frame.f_globals.get('__name__')}.").startswith(inner):
             frame = frame.f_back
         known = ("shutil.", "tempfile.", "multiprocessing.", *_KNOW_RANKS)
         if not isinstance(path, (str, os.PathLike)) or "dir_fd" in kwargs or caller.startswith(known):
-            return real(path, *args, **kwargs)
-        return files.remove(os.path.abspath(os.fsdecode(path)), partial(real, path, *args, **kwargs))
+            return real(*args, **kwargs)
+        return files.remove(os.path.abspath(os.fsdecode(path)), partial(real, *args, **kwargs))
 
     return call
 
