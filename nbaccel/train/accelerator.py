@@ -833,11 +833,9 @@ class Accelerator(ProcessControl):
         """
         if not unwrap:
             return model.state_dict()
-        return plainly_named(self._whole_state(model))
-
-    def _whole_state(self, model: Module) -> dict[str, Any]:
         strategy = self._lifecycle.training().strategy
-        return whole_state(strategy.unwrap(model), strategy.state_dict(model), keeps=self._checkpoints.writes)
+        state = whole_state(strategy.unwrap(model), strategy.state_dict(model), keeps=self._checkpoints.writes)
+        return plainly_named(state)
 
     def save_model(
         self,
@@ -866,7 +864,7 @@ class Accelerator(ProcessControl):
         ...     os.listdir(folder)
         ['model.safetensors']
         """
-        state = plainly_named(self._checkpoints.without_base(model, self._whole_state(model)))
+        state = self._checkpoints.without_base(model, self.get_state_dict(model))
         if self._checkpoints.writes:
             save_weights(state, Path(save_directory), max_shard_size, safe_serialization)
 

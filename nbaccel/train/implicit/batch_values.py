@@ -52,9 +52,12 @@ class BatchWatch:
     """Watches the operations between a batch and its backwards.
 
     One object for each rank: `begin` with each batch that is to be watched, `end` with the next thing that happens.
+
+    watches: False makes one that watches nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watches: bool = True) -> None:
+        self._watches = watches
         self._trace: _Trace | None = None
 
     @property
@@ -65,7 +68,7 @@ class BatchWatch:
     def begin(self, batch: Any, rows: int) -> None:
         """Watch what is computed of `batch`, which has `rows` samples, and of those that are watched already."""
         if self._trace is None:
-            if not _may_watch():
+            if not (self._watches and _may_watch()):
                 return
             self._trace = _Trace()
             self._trace.__enter__()  # type: ignore[no-untyped-call]

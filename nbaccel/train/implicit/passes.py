@@ -111,7 +111,7 @@ class Passes:
         self._steps = steps
         self._rates = rates
         self._on_drawn = on_drawn
-        self._watch, self._is_lazy = BatchWatch() if watch is None else watch, is_lazy
+        self._watch, self._is_lazy = BatchWatch(watches=False) if watch is None else watch, is_lazy
         self._streams = Streams(rank)
         self._gauges = PassGauges(steps, rates)
         self.begin()
