@@ -244,7 +244,7 @@ def test_a_script_sees_what_its_ranks_print_and_a_terminal_lines(capsys: pytest.
 
 
 class _Shell:
-    display_pub = None
+    display_pub = payload_manager = None
 
 
 @pytest.mark.parametrize(
