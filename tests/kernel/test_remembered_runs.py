@@ -45,7 +45,7 @@ def test_cells_and_launches_are_in_one_table_and_can_be_compared(new_kernel: Ker
     assert re.search(r"^ *1 .*Cell In\[\d+\] +--cpu -n 2 --start auto --seed 1 +1  loss \S+ .* done, 20 steps$", first)
     assert re.search(r" 2  loss \S+ .* done, 20 steps$", second)
     assert re.search(r" pow\(2, 5\) .* done$", third)
-    assert fourth.endswith("failed: ValueError: 11 classes")
+    assert re.search(r"failed: (rank \d, )?ValueError: 11 classes$", fourth)  # of both ranks, or one was faster
     assert shown.result is not None
     assert "<script" not in shown.result["text/html"]
     compared = kernel.do("%accelerate runs 1 2")
