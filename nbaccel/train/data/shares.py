@@ -39,6 +39,9 @@ __all__ = ["MOST_NUMBERS", "digest_of", "order_of", "repeats", "rows_of", "share
 MOST_NUMBERS = 1_000_000
 """Numbers that are compared. A longer order is not drawn in advance: it takes seconds, and 8 bytes a number."""
 
+_AT_ONCE = 4096
+"""Indices that are drawn between two exchanges of the process's random numbers, which take 100 us."""
+
 _FROM_THE_LENGTH = (SequentialSampler, RandomSampler)
 
 _RANK = ("rank", "_rank", "process_index", "_process_index")
@@ -71,7 +74,7 @@ def order_of(loader: DataLoader[Any]) -> list[int] | None:
         if length is not None and length * (loader.batch_size or 1) > 2 * MOST_NUMBERS:
             return None
         most = MOST_NUMBERS if length is not None else min(MOST_NUMBERS, len(loader.dataset))  # type: ignore[arg-type]
-        order = SharedOrder(_copied(batches, loader.dataset), 0)
+        order = SharedOrder(_copied(batches, loader.dataset), 0, at_once=_AT_ONCE)
         drawn = list(itertools.islice(_flat(order), most + (length is not None)))
         return drawn if len(drawn) <= most else None
     return None
