@@ -71,8 +71,6 @@ full: $(VENV)/.strangers $(COLAB)/.stamp $(KAGGLE)/.stamp $(VENV)/.chromium
 # on the number of rows (tests/rounding.py); the processor at hand is a fifth, in `make test`. Everything that compares
 # numbers runs under each (marked by tests/selection.py), then, alone, what fills the memory.
 PROCESSORS := amx avx512 avx2 sse
-# What is compiled calls other products.
-amx_without := -k "not compile"
 amx := NBACCEL_TESTS_ROUNDING=rows ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX MKL_CBWR=AUTO
 avx512 := ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx512 MKL_CBWR=AUTO MALLOC_ARENA_MAX=1
 avx2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2
@@ -84,8 +82,7 @@ MEMORY_TESTS := tests/test_room.py tests/launch/test_out_of_memory.py tests/kern
 processors: $(PROCESSORS:%=processor-%)
 
 processor-%: $(VENV)/.dev $(COLAB)/.stamp
-	$($*) $(VENV)/bin/python tests/suite.py $($*_without) \
-	    -m "numbers and not timed and not gpu and not soak and not full"
+	$($*) $(VENV)/bin/python tests/suite.py -m "numbers and not timed and not gpu and not soak and not full"
 	$($*) $(VENV)/bin/python tests/suite.py --alone -m "not gpu and not soak" $(MEMORY_TESTS)
 
 # What noise or chance would have to break: hundreds of interrupts, launches and trainings in real kernels, and a

@@ -84,6 +84,7 @@ def round_by_rows() -> None:
     """Replace the products and convolutions of the CPU, in this process and in what it forks from now on."""
     if _registered:
         return
+    import torch
     from torch.library import Library
 
     library = Library("aten", "IMPL")
@@ -93,6 +94,11 @@ def round_by_rows() -> None:
             library.impl(name, kernel, "CPU")
         library.impl("convolution", _convolution, "CPU")
     _registered.append(library)
+    # Compiled programs call these kernels too, and dynamo would compile the frames of what Python they run.
+    frames = torch._C._dynamo.eval_frame
+    skipped = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for kernel in (_mm, _addmm, _bmm, _baddbmm, _convolution):
+        frames.set_code_exec_strategy(kernel.__code__, skipped)
 
 
 def _end_of_the_first_part(length: int, rows: int) -> int:
