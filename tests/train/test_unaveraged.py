@@ -445,6 +445,30 @@ def unused_in_a_static_graph() -> tuple[list[Tensor], list[Tensor]]:
     ), _plain()
 
 
+def accumulated_in_a_static_graph() -> tuple[list[Tensor], list[Tensor]]:
+    options = DistributedDataParallelKwargs(static_graph=True)
+    program = Program(gradient_accumulation_steps=2, kwargs_handlers=[options])
+    for step in range(STEPS):
+        for rows in program.rows(step).split(2):
+            with program.accelerator.accumulate(program.model):
+                program.accelerator.backward(program.model(rows).square().mean())
+                program.end()
+    return list(program.net.parameters()), _plain()
+
+
+def cast_and_back() -> tuple[list[Tensor], list[Tensor]]:
+    """A model that is moved to other data of its own type, as by ``model.cpu()`` and ``model.cuda()``, loses hooks."""
+    program = Program()
+
+    def step(number: int) -> None:
+        for parameter in program.net.parameters():
+            parameter.data = parameter.data.to(torch.complex128)
+            parameter.data = torch.view_as_real(parameter.data)[..., 0].clone(memory_format=torch.contiguous_format)
+        program.accelerator.backward(program.model(program.rows(number)).square().mean())
+
+    return _steps(program, step), _plain()
+
+
 def adapters() -> tuple[list[Tensor], list[Tensor]]:
     """Trained parts beside a frozen base, in an optimizer that was not prepared; a diagnosis by the model inside."""
     net = Net("b")
@@ -584,6 +608,8 @@ RIGHT: dict[str, tuple[Right, int]] = {
     "GAN": (adversarial, 0),
     "unused ones looked for": (unused_and_looked_for, 0),
     "static graph": (unused_in_a_static_graph, 0),
+    "static graph, accumulated": (accumulated_in_a_static_graph, 0),
+    "cast and back": (cast_and_back, 0),
     "adapters": (adapters, 0),
     "targets without gradients": (without_gradients_in_between, 0),
     "a parameter outside, averaged": (a_part_of_the_model_outside, STEPS),

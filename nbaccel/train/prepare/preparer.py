@@ -221,6 +221,8 @@ class Preparer:
         with ExitStack() as stack:
             for loader in self._equipment.prepared.loaders:
                 stack.enter_context(loader.joined(even_batches))
+            if joined:
+                stack.callback(_leave, joined)
             stack.enter_context(Join(joined, enable=bool(joined), throw_on_early_termination=False))
             yield
 
@@ -264,3 +266,9 @@ class Preparer:
         if loader.drop_last:
             return rounds
         return rounds + (bool(extra) if config.even_batches else rank < extra)
+
+
+def _leave(joined: Sequence[Joinable]) -> None:
+    """End the agreement of torch's `Join`, which it leaves on: later forwards would wait for a forward of all ranks."""
+    for joinable in joined:
+        joinable._join_config = type(joinable._join_config).construct_disabled_join_config()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -32,6 +33,9 @@ _NOT_ANNOUNCED = "not announced"
 """A doubt of `Reduction`: a backward that should have synchronised came from no forward of the model."""
 
 
+_NOTHING_HOOKED = (torch.empty(0), None)
+
+
 class Reduction:
     """State of the gradients of one model in DDP, as far as it is known without looking at them.
 
@@ -45,9 +49,11 @@ class Reduction:
     is_held: a forward has run since the last reduction whose backward is to stay in its rank.
     doubt: why nobody may have averaged the present gradients, `_NOT_ANNOUNCED` or the reducer's own error; else empty.
     stepped: ids of the optimizers that have used this reduction, where the program called ``loss.backward()`` itself.
+    hooked: gives the parameters in turn, without end, each with the node of autograd that adds up its gradient and has
+    the reducer's hook.
     """
 
-    __slots__ = ("doubt", "is_held", "is_pending", "parameters", "stepped", "watched")
+    __slots__ = ("doubt", "hooked", "is_held", "is_pending", "parameters", "stepped", "watched")
 
     def __init__(self, replica: DistributedDataParallel) -> None:
         named, ignored = replica.module.named_parameters(), replica.parameters_to_ignore
@@ -57,6 +63,26 @@ class Reduction:
         self.is_pending = self.is_held = False
         self.doubt = ""
         self.stepped: set[int] = set()
+        with torch.enable_grad():
+            self.hooked = itertools.cycle([(each, _accumulator(each)) for each in self.parameters])
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: getattr(self, name) for name in self.__slots__}
+        return {**kept, "hooked": itertools.cycle(())}  # a copy of the model has nodes of its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def has_lost_hooks(self) -> bool:
+        """Return whether a parameter has a new node, without the reducer's hook; gradients must be on.
+
+        Autograd makes one for new data of another type or on another device: a model that is cast, or moved to the host
+        and back, would be trained without averages, and the reducer does not notice (Lightning#17937). As a rule all
+        parameters are moved together, so each forward looks at one of them.
+        """
+        parameter, node = next(self.hooked, _NOTHING_HOOKED)
+        return _accumulator(parameter) not in (node, None)
 
     @property
     def is_watched_whole(self) -> bool:
@@ -89,10 +115,16 @@ class Reduction:
             self.doubt = ""
 
 
+def _accumulator(parameter: Tensor) -> Any:
+    """Return the node of autograd that adds up the gradient of `parameter`; None if that needs none."""
+    function = parameter.view_as(parameter).grad_fn
+    return None if function is None else function.next_functions[0][0]
+
+
 def _announce(module: Any, inputs: Any = None) -> None:
     """Note that the reducer of `module` expects a backward; `Replica` does it by itself in a forward."""
     reduction: Reduction | None = vars(module).get("reduction")  # a DDP module that was never prepared has none
-    if reduction is not None and torch.is_grad_enabled():
+    if reduction is not None and torch.is_grad_enabled() and not reduction.has_lost_hooks():
         if module.require_backward_grad_sync:
             reduction.is_pending = True
         else:
@@ -119,6 +151,11 @@ class Replica(DistributedDataParallel):
                 return self.module(*inputs, **kwargs)
             self.lent_to.give_back()
         if torch.is_grad_enabled():
+            # `Reduction.has_lost_hooks`, without a call between: each step comes here.
+            parameter, node = next(self.reduction.hooked, _NOTHING_HOOKED)
+            function = parameter.view_as(parameter).grad_fn
+            if function is not None and function.next_functions[0][0] is not node:
+                self._hook_anew()
             if self.require_backward_grad_sync:
                 self.reduction.is_pending = True
             else:
@@ -130,6 +167,21 @@ class Replica(DistributedDataParallel):
             if explained is None:
                 raise
             raise explained from error
+
+    def no_sync(self) -> Any:
+        """Return DDP's own, without an effect for a static graph.
+
+        Its reducer has to see the first backward, and asserts that otherwise with an internal error. A backward that
+        averages what has been added up so far gives the same gradients.
+        """
+        return nullcontext() if self.static_graph else super().no_sync()
+
+    def _hook_anew(self) -> None:
+        """Let a new reducer hook the parameters as they are now; not collective."""
+        self.free_buckets()
+        self.build_buckets()
+        for hook, state in self._comm_hooks:
+            torch.distributed._register_comm_hook(self.reducer, state, hook)
 
     def free_buckets(self) -> None:
         """Drop DDP's reducer, which owns its buckets and its hooks in autograd."""
@@ -273,7 +325,7 @@ class Replicated(Strategy):
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
         module = without_compile(model)
         if isinstance(module, (Replica, DistributedDataParallel)):  # ours first: DDP is abstract, and its check slow
-            return _NoReduce(module)
+            return module.no_sync() if module.static_graph else _NoReduce(module)
         no_sync = getattr(module, "no_sync", None)
         return nullcontext() if no_sync is None else no_sync()
 

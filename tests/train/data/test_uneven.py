@@ -121,6 +121,22 @@ def test_joined_ranks_may_accumulate(samples: int, steps_per_window: int) -> Non
     assert first == pytest.approx(second)
 
 
+def _infer_alone_after_joining() -> float:
+    accelerator = Accelerator(even_batches=False)
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), _loader())
+    with accelerator.join_uneven_inputs([model]):
+        for batch in loader:
+            accelerator.backward(model(batch).sum())
+    with torch.no_grad():
+        for batch in loader:
+            model(batch)  # torch's Join leaves its agreement on: each forward would wait for one of the other rank
+    return float(accelerator.reduce(torch.ones(()), "sum"))
+
+
+def test_ranks_that_have_joined_need_no_longer_forward_together() -> None:
+    assert run_ranks(2, _infer_alone_after_joining) == [2, 2]
+
+
 def _alone() -> int:
     accelerator = Accelerator()
     model, loader = accelerator.prepare(_model(), _loader())
