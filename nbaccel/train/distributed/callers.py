@@ -20,6 +20,7 @@ import torch
 from nbaccel.notices import PACKAGE_DIR, unignored
 
 __all__ = [
+    "is_of_library",
     "place_of_call",
     "users_frames",
     "users_line",
@@ -86,6 +87,11 @@ def users_frames(most: int) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def is_of_library(file: str) -> bool:
+    """Return whether a source file belongs to an installed package, or to Python."""
+    return any(folder in file for folder in _LIBRARIES)
+
+
 def variables_of(frame: FrameType) -> dict[str, Any]:
     """Return the local variables of `frame`, in a mapping that the caller must not keep.
 
@@ -128,7 +134,7 @@ def _given(frame: FrameType) -> Iterator[Any]:
 def users_name(value: Any) -> str:
     """Return the variable that holds `value` in the frames that led here, not in a library; "" if there is none."""
     for frame in users_frames(_MOST_DEPTH):
-        if any(folder in frame.f_code.co_filename for folder in _LIBRARIES):
+        if is_of_library(frame.f_code.co_filename):
             continue
         for names in (variables_of(frame), frame.f_globals):
             for name, each in list(names.items()):

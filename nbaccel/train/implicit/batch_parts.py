@@ -40,7 +40,8 @@ class Split:
     """Decision on a loader's batches.
 
     name: the variable that holds the loader, else a description.  batches: len(loader), if it has one.
-    why: text instead of the usual one.  remark: text beside the usual one.
+    why: text instead of the usual one.  remark: text beside the usual one.  is_own: ranks
+    get whole batches of their own.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Split:
     is_split: bool
     why: str = ""
     remark: str = ""
+    is_own: bool = False
 
 
 class Turn(NamedTuple):

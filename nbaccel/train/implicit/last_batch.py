@@ -9,8 +9,6 @@ different ones, of the same kind, whose lengths add up to the batch: weights are
 from __future__ import annotations
 
 import ast
-import linecache
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -21,6 +19,7 @@ from torch import Tensor
 from nbaccel.train.distributed.callers import users_frames
 from nbaccel.train.distributed.nested import map_children
 from nbaccel.train.implicit.batch_parts import Handed
+from nbaccel.train.implicit.part_numbers import without_magics
 from nbaccel.train.implicit.trained_tensors import sums_of
 
 __all__ = ["LastBatch"]
@@ -30,7 +29,6 @@ _MOST_BYTES = 64_000_000
 
 _MOST_FRAMES = 100
 _CONTAINERS = (list, tuple, dict)
-_MAGIC = re.compile(r"^(\s*)[%!].*")
 
 
 class LastBatch:
@@ -117,8 +115,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _sizes(file: str) -> set[str]:
     """Return names that a cell binds to the number of rows of something: ``n = x.size(0)``, ``n, c = x.shape``."""
-    lines = [_MAGIC.sub(r"\1pass", line) for line in linecache.getlines(file)] if file else []
-    return sizes_in("".join(lines))
+    return sizes_in(without_magics(file)) if file else set()
 
 
 def sizes_in(source: str) -> set[str]:

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from nbaccel.events import LoopEntered, Loss, emit
 from nbaccel.train.implicit.graph import forget_scaled, is_scaled, leave_scalers, watch_scalers
-from nbaccel.train.implicit.hooks import Hooks
 from nbaccel.train.implicit.loader_pass import LoaderPass, PassGauges, key_of
 from nbaccel.train.implicit.loaders import ask, batch_size_of, batches_of
+from nbaccel.train.implicit.loop import Hooks
 from nbaccel.train.implicit.withholding import StepCounter
 from nbaccel.train.step.implicit_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
 

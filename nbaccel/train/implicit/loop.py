@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nbaccel.errors import CannotCut, NotPrepared, RunStopped
 from nbaccel.events import Loss, emit
@@ -30,8 +31,8 @@ from nbaccel.train.implicit.averaging import Averaging
 from nbaccel.train.implicit.batch_parts import Split
 from nbaccel.train.implicit.batch_values import BatchWatch
 from nbaccel.train.implicit.graph import leave_scalers, watch_scalers
-from nbaccel.train.implicit.hooks import Hooks
 from nbaccel.train.implicit.last_batch import LastBatch
+from nbaccel.train.implicit.part_numbers import PartNumbers
 from nbaccel.train.implicit.passes import Passes
 from nbaccel.train.implicit.trained_tensors import Model
 from nbaccel.train.implicit.withholding import StepCounter, Withholding
@@ -39,6 +40,7 @@ from nbaccel.train.step.implicit_hooks import count_steps_by, forget, when_begin
 from nbaccel.world import World
 
 __all__ = [
+    "Hooks",
     "ImplicitTraining",
     "Notices",
 ]
@@ -270,6 +272,63 @@ class ImplicitTraining:
         forget(self._step_back)
 
 
+class Hooks:
+    """Reports backwards and optimizers' steps, from `install` to `remove`.
+
+    run: called instead of torch's function that runs a graph backwards, with that function before its arguments.
+    before_step, after_step: called around each step of an optimizer, as torch calls its hooks.
+    """
+
+    def __init__(
+        self, run: Callable[..., Any], before_step: Callable[..., None], after_step: Callable[..., None]
+    ) -> None:
+        self._run = run
+        self._before_step = before_step
+        self._after_step = after_step
+        self._handles: list[Any] = []
+        self._real: Callable[..., Any] | None = None
+        self._real_compile: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Begin to report."""
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        self._real = torch.autograd._engine_run_backward
+        self._take_backwards()
+        self._real_compile = torch.compile
+        torch.compile = functools.wraps(torch.compile)(functools.partial(self._compile))
+
+    def remove(self) -> None:
+        """Restore torch. Calling this again has no effect."""
+        while self._handles:
+            self._handles.pop().remove()
+        if self._real is not None:
+            torch.autograd._engine_run_backward = self._real
+            self._real = None
+        if self._real_compile is not None:
+            torch.compile = self._real_compile
+            self._real_compile = None
+
+    def _run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self._real is not None
+        return self._run(self._real, outputs, *args, **kwargs)
+
+    def _take_backwards(self) -> None:
+        """Make torch run its backwards through this object, hidden from a compiler of whole training steps."""
+        is_loaded = "torch._dynamo" in sys.modules
+        run: Any = torch.compiler.disable(self._run_backward) if is_loaded else self._run_backward
+        torch.autograd._engine_run_backward = run
+
+    def _compile(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``torch.compile``, with which torch imports its compiler, and take over backwards again."""
+        assert self._real_compile is not None
+        compiled = self._real_compile(*args, **kwargs)
+        self._take_backwards()
+        return compiled
+
+
 class _GivenHook:
     """Reports the tensors that optimizers are given, until it is removed."""
 
@@ -321,6 +380,7 @@ class Notices:
         self._models = ""
         self._has_batch_norm = False
         self._whole = ""
+        self._numbers = PartNumbers()
 
     def note_models(self, models: Sequence[Model]) -> None:
         """Note the models that are averaged from now on."""
@@ -340,7 +400,8 @@ class Notices:
         for more in (split.remark, self._models):
             text += f"; {more}" if more else ""
         self._say(text)
-        self._say("numbers that the loop makes of a batch are of a rank's part: divide by counts, not by len(dataset)")
+        for line in self._numbers.lines(ranks, split.is_own):
+            self._say(line)
         if self._has_batch_norm:
             self._say(
                 "batch norm sees a part of each batch; torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) sees all"

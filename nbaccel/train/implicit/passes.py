@@ -268,7 +268,8 @@ class Passes:
             batches = None
             if iterator is not None and makes_of_indices(iterator):
                 batches = length_or_none(iterator._index_sampler)
-            self._on_split(Split(this.name, batches, this.batch_size, is_split, why, remark))
+            facts = this.name, batches, this.batch_size, is_split, why, remark, self._mode != SPLIT
+            self._on_split(Split(*facts))
 
     # -- what the hooks call
 
