@@ -18,7 +18,7 @@ ADDRESS: str | None = None
 needs one says "the address that you cloned". One day `[project.urls]` and the badges of the README hold this value."""
 
 README = REPOSITORY / "README.md"
-PAGES = tuple(sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")]))
+PAGES = tuple(sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")]))
 
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.M | re.S)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")

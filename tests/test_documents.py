@@ -26,6 +26,8 @@ from nbaccel.options.flags import flags_parser
 
 NAMES = {str(page.relative_to(REPOSITORY)) for page in PAGES}
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
+DESIGN = REPOSITORY / "docs" / "design"
+"""Pages for the people who work on it, which name issues and documents of other projects."""
 
 SECTIONS = [
     "Install",
@@ -73,10 +75,30 @@ def _complaint_about(link: str, page: Path) -> str | None:
     path, _, anchor = link.partition("#")
     target = (page.parent / path).resolve() if path else page
     if re.match(r"\w+:", link):
-        return "lies elsewhere, which cannot be checked here"
+        is_a_source = page.parent == DESIGN and re.match(r"https?://[\w.-]+\.\w+/\S+$", link)
+        return None if is_a_source else "lies elsewhere, which cannot be checked here"
     if not target.is_file() or not target.is_relative_to(REPOSITORY):
         return "is no file of the repository"
     return f"has no heading {anchor}" if anchor and anchor not in anchors(target) else None
+
+
+def test_ten_questions_have_a_page_a_heading_and_a_name_in_the_code() -> None:
+    """That files and headings exist, the test of links finds out."""
+    text = (DESIGN / "README.md").read_text()
+    rows = re.findall(r"^\| .* \| \[.*?\]\((\S+#\S+)\) \| \[.*?\]\((\S+\.py)\) \| `(\w+)` \|$", text, re.M)
+    assert len(rows) == 10
+    wrong = [row for row in rows if not re.search(rf"^(class|def) {row[2]}\b", (DESIGN / row[1]).read_text(), re.M)]
+    assert not wrong
+
+
+def test_modules_that_pages_of_the_design_name_exist_with_the_names_beside_them() -> None:
+    wrong = []
+    for page in DESIGN.glob("*.md"):
+        for module, name in re.findall(r"`([a-z_]+(?:/[a-z_]+)+)`(?::\s+`[\w.]*?(\w+)`)?", page.read_text()):
+            path = REPOSITORY / "nbaccel" / f"{module}.py"
+            if not path.is_file() or not re.search(rf"\b(class|def) {name}", path.read_text()):
+                wrong.append(f"{page.name}: {module} {name}")
+    assert not wrong
 
 
 def test_no_address_is_made_up() -> None:
