@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from nbaccel.errors import NbaccelError
+from nbaccel.errors import CannotSplit, NbaccelError
 from nbaccel.train.data.counting import counting
 from nbaccel.train.data.order import SharedOrder, tell_epoch
 from nbaccel.train.data.position import DatasetStates, LoaderPosition
@@ -68,7 +68,7 @@ class DispatchSource(Source):
         self._order = order
         self._batches = length
         self._wire = _Wire(device, world, keeps_on_host)
-        self._remainder = -1
+        self._remainder, self._share = -1, 0
         if not world.is_main_process:
             self.states = DatasetStates(None)
         self._rest = None if order is None else Rest(order)
@@ -106,7 +106,7 @@ class DispatchSource(Source):
 
     def last_samples(self, batch_size: int | None) -> int | None:
         if self._remainder > 0:
-            return -(-self._remainder // self._world.world_size)
+            return self._share
         return batch_size if self.even or self.shard.drop_last else None
 
     def lengths(self, skip: int = 0) -> list[int] | None:
@@ -126,8 +126,8 @@ class DispatchSource(Source):
         tell_epoch(position.epoch, self.loader.dataset, self.loader.sampler if self._order is None else self._order)
         sent = 0
         for parts, payloads, is_last in self._packed(position):
-            self._remainder = self.shard.remainder
-            self._wire.send(_BATCH, payloads, is_last, self._remainder)
+            self._remainder, self._share = self.shard.remainder, self.shard.share
+            self._wire.send(_BATCH, payloads, is_last, self._remainder, self._share)
             sent += 1
             if parts[0] is not NOTHING:
                 yield parts[0], is_last
@@ -164,7 +164,7 @@ class DispatchSource(Source):
     def _receive(self) -> Iterator[tuple[Any, bool]]:
         is_last = False
         while not is_last:
-            kind, part, is_last, self._remainder = self._wire.receive()
+            kind, part, is_last, self._remainder, self._share = self._wire.receive()
             if kind == _END:
                 return
             if kind == _FAILURE:
@@ -177,6 +177,7 @@ class _RoundShard(StreamShard):
     """A shard that cuts rounds for every rank, the last one into equal parts.
 
     resumed: the batches that the next iteration reads, in place of those of a new one.
+    share: samples of each rank in the last round.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class _RoundShard(StreamShard):
         super().__init__(loader, states, world, even=even, split=split)
         self._slice_function = slice_function
         self.resumed: Iterator[Any] | None = None
+        self.share = 0
 
     def begin(self) -> Iterator[Any]:
         """Begin to read the loader."""
@@ -213,7 +215,15 @@ class _RoundShard(StreamShard):
     def _share_of(self, samples: int) -> int | None:
         return -(-samples // self.world_size)  # equal parts, so that few samples are repeated
 
+    def _filled_by_its_own(self, members: list[Any], first: list[Any]) -> list[Any]:
+        if self._slice_function is not None:
+            raise CannotSplit("only its own function cuts these batches")
+        assert self.batch_size is not None
+        self.share = self.batch_size // (self.world_size if self.split else 1)
+        return super()._filled_by_its_own(members, first)
+
     def _dealt(self, parts: list[Any], length: int) -> list[Any]:
+        self.share = length
         if self._slice_function is None:
             return super()._dealt(parts, length)
         whole, ranks = self._cut(parts, 0, length * self.world_size), range(self.world_size)
@@ -240,22 +250,24 @@ class _Wire:
         self._keeps_on_host = keeps_on_host
         self._rounds = 0
 
-    def send(self, kind: int, packed: list[_Payload], is_last: bool = False, remainder: int = -1) -> None:
+    def send(
+        self, kind: int, packed: list[_Payload], is_last: bool = False, remainder: int = -1, share: int = 0
+    ) -> None:
         """Send each other rank its payload. Runs on rank 0."""
         head = max(len(payload.structure) for payload in packed)
         head += -head % _ALIGNMENT
         size = head + max(payload.tensor_bytes for payload in packed)
-        _, device = self._header([kind, is_last, remainder, head, size])
+        _, device = self._header([kind, is_last, remainder, share, head, size])
         own = torch.empty(size, dtype=torch.uint8, device=device)
         dist.scatter(own, [torch.empty_like(own), *(payload.as_bytes(head, size).to(device) for payload in packed)], 0)
 
-    def receive(self) -> tuple[int, Any, bool, int]:
-        """Return kind, part, whether it is the last one, and remainder. Runs on the other ranks."""
-        (kind, is_last, remainder, head, size), device = self._header([_BATCH, 0, -1, 0, 0])
+    def receive(self) -> tuple[int, Any, bool, int, int]:
+        """Return kind, part, whether it is the last one, remainder, and samples of each rank. On the other ranks."""
+        (kind, is_last, remainder, share, head, size), device = self._header([_BATCH, 0, -1, 0, 0, 0])
         arrived = torch.empty(size, dtype=torch.uint8, device=device)
         dist.scatter(arrived, None, 0)
         part = _unpack(arrived.cpu() if self._keeps_on_host else arrived, head)
-        return kind, part, bool(is_last), remainder
+        return kind, part, bool(is_last), remainder, share
 
     def _header(self, numbers: list[int]) -> tuple[list[int], torch.device]:
         """Return rank 0's numbers, on every rank, and the device from which the bytes are sent."""

@@ -317,6 +317,8 @@ class StreamShard(Shard):
         try:
             return super()._fill(members, first)
         except CannotSplit as error:
+            with suppress(CannotSplit):
+                return self._filled_by_its_own(members, first)
             if self.split:
                 raise
             self.remainder = -1
@@ -326,6 +328,23 @@ class StreamShard(Shard):
                     "ranks, some get one of the epoch's first, whose samples gather_for_metrics counts twice."
                 )
             return self._repeated(members, first)
+
+    def _filled_by_its_own(self, members: list[Any], first: list[Any]) -> list[Any]:
+        """Return a batch for each rank, the last one completed by its own samples.
+
+        For batches that do not fit together, as those which are each padded to their longest text (accelerate#3614).
+
+        Raises:
+            CannotSplit: it is not known what of the last batch belongs to which sample.
+        """
+        last, length = as_counted(members[-1], self.batch_size), self.batch_size
+        if last is None or length is None or any(self._size(batch) != length for batch in members[:-1]):
+            raise CannotSplit("more than one batch of the round is short, or samples are not counted")
+        rows = [row % last.samples for row in range(length)]
+        whole = last._replace(batch=last.pick(rows), samples=length)
+        if self.split:
+            return [self._piece(whole, rank) for rank in range(self.world_size)]
+        return self._repeated([*members[:-1], whole], first)
 
 
 _REMEDY = (

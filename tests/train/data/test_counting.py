@@ -203,13 +203,43 @@ def test_batches_that_cannot_be_cut_are_not_given_whole_to_ranks_that_split_them
     assert "Let its collate_fn return" in str(failed.value)
 
 
-def test_rows_that_do_not_fit_together_are_dealt_whole() -> None:
-    def padded(rows: list[int]) -> Tensor:
-        return torch.tensor([[number] * (1 + max(rows)) for number in rows])
+def _padded(rows: list[int]) -> Tensor:
+    return torch.tensor([[number] * (1 + max(rows)) for number in rows])
 
-    with pytest.warns(UserWarning, match="the rows of batch do not fit together"):
-        shares = _shares(DataLoader(Stream(list(range(5))), 2, collate_fn=padded), 2, "stream")
-    assert [batch[:, 0].tolist() for share in shares for batch in share] == [[0, 1], [4], [2, 3], [0, 1]]
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_last_batch_that_fits_no_other_one_is_filled_up_by_its_own_samples(split: bool) -> None:
+    """Batches that are padded to their longest text (accelerate#3614)."""
+
+    def of_rank(rank: int) -> list[Any]:
+        loader = DataLoader(Stream(list(range(5))), 4 if split else 2, collate_fn=_padded)
+        shard = StreamShard(loader, DatasetStates(None), World(rank, 2, rank, 2), even=True, split=split)
+        shares = [batch[:, 0].tolist() for batch in shard]
+        assert shard.remainder == 1
+        return shares
+
+    assert of_rank(0) == [[0, 1], [4, 4]]
+    assert of_rank(1) == [[2, 3], [4, 4] if split else [0, 1]]
+
+
+def _texts_by_rank_0() -> tuple[list[int], list[int], list[int | None]]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Stream(list(range(7))), 2, collate_fn=_padded))
+    seen: list[int] = []
+    sizes: list[int] = []
+    told: list[int | None] = []
+    for batch in loader:
+        sizes.append(len(batch))
+        told.append(loader.rank_samples)
+        seen += accelerator.gather_for_metrics(batch[:, 0]).tolist()
+    return seen, sizes, told
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_metrics_of_texts_that_rank_0_reads_are_those_of_each_sample(ranks: int) -> None:
+    for seen, sizes, told in run_ranks(ranks, _texts_by_rank_0):
+        assert seen == [0, 1, 2, 3, 4, 5, 6]
+        assert sizes == told == [2, 2 if ranks == 2 else 1]
 
 
 def test_a_loader_that_iterates_itself_is_asked_for_its_batch_size() -> None:
