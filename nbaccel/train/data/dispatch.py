@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from nbaccel.errors import CannotSplit, NbaccelError
 from nbaccel.train.data.counting import counting
-from nbaccel.train.data.order import SharedOrder, tell_epoch
+from nbaccel.train.data.order import SharedOrder, begin_workers_anew, tell_epoch
 from nbaccel.train.data.position import DatasetStates, LoaderPosition
 from nbaccel.train.data.shard import NOTHING, StreamShard, unshared
 from nbaccel.train.data.sources import Rest, Source, drawn_again, rebuilt
@@ -72,8 +72,8 @@ class DispatchSource(Source):
         if not world.is_main_process:
             self.states = DatasetStates(None)
         self._rest = None if order is None else Rest(order)
-        read = counting(loader if self._rest is None else rebuilt(loader, self._rest))
-        self.shard = _RoundShard(read, self.states, world, slice_function, even=even, split=split)
+        self._read = counting(loader if self._rest is None else rebuilt(loader, self._rest))
+        self.shard = _RoundShard(self._read, self.states, world, slice_function, even=even, split=split)
 
     @property
     def stride(self) -> int:  # type: ignore[override]
@@ -124,6 +124,7 @@ class DispatchSource(Source):
         if self._order is not None:
             self._order.draw = position.draw
         tell_epoch(position.epoch, self.loader.dataset, self.loader.sampler if self._order is None else self._order)
+        begin_workers_anew(self._read)
         sent = 0
         for parts, payloads, is_last in self._packed(position):
             self._remainder, self._share = self.shard.remainder, self.shard.share

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from nbaccel.train.data.pieces import in_pieces
@@ -23,6 +24,7 @@ from nbaccel.train.data.pieces import in_pieces
 __all__ = [
     "PrivateRandomness",
     "SharedOrder",
+    "begin_workers_anew",
     "data_seed",
     "drawn_seed",
     "order_states",
@@ -183,6 +185,23 @@ def tell_epoch(epoch: int, *owners: Any) -> None:
     for owner in owners:
         if hasattr(owner, "set_epoch"):
             owner.set_epoch(epoch)
+
+
+def begin_workers_anew(loader: DataLoader[Any]) -> None:
+    """Let `loader` start its persistent workers again, if they could not hear the epoch that its dataset is told.
+
+    They keep a copy of the dataset from their begin, so each epoch would be the first one again (starVLA#470). A
+    dataset that has memory in common with them, as those of `datasets`, tells them itself.
+    """
+    dataset = loader.dataset
+    if loader.persistent_workers and hasattr(dataset, "set_epoch"):
+        kept = getattr(dataset, "__dict__", {}).values()
+        if not any(each.is_shared() if isinstance(each, Tensor) else _is_of_processes(each) for each in kept):
+            loader._iterator = None
+
+
+def _is_of_processes(value: Any) -> bool:
+    return type(value).__module__.startswith("multiprocessing.")
 
 
 def samplers_of(source: Any) -> list[Any]:

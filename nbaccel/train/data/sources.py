@@ -19,6 +19,7 @@ from nbaccel.train.data.counting import counting
 from nbaccel.train.data.order import (
     PrivateRandomness,
     SharedOrder,
+    begin_workers_anew,
     drawn_seed,
     order_states,
     replayed,
@@ -103,6 +104,7 @@ class Source:
         """Yield this rank's batches from `position` on, and whether each is its last one."""
         loader = self.loader
         tell_epoch(position.epoch, loader.dataset, *samplers_of(loader))
+        begin_workers_anew(loader)
         if not position.batches:
             return self._ended(iterated_in_pieces(loader), position)
         if self.is_stream or type(loader).__iter__ is not DataLoader.__iter__:
@@ -239,6 +241,7 @@ class IndexSource(Source):
     def open(self, position: LoaderPosition) -> Iterator[tuple[Any, bool]]:
         self._order.draw = position.draw
         tell_epoch(position.epoch, self.loader.dataset, self.shard)
+        begin_workers_anew(self._rebuilt)
         self.shard.skip = position.batches
         lengths = self.lengths(position.batches)
         with drawn_again(position, self.loader):
@@ -301,6 +304,7 @@ class StreamSource(Source):
 
     def open(self, position: LoaderPosition) -> Iterator[tuple[Any, bool]]:
         tell_epoch(position.epoch, self.loader.dataset)
+        begin_workers_anew(self._counting)
 
         def begin() -> Iterator[Any]:
             self._private.seed(drawn_seed(self.seed + position.epoch, position.draw))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from nbaccel import Accelerator
 from nbaccel.errors import CollectiveMismatch
@@ -62,6 +63,52 @@ class _Shuffled(IterableDataset[int]):
         indices = list(range(16))
         random.shuffle(indices)
         yield from indices
+
+
+class _ByEpoch(Dataset[int]):
+    """Gives other samples in each epoch, which it hears in the process where it was told."""
+
+    def __init__(self, has_shared_memory: bool) -> None:
+        self._epoch = torch.zeros((), dtype=torch.int64)
+        if has_shared_memory:
+            self._epoch.share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch += epoch - self._epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[int, int]:  # type: ignore[override]
+        return int(self._epoch), os.getpid()
+
+
+class _StreamByEpoch(_ByEpoch, IterableDataset[int]):  # type: ignore[misc]
+    def __iter__(self) -> Iterator[Any]:
+        return (self[number] for number in range(4))
+
+
+def _heard_by_workers(kind: type[_ByEpoch], has_shared_memory: bool, dispatches: bool | None) -> None:
+    configuration = DataLoaderConfiguration(dispatch_batches=dispatches)
+    plain = DataLoader(kind(has_shared_memory), 1, num_workers=1, persistent_workers=True)
+    loader = Accelerator(cpu=True, dataloader_config=configuration).prepare(plain)
+    epochs = [[(int(epoch), int(process)) for epoch, process in loader] for _ in range(2)]
+    assert [{epoch for epoch, _ in each} for each in epochs] == [{0}, {1}]
+    processes = {process for each in epochs for _, process in each}
+    assert len(processes) == (1 if has_shared_memory else 2)
+    del loader, plain
+    gc.collect()  # worker processes that are kept end with their loader
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_shared_memory", "dispatches"),
+    [(_ByEpoch, False, None), (_ByEpoch, True, None), (_StreamByEpoch, False, None), (_StreamByEpoch, False, False)],
+)
+def test_workers_that_stay_hear_the_epoch_that_their_dataset_is_told(
+    kind: type[_ByEpoch], has_shared_memory: bool, dispatches: bool | None
+) -> None:
+    _heard_by_workers(kind, has_shared_memory, dispatches)
+    run_ranks(2, _heard_by_workers, kind, has_shared_memory, dispatches)
 
 
 def _looked_at_inside(is_stream: bool, workers: int) -> tuple[list[list[int]], list[int]]:
