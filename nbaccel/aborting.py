@@ -118,6 +118,7 @@ def is_aborted() -> bool:
     return _abort_of_this_process.holds
 
 
+# Peers on the same machine may see no error of it: https://github.com/NVIDIA/nccl/issues/279.
 def abort_device_groups(limit_s: float = _ABORT_S, *, spoils: bool = True) -> bool:
     """End waits of this rank in its device, in all of its process groups; from any thread, any number of times.
 
@@ -171,6 +172,8 @@ def leave_device_errors_to_the_program() -> None:
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
 
 
+# NCCL reports an aborted collective as done: https://github.com/meta-pytorch/torchft/pull/147, and torch asks
+# only communicators that are not aborted for errors: https://github.com/pytorch/pytorch/pull/124466.
 def refuse_if_aborted(what: str) -> None:
     """Raise PeerFailed if this rank's groups were aborted.  what: the action that would use incomplete values."""
     if _abort_of_this_process.holds:

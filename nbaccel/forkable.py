@@ -36,7 +36,9 @@ CUDA_ERROR_NOT_INITIALIZED = 3
 
 _CUDA_SUCCESS = 0
 _DRIVER = b"/libcuda.so"
+# Pinned memory calls cuInit while is_initialized() stays false: https://github.com/pytorch/pytorch/issues/50829.
 _OPENED_BY_CUINIT = "/dev/nvidia-uvm"
+# Forks of a process with autograd's threads are refused: https://github.com/pytorch/pytorch/pull/33885.
 _AUTOGRADS_THREADS = b"pt_autograd_"
 _UNNAMED_BACKEND = "privateuseone"
 _PROC = Path("/proc")

@@ -101,6 +101,12 @@ def test_modules_that_pages_of_the_design_name_exist_with_the_names_beside_them(
     assert not wrong
 
 
+def test_every_page_of_the_design_is_named_by_a_module_and_every_named_one_is_there() -> None:
+    sources = [path.read_text() for path in (REPOSITORY / "nbaccel").rglob("*.py")]
+    named = {name for source in sources for name in re.findall(r"^.*Reasons: docs/design/(\S+)$", source, re.M)}
+    assert named == {page.name for page in DESIGN.glob("*.md")} - {"README.md"}
+
+
 def test_no_address_is_made_up() -> None:
     """Of a repository, an index or a documentation that is not there; where there is one, it is the same everywhere."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]

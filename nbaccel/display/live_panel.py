@@ -3,6 +3,8 @@
 `Views` chooses the view: a `LivePanel` in a notebook, `PeriodicText` in a terminal, for unattended runs and where
 nothing else can be shown, and the output of ranks alone in a script. The panel becomes the picture of its run at the
 end. All runs of a cell share one display: updates replace it, and the notebook saves one state.
+
+Reasons: docs/design/screen.md
 """
 
 from __future__ import annotations

@@ -173,6 +173,7 @@ _FEW_FILES = (
     "torch.multiprocessing.set_sharing_strategy('file_system') in the cell, or use num_workers=0."
 )
 
+# https://github.com/NVIDIA/nccl/issues/525: NCCL_SHM_DISABLE=1 works, and so does a larger /dev/shm.
 _FULL_FOR_NCCL = (
     "/dev/shm is full, and NCCL passes through it what GPUs without a direct way exchange: start the container with "
     "--shm-size=1g, or set os.environ['NCCL_SHM_DISABLE'] = '1' in a cell before, which is slower."

@@ -120,6 +120,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+# Python 3.14's default cannot send what cannot be pickled: https://github.com/python/cpython/pull/125750.
 @contextmanager
 def _workers_are_forked() -> Iterator[None]:
     """Let loaders fork their workers, as they do in ranks, where Python would start them by a fork server.

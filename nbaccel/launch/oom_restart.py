@@ -6,6 +6,8 @@ change: the ranks of the next attempt cut every batch of a training loop into mo
 `RunRecorder` keeps what the policy reads, one for each attempt: it receives the ranks' events, which outlive the ranks.
 `OomKillWatch` finds out whether the system's out-of-memory killer ended a rank, which reports nothing then: it compares
 the control group's own count before and after. `raise_oom_score` has it choose a rank before the notebook.
+
+Reasons: docs/design/out-of-memory.md
 """
 
 from __future__ import annotations

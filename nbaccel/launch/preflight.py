@@ -64,6 +64,7 @@ def choose_devices(requested_processes: int | None, devices: str | None, cpu: bo
     return Devices(wanted, gpus[:wanted] if devices is None else gpus)
 
 
+# What a library does to CUDA is not seen by torch's flag: https://github.com/huggingface/accelerate/issues/3925.
 def choose_start(
     requested: str,
     *,

@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # they import the whole package `launch`
 
 __all__ = ["AccelerateMagics", "follow_kept_runs", "panel", "register", "unregister"]
 
+# With it is_available() does not break forks:
+# https://docs.pytorch.org/docs/stable/generated/torch.cuda.is_available.html
 _CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With this variable `torch.cuda.is_available()` asks NVML, and the notebook can still be forked afterwards."""
 

@@ -28,6 +28,7 @@ _PATIENCE_S = 4.0
 """Seconds for a front end to load its widgets and report that it shows these; it may be far away."""
 
 
+# The message is lost in ipykernel: https://github.com/ipython/ipykernel/issues/1557.
 class FormerButton:
     """Keeps the widgets of a finished run until the next run has opened its own; then closes them.
 
@@ -184,6 +185,8 @@ _MOST_AT_ONCE = 100
 _KINDS = ("comm_msg", "comm_close")
 
 
+# A click waits until the cell is over: https://github.com/jupyter-widgets/ipywidgets/issues/1349; JupyterLab sends it
+# to a subshell where there are such: https://github.com/jupyterlab/jupyterlab/pull/17363.
 class Pump:
     """Handles, by `poll`, the messages for `comm_ids`, a live collection, between `with` and its end.
 

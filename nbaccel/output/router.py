@@ -5,6 +5,8 @@ the bars of all ranks live; and no more than a Jupyter server forwards. Everythi
 screen leaves out. `Excerpt` chooses the lines of a long output that the notebook keeps, and `Displays` gives the rich
 output of a rank display ids of its own. A rank's uncaught error does not come this way: it is reported, whichever ranks
 are shown.
+
+Reasons: docs/design/screen.md
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ __all__ = [
 
 _STREAMS = ("stdout", "stderr")
 _PARTIAL_S = 0.3
+# A Jupyter server stops output above 1 MB/s over 3 s: https://github.com/jupyter/notebook/issues/6428.
 _BURST_BYTES = 1_000_000
 _PIECE_BYTES = 256 * 1024
 _OF_GLOO = re.compile(

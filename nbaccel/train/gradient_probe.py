@@ -274,6 +274,7 @@ def _tf32_of(backend: Any) -> tuple[str, Any]:
     """Return the attribute that allows TF32 in a part of torch, and its value."""
     try:
         return "allow_tf32", backend.allow_tf32
+    # https://github.com/pytorch/pytorch/pull/189955.
     except RuntimeError:  # the program has used the newer one, and torch 2.9 refuses to read the other
         return "fp32_precision", backend.fp32_precision
 

@@ -3,6 +3,8 @@
 torch elastic, the engine of torchrun, starts the ranks, watches them, and ends all of them when one fails. This module
 adds the values that a person would otherwise have to find: devices, settings, CPU threads, the network interface, and
 on one machine a rendezvous that no other machine can reach. Nothing here knows notebooks.
+
+Reasons: docs/design/several-machines.md
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ A `Channel` passes frames over an inherited socketpair. A frame is JSON with des
 sent as the descriptor of a memfd. There is no address, so no other process can connect, and this module unpickles
 nothing that arrives. A `MarkedPipe`, in the kernel, reads one output pipe as bytes, with marks where rich messages
 belong.
+
+Reasons: docs/design/security.md
 """
 
 from __future__ import annotations

@@ -133,6 +133,8 @@ here, and a child is set only if it differs from the value of its parents.
 """
 
 
+# The error: https://github.com/pytorch/pytorch/pull/189955; the warning:
+# https://github.com/huggingface/transformers/issues/42371.
 def _older(getter: str, setter: str, chosen: Mapping[str, str]) -> _Flag:
     """Return a switch of the interface before 2.9, which raises once the newer one has been used.
 

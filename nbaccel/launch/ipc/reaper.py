@@ -115,6 +115,7 @@ def _kill(leaders: Collection[int], spare: int, deadline: float, segments: set[s
         time.sleep(0.002)
 
 
+# Machines run full of such segments: https://github.com/llm-d/llm-d/issues/352.
 def segments_of(pids: Iterable[int]) -> set[str]:
     """Return NCCL's segments of shared memory that these processes have open or mapped, and that have a name.
 

@@ -4,6 +4,8 @@ A rank records the notebook before its cell (`Baseline`, with an `Inventory` of 
 differences (`Delta`). An object is known by identity; its place is the path to it from a name (`ObjectPlace`). The
 kernel, whose own objects have not changed meanwhile, finds its object at a place (`found_at`) and writes the change
 into it (`writes_of`).
+
+Reasons: docs/design/namespace.md
 """
 
 from __future__ import annotations

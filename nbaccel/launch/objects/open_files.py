@@ -254,6 +254,7 @@ def _names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
+# SQLite is not safe to fork: https://github.com/sparklemotion/sqlite3-ruby/pull/558.
 def _refuse_databases(behind: ObjectsBehind) -> None:
     """Refuse connections of SQLite that any thread may use; ranks that use another one get `SQLITE` from SQLite."""
     sqlite = sys.modules.get("sqlite3")

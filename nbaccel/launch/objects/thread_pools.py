@@ -19,12 +19,14 @@ from nbaccel.launch.objects.objects_behind import ObjectsBehind
 __all__ = ["threads_a_fork_lacks"]
 
 _BY_NAME: Mapping[str, tuple[str, ...]] = {
+    # No fork after its threads have begun: https://docs.pola.rs/user-guide/misc/multiprocessing/.
     "polars": ("polars-",),
     "dask": ("Dask-", "IO loop"),
     "distributed": ("Dask-", "IO loop"),
 }
 """Packages, with the beginnings of the names that their threads have."""
 
+# numba ends a forked child itself where it uses OpenMP: https://github.com/numba/numba/pull/6324.
 _NOT_SAFE = ("omp", "workqueue")
 """Layers of numba that end, or wait for ever, in a fork."""
 

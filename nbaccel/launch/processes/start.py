@@ -2,6 +2,8 @@
 
 Both give every rank the same `WorkerBoot` and the same runtime (`worker/main.py`); they differ in the process that is
 copied. `MainThread` repairs CPython's record of the main thread in a child that another thread has forked.
+
+Reasons: docs/design/starting-ranks.md
 """
 
 from __future__ import annotations
@@ -115,6 +117,8 @@ class ForkStart:
         ports, python_rng = kernel_ports(), random.getstate()
         torch_flags = TorchFlags.of_this_thread()
         close_fds = [*self._resource_fds, *kernel_fds]
+        # A child of a thread that has run OpenMP waits for its pool:
+        # https://github.com/pytorch/pytorch/issues/58962.
         with _quiet_tokenizers(), _kept_thread_locals():
             thread = threading.Thread(target=fork_all, name="nbaccel-fork")
             thread.start()
@@ -143,6 +147,8 @@ class ForkStart:
         with no_collections():
             pid = fork()
             if pid == 0:
+                # Python advises this in the kernel, https://github.com/python/cpython/pull/3705:
+                # why not, `no_collections` says.
                 gc.freeze()  # a collection would write to all objects of the notebook, and so copy their pages
         if pid == 0:
             try:
@@ -214,6 +220,7 @@ def _share_resource_tracker() -> None:
     Since Python 3.14 any other fork gets its own tracker, which unlinks shared memory to which the rank has only
     attached. The flag belongs to this thread.
     """
+    # https://github.com/python/cpython/pull/146316: a fork keeps the tracker if this flag is set.
     intent: Any = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_fork_intent", None)
     if intent is not None:
         intent.preserve_fd = True
@@ -251,6 +258,7 @@ def _kept_thread_locals() -> Iterator[None]:
         del kept
 
 
+# The warning: https://github.com/huggingface/transformers/issues/5486.
 @contextlib.contextmanager
 def _quiet_tokenizers() -> Iterator[None]:
     """Silence the tokenizers library's needless warning in every forked process, unless the user has set it."""

@@ -119,6 +119,7 @@ def _finalizers(kept: list[Any]) -> None:
         util._run_after_forkers()  # as in every process that multiprocessing forks
 
 
+# A tracker deletes blocks when any process with access has ended: https://github.com/python/cpython/pull/110778.
 def _servers_of_multiprocessing(kept: list[Any]) -> None:
     """Forget the forkserver, which is a child of the kernel; the resource tracker is shared with the kernel.
 
@@ -143,6 +144,7 @@ def _servers_of_multiprocessing(kept: list[Any]) -> None:
     state._lock = threading.Lock()
 
 
+# Python 3.14's default cannot send what cannot be pickled: https://github.com/python/cpython/pull/125750.
 def _workers_are_forked(kept: list[Any]) -> None:
     """Let processes that a rank starts be forked, as they are up to Python 3.13, unless the user chose another way.
 

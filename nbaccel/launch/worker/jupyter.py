@@ -126,6 +126,7 @@ def flush_figures() -> None:
         inline.flush_figures()
 
 
+# ipykernel's stream sends each write of a forked process at once: https://github.com/ipython/ipykernel/pull/478.
 def _forward_streams(old_streams: tuple[Any, Any]) -> None:
     for old, new in zip(old_streams, (sys.stdout, sys.stderr), strict=True):
         if old is None or old is new:

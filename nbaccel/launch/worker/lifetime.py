@@ -4,6 +4,8 @@
 checkpoint before, and `CutWatch` ends a wait in the device that would never end. `Farewell` runs last, in the ranks of
 notebooks: it ends the rank's own exit functions, threads and children, and nothing inherited. `end_as_the_interpreter`
 ends those of `nbaccel launch`.
+
+Reasons: docs/design/starting-ranks.md
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ _DYING_MS = 1000
 """Milliseconds to wait for the pidfd: a killed process closes its sockets before its pidfd reports its end."""
 
 
+# https://man.archlinux.org/man/core/man-pages/PR_SET_PDEATHSIG.2const.en, "Caveats": the parent is a thread.
 class DeathWatch:
     """Kills this process, its session and its descendants when the kernel has died or released this rank.
 

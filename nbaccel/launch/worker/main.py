@@ -4,6 +4,8 @@ Forked ranks and ranks of the zygote have the same runtime. The order of the pro
 before the first thread, the death watch before anything that can hang, CPU threads before anything that can compute,
 the streams before anything that can print. No exception may leave `run_rank`: above it is the kernel's own message
 loop.
+
+Reasons: docs/design/starting-ranks.md
 """
 
 from __future__ import annotations
@@ -90,6 +92,7 @@ def run_rank(
     written: files of the kernel that are open for writing, and that the task may write to.
     """
     code = _BROKEN
+    # A forked child that returns from here runs the kernel's loop: https://github.com/jupyter/notebook/issues/3106.
     try:
         os.setsid()
         if boot.shield:

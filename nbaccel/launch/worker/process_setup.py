@@ -137,6 +137,8 @@ def restore_signals() -> None:
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own default for a process group
 
 
+# torch's own stores have no password:
+# https://docs.vllm.ai/en/v0.9.1/usage/security.html quotes PyTorch's security guide.
 def meet_in_file(path: str, world: World, may_meet: Callable[[], None] = lambda: None) -> None:
     """Let `env://` in this process yield a store in the file `path` for this `world`.
 
@@ -170,6 +172,7 @@ def meet_in_file(path: str, world: World, may_meet: Callable[[], None] = lambda:
     rendezvous._rendezvous_handlers["env"] = handler
 
 
+# The highest score is chosen: https://manpages.debian.org/unstable/manpages/proc_pid_oom_score.5.en.gz.
 RANK, CHILD_OF_RANK = 900, 1000
 """Scores, of at most 1000.
 
@@ -268,6 +271,7 @@ def _name_of_main() -> str:
     return f"{threading.main_thread().ident:#018x}"
 
 
+# https://github.com/pytorch/pytorch/pull/33885.
 _REFUSAL = "fork-based multiprocessing"
 """Part of autograd's error in a fork of a process in which it had threads for devices (torch's engine.cpp)."""
 

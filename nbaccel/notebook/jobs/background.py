@@ -135,6 +135,7 @@ class BackgroundRun(Pollable):
                 self._is_over.set()
                 self._has_begun.set()
 
+        # https://github.com/ipython/ipykernel/pull/1186.
         # A copy of the context: ipykernel 7 stores in it the cell that a thread belongs to.
         context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(go,), name="nbaccel-background", daemon=True).start()
@@ -400,6 +401,7 @@ class Background:
         return self.current
 
 
+# The rules changed twice: https://github.com/ipython/ipykernel/pull/1186, and pull/1451 there.
 class CellScreen(ConsoleScreen):
     """The screen of the cell that runs when this is made.
 

@@ -6,6 +6,8 @@ training every rank writes its rows, and all wait for rank 0, through files (`Sa
 `load_state` is collective: rank 0 chooses and verifies, all read.
 
 Not saved: gradients. In an open accumulation window its batches count as not yet seen.
+
+Reasons: docs/design/checkpoints.md
 """
 
 from __future__ import annotations

@@ -240,6 +240,7 @@ def checksum(path: Path) -> str:
     return f"{crc:08x}"
 
 
+# A file that is flushed may lack its entry in the folder: http://manpages.ubuntu.com/manpages/dapper/man2/fsync.2.html.
 def sync(path: Path) -> None:
     """Wait until the disk has the file, or the folder's list of names."""
     descriptor = os.open(path, os.O_RDONLY)

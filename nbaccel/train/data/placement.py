@@ -65,6 +65,7 @@ class CudaCopier:
         copies: list[tuple[Tensor, Tensor]] = []
         self._is_lent = False
         moved = self._place(batch, copies)
+        # In place of https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html.
         self._beside.wait_stream(computing)  # after all memory was allocated: another thread may have freed it just now
         with torch.cuda.stream(self._beside):
             for target, source in copies:

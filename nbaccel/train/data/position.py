@@ -2,6 +2,8 @@
 
 Positions count the batches of the user's loader that all ranks together have had, so they are valid for another number
 of ranks. Nothing here iterates a loader. `LoopGauge` measures the progress of one iteration for observers.
+
+Reasons: docs/design/checkpoints.md
 """
 
 from __future__ import annotations

@@ -92,6 +92,7 @@ def is_of_library(file: str) -> bool:
     return any(folder in file for folder in _LIBRARIES)
 
 
+# PEP 667, https://peps.python.org/pep-0667/, ended these copies.
 def variables_of(frame: FrameType) -> dict[str, Any]:
     """Return the local variables of `frame`, in a mapping that the caller must not keep.
 

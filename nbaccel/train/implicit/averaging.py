@@ -3,6 +3,7 @@
 It replaces ``torch.autograd.backward`` and ``grad`` while a loop that prepares nothing trains. Before the real
 backward the ranks exchange a header; the gradients of trained leaves are weighted, summed over ranks during the
 backward, and stored where the program finds them. Gradients that existed before are saved, and added.
+Reasons: docs/design/one-line.md
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ A prepared model averages its gradients, if its forward has announced the backwa
 What it did not average (see `Reduction`), and gradients of parameters that belong to no prepared model, may have been
 averaged by the program. So the ranks compare them, through the store of their group and without a collective: equal
 ones are stepped with, different ones are the error. A step without such gradients reads none and waits for nobody.
+
+Reasons: docs/design/step.md
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Windows are counted per loader iteration, so an evaluation inside a training loop, a `break` or an exception
 cannot disturb another loop's window. Nothing here knows models, strategies or the Accelerator.
+
+Reasons: docs/design/step.md
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ _TWICE = re.compile(r"Parameter at index (\d+).* has been marked as ready twice"
 _SHOWN = 8
 
 
+# The error's two causes: https://github.com/pytorch/pytorch/issues/57776.
 def explain_unused(text: str, module: Module, reduced: Sequence[Any] = ()) -> RuntimeError | None:
     """Return the error for parameters that took no part in the loss; None where torch's `text` is about something else.
 

@@ -36,6 +36,7 @@ _NOT_ANNOUNCED = "not announced"
 _NOTHING_HOOKED = (torch.empty(0), None)
 
 
+# torch notices an unfinished backward only at the next forward: https://github.com/pytorch/pytorch/issues/128949.
 class Reduction:
     """State of the gradients of one model in DDP, as far as it is known without looking at them.
 

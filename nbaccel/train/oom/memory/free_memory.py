@@ -250,6 +250,8 @@ def _trim_heap() -> None:
 _CAN_BE_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
+# An exception holds the tensors of its frames: https://github.com/pytorch/pytorch/issues/27600, and IPython
+# keeps the last one: https://github.com/ipython/ipython/pull/11572.
 def forget_frames(error: BaseException) -> None:
     """Empty the frames of `error` and of all exceptions that it came from, except those that are still running.
 
@@ -298,6 +300,7 @@ def _empty(frame: FrameType) -> bool:
         frame.clear()
     except RuntimeError:
         return False
+    # PEP 667, https://peps.python.org/pep-0667/, ended these copies.
     # Up to Python 3.12 a frame whose locals were read, as IPython does to print them, keeps a copy. The copy is
     # updated when the locals are read again.
     frame.f_locals  # noqa: B018

@@ -4,6 +4,8 @@ The invariant: every rank issues the same collectives in every attempt of every 
 `StepEngine`. After the exchange of a step all ranks read the same sums, so that all of them come to the same verdict
 (`judge`). A loss function must not wait for peers, since one rank alone may repeat it (`forbid_collectives`). The
 engine holds no optimizer, counts no windows, and knows no Accelerator.
+
+Reasons: docs/design/out-of-memory.md
 """
 
 from __future__ import annotations
@@ -81,6 +83,7 @@ class OpenWindow:
         return (self.weight + weight) / self.batches if self.batches else 0.0
 
 
+# Ranks that repeat alone leave the others in a sum: https://github.com/mosaicml/composer/pull/1319.
 class StepEngine:
     """Runs batches of `models` in micro-batches that fit, and exchanges gradients at the end of each window.
 
