@@ -11,7 +11,7 @@ from environments import ENVIRONMENTS, Environment
 from kernel.harness import RealKernel, accelerate
 
 PREPARES = """
-import os, random, sys, warnings
+import decimal, os, random, sys, warnings
 import numpy as np
 import torch
 %load_ext nbaccel
@@ -25,6 +25,8 @@ os.environ["PARITY"] = "set in the kernel"
 os.environ.pop("HOME", None)
 warnings.filterwarnings("error", message="parity.*")
 warnings.filterwarnings("ignore", category=FutureWarning)
+decimal.getcontext().prec = 40
+np.seterr(divide="raise"); np.set_printoptions(precision=3)
 random.seed(3); random.random()
 np.random.seed(4); np.random.rand()
 torch.manual_seed(5); torch.rand(1)
@@ -51,6 +53,7 @@ def looks():
         "numpy": np.random.rand(3).tolist(),
         "torch": torch.rand(3).tolist(),
         "torch_seed": torch.initial_seed(),
+        "arithmetic": [str(decimal.Decimal(1) / 7), np.geterr(), repr(np.float64(1) / np.arange(1, 4))],
         "dtype": str(torch.get_default_dtype()),
         "grad": torch.is_grad_enabled(),
         "matmul": torch.get_float32_matmul_precision(),
@@ -123,6 +126,7 @@ def test_a_cell_finds_the_same_under_both_starts(kernel: RealKernel) -> None:
         facts[start] = kernel.value("facts")
     assert_alike(facts["fork"], facts["zygote"])
     assert facts["fork"]["only_here"] == "found"
+    assert len(facts["fork"]["arithmetic"][0]) == 42 and facts["fork"]["arithmetic"][1]["divide"] == "raise"
     assert facts["fork"]["warnings"] == ["parity matters"]
     shown = {start: [cell.displays, cell.result] for start, cell in cells.items()}
     assert shown["fork"] == shown["zygote"]

@@ -24,6 +24,7 @@ from operator import attrgetter
 from typing import Any
 
 __all__ = [
+    "Arithmetic",
     "KernelState",
     "Surroundings",
     "TorchFlags",
@@ -291,6 +292,39 @@ _CELL_FILES = ("ipykernel_", "<ipython-input-", "Cell In[")
 
 
 @dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """The precision and the traps of `decimal`, and how NumPy treats divisions by zero and prints; None if not loaded.
+
+    A fork has them as context variables.
+    """
+
+    decimal: Any = None
+    numpy_errors: Mapping[str, Any] | None = None
+    numpy_print_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def capture(cls) -> Arithmetic:
+        decimal, numpy = sys.modules.get("decimal"), sys.modules.get("numpy")
+        options = numpy.get_printoptions() if numpy else {}
+        return cls(
+            decimal.getcontext().copy() if decimal else None,
+            numpy.geterr() if numpy else None,
+            {name: value for name, value in options.items() if type(value) in (bool, int, float, str)},
+        )
+
+    def apply(self) -> None:
+        if self.decimal is not None:
+            import decimal
+
+            decimal.setcontext(self.decimal)
+        if self.numpy_errors is not None:
+            import numpy
+
+            numpy.seterr(**self.numpy_errors)
+            numpy.set_printoptions(**self.numpy_print_options)
+
+
+@dataclass(frozen=True, slots=True)
 class Surroundings:
     """The path, directory and environment of the kernel, in plain text: needed before anything can be unpickled."""
 
@@ -329,6 +363,7 @@ class KernelState:
     numpy_rng: Any = None
     torch_rng: bytes | None = None
     torch_flags: TorchFlags = field(default_factory=TorchFlags)
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
     warning_filters: list[Any] = field(default_factory=list)
     sources: dict[str, list[str]] = field(default_factory=dict)
     start_method: str | None = None
@@ -341,6 +376,7 @@ class KernelState:
             numpy_rng=numpy.random.get_state() if numpy else None,
             torch_rng=bytes(torch.random.get_rng_state().numpy()) if torch else None,
             torch_flags=TorchFlags.capture(),
+            arithmetic=Arithmetic.capture(),
             warning_filters=[_in_text(one) for one in warnings.filters],
             sources=cell_sources(),
             start_method=multiprocessing.get_start_method(allow_none=True),
@@ -374,6 +410,7 @@ class KernelState:
 
             torch.random.set_rng_state(torch.frombuffer(bytearray(self.torch_rng), dtype=torch.uint8))
         self.torch_flags.apply()
+        self.arithmetic.apply()
 
 
 def _in_text(one: Any) -> Any:

@@ -19,19 +19,18 @@ import signal
 import stat
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nbaccel.errors import LaunchRefused
-from nbaccel.launch.ipc.kernel_state import TorchFlags
 from nbaccel.launch.ipc.payload import Payload
 from nbaccel.launch.ipc.spec import LaunchSpec, Task, WorkerBoot
 from nbaccel.launch.objects.inventory import no_collections
 from nbaccel.launch.objects.open_files import FilesOfRanks, take_places
 from nbaccel.launch.objects.threads import threads_of_the_notebook
 from nbaccel.launch.processes.attached_debugger import fork, leave_debugger
+from nbaccel.launch.processes.calling_thread import CallingThread
 from nbaccel.launch.processes.handle import WorkerProcess
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.shutdown import endable
@@ -100,13 +99,15 @@ class ForkStart:
         """Release nothing."""
 
     def start(self, boots: Sequence[WorkerBoot], task: Task, kernel_fds: Collection[int]) -> list[WorkerProcess]:
-        """Fork from a thread made for it: it has never run an OpenMP region, so no pool of threads is missing."""
+        """Fork from a thread made for it: it has never run an OpenMP region, so no pool of threads is missing.
+
+        That thread has the values of the calling one.
+        """
         processes: list[WorkerProcess] = []
         failures: list[BaseException] = []
 
         def fork_all() -> None:
             try:
-                torch_flags.apply()
                 for boot in boots:
                     with self._files.opened_anew() as own_files:
                         processes.append(self._fork(boot, boots, task, close_fds, ports, python_rng, own_files))
@@ -115,12 +116,12 @@ class ForkStart:
 
         _flush_open_files(self._files.written)
         ports, python_rng = kernel_ports(), random.getstate()
-        torch_flags = TorchFlags.of_this_thread()
+        caller = CallingThread.capture()
         close_fds = [*self._resource_fds, *kernel_fds]
         # A child of a thread that has run OpenMP waits for its pool:
         # https://github.com/pytorch/pytorch/issues/58962.
-        with _quiet_tokenizers(), _kept_thread_locals():
-            thread = threading.Thread(target=fork_all, name="nbaccel-fork")
+        with _quiet_tokenizers(), CallingThread.kept_local_values():
+            thread = threading.Thread(target=caller.run, args=(fork_all,), name="nbaccel-fork")
             thread.start()
             thread.join()
         if failures:
@@ -236,26 +237,6 @@ def _flush_open_files(others: Sequence[Any]) -> None:
             with contextlib.suppress(Exception):  # closed, maybe only what is below, or not writable any more
                 if value.writable() and stat.S_ISREG(os.fstat(value.fileno()).st_mode):
                     value.flush()
-
-
-@contextlib.contextmanager
-def _kept_thread_locals() -> Iterator[None]:
-    """Keep this thread's values of `threading.local` alive in ranks, in which only the forking thread exists.
-
-    CPython drops the values of the other threads in a forked child. Their destructors would run in every rank, and
-    close, tell a server, or delete what the kernel still uses; and each freed object is a page to be copied.
-    """
-    thread_dict = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_GetDict", ctypes.pythonapi))
-    kept = [ctypes.cast(thread_dict(), ctypes.py_object).value]
-    # From Python 3.13 on, values live as long as a watchdog of the thread, to which each `local` has a weak reference.
-    probe = threading.local()
-    probe.here = True
-    held = (part for part in gc.get_referents(probe) if isinstance(part, (set, dict)))
-    kept += [reference() for part in held for reference in part if isinstance(reference, weakref.ref)]
-    try:
-        yield
-    finally:
-        del kept
 
 
 # The warning: https://github.com/huggingface/transformers/issues/5486.

@@ -7,7 +7,6 @@ user waits for them: no variable changes during another cell. The thread ends wi
 
 from __future__ import annotations
 
-import contextvars
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from nbaccel.display.summary import line
 from nbaccel.errors import LaunchRefused
 from nbaccel.events import Listener
 from nbaccel.hardware import Platform
-from nbaccel.launch.ipc.kernel_state import TorchFlags
+from nbaccel.launch.processes.calling_thread import CallingThread
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.notices import briefly
 from nbaccel.output.painter import Screen
@@ -121,11 +120,9 @@ class BackgroundRun(Pollable):
             f"{self.name} has been running in the background since {self.began_at}, and one run at a time uses the "
             f"devices: {self._waiting} for it, or {self._stopping} it."
         )
-        torch_flags = TorchFlags.of_this_thread()
 
         def go() -> None:
             try:
-                torch_flags.apply()
                 self.work.go(host, listeners=listeners, beside=[self, *beside], occupied=occupied)
                 self.work.show_end()
                 self._say_what_waits()
@@ -136,9 +133,9 @@ class BackgroundRun(Pollable):
                 self._has_begun.set()
 
         # https://github.com/ipython/ipykernel/pull/1186.
-        # A copy of the context: ipykernel 7 stores in it the cell that a thread belongs to.
-        context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=(go,), name="nbaccel-background", daemon=True).start()
+        # Its context has the cell that a thread belongs to, which ipykernel 7 stores there.
+        caller = CallingThread.capture()
+        threading.Thread(target=caller.run, args=(go,), name="nbaccel-background", daemon=True).start()
         while not self._has_begun.is_set() or (self.was_interrupted and not self.is_over):
             try:
                 (self._is_over if self.was_interrupted else self._has_begun).wait()

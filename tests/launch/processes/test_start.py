@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
+import decimal
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 
 from nbaccel.hardware import Gpu, Survey
@@ -159,3 +164,35 @@ def test_a_function_of_the_notebook_that_says_cuda_0_has_each_rank_see_its_own_c
     notebook = {"__name__": "__main__"}
     exec(f"def train():\n    import os\n    card = '{says}'\n    return os.environ['CUDA_VISIBLE_DEVICES']", notebook)
     assert launch(notebook["train"], start_method="fork").values == seen  # type: ignore[arg-type]
+
+
+_OF_ONE_THREAD, _VARIABLE = threading.local(), contextvars.ContextVar("_VARIABLE", default=0)
+
+
+def _found_there() -> tuple[Any, ...]:
+    with pytest.raises(decimal.Inexact):
+        decimal.Decimal(1) / 7
+    return decimal.getcontext().prec, np.geterr()["divide"], _VARIABLE.get(), getattr(_OF_ONE_THREAD, "run", None)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="a thread of this Python does not show its threading.local")
+def test_a_forked_rank_has_what_belongs_to_the_thread_that_starts_it() -> None:
+    def as_in_a_cell() -> None:
+        decimal.getcontext().prec = 40
+        decimal.getcontext().traps[decimal.Inexact] = True
+        _VARIABLE.set(7)
+        _OF_ONE_THREAD.run = "here"
+        with np.errstate(divide="raise"):
+            there.extend(launch(_found_there, 2, start_method="fork", cpu=True).values)
+
+    there: list[Any] = []
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(as_in_a_cell,))
+    thread.start()
+    thread.join()
+    assert there == [(40, "raise", 7, "here")] * 2
+
+
+def test_a_rank_of_the_zygote_computes_with_the_precision_of_the_notebook() -> None:
+    with decimal.localcontext() as here, np.errstate(divide="raise"):
+        here.prec, here.traps[decimal.Inexact] = 40, True
+        assert launch(_found_there, 1, start_method="zygote", cpu=True).value == (40, "raise", 0, None)
