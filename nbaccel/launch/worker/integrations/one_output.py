@@ -147,17 +147,20 @@ def write_one_run(world: World, store_path: str) -> None:
 
     In other ranks `wandb.init` makes no run (mode "disabled": logged values are dropped), and a `SummaryWriter` of
     TensorBoard writes nothing if rank 0 has one for the same folder. A run of each rank is intended if `wandb.init`
-    names a group or shares a run, if the writers' folders differ, and with `--independent`. Not covered: names such as
-    `from wandb import init` of the notebook, trackers of other libraries.
+    names a group or shares a run, if the writers' folders differ, and with `--independent`. A run of wandb or MLflow
+    that the notebook has begun goes on by rank 0; MLflow by itself would begin another one in each rank. Not covered:
+    names such as `from wandb import init` of the notebook, trackers of other libraries.
 
     store_path: a path that is the same in all ranks of the run, in a folder of the run's own.
     """
     folders = f"{store_path}.boards"
     actions: dict[str, Callable[[Any], None]] = {
-        "torch.utils.tensorboard.writer": partial(_write_by_rank_0, world, folders)
+        "torch.utils.tensorboard.writer": partial(_write_by_rank_0, world, folders),
+        "mlflow.tracking.fluent": partial(_go_on_with_mlflows_run, world),
     }
     if not world.is_main_process:
         actions["wandb"] = partial(_disable_wandb, world)
+        actions["wandb.sdk.wandb_run"] = _mute_wandbs_run
     when_loaded(actions)
 
 
@@ -180,6 +183,51 @@ def _disable_wandb(world: World, module: Any) -> None:
         return makes(*args, **{**kwargs, "mode": "disabled"})
 
     module.init = init
+
+
+_WRITES_OF_WANDB = ("alert", "finish", "log", "log_artifact", "log_code", "log_model", "save")
+
+
+def _mute_wandbs_run(module: Any) -> None:
+    """Make a run that the notebook has begun write nothing here: rank 0 logs the same rows."""
+    for name in _WRITES_OF_WANDB:
+        if callable(writes := getattr(module.Run, name, None)):
+            setattr(module.Run, name, _unless(_is_of_another_process, writes))
+
+
+def _is_of_another_process(args: tuple[Any, ...], _: Any) -> bool:
+    return getattr(args[0], "_init_pid", None) != os.getpid()
+
+
+_WRITES_OF_MLFLOW = (
+    *("log_artifact", "log_artifacts", "log_batch", "log_dict", "log_figure", "log_image", "log_inputs", "log_metric"),
+    *("log_param", "log_table", "log_text", "set_tag", "set_terminated"),
+)
+
+
+def _go_on_with_mlflows_run(world: World, module: Any) -> None:
+    """Make the run that the notebook has begun the active one of this rank, and let rank 0 alone write to it."""
+    of_thread = getattr(module, "_active_run_stack", None)
+    stack, _ = getattr(getattr(of_thread, "thread_local", None), "value", ((), None))
+    if not stack or of_thread is None:
+        return
+    of_thread.set(stack)
+    runs = {run.info.run_id for run in stack}
+
+    def is_the_notebooks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return (args[1] if len(args) > 1 else kwargs.get("run_id")) in runs
+
+    for name in _WRITES_OF_MLFLOW if not world.is_main_process else ():
+        if callable(writes := getattr(module.MlflowClient, name, None)):
+            setattr(module.MlflowClient, name, _unless(is_the_notebooks, writes))
+
+
+def _unless(is_left_out: Callable[..., bool], writes: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(writes)
+    def write(*args: Any, **kwargs: Any) -> Any:
+        return None if is_left_out(args, kwargs) else writes(*args, **kwargs)
+
+    return write
 
 
 def _is_meant(options: dict[str, Any]) -> bool:
