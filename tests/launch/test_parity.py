@@ -126,7 +126,8 @@ def test_a_cell_finds_the_same_under_both_starts(kernel: RealKernel) -> None:
         facts[start] = kernel.value("facts")
     assert_alike(facts["fork"], facts["zygote"])
     assert facts["fork"]["only_here"] == "found"
-    assert len(facts["fork"]["arithmetic"][0]) == 42 and facts["fork"]["arithmetic"][1]["divide"] == "raise"
+    assert len(facts["fork"]["arithmetic"][0]) == 42
+    assert facts["fork"]["arithmetic"][1]["divide"] == "raise"
     assert facts["fork"]["warnings"] == ["parity matters"]
     shown = {start: [cell.displays, cell.result] for start, cell in cells.items()}
     assert shown["fork"] == shown["zygote"]

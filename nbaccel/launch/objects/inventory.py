@@ -409,8 +409,12 @@ def _is_as_before(name: str, value: Any, before: Mapping[str, Any]) -> bool:
     return name in before and (before[name] is value or plain(before[name]) is plain(value))
 
 
+_OF_DYNAMO = ("__compiled_fn_", "__resume_at_")
+"""Begins of names that torch.compile binds in the namespace of the code that it compiles."""
+
+
 def _is_the_users(name: str) -> bool:
-    return name not in _NAMES_OF_MODULES and not belongs_to_ipython(name)
+    return name not in _NAMES_OF_MODULES and not name.startswith(_OF_DYNAMO) and not belongs_to_ipython(name)
 
 
 def belongs_to_ipython(name: str) -> bool:

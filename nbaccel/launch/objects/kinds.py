@@ -24,12 +24,12 @@ from nbaccel.launch.objects.process_objects import (
     CLOSED,
     VALUES,
     belongs_to_its_process,
-    keeps_state_in_c,
     kind_in_c,
     kind_of_process_object,
     referent,
     trait_of,
 )
+from nbaccel.launch.objects.state_in_c import Owner, keeps_state_in_c, may_own_state_in_c
 from nbaccel.launch.objects.wrappers import (
     is_accelerator,
     is_lightnings_callback,
@@ -522,7 +522,8 @@ def _chosen(kind: type) -> Kind | None:
         if issubclass(kind, builtin):
             return own if kind is builtin or builtin is type else _Both(own, _Object(_slots_of(kind)))
     if issubclass(kind, BaseException) or not keeps_state_in_c(kind):
-        return None if kind is object else _Object(_slots_of(kind))
+        own = _Object(_slots_of(kind))
+        return None if kind is object else _Both(Owner(), own) if may_own_state_in_c(kind) else own
     own = kind_in_c(kind)
     return None if own is None else _Both(own, _Object(_slots_of(kind)))
 

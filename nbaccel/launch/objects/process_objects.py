@@ -8,7 +8,7 @@ it pickles to, as an object may also cache something there. Runs in ranks and in
 
 from __future__ import annotations
 
-import ctypes
+import contextvars
 import datetime
 import decimal
 import enum
@@ -19,7 +19,6 @@ import io
 import logging
 import operator
 import pathlib
-import pickle
 import queue
 import re
 import struct
@@ -35,22 +34,19 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from nbaccel.launch.objects.kind import CannotWrite, Entries, IsSame, Kind, Stays, Step, Write
+from nbaccel.launch.objects.kind import CannotWrite, Entries, Kind, Stays, Step, Write
+from nbaccel.launch.objects.state_in_c import IN_C, bytes_of, differs, is_other, keeps_state_in_c
 from nbaccel.quantities import with_article
 
 __all__ = [
     "CLOSED",
     "VALUES",
     "belongs_to_its_process",
-    "keeps_state_in_c",
     "kind_in_c",
     "kind_of_process_object",
     "referent",
     "trait_of",
 ]
-
-_HEADER_BYTES, _POINTER_BYTES = object.__basicsize__, ctypes.sizeof(ctypes.c_void_p)
-
 
 VALUES = (
     *(str, bytes, int, float, complex, enum.Enum, range, slice, type(None), type(...), type(NotImplemented)),
@@ -104,7 +100,7 @@ def kind_in_c(kind: type) -> Kind | None:
     is_iterator = _module_of(kind) in ("builtins.", "itertools.", "numpy.") and hasattr(kind, "__next__")
     if issubclass(kind, io.IOBase) or (_module_of(kind).removesuffix(".") in _IMMUTABLE and not is_iterator):
         return None
-    return _ITERATOR if is_iterator else _IN_C
+    return _ITERATOR if is_iterator else IN_C
 
 
 def _module_of(kind: type) -> str:
@@ -117,12 +113,16 @@ def kind_of_process_object(kind: type) -> Kind | None:
         if issubclass(kind, types_):
             return own
     for module, name, own in _OF_LIBRARIES:
-        base = getattr(sys.modules.get(module), name, None)
-        if isinstance(base, type) and issubclass(kind, base):
+        if _is_kind_of(kind, module, name):
             return own
     if all(hasattr(kind, name) for name in ("digest", "hexdigest", "update")) and keeps_state_in_c(kind):
         return _Hash()
     return None
+
+
+def _is_kind_of(kind: type, module: str, name: str) -> bool:
+    base = getattr(sys.modules.get(module), name, None)
+    return isinstance(base, type) and issubclass(kind, base)
 
 
 # --- written in place -----------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class _Queue(Kind):
     def change(self, obj: Any, mark: Any) -> Any:
         """Return the old length, and the present state."""
         items, unfinished, maxsize = self.mark(obj)
-        if (unfinished, maxsize) == mark[1:] and len(items) == len(mark[0]) and not any(map(_is_other, items, mark[0])):
+        if (unfinished, maxsize) == mark[1:] and len(items) == len(mark[0]) and not any(map(is_other, items, mark[0])):
             return None
         return len(mark[0]), items, unfinished, maxsize
 
@@ -198,7 +198,7 @@ class _SimpleQueue(Kind):
     """Queues in C: reading takes the items out, so they are put in again."""
 
     def mark(self, obj: Any) -> Any:
-        return _bytes_of(obj), [list(map(id, each)) for each in gc.get_referents(obj) if type(each) is list]
+        return bytes_of(obj), [list(map(id, each)) for each in gc.get_referents(obj) if type(each) is list]
 
     def change(self, obj: Any, mark: Any) -> Any:
         return None if self.mark(obj) == mark else (self._taken(obj, put_back=True),)
@@ -252,7 +252,7 @@ class _Settings(Kind):
 
     def change(self, obj: Any, mark: dict[str, Any]) -> Any:
         now = self.mark(obj)
-        names = [name for name, value in now.items() if name not in mark or _differs(value, mark[name])]
+        names = [name for name, value in now.items() if name not in mark or differs(value, mark[name])]
         return Entries([], names, [now[name] for name in names]) if names else None
 
     def writing(self, obj: Any, change: Entries) -> Write:
@@ -269,12 +269,20 @@ class _Settings(Kind):
 
 
 class _Widget(Kind):
-    """Widgets: their traits that are data. A front end is told; observers are not called, as they were in the rank."""
+    """Widgets: their traits that are data, and the functions that they call.
+
+    A front end is told; observers are not called, as they were in the rank.
+    """
 
     def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
         for name, value in self.mark(obj).items():
             if type(value) not in _PLAIN:
                 yield ("trait", name), value
+        for name, value in _attributes(obj).items():
+            if name == "_trait_notifiers" or _is_kind_of(
+                type(value), "ipywidgets.widgets.widget", "CallbackDispatcher"
+            ):
+                yield ("below", name), value
 
     def mark(self, obj: Any) -> dict[str, Any]:
         own = _attributes(obj).get("_trait_values", {})
@@ -283,7 +291,7 @@ class _Widget(Kind):
     def change(self, obj: Any, mark: dict[str, Any]) -> Any:
         now = self.mark(obj)
         # A trait gets its default when it is read first.
-        names = [name for name, value in now.items() if name in mark and _differs(value, mark[name])]
+        names = [name for name, value in now.items() if name in mark and differs(value, mark[name])]
         names += [name for name in now.keys() - mark.keys() if type(now[name]) in _PLAIN and not _is_default(obj, name)]
         return Entries([], names, [now[name] for name in names]) if names else None
 
@@ -293,6 +301,23 @@ class _Widget(Kind):
             values.update(change.entries())
             if callable(send := getattr(obj, "send_state", None)):
                 send([name for name in change.entries() if name in obj.keys])
+
+        return write
+
+
+class _Callbacks(Kind):
+    """Functions that a widget calls: those of `on_click`, say."""
+
+    def mark(self, obj: Any) -> Any:
+        return list(obj.callbacks)
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        now = list(obj.callbacks)
+        return (now,) if differs(now, mark) else None
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        def write() -> None:
+            obj.callbacks[:] = change[0]
 
         return write
 
@@ -344,11 +369,11 @@ class _Iterator(Kind):
                 yield ("referent", index), each
 
     def mark(self, obj: Any) -> Any:
-        return _bytes_of(obj), gc.get_referents(obj)
+        return bytes_of(obj), gc.get_referents(obj)
 
     def change(self, obj: Any, mark: Any) -> Any:
         now = self.mark(obj)
-        if now[0] != mark[0] or len(now[1]) != len(mark[1]) or any(map(_is_other, now[1], mark[1])):
+        if now[0] != mark[0] or len(now[1]) != len(mark[1]) or any(map(is_other, now[1], mark[1])):
             raise Stays(f"{with_article(type(obj).__name__)} cannot be set on: make it in the cell that reads it")
 
 
@@ -367,7 +392,7 @@ class _Artist(Kind):
 
     def change(self, obj: Any, mark: Any) -> Any:
         now = self.mark(obj)
-        if len(now) != len(mark) or any(map(_differs, now, mark)):
+        if len(now) != len(mark) or any(map(differs, now, mark)):
             raise Stays("its figure is drawn in the rank: --out brings it")
 
 
@@ -402,38 +427,6 @@ def _drawn(artist: Any, seen: set[int]) -> Iterator[Any]:
             yield from _drawn(each, seen)
 
 
-class _InC(Kind):
-    """Objects with state that only their own code can read: the bytes of their memory, and the objects they hold.
-
-    Those of the containers that they hold count as well.
-    """
-
-    def mark(self, obj: Any) -> Any:
-        held = gc.get_referents(obj)
-        inner = [gc.get_referents(each) for each in held if type(each) in (list, dict, set)]
-        return _bytes_of(obj), held, inner
-
-    def change(self, obj: Any, mark: Any) -> Any:
-        memory, held, inner = self.mark(obj)
-        is_same = memory == mark[0] and not _differs(held, mark[1]) and len(inner) == len(mark[2])
-        return None if is_same and not any(map(_differs, inner, mark[2])) else (_digest_of_pickle(obj),)
-
-    def writing(self, obj: Any, change: Any) -> Write:
-        if change[0] is not None and change[0] == _digest_of_pickle(obj):
-            raise IsSame
-        raise CannotWrite(f"{with_article(type(obj).__name__)} keeps its state in C: --out brings what can be sent")
-
-
-_IN_C = _InC()
-
-
-def _digest_of_pickle(obj: Any) -> int | None:
-    try:
-        return zlib.crc32(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
-    except Exception:
-        return None
-
-
 class _Hash(Kind):
     """Hashes, whose state is behind a pointer."""
 
@@ -459,6 +452,24 @@ class _Weak(Kind):
             raise Stays("weak references cannot be sent to another process")
 
 
+class _ContextVariable(Kind):
+    """Context variables: the value in the context of the cell."""
+
+    def mark(self, obj: Any) -> Any:
+        return obj.get(_MARK)
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        now = obj.get(_MARK)
+        return (now,) if differs(now, mark) and now is not _MARK else None
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        return lambda: obj.set(change[0])
+
+
+_MARK = object()
+"""Stands for no value."""
+
+
 class _ThreadLocal(Kind):
     """Values of the main thread."""
 
@@ -467,7 +478,7 @@ class _ThreadLocal(Kind):
 
     def change(self, obj: Any, mark: Any) -> Any:
         now = self.mark(obj)
-        names = [name for name, value in now.items() if name not in mark or _differs(value, mark[name])]
+        names = [name for name, value in now.items() if name not in mark or differs(value, mark[name])]
         gone = [name for name in mark if name not in now]
         return Entries(gone, names, [now[name] for name in names]) if names or gone else None
 
@@ -480,28 +491,6 @@ class _ThreadLocal(Kind):
         return write
 
 
-def keeps_state_in_c(kind: type) -> bool:
-    """Return whether objects of a type have memory that is neither for attributes nor for slots of Python.
-
-    >>> keeps_state_in_c(type(iter([]))), keeps_state_in_c(logging.Logger), keeps_state_in_c(types.SimpleNamespace)
-    (True, False, False)
-    """
-    own = [base for base in kind.__mro__ if "__slots__" in vars(base)]
-    slots = sum(type(member) is types.MemberDescriptorType for base in own for member in vars(base).values())
-    fields = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
-    return kind.__itemsize__ > 0 or kind.__basicsize__ > _HEADER_BYTES + fields * _POINTER_BYTES
-
-
-def _bytes_of(obj: Any) -> bytes:
-    """Return the memory of an object, without its count of references, its attributes and weak references to it."""
-    kind = type(obj)
-    memory = bytearray(ctypes.string_at(id(obj) + _HEADER_BYTES, kind.__basicsize__ - _HEADER_BYTES))
-    for offset in (kind.__dictoffset__, kind.__weakrefoffset__):
-        if offset > 0:
-            memory[offset - _HEADER_BYTES : offset - _HEADER_BYTES + _POINTER_BYTES] = bytes(_POINTER_BYTES)
-    return bytes(memory)
-
-
 # --- reading --------------------------------------------------------------------------------------------------------
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -510,18 +499,6 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 def _attributes(obj: Any) -> dict[str, Any]:
     own = object.__getattribute__(obj, "__dict__")
     return own if type(own) is dict else {}
-
-
-def _is_other(new: Any, old: Any) -> bool:
-    return new is not old
-
-
-def _differs(new: Any, old: Any) -> bool:
-    if new is old:
-        return False
-    if type(new) is list is type(old):
-        return len(new) != len(old) or any(map(_is_other, new, old))
-    return type(new) is not type(old) or type(new) not in _PLAIN or not (new == old or (new != new and old != old))
 
 
 def _state_of_thread(thread: threading.Thread) -> Any:
@@ -540,6 +517,7 @@ _OF_PYTHON: tuple[tuple[Any, Kind], ...] = (
     (BaseProcess, _Watched(lambda obj: obj._popen is None, "a process of its rank")),
     (subprocess.Popen, _Watched(lambda obj: obj.returncode, "its rank cannot wait for it")),
     (threading.local, _ThreadLocal()),
+    (contextvars.ContextVar, _ContextVariable()),
     ((weakref.WeakSet, weakref.WeakValueDictionary, weakref.WeakKeyDictionary), _Weak()),
     (logging.Logger, _LOGGER),
     (logging.Handler, _Settings("level", "formatter", "filters", "buffer", "stream", "terminator", "_name")),
@@ -550,4 +528,5 @@ _OF_LIBRARIES: tuple[tuple[str, str, Kind], ...] = (
     ("tqdm.std", "tqdm", _Settings()),
     ("matplotlib.artist", "Artist", _Artist()),
     ("ipywidgets.widgets.widget", "Widget", _Widget()),
+    ("ipywidgets.widgets.widget", "CallbackDispatcher", _Callbacks()),
 )

@@ -44,6 +44,7 @@ STANDARD = {
     "lock": ("import threading; a = threading.Lock()", "a.acquire()"),
     "thread": ("import threading; a = threading.Thread(target=int)", "a.start(); a.join()"),
     "thread's values": ("import threading; a = threading.local()", "a.b = 1"),
+    "variable of a context": ("import contextvars; a = contextvars.ContextVar('b')", "a.set(1)"),
     "program": ("import subprocess, sys; a = subprocess.Popen(['true'])", "a.wait()"),
     "level": ("import logging; a = logging.Logger('b')", "a.setLevel(10)"),
     "handler": ("import logging; a = logging.Logger('b')", "a.addHandler(logging.NullHandler())"),
@@ -113,6 +114,18 @@ PACKAGES = {
     "text widget": (
         "ipywidgets", "import ipywidgets; a = ipywidgets.VBox([ipywidgets.Label()])", "a.children[0].value = 'b'"
     ),
+    "function of a button": ("ipywidgets", "import ipywidgets; a = ipywidgets.Button()", "a.on_click(print)"),
+    "observer": ("ipywidgets", "import ipywidgets; a = ipywidgets.IntText()", "a.observe(print, 'value')"),
+    "pixels": ("PIL", "from PIL import Image; a = Image.new('L', (2, 2))", "a.putpixel((0, 0), 5)"),
+    "drawing": (
+        "PIL", "from PIL import Image, ImageDraw as b; a = b.Draw(Image.new('L', (9, 9)))", "a.point((1, 1), 5)"
+    ),
+    "booster": (
+        "xgboost",
+        "import numpy, xgboost as b; c = b.DMatrix(numpy.ones((9, 1)), numpy.ones(9)); a = b.Booster({}, [c])",
+        "a.update(c, 0)",
+    ),
+    "index": ("faiss", "import faiss, numpy as b; a = faiss.IndexFlatL2(2)", "a.add(b.ones((1, 2), 'f'))"),
     "matrix": ("scipy", "import scipy.sparse; a = scipy.sparse.lil_matrix((2, 2))", "a[0, 0] = 1"),
     "estimator": (
         "sklearn", "from sklearn.linear_model import LinearRegression as b; a = b()", "a.fit([[1.0], [2.0]], [1.0, 2])"
@@ -181,6 +194,24 @@ def test_what_a_cell_changes_in_an_object_of_a_package_comes_or_is_named(name: s
     notebook = made(before)
     assert seen(notebook, "") == set()
     assert seen(notebook, cell) & {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("before", "cell"),
+    [
+        pytest.param("import ctypes; a = ctypes.c_void_p(5)", "a.value", id="pointer"),
+        pytest.param("import contextvars; a = contextvars.ContextVar('b', default=1)", "a.get()", id="variable"),
+        pytest.param("from PIL import Image; a = Image.new('L', (2, 2))", "a.getpixel((0, 0))", id="picture"),
+    ],
+)
+def test_what_is_only_read_is_not_named(before: str, cell: str) -> None:
+    assert seen(made(before), cell) == set()
+
+
+def test_pictures_of_more_than_a_quarter_of_a_second_are_not_compared() -> None:
+    notebook = made("from PIL import Image; a = [Image.new('L', (8192, 8192)) for _ in range(3)]")
+    assert seen(notebook, "a[0].putpixel((0, 0), 1)") == {"a"}
+    assert seen(notebook, "a[2].putpixel((0, 0), 1)") == set()
 
 
 @pytest.mark.full
