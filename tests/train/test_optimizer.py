@@ -82,6 +82,12 @@ def test_a_prepared_optimizer_can_be_pickled() -> None:
     again.step()
 
 
+def test_a_prepared_loader_can_be_copied_beside_its_optimizer() -> None:
+    """Each of the two knows the other, so one is rebuilt while the other is still empty."""
+    loader, _ = Accelerator().prepare(DataLoader(range(4), batch_size=2), _optimizer())  # type: ignore[arg-type]
+    assert [batch.tolist() for batch in copy.deepcopy(loader)] == [[0, 1], [2, 3]]
+
+
 def test_a_closure_reaches_the_optimizer() -> None:
     parameter = torch.nn.Parameter(torch.tensor([4.0]))
     accelerator = Accelerator()

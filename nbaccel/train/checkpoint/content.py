@@ -34,6 +34,7 @@ from nbaccel.train.checkpoint.serialization import (
     knows_dtypes_of,
     on_host,
     pack,
+    refuse_unknown,
     unpack,
     write_once,
     write_tensors,
@@ -215,7 +216,9 @@ class ObjectState:
             CannotSave: the state holds sharded tensors, and something that only a pickle can hold.
         """
         try:
-            return cls(name, pack(state, to_host, rows_only), frozen=frozen)
+            packed = pack(state, to_host, rows_only)
+            refuse_unknown(packed)
+            return cls(name, packed, frozen=frozen)
         except CannotPack as error:
             if holds_shards(state):
                 raise CannotSave(

@@ -26,7 +26,7 @@ from nbaccel.quantities import listed
 from nbaccel.train.checkpoint.atomic_folder import sayable
 from nbaccel.train.checkpoint.content import load_pickle, load_tensors, read_part
 from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest, sync
-from nbaccel.train.checkpoint.serialization import frozen_file, pack
+from nbaccel.train.checkpoint.serialization import CannotPack, frozen_file, pack, refuse_unknown
 from nbaccel.train.checkpoint.shards import first_names, is_sharded_tensor, unsharded
 from nbaccel.train.strategies.single import plain_name
 
@@ -72,12 +72,17 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | s
 
     Raises:
         NotADirectoryError: `folder` is a file.
-        CannotPack: with `safe`, the state holds an object that is no tensor.
+        CannotPack: with `safe`, the state holds what is no tensor, or one of a type that safetensors does not have.
         CannotSave: no space, or no right to write there.
     """
     if folder.is_file():
         raise NotADirectoryError(f"save_model writes into a folder, and {folder} is a file: give it another name")
     packed = pack(unsharded(dict(state), "save_model"))
+    if safe:
+        try:
+            refuse_unknown(packed)
+        except CannotPack as error:
+            raise CannotPack(f"{error}: save_model(..., safe_serialization=False) writes it") from None
     shards = _cut(packed.tensors, parse_size(max_shard_size))
     stem, suffix = os.path.splitext(_NAMES[safe])
     names = [f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}" for number in range(1, len(shards) + 1)]

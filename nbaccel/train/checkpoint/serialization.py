@@ -39,6 +39,7 @@ __all__ = [
     "on_host",
     "pack",
     "record_of",
+    "refuse_unknown",
     "shareable_bytes",
     "unpack",
     "write_once",
@@ -265,9 +266,23 @@ _NAMES = {
 }
 """Names of dtypes in the order in which safetensors lays them out, the last ones first in the file."""
 
+_UNKNOWN = frozenset({torch.complex128, torch.complex32})
+"""Types that safetensors does not have."""
+
 _flush: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # macOS has only fsync
 
 _ORDER = {dtype: -place for place, dtype in enumerate(_NAMES)}
+
+
+def refuse_unknown(packed: Packed) -> None:
+    """Refuse tensors that no safetensors file can hold.
+
+    Raises:
+        CannotPack: there is one.
+    """
+    for name, tensor in packed.tensors.items():
+        if tensor.dtype in _UNKNOWN:
+            raise CannotPack(f"{name} is {tensor.dtype}, which safetensors does not have")
 
 
 def knows_dtypes_of(tensors: Mapping[str, Tensor]) -> bool:

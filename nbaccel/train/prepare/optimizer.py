@@ -252,7 +252,9 @@ class PreparedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.accumulation.rates.follow(self)
+        rates = getattr(self.accumulation, "rates", None)
+        if rates is not None:  # a copy's own state may come later, where the two know each other
+            rates.follow(self)
 
     def __repr__(self) -> str:
         return f"PreparedOptimizer({self.optimizer!r})"

@@ -33,6 +33,36 @@ def test_a_saved_model_loads_into_another_one(tmp_path: Path, safe: bool, limit:
     assert copy.second.weight is copy.first.weight
 
 
+class Phases(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = torch.nn.Parameter(torch.randn(3, dtype=torch.complex128))
+
+
+def test_a_model_of_complex_numbers_in_double_precision_is_saved(tmp_path: Path) -> None:
+    """Safetensors has no type for them: checkpoints take a pickle of tensors, and save_model says what to write."""
+    accelerator = Accelerator()
+    plain = Phases()
+    model, optimizer = accelerator.prepare(plain, torch.optim.Adam(plain.parameters()))
+    accelerator.backward(model.phase.abs().sum())
+    optimizer.step()
+    before = model.phase.detach().clone()
+    moments = optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    with pytest.warns(UserWarning, match=r"phase is torch.complex128, .*It is saved as a pickle"):
+        accelerator.save_state(tmp_path / "state")
+    with torch.no_grad():
+        model.phase.zero_()
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(model.phase, before)
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], moments)
+    with pytest.raises(TypeError, match=r"phase is torch.complex128, .*safe_serialization=False"):
+        accelerator.save_model(model, tmp_path / "safe")
+    accelerator.save_model(model, tmp_path / "model", safe_serialization=False)
+    again = Phases()
+    assert load_model(again, tmp_path / "model") == []
+    assert torch.equal(again.phase, before)
+
+
 def test_shards_hold_at_most_the_limit_and_the_index_knows_every_name(tmp_path: Path) -> None:
     model = Tied()
     Accelerator().save_model(model, tmp_path, max_shard_size=40)
