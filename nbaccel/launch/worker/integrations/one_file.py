@@ -227,7 +227,8 @@ class _Follower:
         if is_common:
             _wait(lambda: self._journal.count(_DONE, path) >= number, _LONGEST_WAIT_S)
         elif not self._journal.count(_BEGUN, path):
-            return saves()
+            with self._journal.lock(path, fcntl.LOCK_EX):  # rank 0 may only be late, and saves it over this one then
+                return saves()
         if not self._is_told:
             self._is_told = True
             warnings.warn(

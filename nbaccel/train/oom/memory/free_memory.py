@@ -12,7 +12,6 @@ import ctypes
 import gc
 import inspect
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, Ge
 from typing import Any
 
 from nbaccel.quantities import three_digits
-from nbaccel.train.oom.memory.holdings import Holding, Names, holds_tensors, named_holdings
+from nbaccel.train.oom.memory.holdings import MOST_OBJECTS_OF_ALL, Holding, Names, Search, holds_tensors, named_holdings
 from nbaccel.values import frozen
 
 __all__ = [
@@ -37,10 +36,10 @@ __all__ = [
 ]
 
 _MOST_SHOWN = 6
-_MOST_SECONDS = 0.6
-_MOST_SECONDS_EACH = 0.1
-_LEAST_SECONDS_EACH = 0.002
-"""Times for searching all outputs, and one; an output stays if no tensor was found in it by then."""
+_MOST_OBJECTS_EACH = 100_000
+_LEAST_OBJECTS_EACH = 2_000
+"""Objects to look at of one output, and of one that comes when those for all are used up; it stays if no tensor was
+found in it by then."""
 
 
 @frozen
@@ -112,17 +111,17 @@ def free(handed_in: tuple[Any, ...] = (), history: bool = False) -> Freed:
 
 
 class _Weighing:
-    """Tells for many objects, in about a second, whether they hold tensors. A large one does not hide the others."""
+    """Tells for many objects whether they hold tensors, in bounded work. A large one does not hide the others."""
 
     def __init__(self) -> None:
-        self._until = time.monotonic() + _MOST_SECONDS
+        self._left = MOST_OBJECTS_OF_ALL
         self._known: dict[int, bool] = {}  # an output has several names
 
     def holds_tensors(self, thing: Any) -> bool:
         if id(thing) not in self._known:
-            now = time.monotonic()
-            until = max(now + _LEAST_SECONDS_EACH, min(self._until, now + _MOST_SECONDS_EACH))
-            self._known[id(thing)] = holds_tensors(thing, until)
+            search = Search(most := max(_LEAST_OBJECTS_EACH, min(self._left, _MOST_OBJECTS_EACH)))
+            self._known[id(thing)] = holds_tensors(thing, search)
+            self._left -= most - max(0, search.left)
         return self._known[id(thing)]
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 __all__ = [
+    "MOST_OBJECTS_OF_ALL",
     "Holding",
     "Names",
+    "Search",
     "holdings",
     "holds_tensors",
     "named_holdings",
@@ -26,8 +27,9 @@ __all__ = [
 _MOST_OBJECTS = 300_000
 """Objects to search per name; more than that are data, and take longer to search than a user would wait."""
 
-_MOST_SECONDS = 0.6
-"""Time for all names together. Models come first, so what is left out most likely holds no tensor."""
+MOST_OBJECTS_OF_ALL = 500_000
+"""Objects to search for all names together, half a second. Models come first, so what is left out most likely holds no
+tensor. Objects and not seconds: what is found does not depend on how busy the machine is."""
 
 _CLOSED = (type, types.ModuleType, types.FrameType, types.TracebackType, types.CodeType, str, bytes)
 """Objects that lead to the rest of the process, or nowhere; they are not followed."""
@@ -51,7 +53,7 @@ def holdings(*groups: Mapping[str, Any], beside: Collection[Any] = ()) -> list[H
     groups: names and their objects; an object in an earlier group counts there.
     beside: objects that are not followed, such as the namespace itself.
 
-    Takes 0.6 s at most; objects under the last names may then be left out.
+    Looks at 500,000 objects at most; what is under the last names may then be left out.
 
     >>> import torch
     >>> model = torch.nn.Linear(100, 10)
@@ -67,7 +69,7 @@ def holdings(*groups: Mapping[str, Any], beside: Collection[Any] = ()) -> list[H
     torch = sys.modules.get("torch")
     if torch is None:
         return []
-    census = _Census(torch, beside, time.monotonic() + _MOST_SECONDS)
+    census = _Census(torch, beside, Search(MOST_OBJECTS_OF_ALL))
     with torch._C.DisableTorchFunctionSubclass():  # classes of tensors may answer in any way, or refuse
         for names in groups:
             for name, thing in sorted(names.items(), key=lambda item: census.turn(item[1])):
@@ -75,21 +77,32 @@ def holdings(*groups: Mapping[str, Any], beside: Collection[Any] = ()) -> list[H
     return sorted(census.found(), key=lambda holding: -holding.bytes)
 
 
-def holds_tensors(thing: Any, until: float) -> bool:
-    """Return whether `thing` keeps a tensor alive.  until: when to stop searching, in `time.monotonic()`."""
+class Search:
+    """Counts the objects that a search has looked at, up to `most`."""
+
+    def __init__(self, most: int) -> None:
+        self.left = most
+
+    def goes_on(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+
+def holds_tensors(thing: Any, search: Search) -> bool:
+    """Return whether `thing` keeps a tensor alive, as far as `search` goes."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
     with torch._C.DisableTorchFunctionSubclass():
-        return any(_storage_of(tensor) is not None for tensor in _tensors(torch, thing, (), until))
+        return any(_storage_of(tensor) is not None for tensor in _tensors(torch, thing, (), search))
 
 
 class _Census:
     """Counts storages, each under the first name that leads to it."""
 
-    def __init__(self, torch: Any, beside: Iterable[Any], until: float) -> None:
+    def __init__(self, torch: Any, beside: Iterable[Any], search: Search) -> None:
         self._torch = torch
-        self._until = until
+        self._search = search
         self._storages: set[tuple[str, int]] = set()
         self._beside = {id(thing) for thing in beside}
         self._bytes: dict[tuple[str, str], int] = {}
@@ -100,11 +113,11 @@ class _Census:
 
     def take(self, name: str, thing: Any) -> None:
         if _is(thing, self._torch.optim.Optimizer):
-            self._count(f"{name}.state", _tensors(self._torch, _state_of(thing), self._beside, self._until))
-        tensors = list(_tensors(self._torch, thing, self._beside, self._until))
+            self._count(f"{name}.state", _tensors(self._torch, _state_of(thing), self._beside, self._search))
+        tensors = list(_tensors(self._torch, thing, self._beside, self._search))
         self._count(name, tensors)
         self._count(f"{name}.grad", map(_gradient_of, tensors))
-        self._count(f"{name}.grad_fn", _saved_by(self._torch, tensors, self._until))
+        self._count(f"{name}.grad_fn", _saved_by(self._torch, tensors, self._search))
 
     def found(self) -> Iterator[Holding]:
         for (name, device), count in self._bytes.items():
@@ -146,11 +159,11 @@ def _state_of(optimizer: Any) -> list[Any]:
         return []
 
 
-def _tensors(torch: Any, thing: Any, beside: Collection[int], until: float) -> Iterator[Any]:
+def _tensors(torch: Any, thing: Any, beside: Collection[int], search: Search) -> Iterator[Any]:
     """Yield the tensors that `thing` leads to by Python references."""
     seen = set(beside)
     waiting = [thing]
-    while waiting and len(seen) < _MOST_OBJECTS and time.monotonic() < until:
+    while waiting and len(seen) < _MOST_OBJECTS and search.goes_on():
         thing = waiting.pop()
         if id(thing) in seen or _is(thing, _CLOSED):
             continue
@@ -170,7 +183,7 @@ def _is(thing: Any, kind: type | tuple[type, ...]) -> bool:
     return issubclass(type(thing), kind)
 
 
-def _saved_by(torch: Any, tensors: Iterable[Any], until: float) -> Iterator[Any]:
+def _saved_by(torch: Any, tensors: Iterable[Any], search: Search) -> Iterator[Any]:
     """Yield what the graphs behind `tensors` have saved for a backward.
 
     They are read without unpacking: that would run the hooks of activation checkpointing, which compute it all again.
@@ -178,7 +191,7 @@ def _saved_by(torch: Any, tensors: Iterable[Any], until: float) -> Iterator[Any]
     """
     seen: set[Any] = set()
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    while waiting and len(seen) < _MOST_OBJECTS and time.monotonic() < until:
+    while waiting and len(seen) < _MOST_OBJECTS and search.goes_on():
         node = waiting.pop()
         if node in seen:
             continue

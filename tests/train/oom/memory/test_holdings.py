@@ -8,7 +8,6 @@ import time
 import weakref
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from nbaccel.train.oom.memory import Holding, holdings
+from nbaccel.train.oom.memory.holdings import Search, holds_tensors
 
 FLOAT = 4
 
@@ -129,10 +129,18 @@ def test_tensors_without_memory_and_sparse_ones_do_no_harm() -> None:
     assert by_name({"meta": torch.zeros(100, device="meta"), "sparse": torch.eye(3).to_sparse()}) == {}
 
 
-def test_a_tensor_beside_very_many_objects_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[holdings.__module__]  # the package shows the function by its name
-    monkeypatch.setattr(module, "_MOST_SECONDS", 30)  # on a busy machine
+def test_a_tensor_beside_very_many_objects_is_found() -> None:
     assert by_name({"rows": [[number] for number in range(310_000)] + [tensor(100)]}) == {"rows": 400}
+
+
+def test_a_search_ends_by_the_objects_it_has_looked_at_and_not_by_a_clock() -> None:
+    rows = [tensor(1), [[number] for number in range(5000)]]
+    assert holds_tensors(rows, Search(3))  # tensors come first
+    assert not holds_tensors(rows, Search(1))
+    search = Search(10_000)
+    assert holds_tensors(list(reversed(rows)), search)
+    assert not holds_tensors(rows[1:], search)
+    assert 0 <= search.left < 10_000
 
 
 def test_strange_tensors_and_objects_do_no_harm() -> None:
@@ -171,11 +179,10 @@ def test_classes_of_tensors_are_not_asked() -> None:
 
 
 def test_an_interrupt_ends_the_looking(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> float:
+    def interrupted(_: Search) -> bool:
         raise KeyboardInterrupt
 
-    module = sys.modules["nbaccel.train.oom.memory.holdings"]
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=interrupted))
+    monkeypatch.setattr(Search, "goes_on", interrupted)
     with pytest.raises(KeyboardInterrupt):
         by_name({"x": tensor(100)})
 
