@@ -33,7 +33,6 @@ from nbaccel.notebook.left_by_cell import LeftByCell
 from nbaccel.notebook.left_in_ranks import LeftInRanks
 from nbaccel.notebook.results import install
 from nbaccel.notices import briefly
-from nbaccel.quantities import listed
 
 __all__ = [
     "CellRun",
@@ -271,10 +270,12 @@ class CellRun:
         if self.plan.options.out != ():  # a user who writes `--out none` knows
             for line in left.not_brought_back(values):
                 say(line)
-        if names := facts.get("stays"):
-            say(
-                f"{listed(names)} {'stays' if len(names) == 1 else 'stay'} in the ranks: %accelerate pull brings a copy"
-            )
+        if self.task.home is not None:
+            kept, line = left.kept(values, self.task.home.unpulled)
+            earlier = self.task.home.unpulled
+            self.task.home.unpulled = {name: entry for name, entry in earlier.items() if name not in kept} | kept
+            if line:
+                say(line)
         if not ended.is_timed_out:  # a run with a planned end may not have reached the name
             raise_if_missing(missing, self.task.out)
         elif missing:

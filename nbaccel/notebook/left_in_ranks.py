@@ -109,6 +109,33 @@ class LeftInRanks:
         if names := [*changed, *made]:
             yield f"not brought back: {listed(names)}; add {_them(names)} to --out"
 
+    def kept(
+        self, came: Collection[str], told: Mapping[str, tuple[str, int]]
+    ) -> tuple[dict[str, tuple[str, int]], str]:
+        """Return what stays in ranks that live on, by name as in `told`, trained objects first; and the line on it.
+
+        came: names that have been brought back.  told: what earlier cells have said.
+        """
+        sums, holders = self._own.get("kept", ({}, ()))
+        old = [
+            name
+            for name, number in sums.items()
+            if name in self._namespace and name not in came and _checksum(self._namespace[name]) != number
+        ]
+        old.sort(key=lambda name: name in holders)
+        made = [name for name in self._own.get("stays", ()) if name not in old]
+        found = {name: (name if name in holders else f"{name} (trained)", sums[name]) for name in old}
+        found = {name: entry for name, entry in found.items() if told.get(name) != entry}
+        as_before = ", and the notebook has what was there before" if found else ""
+        found |= {name: (name, 0) for name in made}
+        if not found:
+            return {}, ""
+        words = listed([text for text, _ in found.values()])
+        return found, (
+            f"{words} {'stays' if len(found) == 1 else 'stay'} in the ranks{as_before}: "
+            f"%accelerate pull {next(iter(found))} brings a copy"
+        )
+
     def _how_to_bring(self, names: Sequence[str]) -> str:
         """Return advice: --out takes a model, not an object that holds one.
 

@@ -37,7 +37,7 @@ from nbaccel.notebook.results import install
 from nbaccel.notices import is_users
 from nbaccel.options.run_options import AUTO, RunOptions, expanded
 from nbaccel.output.screens import ConsoleScreen
-from nbaccel.quantities import amount
+from nbaccel.quantities import amount, listed
 
 __all__ = [
     "PersistentRun",
@@ -169,7 +169,10 @@ class PersistentSession:
         refuse_nested_launch()
         if self._persistent is None:
             raise UsageError("no ranks stay, and none did: %accelerate start makes some.")
+        lost = self._lost()
         self._persistent.close(RunObservers(ConsoleScreen()))
+        if lost:
+            self._say(lost)
         self.start(self._options)
 
     def stop(self) -> None:
@@ -178,9 +181,14 @@ class PersistentSession:
         Raises:
             UsageError: there are none.
         """
-        size = self.persistent.spec.world_size
+        size, lost = self.persistent.spec.world_size, self._lost()
         self.persistent.close(RunObservers(ConsoleScreen()))
-        self._say(f"{_number_of_ranks(size)} ended; nothing is held any more")
+        self._say(f"{_number_of_ranks(size)} ended; nothing is held any more{lost and f'; {lost}'}")
+
+    def _lost(self) -> str:
+        """Return what ends with the ranks, since nobody has pulled it; empty if nothing does."""
+        unpulled = [] if self._persistent is None else [text for text, _ in self._persistent.home.unpulled.values()]
+        return f"gone with them, as nobody had pulled it: {listed(unpulled)}" if unpulled else ""
 
     def close(self) -> None:
         """End the ranks at once and without a message, if there are any."""
@@ -311,6 +319,8 @@ class PersistentSession:
             arrivals = install(values, self._notebook, report.facts.get("sizes", {}) if report else {})
         finally:
             outcome.close()
+        for name in values:
+            persistent.home.unpulled.pop(name, None)
         if arrivals:
             self._say(f"brought back: {', '.join(map(str, arrivals))}")
         if report is not None and report.missing:

@@ -82,6 +82,29 @@ def test_a_session_from_its_start_to_its_end(kernel: RealKernel, start: str) -> 
     assert kernel.extra(before, within_s=0.0) == {}
 
 
+def test_what_is_trained_in_ranks_that_stay_is_named_until_it_is_pulled(kernel: RealKernel, start: str) -> None:
+    kernel.do(
+        """
+        import torch
+        kept = torch.nn.Linear(2, 1); steps = torch.optim.SGD(kept.parameters(), 0.1)
+        """
+    )
+    begin(kernel, start)
+    try:
+        training = "for _ in range(2):\n    loss = kept(torch.ones(1, 2)).sum(); loss.backward(); steps.step()"
+        trained = kernel.do(f"%%accelerate\n{training}").stdout
+        before = "stay in the ranks, and the notebook has what was there before: %accelerate pull kept brings a copy"
+        assert f"kept (trained), steps, loss {before}" in trained
+        assert "kept" not in kernel.do("%%accelerate\nwith torch.no_grad(): kept(torch.ones(1, 2))").stdout
+        kernel.do("%accelerate pull kept")
+        assert "kept" not in kernel.do("%%accelerate\nwith torch.no_grad(): kept(torch.ones(1, 2))").stdout
+        assert f"kept (trained), steps, loss {before}" in kernel.do(f"%%accelerate\n{training}").stdout
+        kernel.do("%accelerate pull loss")
+    finally:
+        said = end(kernel, "kept", "steps", "loss")
+    assert "nothing is held any more; gone with them, as nobody had pulled it: kept (trained), steps" in said
+
+
 def test_an_interrupt_stops_the_cell_after_the_step_and_the_names_stay(kernel: RealKernel, start: str) -> None:
     begin(kernel, start)
     try:

@@ -509,6 +509,8 @@ class SharedNamespace:
 
     namespace: the notebook's in the kernel, the rank's own in a rank.
     there: in the kernel, the names that all working ranks have.
+    unpulled: in the kernel, what was made or trained in ranks that live on, and not brought back, by name: in words,
+    and a number for its parameters.
 
     >>> home = SharedNamespace({})
     >>> home.learn({"x": 1, "twice": by_reference_of})
@@ -521,6 +523,7 @@ class SharedNamespace:
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.namespace = namespace
         self.there: frozenset[str] = frozenset()
+        self.unpulled: dict[str, tuple[str, int]] = {}
         self._known: dict[str, Any] = {}
         self._cells: frozenset[str] = frozenset()
 

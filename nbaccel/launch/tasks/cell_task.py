@@ -177,6 +177,7 @@ class CellTask(Task):
             found["checksums"] = sums
             if rank == self.result_rank and self.home is not None:
                 found["stays"] = self._data_not_asked_for()
+                found["kept"] = checksums({name: self.namespace[name] for name in self._mentioned()})
             elif rank == self.result_rank and not self.leaves_all:
                 found |= self._left_here(sums)
         if rank != self.result_rank:
