@@ -100,3 +100,41 @@ def test_an_unmodified_loop_leaves_the_notebooks_numbers_where_it_would_without_
     assert kernel.value("drawn") == pytest.approx(drawn, rel=1e-4)
     assert kernel.value("order") == pytest.approx(order, rel=1e-4)
     assert kernel.value(NEXT) == then
+
+
+IN_A_LIBRARY = """
+import random
+import numpy as np
+import torch
+from torch import distributed, nn
+
+def train(seeds=None):
+    before = float(np.random.rand())
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    if seeds is not None:
+        np.random.seed(seeds), random.seed(seeds), torch.manual_seed(seeds)
+    drawn = [before, float(np.random.rand()), random.random(), torch.rand(1).item()]
+    found = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, drawn)
+    return found
+"""
+
+
+def test_ranks_draw_apart_once_a_library_has_wrapped_a_model_for_them(kernel: RealKernel, start: str) -> None:
+    """The cell names nothing of ranks, and its library draws windows of a series with NumPy, as gluonts does (#54)."""
+    kernel.do(f"open('windows_of_a_library.py', 'w').write({IN_A_LIBRARY!r})\nimport windows_of_a_library as library")
+    kernel.do(SEEDS)
+    expected = kernel.value("float(np.random.rand())")
+    kernel.do(SEEDS)
+    cell = kernel.do(accelerate("found = library.train()", start, 2))
+    assert ", seed of the notebook\n" in cell.stdout
+    ours, theirs = kernel.value("found")
+    assert ours[0] == theirs[0] == expected
+    assert all(one != other for one, other in zip(ours[1:], theirs[1:], strict=True))
+    kernel.do(SEEDS + "np.random.rand()")
+    assert ours[1:3] == kernel.value("[float(np.random.rand()), random.random()]")
+
+    # Seeds of the program's own are the program's choice.
+    kernel.do(accelerate("found = library.train(seeds=7)", start, 2))
+    ours, theirs = kernel.value("found")
+    assert ours[1:] == theirs[1:]

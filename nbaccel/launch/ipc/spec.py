@@ -178,6 +178,9 @@ class TaskWatch(Protocol):
     def is_of_batch(self, tensors: Sequence[Any]) -> bool:
         """Return whether the program made `tensors` for one batch, so that ranks rightly have different ones."""
 
+    def note_wrapper(self) -> None:
+        """Note that the program has wrapped a model for several ranks by itself, so that it is written for them."""
+
     @property
     def fails_on_parts(self) -> bool:
         """Return whether the task has failed on its first part of a batch, in a way that a whole one may not."""

@@ -89,7 +89,7 @@ class OneTraining:
                 "torch.optim.optimizer": self._hook,
             }
         )
-        note_wrappers(self.wrappers)
+        note_wrappers(self.wrappers, self._note_wrapper)
 
     def begin(self, excluded_ranks: Sequence[int] = (), equal_watch: TaskWatch | None = None) -> None:
         """Begin a task.  excluded_ranks: ranks without a part in it.  equal_watch: keeps it equal, if any."""
@@ -103,6 +103,10 @@ class OneTraining:
         self._has_said = self._was_warned = False
         self._refused = None
         self._watch_backwards()
+
+    def _note_wrapper(self) -> None:
+        if self._equal_watch is not None:
+            self._equal_watch.note_wrapper()
 
     def _watch_backwards(self) -> None:
         self._by_hand.end()  # left by a task that failed
@@ -329,13 +333,17 @@ class OneTraining:
             )
 
 
-def note_wrappers(wrappers: weakref.WeakSet[Any]) -> None:
-    """Have every model that the program wraps for several ranks added to `wrappers`. Called once per process."""
+def note_wrappers(wrappers: weakref.WeakSet[Any], on_wrapped: Callable[[], None] = lambda: None) -> None:
+    """Have every model that the program wraps for several ranks added to `wrappers`. Called once per process.
+
+    on_wrapped: called each time.
+    """
 
     def watch(name: str, module: Any) -> None:
         def make(cls: Any, *args: Any, **kwargs: Any) -> Any:  # no `__init__`: its warnings would name this file
             wrapper = object.__new__(cls)
             wrappers.add(wrapper)
+            on_wrapped()
             return wrapper
 
         getattr(module, name).__new__ = staticmethod(make)

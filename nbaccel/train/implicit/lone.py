@@ -92,6 +92,9 @@ class LoneTraining:
     def is_of_batch(self, tensors: Sequence[Any]) -> bool:
         return False
 
+    def note_wrapper(self) -> None:
+        """Do nothing: one rank's random numbers are its own."""
+
     @property
     def fails_on_parts(self) -> bool:
         return False

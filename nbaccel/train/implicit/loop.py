@@ -34,6 +34,7 @@ from nbaccel.train.implicit.graph import leave_scalers, watch_scalers
 from nbaccel.train.implicit.last_batch import LastBatch
 from nbaccel.train.implicit.part_numbers import PartNumbers
 from nbaccel.train.implicit.passes import Passes
+from nbaccel.train.implicit.rank_streams import Seeds
 from nbaccel.train.implicit.trained_tensors import Model
 from nbaccel.train.implicit.withholding import StepCounter, Withholding
 from nbaccel.train.step.implicit_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
@@ -71,6 +72,8 @@ class ImplicitTraining:
         self._mode = settings.batches or SPLIT
         self._notices = Notices(world)
         self._parts = settings.split or 1
+        self._draws_alike = bool(settings.seeds_alike)
+        self._seeds = Seeds.now()
         self._order_seed = None if settings.seeds_alike else settings.seed  # otherwise ranks are seeded differently
         watch = BatchWatch()
         self._passes = Passes(
@@ -128,6 +131,7 @@ class ImplicitTraining:
         self._hooks.install()
         self._given = _GivenHook(lambda given: self._averaging.models.note_given(given, self._passes.batches))
         self._is_armed = True
+        self._seeds = Seeds.now()
         when_stepping_back(self._step_back)
         when_beginning_anew(self._begin_anew)
         count_steps_by(lambda: self._steps.under_way)
@@ -176,6 +180,15 @@ class ImplicitTraining:
     def is_of_batch(self, tensors: Sequence[Any]) -> bool:
         """Return whether the program made `tensors` for one batch, so that ranks rightly have different ones."""
         return self._passes.batches > 0 and self._averaging.models.is_of_batch(tensors)
+
+    def note_wrapper(self) -> None:
+        """Give ranks random numbers of their own: the program, or a library below it, shares a model out itself.
+
+        Only its names tell that of a cell beforehand, and those of a library do not. Ranks that draw their samples
+        would otherwise train on the same ones, and nothing would show it (#54).
+        """
+        if self._is_armed and self._draws_alike and not self._averaging.meetings:
+            self._seeds.draw_apart(self._world.rank)
 
     @property
     def is_at_work(self) -> bool:

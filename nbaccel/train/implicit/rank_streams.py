@@ -12,13 +12,14 @@ import random
 import sys
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nbaccel.world import World
 
 __all__ = [
+    "Seeds",
     "Streams",
     "mixed",
     "use_own_device",
@@ -127,6 +128,48 @@ class Streams:
             if self._watched is not None:
                 self._drawing.add(self._watched)
         self._kept = self._watched = None
+
+
+class Seeds(NamedTuple):
+    """The seeds of a process's generators at one time: torch's, and what only a seed changes of Python's and NumPy's.
+
+    numpy: None where it was not imported, or another generator is its default.
+    """
+
+    torch: int
+    python: tuple[int, ...]
+    numpy: bytes | None
+
+    @classmethod
+    def now(cls) -> Seeds:
+        states = _states()
+        python = random.Random()
+        python.setstate(states[0])
+        python.getrandbits(32)  # the first number after a seed changes the words that later ones are taken of
+        numpy = None
+        if states[1] is not None and states[1][0] == "MT19937":
+            copy = sys.modules["numpy"].random.RandomState()
+            copy.set_state(states[1])
+            copy.random_sample()
+            numpy = copy.get_state()[1].tobytes()
+        return cls(torch.default_generator.initial_seed(), python.getstate()[1][:-1], numpy)
+
+    def draw_apart(self, rank: int) -> None:
+        """Give a rank other random numbers than rank 0, which continues; not where the program has seeded since.
+
+        A program that seeds all ranks alike may count on it. After 600 numbers of Python's or NumPy's it cannot be told
+        from one that has; it is left alone, too.
+        """
+        now, state = Seeds.now(), torch.default_generator.get_state()
+        seed = mixed(zlib.crc32(state.numpy().tobytes()), rank)
+        if not rank:
+            return
+        if now.torch == self.torch:
+            torch.manual_seed(seed)
+        if now.python == self.python:
+            random.seed(seed)
+        if now.numpy is not None and now.numpy == self.numpy:
+            sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def _states() -> tuple[Any, ...]:
