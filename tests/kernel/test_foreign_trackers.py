@@ -133,3 +133,28 @@ def test_runs_of_each_rank_that_are_meant_are_written(kernel: RealKernel) -> Non
         assert "makes one run" not in cell.text
         assert kernel.value("len(glob.glob('**/offline-run-*', recursive=True))") == 2
         assert kernel.value("len(glob.glob('**/events.out.tfevents*', recursive=True))") == 8
+
+
+@pytest.mark.full
+@in_one_environment
+def test_a_run_that_the_notebook_has_begun_goes_on_by_rank_0(kernel: RealKernel) -> None:
+    """wandb was logged to by each rank; MLflow, which forgets its active run in a fork, began another one in each."""
+    needs("wandb", "mlflow")
+    kernel.do("""
+        import os, tempfile
+        os.chdir(tempfile.mkdtemp(dir="."))
+        os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
+        os.environ["MLFLOW_TRACKING_URI"] = "file:./mlruns"
+        import mlflow, wandb
+        run, other = wandb.init(project="x"), mlflow.start_run()
+    """, timeout_s=120)  # fmt: skip
+    cell = "for step in range(5):\n    run.log({'loss': step})\n    mlflow.log_metric('loss', step, step=step)"
+    kernel.do(accelerate(cell, "fork"), timeout_s=120)
+    kernel.do("values = mlflow.MlflowClient().get_metric_history(other.info.run_id, 'loss')")
+    assert kernel.value("[each.value for each in values]") == [0, 1, 2, 3, 4]
+    kernel.do("run.log({'after': 1})")
+    assert kernel.value("run.step") == 6
+    assert kernel.value(
+        "[each.info.run_id == other.info.run_id for each in mlflow.search_runs(output_format='list')]"
+    ) == [True]
+    kernel.do("run.finish(); wandb.teardown(); mlflow.end_run()", timeout_s=120)

@@ -35,6 +35,7 @@ from nbaccel.launch.processes.handle import WorkerProcess
 from nbaccel.launch.processes.interaction import Pollable
 from nbaccel.launch.processes.shutdown import endable
 from nbaccel.launch.processes.zygote import Zygote
+from nbaccel.launch.worker.connections import Connections
 from nbaccel.launch.worker.jupyter import close_kernel_sockets, kernel_ports
 from nbaccel.launch.worker.main import run_rank
 
@@ -110,12 +111,15 @@ class ForkStart:
             try:
                 for boot in boots:
                     with self._files.opened_anew() as own_files:
-                        processes.append(self._fork(boot, boots, task, close_fds, ports, python_rng, own_files))
+                        processes.append(
+                            self._fork(boot, boots, task, close_fds, ports, connections, python_rng, own_files)
+                        )
             except BaseException as error:
                 failures.append(error)
 
         _flush_open_files(self._files.written)
         ports, python_rng = kernel_ports(), random.getstate()
+        connections = Connections.find(ports)
         caller = CallingThread.capture()
         close_fds = [*self._resource_fds, *kernel_fds]
         # A child of a thread that has run OpenMP waits for its pool:
@@ -138,6 +142,7 @@ class ForkStart:
         task: Task,
         close_fds: Sequence[int],
         ports: frozenset[int],
+        connections: Connections,
         python_rng: Any,
         own_files: Mapping[int, int],
     ) -> WorkerProcess:
@@ -158,6 +163,7 @@ class ForkStart:
                     main_thread.become()
                 _let_tokenizers_use_one_thread()
                 close_kernel_sockets(ports)
+                connections.leave(boot is boots[0])
                 take_places(own_files)
                 # A fork copies everything but this: CPython reseeds `random` in every forked child.
                 random.setstate(python_rng)

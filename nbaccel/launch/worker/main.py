@@ -36,6 +36,7 @@ from nbaccel.launch.objects.inventory import ObjectPlace
 from nbaccel.launch.objects.kind import Change
 from nbaccel.launch.objects.parameters import parameters_of
 from nbaccel.launch.objects.wrappers import plain
+from nbaccel.launch.worker.connections import explain
 from nbaccel.launch.worker.debugger import debugging
 from nbaccel.launch.worker.inherited import LostThreads, put_aside
 from nbaccel.launch.worker.integrations import attach_to_foreign_trainers
@@ -258,6 +259,7 @@ class _Rank:
                 self._one_training.end()
         except BaseException as error:
             self._cut.note(error)
+            explain(error)
             if watch is not None:
                 watch.stop()
             raise

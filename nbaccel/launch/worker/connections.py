@@ -1,0 +1,82 @@
+"""Connections of the notebook to servers: which of them go on in a forked rank. Used in the kernel, and in its forks.
+
+A fork inherits every connection, and all ranks would talk on the same one: each takes a part of the answers that
+another has asked for, https://github.com/psf/requests/issues/4323. So one that is not encrypted goes on in the first
+rank alone, as in a process of its own. What is encrypted stays the notebook's, since each message changes the state of
+both ends, and the notebook's own would be stale afterwards. In the other ranks a socket that is not connected is put
+into its place: `requests`, `urllib3`, boto3 and most clients open another one then; what reads from the socket itself
+gets an error, and its note says why.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import socket
+import sys
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+__all__ = ["Connections", "explain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """Connections over a network that this process has, without those to the notebook's front end.
+
+    families: of each descriptor.  encrypted: descriptors that an `SSLSocket` reads.
+    """
+
+    families: dict[int, int] = field(default_factory=dict)
+    encrypted: frozenset[int] = frozenset()
+
+    @classmethod
+    def find(cls, ports: Collection[int]) -> Connections:
+        """Find them in the kernel.  ports: those at which the kernel serves its front end."""
+        families: dict[int, int] = {}
+        for entry in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                    families |= _as_connection(int(entry), ports)
+        kind = getattr(sys.modules.get("ssl"), "SSLSocket", None)
+        if not families or kind is None:
+            return cls(families)
+        found = (each.fileno() for each in gc.get_objects() if issubclass(type(each), kind))
+        return cls(families, frozenset(found) & families.keys())
+
+    def leave(self, is_first: bool) -> None:
+        """Leave those that do not go on in this rank.  is_first: it is the first rank of its kernel."""
+        for number, family in self.families.items():
+            if is_first and number not in self.encrypted:
+                continue
+            with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as unconnected:
+                os.dup2(unconnected.fileno(), number, inheritable=False)
+                _left.append(number)
+
+
+_left: list[int] = []
+"""Descriptors of this process whose connections were left."""
+
+
+def explain(error: BaseException) -> None:
+    """Add a note to an error of a rank's program that used a connection which it has left."""
+    if _left and isinstance(error, OSError) and error.errno in (errno.ENOTCONN, errno.EPIPE):
+        error.add_note(
+            "The notebook has opened this connection, and what all ranks would send and receive on it would be mixed "
+            "up: it goes on in the first rank alone, and in none if it is encrypted. Open it in this cell."
+        )
+
+
+def _as_connection(number: int, ports: Collection[int]) -> dict[int, int]:
+    found = socket.SocketType(fileno=number)  # the fast class in C
+    try:
+        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+            return {}
+        found.getpeername()
+        return {} if found.getsockname()[1] in ports else {number: found.family}
+    except OSError:  # it listens, or is closed
+        return {}
+    finally:
+        found.detach()
