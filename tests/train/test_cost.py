@@ -32,8 +32,11 @@ from nbaccel.events import outlet
 from nbaccel.launch.ipc.control import ControlPage, StepGate
 from nbaccel.launch.ipc.ring import RingWriter, make_ring
 from nbaccel.launch.worker.reporter import Reporter
+from nbaccel.settings import RunSettings
 from nbaccel.testing import run_ranks
+from nbaccel.train.implicit.loop import ImplicitTraining
 from nbaccel.train.step.accumulation import StepClock
+from nbaccel.world import World
 
 STEPS = 16
 """Steps that are counted: whole windows of four."""
@@ -312,6 +315,50 @@ def test_a_step_of_two_ranks_makes_a_few_calls_more_than_ddp(mode: Mode) -> None
     for raw, prepared in run_ranks(2, _counted, mode):
         assert prepared.per_step("in python") - raw.per_step("in python") <= mode.calls, prepared - raw
         assert prepared.searches == 0
+
+
+def by_hand(batch_size: int, layers: int, is_parallel: bool) -> Loop:
+    """A loop that prepares nothing. Its first epoch is longer than what is looked at in the first batches of one."""
+    torch.manual_seed(0)
+    model: torch.nn.Module = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(layers)])
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    loader = DataLoader(TensorDataset(torch.randn(6 * STEPS * batch_size, 4)), batch_size)
+    model = DistributedDataParallel(model) if is_parallel else model
+
+    def descend(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+
+    def step(x: torch.Tensor) -> None:
+        descend(x)  # a loss is known by the two innermost lines, which are the same for all who ask for a step
+        optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+
+    def loop() -> Iterator[None]:
+        for (x,) in loader:
+            step(x)
+            yield
+
+    return loop
+
+
+def _counted_unprepared(layers: int) -> tuple[Calls, Calls]:
+    training = ImplicitTraining(World.from_env(), RunSettings())
+    training.begin(None)
+    unprepared = Calls.of(by_hand(4, layers, is_parallel=False))
+    training.end()
+    return Calls.of(by_hand(2, layers, is_parallel=True)), unprepared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "calls"), [(2, 350), (20, 570)])
+def test_a_step_of_an_unmodified_loop_makes_some_calls_more_than_ddp(layers: int, calls: int) -> None:
+    for raw, unprepared in run_ranks(2, _counted_unprepared, layers):
+        assert unprepared.per_step("in python") - raw.per_step("in python") <= calls, unprepared - raw
+        assert unprepared.searches == 0
+        assert unprepared["Averaging._meet"] == STEPS
+        assert not unprepared["factors"], "the ranks' numbers are as before, and so is what follows from them"
 
 
 def test_a_log_of_numbers_makes_a_few_calls(tmp_path: Path) -> None:

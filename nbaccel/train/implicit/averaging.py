@@ -8,9 +8,9 @@ Reasons: docs/design/one-line.md
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +19,18 @@ from torch import Tensor
 from nbaccel.aborting import leave_exchange
 from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.train.implicit.batch_values import BatchWatch
-from nbaccel.train.implicit.exchange import Agreement, GradientExchange, Round, shape_of
-from nbaccel.train.implicit.gradient_weights import (
-    VALUES,
-    Header,
-    Say,
-    as_floats,
-    digest,
-    exchange,
-    factors,
+from nbaccel.train.implicit.agreement import (
+    Agreement,
+    Decision,
+    Decisions,
+    LossHistory,
+    ShapeOfLoss,
+    digest_of,
+    refuse_out_of_step,
 )
+from nbaccel.train.implicit.batch_values import BatchWatch
+from nbaccel.train.implicit.exchange import GradientExchange, Round
+from nbaccel.train.implicit.gradient_weights import VALUES, Header, Say, Told, as_floats, exchange, factors
 from nbaccel.train.implicit.graph import (
     forget_scaled,
     is_compiled,
@@ -39,10 +40,9 @@ from nbaccel.train.implicit.graph import (
     users_scalars,
     without_scale,
 )
-from nbaccel.train.implicit.loss_history import LossHistory
 from nbaccel.train.implicit.passes import Passes
 from nbaccel.train.implicit.terms import Term, read
-from nbaccel.train.implicit.trained_tensors import WITHOUT_A_SEED, Models, sums_of
+from nbaccel.train.implicit.trained_tensors import Models, sums_of
 from nbaccel.train.implicit.withholding import StepCounter, Withholding
 from nbaccel.world import World
 
@@ -128,7 +128,8 @@ class Averaging:
         self.meetings = 0
         if self._exchange is not None:
             self._exchange.forget()
-        self._losses = LossHistory()
+        self._losses = losses = LossHistory()
+        self._decisions = Decisions(lambda: losses.state)
         self._noted_buffers: set[int] = set()
         self._has_extras = False
 
@@ -186,7 +187,7 @@ class Averaging:
         """Run a graph backwards; leaves get averaged gradients."""
         aside = self._set_aside(run)
         self._round, self._factor, self._late = run.round, run.factor, {}
-        self._is_completed_later = run.header.any("extras")  # a leaf is, once for each backward inside
+        self._is_completed_later = run.decision.has_extras  # a leaf is, once for each backward inside
         try:
             self._run_inside(run, *call)
             self._bring_all(run)
@@ -235,9 +236,8 @@ class Averaging:
     # -- before the real one
 
     def _sort(self, leaves: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
-        return self.models.sort(
-            leaves, self._passes.batches, self._passes.handed.sizes, by_holders=self._withholding.is_used
-        )
+        passes = self._passes
+        return self.models.sort(leaves, passes.batches, passes.handed.sizes, by_holders=self._withholding.is_used)
 
     def _meet(
         self, roots: Sequence[Tensor], leaves: Sequence[Tensor], new: list[Tensor], extras: bool, is_graph_kept: bool
@@ -249,20 +249,44 @@ class Averaging:
         """
         self._steps.enter()  # may raise RunStopped
         readings = [read(root, is_scaled) for root in roots]
-        handed = self._passes.handed
-        obstacle = self._losses.obstacle(readings, handed, is_graph_kept) or self._watch.obstacle(roots)
-        if self._losses.is_new_in_parts(readings, handed, is_watched=self._watch.is_on):
+        terms = [term for reading in readings for term in reading.terms]
+        handed, shape_of = self._passes.handed, ShapeOfLoss()
+        shapes = [shape_of.of(reading.terms) for reading in readings]
+        shape = shapes[0] if len(shapes) == 1 else shape_of.of(terms)
+        obstacle = self._losses.obstacle(readings, shapes, handed, is_graph_kept) or self._watch.obstacle(roots)
+        if self._losses.is_new_in_parts(shapes, handed, is_watched=self._watch.is_on):
             self._passes.watch_next()
         if not obstacle and any(leaf._backward_hooks for leaf in leaves):
             obstacle = "a hook that may change the gradient of a parameter"
-        terms = [term for reading in readings for term in reading.terms]
         named = [] if len(roots) != 1 or not handed.is_part else users_scalars(readings[0], VALUES - 1)
         shown = [root for root in roots[:1] if root.numel() == 1] + [value for value, _ in named]
-        header, known, buffers = self._exchange_headers(leaves, new, extras, terms, shown, bool(obstacle))
+        told, mine = self._exchange_headers(leaves, new, extras, terms, shape, shown, bool(obstacle))
+        causes = None if obstacle else told.decisive()
+        if causes is not None:
+            causes = *causes, handed.sizes, tuple(mine), tuple(term.is_of_parameters for term in terms)
+        decision = self._decisions.find(causes)
+        if decision is None:
+            decision = self._decide(told.header(), mine, terms, obstacle)
+            if not obstacle and decision.header.any("obstacle"):
+                obstacle = "another rank says so"
+            self._decisions.keep(None if obstacle else causes, decision)
+        numbers = decision.numbers
+        tensors = {number: mine[number] if number in mine else self._tensor(number) for number in numbers}
+        buffers = [number for number in numbers if self.models.items[number].is_buffer]  # those of any rank's forward
+        round_ = self._exchanges().begin(numbers, [*tensors.values()], {*mine, *buffers})
+        for number in buffers:
+            share = decision.header.share_of_samples(self._world.rank, decision.givers)
+            round_.bring(number, tensors[number].detach().clone(), share)  # a checkpoint may write into it meanwhile
+        return Agreement(decision, round_, tensors, told.values(), terms, self._world.rank, obstacle, named)
+
+    def _decide(self, header: Header, mine: Collection[int], terms: Sequence[Term], obstacle: str) -> Decision:
+        """Decide by the numbers of all ranks.
+
+        Raises:
+            NotPrepared: the ranks do not train one model any more, or their batches cannot be combined.
+        """
         self._steps.agree(int(max(each.at for each in header.says)))
-        givers = self._agree(header, obstacle)
-        if not obstacle and header.any("obstacle"):
-            obstacle = "another rank says so"
+        givers, handed = self._agree(header, obstacle), self._passes.handed
         self._share_noise(header)
         if all(header.says[rank].lengths for rank in givers) and not header.all_equal("lengths", givers):
             self._on_lengths()
@@ -271,14 +295,7 @@ class Averaging:
         if weights is None:
             why = "its terms differ between ranks, as by a branch on samples; or one is divided by its batch twice; or"
             raise self._cannot_measure(f"{why} a single sample shows too little")
-        together = self._union(header, known, buffers)
-        buffers = [number for number in together if self.models.items[number].is_buffer]  # those of any rank's forward
-        mine = [number for number in (*known, *buffers) if number in set(together)]
-        tensors = [self._tensor(number) for number in together]
-        round_ = self._exchanges().begin(tuple(together), tensors, mine)
-        for number in buffers:
-            round_.bring(number, self._tensor(number), header.share_of_samples(self._world.rank, givers))
-        return Agreement(round_, together, header, givers, weights, terms, pure, self._world.rank, obstacle, named)
+        return Decision(header, givers, weights, pure, tuple(self._union(header, mine)))
 
     def _exchange_headers(
         self,
@@ -286,10 +303,11 @@ class Averaging:
         new: list[Tensor],
         extras: bool,
         terms: Sequence[Term],
+        shape: int,
         shown: Sequence[Tensor],
         has_obstacle: bool,
-    ) -> tuple[Header, list[int], list[int]]:
-        """Return the numbers of all ranks, and which leaves and buffers this rank has values for. Collective.
+    ) -> tuple[Told, dict[int, Tensor]]:
+        """Return the numbers of all ranks, and the leaves and buffers that this rank has values for. Collective.
 
         New leaves of any rank are registered in all ranks, which then exchange their numbers again.
 
@@ -298,26 +316,26 @@ class Averaging:
         Raises:
             NotPrepared: another rank's program is over.
         """
-        gives, header, rates, handed = True, None, self._steps.take_rates(), self._passes.handed
+        gives, told, rates, handed = True, None, self._steps.take_rates(), self._passes.handed
         is_uneven = handed.is_part and len(handed.sizes) > 1
         lengths = self._losses.lengths(terms, handed, self.meetings)
         is_check_due = self._is_check_due()
         pairs: list[tuple[float, float]] = []
         while True:
-            known = [number for leaf in leaves if (number := self.models.number(leaf)) is not None]
-            if header is None and is_check_due:
+            mine = self.models.by_number(leaves)
+            if told is None and is_check_due:
                 self.models.look_at_values()
-            buffers = self.models.changed_buffers(known)
-            if header is None:
+            buffers = self.models.changed_buffers(mine.keys())
+            if told is None:
                 counted = [(-1 - term.elements if term.count is None else term.count, term.constant) for term in terms]
                 numbers = as_floats([*(part for pair in counted for part in pair), *(each.detach() for each in shown)])
                 pairs = list(zip(numbers[: 2 * len(terms) : 2], numbers[1 : 2 * len(terms) : 2], strict=True))
                 values = numbers[2 * len(terms) :]
             say = Say(
                 new=len(new),
-                leaves=digest(repr((sorted(known), buffers))),
+                leaves=digest_of(tuple(mine), tuple(buffers)),
                 extras=extras,
-                shape=shape_of(terms),
+                shape=shape,
                 part=handed.is_part,
                 own=self._passes.gives_own,
                 rows=handed.rows,
@@ -331,12 +349,13 @@ class Averaging:
                 noise=self._passes.noise if is_uneven else 0,  # otherwise they have drawn equally often
                 lengths=lengths,
                 rates=rates,
-                check=sum(sums_of([self._tensor(number) for number in known])) if is_check_due else 0.0,
+                check=sum(sums_of([*mine.values()])) if is_check_due else 0.0,
             )
-            header = self._tell(say, pairs, values)
-            if not header.any("new"):
-                return header, known, buffers
-            if header.any("done"):
+            told = self._tell(say, pairs, values)
+            if not told.any("new"):
+                mine.update((number, self._tensor(number)) for number in buffers)
+                return told, mine
+            if told.any("done"):
                 raise NotPrepared(
                     f"{self._world.place} begins to train a model when another rank's "
                     "program is over: every rank must train the same models."
@@ -345,7 +364,7 @@ class Averaging:
             self._on_registered()
             new = []
 
-    def _tell(self, say: Say, pairs: Sequence[tuple[float, float]], values: Sequence[float]) -> Header:
+    def _tell(self, say: Say, pairs: Sequence[tuple[float, float]], values: Sequence[float]) -> Told:
         self.meetings += 1
         return exchange(self._collective(), _CALL, say, pairs, values)
 
@@ -357,23 +376,7 @@ class Averaging:
         """
         says, world = header.says, self._world
         here = [rank for rank, say in enumerate(says) if not say.done]
-        reach_alike = header.all_equal("leaves", here)  # otherwise they have checked different weights
-        for name, what in (
-            ("steps", "have taken different numbers of optimizer steps"),
-            ("rates", "step with different learning rates"),
-            ("batches", "are at different batches, of which one was left out in some of them"),
-            ("drawn", "have drawn different samples"),
-            ("check", "have different weights"),
-        ):
-            is_given = name not in ("check", "drawn") or all(getattr(says[rank], name) for rank in here)
-            is_given = is_given and (reach_alike or name != "check")
-            if is_given and not header.all_equal(name, here):
-                said = ", ".join(f"rank {rank}: {getattr(says[rank], name):g}" for rank in here)
-                raise NotPrepared(
-                    f"the ranks train one model, and {what} ({said}), so they do not train one any more: something "
-                    "that the loop decides or draws by itself differs between ranks. Decide by the loss after "
-                    f"loss.backward(), which is the same in all ranks. {WITHOUT_A_SEED}"
-                )
+        refuse_out_of_step(header, here)
         if any(says[rank].obstacle for rank in here) and any(says[rank].part for rank in here):
             raise self._cannot_measure(obstacle or "another rank says so")
         givers = [rank for rank in here if says[rank].gives]
@@ -397,9 +400,8 @@ class Averaging:
         error.is_of_parts = True
         return error
 
-    def _union(self, header: Header, known: Sequence[int], buffers: Sequence[int]) -> list[int]:
+    def _union(self, header: Header, mine: Collection[int]) -> list[int]:
         """Return the numbers of all that any rank has values for, in the order in which backwards come to them."""
-        mine = {*known, *buffers}
         if not header.all_equal("leaves", range(len(header.says))) or header.any("extras"):
             marks = torch.zeros(len(self.models.items), dtype=torch.uint8, device="cpu")
             marks[sorted(mine)] = 1
@@ -419,8 +421,7 @@ class Averaging:
     def _bring_all(self, run: Agreement) -> None:
         """Bring the final gradients of leaves, where each was completed more than once."""
         if self._is_completed_later:
-            for number in run.numbers:
-                tensor = self._tensor(number)
+            for number, tensor in run.tensors.items():
                 if tensor.grad is not None and not self.models.items[number].is_buffer:
                     run.round.bring(number, tensor.grad, run.factor)
 
@@ -428,7 +429,7 @@ class Averaging:
 
     def _exchange_late(self, run: Agreement) -> None:
         """Exchange gradients of leaves that a reentrant checkpoint has reached inside of the backward."""
-        if not run.header.any("extras"):
+        if not run.decision.has_extras:
             return
         marks = torch.zeros(len(self.models.items), dtype=torch.uint8, device="cpu")
         marks[sorted(self._late)] = 1
@@ -445,9 +446,7 @@ class Averaging:
 
     def _set_aside(self, run: Agreement) -> dict[int, Tensor]:
         aside = {}
-        tensors = self.models.alive("parameters") if run.header.any("extras") else (
-            (number, self._tensor(number)) for number in run.numbers)  # fmt: skip
-        for number, tensor in tensors:
+        for number, tensor in self.models.alive("parameters") if run.decision.has_extras else run.tensors.items():
             if tensor.grad is not None:
                 aside[number], tensor.grad = tensor.grad, None
         return aside
@@ -457,14 +456,14 @@ class Averaging:
             values = {**run.round.value, **run.late}
             for number in [each for each in values if self.models.items[each].is_buffer]:
                 tensor, value, item = self._tensor(number), values.pop(number), self.models.items[number]
-                if item.norm is None and run.is_of_parts and self.meetings <= _LOOKS:
+                if item.norm is None and run.decision.is_of_parts and self.meetings <= _LOOKS:
                     self._note_buffer(number, tensor, value)
                 item.note(tensor, value)
             self.models.reached.update(values)
             if only_buffers:
                 values.clear()
             elif self._withholding.is_on:
-                self._withholding.keep(values.items(), aside, partial(self._versions, tuple(values)))
+                self._withholding.keep(values.items(), aside, functools.partial(self._versions, tuple(values)))
                 for number in values:
                     self._tensor(number).grad = None
                 return
@@ -475,7 +474,8 @@ class Averaging:
                 for number, value in before.items():
                     aside.setdefault(number, value)
             for number, value in values.items():
-                tensor, old = self._tensor(number), aside.pop(number, None)
+                tensor = run.tensors[number] if number in run.tensors else self._tensor(number)
+                old = aside.pop(number, None) if aside else None
                 if tensor.grad is not None and tensor.grad.requires_grad:  # it has a graph, and is equal in all
                     tensor.grad = tensor.grad if old is None else old + tensor.grad
                 elif self.models.items[number].is_sparse:
@@ -502,7 +502,7 @@ class Averaging:
         for tensor, value in zip((*roots[:1], *(scalar for scalar, _ in run.named)), whole, strict=False):
             if value is not None:
                 tensor.data.fill_(value)
-        own = run.header.values[self._world.rank]
+        own = run.values[self._world.rank]
         value = whole[0] if whole and whole[0] is not None else own[0] if own else None
         shown = value if value is None else without_scale(roots[0], value)
         forget_scaled()
@@ -520,7 +520,7 @@ class Averaging:
         Called when this rank's program is over. Empty if the ranks never met.
         """
         while self.meetings:
-            header = self._tell(Say(done=1, gives=0, steps=self._steps.taken), (), ())
+            header = self._tell(Say(done=1, gives=0, steps=self._steps.taken), (), ()).header()
             if all(each.done for each in header.says):
                 return [each.steps for each in header.says]
             if header.any("new"):
@@ -534,7 +534,7 @@ class Averaging:
     def _accompany(self, header: Header) -> None:
         self._agree(header, "")
         self._share_noise(header)
-        together = self._union(header, (), ())
+        together = self._union(header, ())
         tensors = [self._tensor(number) for number in together]
         round_ = self._exchanges().begin(tuple(together), tensors, ())
         round_.finish()

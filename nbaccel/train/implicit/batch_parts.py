@@ -68,8 +68,7 @@ class Turn(NamedTuple):
 ALONE = Turn()
 
 
-@frozen
-class Handed:
+class Handed(NamedTuple):
     """Batches that a rank was given since the last backward, or of that backward while nothing new has come.
 
     is_part: a batch was cut.  rows: samples of this rank in the largest cut one, else in the largest; 0 unknown.

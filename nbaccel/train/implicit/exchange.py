@@ -2,33 +2,22 @@
 
 Each set of leaves that is trained together has its own flat tensors, allocated once; ``leaf.grad`` is afterwards a view
 into them. A bucket is sent once its last gradient is complete, and buckets are sent in the same order in every rank. A
-rank without a gradient for a leaf adds zeros. An `Agreement` holds what the ranks agreed on for one backward: those
-whose gradients count, the weight of each term of the loss, and the losses of the whole batch.
+rank without a gradient for a leaf adds zeros.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nbaccel.train.distributed.callers import users_frames
 from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.train.implicit.gradient_weights import Header, differ, digest
-from nbaccel.train.implicit.terms import Term
 
-__all__ = [
-    "Agreement",
-    "GradientExchange",
-    "Round",
-    "shape_of",
-]
+__all__ = ["GradientExchange", "Round"]
 
 _BUCKET_BYTES = 4 << 20
 _MOST_LAYOUTS = 16
@@ -66,7 +55,7 @@ class Round:
 
     def __init__(self, collectives: Collectives, layout: _Layout, buffers: _Buffers, mine: Collection[int]) -> None:
         self._collectives = collectives
-        self._layout = layout
+        self._bucket_of = layout.bucket_of
         self._buffers = buffers
         self._lock = threading.Lock()
         self._sent = 0
@@ -74,36 +63,30 @@ class Round:
         self._returns: list[tuple[Tensor, Tensor]] = []  # flat tensors that were sent from another device
         self._missing = list(layout.sizes)
         self._waits_for = set(mine)
+        self._brought: list[list[tuple[Tensor, Tensor, float]]] = [[] for _ in layout.sizes]
         self.value = dict(zip(layout.numbers, buffers.views, strict=True))
-        for number in layout.numbers:
-            if number not in self._waits_for:
-                self.value[number].zero_()
-                self._missing[layout.bucket_of[number]] -= 1
+        for number in self.value.keys() - self._waits_for:
+            self._lack(number)
 
     def bring(self, number: int, value: Tensor, factor: float) -> None:
-        """Add `factor` times `value`, and send what is complete. A second value for a number replaces the first."""
+        """Add `factor` times `value`, and send what is complete. A second value for a number has no effect.
+
+        The value is read once all others of its bucket are there, and until then it must stay as it is.
+        """
         if number not in self._waits_for:
             return
-        self._waits_for.discard(number)
-        view = self.value[number]
-        with torch.no_grad():
-            if not factor:  # and not nan where a rank has only ignored targets
-                view.zero_()
-            elif value.layout is torch.strided:
-                torch.mul(value.detach(), factor, out=view)
-            else:
-                view.copy_(value.detach().to_dense()).mul_(factor)
-        bucket = self._layout.bucket_of[number]
+        bucket = self._bucket_of[number]
         with self._lock:  # leaves on a device and on the host are completed by separate threads
+            self._waits_for.discard(number)
+            self._brought[bucket].append((self.value[number], value, factor))
             self._missing[bucket] -= 1
             while self._sent < len(self._missing) and not self._missing[self._sent]:
                 self._send()
 
     def finish(self) -> None:
         """Wait until everything is summed. Values that this rank did not bring count as zeros."""
-        for number in list(self._waits_for):
-            self.value[number].zero_()
-            self._missing[self._layout.bucket_of[number]] -= 1
+        for number in self._waits_for:
+            self._lack(number)
         self._waits_for.clear()
         while self._sent < len(self._missing):
             self._send()
@@ -111,13 +94,37 @@ class Round:
         for flat, moved in self._returns:
             flat.copy_(moved)
 
+    def _lack(self, number: int) -> None:
+        self.value[number].zero_()
+        self._missing[self._bucket_of[number]] -= 1
+
     def _send(self) -> None:
+        _fill(self._brought[self._sent])
         flat = self._buffers.flats[self._sent]
         sent = flat.to(self._collectives.device)  # no copy if it is there already
         if sent is not flat:
             self._returns.append((flat, sent))
         self._sums.append(self._collectives.start_sum(sent))
         self._sent += 1
+
+
+def _fill(brought: Sequence[tuple[Tensor, Tensor, float]]) -> None:
+    """Write each value times its factor into its view, in as few operations as possible: a bucket has many."""
+    together: dict[float, tuple[list[Tensor], list[Tensor]]] = {}  # dense ones, by their factor
+    with torch.no_grad():
+        for view, value, factor in brought:
+            if not factor:  # and not nan where a rank has only ignored targets
+                view.zero_()
+            elif value.layout is torch.strided:
+                views, values = together.setdefault(factor, ([], []))
+                views.append(view)
+                values.append(value)
+            else:
+                view.copy_(value.detach().to_dense()).mul_(factor)
+        for factor, (views, values) in together.items():
+            torch._foreach_copy_(views, values)
+            if factor != 1.0:
+                torch._foreach_mul_(views, factor)
 
 
 class _Layout:
@@ -185,122 +192,10 @@ class _Buffers:
         """Return the reference counts of the views and of their memory, which show other references."""
         memory = sum(torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.flats)
         # Before torch 2.10 a view that is a leaf's gradient is not seen by Python's count.
-        return sum(sys.getrefcount(view) + getattr(view, "_use_count", int)() for view in self.views), memory
+        uses = getattr(Tensor, "_use_count", lambda view: 0)
+        return sum(map(sys.getrefcount, self.views)) + sum(map(uses, self.views)), memory
 
 
 def _aligned(count: int) -> int:
     """Return `count` rounded up to 16 elements, since vector instructions need aligned views."""
     return -(-count // 16) * 16
-
-
-_FRAMES = 2
-"""Fewer frames than identify a pass, so that a loss that is new to these begins with whole batches, too."""
-
-
-@dataclass(slots=True)
-class Agreement:
-    """One backward, as the ranks agreed on it.
-
-    round: where its gradients are summed.  numbers: of all tensors for which any rank has a value.
-    givers: the ranks whose gradients count.  weights: by rank, the weight of each of its terms.
-    obstacle: why its batches must stay whole.  named: variables of the user's with a part of the loss.
-    late: values that were summed afterwards.  share: of the batch's samples, where it comes in several parts.
-    """
-
-    round: Round
-    numbers: Sequence[int]
-    header: Header
-    givers: Sequence[int]
-    weights: list[list[float]]
-    terms: Sequence[Term]
-    of_parameters: Sequence[bool]
-    rank: int
-    obstacle: str
-    named: Sequence[tuple[Tensor, Any]]
-    late: dict[int, Tensor] = field(default_factory=dict)
-    share: float = 1.0
-
-    @property
-    def is_uniform(self) -> bool:
-        """True if all terms have the same weight."""
-        return not self.is_of_parts and not any(differ(each) for each in self.weights if each)
-
-    @property
-    def is_of_parts(self) -> bool:
-        """True if ranks have parts of a batch. Terms are then weighted where their gradients begin: hooks and inputs
-        see the same as with the whole batch."""
-        return any(self.header.says[rank].part for rank in self.givers)
-
-    @property
-    def factor(self) -> float:
-        """The weight of this rank's gradients; 1 where terms differ, since their weights are applied already."""
-        return self.weights[self.rank][0] if self.is_uniform else 1.0
-
-    def inject(self) -> list[Any]:
-        """Apply the weights of terms that differ, where their gradients begin; return the hooks."""
-        if self.is_uniform:
-            return []
-        mine = self.weights[self.rank]
-        if self.share != 1.0:
-            mine = [factor * self._share_of(at) for at, factor in enumerate(mine)]
-        return [term.node.register_prehook(_times(factor)) for term, factor in zip(self.terms, mine, strict=True)]
-
-    def _share_of(self, at: int) -> float:
-        """Return the share of the term at `at` in its batch: for a mean that of its part's samples, for a sum 1."""
-        total = sum(self.weights[rank][at] for rank in self.givers)
-        return self.share if math.isclose(total, 1.0) else 1.0
-
-    def whole_values(self) -> list[float | None]:
-        """Return the losses of the whole batch, None for an unknown one; empty where they are those already."""
-        says = self.header.says
-        if not any(says[rank].part or says[rank].own for rank in self.givers):
-            return []
-        if not (self.header.all_equal("terms", self.givers) and self.header.all_equal("shape", self.givers)):
-            return [None]
-        terms = [tuple(range(len(self.terms))), *(indices for _, indices in self.named)]
-        found: list[float | None] = []
-        for at in range(min(len(self.header.values[rank]) for rank in self.givers)):
-            shares = self._shares(terms[at])
-            if shares is None:
-                found.append(None)
-            else:
-                found.append(sum((share * self.header.values[rank][at] for rank, share in shares if share), 0.0))
-        return found
-
-    def _shares(self, indices: Sequence[int]) -> list[tuple[int, float]] | None:
-        """Return the weight of each rank's value of the terms at `indices`; None where their weights differ.
-
-        Terms of parameters are the same in all ranks, so any shares that sum to one are right for them, and for a
-        single number in parts of different sizes.
-        """
-        own = [at for at in indices if not self.of_parameters[at] and not self._is_fixed(at)]
-        columns = [[self.weights[rank][at] for rank in self.givers] for at in own]
-        pure = [sum(self.weights[rank][at] for rank in self.givers) for at in indices if self.of_parameters[at]]
-        if not all(math.isclose(total, 1.0) for total in pure):  # divided by a quantity of the batch, after all
-            return None
-        if not columns:
-            columns = [[1.0 / len(self.givers)] * len(self.givers)]
-        if any(differ(pair) for column in columns for pair in zip(column, columns[0], strict=True)):
-            return None
-        if len(own) < len(indices) and not math.isclose(sum(columns[0]), 1.0):
-            return None
-        return list(zip(self.givers, columns[0], strict=True))
-
-    def _is_fixed(self, at: int) -> bool:
-        counts = [self.header.counts[rank][at] for rank in self.givers]
-        return set(counts) == {1.0} and differ([self.header.says[rank].rows for rank in self.givers])
-
-
-def shape_of(terms: Sequence[Term]) -> int:
-    """Return a number for the kinds of `terms` and the lines that led here: it differs between two losses of a loop."""
-    lines = [f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in users_frames(_FRAMES)]
-    return digest(" ".join([*(type(term.node).__name__ for term in terms), *lines]))
-
-
-def _times(factor: float) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    def scale(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not factor:  # and not nan where a rank has nothing but ignored targets
-            return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
-        return tuple(None if each is None else each * factor for each in gradients)
-
-    return scale

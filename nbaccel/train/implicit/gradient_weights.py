@@ -9,9 +9,11 @@ holds the numbers for them, which ranks exchange before gradients.
 from __future__ import annotations
 
 import math
+import operator
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ __all__ = [
     "Header",
     "References",
     "Say",
+    "Told",
     "as_floats",
     "differ",
     "digest",
@@ -53,8 +56,21 @@ class References:
         self._guessed: dict[Hashable, tuple[float, float]] = {}  # additive by appearance, without a whole batch
         self._assumed: dict[Hashable, tuple[float, float, float]] = {}  # a number of the program, without any sign
 
+        self._changes = 0  # of what was found before
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """Numbers that differ once anything here has changed, by which the same question may get another answer.
+
+        What is known of a term is added, and never taken away.
+        """
+        known = self._found, self._additive, self._of_program, self._alike, self._times_rows, self._guessed
+        return (*map(len, known), len(self._assumed), self._changes)
+
     def note(self, term: Hashable, constant: float, rows: float, elements: float = 0) -> None:
-        self._found[term] = constant, rows, elements
+        found = constant, rows, elements
+        self._changes += self._found.get(term, found) != found
+        self._found[term] = found
 
     def cannot_tell(self, term: Hashable, constants: Sequence[float], rows: Sequence[float], whole: float) -> bool:
         """Return whether a sum may have been divided by the number of samples or by a constant of the program.
@@ -316,6 +332,7 @@ class Say:
     whole: float = 0
     obstacle: float = 0
     gives: float = 1
+    values: float = 0
     at: float = 0
     steps: float = 0
     batches: float = 0
@@ -324,10 +341,15 @@ class Say:
     lengths: float = 0
     rates: float = 0
     check: float = 0
-    values: float = 0
 
 
 _NAMES = [field.name for field in fields(Say)]
+_PASSING = slice(_NAMES.index("at"), len(_NAMES))
+"""Numbers that change from one backward to the next: equal in all ranks, or ranks are out of step."""
+
+_VALUES = slice(len(_NAMES), len(_NAMES) + VALUES)
+_TERMS_AT = _NAMES.index("terms")
+_numbers = operator.attrgetter(*_NAMES)
 
 
 @frozen
@@ -361,9 +383,54 @@ class Header:
         return rows.get(rank, 0.0) / sum(rows.values())
 
 
+class Told:
+    """Numbers that the ranks have sent at one meeting, a row for each, as they came.
+
+    pairs: count and constant of each term, by rank.
+    """
+
+    def __init__(self, rows: list[list[float]], pairs: list[list[float]]) -> None:
+        self._rows = rows
+        self._pairs = pairs
+
+    def decisive(self) -> tuple[Any, ...] | None:
+        """Return all that decides how gradients are summed; None where the ranks differ in what does not repeat.
+
+        A loss of zero may be that of no samples, so its value decides, too; and where no rank has a part it decides
+        whether the ranks have the same one.
+        """
+        first, loss, are_alike = self._rows[0][_PASSING], self._rows[0][_VALUES.start], True
+        for row in self._rows:
+            value = row[_VALUES.start]
+            if row[_PASSING] != first or not value:
+                return None
+            are_alike = are_alike and value == loss
+        lasting = [tuple(row[: _PASSING.start]) for row in self._rows]
+        return are_alike, *lasting, *map(tuple, self._pairs)
+
+    def any(self, name: str) -> bool:
+        at = _NAMES.index(name)
+        return any(row[at] for row in self._rows)
+
+    def values(self) -> list[list[float]]:
+        """Return the losses of each rank, before the backward."""
+        count = _NAMES.index("values")
+        return [row[_VALUES][: int(row[count])] for row in self._rows]
+
+    def header(self) -> Header:
+        """Return the same by name."""
+        says = [Say(*row[: len(_NAMES)]) for row in self._rows]
+        return Header(
+            says,
+            [row[0 : 2 * int(each.terms) : 2] for row, each in zip(self._pairs, says, strict=True)],
+            [row[1 : 2 * int(each.terms) : 2] for row, each in zip(self._pairs, says, strict=True)],
+            self.values(),
+        )
+
+
 def exchange(
     collectives: Collectives, call: str, say: Say, terms: Sequence[tuple[float, float]], values: Sequence[float]
-) -> Header:
+) -> Told:
     """Send `say` to all ranks, and return what all of them sent. Collective.
 
     terms: count and constant of each; where there are more than `TERMS` a second collective follows.
@@ -371,21 +438,15 @@ def exchange(
     """
     say.terms, say.values = len(terms), len(values)
     short = [number for pair in terms[:TERMS] for number in pair] + [0.0] * (2 * max(0, TERMS - len(terms)))
-    mine = [float(getattr(say, name)) for name in _NAMES] + short + [*values] + [0.0] * (VALUES - len(values))
+    mine = [*map(float, _numbers(say)), *values, *[0.0] * (VALUES - len(values)), *short]
     rows = collectives.tell(call, torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
-    size = len(_NAMES)
-    says = [Say(*row[:size]) for row in rows]
-    pairs = [row[size : size + 2 * TERMS] for row in rows]
-    most = int(max(each.terms for each in says))
+    most = int(max(row[_TERMS_AT] for row in rows))
     if most > TERMS:
         longer = [number for pair in terms for number in pair] + [0.0] * (2 * (most - len(terms)))
         pairs = collectives.tell(call, torch.tensor(longer, dtype=torch.float64, device="cpu")).tolist()
-    return Header(
-        says,
-        [row[0 : 2 * int(each.terms) : 2] for row, each in zip(pairs, says, strict=True)],
-        [row[1 : 2 * int(each.terms) : 2] for row, each in zip(pairs, says, strict=True)],
-        [row[size + 2 * TERMS :][: int(each.values)] for row, each in zip(rows, says, strict=True)],
-    )
+    else:
+        pairs = [row[_VALUES.stop :] for row in rows]
+    return Told(rows, pairs)
 
 
 def digest(text: str) -> int:

@@ -362,7 +362,7 @@ class Passes:
         this.labels.append(label)
         if label.is_apart and not iterator._num_workers:
             self._streams.own()
-            self._streams.fetch_apart(this.loader, this.parts)
+            self._streams.fetch_apart(this.loader, self._handed_parts[this.key], this.parts)
         return index
 
     def hand_out(self, iterator: Any, real: Callable[[Any], Any]) -> Any:

@@ -27,8 +27,11 @@ __all__ = [
 
 _MASK = 2**32 - 1
 _WATCHED = 64
-"""Parts at the begin of each pass after which to check whether Python or NumPy have drawn, at 0.1 ms each. Some data
-sets draw for some samples only, so one part is not enough."""
+"""First parts of a loop after which to check whether Python or NumPy have drawn, at 0.1 ms each. Some data sets draw
+for some samples only, so one part is not enough."""
+
+_WATCHED_AGAIN = 2
+"""The same at the begin of each pass: a data set may draw from its second epoch on."""
 
 
 class Streams:
@@ -109,14 +112,17 @@ class Streams:
         """
         _set_states(gather([_states()])[0])
 
-    def fetch_apart(self, loader: Any, number: int) -> None:
-        """Prepare to fetch samples of `loader` in this rank alone.  number: of parts before, in the pass."""
+    def fetch_apart(self, loader: Any, parts: int, in_pass: int) -> None:
+        """Prepare to fetch samples of `loader` in this rank alone.
+
+        parts: of the loop that came before.  in_pass: of these, those of this pass.
+        """
         if loader in self._drawing:
             self._kept = _states()
             random.seed(self._seed)
             if self._kept[1] is not None:
                 sys.modules["numpy"].random.seed(self._seed % 2**32)
-        elif number < _WATCHED:
+        elif parts < _WATCHED or in_pass < _WATCHED_AGAIN:
             self._kept, self._watched = _states(), loader
 
     def fetched(self) -> None:

@@ -38,6 +38,7 @@ _STATISTICS = (REDUCING - {"Trace"}) | names(
     "SafeSoftmax VarMean StdMean Sort Topk Kthvalue Median Nanmedian Mode Cumsum Cumprod Cummax Cummin Logcumsumexp "
     "Flip Roll"
 )
+_WITH_LENGTHS = _STATISTICS | WITH_REDUCTION
 _DISTANCE_MATRICES = names("Cdist EuclideanDist")
 _PAIRWISE = names("Mm Bmm Addmm Baddbmm Addbmm Mv Linear") | _DISTANCE_MATRICES
 _COLLECTED = names("IndexAdd IndexReduce ScatterAdd ScatterReduce")
@@ -92,7 +93,7 @@ def lengths_below(tops: Iterable[Any], sizes: Collection[int]) -> list[int]:
     found: set[int] = set()
     for node in from_below(tops):
         kind, edges = kind_of(node), [edge for edge in node.next_functions if edge[0] is not None]
-        if kind in _STATISTICS | WITH_REDUCTION and edges and (under := shape_at(edges[0])):
+        if kind in _WITH_LENGTHS and edges and (under := shape_at(edges[0])):
             dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
             along = range(len(under)) if dims is None or dims == () else (dims,) if isinstance(dims, int) else dims
             is_time_first = len(under) > 1 and under[1] in sizes  # otherwise a mask may have picked the first ones

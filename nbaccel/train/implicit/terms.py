@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -60,16 +60,14 @@ class Term:
     elements: int = 0
 
 
-@frozen
-class Scalar:
+class Scalar(NamedTuple):
     """A node above the terms, or one of them, whose value is a linear combination of `terms` (their indices)."""
 
     node: Any
     terms: tuple[int, ...]
 
 
-@frozen
-class LossTerms:
+class LossTerms(NamedTuple):
     """The terms of a loss, or the obstacle because of which it is no sum of terms; `scalars` has the root first.
 
     The order is that of the graph: the same in all ranks that run one program.

@@ -160,6 +160,11 @@ class Models:
     def number(self, tensor: Tensor) -> int | None:
         return self._number.get(id(tensor))
 
+    def by_number(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+        """Return those of `tensors` that are known, by their numbers."""
+        numbers = self._number
+        return {number: each for each in tensors if (number := numbers.get(id(each))) is not None}
+
     def knows(self, tensors: Iterable[Tensor]) -> bool:
         return all(id(tensor) in self._number for tensor in tensors)
 
@@ -200,9 +205,10 @@ class Models:
         leaves = set(reached)
         changed = []
         for number, item in enumerate(self.items):
-            if item.is_written and number in leaves:
-                item.is_buffer = item.is_written = False
-            if not item.is_buffer and number not in leaves:
+            if number in leaves:
+                if item.is_written:
+                    item.is_buffer = item.is_written = False
+            elif not item.is_buffer:
                 found = item.assigned()
                 item.is_buffer = found is not None and id(found) not in self._number
             if item.is_buffer and item.has_changed():
