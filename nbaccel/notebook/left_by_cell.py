@@ -113,7 +113,8 @@ class LeftByCell:
         whence: " from the failed run".
         """
         others = {name: value for name, value in self._others.items() if name not in self._not_come}
-        came = [f"{place} trained in place ({self._size(model)})" for place, model in self._trained.items()]
+        trained = {place: model for place, model in self._trained.items() if not _is_module(others.get(place))}
+        came = [f"{place} trained in place ({self._size(model)})" for place, model in trained.items()]
         came += [f"{name} ({self._size(value)})" for name, value in others.items() if _is_module(value)]
         came += [_in_words(name, value) for name, value in others.items() if not _is_module(value)]
         by_reason: dict[str, list[str]] = {}

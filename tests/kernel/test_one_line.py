@@ -95,7 +95,8 @@ def test_a_loss_that_is_no_sum_over_samples_keeps_batches_whole(kernel: RealKern
     cell = kernel.do(accelerate(loop))
     assert are_near(kernel.value(f"[{WEIGHTS}, history]"), expected)
     assert (
-        "train_loader: whole in each of 2 ranks, the same work: the power of a mean. -n 1 does it once" in cell.stdout
+        "train_loader: whole in each of 2 ranks, the same work: the power of a mean. -n 1 does it once; --batches"
+        in cell.stdout
     )
 
 

@@ -54,6 +54,26 @@ def test_a_cell_in_ranks_leaves_what_the_plain_cell_leaves(kernel: RealKernel, n
     assert is_left_as_plainly(kernel)
 
 
+REBINDING = """
+import torch
+part = torch.nn.Linear(2, 1)
+def fit():
+    global part
+    optimizer = torch.optim.SGD(part.parameters(), 0.1)
+    for _ in range(2):
+        part(torch.ones(1, 2)).sum().backward(); optimizer.step()
+    part = torch.nn.Sequential(part)
+"""
+
+
+def test_a_name_that_a_library_binds_again_is_said_once(kernel: RealKernel, start: str) -> None:
+    """As botorch does with its models (#54)."""
+    kernel.do(REBINDING)
+    line = kernel.do(accelerate("fit()", start, 2)).stdout.partition("brought back: ")[2].partition("\n")[0]
+    assert line.startswith("part (3 parameters)"), line
+    assert line.count("3 parameters") == 1 and "tensor(" not in line, line
+
+
 def test_magics_below_leave_their_cells_names(kernel: RealKernel, start: str) -> None:
     kernel.do("seen = []")
     cell = kernel.do(accelerate("%%time\nimport math\na = [1]; seen.append(a)", start))

@@ -79,8 +79,21 @@ class ObjectPlace:
         return text
 
 
+_LONGEST_KEY = 40
+
+
 def _index(key: Any) -> str:
-    return key if type(key) is str and key.isdigit() else repr(key)
+    """Return a key as it is written, or the kind of one that is long: a tensor, or the text of one.
+
+    >>> _index("lr"), _index(3), _index("Parameter containing: " + "0.1 " * 20)
+    ("'lr'", '3', 'a str')
+    """
+    if type(key) is str and key.isdigit():
+        return key
+    written = repr(key) if type(key) in (str, int, float, bool, bytes, tuple) else ""
+    return (
+        written if 0 < len(written) <= _LONGEST_KEY and "tensor(" not in written else with_article(type(key).__name__)
+    )
 
 
 def writes_of(

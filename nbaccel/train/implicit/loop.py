@@ -12,6 +12,7 @@ import functools
 import re
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -53,6 +54,9 @@ _SHAPES = re.compile(r"size|shape|dimension|broadcast|mismatch|unpack|expected",
 
 _OURS = (CannotCut, NotPrepared, RunStopped)
 """Errors that explain the cause themselves."""
+
+_MOST_MODELS = 4
+"""That are named; a search over parameters trains hundreds."""
 
 _OF_GRADIENTS = (TypeError, AttributeError, RuntimeError, AssertionError)
 """Errors that a gradient which is None may cause."""
@@ -397,8 +401,10 @@ class Notices:
 
     def note_models(self, models: Sequence[Model]) -> None:
         """Note the models that are averaged from now on."""
-        named = [f"{self._name_of(model)} ({short_count(model.parameters)})" for model in models]
-        self._models = f"gradients of {' and '.join(named)} averaged"
+        named = Counter(f"{self._name_of(model)} ({short_count(model.parameters)})" for model in models)
+        texts = [text if count == 1 else f"{count} x {text}" for text, count in named.items()]
+        more = [f"{len(texts) - _MOST_MODELS} more"] if len(texts) > _MOST_MODELS else []
+        self._models = f"gradients of {' and '.join([*texts[:_MOST_MODELS], *more])} averaged"
         self._has_batch_norm = any(model.has_batch_norm for model in models)
 
     def note_split(self, split: Split) -> None:
@@ -406,7 +412,10 @@ class Notices:
         ranks = self._world.world_size
         if not split.is_split:
             self._whole = split.why
-            self._say(f"{split.name}: whole in each of {ranks} ranks, the same work: {split.why}. -n 1 does it once")
+            self._say(
+                f"{split.name}: whole in each of {ranks} ranks, the same work: {split.why}. -n 1 does it once; "
+                "--batches each gives each rank batches of its own"
+            )
             return
         batches = "its batches" if split.batches is None else f"{split.batches:,} batches"
         text = f"{split.name}: {split.why or f'each of {batches} split over {ranks} ranks'}"

@@ -62,9 +62,7 @@ _LOOKS = 8
 _EXACT = 2**52 - 1
 """Integers up to this one are exact in a float, in which ranks send them."""
 
-_LOOKED_AT = (
-    "a batch of it was taken and not trained on; since whole ones do not fit, it was a part, another one in each rank"
-)
+_LOOKED_AT = "a batch was taken and not trained on; as whole ones do not fit, it was a part, another one in each rank"
 
 
 class Passes:
@@ -268,8 +266,8 @@ class Passes:
             batches = None
             if iterator is not None and makes_of_indices(iterator):
                 batches = length_or_none(iterator._index_sampler)
-            facts = this.name, batches, this.batch_size, is_split, why, remark, self._mode != SPLIT
-            self._on_split(Split(*facts))
+            is_own = self._mode != SPLIT
+            self._on_split(Split(this.name, batches, this.batch_size, is_split, why, remark, is_own))
 
     # -- what the hooks call
 
@@ -552,8 +550,9 @@ class Passes:
             self._untrained = this.name
             self.refuse_passed_over("memory ran out with whole ones" if this.lead == 0 else "")
         self._settle()
-        if this.is_split and not this.parts and (this.layout is None or this.layout.is_known):
-            self._tell(this, False, f"none of its batches was cut, as one with fewer samples than {self._world_size}")
+        is_cuttable = this.is_split and (this.layout is None or this.layout.is_known)
+        if is_cuttable and not this.parts and (this.began_split or this.taken > this.lead):
+            self._tell(this, False, f"its batches have fewer than {self._world_size} samples")
         if this.record and this.parts and self._is_cycled(this, iterator):
             self._replay = itertools.cycle(this.record)
             self._handed = next(self._replay)

@@ -203,7 +203,7 @@ def _sign_of_statistic(node: Any, kind: str, edges: Any, shape: tuple[int, ...],
         return ""
     word = {"Mean": "a mean", "Sum": "a sum"}.get(kind, f"a statistic ({kind.lower()})")
     if prod(shape) == 1:
-        return f"{word} of the whole batch that is used further" if prod(under) > 1 else ""
+        return f"the loss goes on with {word} over the whole batch" if prod(under) > 1 else ""
     dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", ()))
     for dim in (dims,) if isinstance(dims, int) else dims or ():
         at = signed(dim) % len(under)

@@ -245,7 +245,7 @@ def _why(node: Any, kind: str) -> str:
     under = _reduction_under(node)
     if kind not in _WORDS or not under:
         is_known = kind in _WORDS or kind in WITH_REDUCTION | SAME | PICKS | {"Select", "Addmm"}
-        return "a loss with no mean or sum" if is_known else f"an operation that is not known ({node.name()})"
+        return "a loss with no mean or sum" if is_known else f"its parts cannot be added up after {kind.lower()}"
     return f"the {_WORDS[kind]} of {under}"
 
 

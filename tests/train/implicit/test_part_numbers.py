@@ -5,36 +5,18 @@ Programs are text, as cells are, and run in two real ranks that are started once
 
 from __future__ import annotations
 
-import contextlib
-import io
-import linecache
 from typing import Any
 
 import pytest
 import torch
 
-from nbaccel.settings import RunSettings
 from nbaccel.testing import run_ranks
-from nbaccel.train.implicit.loop import ImplicitTraining
-from nbaccel.world import World
+from train.implicit.programs import STEP, said_by
 
 HALF = "about 1/2 of the value in one process, as it counts a rank's part of each batch: {}. Divide counts by counts"
 TWICE = "about 2 times the value in one process, as the loss is the whole batch's, and the length of a batch"
 OF_A_PART = "nbaccel: of a rank's part of each batch: {}\n"
 MISLEADING = "numbers that the loop makes"
-
-SETUP = """
-import torch, torch.nn as nn, torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
-data = TensorDataset(torch.randn(24, 6), torch.arange(24) % 3)
-loader, test = DataLoader(data, 8), DataLoader(data, 8)
-model = nn.Sequential(nn.Linear(6, 3)); criterion = nn.CrossEntropyLoss()
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-def step(loss):
-    optimizer.zero_grad(); loss.backward(); optimizer.step()
-"""
-
-STEP = "optimizer.zero_grad(); loss.backward(); optimizer.step()"
 
 PROGRAMS = {
     "a loss and an evaluation": (
@@ -191,27 +173,11 @@ def test_a_loop_of_a_library_has_a_line_with_the_librarys_name(said: dict[str, s
 
 def _all_of_them() -> dict[str, str]:
     torch.manual_seed(0)
-    found = {name: _said(name, text) for name, (text, _) in PROGRAMS.items()}
-    found["each"] = _said("each", PROGRAMS["a mean by the length"][0], batches="each")
+    found = {name: said_by(name, text) for name, (text, _) in PROGRAMS.items()}
+    found["each"] = said_by("each", PROGRAMS["a mean by the length"][0], batches="each")
     library: dict[str, Any] = {"__name__": "fitting.loops"}
     text = "def fit(model, loader, optimizer, criterion):\n    for x, y in loader:\n        "
     text += "loss = criterion(model(x), y); optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
     exec(compile(text, "/usr/lib/site-packages/fitting/loops.py", "exec"), library)
-    found["library"] = _said("library", "fit(model, loader, optimizer, criterion)", **{"fit": library["fit"]})
+    found["library"] = said_by("library", "fit(model, loader, optimizer, criterion)", **{"fit": library["fit"]})
     return found
-
-
-def _said(name: str, text: str, batches: str | None = None, **names: Any) -> str:
-    file = f"<cell {name}>"
-    namespace: dict[str, Any] = {"__name__": "__main__", **names}
-    source = SETUP + text
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    watch = ImplicitTraining(World.from_env(), RunSettings(batches=batches))
-    with contextlib.redirect_stdout(io.StringIO()) as written:
-        watch.begin(namespace)
-        try:
-            exec(compile(source, file, "exec"), namespace)
-            watch.end()
-        finally:
-            watch.stop()
-    return written.getvalue()
