@@ -71,7 +71,7 @@ def test_a_name_that_a_library_binds_again_is_said_once(kernel: RealKernel, star
     kernel.do(REBINDING)
     line = kernel.do(accelerate("fit()", start, 2)).stdout.partition("brought back: ")[2].partition("\n")[0]
     assert line.startswith("part (3 parameters)"), line
-    assert line.count("3 parameters") == 1 and "tensor(" not in line, line
+    assert line.count("3 parameters") == 1, line
 
 
 def test_magics_below_leave_their_cells_names(kernel: RealKernel, start: str) -> None:
