@@ -190,10 +190,13 @@ class Shard(Iterable[Any]):
         return [self._whole(batch) for batch in batches[: self.world_size]]
 
     def _filled_up(self, members: list[Any], first: list[Any], have: int, wanted: int) -> list[Any]:
-        """Return `members`, and as many batches of the first round after them as give `wanted` samples."""
+        """Return `members`, and as many batches of the first round after them as give `wanted` samples.
+
+        At least one of them: batches that give nothing show what of a batch belongs to its samples.
+        """
         parts = list(members)
         for batch in itertools.cycle(first):
-            if have >= wanted:
+            if have >= wanted and len(parts) > len(members):
                 break
             parts.append(batch)
             have += self._size(batch) or 1
@@ -340,8 +343,9 @@ class StreamShard(Shard):
         last, length = as_counted(members[-1], self.batch_size), self.batch_size
         if last is None or length is None or any(self._size(batch) != length for batch in members[:-1]):
             raise CannotSplit("more than one batch of the round is short, or samples are not counted")
+        others = [each for batch in first if (each := as_counted(batch, length)) is not None]
         rows = [row % last.samples for row in range(length)]
-        whole = last._replace(batch=last.pick(rows), samples=length)
+        whole = last._replace(batch=last.pick(rows, others), samples=length)
         if self.split:
             return [self._piece(whole, rank) for rank in range(self.world_size)]
         return self._repeated([*members[:-1], whole], first)

@@ -84,14 +84,17 @@ class CountedBatch(NamedTuple):
         """
         _Samples([self], lambda values: values[0], lambda values, _: values[0]).of_batch()
 
-    def pick(self, rows: Sequence[int]) -> Any:
-        """Return a batch of the samples `rows`, in this order, with repetitions; copies."""
+    def pick(self, rows: Sequence[int], others: Sequence[CountedBatch] = ()) -> Any:
+        """Return a batch of the samples `rows`, in this order, with repetitions; copies.
+
+        others: batches that show what belongs to samples.
+        """
 
         def picked(values: list[Any]) -> Any:
-            (value,) = values
+            value = values[0]
             return value[list(rows)] if is_array(value) else type(value)([value[row] for row in rows])
 
-        return _Samples([self], picked, lambda values, _: values[0]).of_batch()
+        return _Samples([self, *others], picked, lambda values, _: values[0]).of_batch()
 
 
 def joined(parts: Sequence[CountedBatch], start: int, stop: int) -> Any:
@@ -182,7 +185,22 @@ class _Samples:
             return map_children(of_child, first)
         if not (is_array(first) or is_shared(first)):
             raise CannotSplit(f"it is not known what of {path} ({type(first).__name__}) belongs to which sample")
+        if self._has_samples_elsewhere(values):
+            raise CannotSplit(f"{path} has its samples in another dimension than the first")
         return self._shared(values, path)
+
+    def _has_samples_elsewhere(self, values: list[Any]) -> bool:
+        """Return whether arrays have as many columns as samples, of which each batch has other ones: time goes first.
+
+        What belongs to a whole batch may have that many by chance; of one batch alone it is not known.
+        """
+        if not all(is_array(value) and value.ndim > 1 for value in values):
+            return False
+        sizes = [
+            [size == part.samples for size in value.shape] for value, part in zip(values, self._parts, strict=True)
+        ]
+        is_columns = any(map(all, zip(*sizes, strict=False)))
+        return is_columns and any(not _are_same(values[0], other) for other in values[1:])
 
     def _belong_to_samples(self, values: list[Any], path: str) -> bool:
         known = {

@@ -222,6 +222,16 @@ def test_a_last_batch_that_fits_no_other_one_is_filled_up_by_its_own_samples(spl
     assert of_rank(1) == [[2, 3], [4, 4] if split else [0, 1]]
 
 
+def test_batches_whose_samples_are_in_the_second_dimension_are_dealt_whole() -> None:
+    def time_first(rows: list[int]) -> tuple[Tensor, Tensor]:
+        return torch.tensor([rows] * 7), torch.tensor(rows)
+
+    with pytest.warns(UserWarning, match=r"batch\[0\] has its samples in another dimension"):
+        shares = _shares(DataLoader(Stream(list(range(5))), 2, collate_fn=time_first), 2, "stream")
+    for steps, numbers in [batch for share in shares for batch in share]:
+        assert steps[0].tolist() == numbers.tolist()
+
+
 def _texts_by_rank_0() -> tuple[list[int], list[int], list[int | None]]:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(Stream(list(range(7))), 2, collate_fn=_padded))

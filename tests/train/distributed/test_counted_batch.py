@@ -85,6 +85,11 @@ def test_two_tensors_of_two_rows_in_a_batch_of_two_are_samples_or_columns_by_wha
     assert [tuple(column.shape) for column in shown_by_another] == [(2, 3), (2, 3)]
 
 
+def test_a_table_with_as_many_columns_as_samples_belongs_to_all_of_them() -> None:
+    batches = [CountedBatch({"x": torch.ones(2), "table": torch.ones(7, 2)}, 2) for _ in range(2)]
+    assert joined(batches, 1, 3)["table"].shape == (7, 2)
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -94,6 +99,10 @@ def test_two_tensors_of_two_rows_in_a_batch_of_two_are_samples_or_columns_by_wha
         ([((torch.ones(2), object()), 2)], r"what of batch\[1\] \(object\) belongs to which sample"),
         ([({"x": torch.ones(7)}, 2)], "nothing in this dict has 2 rows or entries"),
         ([(torch.ones(0), 0)], "no samples 0 to 3 among 0"),
+        (
+            [({"x": torch.ones(7, 2), "y": torch.ones(2)}, 2), ({"x": torch.ones(7, 1), "y": torch.ones(1)}, 1)],
+            r"batch\['x'\] has its samples in another dimension than the first",
+        ),
     ],
 )
 def test_what_cannot_be_told_apart_is_refused(parts: list[tuple[Any, int]], message: str) -> None:
