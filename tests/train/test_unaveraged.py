@@ -14,12 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel import Accelerator, find_executable_batch_size
 from nbaccel.errors import NotPrepared
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.store_exchange import StoreExchange
 from nbaccel.train.local_sgd import LocalSGD
+from nbaccel.train.prepare.unaveraged import OtherOptimizers
+from nbaccel.train.strategies import Strategy
 from nbaccel.utils import DistributedDataParallelKwargs
 
 STEPS = 3
@@ -586,6 +589,23 @@ def sharded() -> tuple[list[Tensor], list[Tensor]]:
     state = program.accelerator.get_state_dict(program.model)
     plain = _plain(heads="ab")
     return list(state.values()) or plain, plain  # the main process has it
+
+
+def _after_the_accelerator_has_gone() -> bool:
+    program = Program()
+    strategy = Strategy(program.accelerator.world, torch.device("cpu"))
+    OtherOptimizers(strategy, program.accelerator._equipment.accumulation, []).begin()
+    register_optimizer_step_pre_hook(lambda *_: None)  # as of another Accelerator
+    del strategy
+    net = Net()
+    net.loss(rows_of(0)).backward()
+    before = net.body.weight.detach().clone()
+    torch.optim.SGD(net.parameters(), 0.1).step()
+    return not torch.equal(net.body.weight, before)
+
+
+def test_a_plain_training_steps_after_an_accelerator_that_was_in_doubt() -> None:
+    assert run_ranks(1, _after_the_accelerator_has_gone) == [True]
 
 
 Right = Callable[[], tuple[list[Tensor], list[Tensor]]]

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from nbaccel.errors import NotPrepared
 from nbaccel.quantities import numbers_in_order
@@ -237,18 +236,15 @@ class OtherOptimizers:
         self._strategy = weakref.ref(strategy)
         self._accumulation = accumulation
         self._prepared = prepared
-        self._hook: RemovableHandle | None = None
 
     def begin(self) -> None:
         """Look at every step of torch's optimizers from now on, as long as the strategy lives."""
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         strategy = self._strategy()
         if strategy is None:
-            if self._hook is not None:
-                self._hook.remove()
-            return
+            return  # torch goes through its hooks, so this one cannot be removed here
         if any(known.optimizer is optimizer for known in self._prepared) or len(args) > 1 or kwargs.get("closure"):
             return
         UnaveragedGradients(optimizer, strategy, self._accumulation, is_prepared=False).refuse(is_ours=True)
