@@ -24,6 +24,7 @@ __all__ = ["IN_C", "Owner", "bytes_of", "differs", "is_other", "keeps_state_in_c
 
 _HEADER_BYTES, _POINTER_BYTES = object.__basicsize__, ctypes.sizeof(ctypes.c_void_p)
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+_OF_CODE = (types.FunctionType, types.MethodType, types.CodeType, types.ModuleType)
 _OF_OTHER_KINDS = frozenset({*sys.stdlib_module_names, "numpy", "pandas", "pyarrow", "torch"}) - {"builtins"}
 
 
@@ -101,6 +102,8 @@ def _is_hidden(kind: type) -> bool:
     """Return whether an object of the type is only known by its address, and does not say what is there."""
     if issubclass(kind, ctypes.c_void_p | ctypes._Pointer):
         return True
+    if issubclass(kind, _OF_CODE):  # a function beside the numbers of a gpytorch constraint
+        return False
     package = str(type.__dict__["__module__"].__get__(kind)).partition(".")[0]
     if package in _OF_OTHER_KINDS or getattr(builtins, kind.__name__, None) is kind or not keeps_state_in_c(kind):
         return False

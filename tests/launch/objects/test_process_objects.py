@@ -19,6 +19,7 @@ import unseen_changes
 from nbaccel.launch.objects import process_objects
 from nbaccel.launch.objects.inventory import Inventory, ObjectPlace
 from nbaccel.launch.objects.kind import CannotWrite
+from nbaccel.launch.objects.state_in_c import Owner, may_own_state_in_c
 
 STANDARD = {
     "file in memory": ("import io; a = io.BytesIO()", "a.write(b'x')"),
@@ -239,3 +240,29 @@ def test_items_that_a_thread_of_the_notebook_waits_for_are_named_and_not_deliver
         here.put(None)
         thread.join()
     assert taken == [None]
+
+
+class Bound:
+    """As a constraint of gpytorch: it pickles in a way of its own, and has a function among its attributes."""
+
+    def __init__(self) -> None:
+        self.transform, self.lower = abs_of, [1.0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def abs_of(value: float) -> float:
+    return abs(value)
+
+
+def test_a_function_among_the_attributes_of_an_object_is_no_state_of_its_own() -> None:
+    bound, kind = Bound(), Owner()
+    mark = kind.mark(bound)
+    bound.lower.append(2.0)
+    assert may_own_state_in_c(Bound)
+    assert mark is None
+    assert kind.change(bound, mark) is None  # its list is compared as a list

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sysconfig
 import tempfile
 import time
 import warnings
@@ -91,6 +92,18 @@ def test_rank_0_writes_what_all_save_and_one_rank_says_so(tmp_path: Path) -> Non
         "best.pt is one file, saved by rank 0 of 3; other ranks skip a path that rank 0 saves. A file of each rank: "
         "put the rank into its name, or %%accelerate --independent."
     ]
+
+
+def test_a_file_that_a_library_writes_by_itself_is_no_news(tmp_path: Path) -> None:
+    """Nobody can put the rank into its name (#54)."""
+    file = f"{sysconfig.get_path('purelib')}/checkpoints/saving.py"
+    save = compile("torch.save(rank, 'weight_checkpoint.pt')", file, "exec")
+
+    def loop(rank: int) -> int:
+        exec(save, {"torch": torch, "rank": rank})
+        return int(torch.load("weight_checkpoint.pt"))
+
+    assert _in_ranks(tmp_path, loop) == [(0, []), (0, [])]
 
 
 def test_a_slow_save_is_complete_when_others_go_on(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from typing import Any, Protocol
 
 from nbaccel.launch.ipc.import_hooks import when_loaded
 from nbaccel.launch.worker.integrations.written_files import is_private_file
+from nbaccel.notices import is_users
 from nbaccel.world import World
 
 __all__ = [
@@ -229,7 +230,7 @@ class _Follower:
         elif not self._journal.count(_BEGUN, path):
             with self._journal.lock(path, fcntl.LOCK_EX):  # rank 0 may only be late, and saves it over this one then
                 return saves()
-        if not self._is_told:
+        if not self._is_told and is_users(sys._getframe(2).f_code.co_filename):  # nobody can name a library's files
             self._is_told = True
             warnings.warn(
                 f"{os.path.basename(path)} is one file, saved by rank 0 of {self._world.world_size}; other ranks skip "
