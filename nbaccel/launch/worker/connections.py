@@ -43,7 +43,9 @@ class Connections:
         kind = getattr(sys.modules.get("ssl"), "SSLSocket", None)
         if not families or kind is None:
             return cls(families)
-        found = (each.fileno() for each in gc.get_objects() if issubclass(type(each), kind))
+        objects = gc.get_objects()  # hundreds of thousands, of a few thousand types
+        kinds = {each for each in set(map(type, objects)) if issubclass(each, kind)}
+        found = (each.fileno() for each in objects if type(each) in kinds) if kinds else ()
         return cls(families, frozenset(found) & families.keys())
 
     def leave(self, is_first: bool) -> None:
