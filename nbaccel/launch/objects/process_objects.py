@@ -8,6 +8,7 @@ it pickles to, as an object may also cache something there. Runs in ranks and in
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import datetime
 import decimal
@@ -51,7 +52,7 @@ __all__ = [
 VALUES = (
     *(str, bytes, int, float, complex, enum.Enum, range, slice, type(None), type(...), type(NotImplemented)),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal, fractions.Fraction),
-    *(pathlib.PurePath, re.Pattern, re.Match, frozenset, memoryview, operator.attrgetter, operator.itemgetter),
+    *(pathlib.PurePath, re.Pattern, re.Match, frozenset, operator.attrgetter, operator.itemgetter),
     *(operator.methodcaller, struct.Struct, uuid.UUID),
 )
 """Classes whose objects do not change; objects of derived classes are treated the same."""
@@ -305,6 +306,15 @@ class _Widget(Kind):
         return write
 
 
+class _View(Kind):
+    """Views of memory: what they are views of is compared, and written."""
+
+    def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
+        with contextlib.suppress(ValueError):  # it is released
+            if obj.obj is not None:
+                yield ("below", "obj"), obj.obj
+
+
 class _Callbacks(Kind):
     """Functions that a widget calls: those of `on_click`, say."""
 
@@ -509,6 +519,7 @@ _LOGGER = _Settings("level", "disabled", "propagate", "handlers", "filters", aft
 _OF_PYTHON: tuple[tuple[Any, Kind], ...] = (
     (io.BytesIO, _Buffer(io.BytesIO)),
     (io.StringIO, _Buffer(io.StringIO)),
+    (memoryview, _View()),
     (queue.Queue, _Queue()),
     (queue.SimpleQueue, _SimpleQueue()),
     (threading.Event, _Event()),

@@ -72,6 +72,8 @@ STANDARD = {
     "chained": ("import collections; a = collections.ChainMap({})", "a['b'] = 1"),
     "deque": ("import collections; a = collections.deque(maxlen=2)", "a.append(1)"),
     "array": ("import array; a = array.array('d', [0])", "a[0] = 1"),
+    "view": ("a = memoryview(bytearray(4))", "a[1] = 2"),
+    "view of an array": ("import array; a = memoryview(array.array('d', [0]))[:1]", "a[0] = 2"),
     "namespace": ("import types; a = types.SimpleNamespace()", "a.b = 1"),
     "random numbers": ("import random; a = random.Random(0)", "a.random()"),
     "hash": ("import hashlib; a = hashlib.sha256()", "a.update(b'x')"),
