@@ -55,16 +55,22 @@ class Connections:
                 continue
             with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as unconnected:
                 os.dup2(unconnected.fileno(), number, inheritable=False)
-                _left.append(number)
+                _of_this_rank.has_left = True
 
 
-_left: list[int] = []
-"""Descriptors of this process whose connections were left."""
+class _OfThisRank:
+    """Connections of this process.  has_left: it has left some of the notebook's."""
+
+    def __init__(self) -> None:
+        self.has_left = False
+
+
+_of_this_rank = _OfThisRank()
 
 
 def explain(error: BaseException) -> None:
     """Add a note to an error of a rank's program that used a connection which it has left."""
-    if _left and isinstance(error, OSError) and error.errno in (errno.ENOTCONN, errno.EPIPE):
+    if _of_this_rank.has_left and isinstance(error, OSError) and error.errno in (errno.ENOTCONN, errno.EPIPE):
         error.add_note(
             "The notebook has opened this connection, and what all ranks would send and receive on it would be mixed "
             "up: it goes on in the first rank alone, and in none if it is encrypted. Open it in this cell."
