@@ -356,7 +356,7 @@ class PartsRestartPolicy:
     """Restart policy of one run, asked after every attempt that did not fail of memory.
 
     A loop that prepares nothing is given parts of its batches. One that counts on whole ones, as by ``view(64, -1)`` or
-    by labels that it has made before, fails on the first part (#54). Nothing was trained on parts then, so the run
+    by labels that it has made before, fails on the first part. Nothing was trained on parts then, so the run
     starts again, once, with whole batches in every rank. Files that a rank has written would be written twice.
 
     failed: the attempt that failed on its parts, and was followed by one with whole batches; None for none.

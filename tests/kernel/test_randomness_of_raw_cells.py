@@ -121,7 +121,7 @@ def train(seeds=None):
 
 
 def test_ranks_draw_apart_once_a_library_has_wrapped_a_model_for_them(kernel: RealKernel, start: str) -> None:
-    """The cell names nothing of ranks, and its library draws windows of a series with NumPy, as gluonts does (#54)."""
+    """The cell names nothing of ranks, and its library draws windows of a series with NumPy, as gluonts does."""
     kernel.do(f"open('windows_of_a_library.py', 'w').write({IN_A_LIBRARY!r})\nimport windows_of_a_library as library")
     kernel.do(SEEDS)
     expected = kernel.value("float(np.random.rand())")

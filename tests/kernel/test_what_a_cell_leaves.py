@@ -67,7 +67,7 @@ def fit():
 
 
 def test_a_name_that_a_library_binds_again_is_said_once(kernel: RealKernel, start: str) -> None:
-    """As botorch does with its models (#54)."""
+    """As botorch does with its models."""
     kernel.do(REBINDING)
     line = kernel.do(accelerate("fit()", start, 2)).stdout.partition("brought back: ")[2].partition("\n")[0]
     assert line.startswith("part (3 parameters)"), line

@@ -113,7 +113,7 @@ def place_of_call() -> int:
     """Return a number for the lines that led here; equal for passes that the same loop begins, also through a bar.
 
     All lines, up to the program's first: a library may train and evaluate by one engine, however many calls deep, which
-    is told apart by who calls it, or by the functions and flags that a caller gives (#54).
+    is told apart by who calls it, or by the functions and flags that a caller gives.
     """
     return hash(tuple((frame.f_code, frame.f_lineno, *_given(frame)) for frame in users_frames(_MOST_DEPTH)))
 

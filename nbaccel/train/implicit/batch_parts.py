@@ -123,7 +123,7 @@ class Layout:
     is_known: batches can be cut, judging by those seen so far.
     makes_parts: they cannot, but the collate_fn can be given a part of the samples: its batch is an object that has
     what belongs to a sample side by side, such as a PyG batch of graphs. What else cannot be cut, such as all pairs of
-    samples or an episode, has to be made of all of them (#54).
+    samples or an episode, has to be made of all of them.
 
     >>> layout, lengths = Layout(), torch.tensor([3, 2])
     >>> layout.learn((torch.ones(3, 2), lengths), 2)

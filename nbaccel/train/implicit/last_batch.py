@@ -2,7 +2,7 @@
 
 After a loop a notebook shows its last batch, or what the model made of it: ``out.view(16, 3, 3)``. In a rank these are
 of its part. At the end of a cell the tensors that its names hold, and that are of parts, are joined in the order of the
-ranks, and sizes that were read of them become those of the whole batch (#54). A tensor is of parts if the ranks have
+ranks, and sizes that were read of them become those of the whole batch. A tensor is of parts if the ranks have
 different ones, of the same kind, whose lengths add up to the batch: weights are equal in all ranks.
 """
 

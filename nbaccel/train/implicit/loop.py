@@ -189,7 +189,7 @@ class ImplicitTraining:
         """Give ranks random numbers of their own: the program, or a library below it, shares a model out itself.
 
         Only its names tell that of a cell beforehand, and those of a library do not. Ranks that draw their samples
-        would otherwise train on the same ones, and nothing would show it (#54).
+        would otherwise train on the same ones, and nothing would show it.
         """
         if self._is_armed and self._draws_alike and not self._averaging.meetings:
             self._seeds.draw_apart(self._world.rank)

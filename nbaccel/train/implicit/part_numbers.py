@@ -2,7 +2,7 @@
 
 A loss has the whole batch's value after its backward, and ``len(x)`` is that of a rank's part. So of N ranks
 ``loss.item() / len(x)`` is N times what one process computes, and ``correct / len(dataset)`` an N-th of it: Python's
-numbers cannot be followed while they are computed, so the program is read before (#54). Each value gets a power of N,
+numbers cannot be followed while they are computed, so the program is read before. Each value gets a power of N,
 `Known.power`; products add powers. What is printed, kept in a list, or left in a name is a number that somebody reads.
 
 Only loops whose batches were split are followed, and functions that the notebook's source defines. A value that a

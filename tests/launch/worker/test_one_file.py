@@ -95,7 +95,7 @@ def test_rank_0_writes_what_all_save_and_one_rank_says_so(tmp_path: Path) -> Non
 
 
 def test_a_file_that_a_library_writes_by_itself_is_no_news(tmp_path: Path) -> None:
-    """Nobody can put the rank into its name (#54)."""
+    """Nobody can put the rank into its name."""
     file = f"{sysconfig.get_path('purelib')}/checkpoints/saving.py"
     save = compile("torch.save(rank, 'weight_checkpoint.pt')", file, "exec")
 
