@@ -104,10 +104,16 @@ def _is_hidden(kind: type) -> bool:
         return True
     if issubclass(kind, _OF_CODE):  # a function beside the numbers of a gpytorch constraint
         return False
-    package = str(type.__dict__["__module__"].__get__(kind)).partition(".")[0]
-    if package in _OF_OTHER_KINDS or getattr(builtins, kind.__name__, None) is kind or not keeps_state_in_c(kind):
+    if not keeps_state_in_c(kind) or any(map(_is_of_another_kind, kind.__mro__)):
         return False
     return kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
+
+
+def _is_of_another_kind(base: type) -> bool:
+    """Return whether objects of the type `base`, or of one derived from it, are compared in a way of their own."""
+    package = str(type.__dict__["__module__"].__get__(base)).partition(".")[0]
+    is_known = package in _OF_OTHER_KINDS or getattr(builtins, base.__name__, None) is base
+    return is_known and keeps_state_in_c(base)
 
 
 def _values(obj: Any) -> Any:

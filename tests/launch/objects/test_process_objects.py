@@ -211,6 +211,20 @@ def test_what_is_only_read_is_not_named(before: str, cell: str) -> None:
     assert seen(made(before), cell) == set()
 
 
+class _Arguments(dict[str, int]):
+    pass
+
+
+class _Model:
+    def __init__(self) -> None:
+        self.arguments = _Arguments(size=1)
+
+
+def test_containers_of_classes_of_ones_own_are_no_pointers() -> None:
+    """A Lightning module keeps its arguments in one, and is pickled in a way of its own."""
+    assert Owner().mark(_Model()) is None
+
+
 def test_pictures_of_more_than_a_quarter_of_a_second_are_not_compared() -> None:
     notebook = made("from PIL import Image; a = [Image.new('L', (8192, 8192)) for _ in range(3)]")
     assert seen(notebook, "a[0].putpixel((0, 0), 1)") == {"a"}
