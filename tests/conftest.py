@@ -42,6 +42,7 @@ _NOT_BY_TESTS = frozenset(
         "PYTORCH_NVML_BASED_CUDA_CHECK",  # importing lightning, or loading our extension
         "KMP_DUPLICATE_LIB_OK",  # importing sklearn
         "KMP_INIT_AT_FORK",
+        "_RJEM_MALLOC_CONF",  # importing polars
     }
 )
 """Variables that appear on first use of a library, whichever test comes first."""
