@@ -174,6 +174,7 @@ GUARDED = {
     "_cuda_getArchFlags": ("2.6", "torch._C._cuda_getArchFlags if torch.version.cuda else None"),
     "_set_default_timeout": ("2.6", "torch._C._distributed_c10d.ProcessGroupGloo._set_default_timeout"),
     "_update_default_pg": ("2.6", "c10d._update_default_pg"),
+    "_join_config": ("2.6", "sets(torch.distributed.algorithms.join.Joinable, '_join_config')"),
     "_timeout": ("2.6", "torch._C._distributed_c10d.ProcessGroupGloo._Options._timeout"),
     "_get_current_function_mode_stack": ("2.6", "torch.overrides._get_current_function_mode_stack()"),
     "_device": ("2.6", "device.DeviceContext"),
@@ -211,11 +212,11 @@ VERSIONED = {
 
 OTHERS = {
     "python": """
-        _PyRuntime _actions _actual_context _afterfork_registry _args _asdict _asyncio _check_running
-        _children _concrete_contexts _ctx _current_frames _default_context _executor _exit _exit_function
-        _fields _filters_mutated _finalizer_registry _fork_intent _forkserver _forkserver_
+        _Pointer _PyRuntime _actions _actual_context _afterfork_registry _args _asdict _asyncio _check_running
+        _children _concrete_contexts _ctx _current_frames _default_context _event_loop_policy _executor _exit
+        _exit_function _fields _filters_mutated _finalizer_registry _fork_intent _forkserver _forkserver_
         _forkserver_alive_fd _getframe _handlerList _idle_semaphore _inherited_fds _initargs _initializer
-        _io _kwargs _max_tasks_per_child _max_workers _maxtasksperchild _mp_context _notempty
+        _io _kwargs _local _max_tasks_per_child _max_workers _maxtasksperchild _mp_context _notempty
         _option_string_actions _parent_pid _popen _posixsubprocess _processes _python_exit _recv_bytes
         _register_atexit _registered_with_atexit _registry _replace _resource_tracker _rlock
         _run_after_forkers _run_exitfuncs _shutdown _shutdown_lock _shutdown_thread _start_new_thread
@@ -224,7 +225,7 @@ OTHERS = {
     "IPython, ipykernel, pyzmq, ipywidgets": """
         _allow_stdin _filename_map _ipython_cache _object_find _oh _original_stdstream_copy _publish_status
         _recv_callback _recv_copy _reloader _render_traceback_ _run_callback _shell_channel_to_main
-        _showtraceback _topic _trait_values _traits _view_count""",
+        _showtraceback _topic _trait_notifiers _trait_values _traits _view_count""",
     "numpy, pandas, matplotlib, scipy": """
         _axstack _clear_cache _core _edgecolors _facecolors _indices _invalidx _invalidy _left_title
         _localaxes _ndarray _reconstruct _right_title _stale _subslice _suptitle _supxlabel _supylabel
@@ -237,8 +238,8 @@ OTHERS = {
         _AcceleratorConnector _Connector _EvaluationLoop _IS_INTERACTIVE _MultiProcessingLauncher
         _SubprocessScriptLauncher _accelerator_connector _devices_flag _num_nodes_flag _start_method _trainer""",
     "other libraries": """
-        _NativeDistModel _console _dataloaders _distributed _eval_dataloaders _has_internet _is_initialized
-        _is_jupyter _is_kaggle _login _num_processes _num_replicas _original_start_new_thread
+        _NativeDistModel _active_run_stack _console _dataloaders _distributed _eval_dataloaders _has_internet _init_pid
+        _is_initialized _is_jupyter _is_kaggle _login _num_processes _num_replicas _original_start_new_thread
         _original_tracing _params _process_index""",
     "tensorboard": "_async_writer _get_file_writer _worker",
     "nbaccel, in the objects of others": """_fingerprint _nbaccel_cut _nbaccel_dispatch _nbaccel_lone_pass

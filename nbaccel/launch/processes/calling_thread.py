@@ -15,7 +15,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,15 +47,14 @@ class CallingThread:
         values = {key: value for key, value in here.items() if str(key).startswith(_KEY) and key not in not_ours}
         return cls(contextvars.copy_context(), TorchFlags.of_this_thread(), values)
 
-    def run(self, function: Callable[[], object]) -> None:
-        """Call `function` in another thread, which has these values meanwhile, and in the processes that it forks."""
-        self.context.run(self._run, function)
+    def enter(self) -> None:
+        """Give the thread that calls it these values, and the processes that it forks. It runs in `context` already.
 
-    def _run(self, function: Callable[[], object]) -> None:
+        Of a rank's frames this leaves none, see `ForkStart.start`.
+        """
         if self.local_values:
             _values_of_this_thread().update(self.local_values)
         self.torch_flags.apply()
-        function()
 
     @staticmethod
     @contextlib.contextmanager

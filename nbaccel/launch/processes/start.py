@@ -109,6 +109,7 @@ class ForkStart:
 
         def fork_all() -> None:
             try:
+                caller.enter()
                 for boot in boots:
                     with self._files.opened_anew() as own_files:
                         processes.append(
@@ -125,7 +126,7 @@ class ForkStart:
         # A child of a thread that has run OpenMP waits for its pool:
         # https://github.com/pytorch/pytorch/issues/58962.
         with _quiet_tokenizers(), CallingThread.kept_local_values():
-            thread = threading.Thread(target=caller.run, args=(fork_all,), name="nbaccel-fork")
+            thread = threading.Thread(target=caller.context.run, args=(fork_all,), name="nbaccel-fork")
             thread.start()
             thread.join()
         if failures:

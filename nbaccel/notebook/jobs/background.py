@@ -123,6 +123,7 @@ class BackgroundRun(Pollable):
 
         def go() -> None:
             try:
+                caller.enter()
                 self.work.go(host, listeners=listeners, beside=[self, *beside], occupied=occupied)
                 self.work.show_end()
                 self._say_what_waits()
@@ -135,7 +136,7 @@ class BackgroundRun(Pollable):
         # https://github.com/ipython/ipykernel/pull/1186.
         # Its context has the cell that a thread belongs to, which ipykernel 7 stores there.
         caller = CallingThread.capture()
-        threading.Thread(target=caller.run, args=(go,), name="nbaccel-background", daemon=True).start()
+        threading.Thread(target=caller.context.run, args=(go,), name="nbaccel-background", daemon=True).start()
         while not self._has_begun.is_set() or (self.was_interrupted and not self.is_over):
             try:
                 (self._is_over if self.was_interrupted else self._has_begun).wait()

@@ -33,7 +33,7 @@ _NOT_ANNOUNCED = "not announced"
 """A doubt of `Reduction`: a backward that should have synchronised came from no forward of the model."""
 
 
-_NOTHING_HOOKED = (torch.empty(0), None)
+_NOTHING_HOOKED = (torch.empty(0, device="cpu"), None)
 
 
 # torch notices an unfinished backward only at the next forward: https://github.com/pytorch/pytorch/issues/128949.

@@ -107,14 +107,14 @@ def _deals() -> Any:
     world = _world(dist.get_rank())
     wire = _Wire(_CUDA, world, keeps_on_host=False)
     if world.is_main_process:
-        wire.send(_BATCH, [_Payload.pack({"x": torch.arange(3), "name": "a"})], True, 2)
+        wire.send(_BATCH, [_Payload.pack({"x": torch.arange(3), "name": "a"})], True, 2, 3)
         return _asked_of_the_device()
-    kind, part, is_last, remainder = wire.receive()
-    return (kind, part["x"].tolist(), str(part["x"].device), part["name"], is_last, remainder), _asked_of_the_device()
+    kind, part, *numbers = wire.receive()
+    return (kind, part["x"].tolist(), str(part["x"].device), part["name"], *numbers), _asked_of_the_device()
 
 
 def test_batches_that_rank_0_reads_go_from_host_to_host() -> None:
-    assert run_ranks(2, _deals) == [0, ((_BATCH, [0, 1, 2], "cpu", "a", True, 2), 0)]
+    assert run_ranks(2, _deals) == [0, ((_BATCH, [0, 1, 2], "cpu", "a", True, 2, 3), 0)]
 
 
 def _is_formed_again() -> tuple[str, bool]:

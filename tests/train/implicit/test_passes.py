@@ -767,7 +767,7 @@ def test_batches_smaller_than_the_world_are_told_at_the_end() -> None:
     plain, ranks = run(lambda rank: rank.train(DataLoader(numbers(3), batch_size=1)))
 
     check(plain, ranks, whole={0, 1, 2})
-    assert [(each.is_split, "fewer samples than 2" in each.why) for each in ranks[0].said] == [(False, True)]
+    assert [(each.is_split, "fewer than 2 samples" in each.why) for each in ranks[0].said] == [(False, True)]
 
 
 def test_sampler_that_shares_out_by_itself_is_untouched() -> None:
