@@ -380,13 +380,28 @@ class SlowToSend:
         return int, (7,)
 
 
-def test_an_interrupt_does_not_cut_off_results_that_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+class InterruptsOnItsWay(SlowToSend):
+    """Interrupts the kernel once it is on its way out of both ranks."""
+
+    def __init__(self, kernel: int, folder: Path) -> None:
+        self._kernel = kernel
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        (self._folder / str(os.getpid())).touch()
+        with contextlib.suppress(FileExistsError):
+            if len(list(self._folder.iterdir())) == 2:
+                (self._folder / "interrupted").touch(exist_ok=False)
+                os.kill(self._kernel, signal.SIGINT)
+        return super().__reduce__()
+
+
+def test_an_interrupt_does_not_cut_off_results_that_are_on_their_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(shutdown, "_NO_STEP_S", 0.1)
     monkeypatch.setattr(shutdown, "_PATIENCE_S", 0.2)
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    run = launch(SlowToSend, 2, check=False)
-    timer.join()
+    run = launch(InterruptsOnItsWay, 2, args=(os.getpid(), tmp_path), check=False)
     assert isinstance(run.error, KeyboardInterrupt)
     assert run.values == [7, 7]
 
