@@ -274,8 +274,8 @@ def own_backward() -> tuple[list[Tensor], list[Tensor]]:
     return _steps(program, lambda step: program.model(program.rows(step)).square().mean().backward()), _plain()
 
 
-def accumulated() -> tuple[list[Tensor], list[Tensor]]:
-    program = Program(gradient_accumulation_steps=2)
+def accumulated(*handlers: Any) -> tuple[list[Tensor], list[Tensor]]:
+    program = Program(gradient_accumulation_steps=2, kwargs_handlers=[*handlers])
     for step in range(STEPS):
         for rows in program.rows(step).split(2):
             with program.accelerator.accumulate(program.model):
@@ -449,14 +449,7 @@ def unused_in_a_static_graph() -> tuple[list[Tensor], list[Tensor]]:
 
 
 def accumulated_in_a_static_graph() -> tuple[list[Tensor], list[Tensor]]:
-    options = DistributedDataParallelKwargs(static_graph=True)
-    program = Program(gradient_accumulation_steps=2, kwargs_handlers=[options])
-    for step in range(STEPS):
-        for rows in program.rows(step).split(2):
-            with program.accelerator.accumulate(program.model):
-                program.accelerator.backward(program.model(rows).square().mean())
-                program.end()
-    return list(program.net.parameters()), _plain()
+    return accumulated(DistributedDataParallelKwargs(static_graph=True))
 
 
 def cast_and_back() -> tuple[list[Tensor], list[Tensor]]:
