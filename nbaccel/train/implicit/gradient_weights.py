@@ -348,7 +348,7 @@ _PASSING = slice(_NAMES.index("at"), len(_NAMES))
 """Numbers that change from one backward to the next: equal in all ranks, or ranks are out of step."""
 
 _VALUES = slice(len(_NAMES), len(_NAMES) + VALUES)
-_TERMS_AT = _NAMES.index("terms")
+_LEAVES_AT, _EXTRAS_AT, _TERMS_AT = map(_NAMES.index, ("leaves", "extras", "terms"))
 _numbers = operator.attrgetter(*_NAMES)
 
 
@@ -397,12 +397,14 @@ class Told:
         """Return all that decides how gradients are summed; None where the ranks differ in what does not repeat.
 
         A loss of zero may be that of no samples, so its value decides, too; and where no rank has a part it decides
-        whether the ranks have the same one.
+        whether the ranks have the same one. Where ranks reach different leaves, or a backward runs others inside, to
+        decide takes a collective, which each rank has to enter: one may find a decision that another has not kept.
         """
-        first, loss, are_alike = self._rows[0][_PASSING], self._rows[0][_VALUES.start], True
+        one = self._rows[0]
+        first, leaves, loss, are_alike = one[_PASSING], one[_LEAVES_AT], one[_VALUES.start], True
         for row in self._rows:
             value = row[_VALUES.start]
-            if row[_PASSING] != first or not value:
+            if row[_PASSING] != first or not value or row[_LEAVES_AT] != leaves or row[_EXTRAS_AT]:
                 return None
             are_alike = are_alike and value == loss
         lasting = [tuple(row[: _PASSING.start]) for row in self._rows]

@@ -57,6 +57,12 @@ def test_ranks_out_of_step_never_decide_as_before(name: str) -> None:
     assert told(SAY, replace(SAY, **{name: 9.0})).decisive() is None
 
 
+@pytest.mark.parametrize("name", ["leaves", "extras"])
+def test_what_is_decided_by_a_collective_is_decided_by_all_ranks_each_time(name: str) -> None:
+    """A rank that remembered it would not enter the collective of one that does not, as for a longer text."""
+    assert told(SAY, replace(SAY, **{name: getattr(SAY, name) + 1})).decisive() is None
+
+
 def test_a_loss_of_zero_may_be_of_no_samples_and_never_decides_as_before() -> None:
     assert told(SAY, SAY, loss=0.0).decisive() is None
 
