@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,9 +31,6 @@ _BATCHES_WATCHED = 256
 
 _STEPS_PER_BATCH = 4
 """With more steps than these between two batches, the steps train on other data, as where a held iterator evaluates."""
-
-_PATIENCE_S = 2.0
-_POLL_S = 0.02
 
 _DEPTH = 5
 _WIDTH = 4
@@ -79,10 +75,12 @@ class _Watch:
         self._world = World(0, 1, 0, 1)
         self._accumulation_of: weakref.ref[Accumulation] | None = None
         self._judged = 0
+        self._laid: tuple[str, str, str] | None = None
 
     def follow(self, world: World, accumulation: Accumulation) -> None:
         if self._accumulation_of is None or self._accumulation_of() is not accumulation:
             self._world, self._accumulation_of, self.is_open = world, weakref.ref(accumulation), True
+            self._laid = None
 
     def look(self, loader: DataLoader[Any], iterator: Any, module: str) -> None:
         """Hook an iteration of `loader` that begins in `module`."""
@@ -101,26 +99,38 @@ class _Watch:
             return None
         return accumulation.clock.done, accumulation.clock.passes
 
-    def judge(self, loader: DataLoader[Any]) -> None:
-        """Compare the ranks' datasets: the prepared model was trained on a batch of `loader`.
+    def note_trained(self, loader: DataLoader[Any]) -> bool:
+        """Note that the prepared model was trained on a batch of `loader`; return True if this ends the look at it.
 
-        Every rank, at the same step.
+        Every rank, at the same step. The first time it lays down what the dataset contains, the second time rank 0
+        compares: in between the ranks have trained together, so what a rank has not laid down by then, it never will.
         """
+        if self._laid is None:
+            self._laid = self._lay(loader)
+            return False
+        key, mine, notice = self._laid
+        self._laid = None
+        with suppress(RuntimeError):  # of a store that is gone
+            store, world = c10d._get_default_store(), self._world
+            if not world.is_main_process or all(
+                _read(store, f"{key}/{rank}") == mine for rank in range(1, world.world_size)
+            ):
+                self.is_open = False
+                if world.is_main_process:
+                    warn_user(notice)
+        return True
+
+    def _lay(self, loader: DataLoader[Any]) -> tuple[str, str, str]:
+        """Show the other ranks what the dataset contains. Return the key, the contents, and what is said of them."""
         self._judged += 1
         key, world = f"nbaccel/unprepared/{self._judged}", self._world
         try:
             mine = contents(loader.dataset)
         except Exception as error:  # from attributes of the program's own classes: a notice is not worth an error
             mine = f"rank {world.rank} cannot read it: {type(error).__name__}"
-        with suppress(RuntimeError):  # of a store that is gone
-            store = c10d._get_default_store()
-            store.set(f"{key}/{world.rank}", mine)
-            if not world.is_main_process or all(
-                _read(store, f"{key}/{rank}") == mine for rank in range(1, world.world_size)
-            ):
-                self.is_open = False
-                if world.is_main_process:
-                    warn_user(_notice(loader, world))
+        with suppress(RuntimeError):
+            c10d._get_default_store().set(f"{key}/{world.rank}", mine)
+        return key, mine, _notice(loader, world)
 
     def _trains_otherwise(self) -> bool:
         """Return whether the present training gets its batches elsewhere, or is not one training of all ranks."""
@@ -150,10 +160,9 @@ class _Looked:
         before, self._step = self._step, self._watch.step()
         has_trained = before is not None and self._step is not None and _is_trained_between(before, self._step)
         self._left -= 1
-        if has_trained or not self._left:
+        is_over = has_trained and self._watch.note_trained(self._loader)
+        if is_over or not self._left:
             del iterator._next_data
-        if has_trained:
-            self._watch.judge(self._loader)
         return type(iterator)._next_data(iterator)
 
 
@@ -200,13 +209,8 @@ def _parts(thing: Any, depth: int) -> Iterator[str]:
 
 
 def _read(store: Any, key: str) -> str | None:
-    """Return the text at `key`; None if no rank has written it within some seconds."""
-    until = time.monotonic() + _PATIENCE_S
-    while not store.check([key]):
-        if time.monotonic() > until:
-            return None
-        time.sleep(_POLL_S)
-    return str(store.get(key).decode())
+    """Return the text at `key`; None if no rank has written it."""
+    return str(store.get(key).decode()) if store.check([key]) else None
 
 
 def _notice(loader: DataLoader[Any], world: World) -> str:

@@ -113,7 +113,7 @@ def _agreed(
         ValueError, PeerFailed, or the error of a stream: the items are not the same in all ranks.
     """
     world = accelerator.world
-    first, error = first_items_of(items)
+    first, error = first_items_of(items, **({} if world.is_distributed else {"count": 1}))
     is_asked = is_kept and world.is_main_process
     marks = (SourceMark.of(function), SourceMark.of(setup)) if is_asked else None
     by_rank = accelerator.collectives.gather_objects([(uuid.uuid4().hex, marks, first)], "map")

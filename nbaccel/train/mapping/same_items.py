@@ -8,11 +8,9 @@ their checksums.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import islice
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -29,8 +27,7 @@ from nbaccel.world import World
 __all__ = ["FirstItems", "StreamReader", "first_items_of", "reader_of", "refuse_different_items", "refuse_parts"]
 
 _COMPARED = 16
-_COMPARE_S = 0.5
-"""Most items that are compared, and the time after which no more of a slow stream are read for it."""
+"""Number of items that are compared. A slow stream is waited for: how many are compared must not depend on the load."""
 
 
 class StreamReader(threading.Thread):
@@ -48,7 +45,7 @@ class StreamReader(threading.Thread):
         self._head: list[Any] = []
         self._asked: SimpleQueue[int] = SimpleQueue()
         self._given: SimpleQueue[list[Any] | BaseException] = SimpleQueue()
-        self._is_used = self._is_asked = False
+        self._is_used = False
 
     def unused(self) -> StreamReader:
         """Return a reader from the first item on: this one, unless items were taken of it, or it was closed."""
@@ -62,19 +59,15 @@ class StreamReader(threading.Thread):
         """
         self._is_used = True
         taken, self._head = self._head[:most], self._head[most:]
-        if self._is_asked and len(taken) < most:
-            taken += self._next(1)
         return taken + self._next(most - len(taken)) if len(taken) < most else taken
 
-    def look_ahead(self) -> tuple[list[Any], bool]:
+    def look_ahead(self, count: int = _COMPARED) -> tuple[list[Any], bool]:
         """Return the first items, which stay in the stream, and whether there are no others."""
-        until = time.monotonic() + _COMPARE_S
-        with suppress(Empty):
-            while len(self._head) < _COMPARED:
-                more = self._next(1, max(0.0, until - time.monotonic()) if self._head else None)
-                if not more:
-                    return self._head, True
-                self._head += more
+        while len(self._head) < count:
+            more = self._next(1)
+            if not more:
+                return self._head, True
+            self._head += more
         return self._head, False
 
     def difference(self, blocks: Iterable[tuple[int, str]], keeps: bool = False) -> str:
@@ -97,17 +90,14 @@ class StreamReader(threading.Thread):
         self._is_used = True
         self._asked.put(0)
 
-    def _next(self, count: int, timeout_s: float | None = None) -> list[Any]:
-        """Return the next items; those that it was asked for before, if they have not come yet.
+    def _next(self, count: int) -> list[Any]:
+        """Return the next items.
 
         Raises:
-            Empty: they take longer; they come next.
+            The error of the stream.
         """
-        if not self._is_asked:
-            self._asked.put(count)
-        self._is_asked = True
-        found = self._given.get(timeout=timeout_s)
-        self._is_asked = False
+        self._asked.put(count)
+        found = self._given.get()
         if isinstance(found, BaseException):
             raise found
         return found
@@ -154,8 +144,8 @@ def refuse_parts(items: Any, world: World) -> None:
 class FirstItems:
     """The facts about its items that a rank shows to the others.
 
-    mark: of the items.  checksums: of the first items, one each; empty for items that take long to
-        read.  is_all: a stream has no others.  error: that they have raised, in words.
+    mark: of the items.  checksums: of the first items, one each; empty for items that are no
+        sequence of Python's and no stream.  is_all: a stream has no others.  error: that they have raised, in words.
     """
 
     mark: ItemMark
@@ -181,13 +171,16 @@ class FirstItems:
         return ""
 
 
-def first_items_of(items: Any) -> tuple[FirstItems, BaseException | None]:
-    """Return the facts that this rank shows to the others, and the error that its items have raised."""
+def first_items_of(items: Any, count: int = _COMPARED) -> tuple[FirstItems, BaseException | None]:
+    """Return the facts that this rank shows to the others, and the error that its items have raised.
+
+    count: items of a stream that are waited for.
+    """
     try:
         if not isinstance(items, StreamReader):
             some = items[:_COMPARED] if isinstance(items, list | tuple | range) else ()
             return FirstItems(ItemMark.of(items), _checksums(some)), None
-        head, is_all = items.look_ahead()
+        head, is_all = items.look_ahead(count)
         return FirstItems(ItemMark(None, ""), _checksums(head), is_all), None
     except Exception as error:
         return FirstItems(ItemMark(None, ""), error=f"{type(error).__name__}: {error}"), error

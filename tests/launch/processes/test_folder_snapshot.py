@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -117,10 +119,15 @@ def test_without_a_place_to_keep_files_nothing_is_put_back(home: Path) -> None:
     assert snapshot.changed() == [str(home / "old.txt")]
 
 
-def test_a_look_at_a_folder_ends_in_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_snapshot, "_MOST_S", -1.0)
-    snapshot = FolderSnapshot.of(home)
-    assert snapshot.changed() == [f"{home} holds more than 0 files; new ones are not listed"]
+def test_what_is_looked_at_is_a_number_of_files_and_folders_and_no_time(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jumps = itertools.count(step=1e6)  # as on a machine whose cores are all busy
+    monkeypatch.setattr(time, "monotonic", lambda: next(jumps))
+    assert FolderSnapshot.of(home).changed() == []
+    for number in range(4):
+        (home / f"empty {number}").mkdir()
+    assert not FolderSnapshot.of(home, most=4).is_whole
 
 
 def test_file_systems_that_are_mounted_below_are_left_alone() -> None:

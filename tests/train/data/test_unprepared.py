@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset, TensorDataset
 
 from nbaccel import Accelerator
@@ -67,6 +69,27 @@ def test_an_unprepared_loader_that_a_prepared_model_is_trained_from_is_said_once
         "2 times. `loader = accelerator.prepare(loader)` before the loop gives each rank its share."
     )
     assert notice[1] == __file__
+    assert others == []
+
+
+class _SlowToTell(TensorDataset):
+    """In rank 1 it takes longer than two seconds to say what it contains, as on a machine whose cores are all busy."""
+
+    @property
+    def _fingerprint(self) -> str:
+        time.sleep(2.2 * dist.get_rank())
+        return "alike"
+
+
+@pytest.mark.full
+def test_a_rank_that_is_slow_to_tell_what_it_reads_is_waited_for_by_no_clock() -> None:
+    def program(accelerator: Accelerator) -> None:
+        _, _, step = _trainer(accelerator)
+        for (x,) in DataLoader(_SlowToTell(*DATA.tensors), 2):
+            step(x)
+
+    (notice,), others = _notices(program)
+    assert "the loader over _SlowToTell was not prepared: each of 2 ranks reads all 8 batches" in notice[0]
     assert others == []
 
 

@@ -1393,9 +1393,9 @@ def time_before_samples() -> Values:
     return ends(model), printed
 
 
-@loop()
+@loop(is_split=False)
 def time_as_long_as_a_batch() -> Values:
-    """A square batch: nothing shows which dimension counts samples, so each rank's function makes a part."""
+    """A square batch: nothing shows which dimension counts samples, so a batch of its function is not cut."""
     torch.manual_seed(2)
     model, head = nn.RNN(1, 4), nn.Linear(4, 1)
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
