@@ -15,9 +15,11 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+
+from nbaccel.launch.worker.jupyter import is_of_the_kernel
 
 __all__ = ["Connections", "explain"]
 
@@ -43,9 +45,8 @@ class Connections:
         kind = getattr(sys.modules.get("ssl"), "SSLSocket", None)
         if not families or kind is None:
             return cls(families)
-        objects = gc.get_objects()  # hundreds of thousands, of a few thousand types
-        kinds = {each for each in set(map(type, objects)) if issubclass(each, kind)}
-        found = (each.fileno() for each in objects if type(each) in kinds) if kinds else ()
+        # An object refers to its class: that is looked for in C, among hundreds of thousands of objects.
+        found = (each.fileno() for each in gc.get_referrers(*_with_subclasses(kind)) if issubclass(type(each), kind))
         return cls(families, frozenset(found) & families.keys())
 
     def leave(self, is_first: bool) -> None:
@@ -77,13 +78,19 @@ def explain(error: BaseException) -> None:
         )
 
 
+def _with_subclasses(kind: type[object]) -> Iterator[type[object]]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _with_subclasses(each)
+
+
 def _as_connection(number: int, ports: Collection[int]) -> dict[int, int]:
     found = socket.SocketType(fileno=number)  # the fast class in C
     try:
         if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
             return {}
         found.getpeername()
-        return {} if found.getsockname()[1] in ports else {number: found.family}
+        return {} if is_of_the_kernel(found, ports) else {number: found.family}
     except OSError:  # it listens, or is closed
         return {}
     finally:

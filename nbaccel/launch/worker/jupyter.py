@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from nbaccel.errors import NoInput
@@ -26,6 +26,7 @@ __all__ = [
     "adopt_notebook",
     "close_kernel_sockets",
     "flush_figures",
+    "is_of_the_kernel",
     "kernel_ports",
     "new_shell",
     "reload_modules",
@@ -63,19 +64,27 @@ def close_kernel_sockets(ports: frozenset[int]) -> None:
         except OSError:
             continue
         try:
-            is_kernels = found.family in (socket.AF_INET, socket.AF_INET6) and _serves(found, ports)
+            is_kernels = found.family in (socket.AF_INET, socket.AF_INET6) and is_of_the_kernel(found, ports)
         finally:
             found.detach()
         if is_kernels:
             os.close(fd)
 
 
-def _serves(connection: socket.SocketType, ports: frozenset[int]) -> bool:
-    """Return whether the socket listens, or has one of `ports`."""
+def is_of_the_kernel(connection: socket.SocketType, ports: Collection[int]) -> bool:
+    """Return whether the socket listens, has one of `ports`, or is the kernel's other end of such a connection.
+
+    ipykernel connects its debugger to its own shell port.
+    """
     try:
-        listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        return bool(listens) or connection.getsockname()[1] in ports
-    except OSError:
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return True
+        address, port = connection.getsockname()[:2]
+        if port in ports:
+            return True
+        peer_address, peer_port = connection.getpeername()[:2]
+        return peer_port in ports and peer_address == address
+    except OSError:  # it is not connected
         return False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,7 +90,9 @@ def test_an_encrypted_connection_stays_the_notebooks() -> None:
         found = Connections.find([])
         assert {client.fileno(), served.fileno()} <= found.families.keys()
         assert not {here.fileno(), listener.fileno()} & found.families.keys()
-        assert not Connections.find([listener.getsockname()[1]]).families.keys() & {served.fileno()}
+        # As ipykernel's debugger is to the kernel's own shell port, in every kernel.
+        own = Connections.find([listener.getsockname()[1]])
+        assert not own.families.keys() & {served.fileno(), client.fileno()}
 
         def works() -> list[bool]:
             return [_is_connected(client), _is_connected(served)]
@@ -106,6 +109,18 @@ def test_an_encrypted_connection_stays_the_notebooks() -> None:
     finally:
         for each in (here, there, listener, client, served):
             each.close()
+
+
+@pytest.mark.parametrize("kind", [ssl.SSLSocket, type("OfALibrary", (ssl.SSLSocket,), {})])
+def test_sockets_that_encrypt_are_found_by_their_class(kind: type[ssl.SSLSocket]) -> None:
+    context = ssl.create_default_context()
+    context.sslsocket_class = kind
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as plain:
+        client = socket.create_connection(listener.getsockname())
+        with context.wrap_socket(client, server_hostname="a", do_handshake_on_connect=False) as encrypted:
+            found = Connections.find([])
+            assert encrypted.fileno() in found.encrypted
+            assert plain.fileno() in found.families.keys() - found.encrypted
 
 
 def _is_connected(end: socket.socket) -> bool:
