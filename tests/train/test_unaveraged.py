@@ -151,6 +151,33 @@ def an_optimizer_that_was_not_prepared(step: int, program: Program) -> None:
     program.accelerator.backward((program.net if step else program.model)(program.rows(step)).square().mean())
 
 
+def an_optimizer_of_its_own_with_a_parameter_outside(step: int, program: Program) -> None:
+    if step == 0:
+        torch.manual_seed(1)
+        program.head = torch.nn.Linear(1, 1).double()
+        program.optimizer = torch.optim.SGD([*program.net.parameters(), *program.head.parameters()], 0.1)
+    program.head(program.model(program.rows(step))).square().mean().backward()
+
+
+def an_optimizer_and_a_backward_of_its_own(step: int, program: Program) -> None:
+    if step == 0:
+        program.optimizer = torch.optim.SGD(program.net.parameters(), 0.1)
+    program.net.loss(program.rows(step)).backward()
+
+
+def an_optimizer_of_its_own_in_the_middle_of_a_window(step: int, program: Program) -> None:
+    if step == 0:
+        program.optimizer = torch.optim.SGD(program.net.parameters(), 0.1)
+        program.accelerator.gradient_accumulation_steps = 2
+    with program.accelerator.accumulate(program.model):
+        program.accelerator.backward(program.model(program.rows(step)).square().mean())
+
+
+def a_closure_of_an_optimizer_of_its_own(step: int, program: Program) -> None:
+    program.optimizer = torch.optim.SGD(program.net.parameters(), 0.1)
+    a_closure(step, program)
+
+
 def a_closure(step: int, program: Program) -> None:
     def closure() -> Tensor:
         program.optimizer.zero_grad()
@@ -180,6 +207,10 @@ WRONG: dict[Callable[[int, Program], None], tuple[int, str, str]] = {
     a_layer_replaced: (1, "body.weight, body.bias are averaged", "They were frozen, or not yet in the model, when"),
     an_optimizer_that_was_not_prepared: (1, "body.weight", INSIDE),
     a_closure: (0, "body.weight", INSIDE),
+    an_optimizer_of_its_own_with_a_parameter_outside: (0, "parameter 6 of the opt", "No prepared model has them."),
+    an_optimizer_and_a_backward_of_its_own: (0, "body.weight", INSIDE),
+    an_optimizer_of_its_own_in_the_middle_of_a_window: (0, "body.weight", "Prepare it, or step it where"),
+    a_closure_of_an_optimizer_of_its_own: (0, "body.weight", INSIDE),
 }
 
 
@@ -400,7 +431,9 @@ def two_losses_of_its_own_backward() -> tuple[list[Tensor], list[Tensor]]:
     return _two(False, backward), [*_plain(), *_plain()]
 
 
-def adversarial() -> tuple[list[Tensor], list[Tensor]]:
+def adversarial(prepares: bool = True) -> tuple[list[Tensor], list[Tensor]]:
+    """prepares: False leaves the optimizers, and the backward, to torch."""
+
     def train(made: Any, judge: Any, optimizers: Any, rows: Tensor, backward: Callable[[Tensor], None]) -> None:
         with torch.no_grad():
             fake = made(rows).expand(-1, 3)
@@ -414,11 +447,12 @@ def adversarial() -> tuple[list[Tensor], list[Tensor]]:
 
     accelerator = Accelerator(cpu=True)
     nets, plain = [Net(), Net()], [Net(), Net()]
-    prepared = accelerator.prepare(*nets, *[torch.optim.SGD(each.parameters(), 0.1) for each in nets])
+    own = [torch.optim.SGD(each.parameters(), 0.1) for each in nets]
+    prepared = accelerator.prepare(*nets, *own) if prepares else [*accelerator.prepare(*nets), *own]
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in plain]
     for step in range(STEPS):
         rows = rows_of(step)[accelerator.process_index :: accelerator.num_processes]
-        train(*prepared[:2], prepared[2:], rows, accelerator.backward)
+        train(*prepared[:2], prepared[2:], rows, accelerator.backward if prepares else torch.autograd.backward)
         train(*plain, optimizers, rows_of(step), torch.autograd.backward)
     return [each for net in nets for each in net.parameters()], [each for net in plain for each in net.parameters()]
 
@@ -498,9 +532,11 @@ def without_gradients_in_between() -> tuple[list[Tensor], list[Tensor]]:
     return _steps(program, backward), _plain()
 
 
-def a_part_of_the_model_outside() -> tuple[list[Tensor], list[Tensor]]:
+def a_part_of_the_model_outside(prepares: bool = True) -> tuple[list[Tensor], list[Tensor]]:
     """A scale that no model has, averaged by the program itself."""
     program = Program()
+    if not prepares:
+        program.optimizer = torch.optim.SGD(program.net.parameters(), 0.1)
     scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
     program.optimizer.add_param_group({"params": [scale]})
 
@@ -517,6 +553,24 @@ def a_part_of_the_model_outside() -> tuple[list[Tensor], list[Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
     return found, [*net.parameters(), plain]
+
+
+def optimizers_of_its_own() -> tuple[list[Tensor], list[Tensor]]:
+    """One of the model's, which steps at the end of each window; a probe's, which rank 0 alone trains."""
+    program = Program(gradient_accumulation_steps=2)
+    program.optimizer = torch.optim.SGD(program.net.parameters(), 0.1)
+    probe = torch.nn.Linear(3, 1).double()
+    probing = torch.optim.SGD(probe.parameters(), 0.1)
+    for step in range(STEPS):
+        for rows in program.rows(step).split(2):
+            with program.accelerator.accumulate(program.model):
+                program.accelerator.backward(program.model(rows).square().mean())
+                if program.accelerator.sync_gradients:
+                    program.end()
+            if program.accelerator.is_main_process:
+                probe(rows).square().mean().backward()
+                probing.step()
+    return list(program.net.parameters()), _plain()
 
 
 def triggered() -> tuple[list[Tensor], list[Tensor]]:
@@ -619,6 +673,9 @@ RIGHT: dict[str, tuple[Right, int]] = {
     "two forwards, two losses, two optimizers": (lambda: two_losses_after_both_forwards(False), 1),
     "two forwards, two losses, own backward": (two_losses_of_its_own_backward, 0),
     "GAN": (adversarial, 0),
+    "GAN, optimizers and backward of its own": (lambda: adversarial(prepares=False), 0),
+    "optimizers of its own": (optimizers_of_its_own, 0),
+    "a parameter outside, averaged, its own optimizer": (lambda: a_part_of_the_model_outside(False), STEPS),
     "unused ones looked for": (unused_and_looked_for, 0),
     "static graph": (unused_in_a_static_graph, 0),
     "static graph, accumulated": (accumulated_in_a_static_graph, 0),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from nbaccel.train.prepare.horizon import Horizon, horizon_of
 from nbaccel.train.prepare.loss_watch import LossWatch
 from nbaccel.train.prepare.mean_of_ranks import MeanLosses, decide_by_the_mean
 from nbaccel.train.step.accumulation import Accumulation
+from nbaccel.train.step.gradients import Freshness
 from nbaccel.train.step.precision import Precision, Taken
 from nbaccel.train.strategies.single import Strategy
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SKIPS_IN_A_ROW",
-    "Freshness",
     "Guard",
     "PreparedOptimizer",
     "PreparedScheduler",
@@ -126,7 +125,7 @@ class PreparedOptimizer(Optimizer):
             if closure is None:
                 self._unaveraged.refuse(is_ours=True)
             else:
-                closure = self._refusing(closure)
+                closure = self._unaveraged.after(closure)
         value: Any = None
         taken: Taken = False
         if not self._watch.judges_steps or self._watch.lets_step(self.optimizer):
@@ -150,18 +149,6 @@ class PreparedOptimizer(Optimizer):
         else:
             self._tells = taken
         return value
-
-    def _refusing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return `closure`, which computes gradients, with a look at them afterwards."""
-
-        def refusing() -> Any:
-            before = self.accumulation.backwards
-            loss = closure()
-            assert self._unaveraged is not None
-            self._unaveraged.refuse(is_ours=self.accumulation.backwards != before)
-            return loss
-
-        return refusing
 
     def refuse_unscaled(self) -> None:
         """Refuse to unscale gradients that were never scaled: those of the program's own ``loss.backward()``."""
@@ -357,54 +344,6 @@ class PreparedScheduler:
 
 
 _LINE = "accelerator.backward(loss)"
-
-
-class Freshness:
-    """Tells whether an optimizer has other gradients than at its last step.
-
-    Called only where no backward of ours has run since: an optimizer that is told to step twice has the old ones, and
-    one whose program calls ``loss.backward()`` has new ones.
-
-    is_cleared: the gradients of the last step were dropped, so any existing gradient is new.
-    stepped_with: one of them, and its version; None after a backward of ours.
-    """
-
-    __slots__ = ("is_cleared", "stepped_with")
-
-    def __init__(self) -> None:
-        self.is_cleared = True
-        self.stepped_with: tuple[weakref.ref[Tensor], int] | None = None
-
-    def has_new(self, optimizer: Optimizer) -> bool:
-        gradient = _a_gradient(optimizer)
-        if gradient is None or self.is_cleared:
-            return gradient is not None
-        if self.stepped_with is None:
-            return False
-        known, version = self.stepped_with
-        return known() is not gradient or gradient._version != version
-
-    def note(self, optimizer: Optimizer) -> None:
-        """Record that `optimizer` has stepped with its present gradients."""
-        self.is_cleared = False
-        gradient = _a_gradient(optimizer)
-        self.stepped_with = None if gradient is None else (weakref.ref(gradient), gradient._version)
-
-    def __reduce__(self) -> tuple[type[Freshness], tuple[()]]:
-        """Return an empty object: a weak reference cannot be pickled, and another process has other gradients."""
-        return Freshness, ()
-
-
-def _a_gradient(optimizer: Optimizer) -> Tensor | None:
-    return next(
-        (
-            parameter.grad
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ),
-        None,
-    )
 
 
 class RawSteps:

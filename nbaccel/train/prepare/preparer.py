@@ -135,13 +135,13 @@ class Preparer:
         return [prepared.get(id(model), model) for model, _ in models]
 
     def _look_at_other_optimizers(self) -> None:
-        """Have the steps of optimizers that are not prepared looked at, once gradients may be those of one rank."""
+        """Have the steps of optimizers that are not prepared looked at, since they may step what is prepared."""
         strategy = self._equipment.strategy
-        if strategy.has_peers and not RunSettings.from_env().independent:
+        if strategy.has_peers and not strategy.watches_others and not RunSettings.from_env().independent:
             from nbaccel.train.prepare.unaveraged import OtherOptimizers  # one process does not need it
 
-            others = OtherOptimizers(strategy, self._equipment.accumulation, self._equipment.prepared.optimizers)
-            strategy.when_in_doubt = strategy.when_in_doubt or others.begin
+            OtherOptimizers(strategy, self._equipment.accumulation, self._equipment.prepared.optimizers).begin()
+            strategy.watches_others = True
 
     def _prepare_for_evaluation(self, model: Module, move: bool) -> Module:
         if self._is_prepared(model):

@@ -27,6 +27,7 @@ from nbaccel.errors import NotPrepared
 from nbaccel.quantities import numbers_in_order
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.step.accumulation import Accumulation
+from nbaccel.train.step.gradients import Freshness
 from nbaccel.train.strategies import Strategy
 
 __all__ = ["OtherOptimizers", "UnaveragedGradients"]
@@ -35,6 +36,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types by their bytes. Sums of integers depend neither on the order of the summands nor on the device."""
 
 _SHOWN = 6
+
+_IN_A_WINDOW = "in a window"
+"""A doubt of `Reduction`: gradients of a batch after which nothing is averaged yet."""
 
 _AVERAGE = 'parameter.grad = accelerator.reduce(parameter.grad, "mean")'
 
@@ -46,18 +50,15 @@ class UnaveragedGradients:
     another model was prepared; which of them need no gradient may change between.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, strategy: Strategy, accumulation: Accumulation, is_prepared: bool = True
-    ) -> None:
-        """is_prepared: False looks at gradients of prepared models alone; others are the program's matter."""
-        self._optimizer = optimizer
-        self._is_prepared = is_prepared
+    def __init__(self, optimizer: Optimizer, strategy: Strategy, accumulation: Accumulation) -> None:
+        self._reference = weakref.ref(optimizer)
         self._strategy = strategy
         self._accumulation = accumulation
         self._known: list[tuple[int, Any, Any]] = []  # of each group: how many parameters, the first and the last one
         self._replicas: tuple[weakref.ref[Any], ...] | None = None  # of the strategy, when it was looked at
         self._stepped: list[weakref.ref[Any]] = []  # those with parameters of this optimizer
         self._outside: list[Parameter] = []  # that no model averages, though a program can train them
+        self._steps_sharded = False
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return how to make one that knows nothing yet: weak references cannot be pickled."""
@@ -73,7 +74,9 @@ class UnaveragedGradients:
         """
         if self._accumulation.is_local or self._accumulation.is_held:
             return
-        groups, known = self._optimizer.param_groups, self._known
+        optimizer, known = self._reference(), self._known
+        assert optimizer is not None  # it steps
+        groups = optimizer.param_groups
         is_same = self._replicas is self._strategy.replicas and len(groups) == len(known)
         if is_same:
             for group, (count, first, last) in zip(groups, known):  # noqa: B905  # as many, and strict takes longer
@@ -97,7 +100,25 @@ class UnaveragedGradients:
         if is_in_doubt:
             self._compare()
 
+    def after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `closure`, which computes gradients, with a look at them afterwards."""
+
+        def refusing() -> Any:
+            before = self._accumulation.backwards
+            loss = closure()
+            self.refuse(is_ours=self._accumulation.backwards != before)
+            return loss
+
+        return refusing
+
     # -- what the optimizer steps
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        """The optimizer, which owns this object or is about to step."""
+        optimizer = self._reference()
+        assert optimizer is not None
+        return optimizer
 
     def _look_through(self) -> None:
         groups = [group["params"] for group in self._optimizer.param_groups]
@@ -114,14 +135,13 @@ class UnaveragedGradients:
             if own & stepped:
                 self._stepped.append(weakref.ref(replica))
         sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+        self._steps_sharded = any(isinstance(parameter, sharded) for group in groups for parameter in group)
         self._outside = [
             parameter
             for group in groups
             for parameter in group
             if isinstance(parameter, Parameter) and id(parameter) not in averaged and not isinstance(parameter, sharded)
         ]
-        if not self._is_prepared:
-            self._outside = []
 
     def _living(self) -> Iterator[Any]:
         return (replica for reference in self._strategy.replicas if (replica := reference()) is not None)
@@ -201,6 +221,13 @@ class UnaveragedGradients:
                 "No prepared model has them. Prepare every module that is trained, or make it a part of the prepared "
                 f"model before prepare. To average them yourself, before the step:\n    {_AVERAGE}",
             )
+        if any(replica.reduction.doubt == _IN_A_WINDOW for replica in doubtful):
+            return self._refusal(
+                found,
+                "This batch only adds to the gradients of its window (gradient_accumulation_steps), and this optimizer "
+                "was not prepared, so it steps in every batch. Prepare it, or step it where "
+                "accelerator.sync_gradients is True.",
+            )
         if unused := next(filter(None, map(self._strategy.explain_unfinished, doubtful)), ""):
             return self._refusal(found, unused)
         return self._refusal(
@@ -226,8 +253,8 @@ class UnaveragedGradients:
 class OtherOptimizers:
     """Looks at the steps of optimizers that were not prepared, which may step a prepared model.
 
-    They are torch's to call, and a look at each of their steps would cost every training. So it begins when gradients
-    of a prepared model are in doubt for the first time. Steps with a closure, whose gradients come later, are left out.
+    They are torch's to call, so each step of torch's comes here. An optimizer without a parameter of a prepared model
+    is the program's matter: one rank alone may step it.
 
     prepared: the prepared optimizers, which look themselves.
     """
@@ -236,18 +263,62 @@ class OtherOptimizers:
         self._strategy = weakref.ref(strategy)
         self._accumulation = accumulation
         self._prepared = prepared
+        self._looks: dict[int, _OtherLook] = {}  # by the optimizer's id, as long as it lives
 
     def begin(self) -> None:
         """Look at every step of torch's optimizers from now on, as long as the strategy lives."""
         register_optimizer_step_pre_hook(self._before_step)
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         strategy = self._strategy()
         if strategy is None:
-            return  # torch goes through its hooks, so this one cannot be removed here
-        if any(known.optimizer is optimizer for known in self._prepared) or len(args) > 1 or kwargs.get("closure"):
-            return
-        UnaveragedGradients(optimizer, strategy, self._accumulation, is_prepared=False).refuse(is_ours=True)
+            return None  # torch goes through its hooks, so this one cannot be removed here
+        for known in self._prepared:
+            if known.optimizer is optimizer:
+                return None
+        look = self._looks.get(id(optimizer))
+        if look is None:
+            look = self._looks[id(optimizer)] = _OtherLook(optimizer, weakref.proxy(strategy), self._accumulation)
+            weakref.finalize(optimizer, self._looks.pop, id(optimizer), None).atexit = False
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            look.refuse_other(optimizer)
+            return None
+        return (args[0], *args[2:]), {**kwargs, "closure": look.after(closure)}
+
+
+class _OtherLook(UnaveragedGradients):
+    """The look at an optimizer that was not prepared."""
+
+    def __init__(self, optimizer: Optimizer, strategy: Strategy, accumulation: Accumulation) -> None:
+        super().__init__(optimizer, strategy, accumulation)
+        self._freshness = Freshness()
+        self._backwards = 0  # of the Accelerator, at the last step
+
+    def refuse_other(self, optimizer: Optimizer) -> None:
+        """Refuse the step that `optimizer` is about to take without a closure, if its gradients differ between ranks.
+
+        Raises:
+            NotPrepared: on all ranks.
+        """
+        backwards = self._accumulation.backwards
+        is_ours = backwards != self._backwards or not self._freshness.has_new(optimizer)
+        self._backwards = backwards
+        if not self._accumulation.window.sync:
+            self._doubt_held()
+        self.refuse(is_ours)
+        self._freshness.note(optimizer)
+
+    def _doubt_held(self) -> None:
+        """Doubt gradients of a batch that only adds to those of its window: a prepared optimizer would not step."""
+        for replica in self._living():
+            if replica.reduction.is_held:
+                replica.reduction.doubt = _IN_A_WINDOW
+
+    def _look_through(self) -> None:
+        super()._look_through()
+        if not (self._stepped or self._steps_sharded):
+            self._outside = []
 
 
 def _unnamed(number: int, parameter: Tensor) -> str:

@@ -282,14 +282,8 @@ class Replicated(Strategy):
                 replica.reducer._check_reducer_finalized()
             except RuntimeError as error:
                 reduction.doubt = str(error)
-                self._tell_doubt()
             else:
                 reduction.doubt = ""
-
-    def _tell_doubt(self) -> None:
-        if self.when_in_doubt is not None:
-            tell, self.when_in_doubt = self.when_in_doubt, _told
-            tell()
 
     def _marks(self) -> dict[int, list[tuple[Any, int]]]:
         """Return the marks of each model's gradients, by the model's id."""
@@ -302,8 +296,6 @@ class Replicated(Strategy):
         is_known = before is not None and (reduction.is_pending or reduction.is_watched_whole)
         if before is None or not is_known or reduction.is_reached_since(before[id(replica)]):
             reduction.judge(replica)
-        if reduction.doubt:
-            self._tell_doubt()
 
     def trust(self, replica: Any) -> None:
         reduction: Reduction = replica.reduction
@@ -359,7 +351,7 @@ class Replicated(Strategy):
             **vars(self),
             "replicas": (),
             "_awaiting": (),
-            "when_in_doubt": None,
+            "watches_others": False,
         }  # weak references cannot be pickled
 
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
@@ -413,10 +405,6 @@ class Replicated(Strategy):
     def finds_parallel(self) -> bool:
         # Takes some 10 ms, so it is called once, before refusing.
         return any(is_parallel(module) for module in living_modules())
-
-
-def _told() -> None:
-    """Do nothing: it is known already."""
 
 
 def _take_buffers(replica: DistributedDataParallel, collectives: Collectives, is_main: bool) -> None:

@@ -58,8 +58,8 @@ class Strategy:
     replicas: tuple[weakref.ref[Any], ...] = ()
     """Models of which a `Reduction` is known: whether somebody has averaged their gradients."""
 
-    when_in_doubt: Callable[[], None] | None = None
-    """Called once, when it is not known of gradients of one of `replicas` that somebody has averaged them."""
+    watches_others = False
+    """True once the steps of optimizers that were not prepared are looked at, see `OtherOptimizers`."""
 
     distributed_type: ClassVar[str | None] = None
     """Accelerate's name of this way, where it is not that of replicas on devices of a kind: see `DistributedType`."""
