@@ -17,7 +17,7 @@ from nbaccel.train.data.dispatch import DispatchSource, SliceFunction
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.order import SharedOrder, data_seed
 from nbaccel.train.data.shard import counted
-from nbaccel.train.data.shares import digest_of, order_of, repeats, rows_of, share_of
+from nbaccel.train.data.shares import asked_by, digest_of, held_by, order_of, repeats, rows_of, share_of
 from nbaccel.train.data.sources import DealtSource, IndexSource, Source, StreamSource, length_of, rebuilt
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives
@@ -105,7 +105,9 @@ class LoaderFacts:
 
     seed: of the data order.  samples: in the dataset.  batches: of the user's loader.
     share, shares: its data are dealt to ranks already, and are this share of so many; 0 and 0 where they are not.
-    rows, order: digests of the rows that the dataset takes, and of the indices of an epoch; see `shares`.
+    rows, order: digests of the rows that the dataset takes, and of the indices of an epoch; see `shares`. Of a stream,
+    `rows` is that of what it holds.
+    asks: 1 for a stream that asks for the number of ranks.
     """
 
     seed: int
@@ -115,13 +117,21 @@ class LoaderFacts:
     shares: int = 0
     rows: int = -1
     order: int = -1
+    asks: int = 0
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> LoaderFacts:
         """Return what is known without an exchange, nor drawing an index."""
         samples, batches = length_of(loader.dataset), length_of(loader)
-        said = share_of(loader) or (0, 0)
-        return cls(data_seed(loader), -1 if samples is None else samples, -1 if batches is None else batches, *said)
+        share, shares = share_of(loader) or (0, 0)
+        return cls(
+            data_seed(loader),
+            -1 if samples is None else samples,
+            -1 if batches is None else batches,
+            share,
+            shares,
+            asks=int(isinstance(loader.dataset, IterableDataset) and not shares and bool(asked_by(loader.dataset))),
+        )
 
     @classmethod
     def of_all_ranks(cls, loader: DataLoader[Any], collectives: Collectives, device: torch.device) -> list[LoaderFacts]:
@@ -131,13 +141,18 @@ class LoaderFacts:
             ValueError: they differ, and are no shares either.
         """
         mine = cls.of(loader)
+        held = held_by(loader.dataset) if isinstance(loader.dataset, IterableDataset) and not mine.shares else {}
         rows, order = (None, None) if mine.shares else (rows_of(loader.dataset), order_of(loader))
+        if held:
+            rows = [digest_of(numbers) for numbers in held.values()]
         digests = [-1 if numbers is None else digest_of(numbers) for numbers in (rows, order)]
         mine = replace(mine, rows=digests[0], order=digests[1])
         sent = torch.tensor([astuple(mine)], dtype=torch.int64, device="cpu")
         facts = [cls(*numbers) for numbers in collectives.gather(sent.to(device)).tolist()]
         if len(facts) == 1 or facts[0].shares:
             return facts
+        if held:
+            return _of_streams(facts, collectives, held)
         batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         if _differ([fact.rows for fact in facts]):
             drawn, owner = rows, loader.dataset
@@ -152,6 +167,18 @@ class LoaderFacts:
         if common >= len(shares):  # fewer are those that fill shares up to the same length
             raise ValueError(_overlap(owner, shares, common))
         return [replace(fact, share=rank, shares=len(facts)) for rank, fact in enumerate(facts)]
+
+
+def _of_streams(facts: list[LoaderFacts], collectives: Collectives, held: dict[str, list[int]]) -> list[LoaderFacts]:
+    """Return the facts, with a share for each rank if the streams hold shares. Collective where they hold others."""
+    if not _differ([fact.rows for fact in facts]):
+        return facts
+    of_all = collectives.gather_objects([held])
+    for name in held:
+        shares = [each.get(name, []) for each in of_all]
+        if all(shares) and not repeats(shares):
+            return [replace(fact, share=rank, shares=len(facts)) for rank, fact in enumerate(facts)]
+    return facts
 
 
 def _differ(digests: Sequence[int]) -> bool:
@@ -216,6 +243,7 @@ class LoaderChoice:
         if self.is_dealt:
             return DealtSource(loader, world, self._batches_of_ranks())
         self._refuse_empty()
+        self._refuse_dealt_streams()
         if not world.is_distributed:
             return self.indexed() if configuration.use_seedable_sampler and self.has_indices else Source(loader)
         even, split = configuration.even_batches, configuration.split_batches
@@ -288,6 +316,27 @@ class LoaderChoice:
     def _seed(self) -> int:
         seed = self.configuration.data_seed
         return self.facts[0].seed if seed is None else seed
+
+    def _refuse_dealt_streams(self) -> None:
+        """Refuse a stream that deals itself, but does not say which share of it a rank reads.
+
+        Where the program has chosen that rank 0 reads for all, this is a warning.
+        """
+        if not self.world.is_distributed or not any(fact.asks for fact in self.facts):
+            return
+        dataset = self.loader.dataset
+        does = "Rank 0 reads it for all" if self.dispatches else "What each rank reads is dealt once more"
+        found = (
+            f"the stream {type(dataset).__name__} deals itself: {asked_by(dataset) or 'its code'} asks for the number "
+            f"of ranks. {does}, so samples would be left out. Let it yield everything, since a prepared loader "
+            "deals; or give it the attributes `rank` and `world_size`, and each rank reads its own share."
+        )
+        if self.configuration.dispatch_batches:
+            warn_user(found)
+        else:
+            raise ValueError(
+                f"{found} If it yields every sample in rank 0, say DataLoaderConfiguration(dispatch_batches=True)."
+            )
 
     def _refuse_empty(self) -> None:
         if self.facts[0].samples == 0 and not isinstance(self.loader.dataset, IterableDataset):

@@ -5,6 +5,9 @@ Known forms say so themselves (`share_of`): a `DistributedSampler`, the samplers
 `datasets.distributed.split_dataset_by_node`. For anything else the numbers decide that ranks draw, compared when the
 loader is prepared: those of the dataset's rows (`rows_of`), and the order of a whole epoch (`order_of`), which is drawn
 from a copy of the sampler. Equal numbers are dealt, numbers without common ones are shares; `repeats` counts.
+
+A stream is not read in advance, since that may use it up. What it holds is compared (`held_by`), such as its files; and
+one whose code asks for the number of ranks deals itself (`asked_by`).
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ import copy
 import hashlib
 import itertools
 import operator
+import os
 import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -34,7 +39,7 @@ from torch.utils.data import (
 from nbaccel.train.data.order import SharedOrder, samplers_of
 from nbaccel.train.data.sources import length_of
 
-__all__ = ["MOST_NUMBERS", "digest_of", "order_of", "repeats", "rows_of", "share_of"]
+__all__ = ["MOST_NUMBERS", "asked_by", "digest_of", "held_by", "order_of", "repeats", "rows_of", "share_of"]
 
 MOST_NUMBERS = 1_000_000
 """Numbers that are compared. A longer order is not drawn in advance: it takes seconds, and 8 bytes a number."""
@@ -46,6 +51,16 @@ _FROM_THE_LENGTH = (SequentialSampler, RandomSampler)
 
 _RANK = ("rank", "_rank", "process_index", "_process_index")
 _RANKS = ("num_replicas", "_num_replicas", "world_size", "_world_size", "num_processes", "_num_processes")
+
+
+_ASKS = {"get_world_size", "num_processes", "WORLD_SIZE"}
+"""How a program asks for the number of ranks. One that deals needs it; one that only prints in rank 0 does not."""
+
+_LIBRARIES = ("torch.", "datasets.", "torchdata.")
+"""Packages whose streams ask for ranks only where they are told to, and say so."""
+
+_MOST_CALLS = 3
+"""Functions that call each other, from a method of the stream on."""
 
 
 def share_of(loader: DataLoader[Any]) -> tuple[int, int] | None:
@@ -101,6 +116,58 @@ def rows_of(dataset: Any) -> Sequence[int] | None:
         if len(dataset) <= MOST_NUMBERS:
             return [int(row) for row in dataset._indices.column(0).to_pylist()]
     return None
+
+
+def held_by(dataset: Any) -> dict[str, list[int]]:
+    """Return numbers for the elements of each list of numbers or names that the stream `dataset` holds, by attribute.
+
+    Files that a program has shared out, as ``files[rank::ranks]``, differ between ranks, and have none in common.
+    """
+    held: dict[str, list[int]] = {}
+    for place, part in _parts(dataset):
+        for name, value in getattr(part, "__dict__", {}).items():
+            if isinstance(value, torch.Tensor) or type(value).__module__ == "numpy":
+                value = value.tolist() if getattr(value, "ndim", 0) == 1 and len(value) <= MOST_NUMBERS else ()
+            is_list = isinstance(value, (list, tuple, range)) and 0 < len(value) <= MOST_NUMBERS
+            if is_list and all(isinstance(each, (int, str, os.PathLike)) for each in value):
+                held[place + name] = list(map(_as_number, value))
+    return held
+
+
+def asked_by(dataset: Any) -> str:
+    """Return the method of the stream `dataset` that asks for the number of ranks; "" for none. Nothing is called."""
+    for _, part in _parts(dataset):
+        for kind in type(part).__mro__:
+            if kind is object or f"{kind.__module__}.".startswith(_LIBRARIES):
+                continue
+            for name, function in vars(kind).items():
+                if isinstance(function, FunctionType) and _asks(function, _MOST_CALLS):
+                    return f"{kind.__name__}.{name}"
+    return ""
+
+
+def _parts(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Yield `dataset` and the datasets inside of it, each with the path of attributes that leads to it."""
+    waiting, seen = [("", dataset)], {id(dataset)}
+    while waiting:
+        place, part = waiting.pop()
+        yield place, part
+        for name, value in getattr(part, "__dict__", {}).items():
+            if isinstance(value, Dataset) and id(value) not in seen:
+                seen.add(id(value))
+                waiting.append((f"{place}{name}.", value))
+
+
+def _asks(function: FunctionType, calls: int) -> bool:
+    codes: list[CodeType] = [function.__code__]
+    for code in codes:  # with those of functions inside, which are added meanwhile
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        if _ASKS.intersection(code.co_names) or _ASKS.intersection(
+            each for each in code.co_consts if isinstance(each, str)
+        ):
+            return True
+    named = {function.__globals__.get(name) for code in codes for name in code.co_names} if calls else ()
+    return any(_asks(each, calls - 1) for each in named if isinstance(each, FunctionType) and each is not function)
 
 
 def digest_of(numbers: Sequence[int]) -> int:

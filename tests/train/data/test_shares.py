@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -82,6 +83,45 @@ class _OwnStream(IterableDataset[int]):
         return iter(range(self.rank, 16, self.world_size))
 
 
+class _OfFiles(IterableDataset[int]):
+    """Reads the files that it was given."""
+
+    def __init__(self, files: list[str]) -> None:
+        self.files = files
+
+    def __iter__(self) -> Iterator[int]:
+        return map(int, self.files)
+
+
+class _Around(IterableDataset[int]):
+    """Passes on what another stream yields."""
+
+    def __init__(self, inner: IterableDataset[int]) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.inner
+
+
+def _asking(numbers: range) -> Iterator[int]:
+    return itertools.islice(numbers, dist.get_rank(), None, dist.get_world_size())
+
+
+class _Asking(IterableDataset[int]):
+    """Asks for its rank when it is read, in a function that it calls."""
+
+    def __iter__(self) -> Iterator[int]:
+        return _asking(IDS)
+
+
+class _Noting(IterableDataset[int]):
+    """Asks whether it is in rank 0, and yields everything."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.is_first = dist.get_rank() == 0
+        return iter(IDS)
+
+
 Make = Callable[[int, int], DataLoader[Any]]
 
 
@@ -98,6 +138,8 @@ DEALT: dict[str, Make] = {
     "of indices": lambda r, n: DataLoader(IDS, 2, sampler=SubsetRandomSampler(IDS[r::n])),
     "a subset": lambda r, n: DataLoader(Subset(IDS, IDS[r::n]), 2, shuffle=True),
     "a stream": lambda r, n: DataLoader(_OwnStream(r, n), 2),
+    "a stream of its files": lambda r, n: DataLoader(_OfFiles([str(k) for k in IDS[r::n]]), 2),
+    "such a stream inside": lambda r, n: DataLoader(_Around(_OfFiles([str(k) for k in IDS[r::n]])), 2),
 }
 
 
@@ -173,6 +215,36 @@ def test_ranks_that_would_see_some_samples_twice_are_an_error_with_their_numbers
     assert "`num_replicas=accelerator.num_processes`" in said["of rank 0"]
 
 
+def _of_asking_streams(dispatch: bool | None) -> tuple[list[str], list[int]]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    said = []
+    for stream in (_Asking(), _Around(_Asking())):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                accelerator.prepare(DataLoader(stream, 2))
+                said += [str(each.message) for each in caught]
+            except ValueError as error:
+                said.append(str(error))
+    whole = [_Noting(), _OfFiles(random.Random(accelerator.process_index).sample([str(k) for k in IDS], 16))]
+    seen = [
+        [accelerator.gather(batch).tolist() for batch in accelerator.prepare(DataLoader(each, 2))] for each in whole
+    ]
+    return said, sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(seen)))
+
+
+@pytest.mark.parametrize("dispatch", [None, True])
+def test_a_stream_that_asks_for_the_number_of_ranks_is_an_error_or_a_warning(dispatch: bool | None) -> None:
+    for said, seen in run_ranks(2, _of_asking_streams, dispatch):
+        assert len(said) == 2
+        assert "the stream _Asking deals itself: _Asking.__iter__ asks for the number of ranks. Rank 0 reads" in said[0]
+        assert "the stream _Around deals itself: _Asking.__iter__ asks" in said[1]
+        for each in said:
+            assert "give it the attributes `rank` and `world_size`" in each
+            assert ("say DataLoaderConfiguration(dispatch_batches=True)" in each) == (dispatch is None)
+        assert seen == sorted([*IDS, *IDS]), "what rank 0 reads is dealt"
+
+
 class _Unlike(_Own):
     """Draws other indices in each rank from the second epoch on, so that preparing it shows nothing."""
 
@@ -200,7 +272,7 @@ def _unlike_later() -> tuple[str, list[str], list[str]]:
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
     rank = accelerator.process_index
     said = []
-    for stream in (_SilentStream(IDS[rank::2]), _SilentStream(IDS)):
+    for stream in (_SilentStream(dict.fromkeys(IDS[rank::2])), _SilentStream(IDS)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in accelerator.prepare(DataLoader(stream, 2)):
