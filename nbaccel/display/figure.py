@@ -102,6 +102,7 @@ def _style(ground: Ground) -> Any:
         "axes.spines.top": False,
         "axes.titlelocation": "left",
         "axes.titlesize": 9,
+        "axes.titley": 1.0,  # where it is anyway: if it may move, all ticks are measured before
         "axes.grid": True,
         "font.size": 8,
         "grid.color": ground.grid,

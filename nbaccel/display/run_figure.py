@@ -19,12 +19,15 @@ __all__ = ["Margins", "RunFigure", "png_of", "size_px"]
 
 _CSS_DPI = 96
 _COLOURS = 160
+_COMPRESSION = 7
 
 
 _LEFT_IN, _RIGHT_IN, _TITLE_IN, _TICKS_IN = 0.55, 0.12, 0.26, 0.24
 """Room around a plot: for tick labels of seven characters, for half of the last one below, for its title, for ticks."""
 _LABEL_IN = 0.18
 """Room for the label of an axis, beside that of its ticks."""
+_TO_LABEL_IN = 19 / 72
+"""From a plot down to the label of its axis: a tick, its number and the spaces between, as matplotlib measures them."""
 
 
 class Margins(LayoutEngine):
@@ -63,6 +66,9 @@ class Margins(LayoutEngine):
             )
             across, up = fig.get_size_inches()
             axes.set_position([box_in[0] / across, box_in[1] / up, box_in[2] / across, box_in[3] / up])
+            axes.xaxis.set_label_coords(0.5, -_TO_LABEL_IN / box_in[3])
+            if not axes.get_ylabel():  # else its place depends on the widest number
+                axes.yaxis.set_label_coords(0.0, 0.5)
 
     def _margins(self, axes: Axes) -> tuple[float, float, float, float]:
         """Return the room on the left, on the right, below and above a plot, in inches."""
@@ -99,7 +105,8 @@ def png_of(figure: Figure) -> bytes:
     finally:
         figure.set_canvas(before)
     file = io.BytesIO()
-    _few_colours(pixels).save(file, "PNG", optimize=True, dpi=(figure.dpi, figure.dpi))
+    # One byte in fifteen smaller at the level of `optimize`, in five times the time.
+    _few_colours(pixels).save(file, "PNG", compress_level=_COMPRESSION, dpi=(figure.dpi, figure.dpi))
     return file.getvalue()
 
 
@@ -111,13 +118,17 @@ def _few_colours(pixels: Any) -> Any:
     others.
     """
     height, width = pixels.shape[:2]
-    channels = pixels.reshape(-1, 4).astype(numpy.uint16)
+    whole = pixels.reshape(-1, 4).view(numpy.uint32)[:, 0]
+    drawn = numpy.flatnonzero(whole != whole[0])  # a twentieth: most pixels are ground, as the one in the corner
+    channels = numpy.concatenate([pixels[0, :1], pixels.reshape(-1, 4)[drawn]]).astype(numpy.uint16)
     keys = channels[:, 0] >> 4
     for channel in (1, 2, 3):
         keys = keys << 4 | channels[:, channel] >> 4
-    counts = numpy.bincount(keys, minlength=1 << 16)
+    times = numpy.ones(len(keys))
+    times[0] = len(whole) - len(drawn)
+    counts = numpy.bincount(keys, times, minlength=1 << 16)
     used = numpy.flatnonzero(counts)
-    sums = [numpy.bincount(keys, channels[:, channel], minlength=1 << 16)[used] for channel in range(4)]
+    sums = [numpy.bincount(keys, channels[:, channel] * times, minlength=1 << 16)[used] for channel in range(4)]
     means = numpy.stack(sums, axis=1) / counts[used, None]
     palette = means[numpy.argsort(-counts[used], kind="stable")[:_COLOURS]]
     seen = numpy.concatenate([means[:, :3] * means[:, 3:] / 255, means[:, 3:]], axis=1)
@@ -125,7 +136,9 @@ def _few_colours(pixels: Any) -> Any:
     nearest = ((seen[:, None] - places[None]) ** 2).sum(axis=2).argmin(axis=1)
     table = numpy.zeros(1 << 16, dtype=numpy.uint8)
     table[used] = nearest
-    image = Image.frombytes("P", (width, height), table[keys].tobytes())
+    indices = numpy.full(len(whole), table[keys[0]])
+    indices[drawn] = table[keys[1:]]
+    image = Image.frombytes("P", (width, height), indices.tobytes())
     palette = palette.round().astype(numpy.uint8)
     image.putpalette(palette[:, :3].tobytes())
     if (palette[:, 3] < 255).any():

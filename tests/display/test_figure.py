@@ -11,14 +11,17 @@ import weakref
 from typing import Any
 
 import matplotlib
+import numpy
 import pytest
 from IPython.core.formatters import DisplayFormatter
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from display.runs import a_run
 from nbaccel.display.figure import ANY_GROUND, PAPER, draw, picture
 from nbaccel.display.history import History
+from nbaccel.display.run_figure import _few_colours
 from nbaccel.display.summary import RunFacts
 from nbaccel.display.svg import ON_ANY
 from nbaccel.events import Loss, Memory, Metric, OutOfMemory, Phase, Progress
@@ -91,6 +94,33 @@ def test_the_png_is_small_and_sharp(world_size: int, steps: int) -> None:
     image = Image.open(io.BytesIO(data))
     assert (image.format, image.size) == ("PNG", (1504, 432))
     assert (kept.width, kept.height) == (902, 259)
+
+
+def test_no_ticks_of_a_picture_are_laid_out_to_place_a_title(monkeypatch: pytest.MonkeyPatch) -> None:
+    laid_out: list[Axis] = []
+    locations = Axis.get_majorticklocs
+
+    def counted(axis: Axis) -> Any:
+        laid_out.append(axis)
+        return locations(axis)
+
+    monkeypatch.setattr(Axis, "get_majorticklocs", counted)
+    figure = draw(a_run(2, 500), title="Cell In[5]: done in 0:50")
+    assert len(figure.axes) == 3
+    picture(figure, "loss 0.5")
+    assert len(laid_out) <= 16  # 33 where titles and all labels look for their place
+
+
+def test_few_colours_are_those_of_all_pixels() -> None:
+    pixels = numpy.zeros((4, 8, 4), dtype=numpy.uint8)
+    pixels[:, :, 3] = 255
+    pixels[1, 1] = pixels[2, 5] = (3, 1, 2, 255)  # as good as the ground
+    pixels[3, 3:6] = (200, 40, 80, 128)
+    image = _few_colours(pixels).convert("RGBA")
+    seen = numpy.asarray(image).astype(int)
+    assert abs(seen - pixels).max() <= 3
+    assert len(set(map(tuple, seen.reshape(-1, 4)))) == 2
+    assert tuple(seen[3, 3]) == (200, 40, 80, 128)
 
 
 def test_a_picture_is_kept_with_words() -> None:
