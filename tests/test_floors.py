@@ -58,6 +58,7 @@ PRINTS = {
     "launch/worker/debugger.py": "a debugger speaks beside the lines of pdb",
     "launch/tasks/cell_task.py": "`%%time` inside a cell answers in the rank's output",
     "launch/ipc/patches.py": "a line of the rank before its cell",
+    "launch/objects/library_settings.py": "a line of the rank before its cell",
     "notebook/magics.py": "the table of the flags, without a session",
     "utils/other.py": "answers as Accelerate's does",
     "train/distributed/process_control.py": "`accelerator.print` is print",

@@ -11,7 +11,8 @@ from environments import ENVIRONMENTS, Environment
 from kernel.harness import RealKernel, accelerate
 
 PREPARES = """
-import decimal, os, random, sys, warnings
+import csv, decimal, gc, locale, logging, os, random, resource, socket, sys, warnings
+import matplotlib
 import numpy as np
 import torch
 %load_ext nbaccel
@@ -34,6 +35,16 @@ torch.set_default_dtype(torch.float64)
 torch.set_float32_matmul_precision("high")
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.backends.cudnn.benchmark = True
+os.umask(0o027); sys.setrecursionlimit(4321); locale.setlocale(locale.LC_ALL, "C.UTF-8")
+gc.set_threshold(5000, 11, 12)
+resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+socket.setdefaulttimeout(2.5)  # of the program's own connections
+csv.register_dialect("bars", delimiter="|"); matplotlib.rcParams["lines.linewidth"] = 7.0
+logging.basicConfig(level=logging.INFO); logging.addLevelName(15, "FINE"); logging.disable(5)
+logging.getLogger("matplotlib.axes").setLevel("ERROR")
+log = logging.getLogger("of_the_notebook"); log.setLevel("DEBUG"); log.propagate = False
+log.addHandler(logging.FileHandler("notebook.log"))
+log.handlers[0].setFormatter(logging.Formatter("said: %(message)s"))
 
 class Base:
     def who(self):
@@ -78,7 +89,17 @@ def looks():
         "modules": [name in sys.modules for name in ("torch._dynamo", "torch.nn.parallel")],
         "python": [sys.executable, sys.prefix, sys.flags.ignore_environment],
         "recursion": sys.getrecursionlimit(),
-        "umask": os.umask(0o22),
+        "umask": os.umask(0o27),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "collections": gc.get_threshold(),
+        "limit": resource.getrlimit(resource.RLIMIT_CORE),
+        "connections": socket.getdefaulttimeout(),
+        "dialects": [sorted(csv.list_dialects()), csv.get_dialect("bars").delimiter],
+        "plots": matplotlib.rcParams["lines.linewidth"],
+        "logging": [logging.root.level, logging.getLevelName(15), logging.root.manager.disable,
+                    logging.getLogger("matplotlib.axes").level, log.level, log.propagate,
+                    [type(handler).__name__ for handler in logging.root.handlers],
+                    [(type(each).__name__, each.baseFilename, each.formatter._fmt) for each in log.handlers]],
     }
 
 import signal
@@ -129,6 +150,8 @@ def test_a_cell_finds_the_same_under_both_starts(kernel: RealKernel) -> None:
     assert len(facts["fork"]["arithmetic"][0]) == 42
     assert facts["fork"]["arithmetic"][1]["divide"] == "raise"
     assert facts["fork"]["warnings"] == ["parity matters"]
+    assert facts["fork"]["logging"][:6] == [20, "FINE", 5, 40, 10, False]
+    assert (facts["fork"]["plots"], facts["fork"]["connections"], facts["fork"]["umask"]) == (7.0, 2.5, 0o27)
     shown = {start: [cell.displays, cell.result] for start, cell in cells.items()}
     assert shown["fork"] == shown["zygote"]
     assert words(cells["fork"].printed) == words(cells["zygote"].printed)
@@ -144,6 +167,33 @@ def test_a_function_finds_the_same_under_both_starts(kernel: RealKernel) -> None
     found = [kernel.value(f"nbaccel.launch(looks, 2, start_method={start!r}).values") for start in ("fork", "zygote")]
     for fork, zygote in zip(*found, strict=True):
         assert_alike(fork, zygote)
+
+
+def test_handlers_of_the_notebook_write_from_ranks_and_one_that_cannot_be_sent_is_named(kernel: RealKernel) -> None:
+    kernel.do(
+        """
+class Kept(logging.Handler):
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+
+    def emit(self, record):
+        pass
+
+log.addHandler(Kept((each for each in ())))
+open("notebook.log", "w").close()
+"""
+    )
+    try:
+        for count, start in enumerate(("fork", "zygote"), 1):
+            cell = kernel.do(accelerate("log.info('a step')\nlogging.info('from the root')", start, n=1))
+            assert ("the Kept of logger of_the_notebook: set in the notebook, and not in ranks" in cell.stderr) == (
+                start == "zygote"
+            )
+            assert "from the root" in cell.stderr
+            assert kernel.value("open('notebook.log').read()") == "said: a step\n" * count
+    finally:
+        kernel.do("del log.handlers[1:]")
 
 
 @pytest.mark.sample(1)

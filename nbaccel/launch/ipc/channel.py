@@ -46,6 +46,7 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(None)  # not the program's: `socket.setdefaulttimeout` is for its own connections
         self._socket = connection
         self._buffer = bytearray()
         self._fds: deque[int] = deque()

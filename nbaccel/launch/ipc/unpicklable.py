@@ -114,6 +114,9 @@ def refuse_what_lives_here(obj: Any) -> None:
     tqdm = sys.modules.get("tqdm.std")
     if tqdm is not None and issubclass(kind, tqdm.tqdm):  # pickles, but cannot be unpickled
         raise Refused(f"a progress bar{_CANNOT}", obj)
+    pipes = sys.modules.get("multiprocessing.connection")
+    if pipes is not None and issubclass(kind, pipes.Connection):  # pickles as a number, of another file over there
+        raise Refused(f"a pipe{_CANNOT}", obj)
     widgets = sys.modules.get("ipywidgets.widgets.widget")
     if widgets is not None and issubclass(kind, widgets.Widget):  # its front end does not know one of another process
         raise Refused(f"a widget{_CANNOT}", obj)

@@ -30,6 +30,7 @@ from nbaccel.launch.ipc.payload import Payload, pack, packages_in, unpack
 from nbaccel.launch.ipc.reaper import kill_session, session_members
 from nbaccel.launch.ipc.spec import Task, WorkerBoot, load_named
 from nbaccel.launch.objects.inventory import no_collections
+from nbaccel.launch.objects.library_settings import LibrarySettings
 from nbaccel.launch.processes.attached_debugger import undebugged
 from nbaccel.launch.processes.handle import WorkerProcess
 from nbaccel.launch.worker.main import run_rank
@@ -104,7 +105,8 @@ class Zygote:
             LaunchRefused: the zygote could not start, or died.
         """
         self.get_ready()
-        state = pack({"state": KernelState.capture(), "patches": self._patches.find()})
+        kernel = {"state": KernelState.capture(), "patches": self._patches.find()}
+        state = pack(kernel | {"settings": LibrarySettings.capture()})
         try:
             surroundings = dataclasses.asdict(Surroundings.capture())
             for boot in boots:
@@ -296,6 +298,7 @@ def _be_rank(message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> 
 
     def make_task() -> Task:
         kernel["patches"].make(packages_in(task_fd))
+        kernel["settings"].apply(when_loaded)
         task: Task = load_named(message["task"]).unpack(task_fd)
         return task
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 
 import pytest
@@ -30,6 +31,20 @@ def test_descriptors_travel_with_their_frame_and_not_with_its_neighbours() -> No
     assert os.read(read, 100) == b"through"
     for fd in (read, write, *frames[1][1]):
         os.close(fd)
+    here.close()
+    there.close()
+
+
+def test_a_channel_waits_whatever_time_limit_the_program_gives_its_own_connections() -> None:
+    socket.setdefaulttimeout(0.01)
+    try:
+        here, there = Channel.pair()
+        late = threading.Timer(0.1, here.send, ({"op": "x"},))
+        late.start()
+        assert there.receive() == ({"op": "x"}, [])
+    finally:
+        socket.setdefaulttimeout(None)
+    late.join()
     here.close()
     there.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -472,14 +473,18 @@ def test_the_reason_of_a_refusal_is_a_sentence(value: Any, reason: str) -> None:
 def test_files_and_sockets_are_refused_and_the_rest_travels(tmp_path: Path) -> None:
     shared = np.ones(3)
     with (tmp_path / "log").open("w+") as text, (tmp_path / "raw").open("wb") as raw, socket.socket() as connection:
-        values = {"text": text, "a": shared, "raw": raw, "connection": connection, "b": shared}
+        pipe, end = multiprocessing.Pipe()
+        values = {"text": text, "a": shared, "raw": raw, "connection": connection, "pipe": pipe, "b": shared}
         payload, refused = pack_what_can_travel(values)
+        pipe.close()
+        end.close()
     there = unpack(payload.fd)
     os.close(payload.fd)
     assert refused == {
         "text": "an open file cannot be sent to another process",
         "raw": "an open file cannot be sent to another process",
         "connection": "a socket cannot be sent to another process",
+        "pipe": "a pipe cannot be sent to another process",
     }
     assert there.keys() == {"a", "b"}
     assert there["a"] is there["b"]
