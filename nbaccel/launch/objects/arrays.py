@@ -86,8 +86,14 @@ def kind_of_memory(kind: type) -> Kind | None:
         return Kind()
     if issubclass(kind, random.Random):
         return _Stateful(random.Random.getstate, random.Random.setstate)
+    if torch is not None and issubclass(kind, torch.UntypedStorage):
+        return _Stateful(_bytes_of_storage, _set_bytes_of_storage)
     if kind.__module__.partition(".")[0] == "pandas":
-        return _TABLE if kind.__name__ in ("DataFrame", "Series") else Kind()
+        if kind.__name__ in ("DataFrame", "Series"):
+            return _TABLE
+        if issubclass(kind, sys.modules["pandas"].api.extensions.ExtensionArray):
+            return _COLUMN
+        return None if kind.__module__.startswith("pandas.io.") else Kind()
     return None
 
 
@@ -212,20 +218,51 @@ class _Table(Kind):
 
     cost = 100
 
-    def mark(self, obj: Any) -> tuple[list[Any], list[Any]]:
+    def mark(self, obj: Any) -> tuple[list[Any], list[Any], Any]:
         pandas: Any = sys.modules["pandas"]
-        columns = [obj] if issubclass(type(obj), pandas.Series) else [obj.iloc[:, i] for i in range(obj.shape[1])]
-        return list(obj.axes), [_digest_of_column(column) for column in columns]
+        is_column = issubclass(type(obj), pandas.Series)
+        columns = [obj] if is_column else [obj.iloc[:, i] for i in range(obj.shape[1])]
+        names = [list(axis.names) for axis in obj.axes], obj.name if is_column else None, dict(obj.attrs)
+        return list(obj.axes), [_digest_of_column(column) for column in columns], repr(names)
 
-    def change(self, obj: Any, mark: tuple[list[Any], list[Any]]) -> tuple[Any] | None:
-        axes, columns = self.mark(obj)
+    def change(self, obj: Any, mark: tuple[list[Any], list[Any], Any]) -> tuple[Any] | None:
+        axes, columns, names = self.mark(obj)
         are_axes = all(a is b or (len(a) == len(b) and a.equals(b)) for a, b in zip(axes, mark[0], strict=True))
         are_columns = len(columns) == len(mark[1]) and all(map(_is_same_column, columns, mark[1]))
-        return None if are_axes and are_columns else (obj.copy(),)
+        return None if are_axes and are_columns and names == mark[2] else (obj.copy(),)
 
     def writing(self, obj: Any, change: tuple[Any]) -> Write:
         (new,) = change
-        return lambda: obj._update_inplace(new)
+
+        def write() -> None:
+            obj._update_inplace(new)
+            obj.attrs = new.attrs
+            if issubclass(type(obj), sys.modules["pandas"].Series):
+                obj.name = new.name
+
+        return write
+
+
+class _Column(Kind):
+    """Arrays of pandas, such as those with missing values."""
+
+    cost = 100
+
+    def mark(self, obj: Any) -> Any:
+        return _digest_of_column(sys.modules["pandas"].Series(obj, copy=False))
+
+    def change(self, obj: Any, mark: Any) -> tuple[Any] | None:
+        return None if _is_same_column(self.mark(obj), mark) else (obj.copy(),)
+
+    def writing(self, obj: Any, change: tuple[Any]) -> Write:
+        (new,) = change
+        if len(new) != len(obj):
+            raise CannotWrite("it has another length here")
+
+        def write() -> None:
+            obj[:] = new
+
+        return write
 
 
 class _Stateful(Kind):
@@ -253,6 +290,18 @@ def _bytes_of_generator(generator: Any) -> bytes:
 def _set_bytes_of_generator(generator: Any, state: bytes) -> None:
     torch: Any = sys.modules["torch"]
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _bytes_of_storage(storage: Any) -> bytes:
+    torch: Any = sys.modules["torch"]
+    data: bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy().tobytes()
+    return data
+
+
+def _set_bytes_of_storage(storage: Any, state: bytes) -> None:
+    torch: Any = sys.modules["torch"]
+    there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    there.copy_(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def _state_of_bits(generator: Any) -> Any:
@@ -403,5 +452,5 @@ def _digest_of_blocks(flat: Any, sums: Callable[[Any, int], Any]) -> int:
     return zlib.crc32(rest.cpu().numpy() if hasattr(rest, "cpu") else rest, digest)
 
 
-_TENSOR, _TENSOR_OF_A_CLASS, _TABLE = _Tensor(), _TensorOfAClass(), _Table()
+_TENSOR, _TENSOR_OF_A_CLASS, _TABLE, _COLUMN = _Tensor(), _TensorOfAClass(), _Table(), _Column()
 ARRAY, ARRAY_OF_A_CLASS = _Array(), _ArrayOfAClass()

@@ -21,6 +21,7 @@ from typing import Any
 
 from nbaccel.launch.objects.kind import CannotWrite, Change, IsSame, Kind, Stays, Step, Write
 from nbaccel.launch.objects.kinds import ATTRIBUTES, Kinds, attributes_of, globals_of, is_found_by_name, part
+from nbaccel.launch.objects.state_in_c import may_own_state_in_c
 from nbaccel.launch.objects.wrappers import is_lightnings_callback, is_of_lightning, plain
 from nbaccel.quantities import with_article
 
@@ -244,8 +245,18 @@ class Inventory:
                 continue
             if content is not None and (token := self.token(obj)) is not None:
                 yield Change(token, content)
+            if content is None and (doubt := kind.doubt(obj, mark)) and self._is_near(obj):
+                self.unlooked[str(self.place(obj))] = doubt
         for obj in self._incomparable:
             self.unlooked[str(self.place(obj))] = f"{with_article(type(obj).__name__)} cannot be compared"
+
+    def _is_near(self, obj: Any) -> bool:
+        """Return whether a name has the object, or an object that does not say itself what its state is."""
+        place = self.place(obj)
+        words = [] if place is None else [word for word, _ in place.steps]
+        if place is None or words not in ([], ["attributes", "value"]):
+            return False
+        return not words or not may_own_state_in_c(type(self._namespace.get(place.name)))
 
     def _name(self, index: int) -> str:
         while type(way := self._ways[index]) is tuple:

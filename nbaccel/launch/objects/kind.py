@@ -105,6 +105,10 @@ class Kind:
         """
         return None
 
+    def doubt(self, obj: Any, mark: Any) -> str:
+        """Return why it cannot be known whether an object without a change has changed; "" if it can."""
+        return ""
+
     def keeps_memory(self, obj: Any, mark: Any) -> bool:
         """Return whether it is a tensor whose memory is laid out as at `mark`, so that another may be a view of it."""
         return False

@@ -19,6 +19,7 @@ from typing import Any
 
 from nbaccel.launch.objects.arrays import ARRAY, ARRAY_OF_A_CLASS, kind_of_memory
 from nbaccel.launch.objects.kind import CannotWrite, Entries, Kind, Step, Write
+from nbaccel.launch.objects.library_objects import tensor_of_script
 from nbaccel.launch.objects.open_files import kind_of_file
 from nbaccel.launch.objects.process_objects import (
     CLOSED,
@@ -40,14 +41,7 @@ from nbaccel.launch.objects.wrappers import (
 )
 from nbaccel.quantities import with_article
 
-__all__ = [
-    "ATTRIBUTES",
-    "Kinds",
-    "attributes_of",
-    "globals_of",
-    "is_found_by_name",
-    "part",
-]
+__all__ = ["ATTRIBUTES", "Kinds", "attributes_of", "globals_of", "is_found_by_name", "part"]
 
 _ATTRIBUTES: Step = ("attributes", None)
 
@@ -492,6 +486,7 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "queued": lambda obj, index: obj.queue[index],
     "referent": referent,
     "below": getattr,
+    "script": tensor_of_script,
     "trait": trait_of,
 }
 
@@ -545,6 +540,9 @@ class _Both(Kind):
     def change(self, obj: Any, mark: Any) -> Any:
         changes = self._container.change(obj, mark[0]), self._rest.change(obj, mark[1])
         return None if changes == (None, None) else changes
+
+    def doubt(self, obj: Any, mark: Any) -> str:
+        return self._container.doubt(obj, mark[0]) or self._rest.doubt(obj, mark[1])
 
     def writing(self, obj: Any, change: Any) -> Write:
         kinds = (self._container, self._rest)

@@ -36,7 +36,18 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from nbaccel.launch.objects.kind import CannotWrite, Entries, Kind, Stays, Step, Write
-from nbaccel.launch.objects.state_in_c import IN_C, bytes_of, differs, is_other, keeps_state_in_c
+from nbaccel.launch.objects.library_objects import Artist, Script, facts_of_matrix, facts_of_tokenizer
+from nbaccel.launch.objects.state_in_c import (
+    IN_C,
+    Hidden,
+    InForeignC,
+    Owner,
+    bytes_of,
+    differs,
+    is_other,
+    keeps_state_in_c,
+    pickles_itself,
+)
 from nbaccel.quantities import with_article
 
 __all__ = [
@@ -83,17 +94,29 @@ _OF_THE_PROCESS = (
 Those of them that a cell may change are in `_OF_PYTHON` and `_OF_LIBRARIES`.
 """
 
-_DATA = ("IPython.core.display.", "asyncio.locks.", "asyncio.queues.")
-"""Modules below these whose objects are data."""
+_DATA = (
+    *("IPython.core.display.", "asyncio.locks.", "asyncio.queues.", "matplotlib.RcParams.", "matplotlib.cm."),
+    *("matplotlib.colorizer.", "matplotlib.path.", "matplotlib.ticker."),
+    *(f"matplotlib.colors.{name}Norm" for name in ("", "Boundary", "Log", "Power", "SymLog", "TwoSlope")),
+)
+"""Modules below these, and classes, whose objects are data."""
 
 _IMMUTABLE = frozenset({"_operator", "_struct", "numpy", "torch", "torch._C", "types"})
 """Modules whose objects in C are values, or have kinds of their own."""
 
 
+_PACKAGES_THAT_SHOW_IT = sys.stdlib_module_names | {"__main__", "h5py", "numpy", "pandas", "torch"}
+"""Packages whose objects in C have their state in their own memory, in a file, or are of other kinds."""
+
+
+_HEAP_TYPE = 1 << 9
+"""Flag of classes that are made at run time; those of Python's own modules in C are not."""
+
+
 def belongs_to_its_process(kind: type) -> bool:
     """Return whether objects of a type are not read, because they belong to their process, or only cache."""
     module = _module_of(kind)
-    return module.startswith(_OF_THE_PROCESS) and not module.startswith(_DATA)
+    return module.startswith(_OF_THE_PROCESS) and not f"{module}{kind.__name__}.".startswith(_DATA)
 
 
 def kind_in_c(kind: type) -> Kind | None:
@@ -101,7 +124,11 @@ def kind_in_c(kind: type) -> Kind | None:
     is_iterator = _module_of(kind) in ("builtins.", "itertools.", "numpy.") and hasattr(kind, "__next__")
     if issubclass(kind, io.IOBase) or (_module_of(kind).removesuffix(".") in _IMMUTABLE and not is_iterator):
         return None
-    return _ITERATOR if is_iterator else IN_C
+    package = _module_of(kind).partition(".")[0]
+    is_foreign = package == "builtins" and bool(kind.__flags__ & _HEAP_TYPE)  # of polars, say, that names no module
+    if is_iterator or (package in _PACKAGES_THAT_SHOW_IT and not is_foreign):
+        return _ITERATOR if is_iterator else IN_C
+    return InForeignC(Owner(is_in_c=True) if pickles_itself(kind) else Hidden())
 
 
 def _module_of(kind: type) -> str:
@@ -276,8 +303,8 @@ class _Widget(Kind):
     """
 
     def parts(self, obj: Any) -> Iterator[tuple[Step, Any]]:
-        for name, value in self.mark(obj).items():
-            if type(value) not in _PLAIN:
+        for name, value in _attributes(obj).get("_trait_values", {}).items():
+            if type(value) not in _PLAIN and name not in _OF_THE_SCREEN - {"layout", "style"}:
                 yield ("trait", name), value
         for name, value in _attributes(obj).items():
             if name == "_trait_notifiers" or _is_kind_of(
@@ -394,49 +421,6 @@ def referent(obj: Any, index: int) -> Any:
     return gc.get_referents(obj)[index]
 
 
-class _Artist(Kind):
-    """Figures and what is in them. A drawing changes much of them, so chosen values are compared."""
-
-    def mark(self, obj: Any) -> Any:
-        return list(_drawn(obj, set()))
-
-    def change(self, obj: Any, mark: Any) -> Any:
-        now = self.mark(obj)
-        if len(now) != len(mark) or any(map(differs, now, mark)):
-            raise Stays("its figure is drawn in the rank: --out brings it")
-
-
-_OF_DRAWINGS = ("_children", "_localaxes", "texts", "images", "patch", "title", "_left_title", "_right_title")
-_OF_LABELS = ("label", "_suptitle", "_supxlabel", "_supylabel", "legend_", "legends", "patches", "lines")
-_DATA_OF_ARTISTS = frozenset({"_xorig", "_yorig", "_A", "_offsets", "_facecolors", "_edgecolors", "_paths"})
-_SET_BY_DRAWING = frozenset({"stale", "_x", "_y", "_invalidx", "_invalidy", "_subslice"})
-
-
-def _drawn(artist: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield the plain values, and the arrays, of an artist and of those in it."""
-    if id(artist) in seen:
-        return
-    seen.add(id(artist))
-    yield artist
-    values = _attributes(artist)
-    for name, value in values.items():
-        is_chosen = type(value) in _PLAIN and name not in _SET_BY_DRAWING and not name.startswith("_stale")
-        if is_chosen or name in _DATA_OF_ARTISTS:
-            yield value
-    for name in (*_OF_DRAWINGS, *_OF_LABELS):
-        inner = values.get(name)
-        for each in list(inner) if isinstance(inner, (list, tuple)) else [inner]:
-            if each is not None and hasattr(each, "axes"):
-                yield from _drawn(each, seen)
-    for name in ("xaxis", "yaxis", "zaxis"):
-        if (axis := values.get(name)) is not None:
-            yield from _drawn(axis.label, seen)
-            yield _attributes(axis).get("_scale").__class__
-    if (stack := values.get("_axstack")) is not None:
-        for each in stack.as_list():
-            yield from _drawn(each, seen)
-
-
 class _Hash(Kind):
     """Hashes, whose state is behind a pointer."""
 
@@ -537,7 +521,12 @@ _OF_PYTHON: tuple[tuple[Any, Kind], ...] = (
 _OF_LIBRARIES: tuple[tuple[str, str, Kind], ...] = (
     ("_asyncio", "Future", _Watched(lambda obj: obj.done(), "a task of the event loop")),
     ("tqdm.std", "tqdm", _Settings()),
-    ("matplotlib.artist", "Artist", _Artist()),
+    ("matplotlib.artist", "Artist", Artist()),
+    ("matplotlib.colors", "Colormap", _Settings("_rgba_bad", "_rgba_over", "_rgba_under")),
+    ("tokenizers", "Tokenizer", _Watched(facts_of_tokenizer, "its state is in C: --out brings it")),
+    ("matplotlib.transforms", "Affine2D", _Watched(lambda obj: obj.get_matrix().tobytes(), "--out brings it")),
+    ("torch.jit", "ScriptModule", Script()),
+    ("xgboost.core", "DMatrix", _Watched(facts_of_matrix, "its data are in C")),
     ("ipywidgets.widgets.widget", "Widget", _Widget()),
     ("ipywidgets.widgets.widget", "CallbackDispatcher", _Callbacks()),
 )

@@ -9,6 +9,7 @@ is, by ``__getstate__``, and this is compared (`Owner`). Runs in ranks and in th
 from __future__ import annotations
 
 import builtins
+import copyreg
 import ctypes
 import gc
 import pickle
@@ -20,7 +21,20 @@ from typing import Any
 from nbaccel.launch.objects.kind import CannotWrite, IsSame, Kind, Stays, Write
 from nbaccel.quantities import with_article
 
-__all__ = ["IN_C", "Owner", "bytes_of", "differs", "is_other", "keeps_state_in_c", "may_own_state_in_c"]
+__all__ = [
+    *(
+        "IN_C",
+        "Hidden",
+        "InForeignC",
+        "Owner",
+        "bytes_of",
+        "differs",
+        "is_other",
+        "keeps_state_in_c",
+        "may_own_state_in_c",
+    ),
+    "pickles_itself",
+]
 
 _HEADER_BYTES, _POINTER_BYTES = object.__basicsize__, ctypes.sizeof(ctypes.c_void_p)
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -64,32 +78,104 @@ def _digest_of_pickle(obj: Any) -> int | None:
 _MOST_BYTES = 1 << 27
 """Bytes of such states that are compared, of all objects of one class: a quarter of a second."""
 
+_LEAST_BYTES = 1 << 13
+"""Bytes that a small state counts for: a pickle of a few numbers takes as long as some kilobytes."""
+
 
 class Owner(Kind):
     """Objects that hold a pointer to memory elsewhere, and whose class says what their state is.
 
     One is made for each class: of thousands of pictures the first ones are compared.
+
+    is_in_c: the class is written in C, so that the pointer is no attribute.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_in_c: bool = False) -> None:
         self._left = _MOST_BYTES
+        self._is_in_c = is_in_c
 
     def mark(self, obj: Any) -> Any:
-        if self._left <= 0 or not any(map(_is_hidden, map(type, _values(obj)))):
+        if not self._has_pointer(obj) or (found := _digest_of(obj, self._left)) is None:
             return None
-        return self._digest(obj)
+        self._left -= max(found[1], _LEAST_BYTES)
+        return found
 
     def change(self, obj: Any, mark: Any) -> Any:
-        if mark is not None and self._digest(obj) != mark:
+        if mark is not None and _digest_of(obj, sys.maxsize) != mark:
             raise Stays(f"{with_article(type(obj).__name__)} keeps its state in C: --out brings what can be sent")
 
-    def _digest(self, obj: Any) -> int | None:
-        try:
-            state = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
-        except Exception:
-            return None
-        self._left -= len(state)
-        return zlib.crc32(state)
+    def doubt(self, obj: Any, mark: Any) -> str:
+        is_known = mark is not None or not self._has_pointer(obj)
+        return (
+            ""
+            if is_known
+            else f"a state in C of more than {_MOST_BYTES >> 20} MB, or that cannot be sent, is not compared"
+        )
+
+    def _has_pointer(self, obj: Any) -> bool:
+        return self._is_in_c or any(map(_is_hidden, map(type, _values(obj))))
+
+
+def _digest_of(obj: Any, most: int) -> tuple[int, int] | None:
+    """Return a checksum and the length of a pickle; None if it has more than `most` bytes, or none can be made."""
+    state = _Digest(most)
+    try:
+        pickle.Pickler(state, pickle.HIGHEST_PROTOCOL).dump(obj)
+    except Exception:
+        return None
+    return state.checksum, state.length
+
+
+class _Digest:
+    """A file of which only a checksum is kept.  most: its bytes; more are an error."""
+
+    def __init__(self, most: int) -> None:
+        self.checksum = self.length = 0
+        self._most = most
+
+    def write(self, data: Any) -> int:
+        self.length += memoryview(data).nbytes
+        if self.length > self._most:
+            raise OverflowError
+        self.checksum = zlib.crc32(data, self.checksum)
+        return len(data)
+
+
+class Hidden(Kind):
+    """Objects of classes in C that do not say what their state is: whether it has changed cannot be known."""
+
+    def doubt(self, obj: Any, mark: Any) -> str:
+        return f"{with_article(type(obj).__name__)} keeps its state in C, which cannot be compared"
+
+
+class InForeignC(Kind):
+    """Objects in C of a library: their own memory, and what is behind its pointers.
+
+    behind: the kind that judges this.
+    """
+
+    def __init__(self, behind: Kind) -> None:
+        self._behind = behind
+
+    def mark(self, obj: Any) -> Any:
+        return IN_C.mark(obj), self._behind.mark(obj)
+
+    def change(self, obj: Any, mark: Any) -> Any:
+        found = IN_C.change(obj, mark[0])
+        return self._behind.change(obj, mark[1]) if found is None else found
+
+    def doubt(self, obj: Any, mark: Any) -> str:
+        return self._behind.doubt(obj, mark[1])
+
+    def writing(self, obj: Any, change: Any) -> Write:
+        return IN_C.writing(obj, change)
+
+
+def pickles_itself(kind: type) -> bool:
+    """Return whether a class written in C says in a pickle what the state of its objects is."""
+    names = ("__reduce__", "__reduce_ex__", "__getstate__")
+    is_own = any(getattr(kind, name, None) is not getattr(object, name, None) for name in names)
+    return is_own or kind in copyreg.dispatch_table
 
 
 def may_own_state_in_c(kind: type) -> bool:

@@ -19,7 +19,7 @@ import unseen_changes
 from nbaccel.launch.objects import process_objects
 from nbaccel.launch.objects.inventory import Inventory, ObjectPlace
 from nbaccel.launch.objects.kind import CannotWrite
-from nbaccel.launch.objects.state_in_c import Owner, may_own_state_in_c
+from nbaccel.launch.objects.state_in_c import Hidden, Owner, may_own_state_in_c, pickles_itself
 
 STANDARD = {
     "file in memory": ("import io; a = io.BytesIO()", "a.write(b'x')"),
@@ -231,6 +231,13 @@ def test_pictures_of_more_than_a_quarter_of_a_second_are_not_compared() -> None:
     assert seen(notebook, "a[2].putpixel((0, 0), 1)") == set()
 
 
+def test_a_picture_of_more_than_a_quarter_of_a_second_is_named_where_a_name_has_it() -> None:
+    notebook = made("from PIL import Image; a = Image.new('L', (16384, 8200))")
+    inventory = Inventory(["a"], notebook)
+    assert list(inventory.changes()) == []
+    assert inventory.unlooked == {"a": "a state in C of more than 128 MB, or that cannot be sent, is not compared"}
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_no_class_of_the_standard_library_has_objects_that_change_unseen(tmp_path: Path) -> None:
@@ -282,3 +289,32 @@ def test_a_function_among_the_attributes_of_an_object_is_no_state_of_its_own() -
     assert may_own_state_in_c(Bound)
     assert mark is None
     assert kind.change(bound, mark) is None  # its list is compared as a list
+
+
+@pytest.mark.parametrize(
+    ("before", "cell"),
+    [
+        pytest.param("import torch; a = torch.jit.script(torch.nn.BatchNorm1d(2))", "a(torch.ones(3, 2))", id="script"),
+        pytest.param("import pandas; a = pandas.array([1, None], dtype='Int64')", "a[0] = 4", id="missing values"),
+        pytest.param("import pandas; a = pandas.Series([1])", "a.name = 'b'", id="name of a column"),
+        pytest.param(
+            "from matplotlib import RcParams, rcParams; a = RcParams(rcParams)", "a['lines.linewidth'] = 9", id="style"
+        ),
+        pytest.param("from matplotlib.figure import Figure; a = Figure().subplots()", "a.set_xlim(0, 3)", id="limits"),
+    ],
+)
+def test_what_a_cell_changes_in_a_librarys_own_way_comes_or_is_named(before: str, cell: str) -> None:
+    notebook = made(before)
+    assert seen(notebook, "") == set()
+    assert seen(notebook, cell) == {"a"}
+
+
+class _Foreign:
+    __module__ = "library"
+
+
+def test_an_object_in_c_that_does_not_say_its_state_is_named_where_a_name_has_it() -> None:
+    hidden = Hidden()
+    assert hidden.doubt(_Foreign(), None) == "a _Foreign keeps its state in C, which cannot be compared"
+    assert pickles_itself(type(iter([])))
+    assert not pickles_itself(_Foreign)
