@@ -46,8 +46,6 @@ from nbaccel.notebook.cell_run import (
     with_reasons,
 )
 from nbaccel.notebook.cell_source import read_cell
-from nbaccel.notebook.checks.cell_speed import CellSpeed
-from nbaccel.notebook.checks.check import CellCheck
 from nbaccel.notebook.jobs.background import Background, CellPlace, CellScreen, why_not_in_the_background
 from nbaccel.notebook.jobs.sweep import FOLDER, configurations, line_on_copies, own_bytes, refuse_a_full_host
 from nbaccel.notebook.jobs.sweep_cell import SweptCell, lists_of, values_to_sweep
@@ -420,6 +418,8 @@ class Session:
             LaunchRefused, UsageError, SyntaxError: nothing was started.  KeyboardInterrupt: it was interrupted.
             CheckFailed: with `--strict`, if the cell would not end well.
         """
+        from nbaccel.notebook.checks.check import CellCheck  # dry runs are an eighth of what a first cell would load
+
         with interrupts_in_one_line():
             plan, task = self._plan_to_throw_away(asked, body, "a check")
             check = CellCheck(self.launcher, plan, task, self._setup, self.survey().platform, self.say)
@@ -433,6 +433,8 @@ class Session:
 
         Raises: see `CellSpeed.run`.
         """
+        from nbaccel.notebook.checks.cell_speed import CellSpeed  # as in `_check`
+
         with interrupts_in_one_line():
             plan, task = self._plan_to_throw_away(asked, body, "a trial")
             CellSpeed(self.shell, self.launcher, plan, task, self._setup, self.survey(), self.say).run()

@@ -33,16 +33,20 @@ class StopButton:
     """
 
     def __init__(self, on_click: Callable[[], None]) -> None:
+        # All at once: whatever is set later is another message to the front end.
         self._panel = widgets.HTML()
-        self._button = widgets.Button(layout=widgets.Layout(width="auto", margin="4px 0 0 0", align_self="flex-start"))
-        self._box = widgets.VBox([self._panel, self._button])
-        self._box.add_class(CSS_CLASS)
-        # Not None: front ends are to report how many of them show it. The innermost, since of a widget whose class they
-        # do not have (ipywidgets 7 here, 8 there) they count the box of their error as a view.
-        self._button._view_count = 0
+        label, tooltip = LABELS[0]
+        self._button = widgets.Button(
+            description=label,
+            tooltip=tooltip,
+            layout=widgets.Layout(width="auto", margin="4px 0 0 0", align_self="flex-start"),
+            # Not None: front ends are to report how many of them show it. The innermost, since of a widget whose class
+            # they do not have (ipywidgets 7 here, 8 there) they count the box of their error as a view.
+            _view_count=0,
+        )
+        self._box = widgets.VBox([self._panel, self._button], _dom_classes=(CSS_CLASS,))
         self._on_click: Callable[[Any], None] = lambda button: on_click()
         self._button.on_click(self._on_click)
-        self.pressed(0)
 
     @property
     def model_ids(self) -> frozenset[str]:

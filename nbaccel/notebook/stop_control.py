@@ -101,7 +101,8 @@ class StopControl(PanelSink, Pollable):
                 from nbaccel.notebook.stop_button import StopButton
 
                 self._button = StopButton(self._on_click)
-                self._button.pressed(self._times)
+                if self._times:
+                    self._button.pressed(self._times)
                 self._model_ids |= self._button.model_ids
                 self._shown_at = self._clock()
                 self._former.close()

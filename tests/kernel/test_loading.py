@@ -43,3 +43,34 @@ def test_both_ranks_of_the_first_cell_are_in_the_group_at_once(new_kernel: Kerne
     body = "import torch.distributed as dist\ndist.barrier()\nseconds = time.time() - sent"
     kernel.do(accelerate(body, flags="--out seconds"))
     assert kernel.value("seconds") < 5 * 1.5  # 1.5 s on an idle machine; this machine may be busy
+
+
+def test_a_plain_cell_loads_and_looks_for_nothing_that_it_does_not_need(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do("import sys, torch\n%load_ext nbaccel")
+    kernel.do(accelerate("pass", flags="--plain"))  # a slow one has a panel
+    not_needed = ("nbaccel.dry_run", "nbaccel.trials", "nbaccel.notebook.checks", "matplotlib", "ipywidgets")
+    assert kernel.value(f"[name for name in sys.modules if name.startswith({not_needed})]") == []
+
+    kernel.do("known = set(sys.modules)")
+    kernel.do(accelerate("loaded = sorted(set(sys.modules) - known)", flags="--plain --out loaded"))
+    assert set(kernel.value("loaded")) <= {"tqdm.notebook"}  # what stands in for it
+    assert kernel.value("sorted(set(sys.modules) - known)") == []
+
+    # Of the kernel's own, each would make the start look at all of its objects.
+    kernel.do("from nbaccel.launch.worker import connections, jupyter")
+    assert kernel.value("connections.Connections.find(jupyter.kernel_ports()).families") == {}
+
+
+def test_a_short_cell_sends_a_frame_its_end_and_a_picture(new_kernel: Kernels) -> None:
+    kernel = new_kernel()
+    kernel.do("import torch\n%load_ext nbaccel\nw = torch.nn.Parameter(torch.ones(3))\nsteps = torch.optim.SGD([w])")
+    loop = "for _ in range(20):\n    w.square().sum().backward()\n    steps.step()\n    steps.zero_grad()"
+    kernel.do(accelerate(loop))  # loads what draws
+    cell = kernel.do(accelerate(loop))
+    assert "image/png" in cell.panel
+    assert cell.sent["display_data"] == 1
+    assert len(cell.frames) <= 3 + cell.seconds / 0.5  # a slow machine has time for more of them
+    # The button's parts, complete when they are made; later the HTML of each frame, and that the button goes.
+    assert cell.sent["comm_open"] <= 8
+    assert cell.sent["comm_msg"] <= len(cell.frames)

@@ -277,13 +277,34 @@ class CellTask(Task):
 
     def names_mentioned(self) -> set[str]:
         """Return names that the cell's code reads or binds, also in functions of the notebook, and in magics."""
-        names = names_read(self._parts) | names_assigned(self._parts) | names_in_magics(self.source.code)
-        return with_their_own(names, self.namespace)
+        return with_their_own(self._reads | self._assigns | self._in_magics, self.namespace)
+
+    # Each costs a disassembly of the code, or a parse of its text, and is asked for a dozen times in a cell.
+
+    @cached_property
+    def _reads(self) -> frozenset[str]:
+        return frozenset(names_read(self._parts))
+
+    @cached_property
+    def _assigns(self) -> frozenset[str]:
+        return frozenset(names_assigned(self._parts))
+
+    @cached_property
+    def _in_magics(self) -> frozenset[str]:
+        return frozenset(names_in_magics(self.source.code))
+
+    @cached_property
+    def _leftovers(self) -> frozenset[str]:
+        return frozenset(loop_variables(self.source.code))
+
+    @cached_property
+    def _made_before_read(self) -> frozenset[str]:
+        return frozenset(made_before_read(self.source.code))
 
     def _mentioned(self) -> set[str]:
         """Return those of these names that the notebook had before."""
         names = self.names_mentioned() & self._started_with.keys() & self.namespace.keys()
-        return names - loop_variables(self.source.code)
+        return names - self._leftovers
 
     def _data_not_asked_for(self) -> list[str]:
         """Return names the cell bound to data that `--out` did not list; no modules, functions or loop variables."""
@@ -304,7 +325,7 @@ class CellTask(Task):
         return type(value) in (tuple, list) and len(value) > 1 and {id(part) for part in value} <= set(there)
 
     def left_behind(self) -> tuple[str, dict[str, Any]]:
-        names = sorted(names_assigned(self._parts))
+        names = sorted(self._assigns)
         return self.source.name, {name: self.namespace[name] for name in names if name in self.namespace}
 
     def by_reference(self) -> dict[int, str]:
@@ -314,11 +335,11 @@ class CellTask(Task):
 
     @cached_property
     def knows_ranks(self) -> bool:  # type: ignore[override]  # found out where it is asked first
-        return knows_ranks(self._parts, self.namespace, names_in_magics(self.source.code))
+        return knows_ranks(self._parts, self.namespace, self._in_magics)
 
     @cached_property
     def first_card(self) -> str:  # type: ignore[override]  # found out where it is asked first
-        return says_first_card(self._parts, self.namespace, names_in_magics(self.source.code))
+        return says_first_card(self._parts, self.namespace, self._in_magics)
 
     def draw_as_here(self) -> None:
         """Continue, in all ranks, with the random numbers of this process, and bring their states back."""
@@ -326,24 +347,24 @@ class CellTask(Task):
 
     def names_read(self) -> set[str]:
         """Return names that must exist before the cell: those it reads and does not bind itself."""
-        return names_read(self._parts) - names_assigned(self._parts)
+        return set(self._reads - self._assigns)
 
     def binds_here(self) -> set[str]:
         """Return names that the cell's top level binds."""
-        return names_assigned(self._parts)
+        return set(self._assigns)
 
     def binds(self) -> set[str]:
         """Return names that may be results: those the cell binds, without leftovers of loops and `with`."""
-        return names_assigned(self._parts) - self.leftovers()
+        return set(self._assigns - self._leftovers)
 
     def leftovers(self) -> set[str]:
         """Return names that loops and `with` bind."""
-        return loop_variables(self.source.code)
+        return set(self._leftovers)
 
     def names_to_send(self) -> list[str]:
         """Return the names that a process other than a copy of the kernel needs: read by the cell, in --out or --in."""
-        wanted = names_read(self._parts) | names_in_magics(self.source.code) | set(self.out)
-        wanted = (wanted - made_before_read(self.source.code)) | set(self.extra)
+        wanted = self._reads | self._in_magics | set(self.out)
+        wanted = (wanted - self._made_before_read) | set(self.extra)
         if self.home is not None:
             wanted -= self.home.there
         return sorted(name for name in wanted if name in self.namespace and not belongs_to_ipython(name))
@@ -361,7 +382,7 @@ class CellTask(Task):
         """Return names whose values the ranks do not need: the cell makes them anew, or only deletes them."""
         if self.home is not None:  # later cells may need what this one does not
             return set()
-        brought_back = set(self.out) - made_before_read(self.source.code)
+        brought_back = set(self.out) - self._made_before_read
         return not_read(self.source.code, self.namespace) - {*brought_back, *self.extra}
 
     def pack(self) -> Payload:

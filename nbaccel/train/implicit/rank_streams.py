@@ -201,8 +201,11 @@ def mixed(*numbers: int) -> int:
 def use_own_device(world: World) -> None:
     """Make this rank's device torch's current one as soon as the program uses CUDA; nothing is touched before.
 
-    A device that is the only visible one is the current one anyway: a launcher may hide the others from a rank.
+    A device that is the only visible one is the current one anyway: a launcher may hide the others from a rank. A torch
+    that was built without CUDA is asked for nothing: it notes the sources of the whole stack beside each such request.
     """
+    if not torch.backends.cuda.is_built():
+        return
 
     def choose() -> None:
         if world.local_rank < torch.cuda.device_count():

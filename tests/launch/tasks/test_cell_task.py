@@ -12,6 +12,7 @@ import torch
 
 from nbaccel.launch.ipc.payload import unpack_what_can_be_rebuilt
 from nbaccel.launch.objects.wrappers import plain
+from nbaccel.launch.tasks import cell_task
 from nbaccel.launch.tasks.cell_code import CellSource
 from nbaccel.launch.tasks.cell_task import CellTask
 
@@ -55,6 +56,31 @@ def test_a_model_is_taken_out_of_a_subclass_of_torchs_wrapper() -> None:
 
     model = torch.nn.Linear(2, 1)
     assert plain(Own(model)) is model
+
+
+def test_a_cells_code_is_taken_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    def counted(name: str) -> None:
+        real = getattr(cell_task, name)
+
+        def apart(*given: Any) -> Any:
+            taken.append(name)
+            return real(*given)
+
+        monkeypatch.setattr(cell_task, name, apart)
+
+    functions = ["names_read", "names_assigned", "names_in_magics", "loop_variables", "made_before_read"]
+    for name in functions:
+        counted(name)
+    task = CellTask(CellSource("for each in data:\n    total += each", "Cell In[1]"), {"data": [1, 2], "total": 0})
+    for _ in range(3):  # the plan, what is short, and the files behind names
+        assert set(task.values_to_send()) == {"data", "total"}
+    task.begin(0)
+    task.run()
+    assert task.results(0).values["total"] == 3
+    assert task.left_behind()[1]["total"] == 3
+    assert sorted(taken) == sorted(functions)
 
 
 def sent(code: str, out: tuple[str, ...] = (), **names: Any) -> dict[str, Any]:

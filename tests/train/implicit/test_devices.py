@@ -20,6 +20,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What becomes the current device, on a machine that is made up."""
     chosen: list[Any] = []
     monkeypatch.setattr(torch.cuda, "_queued_calls", [])
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     return chosen
@@ -36,6 +37,12 @@ def test_cuda_without_a_number_is_the_ranks_own_as_soon_as_it_is_used(
     ((choose, _),) = torch.cuda._queued_calls
     choose()
     assert chosen == current
+
+
+def test_a_torch_without_cuda_is_asked_for_no_device(chosen: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    use_own_device(SECOND)
+    assert torch.cuda._queued_calls == []
 
 
 @pytest.mark.parametrize(("visible", "own", "index"), [(2, 1, 1), (1, 1, 0), (2, 2, 0)])
