@@ -123,3 +123,14 @@ def test_displays_of_earlier_cells_pages_and_widgets_are_within_reach_of_rank_0(
     assert "function calls" in pages["page"]["data"]["text/plain"]
     assert pages["set_next_input"]["text"] == "1 + 1"
     assert "not brought back: made (a widget)" in cell.text
+
+
+def test_an_output_widget_is_said_not_to_take_what_ranks_print_and_hides_no_error(kernel: RealKernel) -> None:
+    kernel.do("import ipywidgets, nbaccel\nout = ipywidgets.Output()\ndef work(): print('from a function')")
+    cell = kernel.do(accelerate("with out:\n    print('in it')\nprint('after')", "fork", n=2))
+    assert cell.stdout.count("what ranks print stands below the cell, also inside of `with` and an Output widget") == 1
+    assert "[all] in it\n[all] after" in cell.stdout
+    assert kernel.run(accelerate("with out:\n    1 / 0", "fork", n=2)).failed("ZeroDivisionError")
+    cell = kernel.do("with out:\n    nbaccel.launch(work, 2)")
+    assert "from a function" in cell.stdout
+    assert any(state.get("msg_id") == "" for state in cell.widgets.values()), "it took what came meanwhile"

@@ -98,6 +98,7 @@ def test_a_file_of_the_notebook_that_several_ranks_write_is_named(kernel: RealKe
     assert (kernel.folder / "alone.txt").read_text() == "head\nmine\n"
     cell = kernel.do(accelerate("held['table'].writerow([accelerator.process_index])", "fork"))
     assert "nbaccel: table-out.csv is open in the notebook and written" in cell.stdout
+    assert "not brought back" not in cell.stdout, "a writer of csv has no state"
     assert sorted((kernel.folder / "table-out.csv").read_text().split()) == ["0", "1", "head"]
     kernel.do("tempfile.tempdir = None")
 

@@ -33,6 +33,7 @@ from nbaccel.launch.ipc.unpicklable import (
 )
 from nbaccel.launch.objects.arrays import Values, is_as_it_lies
 from nbaccel.launch.objects.reductions import (
+    attributes_of_tensor,
     globals_of_module,
     module_of_maker,
     reduce_of_a_library,
@@ -249,7 +250,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishe
             return None
         index, device = self._block_of_storage(obj.untyped_storage())
         layout = (obj.storage_offset(), tuple(obj.size()), obj.stride())
-        return _there, ("tensor", type(obj), index, device, obj.dtype, layout, obj.requires_grad, vars(obj))
+        own, more = attributes_of_tensor(obj)
+        return _there, ("tensor", type(obj), index, device, obj.dtype, layout, obj.requires_grad, own), *more
 
     def _reduce_sharded(self, obj: Any) -> Any:
         """Reduce a tensor of which each rank has a part to its key: the receiver joins the rows of all ranks."""
@@ -331,7 +333,7 @@ class PlacingPacker(Packer):
             return None
         reduced = self._reduce_view(obj if obj.is_leaf else obj.detach()) or super()._reduce_tensor(obj)
         has_gradient = (obj.is_leaf or obj.retains_grad) and obj.grad is not None
-        if not reduced or not self._places.takes_gradients or not has_gradient:
+        if not reduced or len(reduced) > 2 or not self._places.takes_gradients or not has_gradient:
             return reduced
         return *reduced, obj.grad, None, None, _set_gradient
 

@@ -100,6 +100,7 @@ class FilesOfRanks:
         if not (all_are_wanted or _may_lead_to(behind, {each.number for each in read})):
             read = []
         logged = [getattr(reference(), "stream", None) for reference in list(logging._handlerList)]  # type: ignore[attr-defined]
+        logged = [file for file in logged if not _is_of_the_server(file)]
         files = {id(file): file for file in (*(obj for _, obj in behind.found), *logged) if _is_written(file)}
         return cls(read, list(files.values()))
 
@@ -211,6 +212,14 @@ def _number(obj: Any) -> int | None:
     if issubclass(type(obj), io.FileIO) and not obj.closed:
         return int(obj.fileno())
     return None
+
+
+def _is_of_the_server(file: Any) -> bool:
+    """Return whether it writes to where the kernel's own output went before ipykernel took it: the server's log."""
+    with suppress(Exception):
+        original = [getattr(stream, "_original_stdstream_copy", None) for stream in (sys.stdout, sys.stderr)]
+        return any(os.path.samestat(os.fstat(file.fileno()), os.fstat(each)) for each in original if each is not None)
+    return False
 
 
 def _is_written(file: Any) -> bool:

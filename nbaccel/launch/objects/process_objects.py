@@ -101,8 +101,8 @@ _DATA = (
 )
 """Modules below these, and classes, whose objects are data."""
 
-_IMMUTABLE = frozenset({"_operator", "_struct", "numpy", "torch", "torch._C", "types"})
-"""Modules whose objects in C are values, or have kinds of their own."""
+_IMMUTABLE = frozenset({"_csv", "_operator", "_struct", "numpy", "torch", "torch._C", "types"})
+"""Modules whose objects in C are values, or have kinds of their own; a `csv.writer` has room for a row, and no more."""
 
 
 _PACKAGES_THAT_SHOW_IT = sys.stdlib_module_names | {"__main__", "h5py", "numpy", "pandas", "torch"}
@@ -121,8 +121,9 @@ def belongs_to_its_process(kind: type) -> bool:
 
 def kind_in_c(kind: type) -> Kind | None:
     """Return the kind of objects of a type that keeps state in C; None for values and files."""
-    is_iterator = _module_of(kind) in ("builtins.", "itertools.", "numpy.") and hasattr(kind, "__next__")
-    if issubclass(kind, io.IOBase) or (_module_of(kind).removesuffix(".") in _IMMUTABLE and not is_iterator):
+    has_place = hasattr(kind, "__next__")
+    is_iterator = has_place and _module_of(kind) in ("builtins.", "itertools.", "numpy.")
+    if issubclass(kind, io.IOBase) or (_module_of(kind).removesuffix(".") in _IMMUTABLE and not has_place):
         return None
     package = _module_of(kind).partition(".")[0]
     is_foreign = package == "builtins" and bool(kind.__flags__ & _HEAP_TYPE)  # of polars, say, that names no module

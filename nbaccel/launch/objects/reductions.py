@@ -26,7 +26,30 @@ import cloudpickle
 from nbaccel.launch.objects.wrappers import is_made_anew, is_put_there, itself, plain, reduce_accelerate, users_class
 from nbaccel.quantised import TrainedTensors, base_of, trained_state
 
-__all__ = ["globals_of_module", "module_of_maker", "reduce_of_a_library", "reduce_to_what_was_written", "with_slots"]
+__all__ = [
+    "attributes_of_tensor",
+    "globals_of_module",
+    "module_of_maker",
+    "reduce_of_a_library",
+    "reduce_to_what_was_written",
+    "with_slots",
+]
+
+
+def attributes_of_tensor(tensor: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """Return the attributes of a tensor, and the rest of its reduction for those that are weak references to itself.
+
+    Pyro puts one on each of its parameters; it is made anew when the tensor is there.
+    """
+    own: dict[str, Any] = vars(tensor)
+    weak = [name for name, value in own.items() if type(value) is weakref.ref and value() is tensor]
+    if not weak:
+        return own, ()
+    return {name: value for name, value in own.items() if name not in weak}, (weak, None, None, _refer_to_itself)
+
+
+def _refer_to_itself(tensor: Any, names: list[str]) -> None:
+    vars(tensor).update((name, weakref.ref(tensor)) for name in names)
 
 
 def reduce_to_what_was_written(obj: Any) -> Any:

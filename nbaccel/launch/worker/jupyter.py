@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -19,6 +20,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from nbaccel.errors import NoInput
+from nbaccel.launch.ipc.import_hooks import when_loaded
 from nbaccel.launch.ipc.user_code import _shell, reloader
 
 __all__ = [
@@ -115,6 +117,7 @@ def adopt_notebook(rank: int, publish: Publish, old_streams: tuple[Any, Any]) ->
     _forward_streams(old_streams)
     _refuse_input(rank)
     _plain_progress_bars()
+    when_loaded({"ipywidgets.widgets.widget_output": functools.partial(_pass_output_widgets, rank)})
     shell = _shell()
     if shell is not None:
         _forward_display(shell, publish)
@@ -202,6 +205,30 @@ def _plain_progress_bars() -> None:
         sys.modules["tqdm.notebook"] = _TextBars("tqdm.notebook")
     elif std is not None and isinstance(notebook.tqdm_notebook, type):
         _make_textual(notebook.tqdm_notebook, std.tqdm)
+
+
+def _pass_output_widgets(rank: int, module: Any) -> None:
+    """Let blocks of ``with output:`` do nothing, and say so: the widget would take what the kernel prints meanwhile.
+
+    An error ends the rank, which the widget would only show: https://github.com/jupyter-widgets/ipywidgets/issues/4020.
+    """
+    has_said = rank != 0
+
+    def enter(output: Any) -> Any:
+        nonlocal has_said
+        if not has_said:
+            has_said = True
+            sys.stdout.write(
+                "nbaccel: what ranks print stands below the cell, also inside of `with` and an Output widget. To have "
+                "it in the widget, run a function in a cell without the magic: "
+                "`with output: nbaccel.launch(train, 2)`.\n"
+            )
+        return output
+
+    def leave(output: Any, *error: Any) -> None:
+        """Let an error through."""
+
+    module.Output.__enter__, module.Output.__exit__ = enter, leave
 
 
 class _TextBars(types.ModuleType):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -440,6 +441,16 @@ def test_an_anchor_without_a_way_to_find_it_is_an_error() -> None:
     here = notebook("class Net: pass")
     with pytest.raises(ValueError, match="refers to 'Net' of this process"):
         travel({"Net": here["Net"]}, by_reference={id(here["Net"]): "Net"})
+
+
+def test_a_tensor_that_refers_to_itself_weakly_does_so_there() -> None:
+    """As each of Pyro's parameters does."""
+    loc = torch.nn.Parameter(torch.ones(2))
+    loc.unconstrained, loc.note = weakref.ref(loc), "kept"  # type: ignore[attr-defined]
+    there = travel({"guide": [loc]})["guide"][0]
+    assert there.unconstrained() is there
+    assert (there.note, there.tolist(), there.requires_grad) == ("kept", [1.0, 1.0], True)
+    assert loc.unconstrained() is loc  # type: ignore[attr-defined]
 
 
 def test_standard_streams_become_those_of_the_other_process() -> None:

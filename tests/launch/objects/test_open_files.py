@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import logging
 import os
+import types
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -148,3 +150,15 @@ def test_a_number_that_is_closed_or_another_files_by_the_fork_is_left_alone(tmp_
         assert fresh == {}
     os.close(read)
     os.close(other)
+
+
+def test_the_servers_log_is_no_file_of_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own log goes there, by a handler with a descriptor of its own."""
+    with (tmp_path / "log").open("w") as log, (tmp_path / "other").open("w") as other:
+        monkeypatch.setattr("sys.stderr", types.SimpleNamespace(_original_stdstream_copy=log.fileno()))
+        handlers = [logging.StreamHandler(os.fdopen(os.dup(file.fileno()), "w")) for file in (log, other)]
+        written = FilesOfRanks.behind(dict, (), 2, all_are_wanted=True).written
+        assert handlers[0].stream not in written
+        assert handlers[1].stream in written
+        for each in handlers:
+            each.stream.close()
