@@ -38,7 +38,16 @@ from nbaccel.train.implicit.loaders import before_draw
 
 __all__ = ["DryRunHooks", "DryRunParts"]
 
-_COLLECTIVES = ("all_gather", "read_all", "all_reduce", "start_sum", "finish_sums", "broadcast", "barrier")
+_COLLECTIVES = (
+    "all_gather",
+    "read_all",
+    "read_numbers",
+    "all_reduce",
+    "start_sum",
+    "finish_sums",
+    "broadcast",
+    "barrier",
+)
 
 
 class DryRunParts:

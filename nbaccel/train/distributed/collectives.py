@@ -114,13 +114,24 @@ class Collectives:
         """Return a small tensor of every rank, stacked, on the host.  call: what the ranks are doing, for messages."""
         return numbers.cpu()[None]
 
+    def tell_numbers(self, call: str, numbers: Sequence[float]) -> list[list[float]]:
+        """Return equally many numbers of every rank, by rank: as `tell` does, for what is sent in every step."""
+        told: list[list[float]] = self.tell(call, torch.tensor(numbers, dtype=torch.float64, device="cpu")).tolist()
+        return told
+
     @property
     def device(self) -> torch.device:
         """The device on which `start_sum` takes tensors."""
         return torch.device("cpu")
 
-    def start_sum(self, tensor: Tensor) -> Any:
-        """Begin to sum `tensor` of all ranks in place, if the backend can add it; for `finish_sums`."""
+    def forget_messages(self) -> None:
+        """Begin a task: `tell_numbers` of an earlier one may have been left half-way. Every rank calls it."""
+
+    def start_sum(self, tensor: Tensor, is_of_step: bool = False) -> Any:
+        """Begin to sum `tensor` of all ranks in place, if the backend can add it; for `finish_sums`.
+
+        is_of_step: it is finished before the next `tell_numbers`, or never.
+        """
 
     def finish_sums(self, call: str, sums: Sequence[Any]) -> None:
         """Wait until all of `sums`, at least one, are over.  call: what the ranks are doing, for messages."""
@@ -280,12 +291,19 @@ class GroupCollectives(Collectives):
         self._fingerprints.enter(call)
         return self._host.read_all(numbers)
 
+    def tell_numbers(self, call: str, numbers: Sequence[float]) -> list[list[float]]:
+        self._fingerprints.enter(call)
+        return self._host.read_numbers(numbers)
+
     @property
     def device(self) -> torch.device:
         return self._transport.device
 
-    def start_sum(self, tensor: Tensor) -> Any:
-        return self._transport.start_sum(tensor)
+    def forget_messages(self) -> None:
+        self._host.forget_messages()
+
+    def start_sum(self, tensor: Tensor, is_of_step: bool = False) -> Any:
+        return self._transport.start_sum(tensor, is_of_step)
 
     def finish_sums(self, call: str, sums: Sequence[Any]) -> None:
         self._fingerprints.enter(call)

@@ -38,6 +38,7 @@ from nbaccel.errors import PeerFailed
 from nbaccel.events import CollectiveEntered, GroupRenewed, Waiting, emit
 from nbaccel.settings import RunSettings
 from nbaccel.train.distributed.collectives import GroupCollectives
+from nbaccel.train.distributed.transport import group_timeout
 from nbaccel.values import frozen
 from nbaccel.world import World
 
@@ -220,7 +221,7 @@ class ProcessGroup:
 
             self._exchanges += 1  # a later group may have the same store
             place = self.meeting_place(f"exchange{self._formed}.{self._renewed}.{self._exchanges}")
-            timeout = self._options.timeout if self._world is not None else _timeout()
+            timeout = self._options.timeout if self._world is not None else group_timeout()
             self._exchange = StoreExchange(place.store, dist.get_rank(), dist.get_world_size(), timeout)
             self._exchange_of = dist.group.WORLD
         return self._exchange
@@ -228,7 +229,7 @@ class ProcessGroup:
     def drop(self) -> None:
         """Leave the default group, whether we formed it or not; its connections are cut already. `renew` follows."""
         backend = dist.get_backend()
-        timeout = self._options.timeout if self._world is not None else _timeout()
+        timeout = self._options.timeout if self._world is not None else group_timeout()
         self._lost = _Lost(None if backend == "undefined" else backend, timeout, dist.get_rank(), dist.get_world_size())
         if self._store is None and dist.group.WORLD is not self._renewed_group:
             # The program's own group. Dropped with it, the store's file would be removed, or its server would end.
@@ -375,16 +376,6 @@ def _is_one_machine(world: World) -> bool:
 def _kinds(backend: str) -> list[str]:
     """Return the backends in ``"cpu:gloo,cuda:nccl"``; of a single name, that one."""
     return [pair.rpartition(":")[2] for pair in backend.split(",")]
-
-
-def _timeout() -> timedelta | None:
-    """Return the timeout of a group which the program made; None where its backend does not tell."""
-    try:
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-        found: timedelta = backend.options._timeout
-    except (RuntimeError, AttributeError):
-        return None
-    return found
 
 
 def _meet(store: Any, world: World, timeout: timedelta) -> None:

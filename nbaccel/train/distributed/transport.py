@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,12 @@ from nbaccel.aborting import (
     uses_device,
 )
 from nbaccel.events import Waiting, emit
+from nbaccel.train.distributed.shared_messages import SharedMessages
 
 __all__ = [
     "Transport",
     "collective_counter",
+    "group_timeout",
     "host_transport",
 ]
 
@@ -60,6 +62,12 @@ _ADDED_AS = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: 
 """Dtypes in which the others are reduced; any other dtype is a tiny float, reduced as float32, or torch refuses it."""
 
 
+class _SharedSum(NamedTuple):
+    """A sum through the memory that ranks share, in the place of torch's work."""
+
+    tensor: Tensor
+
+
 class Transport:
     """The ranks of torch's default process group, to which tensors are sent.
 
@@ -72,6 +80,8 @@ class Transport:
         self.device = torch.device("cpu") if dist.get_backend() == "gloo" else device
         self.call = ""
         self.calls = 0
+        self._messages: SharedMessages | None = None
+        self._has_asked = False  # whether the ranks share memory
         self._is_on_host = self.device.type == "cpu"
         is_polled = not self._is_on_host or dist.get_backend() in DEVICE_BACKENDS
         self._wait = self._wait_for_device if is_polled else self._wait_on_host
@@ -95,6 +105,29 @@ class Transport:
         self._wait(_all_gather(joined, sent[None], async_op=True))
         return joined.cpu()
 
+    def read_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return equally many numbers of each rank, by rank: as `read_all` does, for what is sent in every step."""
+        if not self._has_asked:
+            self._messages = SharedMessages.form(self.read_all, group_timeout() or dist.default_pg_timeout)
+            self._has_asked = True
+        if is_aborted():
+            refuse_if_aborted(self._where())
+        if self._messages is None:
+            told: list[list[float]] = self.read_all(torch.tensor(numbers, dtype=torch.float64, device="cpu")).tolist()
+            return told
+        try:
+            return self._messages.exchange(numbers, self._where, self._look_up_on_host)
+        except BaseException as error:
+            leave_exchange(self.call, error)
+            raise
+
+    def forget_messages(self) -> None:
+        """Let the ranks ask again at the next `read_numbers`, and with new memory. Every rank calls it there or never.
+
+        A task that has failed may have left some of them in the midst of a message.
+        """
+        self._messages, self._has_asked = None, False
+
     def all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         """Add or compare `tensor` of all ranks; return a new tensor, of its dtype and on its device."""
         reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -104,15 +137,35 @@ class Transport:
         self._finish(dist.all_reduce(reduced, operation, async_op=True))
         return reduced.to(tensor.device, tensor.dtype)
 
-    def start_sum(self, tensor: Tensor) -> Any:
-        """Begin to sum `tensor` of all ranks, in place; return the work for `finish_sums`."""
+    def start_sum(self, tensor: Tensor, is_of_step: bool = False) -> Any:
+        """Begin to sum `tensor` of all ranks, in place; return the work for `finish_sums`.
+
+        is_of_step: it is finished before the next `read_numbers`, or never.
+        """
+        if is_of_step and self._messages is not None and self._messages.start_sum(tensor):
+            return _SharedSum(tensor)
         return dist.all_reduce(tensor, async_op=True)
 
     def finish_sums(self, sums: Sequence[Any]) -> None:
         """Wait until all of `sums` are over, in the order in which they were started."""
-        for work in sums[:-1]:
+        works = []
+        for work in sums:
+            if isinstance(work, _SharedSum):
+                self._finish_shared(work.tensor)
+            else:
+                works.append(work)
+        for work in works[:-1]:
             self._finish(work)
-        self._wait(sums[-1])
+        for work in works[-1:]:
+            self._wait(work)
+
+    def _finish_shared(self, tensor: Tensor) -> None:
+        assert self._messages is not None, "it was started there"
+        try:
+            self._messages.finish_sum(tensor, self._where, self._look_up_on_host)
+        except BaseException as error:
+            leave_exchange(self.call, error)
+            raise
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Return `tensor` as rank `source` has it; a new tensor. Dtypes and shapes must be equal."""
@@ -215,6 +268,10 @@ class Transport:
     def _look_up(self, waited_s: float) -> None:
         emit(Waiting(self._where(), waited_s))
 
+    def _look_up_on_host(self, waited_s: float) -> None:
+        refuse_if_aborted(self._where())  # the peer's wait in its device has ended so, and it does not come
+        self._look_up(waited_s)
+
     def _where(self) -> str:
         return f"{self.call} (call {self.calls} of this process group)"
 
@@ -249,6 +306,16 @@ def collective_counter() -> Callable[[], int] | None:
     except RuntimeError:
         return None
     return count
+
+
+def group_timeout() -> timedelta | None:
+    """Return the time limit of the default group's collectives; None where its backend does not tell."""
+    try:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        found: timedelta = backend.options._timeout
+    except (RuntimeError, AttributeError):
+        return None
+    return found
 
 
 def _backends() -> dict[str, str]:

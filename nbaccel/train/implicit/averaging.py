@@ -113,6 +113,8 @@ class Averaging:
         """Free the memory at the end of a task."""
         if self._exchange is not None:
             self._exchange.forget()
+        if self._collectives is not None:
+            self._collectives.forget_messages()
 
     @property
     def is_inside(self) -> bool:
@@ -122,12 +124,11 @@ class Averaging:
     def begin(self) -> None:
         """Begin a task: nothing is known."""
         self.models.forget()
+        self.rest()
         self._begin()
 
     def _begin(self) -> None:
         self.meetings = 0
-        if self._exchange is not None:
-            self._exchange.forget()
         self._losses = losses = LossHistory()
         self._decisions = Decisions(lambda: losses.state)
         self._noted_buffers: set[int] = set()
@@ -595,6 +596,5 @@ class Averaging:
 
     def _exchanges(self) -> GradientExchange:
         now = self._collective()
-        if self._exchange is None:
-            self._exchange = GradientExchange(now)
+        self._exchange = self._exchange or GradientExchange(now)
         return self._exchange

@@ -104,7 +104,7 @@ class Round:
         sent = flat.to(self._collectives.device)  # no copy if it is there already
         if sent is not flat:
             self._returns.append((flat, sent))
-        self._sums.append(self._collectives.start_sum(sent))
+        self._sums.append(self._collectives.start_sum(sent, is_of_step=True))
         self._sent += 1
 
 

@@ -441,11 +441,11 @@ def exchange(
     say.terms, say.values = len(terms), len(values)
     short = [number for pair in terms[:TERMS] for number in pair] + [0.0] * (2 * max(0, TERMS - len(terms)))
     mine = [*map(float, _numbers(say)), *values, *[0.0] * (VALUES - len(values)), *short]
-    rows = collectives.tell(call, torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
+    rows = collectives.tell_numbers(call, mine)
     most = int(max(row[_TERMS_AT] for row in rows))
     if most > TERMS:
         longer = [number for pair in terms for number in pair] + [0.0] * (2 * (most - len(terms)))
-        pairs = collectives.tell(call, torch.tensor(longer, dtype=torch.float64, device="cpu")).tolist()
+        pairs = collectives.tell_numbers(call, longer)
     else:
         pairs = [row[_VALUES.stop :] for row in rows]
     return Told(rows, pairs)

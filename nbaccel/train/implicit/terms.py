@@ -9,6 +9,7 @@ graph of another form has an obstacle, in words. Nothing here knows ranks, and n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from nbaccel.values import frozen
 __all__ = ["LossTerms", "Scalar", "Term", "read"]
 
 
-@frozen
+@dataclass(frozen=True, slots=True, eq=False)
 class Term:
     """One reduction over samples in the graph of a loss.
 
