@@ -26,9 +26,14 @@ __all__ = ["Connections", "explain"]
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """Connections over a network that this process has, without those to the notebook's front end.
+    """Connections to servers that this process has, without those to the notebook's front end.
 
-    families: of each descriptor.  encrypted: descriptors that an `SSLSocket` reads.
+    Not covered: encryption by a library in C (libpq, gRPC), whose connection goes on in the first rank as one that is
+    not encrypted; the notebook opens another one afterwards.
+
+    Args:
+        families: Of each descriptor, the family of its socket.
+        encrypted: Descriptors that an `SSLSocket` reads.
     """
 
     families: dict[int, int] = field(default_factory=dict)
@@ -36,7 +41,14 @@ class Connections:
 
     @classmethod
     def find(cls, ports: Collection[int]) -> Connections:
-        """Find them in the kernel.  ports: those at which the kernel serves its front end."""
+        """Find the connections of this process, the kernel.
+
+        Args:
+            ports: Ports at which the kernel serves its front end.
+
+        Returns:
+            The connections that are open now.
+        """
         families: dict[int, int] = {}
         for entry in os.listdir("/proc/self/fd"):
             with suppress(OSError):
@@ -50,7 +62,11 @@ class Connections:
         return cls(families, frozenset(found) & families.keys())
 
     def leave(self, is_first: bool) -> None:
-        """Leave those that do not go on in this rank.  is_first: it is the first rank of its kernel."""
+        """Leave the connections that do not go on in this rank.
+
+        Args:
+            is_first: Whether this is the first rank of its kernel.
+        """
         for number, family in self.families.items():
             if is_first and number not in self.encrypted:
                 continue
@@ -60,7 +76,11 @@ class Connections:
 
 
 class _OfThisRank:
-    """Connections of this process.  has_left: it has left some of the notebook's."""
+    """Connections of this process.
+
+    Attributes:
+        has_left: Whether it has left some of the notebook's.
+    """
 
     def __init__(self) -> None:
         self.has_left = False
@@ -70,7 +90,11 @@ _of_this_rank = _OfThisRank()
 
 
 def explain(error: BaseException) -> None:
-    """Add a note to an error of a rank's program that used a connection which it has left."""
+    """Add a note to an error of a rank's program that used a connection which this rank has left.
+
+    Args:
+        error: The error, which gets the note in place.
+    """
     if _of_this_rank.has_left and isinstance(error, OSError) and error.errno in (errno.ENOTCONN, errno.EPIPE):
         error.add_note(
             "The notebook has opened this connection, and what all ranks would send and receive on it would be mixed "
@@ -85,12 +109,20 @@ def _with_subclasses(kind: type[object]) -> Iterator[type[object]]:
 
 
 def _as_connection(number: int, ports: Collection[int]) -> dict[int, int]:
+    """Return the family of a connection, by its descriptor; nothing for any other socket.
+
+    Of Unix sockets it is one that was connected to a path, as clients of Docker, PostgreSQL or Redis do; the others are
+    pairs of a process and its children.
+    """
     found = socket.SocketType(fileno=number)  # the fast class in C
     try:
-        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+        if found.type != socket.SOCK_STREAM:
             return {}
-        found.getpeername()
-        return {} if is_of_the_kernel(found, ports) else {number: found.family}
+        peer = found.getpeername()
+        if found.family == socket.AF_UNIX:
+            return {number: found.family} if peer else {}
+        is_network = found.family in (socket.AF_INET, socket.AF_INET6)
+        return {number: found.family} if is_network and not is_of_the_kernel(found, ports) else {}
     except OSError:  # it listens, or is closed
         return {}
     finally:

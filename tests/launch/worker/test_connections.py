@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,6 +110,25 @@ def test_an_encrypted_connection_stays_the_notebooks() -> None:
     finally:
         for each in (here, there, listener, client, served):
             each.close()
+
+
+def test_a_connection_to_the_path_of_a_server_goes_on_in_the_first_rank_alone(tmp_path: Path) -> None:
+    path = str(tmp_path / "server")
+    with (
+        socket.socket(socket.AF_UNIX) as listener,
+        socket.socket(socket.AF_UNIX) as client,
+    ):
+        listener.bind(path)
+        listener.listen()
+        client.connect(path)
+        served, _ = listener.accept()
+        with served:
+            found = Connections.find([]).families
+            assert found[client.fileno()] == socket.AF_UNIX
+            assert served.fileno() not in found
+            assert launch(lambda: _is_connected(client), 2, start_method="fork", cpu=True).values == [True, False]
+            client.sendall(b"a")
+            assert served.recv(1) == b"a"
 
 
 @pytest.mark.parametrize("kind", [ssl.SSLSocket, type("OfALibrary", (ssl.SSLSocket,), {})])
