@@ -33,7 +33,11 @@ class PeerWatch:
         self._peers = [peer for peer in range(page.world_size) if peer != rank]
 
     def begin(self, excluded_ranks: Sequence[int]) -> None:
-        """Begin another run.  excluded_ranks: ranks that take no part in it."""
+        """Begin another run.
+
+        Args:
+            excluded_ranks: Ranks that take no part in it.
+        """
         self._entered, self._mark = 0, NO_MARK
         self._excluded_ranks = excluded_ranks
 

@@ -41,8 +41,9 @@ _SERVE_THE_NOTEBOOK = frozenset({"IPython", "ipykernel", "nbaccel", "tornado", "
 class ObjectsBehind:
     """The objects that names lead to.
 
-    found: each object once, with the name that leads to it; those of the names themselves come first.
-    is_whole: False if there are more objects than were looked at.
+    Args:
+        found: Each object once, with the name that leads to it; those of the names themselves come first.
+        is_whole: False if there are more objects than were looked at.
     """
 
     found: tuple[tuple[str, Any], ...] = ()
@@ -52,7 +53,8 @@ class ObjectsBehind:
     def of(cls, values: Mapping[str, Any], *, into_libraries: bool = True) -> ObjectsBehind:
         """Follow `values`, by name.
 
-        into_libraries: also what objects of packages other than torch and Python's own lead to.
+        Args:
+            into_libraries: Also what objects of packages other than torch and Python's own lead to.
 
         >>> import csv, io
         >>> file = io.StringIO("a,b")

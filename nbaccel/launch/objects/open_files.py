@@ -53,7 +53,12 @@ _READS = frozenset({"read", "read1", "readinto", "readline", "readlines"})
 
 @dataclass(frozen=True, slots=True)
 class _Descriptor:
-    """An open regular file of this process.  number: of its descriptor.  is_read: it is open for reading alone."""
+    """An open regular file of this process.
+
+    Args:
+        number: The number of its descriptor.
+        is_read: Whether it is open for reading alone.
+    """
 
     number: int
     path: str
@@ -64,8 +69,9 @@ class _Descriptor:
 class FilesOfRanks:
     """The open files that ranks of one start inherit.
 
-    read: those that each rank gets anew.  written: Python's files that are open for writing, to which names of the
-    cell, or handlers of `logging`, lead.
+    Args:
+        read: Files that each rank gets anew.
+        written: Python's files that are open for writing, to which names of the cell, or handlers of `logging`, lead.
     """
 
     read: Sequence[_Descriptor] = ()
@@ -82,12 +88,14 @@ class FilesOfRanks:
     ) -> FilesOfRanks:
         """Find the files that the names of a cell lead to, in the kernel.
 
-        values: returns the values of the names; it is called only if this process has open files.
-        codes: of the cell.  ranks: how many share what is not opened anew.
-        all_are_wanted: which names later cells will read is not known.
+        Args:
+            values: A function that returns the values of the names; it is called only if this process has open files.
+            codes: Code objects of the cell.
+            ranks: How many ranks share what is not opened anew.
+            all_are_wanted: Whether it is unknown which names later cells will read.
 
         Raises:
-            LaunchRefused: the cell moves in a file that is open for writing, or leads to a connection of SQLite.
+            LaunchRefused: The cell moves in a file that is open for writing, or leads to a connection of SQLite.
         """
         there = list(_descriptors())
         if not there:
@@ -111,7 +119,7 @@ class FilesOfRanks:
         Yield, by the descriptor that the rank inherits, the one to put into its place.
 
         Raises:
-            LaunchRefused: a file cannot be opened again.
+            LaunchRefused: A file cannot be opened again.
         """
         fresh: dict[int, int] = {}
         try:
@@ -354,7 +362,7 @@ def _position(file: Any) -> int:
     read ahead, and checked: the bytes from there have to be that text.
 
     Raises:
-        OSError: it cannot be found.
+        OSError: It cannot be found.
     """
     with suppress(OSError):
         return int(file.tell())

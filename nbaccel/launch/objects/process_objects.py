@@ -264,8 +264,9 @@ class _Event(Kind):
 class _Settings(Kind):
     """Objects of which some attributes are data, and the others lead into the process.
 
-    names: those that are data; none for all whose values are plain.
-    after: called in the kernel once they are written.
+    Args:
+        names: Attributes that are data; none for all whose values are plain.
+        after: A function that is called in the kernel once they are written.
     """
 
     def __init__(self, *names: str, after: Callable[[Any], object] = lambda obj: None) -> None:
@@ -383,7 +384,9 @@ def _tell_loggers(logger: Any) -> None:
 class _Watched(Kind):
     """Objects that live in their process alone.
 
-    state: returns what a cell may have changed.  why: it cannot be brought back.
+    Args:
+        state: A function that returns what a cell may have changed.
+        why: The reason why it cannot be brought back.
     """
 
     def __init__(self, state: Callable[[Any], Any], why: str) -> None:

@@ -87,7 +87,8 @@ class Owner(Kind):
 
     One is made for each class: of thousands of pictures the first ones are compared.
 
-    is_in_c: the class is written in C, so that the pointer is no attribute.
+    Args:
+        is_in_c: Whether the class is written in C, so that the pointer is no attribute.
     """
 
     def __init__(self, is_in_c: bool = False) -> None:
@@ -127,7 +128,11 @@ def _digest_of(obj: Any, most: int) -> tuple[int, int] | None:
 
 
 class _Digest:
-    """A file of which only a checksum is kept.  most: its bytes; more are an error."""
+    """A file of which only a checksum is kept.
+
+    Args:
+        most: The largest number of bytes; more are an error.
+    """
 
     def __init__(self, most: int) -> None:
         self.checksum = self.length = 0
@@ -151,7 +156,8 @@ class Hidden(Kind):
 class InForeignC(Kind):
     """Objects in C of a library: their own memory, and what is behind its pointers.
 
-    behind: the kind that judges this.
+    Args:
+        behind: The kind that judges this.
     """
 
     def __init__(self, behind: Kind) -> None:

@@ -34,7 +34,8 @@ _NOT_SAFE = ("omp", "workqueue")
 def threads_a_fork_lacks(values: Callable[[], Mapping[str, Any]]) -> str | None:
     """Return why a fork could not use a library that `values` lead to, as half a sentence; None if it could.
 
-    values: returns the values of the cell's names; it is called only if a library has such threads.
+    Args:
+        values: A function that returns the values of the cell's names; it is called only if a library has such threads.
     """
     libraries = {name for name in (*_BY_NAME, "numba", "fsspec") if name in sys.modules}
     if not libraries:

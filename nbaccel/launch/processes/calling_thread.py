@@ -31,8 +31,11 @@ _KEY = "thread.local."
 class CallingThread:
     """The values of one thread.
 
-    context: its context variables.  torch_flags: torch's switches of one thread.
-    local_values: those of each `threading.local`, by a key; none from Python 3.13 on, whose threads do not show them.
+    Args:
+        context: The context variables of the thread.
+        torch_flags: Torch's switches of one thread.
+        local_values: Values of each `threading.local`, by a key; none from Python 3.13 on, whose threads do not show
+            them.
     """
 
     context: contextvars.Context

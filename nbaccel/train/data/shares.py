@@ -224,7 +224,7 @@ def _copied(batches: Any, dataset: Any) -> Any:
     """Return a copy of a sampler that draws without changing it. What the copy only reads, data and models, it shares.
 
     Raises:
-        Exception: it cannot be copied.
+        Exception: It cannot be copied.
     """
     shared: dict[int, Any] = {id(dataset): dataset}
     for sampler in samplers_of(batches):

@@ -45,8 +45,9 @@ _SHARED = (str, bytes, int, float, complex, type(None), Enum, torch.dtype, torch
 class ListLayout:
     """Knowledge of the lists and tuples in the batches of one collate_fn; asked only where their lengths allow both.
 
-    entries: by path, ``batch[0]``: True for one entry per sample, False for entries that are columns.
-    are_columns: all other lists hold columns.
+    Args:
+        entries: By path, ``batch[0]``: True for one entry per sample, False for entries that are columns.
+        are_columns: Whether all other lists hold columns.
     """
 
     entries: Mapping[str, bool] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class CountedBatch(NamedTuple):
         """Return a batch of the samples `start` to `stop`, with tensors as views; `batch` itself for all of them.
 
         Raises:
-            CannotSplit: it is not known what of the batch belongs to which sample.
+            CannotSplit: It is not known what of the batch belongs to which sample.
         """
         return joined([self], start, stop)
 
@@ -80,14 +81,15 @@ class CountedBatch(NamedTuple):
         """Find out whether samples can be taken.
 
         Raises:
-            CannotSplit: they cannot.
+            CannotSplit: The samples cannot be taken.
         """
         _Samples([self], lambda values: values[0], lambda values, _: values[0]).of_batch()
 
     def pick(self, rows: Sequence[int], others: Sequence[CountedBatch] = ()) -> Any:
         """Return a batch of the samples `rows`, in this order, with repetitions; copies.
 
-        others: batches that show what belongs to samples.
+        Args:
+            others: Batches that show what belongs to samples.
         """
 
         def picked(values: list[Any]) -> Any:
@@ -104,7 +106,7 @@ def joined(parts: Sequence[CountedBatch], start: int, stop: int) -> Any:
     samples.
 
     Raises:
-        CannotSplit: it is not known what of a part belongs to which sample, the parts do not fit together, or there is
+        CannotSplit: It is not known what of a part belongs to which sample, the parts do not fit together, or there is
             no sample from `start` to `stop`.
 
     >>> pairs = [CountedBatch((["a", "b"], torch.ones(4)), 2), CountedBatch((["c"], torch.ones(4)), 1)]
@@ -142,7 +144,9 @@ def joined(parts: Sequence[CountedBatch], start: int, stop: int) -> Any:
 class _Samples:
     """One walk through the containers of some batches, all at once: rebuilds them from what belongs to samples.
 
-    rows: called with a value of each part that belongs to samples.  shared: with one that does not, and its path.
+    Args:
+        rows: A function that is called with a value of each part that belongs to samples.
+        shared: A function that is called with one that does not, and its path.
     """
 
     def __init__(

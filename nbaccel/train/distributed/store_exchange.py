@@ -26,7 +26,9 @@ _LOOK_UP_S = 0.5
 class StoreExchange:
     """The exchanges of one process group, one after the other: the n-th of one rank meets the n-th of its peers.
 
-    store: with keys that nobody else uses.  timeout: how long a peer may stay away, as in a collective of the group.
+    Args:
+        store: A store with keys that nobody else uses.
+        timeout: How long a peer may stay away, as in a collective of the group.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta | None) -> None:
@@ -37,13 +39,16 @@ class StoreExchange:
         self._count = 0
 
     def all(self, text: str, call: str) -> list[str]:
-        """Return the texts of all ranks. Every rank calls it.  call: what the rank is doing, for messages.
+        """Return the texts of all ranks. Every rank calls it.
 
         The wait ends with the texts of all peers; by an interrupt, or a receiver of `Waiting` that knows that a peer
         will never come; and by the time limit of the group's collectives, since a rank that is stuck has no other.
 
+        Args:
+            call: What the rank is doing, for messages.
+
         Raises:
-            PeerFailed: a peer did not come in time.
+            PeerFailed: A peer did not come in time.
         """
         self._count += 1
         keys = [f"{self._count}/{rank}" for rank in range(self._world_size)]

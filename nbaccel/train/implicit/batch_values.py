@@ -53,7 +53,8 @@ class BatchWatch:
 
     One object for each rank: `begin` with each batch that is to be watched, `end` with the next thing that happens.
 
-    watches: False makes one that watches nothing.
+    Args:
+        watches: False makes one that watches nothing.
     """
 
     def __init__(self, watches: bool = True) -> None:
@@ -128,7 +129,9 @@ def _leave(trace: _Trace) -> None:
 class _Mark(NamedTuple):
     """Marks of the memory of a tensor.
 
-    line: the one that made it `MIXED`.  extent: how many of its numbers are the batch's, or an operation's result.
+    Args:
+        line: The line of the program that made it `MIXED`.
+        extent: How many of its numbers are the batch's, or an operation's result.
     """
 
     storage: StorageWeakRef

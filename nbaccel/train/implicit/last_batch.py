@@ -34,7 +34,8 @@ _CONTAINERS = (list, tuple, dict)
 class LastBatch:
     """The names of one cell that may hold a part of its last batch.
 
-    namespace: the cell's.
+    Args:
+        namespace: The names of the cell.
     """
 
     def __init__(self, namespace: dict[str, Any] | None) -> None:
@@ -53,7 +54,11 @@ class LastBatch:
         self._handed = handed
 
     def join(self, gather: Callable[[list[Any]], list[Any]]) -> None:
-        """Replace parts by the whole. Collective.  gather: returns to all ranks the joined entries of their lists."""
+        """Replace parts by the whole. Collective.
+
+        Args:
+            gather: A function that returns to all ranks the joined entries of their lists.
+        """
         handed = self._handed
         if handed is None or not handed.whole or handed.turn.share != 1.0:
             return

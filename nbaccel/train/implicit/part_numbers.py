@@ -49,12 +49,13 @@ _COUNTED_BY = ("torchmetrics", "ignite")  # these count over all ranks
 class Known:
     """Facts about a value that is computed of a part.
 
-    power: of the number of ranks, by which it differs from one process's; None if that is not known.
-    is_part: it is of this rank's samples alone, so that it may differ by what these are, too.
-    is_batch: it has an entry for each sample, or it is not known that it has none.
-    is_shape: it is the shape of such a tensor.
-    is_sure: it was followed all the way.
-    items: what is known of each of several values.
+    Args:
+        power: The power of the number of ranks by which it differs from one process's; None if that is not known.
+        is_part: Whether it is of this rank's samples alone, so that it may differ by what these are, too.
+        is_batch: Whether it has an entry for each sample, or it is not known that it has none.
+        is_shape: Whether it is the shape of such a tensor.
+        is_sure: Whether it was followed all the way.
+        items: What is known of each of several values.
     """
 
     power: int | None = 0
@@ -79,7 +80,12 @@ _UNKNOWN = Known(None, is_batch=True, is_sure=False)
 
 @dataclass(frozen=True, slots=True)
 class ReadNumber:
-    """A number that somebody reads.  text: its expression in the program.  power: see `Known`."""
+    """A number that somebody reads.
+
+    Args:
+        text: The expression in the program.
+        power: See `Known`.
+    """
 
     text: str
     power: int | None
@@ -94,7 +100,8 @@ class PartNumbers:
     def lines(self, ranks: int, is_own: bool) -> list[str]:
         """Return what to say of them in a run of `ranks`; called where the program takes a batch that is split.
 
-        is_own: it is a whole one, of this rank alone.
+        Args:
+            is_own: Whether it is a whole one, of this rank alone.
         """
         frames = list(users_frames(_MOST_FRAMES))
         if not frames:
@@ -131,7 +138,9 @@ def without_magics(file: str) -> str:
 class _Program:
     """The source that is read: each function with what its arguments are.
 
-    loops: files and lines that take batches of which this rank has a part.  variables: of functions that run.
+    Args:
+        loops: Files and lines that take batches of which this rank has a part.
+        variables: Variables of the functions that run.
     """
 
     def __init__(self, loops: set[tuple[str, int]], variables: Mapping[CodeType, dict[str, Any]]) -> None:

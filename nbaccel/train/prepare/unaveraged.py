@@ -67,10 +67,11 @@ class UnaveragedGradients:
     def refuse(self, is_ours: bool) -> None:
         """Refuse the step that the optimizer is about to take, if its gradients differ between ranks.
 
-        is_ours: they come from `accelerator.backward`; otherwise from the program's own ``loss.backward()``.
+        Args:
+            is_ours: Whether `accelerator.backward` made them; otherwise the program's own ``loss.backward()``.
 
         Raises:
-            NotPrepared: on all ranks.
+            NotPrepared: Gradients differ between ranks; every rank raises it.
         """
         if self._accumulation.is_local or self._accumulation.is_held:
             return
@@ -161,7 +162,7 @@ class UnaveragedGradients:
         """Compare the gradients in doubt with those of the peers.
 
         Raises:
-            NotPrepared: they differ.
+            NotPrepared: The sums differ between ranks.
         """
         doubtful = [replica for replica in self._living() if replica.reduction.doubt]
         ids = {id(parameter) for replica in doubtful for parameter in replica.reduction.parameters}
@@ -256,7 +257,8 @@ class OtherOptimizers:
     They are torch's to call, so each step of torch's comes here. An optimizer without a parameter of a prepared model
     is the program's matter: one rank alone may step it.
 
-    prepared: the prepared optimizers, which look themselves.
+    Args:
+        prepared: The prepared optimizers, which look for themselves.
     """
 
     def __init__(self, strategy: Strategy, accumulation: Accumulation, prepared: Sequence[Any]) -> None:
@@ -299,7 +301,7 @@ class _OtherLook(UnaveragedGradients):
         """Refuse the step that `optimizer` is about to take without a closure, if its gradients differ between ranks.
 
         Raises:
-            NotPrepared: on all ranks.
+            NotPrepared: Gradients differ between ranks; every rank raises it.
         """
         backwards = self._accumulation.backwards
         is_ours = backwards != self._backwards or not self._freshness.has_new(optimizer)
