@@ -129,12 +129,12 @@ class SharedMessages:
         at = self._layout.message(self._rank, self._count)
         self._memory[at : at + message.size] = message.pack(len(numbers), *numbers)
         self._announce(_TOLD)
-        told = []
-        for rank in range(len(self._pids)):
+        told = [list(numbers)] * len(self._pids)
+        for rank in self._peers:
             self._await(rank, _TOLD, where, look_up)
             count, *theirs = message.unpack_from(self._memory, self._layout.message(rank, self._count))
             self._compare(rank, int(count) * 8, len(numbers) * 8, where)
-            told.append(theirs)
+            told[rank] = theirs
         return told
 
     def start_sum(self, tensor: Tensor) -> bool:
@@ -155,9 +155,13 @@ class SharedMessages:
 
     def finish_sum(self, tensor: Tensor, where: Callable[[], str], look_up: Callable[[float], None]) -> None:
         """Write into `tensor` the sum of what all ranks have sent, added in the order of ranks. As for `exchange`."""
-        for rank in range(len(self._pids)):
+        for rank in self._peers:
             self._await(rank, _SUMMED_AT, where, look_up)
             self._compare(rank, self._words[rank * _WORDS + _SUM_BYTES], tensor.nbytes, where)
+            if len(self._peers) == 1:  # of two the order does not matter
+                tensor.add_(self._sent_by(rank, tensor))
+                return
+        for rank in range(len(self._pids)):
             theirs = self._sent_by(rank, tensor)
             tensor.add_(theirs) if rank else tensor.copy_(theirs)
 
