@@ -352,7 +352,7 @@ def _counted_unprepared(layers: int) -> tuple[Calls, Calls]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layers", "calls"), [(2, 350), (20, 570)])
+@pytest.mark.parametrize(("layers", "calls"), [(2, 335), (20, 450)])
 def test_a_step_of_an_unmodified_loop_makes_some_calls_more_than_ddp(layers: int, calls: int) -> None:
     for raw, unprepared in run_ranks(2, _counted_unprepared, layers):
         assert unprepared.per_step("in python") - raw.per_step("in python") <= calls, unprepared - raw

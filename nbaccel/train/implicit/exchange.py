@@ -154,10 +154,7 @@ class _Layout:
             self._places.append((bucket, offset, tuple(tensor.shape), strides))
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        return all(
-            template == (tensor.shape, tensor.dtype, tensor.device)
-            for template, tensor in zip(self._templates, tensors, strict=True)
-        )
+        return self._templates == [(t.shape, t.dtype, t.device) for t in tensors]
 
     def free_buffers(self) -> _Buffers:
         """Return flat tensors that nothing refers to: gradients that were not zeroed since then are in others."""

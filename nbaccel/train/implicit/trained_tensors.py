@@ -363,14 +363,9 @@ class Models:
         )
 
     def _hook(self, number: int, tensor: Tensor) -> None:
-        report = self._on_leaf
-
-        def completed(leaf: Tensor) -> None:
-            report(number, leaf)
-
         if tensor.requires_grad:  # otherwise it is frozen, and hooked when a backward reaches it
             self.items[number].is_hooked = True
-            self._handles.append(tensor.register_post_accumulate_grad_hook(completed))
+            self._handles.append(tensor.register_post_accumulate_grad_hook(functools.partial(self._on_leaf, number)))
 
     def trained_by_optimizers(self) -> list[Tensor]:
         """Return tensors of optimizers that are not known yet: a backward inside of a backward may reach them."""

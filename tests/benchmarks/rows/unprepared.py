@@ -1,7 +1,9 @@
 """An unmodified loop in two gloo ranks: its step beside DDP's, and what the line alone saves where a forward waits.
 
 The step's rows have batches of the same samples: DDP's ranks each take their half of one, ours are given it. The first
-pass is not in them. In the last row the model sleeps as long as a device would compute, and raw is one process.
+pass is not in them. Ours ask each other before each backward, through shared memory as in a cell, and sum small
+gradients there; a machine that is busy with other things makes waits of both longer, and shows little. In the last row
+the model sleeps as long as a device would compute, and raw is one process.
 """
 
 from __future__ import annotations
