@@ -212,24 +212,25 @@ VERSIONED = {
 
 OTHERS = {
     "python": """
-        _Pointer _PyRuntime _actions _actual_context _afterfork_registry _args _asdict _asyncio _check_running
+        _Pointer _PyRuntime _actions _actual_context _addHandlerRef _afterfork_registry _args _asdict _asyncio
+        _builtin_open _check_running
         _children _concrete_contexts _ctx _current_frames _default_context _event_loop_policy _executor _exit
         _exit_function _fields _filters_mutated _finalizer_registry _fork_intent _forkserver _forkserver_
         _forkserver_alive_fd _getframe _handlerList _idle_semaphore _inherited_fds _initargs _initializer
-        _io _kwargs _local _max_tasks_per_child _max_workers _maxtasksperchild _mp_context _notempty
+        _io _kwargs _levelToName _local _max_tasks_per_child _max_workers _maxtasksperchild _mp_context _notempty
         _option_string_actions _parent_pid _popen _posixsubprocess _processes _python_exit _recv_bytes
         _register_atexit _registered_with_atexit _registry _replace _resource_tracker _rlock
         _run_after_forkers _run_exitfuncs _shutdown _shutdown_lock _shutdown_thread _start_new_thread
-        _start_thread _state _struct _target _threading_atexits _threads_queues _threads_wakeups _waiters _weakref
-        _work_queue""",
+        _start_thread _state _struct _target _threading_atexits _threads_queues _threads_wakeups _waiters
+        _warnings_showwarning _weakref _work_queue""",
     "IPython, ipykernel, pyzmq, ipywidgets": """
-        _allow_stdin _filename_map _ipython_cache _object_find _oh _original_stdstream_copy _publish_status
+        _allow_stdin _filename_map _instance _ipython_cache _object_find _oh _original_stdstream_copy _publish_status
         _recv_callback _recv_copy _reloader _render_traceback_ _run_callback _shell_channel_to_main
         _showtraceback _topic _trait_notifiers _trait_values _traits _view_count""",
     "numpy, pandas, matplotlib, scipy": """
-        _axstack _clear_cache _core _edgecolors _facecolors _indices _invalidx _invalidy _left_title
-        _localaxes _ndarray _reconstruct _right_title _stale _subslice _suptitle _supxlabel _supylabel
-        _update_inplace _x _xorig _y _yorig""",
+        _axstack _clear_cache _core _edgecolors _facecolors _get_autoscale_on _indices _invalidx _invalidy _left_title
+        _localaxes _ndarray _reconstruct _registered_options _rgba_bad _rgba_over _rgba_under _right_title _stale
+        _subslice _suptitle _supxlabel _supylabel _update_inplace _x _xorig _y _yorig""",
     "transformers, accelerate, peft": """
         _hf_hook _is_accelerate_prepared _mixed_precision _move_model_to_device _n_gpu
         _no_split_modules _old_forward _original_forward _save_checkpoint _setup_devices
