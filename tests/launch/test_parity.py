@@ -181,6 +181,9 @@ class Kept(logging.Handler):
         pass
 
 log.addHandler(Kept((each for each in ())))
+as_libraries_make_it = logging.StreamHandler()
+as_libraries_make_it.flush = sys.stderr.flush
+logging.getLogger("of_a_library").addHandler(as_libraries_make_it)
 open("notebook.log", "w").close()
 """
     )
@@ -190,10 +193,11 @@ open("notebook.log", "w").close()
             assert ("the Kept of logger of_the_notebook: set in the notebook, and not in ranks" in cell.stderr) == (
                 start == "zygote"
             )
+            assert "of_a_library" not in cell.stderr
             assert "from the root" in cell.stderr
             assert kernel.value("open('notebook.log').read()") == "said: a step\n" * count
     finally:
-        kernel.do("del log.handlers[1:]")
+        kernel.do("del log.handlers[1:], logging.getLogger('of_a_library').handlers[:]")
 
 
 @pytest.mark.sample(1)

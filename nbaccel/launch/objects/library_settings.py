@@ -156,6 +156,8 @@ def _pickled(handler: logging.Handler) -> bytes:
     import cloudpickle
 
     state = {name: value for name, value in vars(handler).items() if name not in ("lock", "stream", "_builtin_open")}
+    for name in [name for name, value in state.items() if callable(value) and hasattr(type(handler), name)]:
+        del state[name]  # transformers puts the stream's own `flush` in the place of the method
     stream = getattr(handler, "stream", None)
     if isinstance(handler, logging.FileHandler):
         state["mode"] = "a"

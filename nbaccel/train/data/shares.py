@@ -166,7 +166,7 @@ def _asks(function: FunctionType, calls: int) -> bool:
             each for each in code.co_consts if isinstance(each, str)
         ):
             return True
-    named = {function.__globals__.get(name) for code in codes for name in code.co_names} if calls else ()
+    named = (function.__globals__.get(name) for code in codes for name in code.co_names) if calls else ()
     return any(_asks(each, calls - 1) for each in named if isinstance(each, FunctionType) and each is not function)
 
 

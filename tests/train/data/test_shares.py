@@ -28,7 +28,7 @@ from nbaccel import Accelerator
 from nbaccel.errors import CollectiveMismatch
 from nbaccel.testing import run_ranks
 from nbaccel.train.data import DataLoaderConfiguration
-from nbaccel.train.data.shares import order_of, repeats
+from nbaccel.train.data.shares import asked_by, order_of, repeats
 
 IDS: Any = range(16)
 
@@ -347,3 +347,23 @@ def test_numbers_that_several_ranks_have_are_counted_once() -> None:
     assert repeats([[1, 1, 2], [3, 4, 2], [2, 5]]) == 1
     assert repeats([range(4), range(4, 9), range(9, 12)]) == 0
     assert repeats([range(0, 10**12), range(10**12 - 3, 2 * 10**12)]) == 3
+
+TOKENS = {"a": [1], "b": [2]}
+
+
+class ReadsATable(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([number for numbers in TOKENS.values() for number in numbers])
+
+
+class Asks(ReadsATable):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(super().__iter__(), share_of_this_rank(), None)
+
+
+def share_of_this_rank() -> int:
+    return dist.get_rank() * len(TOKENS) // dist.get_world_size()
+
+
+def test_what_the_code_of_a_stream_names_is_read_whatever_it_is() -> None:
+    assert (asked_by(ReadsATable()), asked_by(Asks())) == ("", "Asks.__iter__")
