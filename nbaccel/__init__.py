@@ -11,14 +11,14 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.missing_names import AbsentModules, missing_from
+from nbaccel.base.missing_names import AbsentModules, missing_from
 
 if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal to the table below
     from types import FrameType
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbaccel.errors import (
+    from nbaccel.base.errors import (
         CannotFork as CannotFork,
         CannotSave as CannotSave,
         CannotSend as CannotSend,
@@ -40,20 +40,18 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         StepCorrupted as StepCorrupted,
         UntrustedPickle as UntrustedPickle,
     )
-    from nbaccel.launch.accelerate_launchers import (
+    from nbaccel.base.settings import RunSettings as RunSettings
+    from nbaccel.base.tracking import GeneralTracker as GeneralTracker
+    from nbaccel.base.world import World as World
+    from nbaccel.launching.accelerate_launchers import (
         debug_launcher as debug_launcher,
         notebook_launcher as notebook_launcher,
     )
-    from nbaccel.launch.api import (
-        Run as Run,
-        launch as launch,
-    )
-    from nbaccel.launch.runs import Runs as Runs
+    from nbaccel.launching.api import Run as Run, launch as launch
+    from nbaccel.launching.runs import Runs as Runs
     from nbaccel.notebook.jobs.map_items import map as map
     from nbaccel.notebook.jobs.sweep import sweep as sweep
     from nbaccel.notebook.magics import panel as panel
-    from nbaccel.settings import RunSettings as RunSettings
-    from nbaccel.tracking import GeneralTracker as GeneralTracker
     from nbaccel.train.accelerator import Accelerator as Accelerator
     from nbaccel.train.checkpoint.directory import ProjectConfiguration as ProjectConfiguration
     from nbaccel.train.data import (
@@ -100,7 +98,6 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
     from nbaccel.train.strategies.fsdp.plugin import (
         FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
     )
-    from nbaccel.world import World as World
 
     last_run: Run | None
     runs: Runs
@@ -145,17 +142,17 @@ _HOME = {
     "RankDied": "nbaccel.errors",
     "RanksFailed": "nbaccel.errors",
     "ResultsMissing": "nbaccel.errors",
-    "Run": "nbaccel.launch.api",
-    "RunSettings": "nbaccel.settings",
+    "Run": "nbaccel.launching.api",
+    "RunSettings": "nbaccel.base.settings",
     "RunStopped": "nbaccel.errors",
-    "Runs": "nbaccel.launch.runs",
+    "Runs": "nbaccel.launching.runs",
     "StepCorrupted": "nbaccel.errors",
     "UntrustedPickle": "nbaccel.errors",
-    "World": "nbaccel.world",
+    "World": "nbaccel.base.world",
     "batches_by_length": "nbaccel.train.data",
     "cpu_offload": "nbaccel.train.device_maps.dispatching",
     "cpu_offload_with_hook": "nbaccel.train.device_maps.model_hooks",
-    "debug_launcher": "nbaccel.launch.accelerate_launchers",
+    "debug_launcher": "nbaccel.launching.accelerate_launchers",
     "disk_offload": "nbaccel.train.device_maps.dispatching",
     "dispatch_model": "nbaccel.train.device_maps.dispatching",
     "find_executable_batch_size": "nbaccel.train.oom.retry",
@@ -167,7 +164,7 @@ _HOME = {
     "load_checkpoint_and_dispatch": "nbaccel.train.device_maps.checkpoint_loading",
     "load_checkpoint_in_model": "nbaccel.train.device_maps.checkpoint_loading",
     "map": "nbaccel.notebook.jobs.map_items",
-    "notebook_launcher": "nbaccel.launch.accelerate_launchers",
+    "notebook_launcher": "nbaccel.launching.accelerate_launchers",
     "panel": "nbaccel.notebook.magics",
     "set_seed": "nbaccel.train.distributed.rng",
     "skip_first_batches": "nbaccel.train.data",
@@ -239,7 +236,7 @@ def _last_run() -> Run | None:
 
     It changes with each run, so it cannot be imported by name: write `nbaccel.last_run`.
     """
-    launching = sys.modules.get("nbaccel.launch.launcher")  # without it there was no run
+    launching = sys.modules.get("nbaccel.launching.launcher")  # without it there was no run
     return None if launching is None else launching.default_launcher().last_run
 
 
@@ -249,7 +246,7 @@ def _runs() -> Runs:
     With `keep-runs` chosen in a notebook that has the extension, the runs of earlier kernels come first, and those that
     another kernel has added meanwhile last.
     """
-    from nbaccel.launch.launcher import default_launcher
+    from nbaccel.launching.launcher import default_launcher
 
     magics = sys.modules.get("nbaccel.notebook.magics")
     if magics is not None:

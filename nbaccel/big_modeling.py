@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel.missing_names import missing_from
+from nbaccel.base.missing_names import missing_from
 from nbaccel.train.device_maps.checkpoint_loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from nbaccel.train.device_maps.device_plan import check_device_map, get_max_memory, infer_auto_device_map
 from nbaccel.train.device_maps.dispatching import cpu_offload, disk_offload, dispatch_model

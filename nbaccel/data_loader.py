@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from nbaccel.missing_names import missing_from
+from nbaccel.base.missing_names import missing_from
+from nbaccel.base.world import World
 from nbaccel.train.data import (
     BatchShard,
     DataLoaderConfiguration,
@@ -24,7 +25,6 @@ from nbaccel.train.data.dispatch import SliceFunction
 from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.distributed.rng import warn_of_rng_types
 from nbaccel.train.step.accumulation import Accumulation
-from nbaccel.world import World
 
 __all__ = [
     "BatchSamplerShard",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbaccel.launch.accelerate_launchers import debug_launcher, notebook_launcher
-from nbaccel.missing_names import missing_from
+from nbaccel.base.missing_names import missing_from
+from nbaccel.launching.accelerate_launchers import debug_launcher, notebook_launcher
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel.missing_names import missing_from
+from nbaccel.base.missing_names import missing_from
 from nbaccel.train.oom.memory import release_memory
 from nbaccel.train.oom.retry import find_executable_batch_size
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel.missing_names import missing_from
+from nbaccel.base.missing_names import missing_from
 from nbaccel.train.prepare.optimizer import PreparedOptimizer as AcceleratedOptimizer
 
 __all__ = ["AcceleratedOptimizer"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel.missing_names import missing_from
+from nbaccel.base.missing_names import missing_from
 from nbaccel.train.distributed.partial_state import AcceleratorState, PartialState, is_initialized
 from nbaccel.train.prepare.contexts import GradientState
 

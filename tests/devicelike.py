@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbaccel import aborting
+from nbaccel.base import aborting
 
 NAME = "devicelike"
 GARBAGE = float("nan")
@@ -250,7 +250,7 @@ def setup_rank(namespace: dict[str, Any]) -> None:
 def setup_reading_rank(namespace: dict[str, Any]) -> None:
     """The same, where a rank's values are read behind all that is queued, as those on a device are."""
     setup_rank(namespace)
-    from nbaccel.launch.worker import main
+    from nbaccel.launching.rank import main
 
     def after_all(read: Callable[..., Any]) -> Callable[..., Any]:
         def wait_and_read(*args: Any, **kwargs: Any) -> Any:

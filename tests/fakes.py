@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from nbaccel.hardware import Gpu, Survey
-from nbaccel.launch.kernel_models import Cards
+from nbaccel.base.hardware import Gpu, Survey
+from nbaccel.launching.kernel_models import Cards
 
 Answer = TypeVar("Answer")
 GB = 10**9

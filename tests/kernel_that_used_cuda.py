@@ -19,8 +19,8 @@ from unittest import mock
 import torch
 from torch.utils import backend_registration
 
-from nbaccel import forkable
-from nbaccel.launch.api import launch
+from nbaccel.base import forkable
+from nbaccel.launching.api import launch
 
 
 def train() -> float:
@@ -72,8 +72,8 @@ def with_autograd() -> dict[str, list[Any]]:
     while "pt_autograd_0" not in names_of_threads():
         time.sleep(0.001)  # it gets its name when it gets the interpreter's lock
     with (
-        mock.patch("nbaccel.forkable.loaded_driver", return_value=None),
-        mock.patch("nbaccel.launch.worker.process_setup.loaded_driver", return_value=None),
+        mock.patch("nbaccel.base.forkable.loaded_driver", return_value=None),
+        mock.patch("nbaccel.launching.rank.process_setup.loaded_driver", return_value=None),
     ):
         return all_launches("autograd", cpu=True)
 

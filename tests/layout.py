@@ -61,9 +61,9 @@ STARTS_WORKERS = ("start", "zygote", "inline", "elastic", "ranks")
 """Stems of the files that run the code of workers, or hand it to a process that does."""
 
 OF_THE_PROCESS = {
-    "launch/ipc/tensor_devices.py": "where a tensor's memory lies, asked by pickle, which passes nothing along",
-    "launch/worker/process_setup.py": "groups that must outlive whoever ended them, until the process ends",
-    "train/implicit/graph.py": "what patched methods of torch ask: torch is patched once in a process",
+    "namespace/tensor_devices.py": "where a tensor's memory lies, asked by pickle, which passes nothing along",
+    "launching/rank/process_setup.py": "groups that must outlive whoever ended them, until the process ends",
+    "train/raw_loop/graph.py": "what patched methods of torch ask: torch is patched once in a process",
     "train/step/implicit_hooks.py": "what prepares and what trains unprepared meet here, and neither knows the other",
 }
 """Files whose state is the process's, for the reason given."""
@@ -74,7 +74,7 @@ SHOWS_HELP = "notebook/shell_hooks.py"
 OUT_OF_MEMORY = re.compile(
     r"train/(oom|executable|memory|microbatch|planning)/.*"
     r"|train/(gate|bypass|memlimit)\.py|train/data/cut\.py|train/faces/(recovering|planning|replicas)\.py"
-    r"|launch/(oom_restart|restarting|witness|holdings|hostmemory)\.py"
+    r"|launching(oom_restart|restarting|witness|holdings|hostmemory)\.py"
 )
 """Files about running out of memory, in the old places and in the new one."""
 
@@ -320,16 +320,16 @@ def importers_of_the_workers_code(layout: Layout) -> Iterator[str]:
     """What runs inside of ranks is imported there, and by what starts them."""
     for name, targets in layout.imports.items():
         source = layout.sources[name]
-        if source.name.startswith("launch/worker/") or source.stem in STARTS_WORKERS:
+        if source.name.startswith("launching/rank") or source.stem in STARTS_WORKERS:
             continue
-        if any(target.startswith("launch/worker/") for target in targets):
+        if any(target.startswith("launching/rank") for target in targets):
             yield name
 
 
 def kernel_files_that_import_train(layout: Layout) -> Iterator[str]:
     """The kernel's code imports nothing of train but what frees or estimates memory, what a string names, and help."""
     for name, targets in layout.imports.items():
-        if name.startswith(("launch/", "notebook/", "options/", "output/", "display/")) and name != SHOWS_HELP:
+        if name.startswith(("launching", "notebook/", "options/", "output/", "display/")) and name != SHOWS_HELP:
             for target in sorted(targets):
                 may = target.startswith(("train/memory/", "train/oom/memory/"))
                 may |= target in ("train/setup.py", "train/oom/planning/estimate.py")

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 
+from nbaccel.base.events import Memory, Metric, Progress
 from nbaccel.display.history import History
 from nbaccel.display.panel import Panel
-from nbaccel.events import Memory, Metric, Progress
-from nbaccel.launch.ipc.ring import RingWriter
-from nbaccel.launch.ipc.telemetry import Rings, Telemetry, write_event, write_loss
+from nbaccel.launching.ipc.ring import RingWriter
+from nbaccel.launching.ipc.telemetry import Rings, Telemetry, write_event, write_loss
 
 STRETCH = 1000
 """Steps between two readings, and steps that a measurement is of; a ring holds eight times as many records."""

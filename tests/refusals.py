@@ -1,7 +1,7 @@
 """A program that meets a limit of memory at ever other operations: `python refusals.py KIND ISA`.
 
 It forks a process for each of many limits. Each trains one step of a small model and says as a line of JSON how it
-ended: the text of its error, and what `nbaccel.room` makes of it. Where a limit falls, an allocation of torch's, code
+ended: the text of its error, and what `nbaccel.base.room` makes of it. Where a limit falls, an allocation of torch's, code
 that oneDNN generates, its work space or a reordered tensor is what is refused.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbaccel.failures import Recovery, recovery_of
-from nbaccel.room import fullness, is_shortage
+from nbaccel.base.failures import Recovery, recovery_of
+from nbaccel.base.room import fullness, is_shortage
 
 STEP_BYTES = 500_000
 MOST_BYTES = 45_000_000

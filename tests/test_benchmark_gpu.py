@@ -17,7 +17,7 @@ from benchmarks.gpu.work import REAL, SMALL
 from benchmarks.harness import Row, measure
 from benchmarks.party import Bout
 from benchmarks.rows import saves
-from nbaccel.hardware import Survey
+from nbaccel.base.hardware import Survey
 
 pytestmark = pytest.mark.full  # they test the benchmark, which is run by hand
 

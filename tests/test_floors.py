@@ -39,10 +39,10 @@ READS_ENVIRONMENT = {
     "gpu_driver.py": "the variables of CUDA",
     "asking_cuda.py": "the same, to know whether an answer still holds",
     "hardware.py": "which devices are visible, and on which platform",
-    "launch/inline.py": "puts back the variables that it changed",
-    "launch/processes/start.py": "sets a variable around the start, unless the user has",
-    "launch/worker/integrations/one_process.py": "variables by which transformers and accelerate speak to each other",
-    "launch/worker/integrations/one_output.py": "the variables by which wandb's user chooses a mode and a group",
+    "launching/inline.py": "puts back the variables that it changed",
+    "launching/processes/start.py": "sets a variable around the start, unless the user has",
+    "launching/libraries/one_process.py": "variables by which transformers and accelerate speak to each other",
+    "launching/libraries/one_output.py": "the variables by which wandb's user chooses a mode and a group",
     "train/distributed/process_group.py": "the variable by which torch's watchdog leaves errors to the program",
     "train/step/environment.py": "functions by which programs read theirs",
     "cli/accelerate_config.py": "where Accelerate keeps its configuration file",
@@ -55,10 +55,10 @@ PRINTS = {
     "cli/launch.py": "a line beside what a command prints",
     "cli/demo.py": "a command answers by printing",
     "cli/estimate_memory.py": "a command answers by printing",
-    "launch/worker/debugger.py": "a debugger speaks beside the lines of pdb",
-    "launch/tasks/cell_task.py": "`%%time` inside a cell answers in the rank's output",
-    "launch/ipc/patches.py": "a line of the rank before its cell",
-    "launch/objects/library_settings.py": "a line of the rank before its cell",
+    "launching/rank/debugger.py": "a debugger speaks beside the lines of pdb",
+    "launching/tasks/cell_task.py": "`%%time` inside a cell answers in the rank's output",
+    "launching/ipc/patches.py": "a line of the rank before its cell",
+    "namespace/library_settings.py": "a line of the rank before its cell",
     "notebook/magics.py": "the table of the flags, without a session",
     "utils/other.py": "answers as Accelerate's does",
     "train/distributed/process_control.py": "`accelerator.print` is print",
@@ -116,14 +116,14 @@ def test_no_arrow_points_up_or_sideways() -> None:
 @pytest.mark.parametrize(
     ("here", "there", "allowed"),
     [
-        ("nbaccel.train.oom", "nbaccel.events", True),
+        ("nbaccel.train.oom", "nbaccel.base.events", True),
         ("nbaccel.train.oom", "nbaccel.train.oom.memory", True),
-        ("nbaccel.notebook.magics", "nbaccel.launch.ipc.spec", True),
-        ("nbaccel.failures", "nbaccel.errors", True),
+        ("nbaccel.notebook.magics", "nbaccel.launching.ipc.spec", True),
+        ("nbaccel.base.failures", "nbaccel.errors", True),
         ("nbaccel.cli", "nbaccel.testing", True),
-        ("nbaccel.train.oom", "nbaccel.launch.ipc.spec", False),
-        ("nbaccel.launch.worker.main", "nbaccel.notebook.render", False),
-        ("nbaccel.events", "nbaccel.train.oom", False),
+        ("nbaccel.train.oom", "nbaccel.launching.ipc.spec", False),
+        ("nbaccel.launching.rank.main", "nbaccel.notebook.render", False),
+        ("nbaccel.base.events", "nbaccel.train.oom", False),
         ("nbaccel.train.oom", "nbaccel.Accelerator", False),
     ],
 )
@@ -139,7 +139,7 @@ def f():
 ROWS = {"a": "nbaccel.notebook.panel:Panel"}
 """
     source = Source("train/example.py", ast.parse(code))
-    assert sorted(source.arrows()) == [(3, "nbaccel.launch.spec"), (5, "nbaccel.notebook.panel")]
+    assert sorted(source.arrows()) == [(3, "nbaccel.launching.spec"), (5, "nbaccel.notebook.panel")]
 
 
 def test_the_environment_is_read_in_few_files() -> None:

@@ -26,9 +26,9 @@ from environments import NEWEST, REPOSITORY
 from gpu import checks, conftest as on_a_card, facts, launches, machine
 from gpu.launches import HISTORIES
 from kernel.harness import RealKernel
-from nbaccel.hardware import Gpu, Survey
-from nbaccel.launch import plan
-from nbaccel.launch.launcher import default_launcher
+from nbaccel.base.hardware import Gpu, Survey
+from nbaccel.launching import plan
+from nbaccel.launching.launcher import default_launcher
 from nbaccel.testing import run_ranks
 from nbaccel.train import setup
 

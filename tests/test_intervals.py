@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbaccel.quantities import Period, Steps, parse_interval, parse_seconds, three_digits
+from nbaccel.base.quantities import Period, Steps, parse_interval, parse_seconds, three_digits
 
 
 @pytest.mark.parametrize(

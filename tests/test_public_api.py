@@ -85,7 +85,7 @@ def test_type_checkers_see_the_same_names() -> None:
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom) and node.module.startswith("nbaccel.")]
     seen = {alias.asname: node.module for node in imports for alias in node.names}
-    assert seen == nbaccel._HOME | {"launch": "nbaccel.launch.api"}
+    assert seen == nbaccel._HOME | {"launch": "nbaccel.launching.api"}
 
 
 def test_every_public_name_loads_and_says_what_it_is() -> None:
@@ -100,10 +100,10 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 
 def test_launch_is_a_function_and_a_room() -> None:
-    import nbaccel.launch.launcher as launcher
+    import nbaccel.launching.launcher as launcher
 
     assert callable(nbaccel.launch)
-    assert nbaccel.launch.launcher is launcher
+    assert nbaccel.launching.launcher is launcher
 
 
 def test_version_is_that_of_the_distribution() -> None:

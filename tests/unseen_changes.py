@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from nbaccel.launch.objects.inventory import Inventory
+from nbaccel.namespace.inventory import Inventory
 
 _LIMIT_S = 4
 _LEFT_OUT = (

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nbaccel.answers.records import AnswerIndex
-from nbaccel.errors import CannotContinue
-from nbaccel.values import frozen
+from nbaccel.base.errors import CannotContinue
+from nbaccel.base.values import frozen
 
 __all__ = [
     "Claim",

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from nbaccel.answers.answer_list import Answers, Failed, LinesOnDisk, read_line
 from nbaccel.answers.records import LONGEST_ANSWER, AnswerIndex, AnswerRecord
-from nbaccel.quantities import amount
-from nbaccel.values import frozen
+from nbaccel.base.quantities import amount
+from nbaccel.base.values import frozen
 
 __all__ = ["Format", "InMemoryFormat", "JsonLinesFormat", "ParquetFormat", "format_of"]
 

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from typing import Any, Self
 
 from nbaccel.answers.fingerprint import checksum_of, checksum_of_sample, length_of
-from nbaccel.values import frozen
+from nbaccel.base.values import frozen
 
 __all__ = ["ItemMark", "ItemStream", "as_items", "is_read_whole", "longest_first"]
 

@@ -30,8 +30,8 @@ from nbaccel.answers.item_list import ItemMark, ItemStream, as_items, is_read_wh
 from nbaccel.answers.map_manifest import MapManifest, id_of, key_text, read_manifest
 from nbaccel.answers.records import AnswerIndex, AnswerRecord, RecordFile
 from nbaccel.answers.source_mark import SourceMark
-from nbaccel.errors import CannotContinue, CannotSave
-from nbaccel.quantities import plural
+from nbaccel.base.errors import CannotContinue, CannotSave
+from nbaccel.base.quantities import plural
 
 __all__ = ["IN_MEMORY", "MapJob", "as_items"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from nbaccel.answers.fingerprint import checksum_of
 from nbaccel.answers.source_mark import SourceMark
-from nbaccel.errors import CannotContinue
-from nbaccel.quantities import plural
-from nbaccel.values import frozen
+from nbaccel.base.errors import CannotContinue
+from nbaccel.base.quantities import plural
+from nbaccel.base.values import frozen
 
 __all__ = ["MapManifest", "id_of", "key_text", "read_manifest"]
 

@@ -38,10 +38,19 @@ from nbaccel.answers.plain_values import (
     parts_of,
     short_hash,
 )
-from nbaccel.code_text import CODE, COMPILED, CodeTexts, mark_of_code, mark_of_text, mark_of_tree, names_read, parsed
-from nbaccel.notices import is_users
-from nbaccel.quantities import plural
-from nbaccel.values import frozen
+from nbaccel.base.code_text import (
+    CODE,
+    COMPILED,
+    CodeTexts,
+    mark_of_code,
+    mark_of_text,
+    mark_of_tree,
+    names_read,
+    parsed,
+)
+from nbaccel.base.notices import is_users
+from nbaccel.base.quantities import plural
+from nbaccel.base.values import frozen
 
 __all__ = ["SourceMark"]
 

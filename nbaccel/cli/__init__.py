@@ -87,9 +87,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor(_: argparse.Namespace) -> int:
-    from nbaccel.hardware import Survey
-    from nbaccel.launch.doctor import MachineFacts, report
-    from nbaccel.settings import RunSettings
+    from nbaccel.base.hardware import Survey
+    from nbaccel.base.settings import RunSettings
+    from nbaccel.launching.doctor import MachineFacts, report
 
     survey = Survey.take()
     print(report(survey, MachineFacts.of_this_process(survey, checkpoint_dir=RunSettings.from_env().checkpoint_dir)))

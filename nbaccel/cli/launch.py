@@ -18,6 +18,9 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from nbaccel.base.errors import LaunchRefused
+from nbaccel.base.hardware import Survey
+from nbaccel.base.settings import FSDP, RunSettings
 from nbaccel.cli.accelerate_config import AccelerateConfig, default_path
 from nbaccel.cli.accelerate_flags import (
     MODES,
@@ -31,17 +34,14 @@ from nbaccel.cli.accelerate_flags import (
     torchruns,
     whole,
 )
-from nbaccel.errors import LaunchRefused
-from nbaccel.hardware import Survey
-from nbaccel.launch.cluster.elastic import Elastic, Nodes, Program
-from nbaccel.launch.gpu_trouble import before_a_run
-from nbaccel.launch.ipc.spec import Devices
-from nbaccel.launch.plan import ScriptPlan
+from nbaccel.cli.elastic import Elastic, Nodes, Program
+from nbaccel.launching.gpu_trouble import before_a_run
+from nbaccel.launching.ipc.spec import Devices
+from nbaccel.launching.plan import ScriptPlan
 from nbaccel.options.configuration import FILE_NAME, Configuration
 from nbaccel.options.flags import flags_parser, some_flags
 from nbaccel.options.parsing import chosen, in_our_words, what_is_unknown
 from nbaccel.options.run_options import AUTO, RunOptions
-from nbaccel.settings import FSDP, RunSettings
 
 __all__ = [
     "failed",

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from nbaccel.base.quantities import duration, number, plural
 from nbaccel.display.figure import ANY_GROUND, head_lines, logarithmic, sheet, trace
 from nbaccel.display.panel import SIGNS, Panel
 from nbaccel.display.series import Line
 from nbaccel.display.splits import held_out_beside
 from nbaccel.display.summary import RUNNING, RunState, line
 from nbaccel.display.svg import STYLE, Scale, dashes, spark
-from nbaccel.quantities import duration, number, plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from nbaccel.events import Loss, Progress
+from nbaccel.base.events import Loss, Progress
 
 __all__ = [
     "Bar",

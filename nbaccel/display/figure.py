@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nbaccel.base.quantities import gigabytes, number, rate, span
 from nbaccel.display.history import History
 from nbaccel.display.series import Line, Series, are_equal
 from nbaccel.display.splits import plots_of, smoothed
 from nbaccel.display.summary import RunFacts
 from nbaccel.display.svg import ON_ANY, ON_LIGHT, Scale, dashes
-from nbaccel.quantities import gigabytes, number, rate, span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -132,7 +132,7 @@ def draw(
     Raises:
         KeyError: no curve has that name.
 
-    >>> from nbaccel.events import Loss
+    >>> from nbaccel.base.events import Loss
     >>> history = History(1)
     >>> history.feed(0, 0.5, Loss(1.0, step=0))
     >>> [axes.get_title(loc="left") for axes in draw(history).axes]

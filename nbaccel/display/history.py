@@ -15,10 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from typing import Any, overload
 
-from nbaccel.display.item_count import ItemCount
-from nbaccel.display.phase import LOSS, PhaseRecord
-from nbaccel.display.series import Line, Series
-from nbaccel.events import (
+from nbaccel.base.events import (
     Checkpoint,
     Event,
     ItemsDone,
@@ -33,7 +30,10 @@ from nbaccel.events import (
     Restarted,
     Resumed,
 )
-from nbaccel.quantities import duration, number, plural
+from nbaccel.base.quantities import duration, number, plural
+from nbaccel.display.item_count import ItemCount
+from nbaccel.display.phase import LOSS, PhaseRecord
+from nbaccel.display.series import Line, Series
 
 __all__ = [
     "History",

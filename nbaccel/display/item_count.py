@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbaccel.base.events import ItemsDone
+from nbaccel.base.quantities import plural, rate, said
 from nbaccel.display.course import Pace
-from nbaccel.events import ItemsDone
-from nbaccel.quantities import plural, rate, said
 
 __all__ = [
     "ItemCount",

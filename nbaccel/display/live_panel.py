@@ -18,14 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nbaccel.base.hardware import Platform
+from nbaccel.base.world import is_notebook_kernel
 from nbaccel.display.panel import Panel
 from nbaccel.display.run_view import TICK_SLACK_S, DisplaySlot, PanelSink, RunView
 from nbaccel.display.summary import RUNNING, RunFacts, RunState, line
 from nbaccel.display.sweep_table import SweepTable, SweepView
-from nbaccel.hardware import Platform
 from nbaccel.output.painter import Screen
 from nbaccel.output.screens import ConsoleScreen, JupyterScreen
-from nbaccel.world import is_notebook_kernel
 
 __all__ = [
     "LivePanel",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from html import escape
 
+from nbaccel.base.quantities import gigabytes, number, rate, ticks
 from nbaccel.display.history import History, Usage
 from nbaccel.display.item_count import ItemCount
 from nbaccel.display.series import Line, are_equal
@@ -29,7 +30,6 @@ from nbaccel.display.summary import (
     where,
 )
 from nbaccel.display.svg import STYLE, Scale, colour, dashes, plot
-from nbaccel.quantities import gigabytes, number, rate, ticks
 
 __all__ = [
     "SIGNS",

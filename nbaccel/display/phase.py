@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from nbaccel.base.events import Loss, Progress
 from nbaccel.display.course import Bar, Course, Left, StepCount
 from nbaccel.display.series import Series
-from nbaccel.events import Loss, Progress
 
 __all__ = [
     "LOSS",

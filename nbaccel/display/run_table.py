@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from nbaccel.base.quantities import duration, number, plural
 from nbaccel.display.history import History
 from nbaccel.display.panel import SIGNS
 from nbaccel.display.series import Line
 from nbaccel.display.summary import RunFacts, RunState, few_numbers
 from nbaccel.display.svg import STYLE, Scale, spark
-from nbaccel.quantities import duration, number, plural
 
 __all__ = [
     "TableRow",

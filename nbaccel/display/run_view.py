@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from nbaccel.base.events import Event, Listener
 from nbaccel.display.comparison import RunComparison, draw_runs
 from nbaccel.display.figure import ANY_GROUND, Bundle, Picture, draw, picture
 from nbaccel.display.history import History
 from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState, text
-from nbaccel.events import Event, Listener
 from nbaccel.output.painter import Screen
 
 __all__ = [

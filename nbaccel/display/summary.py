@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nbaccel.base.quantities import duration, gigabytes, number, plural, rate, span
 from nbaccel.display.history import History, Mark, Usage
 from nbaccel.display.series import Series
 from nbaccel.display.splits import is_held_out
-from nbaccel.quantities import duration, gigabytes, number, plural, rate, span
 
 __all__ = [
     "RUNNING",
@@ -119,7 +119,7 @@ _BOOKKEEPING = ("epoch", "runtime", "per_second", "flos", "grad_norm", "learning
 def line(history: History, facts: RunFacts, seconds: float, state: RunState = RUNNING) -> str:
     """Return the run in one line.
 
-    >>> from nbaccel.events import Metric
+    >>> from nbaccel.base.events import Metric
     >>> history = History(1)
     >>> history.feed(0, 1.0, Metric({"acc": 0.5}, step=3))
     >>> line(history, RunFacts("Cell In[5]"), seconds=12.0)

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
+from nbaccel.base.quantities import duration, number, plural
 from nbaccel.display.history import History
 from nbaccel.display.panel import SIGNS, Panel
 from nbaccel.display.run_view import TICK_SLACK_S, DisplaySlot, PanelSink
 from nbaccel.display.summary import RunFacts, RunState
 from nbaccel.display.svg import STYLE, Scale, spark
 from nbaccel.output.painter import Screen
-from nbaccel.quantities import duration, number, plural
 
 __all__ = [
     "SweepRow",

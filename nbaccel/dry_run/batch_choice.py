@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields
 from typing import Any, Self
 
-from nbaccel.values import frozen
+from nbaccel.base.values import frozen
 
 __all__ = [
     "BETWEEN",

@@ -23,6 +23,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from nbaccel.base.quantities import length_or_none
 from nbaccel.dry_run.batch_choice import ChosenBatches, ItemLengths, choose
 from nbaccel.dry_run.decisions import SharedDecisions
 from nbaccel.dry_run.device_clock import device_seconds
@@ -39,7 +40,6 @@ from nbaccel.dry_run.one_pass import (
     users_frames,
 )
 from nbaccel.dry_run.worker_times import WorkerTimes
-from nbaccel.quantities import length_or_none
 
 __all__ = ["LoaderCuts"]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from nbaccel.notices import PACKAGE_DIR
+from nbaccel.base.notices import PACKAGE_DIR
 
 __all__ = ["total_of"]
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
+from nbaccel.base.notices import PACKAGE_DIR
 from nbaccel.dry_run.batch_choice import FIRST, ChosenBatches
 from nbaccel.dry_run.loop_spans import MOST_BATCHES
 from nbaccel.dry_run.worker_times import BatchesMade
-from nbaccel.notices import PACKAGE_DIR
 
 __all__ = [
     "LoopRecords",

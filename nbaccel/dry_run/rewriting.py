@@ -34,8 +34,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from nbaccel.code_text import parsed_lines
-from nbaccel.notices import is_users
+from nbaccel.base.code_text import parsed_lines
+from nbaccel.base.notices import is_users
 
 __all__ = ["LOG", "REACHED", "Table", "is_rewritable", "objects_of_process", "provide", "rewrite", "rewrite_functions"]
 

@@ -16,23 +16,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from nbaccel.base.errors import NotPrepared, ResultsMissing
+from nbaccel.base.events import Listener
+from nbaccel.base.notices import briefly
 from nbaccel.display.run_view import RunView
-from nbaccel.errors import NotPrepared, ResultsMissing
-from nbaccel.events import Listener
-from nbaccel.launch.diagnosis import PostMortem, failed_alike
-from nbaccel.launch.ipc.kernel_state import are_here, set_random_states
-from nbaccel.launch.ipc.spec import LaunchSpec
-from nbaccel.launch.plan import LaunchPlan
-from nbaccel.launch.processes.interaction import Pollable
-from nbaccel.launch.processes.launch_result import LaunchResult, Returned
-from nbaccel.launch.processes.supervisor import RunObservers
-from nbaccel.launch.run import NO_ORIGIN, Run, RunOrigin, light_value
-from nbaccel.launch.tasks.cell_code import CellSource
-from nbaccel.launch.tasks.cell_task import RANDOM, RESULT, CellTask
+from nbaccel.launching.diagnosis import PostMortem, failed_alike
+from nbaccel.launching.ipc.kernel_state import are_here, set_random_states
+from nbaccel.launching.ipc.spec import LaunchSpec
+from nbaccel.launching.plan import LaunchPlan
+from nbaccel.launching.processes.interaction import Pollable
+from nbaccel.launching.processes.launch_result import LaunchResult, Returned
+from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.run import NO_ORIGIN, Run, RunOrigin, light_value
+from nbaccel.launching.tasks.cell_code import CellSource
+from nbaccel.launching.tasks.cell_task import RANDOM, RESULT, CellTask
+from nbaccel.namespace.install import install
 from nbaccel.notebook.left_by_cell import LeftByCell
 from nbaccel.notebook.left_in_ranks import LeftInRanks
-from nbaccel.notebook.results import install
-from nbaccel.notices import briefly
 
 __all__ = [
     "CellRun",

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.errors import LaunchRefused
-from nbaccel.hardware import Survey, best_precision
-from nbaccel.launch.ipc.spec import Devices
-from nbaccel.launch.plan import choose_precision, devices_of, refuse_a_crowd
+from nbaccel.base.errors import LaunchRefused
+from nbaccel.base.hardware import Survey, best_precision
+from nbaccel.base.settings import FSDP, PRECISIONS, SHRINK, STOP
+from nbaccel.launching.ipc.spec import Devices
+from nbaccel.launching.plan import choose_precision, devices_of, refuse_a_crowd
 from nbaccel.options.configuration import Configuration
 from nbaccel.options.parsing import chosen, command_line, text_of
 from nbaccel.options.run_options import AUTO, RunOptions
-from nbaccel.settings import FSDP, PRECISIONS, SHRINK, STOP
 
 __all__ = [
     "Offer",

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 
-from nbaccel.hardware import Survey
-from nbaccel.launch.doctor import MachineFacts, report
-from nbaccel.launch.ipc.user_code import cell_name
+from nbaccel.base.hardware import Survey
+from nbaccel.base.world import World, is_notebook_kernel
+from nbaccel.launching.doctor import MachineFacts, report
+from nbaccel.launching.ipc.user_code import cell_name
 from nbaccel.notebook.choices import batch_size_of, next_cell, overview
 from nbaccel.notebook.jobs.background import CellScreen
 from nbaccel.notebook.memory_report import Processes, estimate_report, held_by_names, memory_report
@@ -27,7 +28,6 @@ from nbaccel.notebook.why import why_report
 from nbaccel.options.flags import read_names
 from nbaccel.options.parsing import SAVE, parse
 from nbaccel.options.run_options import RunOptions
-from nbaccel.world import World, is_notebook_kernel
 
 if TYPE_CHECKING:
     from nbaccel.notebook.form import Form

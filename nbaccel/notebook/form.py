@@ -17,9 +17,10 @@ import ipywidgets as widgets
 from IPython.core.error import UsageError
 from IPython.display import display
 
-from nbaccel.errors import LaunchRefused
-from nbaccel.hardware import Survey
-from nbaccel.launch.plan import refuse_a_crowd
+from nbaccel.base.errors import LaunchRefused
+from nbaccel.base.hardware import Survey
+from nbaccel.base.settings import SHRINK
+from nbaccel.launching.plan import refuse_a_crowd
 from nbaccel.notebook.choices import (
     Offer,
     checkpoint_intervals,
@@ -36,7 +37,6 @@ from nbaccel.notebook.choices import (
 from nbaccel.options.configuration import Configuration
 from nbaccel.options.parsing import chosen, command_line, text_of
 from nbaccel.options.run_options import AUTO, RunOptions
-from nbaccel.settings import SHRINK
 
 __all__ = [
     "RANKS",

@@ -13,14 +13,14 @@ from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any
 
-from nbaccel.launch.ipc.kernel_state import set_random_states
-from nbaccel.launch.objects.inventory import ObjectPlace, found_at, writes_of
-from nbaccel.launch.objects.kinds import attributes_of
-from nbaccel.launch.processes.interaction import uninterrupted
-from nbaccel.launch.processes.launch_result import Returned
-from nbaccel.launch.tasks.cell_task import RANDOM, CellTask
-from nbaccel.quantised import TrainedTensors
-from nbaccel.quantities import amount, listed, short_count
+from nbaccel.base.quantised import TrainedTensors
+from nbaccel.base.quantities import amount, listed, short_count
+from nbaccel.launching.ipc.kernel_state import set_random_states
+from nbaccel.launching.processes.interaction import uninterrupted
+from nbaccel.launching.processes.launch_result import Returned
+from nbaccel.launching.tasks.cell_task import RANDOM, CellTask
+from nbaccel.namespace.inventory import ObjectPlace, found_at, writes_of
+from nbaccel.namespace.kinds import attributes_of
 
 __all__ = ["LeftByCell"]
 

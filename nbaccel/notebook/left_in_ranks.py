@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from nbaccel.launch.objects.parameters import checksum, parameters_of, parts_of
-from nbaccel.launch.objects.wrappers import plain
-from nbaccel.quantities import listed
+from nbaccel.base.quantities import listed
+from nbaccel.namespace.parameters import checksum, parameters_of, parts_of
+from nbaccel.namespace.wrappers import plain
 
 __all__ = ["LeftInRanks"]
 

@@ -23,11 +23,11 @@ from IPython.core.getipython import get_ipython
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import magic_arguments
 
-from nbaccel.errors import NbaccelError
-from nbaccel.gpu_driver import cuda_environ, has_gpu_driver
+from nbaccel.base.errors import NbaccelError
+from nbaccel.base.gpu_driver import cuda_environ, has_gpu_driver
+from nbaccel.base.notices import briefly, is_users
 from nbaccel.notebook.completion import Completer
 from nbaccel.notebook.shell_hooks import AcceleratorHelp, CudaWatch, comments_below_magic
-from nbaccel.notices import briefly, is_users
 from nbaccel.options.flags import flags, unabbreviated
 from nbaccel.options.parsing import asks_for_help, joined, parse
 

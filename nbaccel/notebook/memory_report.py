@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from IPython.core.error import UsageError
 
-from nbaccel.events import Event, Listener, Memory
-from nbaccel.gpu_driver import is_holder
-from nbaccel.hardware import Gpu, Survey, best_precision
+from nbaccel.base.events import Event, Listener, Memory
+from nbaccel.base.gpu_driver import is_holder
+from nbaccel.base.hardware import Gpu, Survey, best_precision
+from nbaccel.base.quantities import amount
 from nbaccel.options.run_options import RunOptions
-from nbaccel.quantities import amount
 
 if TYPE_CHECKING:
     from nbaccel.train.oom.memory import Holding

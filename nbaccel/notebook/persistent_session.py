@@ -17,27 +17,27 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from nbaccel.errors import LaunchRefused, ResultsMissing
-from nbaccel.hardware import Survey
-from nbaccel.launch.diagnosis import ranks_in_words
-from nbaccel.launch.earlier_models import models_in, refuse_what_stays_here
-from nbaccel.launch.gpu_trouble import before_a_run
-from nbaccel.launch.ipc.spec import LaunchSpec, SharedNamespace, Task
-from nbaccel.launch.ipc.user_code import reloader
-from nbaccel.launch.launcher import Launcher, refuse_nested_launch
-from nbaccel.launch.persistent_workers import PersistentWorkers
-from nbaccel.launch.plan import LaunchPlan, draws_as_here
-from nbaccel.launch.preflight import ProcessState
-from nbaccel.launch.processes.launch_result import LaunchResult
-from nbaccel.launch.processes.supervisor import RunObservers
-from nbaccel.launch.tasks.cell_code import CellSource
-from nbaccel.launch.tasks.cell_task import CellTask
-from nbaccel.launch.tasks.namespace_tasks import InitTask, Pull, Push
-from nbaccel.notebook.results import install
-from nbaccel.notices import is_users
+from nbaccel.base.errors import LaunchRefused, ResultsMissing
+from nbaccel.base.hardware import Survey
+from nbaccel.base.notices import is_users
+from nbaccel.base.quantities import amount, listed
+from nbaccel.launching.diagnosis import ranks_in_words
+from nbaccel.launching.earlier_models import models_in, refuse_what_stays_here
+from nbaccel.launching.gpu_trouble import before_a_run
+from nbaccel.launching.ipc.spec import LaunchSpec, SharedNamespace, Task
+from nbaccel.launching.ipc.user_code import reloader
+from nbaccel.launching.launcher import Launcher, refuse_nested_launch
+from nbaccel.launching.persistent_workers import PersistentWorkers
+from nbaccel.launching.plan import LaunchPlan, draws_as_here
+from nbaccel.launching.preflight import ProcessState
+from nbaccel.launching.processes.launch_result import LaunchResult
+from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.tasks.cell_code import CellSource
+from nbaccel.launching.tasks.cell_task import CellTask
+from nbaccel.launching.tasks.namespace_tasks import InitTask, Pull, Push
+from nbaccel.namespace.install import install
 from nbaccel.options.run_options import AUTO, RunOptions, expanded
 from nbaccel.output.screens import ConsoleScreen
-from nbaccel.quantities import amount, listed
 
 __all__ = [
     "PersistentRun",

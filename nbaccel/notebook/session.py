@@ -13,29 +13,31 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nbaccel.base.errors import CheckFailed, LaunchRefused, RunStopped
+from nbaccel.base.hardware import Survey
+from nbaccel.base.quantities import plural
+from nbaccel.base.world import is_notebook_kernel
 from nbaccel.display.live_panel import Views
 from nbaccel.display.run_view import PanelSink, RunView
-from nbaccel.errors import CheckFailed, LaunchRefused, RunStopped
-from nbaccel.hardware import Survey
-from nbaccel.launch.diagnosis import PostMortem
-from nbaccel.launch.finished_runs import FinishedRuns
-from nbaccel.launch.gpu_trouble import before_a_run, holder_name
-from nbaccel.launch.inline import post_mortem_here, run_inline
-from nbaccel.launch.ipc.spec import LaunchSpec, Results
-from nbaccel.launch.kernel_models import Cards, SetAside, held_here, kernel_freed
-from nbaccel.launch.launcher import Launcher, default_launcher, refuse_nested_launch
-from nbaccel.launch.objects.names import made_before_read
-from nbaccel.launch.objects.threads import threads_held_by
-from nbaccel.launch.objects.wrappers import plain, take_off_forward
-from nbaccel.launch.plan import LaunchPlan, draws_as_here
-from nbaccel.launch.preflight import ProcessState
-from nbaccel.launch.run import Run, RunOrigin
-from nbaccel.launch.runs import Runs
-from nbaccel.launch.slots import choose_slots
-from nbaccel.launch.sweep_runs import counted
-from nbaccel.launch.sweeping import Sweeping
-from nbaccel.launch.tasks.cell_code import CellSource
-from nbaccel.launch.tasks.cell_task import RESULT, CellTask
+from nbaccel.launching.diagnosis import PostMortem
+from nbaccel.launching.finished_runs import FinishedRuns
+from nbaccel.launching.gpu_trouble import before_a_run, holder_name
+from nbaccel.launching.inline import post_mortem_here, run_inline
+from nbaccel.launching.ipc.spec import LaunchSpec, Results
+from nbaccel.launching.kernel_models import Cards, SetAside, held_here, kernel_freed
+from nbaccel.launching.launcher import Launcher, default_launcher, refuse_nested_launch
+from nbaccel.launching.plan import LaunchPlan, draws_as_here
+from nbaccel.launching.preflight import ProcessState
+from nbaccel.launching.run import Run, RunOrigin
+from nbaccel.launching.runs import Runs
+from nbaccel.launching.slots import choose_slots
+from nbaccel.launching.sweep_runs import counted
+from nbaccel.launching.sweeping import Sweeping
+from nbaccel.launching.tasks.cell_code import CellSource
+from nbaccel.launching.tasks.cell_task import RESULT, CellTask
+from nbaccel.namespace.names import made_before_read
+from nbaccel.namespace.threads import threads_held_by
+from nbaccel.namespace.wrappers import plain, take_off_forward
 from nbaccel.notebook.cell_run import (
     CellRun,
     DisplayData,
@@ -65,8 +67,6 @@ from nbaccel.options.parsing import chosen, text_of
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.painter import Screen
 from nbaccel.output.screens import ConsoleScreen, JupyterScreen
-from nbaccel.quantities import plural
-from nbaccel.world import is_notebook_kernel
 
 __all__ = ["LastRun", "Session"]
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nbaccel.forkable import CUDA_IS_INITIALISED, why_forks_fail
+from nbaccel.base.forkable import CUDA_IS_INITIALISED, why_forks_fail
 
 __all__ = [
     "ACCELERATOR",

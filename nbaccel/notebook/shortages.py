@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.errors import LaunchRefused
-from nbaccel.hardware import Survey
-from nbaccel.launch.earlier_models import EarlierModel, MadeAt, parsed, refuse_what_stays_here, where_made
-from nbaccel.launch.ipc.nbytes import size_of
-from nbaccel.launch.kernel_models import KernelHolding, SetAside
-from nbaccel.launch.plan import LaunchPlan
-from nbaccel.quantities import amount, listed, plural
+from nbaccel.base.errors import LaunchRefused
+from nbaccel.base.hardware import Survey
+from nbaccel.base.quantities import amount, listed, plural
+from nbaccel.launching.earlier_models import EarlierModel, MadeAt, parsed, refuse_what_stays_here, where_made
+from nbaccel.launching.kernel_models import KernelHolding, SetAside
+from nbaccel.launching.plan import LaunchPlan
+from nbaccel.namespace.nbytes import size_of
 
 __all__ = ["Loader", "loaders_in", "refuse_what_cannot_fit", "shortages"]
 

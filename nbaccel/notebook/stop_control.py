@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from nbaccel.display.live_panel import can_answer
 from nbaccel.display.run_view import PanelSink
-from nbaccel.launch.processes.interaction import Pollable
+from nbaccel.launching.processes.interaction import Pollable
 
 if TYPE_CHECKING:  # it imports ipywidgets, which take a while and may be missing
     from nbaccel.notebook.stop_button import StopButton

@@ -15,9 +15,9 @@ from typing import Any, TypeGuard
 
 from IPython.core.error import UsageError
 
-from nbaccel.errors import LaunchRefused
+from nbaccel.base.errors import LaunchRefused
+from nbaccel.base.settings import CHECKPOINT_DIR
 from nbaccel.options.run_options import RunOptions
-from nbaccel.settings import CHECKPOINT_DIR
 
 __all__ = [
     "EXCLUSIONS",

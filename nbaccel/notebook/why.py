@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nbaccel.launch.diagnosis import PostMortem, ranks_in_words
-from nbaccel.launch.ipc.reports import CollectiveCall, FrameSnapshot, StackSnapshot, ValueSummary
+from nbaccel.launching.diagnosis import PostMortem, ranks_in_words
+from nbaccel.launching.ipc.reports import CollectiveCall, FrameSnapshot, StackSnapshot, ValueSummary
 
 __all__ = [
     "Difference",

@@ -17,10 +17,8 @@ from typing import Any, TypeVar
 
 from IPython.core.magic_arguments import MagicArgumentParser, MagicHelpFormatter, argument, construct_parser, kwds
 
-from nbaccel.options.run_options import AUTO, CELL, FULL, NAMED, QUICK, expanded
-from nbaccel.options.swept_values import read_swept
-from nbaccel.quantities import parse_interval, parse_seconds
-from nbaccel.settings import (
+from nbaccel.base.quantities import parse_interval, parse_seconds
+from nbaccel.base.settings import (
     BATCH_CHOICES,
     OOM_CHOICES,
     PRECISIONS,
@@ -28,6 +26,8 @@ from nbaccel.settings import (
     STRATEGIES,
     installed_strategies,
 )
+from nbaccel.options.run_options import AUTO, CELL, FULL, NAMED, QUICK, expanded
+from nbaccel.options.swept_values import read_swept
 
 __all__ = [
     "EXAMPLES",

@@ -18,10 +18,10 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from nbaccel.base.quantities import said
 from nbaccel.options.flags import settings
 from nbaccel.options.run_options import RunOptions
 from nbaccel.options.swept_values import SWEEP, SweptName, cut_out
-from nbaccel.quantities import said
 
 __all__ = [
     "COMMANDS",

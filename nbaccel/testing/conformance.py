@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nbaccel.base.values import frozen
 from nbaccel.testing.ranks import run_ranks
-from nbaccel.values import frozen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -503,9 +503,9 @@ def _brought_back(setting: Setting) -> _Result:
     import torch
     from torch import nn
 
-    from nbaccel.launch.api import launch
-    from nbaccel.launch.launcher import default_launcher
-    from nbaccel.notebook.results import install
+    from nbaccel.launching.api import launch
+    from nbaccel.launching.launcher import default_launcher
+    from nbaccel.namespace.install import install
 
     torch.manual_seed(7)
     model = nn.Sequential(nn.Embedding(_WORDS, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, _WORDS, bias=False))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from nbaccel.world import World
+from nbaccel.base.world import World
 
 if TYPE_CHECKING:
     import torch

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbaccel.errors import RankDied, RanksFailed
-from nbaccel.launch.processes.start import MainThread
-from nbaccel.launch.worker.inherited import put_aside
-from nbaccel.world import World
+from nbaccel.base.errors import RankDied, RanksFailed
+from nbaccel.base.world import World
+from nbaccel.launching.processes.start import MainThread
+from nbaccel.launching.rank.inherited import put_aside
 
 __all__ = ["run_ranks"]
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from nbaccel.tracking import GeneralTracker
+from nbaccel.base.tracking import GeneralTracker
 
 __all__ = ["Aim"]
 

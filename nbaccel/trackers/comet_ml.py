@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from numbers import Number
 from typing import Any
 
-from nbaccel.tracking import GeneralTracker
+from nbaccel.base.tracking import GeneralTracker
 
 __all__ = ["Comet"]
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from nbaccel.base.tracking import GeneralTracker
 from nbaccel.trackers.leftout import LeftOut
-from nbaccel.tracking import GeneralTracker
 
 __all__ = ["DVCLive"]
 

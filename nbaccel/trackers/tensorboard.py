@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from numbers import Number
 from typing import Any
 
+from nbaccel.base.tracking import GeneralTracker
 from nbaccel.trackers.leftout import LeftOut
-from nbaccel.tracking import GeneralTracker
 
 __all__ = ["TensorBoard"]
 

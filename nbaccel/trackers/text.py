@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from nbaccel.tracking import GeneralTracker
+from nbaccel.base.tracking import GeneralTracker
 
 __all__ = ["Csv", "JsonLines"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from nbaccel.tracking import GeneralTracker
+from nbaccel.base.tracking import GeneralTracker
 
 __all__ = ["SwanLab", "Trackio", "WeightsAndBiases"]
 

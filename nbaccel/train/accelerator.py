@@ -28,10 +28,11 @@ from torch.profiler import profile
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from nbaccel.events import Phase, emit, reports
-from nbaccel.quantities import seconds_of
-from nbaccel.settings import RunSettings
-from nbaccel.tracking import BlankTracker, GeneralTracker
+from nbaccel.base.events import Phase, emit, reports
+from nbaccel.base.quantities import seconds_of
+from nbaccel.base.settings import RunSettings
+from nbaccel.base.tracking import BlankTracker, GeneralTracker
+from nbaccel.base.world import World
 from nbaccel.train.checkpoint.autosave import chosen_saves
 from nbaccel.train.checkpoint.directory import CheckpointDirectory, ProjectConfiguration
 from nbaccel.train.checkpoint.manager import ON_SAVE_ERROR, Checkpoints, LoadHook, SaveHook
@@ -77,7 +78,6 @@ from nbaccel.train.step.recompute import recompute_activations
 from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
 from nbaccel.train.strategies.single import plainly_named
 from nbaccel.train.tracker_hub import LogWith, Trackers, TrackingPlan
-from nbaccel.world import World
 
 if TYPE_CHECKING:
     from nbaccel.answers import Answers

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nbaccel.base.settings import EACH, RunSettings
 from nbaccel.dry_run.decisions import SharedDecisions
 from nbaccel.dry_run.function_hooks import FunctionHooks
 from nbaccel.dry_run.loader_cuts import LoaderCuts
@@ -22,7 +23,6 @@ from nbaccel.dry_run.memory_peaks import MemoryPeaks
 from nbaccel.dry_run.one_pass import OnePass
 from nbaccel.dry_run.saved_files import SavedFiles
 from nbaccel.dry_run.step_times import StepTimes
-from nbaccel.settings import EACH, RunSettings
 from nbaccel.train.checkpoint import manager, writer
 from nbaccel.train.checkpoint.directory import CheckpointDirectory
 from nbaccel.train.data import loader as prepared_loader
@@ -34,7 +34,7 @@ from nbaccel.train.distributed.nested import count_rows
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.process_control import ProcessControl
 from nbaccel.train.distributed.transport import Transport
-from nbaccel.train.implicit.loaders import before_draw
+from nbaccel.train.raw_loop.loaders import before_draw
 
 __all__ = ["DryRunHooks", "DryRunParts"]
 

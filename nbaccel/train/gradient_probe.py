@@ -27,9 +27,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from nbaccel.answers.fingerprint import checksum_of
+from nbaccel.base.errors import CannotSplit
 from nbaccel.dry_run.function_hooks import FunctionHooks
 from nbaccel.dry_run.loop_log import DryRunEnded
-from nbaccel.errors import CannotSplit
 from nbaccel.train.data.counting import as_counted
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.prepare_loader import LoaderChoice

@@ -18,8 +18,10 @@ from typing import Any, Self
 
 from torch.nn import Module
 
-from nbaccel.errors import NotPrepared
-from nbaccel.settings import FSDP, RunSettings
+from nbaccel.base.errors import NotPrepared
+from nbaccel.base.settings import FSDP, RunSettings
+from nbaccel.base.values import frozen
+from nbaccel.base.world import World
 from nbaccel.train.checkpoint.manager import Checkpoints
 from nbaccel.train.checkpoint.manifest import Lineage
 from nbaccel.train.checkpoint.resume import ResumePolicy, Weakly
@@ -35,8 +37,6 @@ from nbaccel.train.step.implicit_hooks import step_back
 from nbaccel.train.step.kwargs_handlers import Handlers, KwargsHandler
 from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
 from nbaccel.train.strategies.single import is_parallel
-from nbaccel.values import frozen
-from nbaccel.world import World
 
 __all__ = [
     "Choices",

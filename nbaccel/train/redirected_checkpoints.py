@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import nbaccel.train.accelerator as accelerator_module
+from nbaccel.base.settings import RunSettings
 from nbaccel.dry_run.redirection import Redirection
-from nbaccel.settings import RunSettings
 from nbaccel.train.checkpoint import model_weights
 from nbaccel.train.checkpoint.autosave import CheckpointPolicy
 from nbaccel.train.checkpoint.directory import CheckpointDirectory, FoundCheckpoint

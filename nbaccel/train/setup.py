@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.aborting import on_renewal
 from nbaccel.answers import MapJob
-from nbaccel.settings import RunSettings
+from nbaccel.base.aborting import on_renewal
+from nbaccel.base.settings import RunSettings
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.rng import set_seed
-from nbaccel.train.implicit.lone import LoneTraining
-from nbaccel.train.implicit.loop import ImplicitTraining
-from nbaccel.train.implicit.rank_streams import use_own_device
 from nbaccel.train.mapping.map_worker import work
 from nbaccel.train.oom.retry.survivors import renew
+from nbaccel.train.raw_loop.lone import LoneTraining
+from nbaccel.train.raw_loop.loop import ImplicitTraining
+from nbaccel.train.raw_loop.rank_streams import use_own_device
 from nbaccel.train.strategies import replicated  # noqa: F401  # the strategy of several ranks, for them to share
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbaccel.events import Opened, emit, reports
-from nbaccel.settings import RunSettings
-from nbaccel.tracking import BlankTracker, GeneralTracker, LoggerType, find_tracker, tracker_names, without_none
+from nbaccel.base.events import Opened, emit, reports
+from nbaccel.base.settings import RunSettings
+from nbaccel.base.tracking import BlankTracker, GeneralTracker, LoggerType, find_tracker, tracker_names, without_none
+from nbaccel.base.values import frozen
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.process_control import ProcessControl
 from nbaccel.train.step.readings import Reading, is_plain
-from nbaccel.values import frozen
 
 __all__ = ["LogWith", "Trackers", "TrackingPlan"]
 

@@ -16,10 +16,10 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from nbaccel.base.notices import PACKAGE_DIR
+from nbaccel.base.quantities import length_or_none
 from nbaccel.dry_run.function_hooks import FunctionHooks
 from nbaccel.dry_run.rewriting import objects_of_process
-from nbaccel.notices import PACKAGE_DIR
-from nbaccel.quantities import length_or_none
 from nbaccel.trials.changes import SpeedChange
 
 __all__ = ["TrainingParts"]

@@ -5,7 +5,7 @@ Runs in ranks and scripts.
 
 from __future__ import annotations
 
-from nbaccel.missing_names import missing_from
+from nbaccel.base.missing_names import missing_from
 from nbaccel.train.device_maps.quantising import BnbQuantizationConfig, load_and_quantize_model
 
 __all__ = ["BnbQuantizationConfig", "load_and_quantize_model"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from nbaccel.missing_names import missing_from
-from nbaccel.tracking import LoggerType
+from nbaccel.base.missing_names import missing_from
+from nbaccel.base.tracking import LoggerType
 from nbaccel.train.checkpoint.directory import ProjectConfiguration
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.distributed.process_control import DistributedType

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel.missing_names import missing_from
+from nbaccel.base.missing_names import missing_from
 from nbaccel.train.step.environment import clear_environment, patch_environment
 
 __all__ = ["clear_environment", "patch_environment"]

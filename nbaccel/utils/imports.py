@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nbaccel.missing_names import missing_from
+from nbaccel.base.missing_names import missing_from
 from nbaccel.utils.versions import compare_versions, is_torch_version
 
 _PACKAGES = {

@@ -6,8 +6,8 @@ import gc
 
 import torch
 
-from nbaccel.failures import can_retry
-from nbaccel.missing_names import missing_from
+from nbaccel.base.failures import can_retry
+from nbaccel.base.missing_names import missing_from
 from nbaccel.train.oom.memory import release_memory
 from nbaccel.train.oom.retry import find_executable_batch_size
 

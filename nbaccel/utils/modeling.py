@@ -5,7 +5,7 @@ It defines nothing; `nbaccel.utils` shows its names too.
 
 from __future__ import annotations
 
-from nbaccel.missing_names import missing_from
+from nbaccel.base.missing_names import missing_from
 from nbaccel.train.device_maps.checkpoint_loading import load_checkpoint_in_model, load_state_dict
 from nbaccel.train.device_maps.device_plan import (
     check_device_map,

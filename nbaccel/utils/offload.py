@@ -5,7 +5,7 @@ Runs anywhere.
 
 from __future__ import annotations
 
-from nbaccel.missing_names import missing_from
+from nbaccel.base.missing_names import missing_from
 from nbaccel.train.device_maps.offload_folder import (
     load_offloaded_weight,
     offload_state_dict,

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from nbaccel.missing_names import missing_from
+from nbaccel.base.missing_names import missing_from
+from nbaccel.base.settings import RunSettings
 from nbaccel.options.configuration import FILE_NAME, ConfigFile
-from nbaccel.settings import RunSettings
 from nbaccel.train.checkpoint.model_weights import write_object
 from nbaccel.train.distributed.partial_state import AcceleratorState, PartialState, current_world
 from nbaccel.train.prepare.models import extract_model_from_parallel, is_compiled_module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel.missing_names import missing_from
+from nbaccel.base.missing_names import missing_from
 from nbaccel.train.distributed.rng import set_seed, synchronize_rng_state, synchronize_rng_states
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbaccel.missing_names import missing_from
+from nbaccel.base.missing_names import missing_from
 from nbaccel.train.distributed.partial_state import current_world
 
 __all__ = [

@@ -7,7 +7,7 @@ import importlib.metadata
 import torch
 from torch.torch_version import TorchVersion
 
-from nbaccel.missing_names import missing_from
+from nbaccel.base.missing_names import missing_from
 from nbaccel.utils.constants import STR_OPERATION_TO_FUNC
 
 __all__ = [

@@ -29,7 +29,7 @@ import torch._dynamo  # every rank's first optimizer imports it otherwise
 from torch import Tensor
 
 from benchmarks.findings import Finding, options_of, tell
-from nbaccel.launch.api import launch
+from nbaccel.launching.api import launch
 
 RANKS = 2
 MEGABYTES = (0, 1, 10, 100, 500, 2000)

@@ -127,10 +127,10 @@ def nbaccel(training: Training, **options: Any) -> Bout:
 
 def nbaccel_reporting(training: Training) -> Bout:
     """As in a notebook: every step is entered on the control page, every loss goes into the ring."""
-    from nbaccel.events import outlet
-    from nbaccel.launch.ipc.control import ControlPage, StepGate
-    from nbaccel.launch.ipc.ring import RingWriter, make_ring
-    from nbaccel.launch.worker.reporter import Reporter
+    from nbaccel.base.events import outlet
+    from nbaccel.launching.ipc.control import ControlPage, StepGate
+    from nbaccel.launching.ipc.ring import RingWriter, make_ring
+    from nbaccel.launching.rank.reporter import Reporter
 
     bout = nbaccel(training)
     gate = StepGate(ControlPage.create(1), 0)

@@ -57,7 +57,7 @@ def by_equal_shares(items: list[str]) -> list[int]:
 
 
 def by_hand(items: list[str]) -> list[int]:
-    from nbaccel.world import World
+    from nbaccel.base.world import World
 
     rank = World.from_env().rank
     order = sorted(range(len(items)), key=lambda number: -len(items[number]))[rank::2]

@@ -46,7 +46,7 @@ class Way:
 
 
 def _like_a_cell(start_method: str, function: Callable[[Path], None], folder: Path, ranks: int) -> None:
-    from nbaccel.launch.api import launch
+    from nbaccel.launching.api import launch
 
     launch(function, ranks, (folder,), start_method=start_method, cpu=True, setup="nbaccel.train.setup:setup_rank")
 

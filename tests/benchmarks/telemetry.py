@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from benchmarks.findings import Finding, options_of, tell
-from nbaccel.events import Event, Listener, Loss, emit, outlet
-from nbaccel.launch.ipc.ring import RingWriter, make_ring
-from nbaccel.launch.ipc.telemetry import TICK_S, Rings, Telemetry, write_loss
-from nbaccel.launch.worker.reporter import Reporter
+from nbaccel.base.events import Event, Listener, Loss, emit, outlet
+from nbaccel.launching.ipc.ring import RingWriter, make_ring
+from nbaccel.launching.ipc.telemetry import TICK_S, Rings, Telemetry, write_loss
+from nbaccel.launching.rank.reporter import Reporter
 
 _RANKS = 8
 _PER_SECOND = 1000

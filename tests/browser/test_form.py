@@ -16,7 +16,7 @@ RUN = "%%accelerate --cpu\n1"
 
 ON_TWO_T4 = """
 %load_ext nbaccel
-from nbaccel.hardware import Gpu, Survey
+from nbaccel.base.hardware import Gpu, Survey
 gpus = tuple(Gpu(index, f"GPU-{index}", "Tesla T4", 10**10, 0, (7, 5)) for index in range(2))
 get_ipython().magics_manager.registry["AccelerateMagics"].session.survey = lambda: Survey(gpus=gpus)
 %accelerate config

@@ -109,8 +109,8 @@ def test_everybody_can_read_the_panel(
 
 MAKES_A_RUN = """
 from IPython.display import HTML
-from nbaccel.events import Loss, Memory, Metric, Progress
-from nbaccel.launch.run import Run
+from nbaccel.base.events import Loss, Memory, Metric, Progress
+from nbaccel.launching.run import Run
 from nbaccel.display.history import History
 from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState

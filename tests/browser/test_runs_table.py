@@ -16,9 +16,9 @@ MAKES_RUNS = """
 import math, random, time
 from nbaccel.display.history import History
 from nbaccel.display.summary import RunFacts
-from nbaccel.events import Loss, Metric, Progress, Resumed, Checkpoint
-from nbaccel.launch.run import Run, RunOrigin
-from nbaccel.launch.runs import Runs
+from nbaccel.base.events import Loss, Metric, Progress, Resumed, Checkpoint
+from nbaccel.launching.run import Run, RunOrigin
+from nbaccel.launching.runs import Runs
 runs, noise = Runs(), random.Random(0)
 for number in range(1, 6):
     history = History(2)

@@ -15,11 +15,11 @@ import yaml
 from IPython.core.error import UsageError
 
 from environments import REPOSITORY
+from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.cli import main
 from nbaccel.cli.accelerate_config import read_plain_yaml
 from nbaccel.cli.accelerate_flags import _FSDP, fsdp_environ, is_elsewhere, take
 from nbaccel.cli.launch import _parser
-from nbaccel.hardware import Gpu, Survey
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_a_flag_means_what_it_means_to_accelerate(launched: Any, line: str, part
 
 
 def test_machines_share_the_processes_and_meet_as_they_are_told(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbaccel.launch.cluster.elastic.interface_to", lambda address, port: "eth0")
+    monkeypatch.setattr("nbaccel.cli.elastic.interface_to", lambda address, port: "eth0")
     where = "--num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1"
     meeting = "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1"
     command, _, _ = launched(f"--num_processes 4 {where} --main_process_port 1234 train.py")

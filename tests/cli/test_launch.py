@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.cli import main
-from nbaccel.hardware import Gpu, Survey
 
 TRAIN = """
 import json, os, sys

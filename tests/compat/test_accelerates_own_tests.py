@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import nbaccel
-from nbaccel.launch.launcher import default_launcher
+from nbaccel.launching.launcher import default_launcher
 from nbaccel.testing import run_ranks
 from nbaccel.utils import GradientAccumulationPlugin
 

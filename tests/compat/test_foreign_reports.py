@@ -21,12 +21,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 LISTENS = """
 import json, os, signal, sys, torch
-from nbaccel.events import Listener, Loss, Metric, Progress
-from nbaccel.launch.launcher import default_launcher
-from nbaccel.launch.ipc.spec import Start
+from nbaccel.base.events import Listener, Loss, Metric, Progress
+from nbaccel.launching.launcher import default_launcher
+from nbaccel.launching.ipc.spec import Start
 from nbaccel.output.screens import ConsoleScreen
-from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec
-from nbaccel.launch.processes.supervisor import RunObservers
+from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec
+from nbaccel.launching.processes.supervisor import RunObservers
 
 class Panel(Listener):
     def __init__(self, press_at):
@@ -178,7 +178,7 @@ def test_a_trainer_of_a_version_that_we_do_not_know_trains_and_tells_nothing() -
     """In a process of its own, since the hook stays."""
     program = """
 import sys, types
-from nbaccel.launch.worker.integrations import attach_to_foreign_trainers
+from nbaccel.launching.libraries import attach_to_foreign_trainers
 module = types.ModuleType("transformers.trainer")
 class Trainer:
     def train(self, epochs):

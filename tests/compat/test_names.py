@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import nbaccel
 from nbaccel import Accelerator
-from nbaccel.missing_names import _ABSENT, _instead, _refusing
+from nbaccel.base.missing_names import _ABSENT, _instead, _refusing
 from nbaccel.testing import run_ranks
 
 accelerate = pytest.importorskip("accelerate")

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nbaccel.hardware import Gpu
-from nbaccel.launch.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
-from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.processes.supervisor import RunObservers
-from nbaccel.launch.worker.integrations.one_process import let_the_local_rank_be_the_only_card
+from nbaccel.base.hardware import Gpu
+from nbaccel.base.world import World
+from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
+from nbaccel.launching.launcher import Launcher
+from nbaccel.launching.libraries.one_process import let_the_local_rank_be_the_only_card
+from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
-from nbaccel.world import World
 
 NONE = "invalid device ordinal"
 

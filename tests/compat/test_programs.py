@@ -25,8 +25,8 @@ import pytest
 import torch
 
 from environments import REPOSITORY
-from nbaccel import launch, notebook_launcher
-from nbaccel.launch.launcher import default_launcher
+from nbaccel import launching as launch, notebook_launcher
+from nbaccel.launching.launcher import default_launcher
 from nbaccel.testing import run_ranks
 
 PROGRAMS = REPOSITORY / "tests" / "programs"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import random
 
+from nbaccel.base.events import Loss, Memory, Metric, Progress
 from nbaccel.display.history import History
-from nbaccel.events import Loss, Memory, Metric, Progress
 
 GIGA = 1_000_000_000
 

@@ -19,12 +19,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from display.runs import a_run
+from nbaccel.base.events import Loss, Memory, Metric, OutOfMemory, Phase, Progress
 from nbaccel.display.figure import ANY_GROUND, PAPER, draw, picture
 from nbaccel.display.history import History
 from nbaccel.display.run_figure import _few_colours
 from nbaccel.display.summary import RunFacts
 from nbaccel.display.svg import ON_ANY
-from nbaccel.events import Loss, Memory, Metric, OutOfMemory, Phase, Progress
 
 GIGA = 1_000_000_000
 FAILED = (

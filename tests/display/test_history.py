@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbaccel.display.course import Left
-from nbaccel.display.history import History, Mark, Usage
-from nbaccel.events import (
+from nbaccel.base.events import (
     Checkpoint,
     Loss,
     Memory,
@@ -23,6 +21,8 @@ from nbaccel.events import (
     Restarted,
     StepEntered,
 )
+from nbaccel.display.course import Left
+from nbaccel.display.history import History, Mark, Usage
 
 
 def test_losses_make_a_curve_by_rank_and_their_mean() -> None:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from display.runs import a_run
+from nbaccel.base.events import Loss, Metric, OutOfMemory
 from nbaccel.display.history import History
 from nbaccel.display.panel import Panel
 from nbaccel.display.summary import RunFacts, RunState
-from nbaccel.events import Loss, Metric, OutOfMemory
 
 FACTS = RunFacts("Cell In[5]", "2 x Tesla T4, fp16", ("GPU 0", "GPU 1"))
 DONE = RunState("done", "done in 0:50, 500 steps")

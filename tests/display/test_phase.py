@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, strategies as st
 
+from nbaccel.base.events import Event, Progress, Restarted
 from nbaccel.display.course import Bar, Course, Left, StepCount
 from nbaccel.display.history import History
 from nbaccel.display.summary import RunFacts, line, where
-from nbaccel.events import Event, Progress, Restarted
 
 BATCHES = 8
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from nbaccel.base.events import Loss, Progress, Restarted
+from nbaccel.base.hardware import Platform
 from nbaccel.display import live_panel, run_view as place
 from nbaccel.display.live_panel import LivePanel, PeriodicText, Views, runs_unattended
 from nbaccel.display.run_view import DisplaySlot, RunView
 from nbaccel.display.summary import RunFacts
-from nbaccel.events import Loss, Progress, Restarted
-from nbaccel.hardware import Platform
 
 FACTS = RunFacts("Cell In[5]")
 

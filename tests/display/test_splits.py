@@ -9,13 +9,13 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from display.runs import a_run
+from nbaccel.base.events import Loss, Metric
 from nbaccel.display.figure import ANY_GROUND, PAPER, draw
 from nbaccel.display.history import History
 from nbaccel.display.panel import Panel
 from nbaccel.display.series import Line
 from nbaccel.display.splits import held_out_beside, is_held_out, plots_of, smoothed
 from nbaccel.display.summary import RunFacts
-from nbaccel.events import Loss, Metric
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@ from __future__ import annotations
 import math
 
 from display.runs import a_run
+from nbaccel.base.events import Loss, Metric, OutOfMemory, Phase, Progress, RecordsLost
 from nbaccel.display.history import History
 from nbaccel.display.summary import RunFacts, RunState, line, text
-from nbaccel.events import Loss, Metric, OutOfMemory, Phase, Progress, RecordsLost
 
 FACTS = RunFacts("Cell In[5]", "2 x Tesla T4, fp16", ("GPU 0", "GPU 1"))
 

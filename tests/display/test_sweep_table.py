@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from nbaccel.base.events import Metric
 from nbaccel.display.history import History
 from nbaccel.display.run_view import DisplaySlot
 from nbaccel.display.sweep_table import SweepRow, SweepTable, SweepView
-from nbaccel.events import Metric
 
 
 class Recorded:

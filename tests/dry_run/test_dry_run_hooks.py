@@ -17,15 +17,15 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from dry_run.fakes_of_loops import Cutting, Sentences, padded
 from environments import REPOSITORY
 from nbaccel import Accelerator
+from nbaccel.base.settings import RunSettings
 from nbaccel.dry_run.loop_log import DryRunEnded, LoopLog
 from nbaccel.dry_run.saved_files import SavedFiles
 from nbaccel.dry_run.step_times import StepTimes
-from nbaccel.settings import RunSettings
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.directory import ProjectConfiguration
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.dry_run_hooks import DryRunHooks
-from nbaccel.train.implicit.loop import ImplicitTraining
+from nbaccel.train.raw_loop.loop import ImplicitTraining
 from nbaccel.train.setup import dry_run_parts
 
 LENGTHS = [1 + number * 7 % 13 for number in range(41)]

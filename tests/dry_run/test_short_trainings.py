@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from dry_run.fakes_of_loops import Cutting
 from nbaccel.dry_run.forecasts.trainer_counts import EVALUATION, SAVE, TRAINING
 from nbaccel.dry_run.short_trainings import ShortTrainings
-from nbaccel.launch.ipc.import_hooks import when_loaded_meanwhile
+from nbaccel.launching.ipc.import_hooks import when_loaded_meanwhile
 
 
 class Shortened(Cutting):

@@ -11,14 +11,14 @@ import itertools
 from pathlib import Path
 
 import pytest
+from nbaccel.errors import NotPrepared
 
 from dry_run.test_dry_run_hooks import DryRun
-from nbaccel.errors import NotPrepared
-from nbaccel.settings import RunSettings
+from nbaccel.base.settings import RunSettings
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.partial_state import current_world
-from nbaccel.train.implicit.loop import ImplicitTraining
-from train.implicit.loops import LOOPS, Loop
+from nbaccel.train.raw_loop.loop import ImplicitTraining
+from train.raw_loop.loops import LOOPS, Loop
 
 
 def ran(folder: Path, loop: Loop) -> list[int] | str:

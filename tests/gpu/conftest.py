@@ -32,7 +32,7 @@ import pytest
 from environments import REPOSITORY, Environment
 from gpu import facts, machine
 from kernel.harness import RealKernel
-from nbaccel.hardware import Survey
+from nbaccel.base.hardware import Survey
 
 ORDER = ("G0", "G1", "G6", "G7", "G2", "G3", "G5", "G8", "G9", "G10", "G4")
 PROGRAMS = Path(__file__).parent / "programs"

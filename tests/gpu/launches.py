@@ -14,7 +14,7 @@ from typing import Any
 
 from gpu.facts import fact
 from kernel.harness import Cell, RealKernel
-from nbaccel.hardware import Survey
+from nbaccel.base.hardware import Survey
 
 __all__ = [
     *("HISTORIES", "TENSOR_HISTORY", "Trained", "lent"),

@@ -96,7 +96,7 @@ def about() -> dict[str, Any]:
     """What stands beside every fact: torch, its CUDA, the driver, and the cards. By NVML, which makes no context."""
     import torch
 
-    from nbaccel.hardware import Survey
+    from nbaccel.base.hardware import Survey
 
     survey = Survey.take()
     return {

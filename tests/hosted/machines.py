@@ -25,7 +25,7 @@ from hosted.without_network import DENIED
 _HERE = Path(__file__).parent
 
 _MACHINE = """
-import collections as _collections, shutil as _shutil, nbaccel.hardware as _hardware
+import collections as _collections, shutil as _shutil, nbaccel.base.hardware as _hardware
 _hardware.usable_cores = lambda *root: 4
 _hardware.usable_memory = lambda *root: _hardware.MemoryInfo(30 * 10**9, 28 * 10**9)
 _usage = _collections.namedtuple("usage", "total used free")(20 * 10**9, 10**9, 19 * 10**9)

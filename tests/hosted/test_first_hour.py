@@ -131,10 +131,10 @@ def test_the_first_version_begins_anew_and_the_next_goes_on_from_its_output(mach
 
 
 PRETENDS = """
-import os, torch, nbaccel.launch.earlier_models as _models, nbaccel.launch.plan as _plan
+import os, torch, nbaccel.launching.earlier_models as _models, nbaccel.launching.plan as _plan
 from collections import Counter
-from nbaccel.hardware import Gpu, Survey
-from nbaccel.launch.preflight import ProcessState
+from nbaccel.base.hardware import Gpu, Survey
+from nbaccel.launching.preflight import ProcessState
 ProcessState.now = staticmethod(lambda: ProcessState(True, True))
 _on_device = {}
 _models.sizes_on_devices = _plan.sizes_on_devices = lambda names: {
@@ -224,8 +224,8 @@ def test_data_parallel_from_a_cell_above_is_taken_off_and_trains_right(machine: 
 @on(COLABS)
 def test_a_second_try_hears_what_the_notebook_holds(machine: Machine, tmp_path: Path) -> None:
     holds = """
-from nbaccel.hardware import Gpu, Survey
-from nbaccel.launch.kernel_models import KernelHolding
+from nbaccel.base.hardware import Gpu, Survey
+from nbaccel.launching.kernel_models import KernelHolding
 import nbaccel.notebook.session as _session
 _session.held_here = lambda names: [KernelHolding("cuda:0", 12 * 10**9, 15 * 10**9, (("model", 8 * 10**9),))]
 _gpu = Gpu(0, "GPU-0", "Tesla T4", 15 * 10**9, 13 * 10**9, (7, 5))

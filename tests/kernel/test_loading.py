@@ -58,7 +58,7 @@ def test_a_plain_cell_loads_and_looks_for_nothing_that_it_does_not_need(new_kern
     assert kernel.value("sorted(set(sys.modules) - known)") == []
 
     # Of the kernel's own, each would make the start look at all of its objects.
-    kernel.do("from nbaccel.launch.worker import connections, jupyter")
+    kernel.do("from nbaccel.launching.rank import connections, jupyter")
     assert kernel.value("connections.Connections.find(jupyter.kernel_ports()).families") == {}
 
 

@@ -134,7 +134,7 @@ def test_a_name_that_nobody_knows_is_refused_before_the_run(kernel: RealKernel, 
 
 RECORDS_PARCELS = """
 import os
-from nbaccel.launch.ipc import reports as member
+from nbaccel.launching.ipc import reports as member
 payload_bytes = []
 original = member.RankReport.from_frame.__func__
 def recording(cls, message, fds):

@@ -262,7 +262,7 @@ def test_runs_of_one_cell_share_one_display(kernel: RealKernel) -> None:
         """
         import nbaccel
         def train(lr):
-            from nbaccel.events import Metric, emit
+            from nbaccel.base.events import Metric, emit
             for step in range(20):
                 emit(Metric({"loss": lr / (step + 1)}, step))
         runs = [nbaccel.launch(train, 2, (lr,), cpu=True) for lr in (0.1, 0.2, 0.4)]
@@ -298,7 +298,7 @@ def test_a_run_in_the_kernel_itself_has_a_panel_and_a_picture_too(kernel: RealKe
         """
         import nbaccel
         def train():
-            from nbaccel.events import Metric, emit
+            from nbaccel.base.events import Metric, emit
             for step in range(20):
                 emit(Metric({"loss": 1 / (step + 1)}, step))
         run = nbaccel.launch(train, 1, start_method="inline")

@@ -10,7 +10,7 @@ from kernel.harness import RealKernel, accelerate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-SHORT = "from nbaccel.launch.worker import inherited; inherited._EVERY_S, inherited._VAIN_S = 0.5, {vain_s}"
+SHORT = "from nbaccel.launching.rank import inherited; inherited._EVERY_S, inherited._VAIN_S = 0.5, {vain_s}"
 """What forked ranks inherit: a wait counts as in vain after this time, not after eight seconds."""
 
 AS_IT_IS = "inherited._EVERY_S, inherited._VAIN_S = 2.0, 8.0"

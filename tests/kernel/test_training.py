@@ -75,7 +75,7 @@ def test_a_kernel_without_cuda_is_forked(kernel: RealKernel) -> None:
 def pretending(kernel: RealKernel) -> Iterator[Callable[[str, str], None]]:
     """Replaces a function of torch.cuda in the kernel for the length of a test, as on a machine with a GPU."""
     kernel.do("import os, torch\ntrue = {}\nkernel_pid = os.getpid()")
-    kernel.do("import nbaccel.launch.worker.process_setup as _probe; _driver = _probe.has_gpu_driver")
+    kernel.do("import nbaccel.launching.rank.process_setup as _probe; _driver = _probe.has_gpu_driver")
     kernel.do("_probe.has_gpu_driver = lambda: True")
 
     def pretend(name: str, function: str) -> None:

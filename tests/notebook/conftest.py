@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from nbaccel.errors import LaunchRefused
 from traitlets.config import Config
 
-from nbaccel.errors import LaunchRefused
-from nbaccel.hardware import Survey
-from nbaccel.launch.gpu_trouble import TorchBuild
-from nbaccel.launch.ipc.spec import LaunchSpec
-from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.processes.supervisor import RunObservers
-from nbaccel.launch.runs import Runs
+from nbaccel.base.hardware import Survey
+from nbaccel.launching.gpu_trouble import TorchBuild
+from nbaccel.launching.ipc.spec import LaunchSpec
+from nbaccel.launching.launcher import Launcher
+from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.runs import Runs
 from nbaccel.notebook.magics import AccelerateMagics
 from nbaccel.notebook.session import Session
 

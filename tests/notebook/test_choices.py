@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nbaccel.hardware import Gpu, Survey
+from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.notebook.choices import batch_size_of, overview, precisions, process_counts, strategies, world_size
 from nbaccel.options.configuration import ConfigFile, Configuration
 from nbaccel.options.run_options import RunOptions

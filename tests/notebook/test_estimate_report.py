@@ -9,7 +9,7 @@ import torch
 from IPython.core.error import UsageError
 from torch import nn
 
-from nbaccel.hardware import Gpu, MemoryInfo, Survey
+from nbaccel.base.hardware import Gpu, MemoryInfo, Survey
 from nbaccel.notebook.memory_report import estimate_report
 from nbaccel.options.run_options import RunOptions
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch.run import Run
+from nbaccel.launching.run import Run
 
 pytestmark = pytest.mark.slow
 
@@ -31,9 +31,9 @@ for step in range(3):
 """
 ALLOWED = {f"collections.{kind}" for kind in ("Counter", "deque")} | {
     "array.array",
-    "nbaccel.events.Progress",
-    "nbaccel.launch.run.Run",
-    "nbaccel.launch.run.RunOrigin",
+    "nbaccel.base.events.Progress",
+    "nbaccel.launching.run.Run",
+    "nbaccel.launching.run.RunOrigin",
 }
 ENDS = {
     "done": "(model, loss)",

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from IPython.core.completer import provisionalcompleter
 from IPython.core.error import UsageError
+from nbaccel.errors import LaunchRefused
 
 import nbaccel
-from nbaccel.errors import LaunchRefused
-from nbaccel.hardware import Gpu, Survey
+from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.notebook.completion import candidates
 from nbaccel.notebook.magics import AccelerateMagics, register, unregister
 from nbaccel.notebook.session import LastRun, Session

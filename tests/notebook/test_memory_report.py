@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.events import Memory, Metric
-from nbaccel.hardware import Gpu, MemoryInfo as HostMemory, Survey
+from nbaccel.base.events import Memory, Metric
+from nbaccel.base.hardware import Gpu, MemoryInfo as HostMemory, Survey
 from nbaccel.notebook.memory_report import Processes, RankMemory, held_by_names, memory_report
 from nbaccel.train.oom.memory import Holding
 

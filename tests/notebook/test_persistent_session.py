@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from nbaccel.hardware import Gpu, Survey
-from nbaccel.launch import api
-from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.base.hardware import Gpu, Survey
+from nbaccel.launching import api
+from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.notebook.persistent_session import PersistentSession
 from nbaccel.options.run_options import RunOptions
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 
 import fakes
-import nbaccel.launch.plan
-from nbaccel import forkable
-from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
-from nbaccel.hardware import Survey
+import nbaccel.launching.plan
+from nbaccel.base import forkable
+from nbaccel.base.hardware import Survey
 
 
 @pytest.fixture
@@ -361,7 +361,7 @@ def test_one_rank_runs_inline_rather_than_copy_a_gigabyte_of_device_memory(
 ) -> None:
     sizes = {"one": 600_000_000, "two": 600_000_000}
     monkeypatch.setattr(
-        nbaccel.launch.plan,
+        nbaccel.launching.plan,
         "sizes_on_devices",
         lambda values: {"cuda:0": Counter({name: sizes.get(name, 0) for name in values})},
     )

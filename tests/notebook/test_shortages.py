@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from nbaccel.errors import LaunchRefused
 from torch.utils.data import DataLoader, TensorDataset
 
-import nbaccel.launch.earlier_models
-import nbaccel.launch.kernel_models
-import nbaccel.launch.plan
+import nbaccel.launching.earlier_models
+import nbaccel.launching.kernel_models
+import nbaccel.launching.plan
 import nbaccel.notebook.session
 from fakes import FakeCards
-from nbaccel.errors import LaunchRefused
-from nbaccel.hardware import Gpu, MemoryInfo, Survey
-from nbaccel.launch.earlier_models import MadeAt, where_made
-from nbaccel.launch.kernel_models import KernelHolding, SetAside
-from nbaccel.launch.objects.names import made_before_read
-from nbaccel.launch.preflight import ProcessState
+from nbaccel.base.hardware import Gpu, MemoryInfo, Survey
+from nbaccel.launching.earlier_models import MadeAt, where_made
+from nbaccel.launching.kernel_models import KernelHolding, SetAside
+from nbaccel.launching.preflight import ProcessState
+from nbaccel.namespace.names import made_before_read
 from nbaccel.notebook.shortages import loaders_in
 
 GB = 10**9
@@ -51,7 +51,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Any:
                     found.setdefault(device, Counter())[name] = nbytes
             return found
 
-        monkeypatch.setattr(nbaccel.launch.earlier_models, "sizes_on_devices", by_device)
+        monkeypatch.setattr(nbaccel.launching.earlier_models, "sizes_on_devices", by_device)
 
     return pretend
 
@@ -160,7 +160,7 @@ def test_a_card_whose_memory_the_driver_does_not_tell_is_neither_full_nor_too_sm
 def cards(monkeypatch: pytest.MonkeyPatch) -> FakeCards:
     cards = FakeCards()
     monkeypatch.setattr(nbaccel.notebook.session, "Cards", lambda numbers: cards)
-    monkeypatch.setattr(nbaccel.launch.kernel_models, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(nbaccel.launching.kernel_models, "_PAUSE_S", 0.0)
     return cards
 
 
@@ -387,7 +387,7 @@ def test_the_states_of_an_optimizer_count_for_the_room_that_ranks_need(
     planned.run(MAKES_IT)
     on_a_device(model={"cuda:0": 2 * GB}, optimizer={"cuda:0": 5 * GB})
     planned.names["optimizer"] = [1]
-    monkeypatch.setattr(nbaccel.launch.plan, "sizes_on_devices", nbaccel.launch.earlier_models.sizes_on_devices)
+    monkeypatch.setattr(nbaccel.launching.plan, "sizes_on_devices", nbaccel.launching.earlier_models.sizes_on_devices)
     error = str(planned.run(f"{TRAINS}\noptimizer").error)
     assert error.startswith("model (2.0 GB, on cuda:0) and what lies there beside it (7.0 GB) would be copied to every")
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-
 from nbaccel.errors import CannotSend, RanksFailed
-from nbaccel.launch.diagnosis import PostMortem
-from nbaccel.launch.ipc.reports import ErrorLink, RankReport
-from nbaccel.launch.processes.supervisor import RunResult
+
+from nbaccel.launching.diagnosis import PostMortem
+from nbaccel.launching.ipc.reports import ErrorLink, RankReport
+from nbaccel.launching.processes.supervisor import RunResult
 from nbaccel.notebook.why import why_report
 
 MISMATCH = """%%accelerate --cpu -n 2

@@ -28,15 +28,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nbaccel
 from nbaccel import Accelerator
-from nbaccel.events import outlet
-from nbaccel.launch.ipc.control import ControlPage, StepGate
-from nbaccel.launch.ipc.ring import RingWriter, make_ring
-from nbaccel.launch.worker.reporter import Reporter
-from nbaccel.settings import RunSettings
+from nbaccel.base.events import outlet
+from nbaccel.base.settings import RunSettings
+from nbaccel.base.world import World
+from nbaccel.launching.ipc.control import ControlPage, StepGate
+from nbaccel.launching.ipc.ring import RingWriter, make_ring
+from nbaccel.launching.rank.reporter import Reporter
 from nbaccel.testing import run_ranks
-from nbaccel.train.implicit.loop import ImplicitTraining
+from nbaccel.train.raw_loop.loop import ImplicitTraining
 from nbaccel.train.step.accumulation import StepClock
-from nbaccel.world import World
 
 STEPS = 16
 """Steps that are counted: whole windows of four."""

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from nbaccel import Accelerator
+from nbaccel.base.world import World
 from nbaccel.testing import run_ranks
 from nbaccel.train.prepare.loss_watch import LossWatch
 from nbaccel.train.step.accumulation import StepClock
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.strategies import Strategy
-from nbaccel.world import World
 
 NAN, INF = float("nan"), float("inf")
 

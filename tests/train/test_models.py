@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from nbaccel import Accelerator
+from nbaccel.base.world import World
 from nbaccel.testing import run_ranks
 from nbaccel.train.prepare.models import admit, may_move
 from nbaccel.train.step.kwargs_handlers import DistributedDataParallelKwargs
-from nbaccel.world import World
 
 CPU = torch.device("cpu")
 SECOND = World(1, 2, 1, 2)

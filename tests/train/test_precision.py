@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from nbaccel import Accelerator
+from nbaccel.base.world import World
 from nbaccel.testing import run_ranks
 from nbaccel.train.prepare.optimizer import SKIPS_IN_A_ROW
 from nbaccel.train.step import precision
 from nbaccel.train.step.kwargs_handlers import AutocastKwargs, GradScalerKwargs
 from nbaccel.train.step.readings import Reading
 from nbaccel.train.strategies.single import Strategy
-from nbaccel.world import World
 from peers import TOOLKITS, toolkit
 
 Pair = namedtuple("Pair", "left right")

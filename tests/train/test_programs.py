@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from nbaccel import Accelerator, RanksFailed
-from nbaccel.events import Event, Metric, outlet
+from nbaccel.base.events import Event, Metric, outlet
 from nbaccel.testing import run_ranks
 from nbaccel.train.setup import setup_rank
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from nbaccel import Accelerator
-from nbaccel.quantised import base_of, is_quantised
+from nbaccel.base.quantised import base_of, is_quantised
 from nbaccel.testing import run_ranks
 
 pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nbaccel import Accelerator
-from nbaccel.events import Checkpoint, Event, Gauge, Loss, Phase, Progress, outlet
+from nbaccel.base.events import Checkpoint, Event, Gauge, Loss, Phase, Progress, outlet
 from nbaccel.testing import run_ranks
 
 

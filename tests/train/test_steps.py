@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator, RunStopped
-from nbaccel.events import Event, Metric, StepEntered, StepsEnded, outlet
+from nbaccel.base.events import Event, Metric, StepEntered, StepsEnded, outlet
 from nbaccel.testing import run_ranks
 
 

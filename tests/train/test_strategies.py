@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from nbaccel.base.world import World
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.strategies import Strategy, choose_strategy, strategy_names
-from nbaccel.world import World
 
 RANKS = {"single": 1, "ddp": 2, "fsdp": 2}
 

@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.utils.data import DataLoader, IterableDataset
 
 from nbaccel import Accelerator, DistributedDataParallelKwargs
-from nbaccel.events import Event, StepEntered, StepsEnded, outlet
+from nbaccel.base.events import Event, StepEntered, StepsEnded, outlet
 from nbaccel.testing import run_ranks
 
 BLOCKS = 11

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from dry_run.fakes_of_devices import FakeDevice
+from nbaccel.base.world import World
 from nbaccel.dry_run.decisions import SharedDecisions
 from nbaccel.testing import run_ranks
 from nbaccel.trials.throughput import Throughput, TrialEnded
-from nbaccel.world import World
 
 
 def training(steps: int, step_s: float = 0.0, rows: int = 4, evaluate_s: float = 0.0) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nbaccel.base.quantities import duration
 from nbaccel.dry_run.forecasts.loop_tree import (
     Node,
     is_cut,
@@ -37,7 +38,6 @@ from nbaccel.dry_run.forecasts.round_counts import (
 )
 from nbaccel.dry_run.forecasts.round_seconds import RoundSeconds, Sample, round_seconds
 from nbaccel.dry_run.forecasts.trainer_counts import EVALUATION, SAVE, TRAINING, TrainerCounts
-from nbaccel.quantities import duration
 
 __all__ = ["Forecast", "ForecastPart", "forecast", "loops_open_at_end", "measure_noise"]
 

@@ -10,12 +10,12 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from nbaccel.errors import LaunchRefused
-from nbaccel.hardware import Survey
-from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.plan import LaunchPlan
-from nbaccel.launch.tasks.cell_code import CellSource
-from nbaccel.launch.tasks.cell_task import CellTask
+from nbaccel.base.errors import LaunchRefused
+from nbaccel.base.hardware import Survey
+from nbaccel.launching.launcher import Launcher
+from nbaccel.launching.plan import LaunchPlan
+from nbaccel.launching.tasks.cell_code import CellSource
+from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.notebook.checks.candidates import Machine
 from nbaccel.notebook.checks.pasted_lines import NotebookCells, PastedLine, lines_to_paste
 from nbaccel.notebook.checks.speed import SpeedSearch

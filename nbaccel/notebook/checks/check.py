@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+from nbaccel.base.hardware import Platform
 from nbaccel.dry_run.forecasts.forecast import measure_noise
 from nbaccel.dry_run.rank_records import read_records
-from nbaccel.hardware import Platform
-from nbaccel.launch.ipc.spec import LaunchSpec
-from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.plan import LaunchPlan
-from nbaccel.launch.tasks.cell_task import CellTask
-from nbaccel.launch.tasks.dry_run_task import DryRunTask, GradientTask
+from nbaccel.launching.ipc.spec import LaunchSpec
+from nbaccel.launching.launcher import Launcher
+from nbaccel.launching.plan import LaunchPlan
+from nbaccel.launching.tasks.cell_task import CellTask
+from nbaccel.launching.tasks.dry_run_task import DryRunTask, GradientTask
 from nbaccel.notebook.checks.findings import DryRunResult
 from nbaccel.notebook.checks.full_check import FullCheck, StepGradients
 from nbaccel.notebook.checks.incomparable_names import incomparable_names

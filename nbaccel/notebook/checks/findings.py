@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nbaccel.base.failures import Failure
+from nbaccel.base.notices import is_users
 from nbaccel.dry_run.forecasts.forecast import loops_open_at_end
 from nbaccel.dry_run.forecasts.loop_tree import is_cut
 from nbaccel.dry_run.forecasts.trainer_counts import SAVE
-from nbaccel.failures import Failure
-from nbaccel.launch.diagnosis import failed_alike
-from nbaccel.launch.ipc.reports import ErrorLink
-from nbaccel.launch.ipc.user_code import cell_name
-from nbaccel.launch.processes.launch_result import LaunchResult
-from nbaccel.notices import is_users
+from nbaccel.launching.diagnosis import failed_alike
+from nbaccel.launching.ipc.reports import ErrorLink
+from nbaccel.launching.ipc.user_code import cell_name
+from nbaccel.launching.processes.launch_result import LaunchResult
 
 __all__ = ["DryRunResult", "FoundError", "LineOfSaves", "error_of"]
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nbaccel.launch.plan import LaunchPlan
+from nbaccel.base.quantities import duration, listed
+from nbaccel.base.settings import EACH
+from nbaccel.launching.plan import LaunchPlan
 from nbaccel.notebook.checks.findings import DryRunResult
 from nbaccel.notebook.checks.report import OK, RED, YELLOW, ReportLine
-from nbaccel.quantities import duration, listed
-from nbaccel.settings import EACH
 
 __all__ = ["FullCheck", "StepGradients", "compared"]
 

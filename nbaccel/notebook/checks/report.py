@@ -16,14 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nbaccel.base.hardware import Platform
+from nbaccel.base.quantities import amount, duration, listed, plural, said
 from nbaccel.display.svg import STYLE
 from nbaccel.dry_run.forecasts.forecast import Forecast, forecast
 from nbaccel.dry_run.unreached_lines import not_reached
-from nbaccel.hardware import Platform
-from nbaccel.launch.plan import LaunchPlan
-from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launching.plan import LaunchPlan
+from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.notebook.checks.findings import DryRunResult, FoundError, LineOfSaves
-from nbaccel.quantities import amount, duration, listed, plural, said
 
 __all__ = ["OK", "RED", "YELLOW", "CheckReport", "ReportLine"]
 

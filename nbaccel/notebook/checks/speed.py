@@ -15,17 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from nbaccel.base.settings import STOP
 from nbaccel.dry_run.rank_records import read_records
-from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.plan import LaunchPlan
-from nbaccel.launch.processes.launch_result import LaunchResult
-from nbaccel.launch.tasks.cell_task import CellTask
-from nbaccel.launch.tasks.trial_task import TrialTask
+from nbaccel.launching.launcher import Launcher
+from nbaccel.launching.plan import LaunchPlan
+from nbaccel.launching.processes.launch_result import LaunchResult
+from nbaccel.launching.tasks.cell_task import CellTask
+from nbaccel.launching.tasks.trial_task import TrialTask
 from nbaccel.notebook.checks.candidates import Machine, candidates, refinements
 from nbaccel.notebook.checks.findings import error_of
 from nbaccel.notebook.checks.speed_comparison import SpeedComparison, SpeedRow, SpeedTrial
 from nbaccel.notebook.checks.throwaway import PREFIX, Throwaway, unseen
-from nbaccel.settings import STOP
 from nbaccel.trials.changes import SpeedChange
 
 __all__ = ["SpeedSearch"]

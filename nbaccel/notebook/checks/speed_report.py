@@ -6,9 +6,9 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nbaccel.base.quantities import rate
 from nbaccel.notebook.checks.pasted_lines import PastedLine
 from nbaccel.notebook.checks.speed_comparison import SpeedComparison, SpeedRow
-from nbaccel.quantities import rate
 
 __all__ = ["SpeedReport"]
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from nbaccel.display.run_view import RunView
 from nbaccel.dry_run.rank_records import ORIGINALS, SAVES
-from nbaccel.launch.ipc.spec import LaunchSpec
-from nbaccel.launch.launcher import Launcher
-from nbaccel.launch.plan import LaunchPlan
-from nbaccel.launch.processes.file_shield import FileShield
-from nbaccel.launch.processes.folder_snapshot import FolderSnapshot, undo_changes
-from nbaccel.launch.processes.supervisor import RunObservers
-from nbaccel.launch.tasks.cell_task import CellTask
+from nbaccel.launching.ipc.spec import LaunchSpec
+from nbaccel.launching.launcher import Launcher
+from nbaccel.launching.plan import LaunchPlan
+from nbaccel.launching.processes.file_shield import FileShield
+from nbaccel.launching.processes.folder_snapshot import FolderSnapshot, undo_changes
+from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.output.screens import SilentScreen
 
 __all__ = ["PREFIX", "Throwaway", "interrupted", "unseen"]

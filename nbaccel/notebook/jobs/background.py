@@ -13,19 +13,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from nbaccel.base.errors import LaunchRefused
+from nbaccel.base.events import Listener
+from nbaccel.base.hardware import Platform
+from nbaccel.base.notices import briefly
+from nbaccel.base.quantities import duration
+from nbaccel.base.world import is_notebook_kernel
 from nbaccel.display.live_panel import can_answer, runs_unattended
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.summary import line
-from nbaccel.errors import LaunchRefused
-from nbaccel.events import Listener
-from nbaccel.hardware import Platform
-from nbaccel.launch.processes.calling_thread import CallingThread
-from nbaccel.launch.processes.interaction import Pollable
-from nbaccel.notices import briefly
+from nbaccel.launching.processes.calling_thread import CallingThread
+from nbaccel.launching.processes.interaction import Pollable
 from nbaccel.output.painter import Screen
 from nbaccel.output.screens import ConsoleScreen, shell_here
-from nbaccel.quantities import duration
-from nbaccel.world import is_notebook_kernel
 
 __all__ = [
     "Background",

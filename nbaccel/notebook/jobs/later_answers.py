@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nbaccel.answers import Answers, Failed
-from nbaccel.notices import briefly, without_our_frames
+from nbaccel.base.notices import briefly, without_our_frames
 
 __all__ = ["FinishedMap", "LaterAnswers", "RunningMap"]
 

@@ -19,21 +19,25 @@ from typing import Any
 
 from nbaccel.answers import Answers, MapJob
 from nbaccel.answers.map_job import as_items
+from nbaccel.base.errors import CannotSave, CannotSend, LaunchRefused, NestedLaunch
+from nbaccel.base.events import Listener
+from nbaccel.base.hardware import Survey
+from nbaccel.base.notices import briefly, without_our_frames
+from nbaccel.base.quantities import plural, rate, said, seconds_of
+from nbaccel.base.settings import STOP, RunSettings
+from nbaccel.base.world import World
 from nbaccel.display.item_count import ItemCount
 from nbaccel.display.run_view import RunView
-from nbaccel.errors import CannotSave, CannotSend, LaunchRefused, NestedLaunch
-from nbaccel.events import Listener
-from nbaccel.hardware import Survey
-from nbaccel.launch.api import as_run, keep_run, planned, show_run
-from nbaccel.launch.diagnosis import PostMortem
-from nbaccel.launch.inline import ends_its_group, post_mortem_here, run_inline
-from nbaccel.launch.ipc.payload import Payload, pack
-from nbaccel.launch.ipc.spec import FunctionTask, LaunchSpec, load_named
-from nbaccel.launch.launcher import Launcher, LaunchResult, default_launcher
-from nbaccel.launch.objects.names import codes_of, names_read, says_first_card, with_their_own
-from nbaccel.launch.processes.interaction import Pollable
-from nbaccel.launch.processes.supervisor import RunObservers
-from nbaccel.launch.run import Run
+from nbaccel.launching.api import as_run, keep_run, planned, show_run
+from nbaccel.launching.diagnosis import PostMortem
+from nbaccel.launching.inline import ends_its_group, post_mortem_here, run_inline
+from nbaccel.launching.ipc.spec import FunctionTask, LaunchSpec, load_named
+from nbaccel.launching.launcher import Launcher, LaunchResult, default_launcher
+from nbaccel.launching.processes.interaction import Pollable
+from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.run import Run
+from nbaccel.namespace.names import codes_of, names_read, says_first_card, with_their_own
+from nbaccel.namespace.payload import Payload, pack
 from nbaccel.notebook.jobs.background import (
     Background,
     BackgroundRun,
@@ -41,12 +45,8 @@ from nbaccel.notebook.jobs.background import (
     why_not_in_the_background,
 )
 from nbaccel.notebook.jobs.later_answers import FinishedMap, LaterAnswers
-from nbaccel.notices import briefly, without_our_frames
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.screens import ConsoleScreen, shell_here
-from nbaccel.quantities import plural, rate, said, seconds_of
-from nbaccel.settings import STOP, RunSettings
-from nbaccel.world import World
 
 __all__ = ["MapTask", "map"]
 

@@ -14,29 +14,29 @@ from operator import index
 from typing import Any
 
 from nbaccel.answers.source_mark import SourceMark
+from nbaccel.base.errors import LaunchRefused, NestedLaunch
+from nbaccel.base.hardware import Survey
+from nbaccel.base.notices import without_our_frames
+from nbaccel.base.quantities import amount, plural
+from nbaccel.base.settings import STOP
+from nbaccel.base.world import World
 from nbaccel.display.history import History
-from nbaccel.errors import LaunchRefused, NestedLaunch
-from nbaccel.hardware import Survey
-from nbaccel.launch.api import how_it_ended
-from nbaccel.launch.earlier_models import refuse_what_stays_here
-from nbaccel.launch.finished_runs import FinishedRuns, in_words, value_in_words
-from nbaccel.launch.gpu_trouble import holder_name
-from nbaccel.launch.ipc.nbytes import bytes_by_sharing
-from nbaccel.launch.ipc.spec import FunctionTask, Task
-from nbaccel.launch.launcher import default_launcher, refuse_nested_launch
-from nbaccel.launch.plan import LaunchPlan
-from nbaccel.launch.preflight import ProcessState
-from nbaccel.launch.processes.launch_result import LaunchResult
-from nbaccel.launch.run import RunOrigin
-from nbaccel.launch.slots import choose_slots
-from nbaccel.launch.sweep_runs import SweepRuns
-from nbaccel.launch.sweeping import Sweeping
-from nbaccel.notices import without_our_frames
+from nbaccel.launching.api import how_it_ended
+from nbaccel.launching.earlier_models import refuse_what_stays_here
+from nbaccel.launching.finished_runs import FinishedRuns, in_words, value_in_words
+from nbaccel.launching.gpu_trouble import holder_name
+from nbaccel.launching.ipc.spec import FunctionTask, Task
+from nbaccel.launching.launcher import default_launcher, refuse_nested_launch
+from nbaccel.launching.plan import LaunchPlan
+from nbaccel.launching.preflight import ProcessState
+from nbaccel.launching.processes.launch_result import LaunchResult
+from nbaccel.launching.run import RunOrigin
+from nbaccel.launching.slots import choose_slots
+from nbaccel.launching.sweep_runs import SweepRuns
+from nbaccel.launching.sweeping import Sweeping
+from nbaccel.namespace.nbytes import bytes_by_sharing
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.screens import ConsoleScreen, shell_here
-from nbaccel.quantities import amount, plural
-from nbaccel.settings import STOP
-from nbaccel.world import World
 
 __all__ = [
     "FOLDER",

@@ -17,24 +17,18 @@ from dataclasses import replace
 from typing import Any
 
 from nbaccel.answers.source_mark import SourceMark
+from nbaccel.base.errors import LaunchRefused, ResultsMissing
+from nbaccel.base.quantities import plural
 from nbaccel.display.history import History
-from nbaccel.errors import LaunchRefused, ResultsMissing
-from nbaccel.launch.ipc.spec import Task
-from nbaccel.launch.objects.names import (
-    READ_BY_TEXT,
-    made_before_read,
-    names_in_magics,
-    names_read,
-    with_their_own,
-)
-from nbaccel.launch.plan import LaunchPlan
-from nbaccel.launch.processes.launch_result import LaunchResult
-from nbaccel.launch.run import Run
-from nbaccel.launch.tasks.cell_code import CellSource
-from nbaccel.launch.tasks.cell_task import RESULT, CellTask
+from nbaccel.launching.ipc.spec import Task
+from nbaccel.launching.plan import LaunchPlan
+from nbaccel.launching.processes.launch_result import LaunchResult
+from nbaccel.launching.run import Run
+from nbaccel.launching.tasks.cell_code import CellSource
+from nbaccel.launching.tasks.cell_task import RESULT, CellTask
+from nbaccel.namespace.names import READ_BY_TEXT, made_before_read, names_in_magics, names_read, with_their_own
 from nbaccel.options.run_options import RunOptions
 from nbaccel.options.swept_values import BareWord, SweptName
-from nbaccel.quantities import plural
 
 __all__ = [
     "SweptCell",

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from nbaccel.errors import CannotSave, CheckpointCorrupt
-from nbaccel.quantities import three_digits
+from nbaccel.base.errors import CannotSave, CheckpointCorrupt
+from nbaccel.base.quantities import three_digits
 from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest, aside, sync
 
 __all__ = [
@@ -251,7 +251,7 @@ class Recycling(Disposal):
 
 def disposal_in(folder: Path) -> Disposal:
     """Return the disposal for folders inside `folder`."""
-    from nbaccel.storage import Storage  # which loads what is known of the hardware
+    from nbaccel.base.storage import Storage  # which loads what is known of the hardware
 
     return Recycling() if Storage.of(folder).is_drive else Disposal()
 

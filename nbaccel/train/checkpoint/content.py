@@ -23,7 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nbaccel.errors import CannotSave, CheckpointCorrupt, UntrustedPickle
+from nbaccel.base.errors import CannotSave, CheckpointCorrupt, UntrustedPickle
+from nbaccel.base.values import frozen
 from nbaccel.train.checkpoint.manifest import FileRecord, Manifest
 from nbaccel.train.checkpoint.save_agreement import Share
 from nbaccel.train.checkpoint.serialization import (
@@ -41,7 +42,6 @@ from nbaccel.train.checkpoint.serialization import (
 )
 from nbaccel.train.checkpoint.shards import StoredFiles, StoredTensor, holds_shards, is_sharded_tensor, rows_of
 from nbaccel.train.distributed.nested import children
-from nbaccel.values import frozen
 
 __all__ = [
     "Content",
@@ -463,7 +463,7 @@ class _Pinned:
 
     def _takes(self, size_bytes: int) -> bool:
         if self._left_bytes is None:
-            from nbaccel.hardware import usable_memory  # pinning alone needs it
+            from nbaccel.base.hardware import usable_memory  # pinning alone needs it
 
             self._left_bytes = int(_SHARE_OF_HOST * usable_memory().available_bytes)
         taken_bytes = 1 << max(0, size_bytes - 1).bit_length()  # torch pins powers of two

@@ -16,8 +16,9 @@ from itertools import count
 from pathlib import Path
 from typing import Self
 
-from nbaccel.errors import CheckpointCorrupt
-from nbaccel.quantities import in_gb
+from nbaccel.base.errors import CheckpointCorrupt
+from nbaccel.base.quantities import in_gb
+from nbaccel.base.values import frozen
 from nbaccel.train.checkpoint.accelerate_format import is_foreign
 from nbaccel.train.checkpoint.atomic_folder import (
     complete_leftovers,
@@ -30,7 +31,6 @@ from nbaccel.train.checkpoint.atomic_folder import (
 )
 from nbaccel.train.checkpoint.manifest import MANIFEST, Lineage, Manifest, aside
 from nbaccel.train.checkpoint.rng_files import drop_outdated
-from nbaccel.values import frozen
 
 __all__ = [
     "CheckpointDirectory",

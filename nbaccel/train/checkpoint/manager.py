@@ -24,10 +24,10 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from nbaccel.aborting import refuse_if_aborted
-from nbaccel.errors import CannotSave
-from nbaccel.quantised import trained_state
-from nbaccel.quantities import plural
+from nbaccel.base.aborting import refuse_if_aborted
+from nbaccel.base.errors import CannotSave
+from nbaccel.base.quantised import trained_state
+from nbaccel.base.quantities import plural
 from nbaccel.train.checkpoint import rng_files
 from nbaccel.train.checkpoint.accelerate_format import read_foreign, restore_foreign_generators
 from nbaccel.train.checkpoint.atomic_folder import SUBFOLDER, may_write_below, sayable

@@ -29,8 +29,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from nbaccel.errors import CheckpointCorrupt
-from nbaccel.values import frozen
+from nbaccel.base.errors import CheckpointCorrupt
+from nbaccel.base.values import frozen
 
 __all__ = [
     "MANIFEST",

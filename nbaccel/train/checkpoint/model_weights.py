@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
-from nbaccel.aborting import refuse_if_aborted
-from nbaccel.quantised import base_of, trained_state
-from nbaccel.quantities import listed
+from nbaccel.base.aborting import refuse_if_aborted
+from nbaccel.base.quantised import base_of, trained_state
+from nbaccel.base.quantities import listed
 from nbaccel.train.checkpoint.atomic_folder import sayable
 from nbaccel.train.checkpoint.content import load_pickle, load_tensors, read_part
 from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest, sync

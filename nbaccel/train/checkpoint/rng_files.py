@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from nbaccel.errors import CheckpointCorrupt
+from nbaccel.base.errors import CheckpointCorrupt
+from nbaccel.base.values import frozen
 from nbaccel.train.checkpoint.manifest import Manifest, aside, read_sealed, sync, write_sealed
-from nbaccel.values import frozen
 
 __all__ = [
     "Stamp",

@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 
-from nbaccel.errors import CannotSave, CheckpointCorrupt
-from nbaccel.quantities import numbers_in_order
+from nbaccel.base.errors import CannotSave, CheckpointCorrupt
+from nbaccel.base.quantities import numbers_in_order
+from nbaccel.base.values import frozen
 from nbaccel.train.checkpoint.atomic_folder import is_alive, sayable
 from nbaccel.train.checkpoint.manifest import FileRecord, read_sealed, write_sealed
-from nbaccel.values import frozen
 
 __all__ = [
     "Alone",

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from nbaccel.errors import CannotSave, CheckpointCorrupt
+from nbaccel.base.errors import CannotSave, CheckpointCorrupt
+from nbaccel.base.values import frozen
 from nbaccel.train.distributed.nested import children, leaves, map_children
-from nbaccel.values import frozen
 
 __all__ = [
     "LocalRows",

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
+from nbaccel.base.values import frozen
+from nbaccel.base.world import World
 from nbaccel.train.checkpoint.content import Content
 from nbaccel.train.checkpoint.manifest import Lineage, Manifest
 from nbaccel.train.checkpoint.model_weights import load_trained, with_tied, without_base
@@ -23,8 +25,6 @@ from nbaccel.train.prepare.prepared import Prepared, frozen_names
 from nbaccel.train.step.accumulation import Accumulation, StepClock
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.strategies import Strategy
-from nbaccel.values import frozen
-from nbaccel.world import World
 
 if TYPE_CHECKING:
     from nbaccel.train.data.loader import PreparedLoader

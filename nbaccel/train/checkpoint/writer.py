@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import field, replace
 from pathlib import Path
 
-from nbaccel.errors import CannotSave
-from nbaccel.events import Checkpoint, emit
+from nbaccel.base.errors import CannotSave
+from nbaccel.base.events import Checkpoint, emit
+from nbaccel.base.values import frozen
 from nbaccel.train.checkpoint import rng_files as generators
 from nbaccel.train.checkpoint.atomic_folder import replacing, sayable, sweep
 from nbaccel.train.checkpoint.content import ObjectState
@@ -24,7 +25,6 @@ from nbaccel.train.checkpoint.manifest import FileRecord, Manifest, sync
 from nbaccel.train.checkpoint.rng_files import Stamp, State
 from nbaccel.train.checkpoint.save_agreement import Alone, SaveAgreement, Share, delete_dead_agreements
 from nbaccel.train.checkpoint.serialization import shareable_bytes
-from nbaccel.values import frozen
 
 __all__ = [
     "Save",

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from nbaccel.errors import CannotSplit, NbaccelError
+from nbaccel.base.errors import CannotSplit, NbaccelError
+from nbaccel.base.world import World
 from nbaccel.train.data.counting import counting
 from nbaccel.train.data.order import SharedOrder, begin_workers_anew, tell_epoch
 from nbaccel.train.data.position import DatasetStates, LoaderPosition
 from nbaccel.train.data.shard import NOTHING, StreamShard, unshared
 from nbaccel.train.data.sources import Rest, Source, drawn_again, rebuilt
 from nbaccel.train.distributed.transport import Transport, host_transport
-from nbaccel.world import World
 
 __all__ = ["DispatchSource", "SliceFunction"]
 

@@ -16,8 +16,9 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader
 
-from nbaccel.errors import NotPrepared
-from nbaccel.events import Gauge, emit
+from nbaccel.base.errors import NotPrepared
+from nbaccel.base.events import Gauge, emit
+from nbaccel.base.world import World
 from nbaccel.train.data.draws import Comparison, Meetings
 from nbaccel.train.data.order import samplers_of, tell_epoch
 from nbaccel.train.data.placement import place
@@ -27,7 +28,6 @@ from nbaccel.train.data.sources import Source
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.step.accumulation import Accumulation, Window
 from nbaccel.train.step.implicit_hooks import step_back
-from nbaccel.world import World
 
 __all__ = ["PreparedLoader"]
 

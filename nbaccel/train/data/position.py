@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from nbaccel.events import Progress
+from nbaccel.base.events import Progress
+from nbaccel.base.values import frozen
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.counted_batch import CountedBatch
 from nbaccel.train.distributed.nested import leaves
 from nbaccel.train.step.accumulation import Accumulation
-from nbaccel.values import frozen
 
 __all__ = [
     "DatasetStates",

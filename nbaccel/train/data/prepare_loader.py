@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from nbaccel.base.values import frozen
+from nbaccel.base.world import World
 from nbaccel.train.data.dispatch import DispatchSource, SliceFunction
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.order import SharedOrder, data_seed
@@ -23,8 +25,6 @@ from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.step.accumulation import Accumulation
-from nbaccel.values import frozen
-from nbaccel.world import World
 
 __all__ = [
     "DataLoaderConfiguration",

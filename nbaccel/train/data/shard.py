@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from nbaccel.errors import CannotSplit
+from nbaccel.base.errors import CannotSplit
+from nbaccel.base.world import World
 from nbaccel.train.data.counting import as_counted
 from nbaccel.train.data.position import DatasetStates
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.counted_batch import CountedBatch, joined
 from nbaccel.train.distributed.nested import leaves, map_children
-from nbaccel.world import World
 
 __all__ = [
     "NOTHING",

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from nbaccel.base.world import World
 from nbaccel.train.data.counting import counting
 from nbaccel.train.data.order import (
     PrivateRandomness,
@@ -29,7 +30,6 @@ from nbaccel.train.data.order import (
 from nbaccel.train.data.pieces import in_pieces, iterated_in_pieces
 from nbaccel.train.data.position import DatasetStates, LoaderPosition
 from nbaccel.train.data.shard import BatchShard, StreamShard, look_ahead, unshared
-from nbaccel.world import World
 
 __all__ = ["DealtSource", "IndexSource", "Rest", "Source", "StreamSource", "drawn_again", "length_of", "rebuilt"]
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from nbaccel.base.world import World
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.step.accumulation import Accumulation
-from nbaccel.world import World
 
 __all__ = ["contents", "watch_loaders"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from nbaccel.quantities import listed
+from nbaccel.base.quantities import listed
 from nbaccel.train.device_maps.device_plan import (
     DISK,
     DeviceMap,

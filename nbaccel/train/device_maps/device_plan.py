@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, MultiheadAttention, Sequential
 from torch.nn.utils.parametrize import is_parametrized
 
-from nbaccel.quantities import gigabytes, listed
+from nbaccel.base.quantities import gigabytes, listed
+from nbaccel.base.values import frozen
 from nbaccel.train.device_maps.module_sizes import (
     convert_file_size_to_int,
     dtype_of,
@@ -28,7 +29,6 @@ from nbaccel.train.device_maps.module_sizes import (
     nbytes_as,
 )
 from nbaccel.train.distributed.callers import warn_user
-from nbaccel.values import frozen
 
 __all__ = [
     "Device",
@@ -391,7 +391,7 @@ def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Device, 
 
 
 def _free_memory() -> dict[Device, int]:
-    from nbaccel.hardware import Survey  # tens of milliseconds if there are GPUs
+    from nbaccel.base.hardware import Survey  # tens of milliseconds if there are GPUs
 
     survey = Survey.take()
     found: dict[Device, int] = {}

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict, ParameterList
 from torch.utils.hooks import RemovableHandle
 
-from nbaccel.errors import NoSuchDevice
-from nbaccel.quantities import listed
+from nbaccel.base.errors import NoSuchDevice
+from nbaccel.base.quantities import listed
 from nbaccel.train.device_maps.device_plan import DISK, HOST, DeviceMap, Wholes, check_device_map, device_key, place_of
 from nbaccel.train.device_maps.forward_hooks import Bridge, InputsTo, StaysThere, fill, is_on, refuse_to_load
 from nbaccel.train.device_maps.module_sizes import every_tensor, owner_of

@@ -13,7 +13,8 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from nbaccel.quantities import listed, plural
+from nbaccel.base.quantities import listed, plural
+from nbaccel.base.world import World
 from nbaccel.train.device_maps.checkpoint_loading import automatic_map
 from nbaccel.train.device_maps.device_plan import DISK, HOST, Device, DeviceMap, device_key, get_max_memory
 from nbaccel.train.device_maps.dispatching import (
@@ -27,7 +28,6 @@ from nbaccel.train.device_maps.dispatching import (
 from nbaccel.train.device_maps.weight_slots import WaitingParameter
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.strategies.single import Strategy, without_compile
-from nbaccel.world import World
 
 __all__ = ["place_for_rank", "refuse_unexchanged", "refuse_waiting"]
 

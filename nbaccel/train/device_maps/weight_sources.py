@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
-from nbaccel.quantities import gigabytes
+from nbaccel.base.quantities import gigabytes
 from nbaccel.train.checkpoint.atomic_folder import sayable
 from nbaccel.train.checkpoint.model_weights import write_then_rename
 from nbaccel.train.device_maps.device_plan import DISK

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nbaccel.notices import PACKAGE_DIR, unignored
+from nbaccel.base.notices import PACKAGE_DIR, unignored
 
 __all__ = [
     "is_of_library",

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbaccel.aborting import leave_exchange, refuse_if_exchange_was_left
-from nbaccel.errors import CollectiveMismatch, NbaccelError
-from nbaccel.events import CollectiveEntered, emit
+from nbaccel.base.aborting import leave_exchange, refuse_if_exchange_was_left
+from nbaccel.base.errors import CollectiveMismatch, NbaccelError
+from nbaccel.base.events import CollectiveEntered, emit
+from nbaccel.base.world import World
 from nbaccel.train.distributed.nested import children, is_container, leaves, map_children
 from nbaccel.train.distributed.transport import Transport, host_transport
-from nbaccel.world import World
 
 __all__ = [
     "CHECKED_CALLS",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from nbaccel.values import frozen
+from nbaccel.base.values import frozen
 
 __all__ = [
     "children",

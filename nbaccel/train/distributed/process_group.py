@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from nbaccel.aborting import (
+from nbaccel.base.aborting import (
     Settling,
     abort_device_groups,
     device_parts,
@@ -34,13 +34,13 @@ from nbaccel.aborting import (
     settle,
     uses_device,
 )
-from nbaccel.errors import PeerFailed
-from nbaccel.events import CollectiveEntered, GroupRenewed, Waiting, emit
-from nbaccel.settings import RunSettings
+from nbaccel.base.errors import PeerFailed
+from nbaccel.base.events import CollectiveEntered, GroupRenewed, Waiting, emit
+from nbaccel.base.settings import RunSettings
+from nbaccel.base.values import frozen
+from nbaccel.base.world import World
 from nbaccel.train.distributed.collectives import GroupCollectives
 from nbaccel.train.distributed.transport import group_timeout
-from nbaccel.values import frozen
-from nbaccel.world import World
 
 if TYPE_CHECKING:
     from nbaccel.train.distributed.store_exchange import StoreExchange

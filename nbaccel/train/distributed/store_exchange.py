@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nbaccel.errors import PeerFailed
-from nbaccel.events import Waiting, emit
-from nbaccel.quantities import numbers_in_order
+from nbaccel.base.errors import PeerFailed
+from nbaccel.base.events import Waiting, emit
+from nbaccel.base.quantities import numbers_in_order
 
 __all__ = ["StoreExchange"]
 

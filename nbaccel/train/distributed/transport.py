@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbaccel.aborting import (
+from nbaccel.base.aborting import (
     DEVICE_BACKENDS,
     Settling,
     abort_device_groups,
@@ -28,7 +28,7 @@ from nbaccel.aborting import (
     settle,
     uses_device,
 )
-from nbaccel.events import Waiting, emit
+from nbaccel.base.events import Waiting, emit
 from nbaccel.train.distributed.shared_messages import SharedMessages
 
 __all__ = [

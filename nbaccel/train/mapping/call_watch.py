@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Protocol
 
-from nbaccel.events import CallTimedOut, emit
-from nbaccel.notices import is_users
-from nbaccel.quantities import plural
+from nbaccel.base.events import CallTimedOut, emit
+from nbaccel.base.notices import is_users
+from nbaccel.base.quantities import plural
 
 __all__ = ["CallWatch", "Unwatched", "watch_of_calls"]
 

@@ -23,7 +23,7 @@ from nbaccel.answers import MapJob
 from nbaccel.answers.claim_log import ClaimLog, LifeLock, is_held
 from nbaccel.answers.fingerprint import checksum_of
 from nbaccel.answers.records import AnswerIndex
-from nbaccel.errors import CannotContinue
+from nbaccel.base.errors import CannotContinue
 from nbaccel.train.mapping.same_items import StreamReader, reader_of
 
 __all__ = ["ItemSource", "ListedItems", "StreamedItems", "UsersError", "source_of_items"]

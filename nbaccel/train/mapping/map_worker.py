@@ -32,10 +32,11 @@ from nbaccel.answers.item_list import ItemMark, as_items
 from nbaccel.answers.map_job import IN_MEMORY
 from nbaccel.answers.records import AnswerRecord
 from nbaccel.answers.source_mark import SourceMark
-from nbaccel.errors import CannotSave, CollectiveMismatch, RunStopped
-from nbaccel.events import CallEntered, CallsEnded, ItemsDone, emit
-from nbaccel.failures import Recovery, recovery_of
-from nbaccel.quantities import plural
+from nbaccel.base.errors import CannotSave, CollectiveMismatch, RunStopped
+from nbaccel.base.events import CallEntered, CallsEnded, ItemsDone, emit
+from nbaccel.base.failures import Recovery, recovery_of
+from nbaccel.base.quantities import plural
+from nbaccel.base.world import run_folder
 from nbaccel.train.mapping.call_watch import watch_of_calls
 from nbaccel.train.mapping.chunk_size import ChunkSize
 from nbaccel.train.mapping.item_call import CallAnswers, ItemCall
@@ -50,7 +51,6 @@ from nbaccel.train.mapping.same_items import (
 from nbaccel.train.oom.memory import release_unused
 from nbaccel.train.oom.microbatch.engine import forbid_collectives
 from nbaccel.train.oom.retry.attempt import Attempt
-from nbaccel.world import run_folder
 
 __all__ = ["MapWorker", "map_in_ranks", "work"]
 

@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from nbaccel.answers.fingerprint import checksum_of
 from nbaccel.answers.item_list import ItemMark, ItemStream
-from nbaccel.errors import PeerFailed
-from nbaccel.quantities import plural
+from nbaccel.base.errors import PeerFailed
+from nbaccel.base.quantities import plural
+from nbaccel.base.values import frozen
+from nbaccel.base.world import World
 from nbaccel.train.data import PreparedLoader
-from nbaccel.values import frozen
-from nbaccel.world import World
 
 __all__ = ["FirstItems", "StreamReader", "first_items_of", "reader_of", "refuse_different_items", "refuse_parts"]
 

@@ -21,7 +21,7 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from nbaccel.events import LoopEntered
+from nbaccel.base.events import LoopEntered
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.oom.microbatch.slicing import BatchCut, BatchPart
 from nbaccel.train.oom.split_guard import SplitLoopGuard, paced

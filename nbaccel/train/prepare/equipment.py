@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from nbaccel.settings import RunSettings
+from nbaccel.base.settings import RunSettings
+from nbaccel.base.world import World
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import AcceleratorState
 from nbaccel.train.prepare.contexts import Accumulating
@@ -22,7 +23,6 @@ from nbaccel.train.step.accumulation import Accumulation, GradientAccumulationPl
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.strategies import Strategy, choose_strategy, strategy_class
-from nbaccel.world import World
 
 __all__ = ["Equipment"]
 

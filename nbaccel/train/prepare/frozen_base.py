@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from nbaccel.quantised import is_quantised, is_quantised_tensor
-from nbaccel.quantities import gigabytes
+from nbaccel.base.quantised import is_quantised, is_quantised_tensor
+from nbaccel.base.quantities import gigabytes
+from nbaccel.base.values import frozen
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.values import frozen
 
 __all__ = ["BaseFacts", "KnownBases", "refuse_other_bases", "refuse_untrained"]
 

@@ -15,14 +15,14 @@ import torch
 from torch.nn import DataParallel, Module, ModuleList
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel.quantised import is_quantised
-from nbaccel.settings import RunSettings
+from nbaccel.base.quantised import is_quantised
+from nbaccel.base.settings import RunSettings
+from nbaccel.base.values import frozen
+from nbaccel.base.world import World
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.step.kwargs_handlers import KwargsHandler
 from nbaccel.train.step.precision import restore_forward
 from nbaccel.train.strategies.single import waiting_names, without_compile
-from nbaccel.values import frozen
-from nbaccel.world import World
 
 __all__ = [
     "Compiling",

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Module
 
-from nbaccel.quantised import base_of, trained_state
+from nbaccel.base.quantised import base_of, trained_state
 from nbaccel.train.data import PreparedLoader
 from nbaccel.train.prepare.frozen_base import KnownBases
 from nbaccel.train.prepare.models import may_move

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from nbaccel.quantised import base_of
-from nbaccel.settings import RunSettings
+from nbaccel.base.quantised import base_of
+from nbaccel.base.settings import RunSettings
 from nbaccel.train.data import DataLoaderConfiguration, LoaderFacts, PreparedLoader, prepare_loader
 from nbaccel.train.data.dispatch import SliceFunction
 from nbaccel.train.data.unprepared import watch_loaders

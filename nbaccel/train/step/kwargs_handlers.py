@@ -15,8 +15,8 @@ from datetime import timedelta
 from enum import Enum, EnumMeta, StrEnum
 from typing import Any, Literal, TypedDict
 
+from nbaccel.base.values import frozen
 from nbaccel.train.step.environment import parse_choice_from_env, parse_flag_from_env
-from nbaccel.values import frozen
 
 __all__ = [
     "AutocastKwargs",

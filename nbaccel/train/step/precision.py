@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nbaccel.settings import wrong_precision
+from nbaccel.base.settings import wrong_precision
 from nbaccel.train.distributed.nested import map_children
 from nbaccel.train.step.kwargs_handlers import AutocastKwargs, Handlers
 from nbaccel.train.step.readings import Reading

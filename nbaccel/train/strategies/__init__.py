@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from nbaccel.settings import STRATEGY_ENTRY_POINTS, installed_strategies
+from nbaccel.base.settings import STRATEGY_ENTRY_POINTS, installed_strategies
+from nbaccel.base.world import World
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.strategies.single import Strategy
-from nbaccel.world import World
 
 __all__ = ["AUTO", "Strategy", "choose_strategy", "strategy_class", "strategy_names"]
 

@@ -19,8 +19,9 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from nbaccel.errors import CannotSplit
-from nbaccel.quantised import is_quantised_tensor
+from nbaccel.base.errors import CannotSplit
+from nbaccel.base.quantised import is_quantised_tensor
+from nbaccel.base.world import World
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives, GroupCollectives
 from nbaccel.train.step.gradient_buckets import running_statistics
@@ -34,7 +35,6 @@ from nbaccel.train.strategies.fsdp.recovery import abandon, move_to_groups, why_
 from nbaccel.train.strategies.fsdp.replacements import Replacements, make_whole
 from nbaccel.train.strategies.replicated import living_modules
 from nbaccel.train.strategies.single import INSTEAD, Strategy, gradients_of, is_parallel, is_sharded, without_compile
-from nbaccel.world import World
 
 __all__ = ["FullySharded"]
 

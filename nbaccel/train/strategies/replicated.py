@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from nbaccel.quantised import base_of
+from nbaccel.base.quantised import base_of
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.step.gradient_buckets import Buckets
 from nbaccel.train.step.gradients import Gradients

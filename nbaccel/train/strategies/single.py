@@ -18,13 +18,13 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from nbaccel.errors import CannotSplit
+from nbaccel.base.errors import CannotSplit
+from nbaccel.base.world import World
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.step.gradients import Gradients
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision, Taken, make_precision
-from nbaccel.world import World
 
 __all__ = [
     "INSTEAD",

@@ -25,7 +25,7 @@ from benchmarks.gpu.place import PLACES, Place
 from benchmarks.gpu.rows import GROUPS
 from benchmarks.protocol import Protocol, parse, parser
 from benchmarks.table import machine
-from nbaccel.hardware import Survey
+from nbaccel.base.hardware import Survey
 
 __all__ = ["main"]
 

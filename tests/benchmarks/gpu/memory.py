@@ -23,7 +23,7 @@ from benchmarks.gpu.place import Place
 from benchmarks.gpu.work import REAL
 from benchmarks.party import Bout, Party
 from benchmarks.planner import Device
-from nbaccel.hardware import Survey
+from nbaccel.base.hardware import Survey
 from nbaccel.testing import MemLimit
 
 __all__ = ["report"]
@@ -202,7 +202,7 @@ def _one_run(place: Place) -> None:
 
 def _left_by_a_run(place: Place) -> int:
     """Bytes that are in use after a launch and were not before: of the device, or of this process on the host."""
-    from nbaccel import launch
+    from nbaccel import launching as launch
 
     def used() -> int:
         return Survey.take().gpus[0].used_bytes if place.device_type == "cuda" else psutil.Process().memory_info().rss

@@ -244,7 +244,7 @@ def _by_the_launcher(scene: _Scene) -> Tensor:
 
 def _bout(train: Callable[[_Scene], Tensor], ranks: int, device: str = "cpu") -> Bout:
     """In the contender's process: each turn is a launch of `train`."""
-    from nbaccel.launch.api import launch
+    from nbaccel.launching.api import launch
 
     if device == "cuda":
         os.environ.pop("ACCELERATE_USE_CPU", None)  # a party's, for the rows that run on the host

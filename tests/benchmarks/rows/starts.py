@@ -152,7 +152,7 @@ def _fabric(function: Callable[[Path], None], folder: Path, ranks: int) -> None:
 
 
 def _nbaccel(start_method: str, function: Callable[[Path], None], folder: Path, ranks: int) -> None:
-    from nbaccel.launch.api import launch
+    from nbaccel.launching.api import launch
 
     launch(function, ranks, (folder,), start_method=start_method, cpu=True)
 

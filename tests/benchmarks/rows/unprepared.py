@@ -68,9 +68,9 @@ def _ddp(width: int, layers: int) -> Bout:
 
 
 def _by_the_line(width: int, layers: int) -> Bout:
-    from nbaccel.settings import RunSettings
-    from nbaccel.train.implicit.loop import ImplicitTraining
-    from nbaccel.world import World
+    from nbaccel.base.settings import RunSettings
+    from nbaccel.base.world import World
+    from nbaccel.train.raw_loop.loop import ImplicitTraining
 
     model, optimizer, data = _things(width, layers)
     watch = ImplicitTraining(World.from_env(), RunSettings())
@@ -107,7 +107,7 @@ def _waiting() -> tuple[float, Tensor]:
 
 
 def _waiting_bout(ranks: int) -> Bout:
-    from nbaccel import launch
+    from nbaccel import launching as launch
 
     ends: list[Tensor] = []
 

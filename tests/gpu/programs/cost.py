@@ -22,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gpu.facts import fact, tell_cases
 from nbaccel import Accelerator
-from nbaccel.failures import can_retry
+from nbaccel.base.failures import can_retry
+from nbaccel.base.world import World
 from nbaccel.train.distributed.process_group import GroupOptions, process_group
 from nbaccel.train.step.gradient_buckets import Buckets
 from nbaccel.train.step.gradients import StepReport
-from nbaccel.world import World
 
 _ON_HOST_BYTES = 3_000_000
 _TURNS, _STEPS, _SIZE = 12, 5, 8

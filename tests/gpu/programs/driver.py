@@ -75,7 +75,7 @@ def _told(**found: Any) -> dict[str, Any]:
 
 def nvml(device: str) -> dict[str, Any]:
     """A process that has only asked NVML, as the notebook does."""
-    from nbaccel.hardware import Survey
+    from nbaccel.base.hardware import Survey
 
     survey = Survey.take()
     return _told(
@@ -90,7 +90,7 @@ def counted(device: str) -> dict[str, Any]:
     """A process in which torch has counted the devices by NVML, which it keeps open."""
     import torch
 
-    from nbaccel.forkable import loaded_driver, why_forks_fail
+    from nbaccel.base.forkable import loaded_driver, why_forks_fail
 
     before = descriptors()
     is_loaded_before = loaded_driver() is not None
@@ -177,7 +177,7 @@ def contexts(device: str) -> dict[str, Any]:
     """A process that has computed on its first device: on which devices it has a context, and how large that is."""
     import torch
 
-    from nbaccel.hardware import Survey
+    from nbaccel.base.hardware import Survey
 
     before = Survey.take().gpus
     began = time.perf_counter()
@@ -197,7 +197,7 @@ def machine(device: str) -> dict[str, Any]:
     """What the machine is, for whoever reads the facts of a run that was elsewhere."""
     import torch
 
-    from nbaccel.hardware import Survey
+    from nbaccel.base.hardware import Survey
 
     survey = Survey.take()
     has_card = device != "cpu"

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gpu.facts import fact, tell_cases
 from nbaccel import Accelerator, free_memory
-from nbaccel.events import Event, OutOfMemory, outlet
-from nbaccel.failures import Recovery, recovery_of
+from nbaccel.base.events import Event, OutOfMemory, outlet
+from nbaccel.base.failures import Recovery, recovery_of
 
 CYCLES = 20
 _TOO_MANY = 4096

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from nbaccel.launch.ipc.spec import Devices
+from nbaccel.launching.ipc.spec import Devices
 
 __all__ = ["enter", "let_ranks_share", "who_chooses_devices"]
 
@@ -51,7 +51,7 @@ class _Shared(Devices):
 
 def who_chooses_devices() -> list[ModuleType]:
     """The modules that know `choose_devices` by name."""
-    from nbaccel.launch import plan, preflight  # noqa: F401  # loaded, to be found
+    from nbaccel.launching import plan, preflight  # noqa: F401  # loaded, to be found
 
     ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "nbaccel"]
     return [module for module in ours if vars(module).get("choose_devices") is preflight.choose_devices]
@@ -59,7 +59,7 @@ def who_chooses_devices() -> list[ModuleType]:
 
 def let_ranks_share(device: str) -> None:
     """In the process that launches, kernel or script: two ranks may have its one card. Forked ranks inherit it."""
-    from nbaccel.hardware import Survey
+    from nbaccel.base.hardware import Survey
     from nbaccel.train import setup
 
     gpus = Survey.take().gpus

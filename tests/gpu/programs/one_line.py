@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpu.facts import tell_cases
-from nbaccel import launch
-from nbaccel.hardware import Survey
+from nbaccel import launching as launch
+from nbaccel.base.hardware import Survey
 from nbaccel.testing import run_ranks
-from nbaccel.train.implicit.loop import ImplicitTraining
+from nbaccel.train.raw_loop.loop import ImplicitTraining
 from nbaccel.train.setup import setup_rank
 
 SETUP = "nbaccel.train.setup:setup_rank"

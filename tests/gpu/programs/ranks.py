@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gpu.facts import tell_cases
 from nbaccel import Accelerator, find_executable_batch_size
-from nbaccel.events import Event, OutOfMemory, outlet
+from nbaccel.base.events import Event, OutOfMemory, outlet
 from nbaccel.testing import run_ranks
 
 _GIB = 2**30

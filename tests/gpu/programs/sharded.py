@@ -17,9 +17,9 @@ from one_card import enter, let_ranks_share
 from torch import Tensor, nn
 
 from gpu.facts import fact, tell_cases
-from nbaccel import Accelerator, find_executable_batch_size, launch
-from nbaccel.events import Event, OutOfMemory, outlet
-from nbaccel.hardware import Survey
+from nbaccel import Accelerator, find_executable_batch_size, launching as launch
+from nbaccel.base.events import Event, OutOfMemory, outlet
+from nbaccel.base.hardware import Survey
 from nbaccel.testing import Faults, conformance, run_ranks
 from nbaccel.utils import FullyShardedDataParallelPlugin
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.notebook.checks.findings import DryRunResult, FoundError
 from nbaccel.notebook.checks.report import CheckReport
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.hardware import Gpu
-from nbaccel.launch.ipc.spec import Devices, Start
-from nbaccel.launch.plan import LaunchPlan
+from nbaccel.base.hardware import Gpu
+from nbaccel.base.settings import RunSettings
+from nbaccel.launching.ipc.spec import Devices, Start
+from nbaccel.launching.plan import LaunchPlan
 from nbaccel.notebook.checks.findings import DryRunResult, FoundError
 from nbaccel.notebook.checks.full_check import FullCheck, StepGradients, compared
 from nbaccel.options.run_options import RunOptions
-from nbaccel.settings import RunSettings
 
 VALUES = [1.0, 2.0, 3.0]
 COUNTS = itertools.count()

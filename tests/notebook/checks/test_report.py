@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from nbaccel.base.hardware import Gpu, Platform
+from nbaccel.base.settings import RunSettings
 from nbaccel.dry_run.forecasts.trainer_counts import SAVE
-from nbaccel.hardware import Gpu, Platform
-from nbaccel.launch.ipc.spec import Devices, Start
-from nbaccel.launch.plan import LaunchPlan
-from nbaccel.launch.tasks.cell_code import CellSource
+from nbaccel.launching.ipc.spec import Devices, Start
+from nbaccel.launching.plan import LaunchPlan
+from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.notebook.checks.findings import DryRunResult, FoundError
 from nbaccel.notebook.checks.report import CheckReport
 from nbaccel.options.run_options import RunOptions
-from nbaccel.settings import RunSettings
 
 CODE = "\nfor epoch in range(9):\n    train()\nif rare:\n    evaluate()\nsave()\n"
 SOURCE = CellSource(CODE, "Cell In[7]")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch.ipc.spec import Devices, Start
-from nbaccel.launch.plan import LaunchPlan
+from nbaccel.base.settings import RunSettings
+from nbaccel.launching.ipc.spec import Devices, Start
+from nbaccel.launching.plan import LaunchPlan
 from nbaccel.notebook.checks.candidates import Machine, candidates
 from nbaccel.notebook.checks.speed import SpeedSearch
 from nbaccel.notebook.checks.speed_comparison import SpeedTrial
 from nbaccel.options.run_options import RunOptions
-from nbaccel.settings import RunSettings
 from nbaccel.trials.changes import SpeedChange
 
 LOADER: dict[str, Any] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launch.processes.file_shield import FileShield
+from nbaccel.launching.processes.file_shield import FileShield
 from nbaccel.notebook.checks.throwaway import Throwaway, interrupted
 
 

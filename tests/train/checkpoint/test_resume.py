@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from nbaccel.errors import CannotResume, RunStopped
 
 from nbaccel import Accelerator
+from nbaccel.base.events import Event, Gauge, Progress, SaveAsked, SaveDue, StepEntered, outlet
+from nbaccel.base.quantities import Period, Steps
+from nbaccel.base.world import World
 from nbaccel.display.history import History
 from nbaccel.display.summary import where
-from nbaccel.errors import CannotResume, RunStopped
-from nbaccel.events import Event, Gauge, Progress, SaveAsked, SaveDue, StepEntered, outlet
-from nbaccel.quantities import Period, Steps
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.autosave import schedule
 from nbaccel.train.checkpoint.directory import Timeline
 from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.utils import DataLoaderConfiguration
-from nbaccel.world import World
 from trainings import Trained
 
 EPOCHS = 3

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbaccel import hardware
-from nbaccel.hardware import MemoryInfo
+from nbaccel.base import hardware
+from nbaccel.base.hardware import MemoryInfo
 from nbaccel.train.checkpoint.content import Content, Staging
 
 

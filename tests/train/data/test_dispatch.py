@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from nbaccel import Accelerator, CollectiveMismatch, RanksFailed, World
-from nbaccel.events import Event, Waiting, outlet
+from nbaccel.base.events import Event, Waiting, outlet
 from nbaccel.testing import run_ranks
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.data.dispatch import _RoundShard

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from nbaccel import Accelerator
-from nbaccel.events import Event, Gauge, Progress, outlet
+from nbaccel.base.events import Event, Gauge, Progress, outlet
 
 
 class Samples(Dataset[torch.Tensor]):

@@ -22,12 +22,12 @@ from torch.utils.data import (
 )
 
 from nbaccel import Accelerator
+from nbaccel.base.world import World
 from nbaccel.testing import run_ranks
 from nbaccel.train.data import DataLoaderConfiguration, pieces
 from nbaccel.train.data.pieces import in_pieces, permutation
 from nbaccel.train.data.prepare_loader import LoaderFacts, prepare_loader
 from nbaccel.train.step.accumulation import Accumulation
-from nbaccel.world import World
 
 SAMPLES = 300_000
 BYTES_A_SAMPLE = 8

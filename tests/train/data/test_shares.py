@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nbaccel.errors import CollectiveMismatch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,7 +26,6 @@ from torch.utils.data import (
 )
 
 from nbaccel import Accelerator
-from nbaccel.errors import CollectiveMismatch
 from nbaccel.testing import run_ranks
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.data.shares import asked_by, order_of, repeats
@@ -347,6 +347,7 @@ def test_numbers_that_several_ranks_have_are_counted_once() -> None:
     assert repeats([[1, 1, 2], [3, 4, 2], [2, 5]]) == 1
     assert repeats([range(4), range(4, 9), range(9, 12)]) == 0
     assert repeats([range(0, 10**12), range(10**12 - 3, 2 * 10**12)]) == 3
+
 
 TOKENS = {"a": [1], "b": [2]}
 

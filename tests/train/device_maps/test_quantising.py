@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nbaccel import Accelerator, init_empty_weights
-from nbaccel.quantised import is_quantised
+from nbaccel.base.quantised import is_quantised
 from nbaccel.utils import BnbQuantizationConfig, load_and_quantize_model
 
 

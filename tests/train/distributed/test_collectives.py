@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nbaccel import Accelerator, CollectiveMismatch, PartialState
-from nbaccel.events import CollectiveEntered, Event, ExchangeLeft, Waiting, outlet
+from nbaccel.base.events import CollectiveEntered, Event, ExchangeLeft, Waiting, outlet
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.collectives import CHECKED_CALLS, Fingerprints
 from nbaccel.utils import broadcast, broadcast_object_list, gather_object, pad_across_processes, reduce

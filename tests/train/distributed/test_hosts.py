@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
 from nbaccel.errors import CollectiveMismatch
-from nbaccel.events import Event, Waiting, outlet
-from nbaccel.launch.worker.main import _sequence_number
+
+from nbaccel.base.events import Event, Waiting, outlet
+from nbaccel.base.world import World
+from nbaccel.launching.rank.main import _sequence_number
 from nbaccel.testing import run_ranks
 from nbaccel.train import PartialState
 from nbaccel.train.data.dispatch import _BATCH, _Payload, _Wire
 from nbaccel.train.data.draws import Comparison, Meetings
 from nbaccel.train.distributed.collectives import CHECKED_CALLS, GroupCollectives
 from nbaccel.train.distributed.process_group import GroupOptions, _fitting, _init, process_group
-from nbaccel.world import World
 
 _CUDA = torch.device("cuda", 0)
 

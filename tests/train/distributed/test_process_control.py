@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from nbaccel import Accelerator, PartialState, PeerFailed
-from nbaccel.failures import Failure, classify
+from nbaccel.base.failures import Failure, classify
+from nbaccel.base.world import World
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.partial_state import AcceleratorState
 from nbaccel.train.distributed.process_control import DistributedType
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.prepare.contexts import GradientState
 from nbaccel.utils import GradientAccumulationPlugin
-from nbaccel.world import World
 
 
 def _who_ran(host: type) -> dict[str, Any]:

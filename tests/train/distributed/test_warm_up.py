@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import devicelike
 from nbaccel import Accelerator, InitProcessGroupKwargs
-from nbaccel.aborting import is_aborted
-from nbaccel.events import Event, Waiting, outlet
+from nbaccel.base.aborting import is_aborted
+from nbaccel.base.events import Event, Waiting, outlet
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed import process_group as module
 from nbaccel.train.distributed.process_group import process_group

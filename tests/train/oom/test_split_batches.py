@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from nbaccel.errors import CannotCut
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nbaccel import Accelerator
-from nbaccel.errors import CannotCut
-from nbaccel.events import Event, LoopEntered, StepEntered, outlet
-from nbaccel.settings import RunSettings
+from nbaccel.base.events import Event, LoopEntered, StepEntered, outlet
+from nbaccel.base.settings import RunSettings
+from nbaccel.base.world import World
 from nbaccel.testing import run_ranks
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.oom.microbatch.slicing import BatchPart
 from nbaccel.train.oom.split_batches import SplitWindow
-from nbaccel.world import World
 
 SAMPLES = 37
 

@@ -18,9 +18,9 @@ from contextlib import suppress
 from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType, TracebackType
 from typing import Any
 
-from nbaccel.quantities import three_digits
+from nbaccel.base.quantities import three_digits
+from nbaccel.base.values import frozen
 from nbaccel.train.oom.memory.holdings import MOST_OBJECTS_OF_ALL, Holding, Names, Search, holds_tensors, named_holdings
-from nbaccel.values import frozen
 
 __all__ = [
     "HOST",

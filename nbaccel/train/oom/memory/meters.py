@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from nbaccel.hardware import usable_memory
-from nbaccel.world import World
+from nbaccel.base.hardware import usable_memory
+from nbaccel.base.world import World
 
 __all__ = [
     "CudaMeter",

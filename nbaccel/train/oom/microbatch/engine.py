@@ -23,9 +23,10 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbaccel.errors import CannotSplit, PeerFailed
-from nbaccel.events import OutOfMemory, emit
-from nbaccel.quantised import base_of
+from nbaccel.base.errors import CannotSplit, PeerFailed
+from nbaccel.base.events import OutOfMemory, emit
+from nbaccel.base.quantised import base_of
+from nbaccel.base.world import World
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.oom.memory import release_unused
 from nbaccel.train.oom.microbatch.loss_weights import shifts_labels
@@ -36,7 +37,6 @@ from nbaccel.train.step.accumulation import StepClock
 from nbaccel.train.step.gradients import Gradients, StepReport
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.strategies import Strategy
-from nbaccel.world import World
 
 __all__ = [
     "OpenWindow",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbaccel.events import OutOfMemory, emit
+from nbaccel.base.events import OutOfMemory, emit
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.memory import release_unused
 from nbaccel.train.oom.microbatch.engine import OpenWindow, StepEngine, judge, mean_of_parts

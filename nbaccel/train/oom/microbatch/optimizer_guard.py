@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nbaccel.errors import StepCorrupted
-from nbaccel.events import OutOfMemory, emit
-from nbaccel.room import is_shortage
+from nbaccel.base.errors import StepCorrupted
+from nbaccel.base.events import OutOfMemory, emit
+from nbaccel.base.room import is_shortage
+from nbaccel.base.values import frozen
 from nbaccel.train.oom.memory import release_unused
-from nbaccel.values import frozen
 
 __all__ = [
     "guarded_step",

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from nbaccel.errors import CannotCut, CannotSplit
+from nbaccel.base.errors import CannotCut, CannotSplit
+from nbaccel.base.values import frozen
 from nbaccel.train.distributed.counted_batch import (
     CountedBatch,
     ListLayout,
@@ -25,7 +26,6 @@ from nbaccel.train.distributed.counted_batch import (
     possible_counts,
 )
 from nbaccel.train.distributed.nested import is_container
-from nbaccel.values import frozen
 
 __all__ = [
     "BatchCut",

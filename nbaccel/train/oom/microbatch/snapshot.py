@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from nbaccel.quantised import base_of
+from nbaccel.base.quantised import base_of
 from nbaccel.train.checkpoint import rng_files
 from nbaccel.train.distributed.nested import children, is_container, map_children
 

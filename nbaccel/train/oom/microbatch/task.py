@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbaccel.room import is_shortage
+from nbaccel.base.room import is_shortage
+from nbaccel.base.values import frozen
 from nbaccel.train.oom.microbatch.loss_weights import Weight, Weights, make_weights
 from nbaccel.train.oom.microbatch.sizes import Shapes
 from nbaccel.train.oom.microbatch.slicing import Samples, SplitFunction, sample_shapes
-from nbaccel.values import frozen
 
 __all__ = [
     "LossFunction",

@@ -19,16 +19,16 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from nbaccel.errors import CannotSplit
-from nbaccel.hardware import Survey
-from nbaccel.quantities import gigabytes, three_digits
+from nbaccel.base.errors import CannotSplit
+from nbaccel.base.hardware import Survey
+from nbaccel.base.quantities import gigabytes, three_digits
+from nbaccel.base.values import frozen
 from nbaccel.train.oom.microbatch.slicing import Samples
 from nbaccel.train.oom.planning.examples import examples_of
 from nbaccel.train.oom.planning.fake_step import CannotFake, FakeModel
 from nbaccel.train.oom.planning.optimizer_trial import CannotTry, OptimizerUse, optimizer_class, try_optimizer
 from nbaccel.train.oom.planning.step_memory import StepSchedule, StepUse, replicated, sharded, without_batch
 from nbaccel.train.strategies.fsdp.groups import GroupPolicy
-from nbaccel.values import frozen
 
 __all__ = ["EstimateSetting", "EstimatedDevices", "MemoryEstimate", "StrategyUse", "estimate_memory"]
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from nbaccel.base.values import frozen
 from nbaccel.train.oom.memory.meters import MemLimit
 from nbaccel.train.oom.planning.fake_step import ByteCount
-from nbaccel.values import frozen
 
 __all__ = ["CannotTry", "OptimizerUse", "optimizer_class", "try_optimizer"]
 

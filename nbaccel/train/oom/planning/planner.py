@@ -35,7 +35,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from nbaccel.errors import NotPrepared, PeerFailed
+from nbaccel.base.errors import NotPrepared, PeerFailed
+from nbaccel.base.values import frozen
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.oom.memory.meters import PeakGauge
 from nbaccel.train.oom.microbatch.slicing import Samples
@@ -44,7 +45,6 @@ from nbaccel.train.oom.planning.size_cache import FoundInFolder, Size, SizeCache
 from nbaccel.train.oom.planning.trial import TrialResult, TrialRun, TrialSetup
 from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.strategies import Strategy
-from nbaccel.values import frozen
 
 __all__ = [
     "BatchSizePlanner",

@@ -18,8 +18,8 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from nbaccel.base.values import frozen
 from nbaccel.train.distributed.callers import warn_user
-from nbaccel.values import frozen
 
 __all__ = [
     "FoundInFolder",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from nbaccel.values import frozen
+from nbaccel.base.values import frozen
 
 __all__ = ["Moment", "StepSchedule", "StepUse", "Weight", "replicated", "sharded", "without_batch"]
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from nbaccel.failures import asked_bytes, can_retry
-from nbaccel.room import is_shortage
+from nbaccel.base.failures import asked_bytes, can_retry
+from nbaccel.base.room import is_shortage
+from nbaccel.base.values import frozen
 from nbaccel.train.data.placement import to_device
 from nbaccel.train.oom.memory import release_unused
 from nbaccel.train.oom.memory.meters import GivenMeter, Meter, PeakGauge, make_meter
@@ -27,7 +28,6 @@ from nbaccel.train.oom.microbatch.task import mean_loss
 from nbaccel.train.oom.planning.examples import Examples
 from nbaccel.train.oom.planning.size_cache import signature
 from nbaccel.train.strategies import Strategy
-from nbaccel.values import frozen
 
 __all__ = [
     "TrialResult",

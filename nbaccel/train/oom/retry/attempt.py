@@ -10,12 +10,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from nbaccel.demand import Demand, total_and_free
-from nbaccel.failures import asked_bytes, can_retry
-from nbaccel.room import is_shortage
+from nbaccel.base.demand import Demand, total_and_free
+from nbaccel.base.failures import asked_bytes, can_retry
+from nbaccel.base.room import is_shortage
+from nbaccel.base.values import frozen
 from nbaccel.train.oom.memory import forget_frames
 from nbaccel.train.oom.memory.meters import Peak
-from nbaccel.values import frozen
 
 __all__ = [
     "Attempt",

@@ -25,10 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbaccel.aborting import abort_device_groups, settle, uses_device
-from nbaccel.errors import CollectiveMismatch, PeerFailed
-from nbaccel.events import Event, ExchangeLeft, Sink, Waiting, outlet
-from nbaccel.quantities import numbers_in_order
+from nbaccel.base.aborting import abort_device_groups, settle, uses_device
+from nbaccel.base.errors import CollectiveMismatch, PeerFailed
+from nbaccel.base.events import Event, ExchangeLeft, Sink, Waiting, outlet
+from nbaccel.base.quantities import numbers_in_order
+from nbaccel.base.values import frozen
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
@@ -40,7 +41,6 @@ from nbaccel.train.oom.retry.disconnect import (
     collectives_entered,
     may_result_from_waking,
 )
-from nbaccel.values import frozen
 
 __all__ = [
     "AttemptReport",

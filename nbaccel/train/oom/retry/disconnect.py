@@ -22,10 +22,10 @@ from typing import Any, Self
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from nbaccel.aborting import abort_device_groups, await_aborts, is_aborted, uses_device
-from nbaccel.errors import NbaccelError, PeerFailed
-from nbaccel.events import Waiting, emit
-from nbaccel.values import frozen
+from nbaccel.base.aborting import abort_device_groups, await_aborts, is_aborted, uses_device
+from nbaccel.base.errors import NbaccelError, PeerFailed
+from nbaccel.base.events import Waiting, emit
+from nbaccel.base.values import frozen
 
 __all__ = [
     "SETTLE_S",

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbaccel.aborting import abort_device_groups
-from nbaccel.errors import PeerFailed
-from nbaccel.quantities import numbers_in_order
+from nbaccel.base.aborting import abort_device_groups
+from nbaccel.base.errors import PeerFailed
+from nbaccel.base.quantities import numbers_in_order
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.retry.disconnect import SETTLE_S, AttemptStore, Watcher, may_result_from_waking
 

@@ -24,8 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nbaccel.aborting import DEVICE_BACKENDS, abort_device_groups
-from nbaccel.errors import PeerFailed
+from nbaccel.base.aborting import DEVICE_BACKENDS, abort_device_groups
+from nbaccel.base.errors import PeerFailed
+from nbaccel.base.values import frozen
 from nbaccel.train.distributed.collectives import pack, unpack
 from nbaccel.train.distributed.nested import map_children
 from nbaccel.train.distributed.process_group import process_group
@@ -34,7 +35,6 @@ from nbaccel.train.oom.retry.disconnect import backends
 from nbaccel.train.prepare.optimizer import PreparedOptimizer
 from nbaccel.train.step.implicit_hooks import step_under_way
 from nbaccel.train.strategies.single import is_sharded
-from nbaccel.values import frozen
 
 __all__ = [
     "Survivors",

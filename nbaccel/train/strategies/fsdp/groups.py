@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.nn import Module, ModuleDict, ModuleList, Parameter
 
+from nbaccel.base.values import frozen
 from nbaccel.train.step.recompute import members_of_lists
-from nbaccel.values import frozen
 
 __all__ = ["BY_CLASS", "BY_SIZE", "GroupPolicy", "Groups", "choose_groups", "ignored"]
 

@@ -8,9 +8,9 @@ import psutil
 import pytest
 import torch
 
+from nbaccel.base.world import World
 from nbaccel.testing import MemLimit, run_ranks
 from nbaccel.train.oom.memory.meters import CudaMeter, GivenMeter, HostMeter, Meter, make_meter
-from nbaccel.world import World
 
 
 def test_the_host_meter_counts_what_exists_and_what_is_made() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nbaccel import Accelerator, NoBatchSizeFits, PeerFailed, find_executable_batch_size
-from nbaccel.failures import Failure, Recovery, classify, recovery_of
+from nbaccel.base.failures import Failure, Recovery, classify, recovery_of
 from nbaccel.testing import Faults, MemLimit, run_ranks
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.retry import coordinate

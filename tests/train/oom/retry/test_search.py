@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nbaccel import Accelerator, NoBatchSizeFits, find_executable_batch_size, utils
-from nbaccel.events import OutOfMemory, outlet
+from nbaccel.base.events import OutOfMemory, outlet
 from nbaccel.testing import MemLimit
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from nbaccel.demand import Demand
+from nbaccel.base.demand import Demand
 from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
 from nbaccel.train.oom.retry.search import ByRule, ByUser, Sizes, grown
 

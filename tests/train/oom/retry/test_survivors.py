@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel import Accelerator, find_executable_batch_size
-from nbaccel.events import Event, Metric, OutOfMemory, outlet
+from nbaccel.base.events import Event, Metric, OutOfMemory, outlet
 from nbaccel.testing import Faults, run_ranks
 from searches import digest
 

@@ -1,0 +1,225 @@
+"""Tracking: the destination of a run's numbers. The interface between `train`, which passes them, and `trackers`.
+
+A tracker is an object on `GeneralTracker`: one of `nbaccel.trackers`, of another package, or the user's own. Those with
+a name are entry points of the group `nbaccel_trackers`, so the packages do not name each other and a package adds a
+tracker by declaring it. It knows neither torch nor a process group, and opens nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import Any, ClassVar, ParamSpec, Self, TypeVar
+
+from nbaccel.base.events import Event, Metric
+from nbaccel.base.missing_names import missing_from
+from nbaccel.base.world import World
+
+__all__ = [
+    "BlankTracker",
+    "GeneralTracker",
+    "LoggerType",
+    "find_tracker",
+    "on_main_process",
+    "tracker_names",
+    "without_none",
+]
+
+_GROUP = "nbaccel_trackers"
+
+_ACCELERATES = {
+    "AimTracker": "aim",
+    "ClearMLTracker": "clearml",
+    "CometMLTracker": "comet_ml",
+    "DVCLiveTracker": "dvclive",
+    "MLflowTracker": "mlflow",
+    "SwanLabTracker": "swanlab",
+    "TensorBoardTracker": "tensorboard",
+    "TrackioTracker": "trackio",
+    "WandBTracker": "wandb",
+}
+"""Accelerate's class names of trackers that exist here too, with nbaccel's names."""
+
+_missing = missing_from(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    return find_tracker(_ACCELERATES[name]) if name in _ACCELERATES else _missing(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ACCELERATES})
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class LoggerType(StrEnum):
+    """Names for ``Accelerator(log_with=…)``; plain strings work as well."""
+
+    ALL = "all"
+    AIM = "aim"
+    CLEARML = "clearml"
+    COMETML = "comet_ml"
+    CSV = "csv"
+    DVCLIVE = "dvclive"
+    JSONL = "jsonl"
+    MLFLOW = "mlflow"
+    SWANLAB = "swanlab"
+    TENSORBOARD = "tensorboard"
+    TRACKIO = "trackio"
+    WANDB = "wandb"
+
+
+class GeneralTracker(ABC):
+    """Base of all trackers: stores the values given to `Accelerator.log`. Runs on rank 0.
+
+    name: its name for `get_tracker`.
+    requires_logging_directory: it writes files, so the Accelerator needs a ``project_dir``.
+    main_process_only: False for a tracker that wants the values of every rank.
+    package: the package that must be installed for it.  pip_name: its name for pip, if there is no extra
+    ``nbaccel[<name>]``.
+    numbers_steps: it counts its rows itself: it gets the step that the program gave, or None.
+
+    A tracker is a `Sink` too: as an outlet, it stores every `Metric`.
+
+    >>> class Kept(GeneralTracker):
+    ...     name = "kept"
+    ...     def __init__(self) -> None:
+    ...         self.rows: list[Any] = []
+    ...     @property
+    ...     def tracker(self) -> list[Any]:
+    ...         return self.rows
+    ...     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+    ...         self.rows.append((step, dict(values)))
+    >>> kept = Kept()
+    >>> kept(Metric({"loss": 0.5}, step=3))
+    >>> kept.tracker
+    [(3, {'loss': 0.5})]
+    """
+
+    name: str
+    requires_logging_directory: bool = False
+    main_process_only: bool = True
+    package: ClassVar[str | None] = None
+    pip_name: ClassVar[str | None] = None
+    numbers_steps: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def tracker(self) -> Any:
+        """Return the object that does the work: the run of wandb, the writer of TensorBoard."""
+
+    def start(self) -> None:  # noqa: B027 - many trackers have nothing to open
+        """Open the destination. Called by `init_trackers`, in the process that will log."""
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:  # noqa: B027 - or no place for it
+        """Store the run's configuration: hyperparameters by name."""
+
+    @abstractmethod
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Store numbers by name. Tensors have been read: those of one element are numbers, others are on the CPU.
+
+        options: values that the program gave for this tracker as ``log_kwargs``.
+        """
+
+    def finish(self) -> None:  # noqa: B027 - or nothing to close
+        """Write the rest of the data, and close. Called by `end_training`, at the latest when Python ends."""
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Metric):
+            self.log(without_none(event.values), event.step)
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Return whether its package is installed; checked without importing it."""
+        return cls.package is None or find_spec(cls.package) is not None
+
+
+class BlankTracker(GeneralTracker):
+    """The tracker that `get_tracker` returns on ranks that do not track: every attribute is a call that does nothing.
+
+    >>> BlankTracker().tracker.log_artifact("model.safetensors").wait()
+    BlankTracker()
+    """
+
+    name = "blank"
+
+    @classmethod
+    def in_place_of(cls, tracker: GeneralTracker) -> Self:
+        """Return one that is found by the name of `tracker`."""
+        blank = cls()
+        blank.name = tracker.name
+        return blank
+
+    @property
+    def tracker(self) -> BlankTracker:
+        return self
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # protocols such as pickle and copy ask for these
+        return BlankTracker()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __repr__(self) -> str:
+        return "BlankTracker()"
+
+
+def tracker_names() -> list[str]:
+    """Return the names that `find_tracker` knows, of every installed package."""
+    return sorted(_registered())
+
+
+def find_tracker(name: str) -> type[GeneralTracker]:
+    """Return the class of the tracker called `name`, made with ``(project_name, logging_dir, **init_kwargs)``.
+
+    Raises:
+        ValueError: no tracker of that name is registered.
+    """
+    registered = _registered()
+    if name not in registered and name in {*LoggerType}:
+        raise ValueError(
+            f"log_with={name!r}: nbaccel has such a tracker, and its installation does not know it: that is older than "
+            "its code, or it was never installed:\n    pip install -e ."
+        )
+    if name not in registered:
+        raise ValueError(
+            f"log_with must be one of {', '.join(map(repr, [LoggerType.ALL.value, *sorted(registered)]))}, or an "
+            f"object on nbaccel.tracking.GeneralTracker; got {name!r}."
+        )
+    kind: type[GeneralTracker] = registered[name].load()
+    return kind
+
+
+def on_main_process(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
+    """Make a method run on rank 0 and return None elsewhere; for trackers of one's own."""
+
+    @functools.wraps(function)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        return function(*args, **kwargs) if World.from_env().is_main_process else None
+
+    return wrapped
+
+
+def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` as a tracker gets them: a value logged as None is left out of this row.
+
+    >>> without_none({"loss": 0.5, "ema_decay": None})
+    {'loss': 0.5}
+    """
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _registered() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=_GROUP)}

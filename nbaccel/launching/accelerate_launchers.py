@@ -1,0 +1,108 @@
+"""The launchers with Accelerate's signatures. Run in the kernel, in a notebook or a script.
+
+As in Accelerate, `notebook_launcher` calls a function that needs one process in the notebook's own process: its
+arguments and globals are the notebook's own objects. Programs import these names beside `Accelerator`, and many of them
+launch nothing; so this module is small, and `launch.api` is loaded by the first call.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nbaccel.base.notices import without_our_frames
+from nbaccel.base.settings import STOP
+
+__all__ = ["debug_launcher", "notebook_launcher"]
+
+_IGNORED: Mapping[str, Any] = {
+    "use_port": "29500",
+    "master_addr": "127.0.0.1",
+    "rdzv_backend": "static",
+    "rdzv_endpoint": "",
+    "rdzv_conf": None,
+    "rdzv_id": "none",
+    "monitor_interval": 0.1,
+    "log_line_prefix_template": None,
+}
+"""Arguments of Accelerate's launcher that have no effect here, with their defaults."""
+
+
+def _explain_ignored(given: Mapping[str, Any]) -> None:
+    """Warn of ignored arguments that differ from their defaults, at the line that calls the launcher."""
+    changed = sorted(name for name, value in given.items() if value != _IGNORED[name])
+    if changed:
+        warnings.warn(
+            f"{', '.join(changed)}: accepted and not used. The ranks of one machine meet in a private file, and are "
+            "watched without polling.",
+            stacklevel=4,
+        )
+
+
+@without_our_frames
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+    oom: str = STOP,
+    strategy: str | None = None,
+) -> Any:
+    """Run ``function(*args)`` in `num_processes` processes, with Accelerate's signature; returns what rank 0 returned.
+
+    It works from a notebook and from a script, also when CUDA was used before, and raises the user's own error.
+    mixed_precision: "no", "fp16" or "bf16": the default of `Accelerator()` in the function.
+    strategy: "ddp", "fsdp", or another that is installed: the default of `Accelerator()` in the function, too.
+    num_processes: None for one per GPU, or one.
+    max_restarts: how often ranks that failed, whatever by, are started again; the function then begins anew.
+    oom: "stop", or "shrink" to start again with smaller batches when a rank dies of memory; see `launch`.
+
+    One process is this one, as in Accelerate: the function is called here. What it changes is changed afterwards, and
+    what it returns is the object itself. The settings hold while it runs. An interrupt ends it before its next step,
+    the second one at once. What only a process of its own can have it does not get: restarts, also those for memory, a
+    watch for hangs, and a notebook whose device memory and CUDA are as before; ``launch(function, num_processes=1)``
+    has these, and so has ``oom="shrink"``.
+
+    The arguments on ports and rendezvous are accepted; they mean nothing here, and one line says so.
+
+    >>> notebook_launcher(train, args=(3,), num_processes=2)  # doctest: +SKIP
+    """
+    if num_nodes != 1 or node_rank != 0:
+        raise ValueError(
+            f"num_nodes={num_nodes}, node_rank={node_rank}: a notebook starts ranks on its own machine only. "
+            "Write the function to a script and start that on every machine with torchrun."
+        )
+    given = {
+        "use_port": use_port,
+        "master_addr": master_addr,
+        "rdzv_backend": rdzv_backend,
+        "rdzv_endpoint": rdzv_endpoint,
+        "rdzv_conf": rdzv_conf,
+        "rdzv_id": rdzv_id,
+        "monitor_interval": monitor_interval,
+        "log_line_prefix_template": log_line_prefix_template,
+    }
+    _explain_ignored(given)
+    from nbaccel.launching.api import launch_as_accelerate  # starting processes needs half of the package
+
+    precision = str(mixed_precision).lower()
+    return launch_as_accelerate(function, args, num_processes, precision, oom, strategy, max_restarts)
+
+
+def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
+    """Run ``function(*args)`` in `num_processes` CPU ranks, whatever devices there are; return the value of rank 0."""
+    from nbaccel.launching.api import launch
+
+    return launch(function, num_processes, args, cpu=True).value

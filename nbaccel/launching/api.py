@@ -1,0 +1,421 @@
+"""Functions that run a function in ranks. Run in the kernel, in a notebook or a script.
+
+`launch` returns a `Run`. Where one process is enough, it starts that, which can be watched, restarted and ended;
+`launch_as_accelerate` then calls the function in the notebook's own process. `accelerate_launchers` has the functions
+with Accelerate's signatures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from operator import index
+from typing import Any
+
+from nbaccel.base.errors import ResultsMissing, RunStopped
+from nbaccel.base.hardware import Survey
+from nbaccel.base.notices import without_our_frames
+from nbaccel.base.settings import STOP, RunSettings
+from nbaccel.display.history import History
+from nbaccel.display.run_view import PanelSink, RunView
+from nbaccel.display.summary import RunFacts
+from nbaccel.launching.diagnosis import PostMortem, failed_alike
+from nbaccel.launching.earlier_models import refuse_what_stays_here
+from nbaccel.launching.gpu_trouble import before_a_run
+from nbaccel.launching.inline import ends_its_group, post_mortem_here, run_inline
+from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
+from nbaccel.launching.kernel_models import Cards, SetAside, kernel_freed
+from nbaccel.launching.launcher import Launcher, LaunchResult, default_launcher, refuse_nested_launch
+from nbaccel.launching.plan import LaunchPlan, devices_of
+from nbaccel.launching.preflight import ProcessState
+from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.run import NO_ORIGIN, Run, RunOrigin
+from nbaccel.options.run_options import RunOptions
+from nbaccel.output.painter import Screen
+from nbaccel.output.screens import shell_here
+
+__all__ = [
+    "Run",
+    "as_run",
+    "how_it_ended",
+    "keep_run",
+    "launch",
+    "launch_as_accelerate",
+    "planned",
+    "show_run",
+]
+
+_LONGEST_ARGUMENT = 30
+_ARGUMENTS = {
+    "accumulate": "gradient_accumulation_steps",
+    "hang_timeout": "hang_timeout_s",
+    "start": "start_method",
+    "timeout": "timeout_s",
+}
+"""Arguments of `launch` whose names differ from those of the choices."""
+
+
+@without_our_frames
+def launch(
+    function: Callable[..., Any],
+    num_processes: int | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mixed_precision: str | None = None,
+    gradient_accumulation_steps: int | None = None,
+    strategy: str | None = None,
+    seed: int | None = None,
+    devices: str | None = None,
+    cpu: bool = False,
+    debug: bool | None = None,
+    independent: bool = False,
+    start_method: str = "auto",
+    setup: str | None = None,
+    timeout_s: float | None = None,
+    hang_timeout_s: float | None = None,
+    oom: str = STOP,
+    free_kernel: bool = False,
+    check: bool = True,
+) -> Run:
+    """Run ``function(*args, **kwargs)`` in every rank of a new group of processes and return the result.
+
+    num_processes: ranks to start; None for one per GPU, or one.
+    start_method: "fork", "zygote", "inline" or "auto" (see docs/cells.md); the choice and its reason are in the `Run`.
+    devices: GPUs to use, "2,3"; if they are more than ranks, each rank has an equal share.  cpu: use none.
+    timeout_s: stop the run after this number of seconds.
+    hang_timeout_s: end the run when no rank has entered a step or a collective for this long; the error says where each
+    rank is.
+    setup: "module:function" called in every rank first; "nbaccel.train.setup:setup_rank" makes the process group.
+    strategy: "ddp", "fsdp", or another that is installed: the default of `Accelerator()` in the function.
+    independent: each rank trains its own model on purpose: the parameters that optimizers step are not compared.
+    oom: "stop", or "shrink": when a rank dies of memory, start again with every batch of a prepared training loader cut
+    into parts, see docs/memory.md. Everything before the loop is then done again.
+    free_kernel: move models that are variables of the notebook, and their optimizers, to the host while the ranks run.
+    check: raise the run's error; with False it is in `Run.error`.
+
+    Raises:
+        The error of the first rank that failed, in its own class, with the rank's traceback.
+        KeyboardInterrupt: the run was interrupted, or models were coming back after it; TimeoutError: `timeout_s` was
+            over. (The `time_limit` of an Accelerator in the function raises nothing: `Run.stopped` reports it.)
+        LaunchRefused: nothing was started; the message says why.
+
+    >>> launch(pow, 2, args=(2, 5)).values  # doctest: +SKIP
+    [32, 32]
+    """
+    kwargs = dict(kwargs or {})
+    _check_call(function, args, kwargs)
+    refuse_nested_launch()
+    options = RunOptions(
+        num_processes=None if num_processes is None else index(num_processes),
+        mixed_precision=mixed_precision,
+        accumulate=gradient_accumulation_steps,
+        strategy=strategy,
+        devices=devices,
+        cpu=cpu or None,
+        timeout=timeout_s,
+        hang_timeout=hang_timeout_s,
+        start=start_method,
+        seed=seed,
+        debug=debug,
+        independent=independent or None,
+        oom=oom,
+    )
+    survey, task = Survey.take(looks_for_gpus=not cpu), FunctionTask(function, args, kwargs)
+    spec = planned(options, task, survey).spec(task, setup, wants_results=True)
+    if spec.start.method == "inline":
+        return _launch_inline(spec, survey, check=check, origin=_origin(options))
+    aside = _set_aside(spec) if free_kernel else None
+    launcher = default_launcher()
+    shown, title = _show(launcher, spec, survey, aside)
+    outcome = None
+    try:
+        with contextlib.ExitStack() as block:
+            if aside is not None:
+                block.enter_context(kernel_freed(aside, lambda line: shown.write("stdout", f"{line}\n")))
+            outcome = launcher.run(spec, RunObservers(shown, listeners=[shown]))
+    finally:
+        if outcome is not None:  # also after an interrupt while models came back, which is raised behind it
+            run = _conclude(outcome, spec, launcher, shown, title, _origin(options))
+            if run.error is not None and check:
+                raise run.error
+    return run
+
+
+def _origin(options: RunOptions) -> RunOrigin:
+    """Return the arguments of `launch` that are not its defaults, in the words of the call."""
+    usual = RunOptions(start="auto", oom=STOP)
+    given = {
+        field.name: value
+        for field in fields(options)
+        if (value := getattr(options, field.name)) not in (None, getattr(usual, field.name))
+    }
+    words = ", ".join(f"{_ARGUMENTS.get(name, name)}={value!r}" for name, value in given.items())
+    return RunOrigin(words, {_ARGUMENTS.get(name, name): str(value) for name, value in given.items()}, options.seed)
+
+
+def planned(options: RunOptions, task: FunctionTask, survey: Survey) -> LaunchPlan:
+    """Return the plan of a run; refuse one whose ranks would lack a model that they need."""
+    plan = LaunchPlan.of(options, task, survey, ProcessState.now())
+    history: Any = getattr(shell_here(), "history_manager", None)
+    cells = list(getattr(history, "input_hist_raw", ()))  # none in a script
+    refuse_what_stays_here(plan.left_out, plan.devices.num_processes, cells, "the function", "num_processes=1")
+    return plan
+
+
+def _set_aside(spec: LaunchSpec) -> SetAside:
+    """Return the notebook's models on the GPUs of the run, which move to the host while it lasts."""
+    return SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in spec.devices.gpus}))
+
+
+def _show(launcher: Launcher, spec: LaunchSpec, survey: Survey, aside: SetAside | None = None) -> tuple[RunView, str]:
+    """Begin to show a run, with the warnings to read before; return the shown run, and the run in words.
+
+    aside: the objects that the notebook moves off the GPUs during the run.
+    """
+    assert isinstance(spec.task, FunctionTask)
+    title = _call_in_words(spec.task.function, spec.task.args, spec.task.kwargs)
+    return show_run(launcher, spec, survey, title, aside), title
+
+
+def show_run(
+    launcher: Launcher,
+    spec: LaunchSpec,
+    survey: Survey,
+    title: str,
+    aside: SetAside | None = None,
+    *,
+    frames: PanelSink | None = None,
+    screen: Screen | None = None,
+) -> RunView:
+    """Begin to show a run under its name, with the warnings to read before; return the shown run.
+
+    aside: the objects that the notebook moves off the GPUs during the run.  frames, screen: see `Views.show`.
+    """
+    devices = spec.devices
+    facts = RunFacts(title, str(devices), devices.names())
+    shown = launcher.views.show(
+        shell_here(), spec.world_size, facts, survey.platform, says_end=False, frames=frames, screen=screen
+    )
+    freed_on = (lambda device: 0) if aside is None else aside.bytes_on
+    entered = devices.gpus if not (devices.is_here and _uses_cuda()) else ()  # GPUs that a new process will use
+    for line in [*_without_gpus(devices), *before_a_run(entered, freed_on)]:
+        shown.write("stderr", f"{line}\n")
+    return shown
+
+
+def _conclude(
+    outcome: LaunchResult, spec: LaunchSpec, launcher: Launcher, shown: RunView, title: str, origin: RunOrigin
+) -> Run:
+    """Return the result of a run, after it was stored and shown."""
+    seconds = shown.elapsed_s
+    try:
+        values = [outcome.values(rank).get("value") for rank in range(spec.world_size)]
+        error, word = how_it_ended(outcome, seconds)
+        post_mortem = PostMortem.of(title, word, error, outcome.ended)
+        run = as_run(outcome, values, shown.history, error, seconds)
+        run.origin = origin
+    finally:
+        outcome.close()
+    if run.stopped:
+        shown.write("stdout", f"{run.stopped}\n")
+    shown.end(word, run.seconds, error, None if failed_alike(outcome.ended) else outcome.ended.first_failed)
+    return keep_run(run, post_mortem, shown, launcher)
+
+
+def keep_run(run: Run, post_mortem: PostMortem | None, shown: RunView, launcher: Launcher) -> Run:
+    """Return the run with the facts and the state that were shown; it becomes `nbaccel.last_run`."""
+    run.facts, run.state = shown.facts, shown.state
+    launcher.remember(run.light(), post_mortem)
+    return run
+
+
+def _uses_cuda() -> bool:
+    """Return whether this process uses CUDA: then it is on its GPU, and most likely holds the memory that is full."""
+    is_initialized = getattr(getattr(sys.modules.get("torch"), "cuda", None), "is_initialized", None)
+    return is_initialized is not None and bool(is_initialized())
+
+
+def _without_gpus(devices: Devices) -> list[str]:
+    return [str(devices)] if devices.why_no_gpu else []
+
+
+def how_it_ended(outcome: LaunchResult, seconds: float) -> tuple[BaseException | None, str]:
+    """Return the exception that the run raises, and its end in one word."""
+    ended = outcome.ended
+    if ended.raised is not None:
+        return ended.raised, "stopped"
+    if ended.is_interrupted:
+        return KeyboardInterrupt("the run was interrupted"), "stopped"
+    if ended.is_timed_out and ended.is_own_limit:
+        return None, "stopped"
+    if ended.is_timed_out:
+        return TimeoutError(f"the run was stopped after its time limit, {seconds:.1f} s"), "stopped"
+    stopped = [rank for rank, report in enumerate(ended.reports) if report is not None and report.status == "stopped"]
+    if stopped and outcome.error is None:  # the code raises it, or somebody has sent the signal to the process
+        return KeyboardInterrupt(f"rank {stopped[0]} of {len(ended.reports)} ended by a KeyboardInterrupt"), "stopped"
+    error = outcome.error or _missing_value(outcome)
+    return error, "done" if error is None else "failed"
+
+
+def _call_in_words(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Format the call of a function.
+
+    >>> _call_in_words(pow, (2, 5), {"mod": 7})
+    'pow(2, 5, mod=7)'
+    """
+    values = [*map(_briefly, args), *(f"{name}={_briefly(value)}" for name, value in kwargs.items())]
+    return f"{getattr(function, '__name__', type(function).__name__)}({', '.join(values)})"
+
+
+def _briefly(value: Any) -> str:
+    return repr(value) if isinstance(value, int | float | str) and len(repr(value)) < _LONGEST_ARGUMENT else "…"
+
+
+def as_run(
+    outcome: LaunchResult, values: list[Any], history: History, error: BaseException | None, seconds: float
+) -> Run:
+    """Return the record of a run that ended with `error`, or well.  values: of its function, by rank."""
+    ended = outcome.ended
+    return Run(
+        values=values,
+        history=history,
+        error=error,
+        start_method=outcome.start.method,
+        start_reason=outcome.start.reason,
+        log_path=outcome.log_path,
+        seconds=seconds,
+        restarts=outcome.restarts,
+        checkpoint=outcome.checkpoint,
+        stopped=outcome.at_the_limit(
+            0.0,
+            "resume=True",
+            "checkpoint_every",
+            history.first_step,
+            None if history.items is None else history.items.done,
+        )
+        if ended.is_own_limit
+        else "",
+    )
+
+
+def _missing_value(outcome: LaunchResult) -> ResultsMissing | None:
+    report = outcome.ended.reports[0]
+    if report is None or not report.missing:
+        return None
+    reason = next(iter(report.missing.values()))
+    return ResultsMissing(
+        f"the function finished, but rank 0 could not send its value back: {reason}. "
+        "Return tensors, arrays, modules or plain data.",
+        report.missing,
+    )
+
+
+def _launch_inline(
+    spec: LaunchSpec, survey: Survey, check: bool = True, news: str = "", origin: RunOrigin = NO_ORIGIN
+) -> Run:
+    """Run a function in this process.  news: a line to print about that; empty for none."""
+    launcher, start = default_launcher(), spec.start
+    error: BaseException | None = None
+    post_mortem: PostMortem | None = None
+    stopped = ""
+    with launcher.turn():
+        shown, title = _show(launcher, spec, survey)
+        if news:
+            shown.write("stdout", f"{news}\n")
+        try:
+            with shown.until_its_end(), ends_its_group(launcher):
+                try:
+                    run_inline(spec, [shown])
+                except (Exception, KeyboardInterrupt) as failure:
+                    post_mortem = post_mortem_here(title, failure, spec.task)
+                    raise
+        except RunStopped as stop:
+            stopped = str(stop)
+            shown.write("stdout", f"{stopped}\n")
+        except BaseException as failure:
+            error = failure
+    assert isinstance(spec.task, FunctionTask)
+    value = spec.task.value
+    run = Run([value], shown.history, error, start.method, start.reason, "", shown.seconds, stopped=stopped)
+    run.origin = origin
+    keep_run(run, post_mortem, shown, launcher)
+    if error is not None and (check or not isinstance(error, Exception)):
+        try:
+            raise error
+        finally:
+            del error, run  # else this frame, the error and what its frames hold would keep each other
+    return run
+
+
+def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    if not callable(function):
+        raise TypeError(
+            f"the first argument must be the function that the ranks run, got {type(function).__name__}. "
+            "Pass the function itself and its arguments apart: notebook_launcher(train, args=(1, 2))"
+        )
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"args must be a tuple, got {type(args).__name__}; for one argument write args=({args!r},)")
+    with contextlib.suppress(ValueError):  # some builtins have no signature to check against
+        try:
+            inspect.signature(function).bind(*args, **kwargs)
+        except TypeError as error:
+            name = getattr(function, "__name__", "the function")
+            raise TypeError(
+                f"{name}{inspect.signature(function)} cannot be called with args={tuple(args)!r}: {error}. "
+                "Nothing was started."
+            ) from None
+
+
+def launch_as_accelerate(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    num_processes: int | None,
+    precision: str,
+    oom: str,
+    strategy: str | None,
+    max_restarts: int,
+) -> Any:
+    """Run the function as `notebook_launcher` does, in this process if one is enough, and return its result."""
+    if num_processes in (None, 1) and oom == STOP:
+        _check_call(function, args, {})
+        refuse_nested_launch()
+        survey = Survey.take()
+        chosen = devices_of(RunOptions(num_processes), survey)
+        if chosen.num_processes == 1:
+            spec, news = _in_place(function, args, RunSettings(precision, strategy=strategy), chosen)
+            return _launch_inline(spec, survey, news=news).value
+    for restart in range(1, max_restarts + 1):
+        run = launch(function, num_processes, args, mixed_precision=precision, strategy=strategy, oom=oom, check=False)
+        if run.error is None:
+            return run.value
+        if not isinstance(run.error, Exception):  # an interrupt
+            raise run.error
+        warnings.warn(
+            f"the ranks failed with {_in_short(run.error)}, and are started again: restart {restart} of "
+            f"max_restarts={max_restarts}. The function begins anew.",
+            stacklevel=4,  # the line that calls notebook_launcher
+        )
+    return launch(function, num_processes, args, mixed_precision=precision, strategy=strategy, oom=oom).value
+
+
+def _in_short(error: Exception) -> str:
+    """Return the class of an error and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _in_place(
+    function: Callable[..., Any], args: tuple[Any, ...], settings: RunSettings, devices: Devices
+) -> tuple[LaunchSpec, str]:
+    """Return the call of the function as Accelerate makes it if one process is enough, and the line that says so."""
+    start = Start("inline", "one process of notebook_launcher is this one, as in Accelerate")
+    name = getattr(function, "__name__", "")
+    news = (
+        "in this process, as in Accelerate: no restart for memory, no watch for hangs, no clean kernel; "
+        f"launch({name if name.isidentifier() else 'function'}, num_processes=1) has them"
+    )
+    return LaunchSpec(FunctionTask(function, args), devices.started_by(start), start, settings), news

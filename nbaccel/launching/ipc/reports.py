@@ -1,0 +1,433 @@
+"""Reports of failures: an exception leaves a rank as data and is raised again in the kernel, once. Used by both.
+
+The rank side (`describe`) keeps the user's frames and drops those of the project. The kernel side
+(`RankFailure.exception`) raises the user's own class if it is available, otherwise a class of the same name, with one
+traceback that names the rank and the cell's line. A `StackSnapshot` is the state of one rank when its run ended badly,
+as plain text: `launch.worker.stack_snapshot` takes it in the rank, and the notebook compares those of the ranks.
+"""
+
+from __future__ import annotations
+
+import builtins
+import difflib
+import json
+import linecache
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+from typing import Any, NamedTuple, cast
+
+from nbaccel.base.demand import Demand
+from nbaccel.base.errors import RanksFailed
+from nbaccel.base.failures import Failure as Kind, classify
+from nbaccel.base.notices import are_ours, show_as
+from nbaccel.launching.ipc.dead_loader_workers import WorkerEnd, dead_worker
+
+__all__ = [
+    "LIMIT_BYTES",
+    "CollectiveCall",
+    "ConnectionState",
+    "ErrorLink",
+    "FrameSnapshot",
+    "Place",
+    "RankFailure",
+    "RankReport",
+    "StackSnapshot",
+    "ValueSummary",
+    "describe",
+    "signal_name",
+]
+
+_CONTEXT_LINES = 2
+_ALIKE = 0.75
+"""Similarity of two names, as `difflib` counts, from which one may be a misspelling of the other."""
+_FIRST_PLACES, _LAST_PLACES = 10, 20
+"""Number of places of a long traceback that are shown, at its beginning and end; a recursion has a thousand."""
+
+_CAUSED = "which directly caused:"
+
+Place = tuple[str, int, str, str]  # filename, line number, function, source line
+Naming = Callable[[str], str | None]  # filename -> "Cell In[5]"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorLink:
+    """One exception of a chain: its text, the places it passed, and how it led to the next.
+
+    worker: the end of the worker process of a DataLoader, if the exception is about one.
+    demand: the numbers of the refused request for memory, if it is about one.
+    """
+
+    type_name: str
+    headline: list[str]
+    places: list[Place]
+    relation: str = ""
+    worker: WorkerEnd | None = None
+    demand: Demand | None = None
+
+    @classmethod
+    def of(cls, error: BaseException, relation: str) -> ErrorLink:
+        headline = _headline(error)
+        places = _users_places(error.__traceback__)
+        worker = dead_worker(error, "\n".join(headline))
+        return cls(type(error).__qualname__, headline, places, relation, worker, Demand.of(error))
+
+    @property
+    def kind(self) -> Kind:
+        """Return the kind of this exception by itself; that of the whole failure is `RankReport.kind`."""
+        # `classify` takes the class and the text apart: a headline begins with the class.
+        text = "\n".join(self.headline).partition(": ")[2]
+        return classify(self.type_name, text, None if self.demand is None else self.demand.fullness)
+
+    @classmethod
+    def from_json(cls, link: dict[str, Any]) -> ErrorLink:
+        """Return one of the links that `describe` made, after it was sent as JSON."""
+        worker, demand = link["worker"], link["demand"]
+        return cls(
+            **link
+            | {
+                "places": [tuple(place) for place in link["places"]],
+                "worker": None if worker is None else WorkerEnd(*worker),
+                "demand": None if demand is None else Demand(**demand),
+            }
+        )
+
+
+def describe(error: BaseException) -> list[dict[str, Any]]:
+    """Return the chain of `error`, oldest first, as JSON; frames of nbaccel are left out."""
+    links: list[dict[str, Any]] = []
+    seen: set[int] = set()
+    current: BaseException | None = error
+    relation = ""
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        link = ErrorLink.of(current, relation)
+        values = {name: getattr(link, name) for name in ErrorLink.__slots__}
+        links.append(values | {"demand": None if link.demand is None else asdict(link.demand)})
+        if current.__cause__ is not None:
+            current, relation = current.__cause__, _CAUSED
+        elif current.__context__ is not None and not current.__suppress_context__:
+            current, relation = current.__context__, "and while this was handled:"
+        else:
+            current = None
+    return links[::-1]
+
+
+def _headline(error: BaseException, indent: str = "") -> list[str]:
+    """Return the exception in words; below a group its members, each with the last user's line that it passed."""
+    lines = [indent + line.rstrip("\n") for line in traceback.format_exception_only(type(error), error) if line.strip()]
+    lines[-1:] = [line + _suggestion(error, line) for line in lines[-1:]]
+    if isinstance(error, BaseExceptionGroup):
+        lines = lines[:1]  # from Python 3.13 on the members are among them, without their places
+        for member in error.exceptions:
+            places = _users_places(member.__traceback__)
+            place = f"  ({places[-1][0]}, line {places[-1][1]})" if places else ""
+            first, *rest = _headline(member, indent + "  ")
+            lines += [first + place, *rest]
+    return lines
+
+
+def _suggestion(error: BaseException, headline: str) -> str:
+    """Return a suggestion for a name that does not exist, in Python's words since 3.12.
+
+    Earlier versions of Python print it with an uncaught error, but do not make it available.
+    """
+    if not isinstance(error, AttributeError | NameError) or not error.name or "Did you mean" in headline:
+        return ""
+    try:
+        known = [name for name in _names_there(error) if name.startswith("_") == error.name.startswith("_")]
+    except Exception:  # raised by a user's `__dir__`
+        return ""
+    near = difflib.get_close_matches(error.name, known, n=1, cutoff=_ALIKE)
+    return f". Did you mean: {near[0]!r}?" if near else ""
+
+
+def _names_there(error: AttributeError | NameError) -> set[str]:
+    """Return the names that could have been meant."""
+    if isinstance(error, AttributeError):
+        return {*dir(error.obj)}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    here = {*frames[-1].f_locals, *frames[-1].f_globals} if frames else set()
+    return here | {*vars(builtins)}
+
+
+def _users_places(trace: TracebackType | None) -> list[Place]:
+    frames = traceback.extract_tb(trace)
+    return [
+        (frame.filename, frame.lineno or 0, frame.name, frame.line or "")
+        for frame, is_ours in zip(frames, are_ours([frame.filename for frame in frames]), strict=True)
+        if not is_ours
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """The failure that ended a run, as the kernel shows it.
+
+    rank: the first rank that failed.  peers: one sentence on the end of the others.
+    error: the user's exception if it could be sent, otherwise None.
+    is_everyones: all ranks failed with the same error.
+    """
+
+    rank: int
+    world_size: int
+    links: list[ErrorLink]
+    error: BaseException | None = None
+    peers: str = ""
+    is_everyones: bool = False
+
+    def exception(self, cell_name: Naming | None = None, hint: str = "") -> BaseException:
+        """Return the exception to raise in the kernel: the user's class, rendered with the rank's own traceback.
+
+        hint: a last line for the reader.
+        """
+        error = self._stand_in() if self.error is None else self.error
+        lines = self.render(cell_name) + ([hint] if hint else [])
+        error.__traceback__ = None
+        error.__context__ = None
+        error.__cause__ = _RankTraceback("\n".join(lines))
+        error.add_note(self.where())
+        if hint:
+            error.add_note(hint)
+        show_as(error, lines, [*self.links[-1].headline, f"{self.where()}."])
+        return error
+
+    def _stand_in(self) -> BaseException:
+        last = self.links[-1]
+        kind = type(last.type_name.rpartition(".")[2], (RanksFailed,), {"__module__": "__main__"})
+        text = last.headline[-1].partition(": ")[2] if last.headline else ""
+        return cast(BaseException, kind(text, self.rank, self.world_size))
+
+    def where(self) -> str:
+        place = f"raised on {self._who}"
+        return f"{place}; {self.peers}" if self.peers else place
+
+    @property
+    def _who(self) -> str:
+        if self.is_everyones:
+            return f"all {self.world_size} ranks"
+        return f"rank {self.rank} of {self.world_size}"
+
+    def render(self, cell_name: Naming | None = None) -> list[str]:
+        """Return the traceback as lines of text; `cell_name` turns the file name of a cell into "Cell In[5]"."""
+        lines: list[str] = []
+        for link in self.links:
+            if link.relation and lines:
+                lines += ["", f"... {link.relation}", ""]
+            title = f"{link.type_name.ljust(40)} on {self._who} (most recent call last)"
+            lines.append(title)
+            for place in link.places[:_FIRST_PLACES]:
+                lines += _render_place(place, cell_name)
+            if (left_out := len(link.places) - _FIRST_PLACES - _LAST_PLACES) > 0:
+                lines.append(f"... {left_out} more calls ...")
+            for place in link.places[max(_FIRST_PLACES, len(link.places) - _LAST_PLACES) :]:
+                lines += _render_place(place, cell_name)
+            lines.append("")
+            lines += link.headline
+        lines += [self.where() + "."]
+        return lines
+
+
+class _RankTraceback(Exception):
+    """Carries a rank's traceback as text, so that plain Python prints it as the cause."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("\n" + text)
+
+
+def _render_place(place: Place, cell_name: Naming | None) -> list[str]:
+    filename, number, function, line = place
+    cell = filename if filename.startswith("Cell In[") else (cell_name(filename) if cell_name else None)
+    inside = "" if function in ("<module>", "") else f", in {function}"
+    if cell is None:
+        shown = [f"File {filename}:{number}{inside}"]
+        return [*shown, f"    {line}"] if line else shown
+    source = linecache.getlines(filename)
+    shown = [f"{cell}, line {number}{inside}"]
+    first = max(1, number - _CONTEXT_LINES)
+    for at in range(first, min(len(source), number + _CONTEXT_LINES) + 1):
+        arrow = "---->" if at == number else "     "
+        shown.append(f"{arrow} {at:>4} {source[at - 1].rstrip()}".rstrip())
+    return shown if source else [*shown, f"    {line}"]
+
+
+def signal_name(number: int) -> str:
+    """Return "SIGKILL" for 9; the number itself if it has no name."""
+    import signal
+
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+LIMIT_BYTES = 200_000
+"""Largest size of the snapshot of one rank."""
+
+
+class ValueSummary(NamedTuple):
+    """One name of the user's.
+
+    form: type and size, "int64 (7,) on cpu, 56 B"; it should be the same on all ranks.
+    text: a short repr of plain data, empty for other values.  flaw: "NaN", "NaN in fc.weight", empty if none was seen.
+    """
+
+    name: str
+    form: str
+    text: str = ""
+    flaw: str = ""
+
+
+class FrameSnapshot(NamedTuple):
+    """One frame of a rank's Python stack.
+
+    source: its line as the rank saw it.  is_users: it belongs to no library.  values: the names that its code uses.
+    """
+
+    file: str
+    line: int
+    function: str
+    source: str
+    is_users: bool = True
+    values: Sequence[ValueSummary] = ()
+
+
+class CollectiveCall(NamedTuple):
+    """A collective of the project that the rank entered, and the line of the user's that called it.
+
+    file: empty if no line of the user's is above it, as in a thread of the project.
+    """
+
+    operation: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class StackSnapshot:
+    """One rank's stack, outermost frame first, and its last collectives, oldest first.
+
+    It is sent in the rank's report as JSON, so it can be read when no process of the run is left, and keeps no tensor
+    alive.
+    """
+
+    scenes: Sequence[FrameSnapshot] = ()
+    calls: Sequence[CollectiveCall] = ()
+
+    def to_json(self, limit_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
+        """Return JSON of at most `limit_bytes`; if that is too little, names of the outermost frames are dropped first.
+
+        >>> StackSnapshot([FrameSnapshot("a.py", 3, "f", "g(x)")]).to_json()["calls"]
+        []
+        """
+        scenes, calls = list(self.scenes), list(self.calls)
+        excess = len(json.dumps([scenes, calls])) - limit_bytes
+        for at, scene in enumerate(scenes):
+            if excess <= 0:
+                break
+            scenes[at] = scene._replace(values=())
+            excess -= len(json.dumps(scene)) - len(json.dumps(scenes[at]))
+        while excess > 0 and scenes:
+            excess -= len(json.dumps(scenes.pop(0)))
+        return {"scenes": scenes, "calls": calls}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> StackSnapshot:
+        scenes = [scene._replace(values=[ValueSummary(*value) for value in scene.values]) for scene in _scenes(data)]
+        return cls(scenes, [CollectiveCall(*call) for call in data["calls"]])
+
+
+def _scenes(data: dict[str, Any]) -> list[FrameSnapshot]:
+    return [FrameSnapshot(*scene) for scene in data["scenes"]]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionState:
+    """The state of a rank's process groups on a device after a task.
+
+    is_cut: they were aborted.  is_sound: the rank is as its last whole step left it.
+    obstacle: the reason why they cannot be formed anew; empty if they can.
+    """
+
+    is_cut: bool
+    is_sound: bool
+    obstacle: str
+
+
+@dataclass(slots=True)
+class RankReport:
+    """The report of a rank when its work was over.
+
+    status: "ok", "stopped" (by the project's stop or an interrupt), "failed" (an exception) or "exited" (SystemExit).
+    payload_fd: memfd of its values; the reader of the report closes it.  snapshot: the state of its stack.
+    names: the names of a persistent rank.  sequence: number of collectives that torch has issued in the default process
+    group; None without one.  cut: the state of its groups on a device, if it has some.
+    """
+
+    status: str
+    payload_fd: int
+    missing: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    links: list[ErrorLink] = field(default_factory=list)
+    exit_code: Any = None
+    snapshot: StackSnapshot = field(default_factory=StackSnapshot)
+    names: frozenset[str] = frozenset()
+    sequence: int | None = None
+    cut: ConnectionState | None = None
+
+    @classmethod
+    def from_frame(cls, message: dict[str, Any], fds: list[int]) -> RankReport:
+        return cls(
+            message["status"],
+            fds[0],
+            message["missing"],
+            message["facts"],
+            [ErrorLink.from_json(link) for link in message["chain"]],
+            message["exit_code"],
+            StackSnapshot.from_json(message["snapshot"]),
+            frozenset(message["names"]),
+            message["sequence"],
+            None if message["cut"] is None else ConnectionState(**message["cut"]),
+        )
+
+    @classmethod
+    def of_an_outsider(cls) -> RankReport:
+        """Return the report of a rank that took no part."""
+        return cls("ok", -1)
+
+    @property
+    def is_failure(self) -> bool:
+        return self.status in ("failed", "exited")
+
+    @property
+    def cause(self) -> ErrorLink | None:
+        """Return the exception that decides the kind of the failure; None if the rank did not fail by one.
+
+        It is the one that left the cell, or the first that directly caused it, ``raise … from``, that is more than an
+        error in the program.
+        """
+        if self.status != "failed" or not self.links:
+            return None
+        for link in reversed(self.links):
+            if link is not self.links[-1] and link.relation != _CAUSED:
+                break
+            if link.kind is not Kind.USER:
+                return link
+        return self.links[-1]
+
+    @property
+    def kind(self) -> Kind | None:
+        """Return the kind of the failure; None if the rank did not fail by an exception."""
+        return None if (cause := self.cause) is None else cause.kind
+
+    @property
+    def is_consequence(self) -> bool:
+        """Return whether this failure says only that another rank was lost."""
+        return self.kind is Kind.PEER_LOST
+
+    def close(self) -> None:
+        if self.payload_fd >= 0:
+            os.close(self.payload_fd)
+            self.payload_fd = -1

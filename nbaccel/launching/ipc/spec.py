@@ -1,0 +1,591 @@
+"""Values that pass from the kernel to a run. Built in the kernel, read in ranks.
+
+A `LaunchSpec` says what to run and on which devices; a `Task` is the work of one rank; a `WorkerBoot` holds the facts
+that one rank needs before any user code runs. A `SharedNamespace` is the namespace that persistent ranks keep from one
+task to the next: one in the kernel, and one in each rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+
+from nbaccel.base.errors import LaunchRefused
+from nbaccel.base.hardware import Gpu
+from nbaccel.base.quantities import number_spans, plural
+from nbaccel.base.settings import OOM_CHOICES, STOP, RunSettings
+from nbaccel.base.world import World
+from nbaccel.launching.ipc.kernel_state import cell_sources
+from nbaccel.namespace.kind import Change
+from nbaccel.namespace.names import codes_of, names_read, says_first_card, with_their_own
+from nbaccel.namespace.payload import Payload, pack, unpack
+from nbaccel.namespace.pickling import Places
+
+__all__ = [
+    "Devices",
+    "FunctionTask",
+    "LaunchSpec",
+    "ProgramLimit",
+    "Results",
+    "SharedNamespace",
+    "Start",
+    "Task",
+    "TaskWatch",
+    "WorkerBoot",
+    "by_reference_of",
+    "load_named",
+]
+
+
+def load_named(reference: str) -> Any:
+    """Return the object that "package.module:name" names."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The values that a rank sends back.
+
+    values: objects by name, all in one pickle so that aliases hold.
+    missing: names that were asked for and do not exist, with the reason.
+    optional: names in `values` that are dropped silently when they cannot be sent.
+    facts: small JSON about the run: sizes, names not asked for, the last expression's display.
+    changes: changes of objects that the kernel has.  places: the places of these; None if only values go back.
+    may_lack: a value is sent without its parts that cannot be sent, and `facts["lacks"]` names these.
+    parts: objects of which another rank sends the value, by name: of these only this rank's rows of sharded tensors go.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    changes: Sequence[Change] = ()
+    places: Places | None = None
+    may_lack: bool = False
+    parts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Task(ABC):
+    """The work of one rank. The same object runs in every rank of a run."""
+
+    namespace: dict[str, Any] | None = None
+    """The globals that the code of a notebook cell runs in; ranks bind `accelerator` there."""
+
+    home: SharedNamespace | None = None
+    """The namespace of the task in persistent ranks; None in ranks that end with it."""
+
+    result_rank: int = 0
+    """The rank whose values go back."""
+
+    debugged: int | None = None
+    """The rank whose `breakpoint()` and errors open a debugger in the notebook; None: such calls are refused."""
+
+    knows_ranks: bool = True
+    """True if its code is written for several ranks; else all ranks continue with the kernel's random numbers."""
+
+    first_card: str = ""
+    """The words by which its code names the first GPU that it sees; empty if it has none. See `card_numbers`."""
+
+    reference: ClassVar[str]
+    """The class as "module:Class", by which a zygote and a persistent rank find it."""
+
+    def begin(self, rank: int) -> None:  # noqa: B027  # few tasks have to
+        """Record facts about the time before `run`, in a rank."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Run the user's code, in a rank."""
+
+    @abstractmethod
+    def results(self, rank: int) -> Results:
+        """Return the values to send back, after `run` returned or raised, in a rank."""
+
+    @abstractmethod
+    def pack(self) -> Payload:
+        """Return the task as a payload for a process that is not a copy of this one, in the kernel.
+
+        Raises:
+            CannotSend: names the values that cannot be sent.
+        """
+
+    @classmethod
+    @abstractmethod
+    def unpack(cls, fd: int, home: SharedNamespace | None = None) -> Self:
+        """Rebuild the task from its payload, in a rank.
+
+        home: of a persistent rank; None in a rank that has just begun.
+        """
+
+    def names_to_send(self) -> list[str]:
+        """Return the names of `namespace` that a process which is no copy of the kernel needs."""
+        return []
+
+    def values_to_send(self) -> dict[str, Any]:
+        """Return what such a process gets, by name: also what functions and classes among it read of the notebook."""
+        return {}
+
+    def own_codes(self) -> Sequence[types.CodeType]:
+        """Return the code of the task that is no function of the notebook."""
+        return ()
+
+    def left_behind(self) -> tuple[str, dict[str, Any]]:
+        """Return a file, and the names that its top level has bound, in a rank whose work is over."""
+        return "", {}
+
+    def by_reference(self) -> dict[int, str]:
+        """Return classes and functions that the kernel has too, by id; they are sent back by name."""
+        return {}
+
+    def anchored(self, name: str) -> Any:
+        """Return the kernel's object behind an anchor."""
+        raise LookupError(name)
+
+    def placed(self, token: Any) -> Any:
+        """Return the kernel's object at a place.
+
+        Raises:
+            LookupError: there is nothing, or another object.
+        """
+        raise LookupError(str(token))
+
+
+@runtime_checkable
+class TaskWatch(Protocol):
+    """Keeps one training equal in all ranks if its program does not. A setup may make one, in each rank.
+
+    It does nothing before `begin`, and nothing after `end` or `stop`: a task in which not all ranks take part has none.
+    """
+
+    def begin(self, namespace: dict[str, Any] | None) -> None:
+        """Begin a task; called before the task's `begin` and `run`.  namespace: its globals, if it is a cell."""
+
+    def end(self) -> None:
+        """End a task that finished. It may wait for peers; an exception raised here is the task's error."""
+
+    def stop(self) -> None:
+        """End a task that ended otherwise. It waits for no rank, and never raises."""
+
+    def keeps(self, tensors: Sequence[Any]) -> bool:
+        """Return whether all `tensors` are kept equal in all ranks; with no tensors: whether the watch is active."""
+
+    def is_of_batch(self, tensors: Sequence[Any]) -> bool:
+        """Return whether the program made `tensors` for one batch, so that ranks rightly have different ones."""
+
+    def note_wrapper(self) -> None:
+        """Note that the program has wrapped a model for several ranks by itself, so that it is written for them."""
+
+    @property
+    def fails_on_parts(self) -> bool:
+        """Return whether the task has failed on its first part of a batch, in a way that a whole one may not."""
+
+    @property
+    def is_at_work(self) -> bool:
+        """Return whether the watch has trained something in this task."""
+
+    def explain(self) -> str:
+        """Return why the watch does not keep equal what ranks train separately; empty if there is nothing to say."""
+
+
+class FunctionTask(Task):
+    """Calls a function in every rank and sends its value back.
+
+    caller: "module:function" that calls it in the rank, as ``caller(function, args, kwargs)``; empty for a plain call.
+    """
+
+    reference = "nbaccel.launching.ipc.spec:FunctionTask"
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        debugged: int | None = None,
+        caller: str = "",
+    ) -> None:
+        self.function = function
+        self.caller = caller
+        self.debugged = debugged
+        self.args = args
+        self.kwargs = kwargs or {}
+        self.value: Any = None
+
+    @functools.cached_property
+    def first_card(self) -> str:  # type: ignore[override]  # found out where it is asked first
+        return says_first_card(list(codes_of(self.function)), vars(sys.modules["__main__"]))
+
+    def run(self) -> None:
+        if self.caller:
+            self.value = load_named(self.caller)(self.function, self.args, self.kwargs)
+        else:
+            self.value = self.function(*self.args, **self.kwargs)
+
+    def results(self, rank: int) -> Results:
+        return Results(values={"value": self.value})
+
+    def values_to_send(self) -> dict[str, Any]:
+        main = vars(sys.modules["__main__"])
+        names = with_their_own(names_read(list(codes_of(self.function))), main)
+        read = {name: main[name] for name in sorted(names) if name in main}
+        return read | {"function": self.function, "args": self.args, "kwargs": self.kwargs}
+
+    def pack(self) -> Payload:
+        names = ("function", "args", "kwargs", "debugged", "caller")
+        return pack({name: getattr(self, name) for name in names})
+
+    @classmethod
+    def unpack(cls, fd: int, home: SharedNamespace | None = None) -> Self:
+        values = unpack(fd)
+        return cls(**values)
+
+    def by_reference(self) -> dict[int, str]:
+        """Return the classes of `__main__`: otherwise a class of the script would come back as a copy of itself."""
+        import __main__
+
+        return {
+            id(value): name
+            for name, value in vars(__main__).items()
+            if issubclass(type(value), type) and value.__module__ == "__main__"
+        }
+
+    def anchored(self, name: str) -> Any:
+        import __main__
+
+        return getattr(__main__, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices of the ranks of a run: an equal share of GPUs for each, see `of_rank`, or all of them on the CPU.
+
+    gpus: a multiple of the number of ranks, or none.  hides_gpus: ranks must not see the existing GPUs.
+    why_no_gpu: see `Survey.why_no_gpu`; empty if the CPU was asked for.  is_here: it is a run in this process.
+    """
+
+    num_processes: int
+    gpus: tuple[Gpu, ...] = ()
+    hides_gpus: bool = False
+    why_no_gpu: str = ""
+    is_here: bool = False
+
+    @property
+    def device_type(self) -> str:
+        return "cuda" if self.gpus else "cpu"
+
+    @property
+    def weakest_gpu(self) -> Gpu | None:
+        """Return the GPU that limits the precision of all ranks; None on the CPU."""
+        return min(self.gpus, key=lambda gpu: gpu.compute_capability, default=None)
+
+    @property
+    def gpus_per_rank(self) -> int:
+        """Return the number of GPUs of each rank, 0 on the CPU."""
+        return len(self.gpus) // self.num_processes
+
+    def of_rank(self, rank: int) -> tuple[Gpu, ...]:
+        """Return the GPUs of local rank `rank`; it computes on the first of them."""
+        return self.gpus[rank * self.gpus_per_rank : (rank + 1) * self.gpus_per_rank]
+
+    def each(self) -> Iterator[tuple[int, Gpu]]:
+        """Yield every GPU with the local rank that has it."""
+        for number, gpu in enumerate(self.gpus):
+            yield number // self.gpus_per_rank, gpu
+
+    def names(self) -> tuple[str, ...]:
+        """Return the device of each rank, as a person calls it; empty on the CPU."""
+        ranks = range(self.num_processes) if self.gpus else ()
+        return tuple(f"GPU {number_spans([gpu.index for gpu in self.of_rank(rank)])}" for rank in ranks)
+
+    def environ(self) -> dict[str, str]:
+        """Return the variables that show every rank these devices, in their order.
+
+        They are numbers where these are certain to mean these devices, since some libraries read them; else UUIDs,
+        because numbers mean something else once CUDA_VISIBLE_DEVICES or CUDA_DEVICE_ORDER changes. Nothing is set if a
+        GPU has no certain name, nor for a run in this process: CUDA reads the variable once, and would hide the other
+        GPUs, or all of them, from the notebook for good.
+        """
+        if self.is_here:
+            return {}
+        if self.gpus:
+            numbers = [str(gpu.number) for gpu in self.gpus if gpu.number is not None]
+            names = numbers if len(numbers) == len(self.gpus) else [gpu.uuid for gpu in self.gpus]
+            return {_VISIBLE_DEVICES: ",".join(names)} if all(names) else {}
+        return {_VISIBLE_DEVICES: ""} if self.hides_gpus else {}
+
+    def started_by(self, start: Start) -> Devices:
+        """Return the same devices for ranks that start by `start`.
+
+        Raises:
+            LaunchRefused: the run is to be in this process, which computes on its first device, and another is asked
+            for.
+        """
+        if start.method != "inline":
+            return self
+        if self.gpus and self.gpus[0].index != 0:
+            gpu = self.gpus[0]
+            raise LaunchRefused(
+                f"the run would be in the notebook's own process (inline: {start.reason}), where CUDA cannot be given "
+                f"other devices: leave --devices out and say torch.device('cuda', {gpu.index}) in the code for "
+                f"{gpu.name}, or use --start zygote, whose rank sees that GPU alone."
+            )
+        return replace(self, is_here=True)
+
+    @property
+    def can_be_told_apart(self) -> bool:
+        """Return whether `environ` names the devices, so that each rank can be shown its own alone."""
+        return bool(self.environ().get(_VISIBLE_DEVICES))
+
+    def __str__(self) -> str:
+        ranks = plural(self.num_processes, "rank")
+        if self.gpus:
+            return f"{ranks} on {', '.join(f'GPU {gpu.index} {gpu.name}' for gpu in self.gpus)}{self._shares}"
+        return f"{ranks} on the CPU{self.why_no_gpu and f', NOT on a GPU: {self.why_no_gpu}'}"
+
+    def in_short(self, width: int) -> str:
+        """Return the text in at most `width` characters if possible: the names of the GPUs are left out first.
+
+        >>> Devices(2).in_short(20)
+        '2 ranks on CPU'
+        >>> t4s = tuple(Gpu(index, f"GPU-{index}", "Tesla T4", 16 * 10**9) for index in range(4))
+        >>> Devices(4, t4s).in_short(40), Devices(4, t4s).in_short(20)
+        ('4 ranks on GPU 0-3 (Tesla T4)', '4 ranks on GPU 0-3')
+        >>> Devices(2, t4s).in_short(40)
+        '2 ranks on GPU 0-3, 2 each (Tesla T4)'
+        """
+        ranks = plural(self.num_processes, "rank")
+        if not self.gpus:
+            return f"{ranks} on CPU"
+        plain = f"{ranks} on GPU {number_spans([gpu.index for gpu in self.gpus])}{self._shares}"
+        named = f"{plain} ({', '.join(dict.fromkeys(gpu.name for gpu in self.gpus))})"
+        return named if len(named) <= width else plain
+
+    @property
+    def _shares(self) -> str:
+        """Return how many GPUs each of several ranks has, if that is not one."""
+        return f", {self.gpus_per_rank} each" if self.gpus_per_rank > 1 < self.num_processes else ""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """One run.
+
+    task: the work of every rank.  devices: those of the ranks, as they were before the run, and how many ranks there
+    are.  start: the start method, and the reason.  settings: what was chosen for every rank.
+    setup: "module:function" called in every rank with the task's namespace before the task runs; it may return a
+    `TaskWatch`, which watches this task and all later ones.
+    threads: CPU threads of each rank.  timeout_s: seconds after which the run is stopped, None for never.
+    wants_results: a failing run waits for rank 0's results before it is ended.
+    oom: one of `settings.OOM_CHOICES`.  no_restart: why the run cannot be started a second time; empty if it can.
+    hang_timeout_s: seconds without a step or a collective on any rank after which the run is ended, None for never.
+    stays: the ranks stay when the task is done, and wait for the next.
+    program_limit: a limit that an earlier attempt of this run had set itself.
+    own_devices: each rank sees only its own devices, the first as number 0; otherwise every rank sees all of them.
+    restarts_ranks: a rank that dies is started again alone, while the others work; for independent ranks only.
+    written_files: path of a list of the files that the ranks write, a line each; empty if none is wanted.
+    ends_waiting: a run in which all ranks wait in collectives, and none goes on, is ended after seconds.
+    shield: `FileShield.entry`, for ranks whose files are thrown away; empty otherwise.
+    saves_to: folder below which ranks save what torch and safetensors write; the originals of other files that they
+    change are kept beside it. Empty for the program's own paths.
+    """
+
+    task: Task
+    devices: Devices
+    start: Start
+    settings: RunSettings = field(default_factory=RunSettings)
+    setup: str | None = None
+    threads: int = 1
+    timeout_s: float | None = None
+    wants_results: bool = True
+    oom: str = STOP
+    no_restart: str = ""
+    hang_timeout_s: float | None = None
+    stays: bool = False
+    program_limit: ProgramLimit | None = None
+    own_devices: bool = False
+    restarts_ranks: bool = False
+    written_files: str = ""
+    ends_waiting: bool = False
+    shield: str = ""
+    saves_to: str = ""
+
+    def __post_init__(self) -> None:
+        if self.oom not in OOM_CHOICES:
+            raise ValueError(f"oom must be one of {', '.join(map(repr, OOM_CHOICES))}, got {self.oom!r}")
+
+    @property
+    def world_size(self) -> int:
+        return self.devices.num_processes
+
+    @property
+    def meeting_folder(self) -> str | None:
+        """Return the folder in which the run makes its own; None for that of temporary files."""
+        return self.shield.split(" ", 2)[2] if self.shield else None
+
+    def environ_of(self, rank: int) -> dict[str, str]:
+        """Return the variables of one rank, made where its process is started: its settings and its devices."""
+        devices = self.devices.environ()
+        if self.own_devices:
+            share = self.devices.gpus_per_rank
+            own = devices[_VISIBLE_DEVICES].split(",")[rank * share : (rank + 1) * share]
+            devices[_VISIBLE_DEVICES] = ",".join(own)
+        return self.settings.environ() | devices
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBoot:
+    """The facts that one rank gets at its start. Descriptors are valid in the rank's process.
+
+    sees_one_card: this rank, one of several, sees a single device, its own.
+    run_nonce: marks places in the output pipe where a rich message belongs.
+    store_path: the file through which the ranks of the run find each other.
+    written_files, shield, saves_to: see `LaunchSpec`.
+    """
+
+    world: World
+    environ: Mapping[str, str]
+    sees_one_card: bool
+    setup: str | None
+    threads: int
+    run_nonce: str
+    store_path: str
+    written_files: str
+    shield: str
+    saves_to: str
+    kernel_pidfd: int
+    channel_fd: int
+    stdout_fd: int
+    stderr_fd: int
+    page_fd: int
+    ring_fd: int
+
+    FDS: ClassVar[tuple[str, ...]] = ("kernel_pidfd", "channel_fd", "stdout_fd", "stderr_fd", "page_fd", "ring_fd")
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramLimit:
+    """A limit that a program has set itself, as by ``Accelerator(time_limit="11h30m")``.
+
+    at: its end, in `time.monotonic()`.  seconds: its duration.
+    """
+
+    at: float
+    seconds: float
+
+
+_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The variable by which CUDA shows a process some of the devices, and numbers them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The start method of a run's ranks ("fork", "zygote" or "inline"), and the reason, as half a sentence.
+
+    is_explicit: the user insisted on the method, so no other may be tried in its place.
+
+    >>> str(Start("fork", "the notebook has not used CUDA"))
+    'fork: the notebook has not used CUDA'
+    """
+
+    method: str
+    reason: str
+    is_explicit: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.method}: {self.reason}"
+
+
+_DEFINED = (type, types.FunctionType)
+
+
+class SharedNamespace:
+    """The names of one side, and the classes and functions that both sides know.
+
+    Names are stored in the rank; the kernel sends a name that a rank lacks with the first cell that reads it. Classes
+    and functions of the notebook that a rank has received are known by the same name on both sides. So only that name
+    is sent, and an object that comes back is of the notebook's own class.
+
+    namespace: the notebook's in the kernel, the rank's own in a rank.
+    there: in the kernel, the names that all working ranks have.
+    unpulled: in the kernel, what was made or trained in ranks that live on, and not brought back, by name: in words,
+    and a number for its parameters.
+
+    >>> home = SharedNamespace({})
+    >>> home.learn({"x": 1, "twice": by_reference_of})
+    >>> home.find("name:twice")
+    Traceback (most recent call last):
+    ...
+    KeyError: 'name:twice'
+    """
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.namespace = namespace
+        self.there: frozenset[str] = frozenset()
+        self.unpulled: dict[str, tuple[str, int]] = {}
+        self._known: dict[str, Any] = {}
+        self._cells: frozenset[str] = frozenset()
+
+    def learn(self, values: Mapping[str, Any]) -> None:
+        """Record that the peer now holds `values` under the same names."""
+        self._known |= {name: _behind(name, values) for name in by_reference_of(values).values()}
+
+    def forget(self) -> None:
+        """Record that the peer holds nothing."""
+        self._known.clear()
+
+    def learn_cells(self) -> None:
+        """Record that the peer has the lines of the notebook's cells that have run by now."""
+        self._cells = frozenset(cell_sources())
+
+    def new_cells(self) -> dict[str, list[str]]:
+        """Return the lines of later cells. Each task sends all of them: a rank may not have taken part in the last."""
+        return {name: lines for name, lines in cell_sources().items() if name not in self._cells}
+
+    @property
+    def by_reference(self) -> dict[int, str]:
+        """Return the names of the objects that both sides know, by the id of the object."""
+        return {id(value): name for name, value in self._known.items()}
+
+    def find(self, name: str) -> Any:
+        """Return this side's object for a name that both sides know.
+
+        Raises:
+            KeyError: the name is not known.
+        """
+        return self._known[name]
+
+    def outdated(self, names: Iterator[str] | list[str]) -> list[str]:
+        """Return the classes and functions among `names` that were redefined on this side after the peer got them."""
+        changed = []
+        for name in names:
+            value, known = self.namespace.get(name), self._known.get(f"name:{name}")
+            if known is not None and value is not known and issubclass(type(value), _DEFINED):
+                changed.append(name)
+        return changed
+
+
+def by_reference_of(namespace: Mapping[str, Any]) -> dict[int, str]:
+    """Return names by id: classes and functions of the notebook, and the classes of its objects that no name leads to.
+
+    Without this a class of the notebook would come back as a copy, and `type(model) is Net` would be False. A proxy
+    counts as an object of its own class: asking it for its ``__class__`` runs code, which may fail or take long.
+    """
+    by_reference: dict[int, str] = {}
+    for name, value in list(namespace.items()):
+        kind = type(value)
+        if kind.__module__ == "__main__":
+            by_reference.setdefault(id(kind), f"type:{name}")
+    for name, value in list(namespace.items()):
+        if issubclass(type(value), _DEFINED) and value.__module__ == "__main__":
+            by_reference[id(value)] = f"name:{name}"
+    return by_reference
+
+
+def _behind(anchor: str, namespace: Mapping[str, Any]) -> Any:
+    kind, _, name = anchor.partition(":")
+    return type(namespace[name]) if kind == "type" else namespace[name]

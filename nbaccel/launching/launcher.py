@@ -1,0 +1,434 @@
+"""Launcher: turns a task into a finished run. Runs in the kernel; nothing of a run is left when `Launcher.run` returns.
+
+The notebook's cells and the functions of `launch.api` use it alike. `Launcher.start` starts persistent ranks. Where a
+fork turns out to fail, it changes the start method. `LauncherResources` are what outlives a single run: the reaper, the
+zygote, the folder of logs; one per process that launches. They are closed when the process ends; if it is killed, the
+reaper does what closing would have done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any, BinaryIO
+
+from nbaccel.base.errors import CannotFork, LaunchRefused, NestedLaunch
+from nbaccel.base.events import Restarted
+from nbaccel.base.forkable import why_forks_fail
+from nbaccel.base.hardware import Survey
+from nbaccel.base.world import World
+from nbaccel.display.live_panel import Views
+from nbaccel.launching.diagnosis import PostMortem, verdict
+from nbaccel.launching.ipc import reaper
+from nbaccel.launching.ipc.spec import LaunchSpec, Start, load_named
+from nbaccel.launching.ipc.user_code import cell_name
+from nbaccel.launching.kernel_models import held_here
+from nbaccel.launching.oom_restart import (
+    GiveUp,
+    LaunchAttempt,
+    OomKillWatch,
+    OomRestartPolicy,
+    PartsRestartPolicy,
+    RunRecorder,
+    wait_for_memory,
+)
+from nbaccel.launching.persistent_workers import PersistentWorkers
+from nbaccel.launching.processes.attached_debugger import undebugged, untrace
+from nbaccel.launching.processes.launch_result import LaunchResult
+from nbaccel.launching.processes.start import ForkStart, StartMethod, ZygoteStart
+from nbaccel.launching.processes.supervisor import BadFork, RunObservers, RunResult, open_log
+from nbaccel.launching.processes.turns import Turns, driven
+from nbaccel.launching.processes.workers import WorkerGroup
+from nbaccel.launching.processes.zygote import Zygote
+from nbaccel.launching.run import Run
+from nbaccel.launching.runs import Runs
+from nbaccel.namespace.inventory import no_collections
+from nbaccel.output.router import Screen
+
+__all__ = [
+    "LaunchResult",
+    "Launcher",
+    "LauncherResources",
+    "default_launcher",
+    "refuse_nested_launch",
+]
+
+_WARM_MODULES = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel")
+
+
+class Launcher:
+    """Runs tasks, one after the other; owns the resources that they share (`LauncherResources`).
+
+    ended_group: torch's group that a run in this process has left; kept until the next run, see `ends_its_group`.
+    runs, post_mortem: see `remember`; no post-mortem before the first run.
+    """
+
+    def __init__(self) -> None:
+        self.views = Views()
+        self.runs = Runs()
+        self.post_mortem: PostMortem | None = None
+        self.ended_group: Any = None
+        self._one_at_a_time = threading.RLock()  # a function that runs in this process may start ranks
+        self._occupied = ""
+        self._persistent: list[PersistentWorkers] = []
+        self._side_by_side: list[WorkerGroup] = []
+
+    @functools.cached_property
+    def resources(self) -> LauncherResources:
+        """Return the shared resources, made for the first run that starts a process: some machines can start none."""
+        return LauncherResources()
+
+    @property
+    def helpers(self) -> dict[int, str]:
+        """Return the purpose of each helper process, see `LauncherResources.helpers`."""
+        return self.resources.helpers() if "resources" in self.__dict__ else {}
+
+    def run(self, spec: LaunchSpec, watching: RunObservers, occupied: str = "") -> LaunchResult:
+        """Start the ranks, show their output, and return when no process of the run is left.
+
+        watching: the observers of the run; those of a run that is started again observe both attempts.
+        occupied: see `turn`.
+
+        Raises:
+            NestedLaunch: this process is a rank itself.
+            LaunchRefused: a run goes on for which no caller should wait, see `turn`.
+            CannotSend, CannotFork: nothing was started.
+        """
+        refuse_nested_launch()
+        with self.turn(occupied):
+            return driven(self.turns(spec, watching))
+
+    @contextmanager
+    def turn(self, occupied: str = "") -> Iterator[None]:
+        """Serialize the runs that several threads start. A run may start another one, in its own thread.
+
+        occupied: the reason why no other caller should wait for this run: it is refused with that. Empty: it waits.
+
+        Raises:
+            LaunchRefused: the run of another thread is one for which no caller should wait.
+        """
+        if not self._one_at_a_time.acquire(blocking=not self._occupied):
+            raise LaunchRefused(self._occupied)
+        outer = self._occupied
+        try:
+            self._occupied = occupied or outer
+            self.ended_group = None
+            yield
+        finally:
+            self._occupied = outer
+            self._one_at_a_time.release()
+
+    @staticmethod
+    def load(setup: str | None) -> None:
+        """Load the modules that ranks share with this process, before the seconds of the first of several runs."""
+        _load_once(setup)
+
+    def remember(self, run: Run, post_mortem: PostMortem | None) -> None:
+        """Add a run that is over, as `Run.light` leaves it, to `runs`.
+
+        post_mortem: kept until the next run; None if it ended well.
+        """
+        self.post_mortem = post_mortem
+        try:
+            self.runs.add(run)
+        except OSError as error:
+            warnings.warn(f"this run was not kept in {error.filename or 'its file'}: {error.strerror}", stacklevel=2)
+
+    @property
+    def last_run(self) -> Run | None:
+        """Return the run that was remembered last; None before the first."""
+        return self.runs.newest
+
+    def turns(self, spec: LaunchSpec, watching: RunObservers, log_path: str = "") -> Turns[LaunchResult]:
+        """Do one run, see `run`, beside others that the calling thread watches; the caller holds the `turn` of all.
+
+        log_path: the file that gets all output; empty for one that lasts as long as this process.
+        """
+        _load_once(spec.setup)
+        restarting, whole = OomRestartPolicy(lambda: held_here(spec.task.namespace)), PartsRestartPolicy()
+        restarts: list[str] = []
+        log_path = log_path or self.resources.new_log()
+        with open_log(log_path) as log:
+            while True:
+                host, recorder = OomKillWatch(), RunRecorder()
+                try:
+                    ended = yield from self._attempt(spec, watching, log, recorder)
+                except BadFork as found:
+                    spec = replace(spec, start=_instead_of_fork(spec.start, str(found)))
+                    ended = yield from self._attempt(spec, watching, log, recorder)
+                attempt = LaunchAttempt(spec, ended, recorder, host)
+                decision = restarting.after(attempt)
+                if isinstance(decision, GiveUp) and not decision.report:
+                    decision = whole.after(attempt) or decision
+                if isinstance(decision, GiveUp):
+                    break
+                if attempt is not whole.failed:  # whose error may be shown
+                    ended.close()
+                    wait_for_memory(spec.devices.gpus, ended, lambda: Survey.take().gpus)
+                spec = decision.spec
+                restarts.append(decision.line)
+                watching.say(decision.line)
+                for listener in watching.listeners:
+                    listener.feed(0, time.monotonic(), Restarted(decision.line))
+        told, hint = whole.the_one_to_tell(attempt)
+        ended, recorder, spec = told.ended, told.recorder, told.spec
+        report = hint or decision.report
+        error = verdict(ended, spec.task, spec.start.method == "zygote", told.host, cell_name, report)
+        return LaunchResult(spec.task, ended, spec.start, error, log_path, recorder.checkpoint, restarts)
+
+    def _attempt(
+        self, spec: LaunchSpec, watching: RunObservers, log: BinaryIO, recorder: RunRecorder
+    ) -> Turns[RunResult]:
+        with closing(self._worker_group(spec, watching)) as worker_group:
+            self._side_by_side.append(worker_group)
+            try:
+                return (yield from watching.turns(worker_group, spec, log, recorder))
+            finally:
+                self._side_by_side.remove(worker_group)
+
+    def start(self, spec: LaunchSpec, screen: Screen) -> PersistentWorkers:
+        """Start persistent ranks, and run their setup and the task of `spec`, which has a home.
+
+        Raises:
+            NestedLaunch, CannotFork: nothing was started.
+            The error of a rank that failed; KeyboardInterrupt: no rank is left.
+        """
+        refuse_nested_launch()
+        with self.turn():
+            _load_once(spec.setup)
+            try:
+                persistent = self._settle(spec, RunObservers(screen))
+            except BadFork as found:
+                persistent = self._settle(
+                    replace(spec, start=_instead_of_fork(spec.start, str(found))), RunObservers(screen)
+                )
+        self._persistent = [each for each in self._persistent if each.is_open] + [persistent]
+        return persistent
+
+    def _settle(self, spec: LaunchSpec, watching: RunObservers) -> PersistentWorkers:
+        home = spec.task.home
+        assert home is not None
+        host, worker_group = OomKillWatch(), self._worker_group(spec, watching)
+        try:
+            with open_log(self.resources.new_log()) as log, closing(watching.watch(worker_group, spec, log)) as ended:
+                error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name)
+                if ended.is_interrupted:
+                    raise ended.raised or KeyboardInterrupt
+                if error is not None:
+                    raise error
+                return PersistentWorkers(
+                    spec, worker_group, home, ended, turn=self.turn, new_log=self.resources.new_log
+                )
+        except BaseException:
+            worker_group.close()
+            raise
+
+    def _worker_group(self, spec: LaunchSpec, watching: RunObservers) -> WorkerGroup:
+        """Return a `WorkerGroup` that is ready to start: all that its ranks need exists, and no rank has begun."""
+        method = self._method(spec)
+        method.get_ready()  # the user may interrupt this like any other wait
+        method.pack(spec, watching.beside)  # and this
+        return WorkerGroup(
+            spec.world_size,
+            method,
+            kernel_pidfd=self.resources.kernel_pidfd,
+            guard=self.resources.guard,
+            meeting_folder=spec.meeting_folder,
+        )
+
+    def _method(self, spec: LaunchSpec) -> StartMethod:
+        if spec.start.method == "zygote":
+            return ZygoteStart(self.resources.zygote, starts_again=spec.restarts_ranks)
+        if (why := why_forks_fail()) is not None:
+            # It changed after the start was chosen: by modules loaded for it, or in the notebook before a restart.
+            raise BadFork(why)
+        of_others = [fd for persistent in self._persistent for fd in persistent.fds]
+        of_others += [fd for worker_group in self._side_by_side for fd in worker_group.fds_during_its_run()]
+        return ForkStart([*self.resources.fds(), *of_others])
+
+    def close(self) -> None:
+        for persistent in self._persistent:
+            persistent.abandon()
+        if "resources" in self.__dict__:
+            self.resources.close()
+
+
+def _instead_of_fork(start: Start, why: str) -> Start:
+    if start.is_explicit:
+        raise CannotFork(
+            f'{why[0].upper()}{why[1:]}, so forked ranks could not train. start_method="fork" was asked for; '
+            "leave it out and the ranks start from a clean process instead, or restart the kernel."
+        )
+    return Start("zygote", why)
+
+
+@functools.cache
+def _launcher_of(pid: int) -> Launcher:
+    return Launcher()
+
+
+def default_launcher() -> Launcher:
+    """Return the launcher of this process. A child that inherited its parent's by fork gets its own."""
+    return _launcher_of(os.getpid())
+
+
+def refuse_nested_launch() -> None:
+    world = World.from_env()
+    if world.launch_id:
+        raise NestedLaunch(
+            f"this is rank {world.rank} of a run already, and ranks do not launch ranks. "
+            "In a cell under %%accelerate the processes are there already: call the function directly, or leave "
+            "%%accelerate out. Elsewhere call the launcher in the main program, not inside the function that it runs."
+        )
+
+
+def _load_once(setup: str | None) -> None:
+    """Load modules in the kernel: the first DDP model would otherwise load 0.8 s of modules in every rank.
+
+    It uses a thread, which an interrupt does not reach: a half-imported torch cannot be repaired, and would break the
+    notebook. The interrupt is raised when the import is complete. If everything is loaded, or is being loaded in
+    another thread, which is waited for, an interrupt can break nothing.
+
+    Collections of garbage would take a fifth of the time, and find 6 MB of it, which a later one finds as well.
+    """
+    modules = [*_WARM_MODULES, *([] if setup is None else [setup.partition(":")[0]])]
+    is_loaded = all(module in sys.modules for module in modules)
+
+    def load() -> None:
+        if not is_loaded:
+            untrace()
+        for module in modules:
+            importlib.import_module(module)
+        if setup is not None:
+            load_named(setup)
+
+    if is_loaded:
+        load()
+        return
+    with no_collections(), ThreadPoolExecutor(1, "nbaccel-import") as loader:
+        loader.submit(load).result()
+
+
+_REAPER_S = 1.0
+
+
+class LauncherResources:
+    """Starts the reaper and the zygote when they are first needed and ends them with the process."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.kernel_pidfd = os.pidfd_open(self.pid)
+        self._guarded: set[str] = set()
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._zygote: Zygote | None = None
+        self._folder: str | None = None
+        self._runs = 0
+        atexit.register(self.close)
+
+    def guard(self, line: str) -> None:
+        """Send a line to the reaper, starting it if needed; see `reaper._Watch.learn` for the possible lines."""
+        if line.startswith("-"):
+            self._guarded.discard(line[1:] if line.startswith("-/") else f"+{line[1:]}")
+        else:
+            if line.startswith("="):
+                self._guarded = {said for said in self._guarded if not said.startswith("=")}
+            self._guarded.add(line)
+        if self._reaper is None or self._reaper.poll() is not None:
+            self._start_reaper()
+            line = "\n".join(self._guarded)  # repeat to the new one what the dead one was told
+        assert self._line is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._line.sendall(line.encode() + b"\n")
+
+    def zygote(self) -> Zygote:
+        """Return the zygote; start one if there is none, or none that fits the installed torch."""
+        if self._zygote is not None and not self._zygote.is_usable:
+            self._end_zygote()
+        if self._zygote is None:
+            self._zygote = Zygote(self.kernel_pidfd, has_shell="IPython" in sys.modules)
+            self.guard(f"+{self._zygote.pid}")
+        return self._zygote
+
+    def new_log(self) -> str:
+        """Return the path of the next run's log; the folder is removed with the process."""
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="nbaccel-logs-")  # mode 0700
+            self.guard(self._folder)
+        self._runs += 1
+        return os.path.join(self._folder, f"run-{self._runs}.log")
+
+    def helpers(self) -> dict[int, str]:
+        """Return the purpose of each process that was started, by process id."""
+        named = {}
+        if self._reaper is not None:
+            named[self._reaper.pid] = "reaper, which ends ranks if the kernel dies"
+        if self._zygote is not None:
+            named[self._zygote.pid] = "zygote, a clean process to start ranks from"
+        return named
+
+    def fds(self) -> list[int]:
+        """Return the descriptors that a forked rank must not hold."""
+        held = [] if self._line is None else [self._line.fileno()]
+        return held if self._zygote is None else [*held, self._zygote.fileno()]
+
+    def close(self) -> None:
+        """End the processes that were started.
+
+        Do nothing the second time, or in a process that inherited this object by fork.
+        """
+        if os.getpid() != self.pid or self.kernel_pidfd < 0:
+            return
+        atexit.unregister(self.close)
+        self._end_zygote()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+        if self._reaper is not None and self._line is not None:
+            # A child that the user forked holds a copy of the socket: closing this one alone would not end it.
+            with contextlib.suppress(OSError):
+                self._line.shutdown(socket.SHUT_RDWR)
+            self._line.close()
+            # It stays while there are ranks (a launch in a daemon thread), and ends them once this process is gone.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._reaper.wait(_REAPER_S)
+            self._reaper = self._line = None
+        os.close(self.kernel_pidfd)
+        self.kernel_pidfd = -1  # the number may be reused by now
+
+    def _end_zygote(self) -> None:
+        if self._zygote is not None:
+            zygote, self._zygote = self._zygote, None
+            zygote.close()
+            self.guard(f"-{zygote.pid}")
+
+    def _start_reaper(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        mine, theirs = socket.socketpair()
+        with theirs, undebugged():
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-S", "-E", reaper.__file__, str(self.kernel_pidfd), str(theirs.fileno())],
+                pass_fds=[self.kernel_pidfd, theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+            )
+        self._line = mine

@@ -1,0 +1,301 @@
+"""Let Lightning's `Trainer` and `Fabric` train in the existing ranks. Runs in ranks; imports no Lightning.
+
+In a notebook Lightning counts devices, and starts processes, as in an interactive program. A rank is not interactive:
+devices that are left to Lightning are as many as there are ranks, the processes count as started by torchrun, and a
+strategy that starts its own processes ("ddp_notebook", "ddp_fork", "ddp_spawn") uses the ranks instead. A number of
+devices that differs from that of the ranks is refused, and so are a `Trainer` and a `Fabric` that were made in the
+notebook. `SetUpAnew` serves integrations of other libraries too.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from types import CodeType, ModuleType
+from typing import Any, NoReturn
+
+from nbaccel.base.errors import NestedLaunch, NotInRanks, NotPrepared
+from nbaccel.base.world import World
+from nbaccel.launching.ipc.import_hooks import when_loaded
+
+__all__ = [
+    "SetUpAnew",
+    "join_existing_world",
+    "name_of",
+    "names_in",
+    "refuse",
+]
+
+_FABRICS = ("lightning.fabric", "lightning_fabric")
+_TRAINERS = ("lightning.pytorch", "pytorch_lightning")
+
+
+def join_existing_world(world: World) -> None:
+    """Make this process non-interactive, and make Lightning use `world`. Called once per process."""
+    vars(sys).pop("ps1", None)
+    actions: dict[str, Callable[[ModuleType], None]] = {
+        "lightning_utilities.core.rank_zero": partial(_set_rank, world),
+        "rich.console": _write_text,
+    }
+    for package in _FABRICS:
+        actions |= {
+            f"{package}.utilities.imports": _not_interactive,
+            f"{package}.connector": partial(_count_ranks, world, "_Connector"),
+            f"{package}.plugins.environments.torchelastic": _detect_ranks,
+            f"{package}.plugins.environments.lightning": _keep_environment,
+            f"{package}.fabric": partial(_check_fabrics, world),
+        }
+    for package in _TRAINERS:
+        actions |= {
+            f"{package}.trainer.connectors.accelerator_connector": partial(
+                _count_ranks, world, "_AcceleratorConnector"
+            ),
+            f"{package}.callbacks.progress.rich_progress": _not_interactive,
+            f"{package}.trainer.trainer": partial(_check_trainers, world),
+        }
+    for package in (*_FABRICS, *_TRAINERS):
+        actions |= {
+            f"{package}.strategies.ddp": _use_ranks,
+            f"{package}.strategies.launchers.multiprocessing": partial(_refuse_launcher, world),
+            f"{package}.strategies.launchers.subprocess_script": partial(_refuse_scripts, world),
+        }
+    when_loaded(actions)
+
+
+def _set_rank(world: World, module: Any) -> None:
+    """Set the rank of `rank_zero_only`, which the notebook may have set to 0; "only on rank 0" depends on it."""
+    module.rank_zero_only.rank = world.rank
+
+
+def _write_text(module: Any) -> None:
+    """Make rich, which draws Lightning's bars, write text: its widgets would use the kernel's sockets."""
+    module._is_jupyter = lambda: False
+    console = getattr(sys.modules.get("rich"), "_console", None)
+    if console is not None:
+        console.is_jupyter = False
+
+
+def _not_interactive(module: Any) -> None:
+    if hasattr(module, "_IS_INTERACTIVE"):
+        module._IS_INTERACTIVE = False
+
+
+def _count_ranks(world: World, name: str, module: Any) -> None:
+    """Make devices that are left to Lightning the ranks; by default it counts 1 on CPUs, and GPUs elsewhere."""
+    _not_interactive(module)
+    kind = getattr(module, name)
+    lightnings = kind._set_devices_flag_if_auto_passed
+
+    def _set_devices_flag_if_auto_passed(connector: Any) -> None:
+        if connector._devices_flag == "auto" and connector._num_nodes_flag == 1:
+            connector._devices_flag = world.world_size
+        lightnings(connector)
+
+    kind._set_devices_flag_if_auto_passed = _set_devices_flag_if_auto_passed
+
+
+def _detect_ranks(module: Any) -> None:
+    """Detect torchrun's variables, which the ranks have, even if the notebook runs in a job of SLURM or MPI."""
+    module.TorchElasticEnvironment.detect = staticmethod(lambda: True)
+
+
+def _keep_environment(module: Any) -> None:
+    """Keep WORLD_SIZE, which Lightning removes at the end of a training: the next training would be alone."""
+    module.LightningEnvironment.teardown = lambda environment: None
+
+
+def _use_ranks(module: Any) -> None:
+    kind = module.DDPStrategy
+    lightnings = kind._configure_launcher
+
+    def _configure_launcher(strategy: Any) -> None:
+        strategy._start_method = "popen"  # which starts nothing if the processes exist
+        lightnings(strategy)
+
+    kind._configure_launcher = _configure_launcher
+
+
+def _refuse_launcher(world: World, module: Any) -> None:
+    _not_interactive(module)
+
+    def launch(launcher: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_processes(world)
+
+    module._MultiProcessingLauncher.launch = launch
+
+
+def _refuse_scripts(world: World, module: Any) -> None:
+    def _call_children_scripts(launcher: Any) -> NoReturn:
+        _refuse_processes(world)
+
+    module._SubprocessScriptLauncher._call_children_scripts = _call_children_scripts
+
+
+def _refuse_processes(world: World) -> NoReturn:
+    raise NestedLaunch(
+        f"this is {world.place} of a run already, and ranks do not launch ranks: Lightning's "
+        "launcher was to start processes here. Leave out `strategy` and `plugins`, or write strategy='ddp', and "
+        f"devices={world.world_size}: the ranks are used then."
+    )
+
+
+def _check_trainers(world: World, module: Any) -> None:
+    kind = module.Trainer
+    meet = _refuse_the_notebooks(world, kind, "_accelerator_connector")
+    for name in ("fit", "validate", "test", "predict"):
+        setattr(kind, name, _counted(world, meet, getattr(kind, name), trains=name == "fit"))
+
+
+def _check_fabrics(world: World, module: Any) -> None:
+    kind = module.Fabric
+    meet = _refuse_the_notebooks(world, kind, "_strategy")
+    for name in ("launch", "setup", "setup_module", "setup_optimizers"):
+        setattr(kind, name, _counted(world, meet, getattr(kind, name), trains=name != "launch"))
+
+
+def _refuse_the_notebooks(world: World, kind: type, attribute: str) -> Callable[[object], None]:
+    """Refuse objects that chose devices and a launcher in the notebook; return a function that refuses one at once.
+
+    If the rank is the only one, their choice is right.
+    """
+    anew = SetUpAnew((attribute,), partial(refuse, why="settled there on one process, or on a launcher of its own"))
+    if not world.is_distributed:
+        return lambda owner: None
+    anew.watch(kind)
+    return anew.meet
+
+
+def _counted(
+    world: World, meet: Callable[[object], None], method: Callable[..., Any], trains: bool
+) -> Callable[..., Any]:
+    """Return `method`, refused if the devices are not as many as the ranks.
+
+    With one device each rank may evaluate alone.
+    """
+
+    @functools.wraps(method)
+    def called(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        meet(owner)
+        strategy = owner.strategy
+        devices = getattr(strategy, "num_processes", 1) * getattr(strategy, "num_nodes", 1)
+        if devices != world.world_size and (devices > 1 or trains):
+            _refuse_count(world, type(owner).__name__, devices)
+        return method(owner, *args, **kwargs)
+
+    return called
+
+
+def _refuse_count(world: World, name: str, devices: int) -> NoReturn:
+    instead = f"Write {name}(devices={world.world_size}), or leave devices out."
+    if devices == 1:
+        raise NotPrepared(
+            f"this {name} uses one device, and the run has {world.world_size} ranks: each would train a model of its "
+            f"own on all the data. {instead}"
+        )
+    raise NestedLaunch(
+        f"this {name} wants {devices} processes, and the run has {world.world_size} "
+        f"{'ranks' if world.world_size > 1 else 'rank'}; ranks do not launch ranks. {instead}"
+    )
+
+
+class SetUpAnew:
+    """Watches attributes of a class, through which its objects are seen before they are used.
+
+    A library asks once how many processes there are, and stores the answer in its objects. Those that a rank inherited,
+    or that were sent to it, say "one". They are set up again, or refused, at their first use. They are distinguished by
+    identity from the objects that this process makes: nothing is written into them, and pickles, copies and
+    dictionaries of them are unchanged.
+
+    attributes: names in the dictionary of an object; an object that has none of them yet is being made here.
+    renew: called once with each object that came from the notebook, before the attribute is read or set. It may read
+    and set the attributes itself. If it raises, it is called again at the next use.
+    """
+
+    def __init__(self, attributes: Sequence[str], renew: Callable[[Any], None]) -> None:
+        self._attributes = attributes
+        self._renew = renew
+        self._own: dict[int, weakref.ref[Any]] = {}  # by id: not every class has a hash
+
+    def watch(self, kind: type) -> None:
+        """Watch the objects of `kind`, and of its subclasses, from now on."""
+        for name in self._attributes:
+            setattr(kind, name, _Watched(self, name, vars(kind).get(name)))
+
+    def add(self, value: object) -> None:
+        """Record that this process made `value`, or has set it up."""
+        key = id(value)
+        self._own[key] = weakref.ref(value, lambda _: self._own.pop(key, None))
+
+    def __contains__(self, value: object) -> bool:
+        return id(value) in self._own
+
+    def meet(self, value: object) -> None:
+        """Set `value` up again if it came from the notebook."""
+        if value in self:
+            return
+        came = any(name in vars(value) for name in self._attributes)
+        self.add(value)
+        if came:
+            try:
+                self._renew(value)
+            except BaseException:
+                del self._own[id(value)]
+                raise
+
+
+class _Watched:
+    """One attribute. default: that of the class, used if it is a cached property."""
+
+    def __init__(self, anew: SetUpAnew, name: str, default: Any) -> None:
+        self._anew = anew
+        self._name = name
+        self._default = default
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        if owner is None:
+            return self if self._default is None else self._default
+        self._anew.meet(owner)
+        values = vars(owner)
+        if self._name not in values:
+            if not isinstance(self._default, cached_property):
+                raise AttributeError(f"{type(owner).__name__!r} object has no attribute {self._name!r}")
+            values[self._name] = self._default.func(owner)
+        return values[self._name]
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        self._anew.meet(owner)
+        vars(owner)[self._name] = value
+
+    def __delete__(self, owner: Any) -> None:
+        try:
+            del vars(owner)[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+
+
+def refuse(value: object, why: str) -> NoReturn:
+    """Raise `NotInRanks` for an object of the notebook, with the line to move.
+
+    why: a clause that says what cannot be set up anew.
+    """
+    kind = type(value).__name__
+    line = f"{name_of(value) or kind.lower()} = {kind}(...)"
+    raise NotInRanks(
+        f"this {kind} was made in an earlier cell, outside of the ranks, and {why}. Move the line `{line}` into this "
+        "cell, or into the function that the ranks run."
+    )
+
+
+def name_of(value: object) -> str | None:
+    """Return the notebook's name for `value`; None if it has none."""
+    names = (name for name, held in list(vars(sys.modules["__main__"]).items()) if held is value)
+    return next((name for name in names if not name.startswith("_")), None)
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Return names of attributes and globals in a function's code, and in the functions inside it."""
+    nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(names_in, nested))

@@ -1,0 +1,454 @@
+"""Lets rank 0 alone write a file that every rank of a raw loop saves. Runs in ranks; imports no torch.
+
+In other ranks `torch.save` and the `save_file` of safetensors do nothing if rank 0 saves the same path, and return when
+the file is complete. `torch.load` and `load_file` wait until rank 0 has finished the saves that it has begun, and those
+that this rank has skipped. Ranks that save different paths write them. The saves of rank 0 are listed in a journal, a
+file of the run. Not covered: open files, names such as `from torch import save` of the notebook, `numpy.save`,
+`pickle.dump`: the first file that several ranks open for writing is named, once.
+
+If another rank has made a folder meanwhile, `os.mkdir` raises no error, since a program checks before it makes one. Not
+covered: a folder that a rank removes when another has made it.
+
+Removing and renaming are the same: what a rank removes in its k-th call, and another one has removed in its own, is no
+error. A file that rank 0 has saved is removed by rank 0 alone; it keeps such a file open, and ranks that have not come
+to their own call load from there, so that no rank waits. Not covered: what a rank reads by `open`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import io
+import json
+import os
+import shutil
+import sys
+import time
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from types import FrameType
+from typing import Any, Protocol
+
+from nbaccel.base.notices import is_users
+from nbaccel.base.world import World
+from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.libraries.written_files import is_private_file
+
+__all__ = [
+    "write_one_file",
+]
+
+_LONGEST_WAIT_S = 60.0
+_LONGEST_DELAY_S = 2.0
+"""Seconds that rank 0 may be late for a save that the ranks have in common."""
+_POLL_S = 0.005
+_BEGUN, _DONE, _READ, _MADE, _OPENED, _TOLD = "begun", "done", "read", "made", "opened", "told"
+_REMOVED, _GONE, _PASSED, _HELD = "removed", "gone", "passed", "held"
+_MOST_REMOVED = 1000
+"""Number of a rank's removals that are told to the others: each is a line of the journal."""
+_MOST_OPENED = 100
+"""Number of a rank's files that are compared: the journal is read for each."""
+
+_KNOW_RANKS = (
+    *("nbaccel.", "accelerate.", "deepspeed.", "torch.distributed.", "transformers.trainer"),
+    *("lightning.", "lightning_fabric.", "pytorch_lightning."),
+)
+"""Modules that choose by themselves which ranks save."""
+
+
+def write_one_file(world: World, store_path: str, written: Sequence[Any] = ()) -> None:
+    """Let rank 0 alone write the files that this rank and rank 0 save. Called once per process.
+
+    store_path: a path that is the same in all ranks of the run, in a folder of the run's own.
+    written: files that the notebook has open for writing.
+    """
+    journal = _Journal(f"{store_path}.files")
+    files = _Writer(journal, world.world_size) if world.is_main_process else _Follower(journal, world)
+    when_loaded({"torch": partial(_wrap_torchs, files), "safetensors.torch": partial(_wrap_safetensors, files)})
+    _wrap_mkdir(_Folders(journal))
+    _wrap_removals(files)
+    opened = _OpenedFiles(journal, world)
+    sys.addaudithook(opened.look)  # stays until the process, a rank, ends
+    for file in written:
+        opened.watch(file)
+
+
+class _Journal:
+    """The saves that rank 0 has begun and finished, its loads, and the folders and files of all ranks, one per line."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def note(self, what: str, path: str) -> None:
+        with suppress(OSError), open(self.path, "a") as file:
+            file.write(_line(what, path))
+
+    def count(self, what: str, path: str) -> int:
+        line = _line(what, path)
+        with suppress(OSError), open(self.path) as file:
+            return sum(each == line for each in file)
+        return 0
+
+    def last(self, what: str) -> str:
+        """Return what was noted last as `what`; empty if nothing was."""
+        found = ""
+        with suppress(OSError), open(self.path) as file:
+            for line in file:
+                kind, _, text = line.partition(" ")
+                found = json.loads(text) if kind == what else found
+        return found
+
+    @contextmanager
+    def lock(self, path: str, kind: int) -> Iterator[None]:
+        """Keep a reader of `path` and its writer apart.  kind: `fcntl.LOCK_SH` to read, `fcntl.LOCK_EX` to write."""
+        with ExitStack() as stack:
+            with suppress(OSError):
+                fcntl.flock(stack.enter_context(open(f"{self.path}.{zlib.crc32(os.fsencode(path))}", "w")), kind)
+            yield
+
+
+class _Files(Protocol):
+    """The saving, loading and removing of a rank.
+
+    path: absolute.  saves, loads, removes: functions that do it; `loads` may be given another path.
+    """
+
+    def save(self, path: str, saves: Callable[..., Any]) -> Any: ...
+
+    def load(self, path: str, loads: Callable[..., Any]) -> Any: ...
+
+    def remove(self, path: str, removes: Callable[[], Any]) -> Any: ...
+
+
+class _Removals:
+    """Removals and renamings by the ranks: the k-th call of a rank is that of the others."""
+
+    def __init__(self, journal: _Journal) -> None:
+        self._journal = journal
+        self._removed: Counter[str] = Counter()  # by this rank, or by another for it
+
+    def remove(self, path: str, removes: Callable[[], Any]) -> Any:
+        """Remove `path`, unless another rank has removed it in its own k-th call, and this is the k-th here."""
+        if self._removed.total() >= _MOST_REMOVED:
+            return removes()
+        with self._journal.lock(path, fcntl.LOCK_EX):
+            try:
+                found = removes()
+            except FileNotFoundError:
+                if self._removed[path] >= self._journal.count(_REMOVED, path) or os.path.lexists(path):
+                    raise
+                found = None
+            else:
+                self._journal.note(_REMOVED, path)
+            self._removed[path] += 1
+        return found
+
+
+class _Writer:
+    """Rank 0: saves and removes, and writes it into the journal.
+
+    world_size: of the run.
+    """
+
+    def __init__(self, journal: _Journal, world_size: int) -> None:
+        self._journal = journal
+        self._others = world_size - 1
+        self._saved: set[str] = set()
+        self._removals = _Removals(journal)
+        self._removed: Counter[str] = Counter()
+        self._held: list[tuple[str, int, int]] = []  # path, the number of its removal, and its descriptor
+
+    def remove(self, path: str, removes: Callable[[], Any]) -> Any:
+        below = [each for each in self._saved if each == path or each.startswith(path + os.sep)]
+        if not below:
+            return self._removals.remove(path, removes)
+        self._let_go()
+        for each in below:
+            with suppress(OSError):
+                descriptor = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
+                self._removed[each] += 1
+                self._held.append((each, self._removed[each], descriptor))
+                self._journal.note(
+                    f"{_HELD}:{zlib.crc32(os.fsencode(each))}:{self._removed[each]}",
+                    f"/proc/{os.getpid()}/fd/{descriptor}",
+                )
+                self._journal.note(_REMOVED, each)  # before it is gone
+        try:
+            return removes()
+        finally:
+            for each in below:
+                self._journal.note(_GONE, each)
+
+    def _let_go(self) -> None:
+        """Close files that all ranks have removed, and the oldest ones if they take more than half of what is free."""
+        held = [each for each in self._held if self._journal.count(_PASSED, each[0]) < each[1] * self._others]
+        sizes = [os.fstat(descriptor).st_size for _, _, descriptor in held]
+        while held and sum(sizes) > shutil.disk_usage(os.path.dirname(held[0][0]) or os.sep).free / 2:
+            held, sizes = held[1:], sizes[1:]
+        for each in self._held:
+            if each not in held:
+                os.close(each[2])
+        self._held = held
+
+    def save(self, path: str, saves: Callable[..., Any]) -> Any:
+        self._saved.add(path)
+        self._journal.note(_BEGUN, path)
+        try:
+            with self._journal.lock(path, fcntl.LOCK_EX):
+                return saves()
+        finally:
+            self._journal.note(_DONE, path)
+
+    def load(self, path: str, loads: Callable[..., Any]) -> Any:
+        if path in self._saved:
+            self._journal.note(_READ, path)  # no rank waits here for a save that comes later
+        return loads()
+
+
+class _Follower:
+    """Another rank: its k-th save of a path is rank 0's k-th save of it, and so is its k-th load."""
+
+    def __init__(self, journal: _Journal, world: World) -> None:
+        self._journal = journal
+        self._world = world
+        self._saved: Counter[str] = Counter()
+        self._loaded: Counter[str] = Counter()
+        self._removals = _Removals(journal)
+        self._removed: Counter[str] = Counter()
+        self._is_told = world.rank != 1  # one rank says it
+
+    def save(self, path: str, saves: Callable[..., Any]) -> Any:
+        self._saved[path] += 1
+        number = self._saved[path]
+        is_common = _wait(lambda: self._journal.count(_BEGUN, path) >= number, _LONGEST_DELAY_S)
+        if is_common:
+            _wait(lambda: self._journal.count(_DONE, path) >= number, _LONGEST_WAIT_S)
+        elif not self._journal.count(_BEGUN, path):
+            with self._journal.lock(path, fcntl.LOCK_EX):  # rank 0 may only be late, and saves it over this one then
+                return saves()
+        if not self._is_told and is_users(sys._getframe(2).f_code.co_filename):  # nobody can name a library's files
+            self._is_told = True
+            warnings.warn(
+                f"{os.path.basename(path)} is one file, saved by rank 0 of {self._world.world_size}; other ranks skip "
+                "a path that rank 0 saves. A file of each rank: put the rank into its name, or %%accelerate "
+                "--independent.",
+                stacklevel=3,
+            )
+        return None
+
+    def load(self, path: str, loads: Callable[..., Any]) -> Any:
+        begun = self._journal.count(_BEGUN, path)
+        if not begun and not self._saved[path]:
+            return loads()
+        self._loaded[path] += 1
+        saves, reads = max(begun, self._saved[path]), self._loaded[path]
+
+        def is_complete() -> bool:
+            done = self._journal.count(_DONE, path)
+            return done >= saves or (done >= begun and self._journal.count(_READ, path) >= reads)
+
+        if begun and not _wait(is_complete, _LONGEST_WAIT_S):
+            warnings.warn(
+                f"rank {self._world.rank} loads {path} although rank 0 of {self._world.world_size} has not saved what "
+                f"this rank skipped, in {_LONGEST_WAIT_S:.0f} s. It may be older: let all ranks save it equally often.",
+                stacklevel=3,
+            )
+        with self._journal.lock(path, fcntl.LOCK_SH):
+            number = self._removed[path] + 1
+            if self._journal.count(_REMOVED, path) >= number:  # rank 0 has, and this rank comes to it later
+                held = self._journal.last(f"{_HELD}:{zlib.crc32(os.fsencode(path))}:{number}")
+                if held and os.path.exists(held):
+                    return loads(held)
+            return loads()
+
+    def remove(self, path: str, removes: Callable[[], Any]) -> Any:
+        below = [each for each in self._saved if each == path or each.startswith(path + os.sep)]
+        if not below:
+            return self._removals.remove(path, removes)
+        for each in below:
+            self._removed[each] += 1
+            self._journal.note(_PASSED, each)
+        if not _wait(
+            lambda: all(self._journal.count(_GONE, each) >= self._removed[each] for each in below), _LONGEST_WAIT_S
+        ):
+            return removes()
+        return None
+
+
+class _Folders:
+    """The folders that ranks make."""
+
+    def __init__(self, journal: _Journal) -> None:
+        self._journal = journal
+        self._made: Counter[str] = Counter()  # by this rank, or by another for it
+
+    def make(self, path: str, makes: Callable[[], None]) -> None:
+        """Make the folder `path`, unless another rank has made it in its own k-th call, and this is the k-th here."""
+        with self._journal.lock(path, fcntl.LOCK_EX):
+            try:
+                makes()
+            except FileExistsError:
+                if self._made[path] >= self._journal.count(_MADE, path) or not os.path.isdir(path):
+                    raise
+            else:
+                self._journal.note(_MADE, path)
+            self._made[path] += 1
+
+
+class _OpenedFiles:
+    """The files that this rank opens for writing, compared with those of other ranks."""
+
+    def __init__(self, journal: _Journal, world: World) -> None:
+        self._journal = journal
+        self._world = world
+        self._known: set[str] = set()
+        self._is_over = self._is_looking = False
+
+    def look(self, event: str, args: tuple[Any, ...]) -> None:
+        """Record an event of Python's; cheap for all but the opening of files, and never raises."""
+        if event != "open" or self._is_over or self._is_looking:
+            return
+        self._is_looking = True  # files opened meanwhile belong to this class
+        try:
+            path, mode = args[0], args[1]
+            if isinstance(mode, str) and mode[:1] in "wa" and isinstance(path, (str, bytes, os.PathLike)):
+                self._note(os.path.abspath(os.fsdecode(path)), "is opened for writing")
+        except Exception:  # an error here would appear as an error of the program's `open`
+            self._is_over = True
+        finally:
+            self._is_looking = False
+
+    def watch(self, file: Any) -> None:
+        """Record the first write to a file that the notebook has open, whatever writes: a handler, a `csv.writer`.
+
+        file: of Python's own classes. All of them call the `write` of the file below, which writes to the descriptor.
+        """
+        with suppress(Exception):  # a file without one is not watched
+            while not isinstance(file, io.FileIO):
+                file = file.buffer if isinstance(file, io.TextIOWrapper) else file.raw
+            path = os.path.abspath(os.readlink(f"/proc/self/fd/{file.fileno()}"))
+            if "write" not in vars(file) and not is_private_file(path):
+                vars(file)["write"] = partial(self._first_write, file, path)
+
+    def _first_write(self, file: Any, path: str, data: Any) -> Any:
+        del vars(file)["write"]  # the class's own is back
+        if not self._is_over:
+            self._is_looking = True
+            with suppress(Exception):
+                self._note(path, "is open in the notebook and written")
+            self._is_looking = False
+        return file.write(data)
+
+    def _note(self, path: str, how: str) -> None:
+        if path in self._known or path.startswith(self._journal.path) or is_private_file(path):
+            return
+        self._known.add(path)
+        self._is_over = len(self._known) >= _MOST_OPENED
+        with self._journal.lock("", fcntl.LOCK_EX):
+            self._journal.note(_OPENED, path)
+            if self._journal.count(_OPENED, path) < 2:
+                return
+            self._is_over = True
+            if self._journal.count(_TOLD, ""):
+                return
+            self._journal.note(_TOLD, "")
+        name, ranks = os.path.basename(path), self._world.world_size
+        sys.stdout.write(
+            f"nbaccel: {name} {how} by more than one of {ranks} ranks: lines that are added stand "
+            "there once for each rank, and of a whole file the last rank's is left. Let one rank write it (if "
+            "accelerator.is_main_process:), or put the rank into its name\n"
+        )
+        sys.stdout.flush()
+
+
+def _wrap_mkdir(folders: _Folders) -> None:
+    makes = os.mkdir
+
+    @functools.wraps(makes)
+    def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (caller := f"{frame.f_globals.get('__name__')}.").startswith(("os.", "pathlib.")):
+            frame = frame.f_back
+        if dir_fd is not None or caller.startswith(("tempfile.", *_KNOW_RANKS)):
+            makes(path, mode, dir_fd=dir_fd)
+        else:
+            folders.make(os.path.abspath(os.fsdecode(path)), partial(makes, path, mode))
+
+    os.mkdir = mkdir
+
+
+def _wrap_removals(files: _Files) -> None:
+    for module, name in ((os, "remove"), (os, "unlink"), (os, "rename"), (os, "replace"), (shutil, "rmtree")):
+        setattr(module, name, _removing(getattr(module, name), files))
+
+
+def _removing(real: Callable[..., Any], files: _Files) -> Callable[..., Any]:
+    """Return `real`, which removes or moves its first argument, called through `files` for programs."""
+
+    @functools.wraps(real)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        path = args[0] if args else kwargs.get("path", kwargs.get("src"))
+        frame: FrameType | None = sys._getframe(1)
+        inner = ("os.", "pathlib.")
+        while frame is not None and (caller := f"{frame.f_globals.get('__name__')}.").startswith(inner):
+            frame = frame.f_back
+        known = ("shutil.", "tempfile.", "multiprocessing.", *_KNOW_RANKS)
+        if not isinstance(path, (str, os.PathLike)) or "dir_fd" in kwargs or caller.startswith(known):
+            return real(*args, **kwargs)
+        return files.remove(os.path.abspath(os.fsdecode(path)), partial(real, *args, **kwargs))
+
+    return call
+
+
+def _wrap_torchs(files: _Files, torch: Any) -> None:
+    for name, wrapped in (
+        ("save", _wrapped(torch.save, files.save, 1, "f")),
+        ("load", _wrapped(torch.load, files.load, 0, "f")),
+    ):
+        setattr(torch, name, wrapped)
+        setattr(torch.serialization, name, wrapped)  # where pickle finds it
+
+
+def _wrap_safetensors(files: _Files, module: Any) -> None:
+    module.save_file = _wrapped(module.save_file, files.save, 1, "filename")
+    module.load_file = _wrapped(module.load_file, files.load, 0, "filename")
+
+
+def _wrapped(
+    function: Callable[..., Any], act: Callable[[str, Callable[[], Any]], Any], position: int, name: str
+) -> Callable[..., Any]:
+    """Return `function`, called through `act` if a program gives it a path.  position, name: of that argument."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = args[position] if len(args) > position else kwargs.get(name)
+        caller = f"{sys._getframe(1).f_globals.get('__name__')}."
+        if not isinstance(given, (str, os.PathLike)) or caller.startswith(_KNOW_RANKS):
+            return function(*args, **kwargs)
+
+        def does(path: str | None = None) -> Any:
+            if path is None:
+                return function(*args, **kwargs)
+            if len(args) > position:
+                return function(*args[:position], path, *args[position + 1 :], **kwargs)
+            return function(*args, **{**kwargs, name: path})
+
+        return act(os.path.abspath(os.fsdecode(given)), does)
+
+    return call
+
+
+def _line(what: str, path: str) -> str:
+    return f"{what} {json.dumps(path)}\n"
+
+
+def _wait(is_so: Callable[[], bool], longest_s: float) -> bool:
+    """Wait until `is_so` is true; return whether it is."""
+    until = time.monotonic() + longest_s
+    while not (result := is_so()) and time.monotonic() < until:
+        time.sleep(_POLL_S)  # ended by rank 0's line, or by the limit
+    return result

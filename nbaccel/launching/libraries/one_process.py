@@ -1,0 +1,369 @@
+"""Make libraries in a rank forget that the notebook ran in one process with all GPUs. Runs in ranks; imports none.
+
+Accelerate and transformers find the rank and the world again (`forget_one_process`), and libraries that count GPUs by
+local rank use the only GPU that this rank sees (`let_the_local_rank_be_the_only_card`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+from nbaccel.base.errors import NotInRanks
+from nbaccel.base.world import World
+from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.libraries.existing_world import SetUpAnew, name_of, names_in, refuse
+from nbaccel.namespace.wrappers import MADE_WITH
+
+__all__ = [
+    "forget_one_process",
+    "let_the_local_rank_be_the_only_card",
+]
+
+_STATES = ("PartialState", "AcceleratorState", "GradientState")
+_ASKS_FOR_THE_WORLD = frozenset(
+    {"num_processes", "process_index", "world_size", "prepare", "prepare_model", "prepare_deepspeed", "prepare_fsdp"}
+)
+"""Names in a constructor that show that its numbers, or the models that it holds, were made for one process."""
+
+_PLUGINS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
+
+
+def forget_one_process(world: World) -> None:
+    """Make accelerate and transformers determine the rank and the world again. Called once per process.
+
+    Accelerate keeps one state per process: in a rank it is as in a new process. A transformers `TrainingArguments` or
+    `Trainer`, and an accelerate `Accelerator`, that came from the notebook get the rank, the world and the device at
+    their first use; objects that cannot be set up again are refused with the line to move. Not covered: numbers that
+    the user's program derived from them in the notebook.
+
+    If this rank is the only one, nothing changes: the notebook's values are right here, too.
+    """
+    when_loaded({"accelerate.accelerator": _note_settings})
+    if not world.is_distributed:
+        return
+    states = _States()
+    prepared = SetUpAnew(("gradient_state",), _refuse_prepared)
+    when_loaded(
+        {
+            "accelerate.state": states.forget,
+            "accelerate.accelerator": functools.partial(_watch_accelerators, states),
+            "accelerate.optimizer": lambda module: prepared.watch(module.AcceleratedOptimizer),
+            "accelerate.scheduler": lambda module: prepared.watch(module.AcceleratedScheduler),
+            "accelerate.data_loader": functools.partial(_watch_loaders, prepared),
+            "accelerate.logging": states.set_up_for_loggers,
+            "transformers.training_args": _watch_arguments,
+            "transformers.trainer": _watch_trainers,
+        }
+    )
+
+
+# --- accelerate --------------------------------------------------------------------------------------------------
+
+
+class _States:
+    """Accelerate's three states, each shared by all objects of its class in a process."""
+
+    def __init__(self) -> None:
+        self._notebooks: dict[str, dict[str, Any]] = {name: {} for name in _STATES}
+
+    def forget(self, module: Any) -> None:
+        """Empty the states, and keep their values; make an object that was sent to this rank share the rank's state."""
+        for name in _STATES:
+            kind = getattr(module, name)
+            self._notebooks[name] = dict(kind._shared_state)
+            kind._shared_state.clear()
+            kind.__setstate__ = lambda state, values: self._share(state, values)
+        self._set_up_at_first_use(module.PartialState)
+
+    def of_notebook(self, name: str) -> Mapping[str, Any]:
+        """Return the notebook's values of the state of that name."""
+        return self._notebooks[name]
+
+    def _share(self, state: Any, values: dict[str, Any]) -> None:
+        self._notebooks[type(state).__name__] = values
+        state.__dict__ = state._shared_state
+
+    def _set_up_at_first_use(self, kind: Any) -> None:
+        """Set up a `PartialState` without an Accelerator: one of the notebook, or one that a library makes first.
+
+        Without the argument "cpu", accelerate takes a process without a GPU for the only one.
+        """
+        begins, missing = kind.__init__, kind.__getattr__
+
+        @functools.wraps(begins)
+        def begin(state: Any, cpu: bool = False, **kwargs: Any) -> None:
+            begins(state, cpu or (not kind._shared_state and _is_on_cpu()), **kwargs)
+
+        def attribute(state: Any, name: str) -> Any:
+            if kind._shared_state or name.startswith("__"):
+                return missing(state, name)
+            self._set_up(kind)
+            return getattr(state, name)
+
+        kind.__init__, kind.__getattr__ = begin, attribute
+
+    def _set_up(self, kind: Any) -> None:
+        kind(self._notebooks["PartialState"].get("_cpu", False))
+
+    def set_up_for_loggers(self, module: Any) -> None:
+        """Let accelerate's loggers work, which need a state, if the notebook had set up one."""
+        logs = module.MultiProcessAdapter.log
+
+        @functools.wraps(logs)
+        def log(adapter: Any, *args: Any, **kwargs: Any) -> None:
+            if self._notebooks["PartialState"] and not module.PartialState._shared_state:
+                self._set_up(module.PartialState)
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 2) + 1  # this frame
+            logs(adapter, *args, **kwargs)
+
+        module.MultiProcessAdapter.log = log
+
+
+def _note_settings(module: Any) -> None:
+    """Record in every Accelerator the arguments that it was made with: the notebook gets one like it."""
+    begins = module.Accelerator.__init__
+
+    @functools.wraps(begins)
+    def begin(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+        begins(accelerator, *args, **kwargs)
+        vars(accelerator)[MADE_WITH] = args, kwargs
+
+    module.Accelerator.__init__ = begin
+
+
+def _is_on_cpu() -> bool:
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+
+
+def _watch_accelerators(states: _States, module: Any) -> None:
+    kind = module.Accelerator
+    SetUpAnew(("state", "gradient_state"), functools.partial(_renew_accelerator, states, module)).watch(kind)
+    prepares = kind.prepare_model
+    models = SetUpAnew((), lambda model: None)
+
+    @functools.wraps(prepares)
+    def prepare_model(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if model not in models and getattr(model, "_is_accelerate_prepared", False):
+            # An accelerator of the notebook prepared it, for one process: nothing would be wrapped here.
+            model._is_accelerate_prepared = False
+        wrapped = prepares(accelerator, model, *args, **kwargs)
+        models.add(wrapped)
+        return wrapped
+
+    kind.prepare_model = prepare_model
+
+
+def _renew_accelerator(states: _States, module: Any, accelerator: Any) -> None:
+    """Set `accelerator` up again, with its own settings, for this rank."""
+    values = vars(accelerator)
+    if any(values.get(name) for name in ("_models", "_optimizers", "_schedulers", "_dataloaders")):
+        refuse(accelerator, "what it prepared there belongs to one process")
+    if any(os.environ.get(name, "").lower() == "true" for name in _PLUGINS):
+        refuse(accelerator, "its plugins were set up for one process")
+    was = states.of_notebook("AcceleratorState")
+    accumulation = states.of_notebook("GradientState").get("plugin_kwargs", {})
+    groups = values.get("init_handler")
+    values["state"] = module.AcceleratorState(
+        mixed_precision=was.get("_mixed_precision"),
+        cpu=was.get("_cpu", False),
+        dynamo_plugin=was.get("dynamo_plugin"),
+        _from_accelerator=True,
+        **(groups.to_kwargs() if groups is not None else {}),
+    )
+    plugin = module.GradientAccumulationPlugin(**accumulation)
+    values["gradient_state"] = module.GradientState(gradient_accumulation_plugin=plugin)
+    if not values["state"].is_main_process:
+        values["trackers"] = []  # the notebook's process was the main one
+
+
+def _watch_loaders(prepared: SetUpAnew, module: Any) -> None:
+    prepared.watch(module.DataLoaderShard)
+    prepared.watch(module.DataLoaderDispatcher)
+
+
+def _refuse_prepared(value: object) -> NoReturn:
+    name = name_of(value)
+    raise NotInRanks(
+        f"{f'`{name}`' if name else f'this {type(value).__name__}'} was prepared in an earlier cell, for one process: "
+        "each rank would train on all the data by itself. Move the line `accelerator.prepare(...)` into "
+        "this cell, or into the function that the ranks run, and give it what was not prepared yet."
+    )
+
+
+# --- transformers ------------------------------------------------------------------------------------------------
+
+
+def _watch_arguments(module: Any) -> None:
+    names = ("_setup_devices", "distributed_state", "_n_gpu")
+    SetUpAnew(names, functools.partial(_renew_arguments, module.TrainingArguments, names)).watch(
+        module.TrainingArguments
+    )
+
+
+def _renew_arguments(kind: type, names: tuple[str, ...], arguments: Any) -> None:
+    """Find the world, the rank, the device and the number of GPUs for `arguments`."""
+    if _asks_for_the_world(type(arguments), kind, "__post_init__"):
+        refuse(arguments, "it worked out its numbers for one process")
+    values = vars(arguments)
+    for name in names:
+        values.pop(name, None)
+    _renew_precision(arguments)
+    with _states_stay():
+        _ = arguments._setup_devices
+
+
+def _renew_precision(arguments: Any) -> None:
+    """Set the precision to that of the arguments, else to the default of the ranks."""
+    own = "fp16" if arguments.fp16 else "bf16" if arguments.bf16 else None
+    variable = "ACCELERATE_MIXED_PRECISION"
+    if "mixed_precision" not in vars(arguments):  # transformers 4 passes it to accelerate by the environment
+        if own is not None:
+            os.environ[variable] = own
+    elif own is None:
+        arguments.mixed_precision = os.environ.get(variable, "no")
+
+
+@contextmanager
+def _states_stay() -> Iterator[None]:
+    """Keep the states that this rank's own code has set up already: making arguments drops them."""
+    module: Any = sys.modules["accelerate.state"]
+    shared = [module.PartialState._shared_state, module.AcceleratorState._shared_state]
+    before = [dict(state) for state in shared]
+    yield
+    for state, values in zip(shared, before, strict=True):
+        if values:
+            state.clear()
+            state.update(values)
+
+
+def _watch_trainers(module: Any) -> None:
+    kind = module.Trainer
+    anew = SetUpAnew(("accelerator",), functools.partial(_renew_trainer, module))
+    anew.watch(kind)
+    for name in ("train", "evaluate", "predict"):
+        setattr(kind, name, _after_meeting(anew, getattr(kind, name)))
+    creates = kind.create_accelerator_and_postprocess
+
+    @functools.wraps(creates)
+    def create_accelerator_and_postprocess(trainer: Any) -> None:
+        _ = trainer.args.device  # as in a script: the arguments come first, and give accelerate device and precision
+        creates(trainer)
+
+    kind.create_accelerator_and_postprocess = create_accelerator_and_postprocess
+
+
+def _after_meeting(anew: SetUpAnew, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def called(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        anew.meet(trainer)
+        return method(trainer, *args, **kwargs)
+
+    return called
+
+
+def _renew_trainer(module: Any, trainer: Any) -> None:
+    """Give `trainer` an accelerator of this rank, and redo what its constructor derived from the notebook's."""
+    if _asks_for_the_world(type(trainer), module.Trainer, "__init__"):
+        refuse(trainer, "its constructor worked out numbers, or prepared models, for one process")
+    arguments = trainer.args
+    # The constructor seeds: the order of samples follows from this, and each rank has a seed of its own by now.
+    (module.enable_full_determinism if arguments.full_determinism else module.set_seed)(arguments.seed)
+    vars(trainer).pop("accelerator", None)
+    trainer.create_accelerator_and_postprocess()
+    trainer._train_batch_size = arguments.train_batch_size
+    trainer.state.is_local_process_zero = trainer.is_local_process_zero()
+    trainer.state.is_world_process_zero = trainer.is_world_process_zero()
+    # What a training or an evaluation in the notebook left is prepared for one process.
+    vars(trainer).pop("_eval_dataloaders", None)
+    for name, inner in (("optimizer", "optimizer"), ("lr_scheduler", "scheduler")):
+        wrapper = vars(trainer).get(name)
+        if type(wrapper).__module__.startswith("accelerate."):
+            setattr(trainer, name, getattr(wrapper, inner))
+    trainer.model_wrapped = trainer.model
+    if trainer.model is not None and trainer.place_model_on_device:
+        trainer._move_model_to_device(trainer.model, arguments.device)
+
+
+def _asks_for_the_world(kind: type, library: type, method: str) -> bool:
+    """Return whether a class between `kind` and the `library`'s own has a constructor that depends on the world."""
+    classes = kind.__mro__[: kind.__mro__.index(library)]
+    codes = [getattr(vars(one).get(method), "__code__", None) for one in classes]
+    return any(code is not None and names_in(code) & _ASKS_FOR_THE_WORLD for code in codes)
+
+
+def let_the_local_rank_be_the_only_card(world: World) -> None:
+    """Patch these functions, in a rank that sees one GPU of several. Called once per process.
+
+    Accelerate passes the local rank as the device to `DistributedDataParallel` and `torch.distributed.barrier`, and
+    others call `torch.cuda.set_device` with it. In a rank that sees only its own GPU, this number means that GPU. Not
+    covered: the number in a `torch.device` or in `.to`, which torch reads in compiled code.
+    """
+    if world.local_rank == 0:
+        return  # that is its number anyway
+    own = partial(_own, world.local_rank)
+    when_loaded(
+        {
+            "torch.cuda": partial(_set_device, own),
+            "torch.distributed.distributed_c10d": partial(_barrier, own),
+            "torch.nn.parallel.distributed": partial(_parallel, own),
+        }
+    )
+
+
+def _own(local_rank: int, device: Any) -> Any:
+    """Return `device`, with 0 in place of the local rank, as a number, a text or a `torch.device`.
+
+    A program that has made more GPUs visible, by the variable and before CUDA began, means the number as it is.
+    """
+    torch: Any = sys.modules["torch"]
+    if torch.cuda.device_count() > 1:
+        return device
+    if type(device) is list:
+        return [_own(local_rank, each) for each in device]
+    named = torch.device(device) if type(device) is str and device.startswith("cuda") else device
+    number = named.index if type(named) is torch.device and named.type == "cuda" else named
+    return 0 if type(number) is int and number == local_rank else device
+
+
+def _set_device(own: Callable[[Any], Any], module: Any) -> None:
+    torchs = module.set_device
+
+    @functools.wraps(torchs)
+    def set_device(device: Any) -> None:
+        torchs(own(device))
+
+    module.set_device = set_device
+
+
+def _barrier(own: Callable[[Any], Any], module: Any) -> None:
+    torchs = module.barrier
+
+    @functools.wraps(torchs)
+    def barrier(*args: Any, **kwargs: Any) -> Any:
+        if "device_ids" in kwargs:
+            kwargs["device_ids"] = own(kwargs["device_ids"])
+        return torchs(*args, **kwargs)
+
+    module.barrier = barrier
+    package = sys.modules.get("torch.distributed")
+    if getattr(package, "barrier", None) is torchs:
+        vars(package)["barrier"] = barrier
+
+
+def _parallel(own: Callable[[Any], Any], module: Any) -> None:
+    kind = module.DistributedDataParallel
+    torchs = kind.__init__
+
+    @functools.wraps(torchs)
+    def init(
+        parallel: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any
+    ) -> None:
+        torchs(parallel, module, own(device_ids), own(output_device), *args, **kw)
+
+    kind.__init__ = init

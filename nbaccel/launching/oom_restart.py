@@ -1,0 +1,487 @@
+"""Restart after memory ran out: whether a run starts again, smaller, and why if not. Runs in the kernel.
+
+`OomRestartPolicy` decides and words, between one attempt and the next; `Launcher` acts. The effective batch does not
+change: the ranks of the next attempt cut every batch of a training loop into more parts (`RunSettings.split`).
+`PartsRestartPolicy` restarts a run that failed on its first part of a batch, for no want of memory, with whole ones.
+`RunRecorder` keeps what the policy reads, one for each attempt: it receives the ranks' events, which outlive the ranks.
+`OomKillWatch` finds out whether the system's out-of-memory killer ended a rank, which reports nothing then: it compares
+the control group's own count before and after. `raise_oom_score` has it choose a rank before the notebook.
+
+Reasons: docs/design/out-of-memory.md
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nbaccel.base.demand import WHAT_HELPS, Demand, in_words
+from nbaccel.base.events import Checkpoint, Event, LoopEntered, Memory, Opened, OutOfMemory, Progress
+from nbaccel.base.failures import Failure
+from nbaccel.base.hardware import Gpu, out_of_memory_kills, usable_memory
+from nbaccel.base.quantities import in_gb
+from nbaccel.base.settings import SHRINK, WHOLE, RunSettings
+from nbaccel.launching.ipc.reports import ErrorLink, Place, signal_name
+from nbaccel.launching.ipc.spec import LaunchSpec
+from nbaccel.launching.kernel_models import KernelHolding
+from nbaccel.launching.processes.supervisor import RunResult
+
+__all__ = [
+    "GiveUp",
+    "LaunchAttempt",
+    "OomKillWatch",
+    "OomRestartPolicy",
+    "PartsRestartPolicy",
+    "Restart",
+    "RunRecorder",
+    "wait_for_memory",
+]
+
+_MOST_RESTARTS = 5
+_LONGEST_LOSS_S = 600.0
+_NAMES_SHOWN = 3
+_KERNEL_IS_TO_BLAME = 0.5
+"""Share of a device from which the memory that the notebook itself holds there is taken for the cause."""
+
+_WORTH_SAYING = 0.005
+"""Share of a device that the notebook holds, below which it is not mentioned."""
+
+_UNKNOWN_BATCH = 1000
+
+_LONGEST_ERROR = 100
+
+_LONGEST_RELEASE_S = 2.0
+_RELEASE_LOOK_S = 0.05
+_NOISE_BYTES = 100_000_000
+"""Bytes that others, or the notebook, may have taken of a GPU meanwhile; a rank's context alone is more."""
+
+_WHAT_HELPS = f"Smaller batches do not help; what does: {WHAT_HELPS}"
+
+_OPTIMIZERS = os.path.join("torch", "optim", "")
+"""Part of the path of a traceback's line: activations are freed by then, and smaller batches may not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchAttempt:
+    """One ended run of a spec, and the observations of it."""
+
+    spec: LaunchSpec
+    ended: RunResult
+    recorder: RunRecorder
+    host: OomKillWatch
+
+
+def _new_checkpoint(attempt: LaunchAttempt) -> str:
+    """Return the newest checkpoint of a run that saves itself and whose loop can begin in the middle; else nothing.
+
+    Without one, the next attempt begins where this one did.
+    """
+    saves_itself = attempt.spec.settings.checkpoint_every is not None
+    return attempt.recorder.checkpoint if saves_itself and attempt.recorder.announces_epochs else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Decision to start the run again. line: the text for the user."""
+
+    spec: LaunchSpec
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Decision that the run is over. report: the text on memory beside the error; empty if it has another cause."""
+
+    report: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """A request for memory that was refused.
+
+    places: the lines that led to it.
+    """
+
+    rank: int
+    places: tuple[Place, ...]
+    demand: Demand
+
+    @classmethod
+    def of(cls, rank: int, link: ErrorLink) -> _Refusal | None:
+        return None if link.demand is None else cls(rank, tuple(link.places), link.demand)
+
+    def hopeless(self, loop: LoopEntered, earlier: Sequence[tuple[_Refusal, LoopEntered]]) -> str:
+        """Return why no batch would fit, with sizes; empty if that is not known.
+
+        loop: the loop of the request.  earlier: the requests of earlier attempts, with their loops.
+        """
+        demand = self.demand
+        if demand.is_beyond_the_limit:
+            return (
+                f"parameters ({in_words(demand.parameters_bytes)}), gradients "
+                f"({in_words(demand.gradients_bytes)}), optimizer states ({in_words(demand.states_bytes)}) and "
+                f"the {in_words(demand.asked_bytes)} that were asked for exceed the limit of "
+                f"{in_words(demand.limit_bytes)} without any batch. {_WHAT_HELPS}"
+            )
+        for other, other_loop in earlier:
+            one, larger = _samples_at_once(loop), _samples_at_once(other_loop)
+            is_alike = other.rank == self.rank and other.places == self.places
+            if is_alike and demand.is_hopeless(one, other.demand, larger):
+                needed_bytes = demand.needed_for_one(one, other.demand, larger)
+                return (
+                    f"the same {in_words(demand.asked_bytes)} were asked for at the same line as with "
+                    f"{_sizes(other_loop, other_loop.parts)}, and a single sample would not fit either: "
+                    f"{in_words(demand.used_bytes)} were in use (with {_sizes(other_loop, other_loop.parts)}: "
+                    f"{in_words(other.demand.used_bytes)}), the limit is {in_words(demand.limit_bytes)}, and "
+                    f"one sample needs {in_words(needed_bytes)}. {_WHAT_HELPS}"
+                )
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Death:
+    """A rank's death of memory.
+
+    how: "ran out of memory".  why: the known or likely reason.
+    doubt: a sign against memory, or against smaller batches, if it occurs a second time; empty for none.
+    refusal: the request for memory that it died of, if one is known.
+    """
+
+    rank: int
+    how: str
+    why: str = ""
+    doubt: str = ""
+    refusal: _Refusal | None = None
+
+    @classmethod
+    def of(cls, attempt: LaunchAttempt) -> _Death | None:
+        """Return the death of memory; None if the run ended well, was stopped, or failed for another reason."""
+        ended, rank = attempt.ended, attempt.ended.first_failed
+        if rank is None or ended.is_interrupted or ended.is_timed_out or ended.hang is not None:
+            return None
+        report = ended.reports[rank]
+        if report is None:
+            if ended.exit_codes[rank] != -signal.SIGKILL:
+                return None
+            doubt = "nothing shows that memory ran out" if attempt.host.kills == 0 else ""
+            return cls(rank, f"was killed by {signal_name(signal.SIGKILL)}", attempt.host.explain_kill(), doubt=doubt)
+        if (link := report.cause) is None:
+            return None
+        match link.kind:
+            case Failure.OUT_OF_MEMORY if any(_OPTIMIZERS in place[0] for place in link.places):
+                where = "the optimizer's step"
+                return cls(rank, "ran out of memory", "in an optimizer's step", where, _Refusal.of(rank, link))
+            case Failure.OUT_OF_MEMORY:
+                return cls(rank, "ran out of memory", refusal=_Refusal.of(rank, link))
+            case Failure.DEVICE_LOST:
+                return cls(rank, "lost its device", link.headline[-1], doubt=link.headline[-1])
+            case _:
+                return None
+
+
+class OomRestartPolicy:
+    """Restart policy of one run, asked after every attempt.
+
+    holdings: returns the memory that the notebook itself holds on devices.
+    """
+
+    def __init__(self, holdings: Callable[[], Sequence[KernelHolding]] = tuple) -> None:
+        self._holdings = holdings
+        self._restarts = 0
+        self._left_behind: dict[str, None] = {}  # an ordered set
+        self._doubts: set[str] = set()
+        self._refusals: list[tuple[_Refusal, LoopEntered]] = []
+
+    def after(self, attempt: LaunchAttempt) -> Restart | GiveUp:
+        """Decide what follows `attempt`."""
+        death = _Death.of(attempt)
+        if death is None:
+            return GiveUp()
+        loop = attempt.recorder.loop(death.rank)
+        held = [holding for holding in self._holdings() if holding.nbytes]
+        checkpoint = _new_checkpoint(attempt)
+        happened = f"rank {death.rank} {death.how}{_at(loop)}{death.why and f' ({death.why})'}"
+        reason = self._reason_to_stop(attempt, death, loop, held, checkpoint)
+        if reason or loop is None:
+            return GiveUp("; ".join([happened, f"not started again: {reason}", *_said_of(held)]) + ".")
+        self._restarts += 1
+        self._doubts.add(death.doubt)
+        if death.refusal is not None:
+            self._refusals.append((death.refusal, loop))
+        spec = _smaller(attempt.spec, attempt.ended, loop, checkpoint)
+        return Restart(spec, "; ".join([happened, *self._said(attempt, loop, spec), *_said_of(held)]))
+
+    def _reason_to_stop(
+        self,
+        attempt: LaunchAttempt,
+        death: _Death,
+        loop: LoopEntered | None,
+        held: Sequence[KernelHolding],
+        checkpoint: str,
+    ) -> str:
+        """Return why the run is not started again; empty if it is."""
+        if loop is None:
+            return "nothing of ours can be cut, since no batch of a DataLoader had been handed out"
+        if loop.obstacle:
+            return f"nothing of ours can be cut, since {loop.obstacle}"
+        if loop.parts < (attempt.spec.settings.split or 1):
+            return "batches of this loop came whole all the same"
+        if attempt.recorder.smallest:
+            return f"forward_backward has cut the batches down to {_samples(attempt.recorder.smallest)} already"
+        large = [holding for holding in held if holding.share > _KERNEL_IS_TO_BLAME]
+        if large:
+            return f"smaller batches do not help where the notebook itself holds {large[0].share:.0%} of the device"
+        hopeless = "" if death.refusal is None else death.refusal.hopeless(loop, self._refusals)
+        if hopeless:
+            return hopeless
+        if death.doubt and death.doubt in self._doubts:
+            return "it was the same with larger batches, so smaller ones will not help"
+        parts = _parts_of_next(loop)
+        if attempt.spec.stays:
+            return (
+                "ranks that stay never are (--oom is for cells that have ranks of their own: after %accelerate stop "
+                f"this one would go on {_in_parts(loop, parts)})"
+            )
+        if attempt.spec.oom != SHRINK:
+            return f"--oom shrink, or oom='shrink' in a launch, would go on {_in_parts(loop, parts)}"
+        if attempt.spec.no_restart:
+            return f"{attempt.spec.no_restart} it would go on {_in_parts(loop, parts)}"
+        if self._restarts >= _MOST_RESTARTS:
+            return f"it was {_MOST_RESTARTS} times already"
+        if attempt.ended.seconds > _LONGEST_LOSS_S and not checkpoint:
+            minutes = attempt.ended.seconds / 60
+            return (
+                f"{minutes:.0f} minutes of work would be lost, and there is no checkpoint to go on from (by hand: a "
+                f"batch_size of {_half(loop)} and twice the accumulation)"
+            )
+        return ""
+
+    def _said(self, attempt: LaunchAttempt, loop: LoopEntered, spec: LaunchSpec) -> list[str]:
+        """Return what changes in the next attempt, that of `spec`, and what the earlier ones leave behind."""
+        parts = _parts_of_next(loop)
+        resume = spec.settings.resume
+        whence = "" if resume is None else f" from {resume or 'the newest checkpoint'}"
+        said = [
+            f"started again{whence} {_in_parts(loop, parts)}{_effective(loop, attempt.spec.world_size)}",
+        ]
+        rounds = -(-parts // loop.sharing_ranks)
+        if rounds > 1:
+            said.append(f"the loop's body runs {rounds} times per batch, each loss weighed as a mean over its samples")
+        if loop.batch_norms:
+            said.append(f"BatchNorm layers see the samples of one part at a time: {_some(loop.batch_norms)}")
+        self._left_behind |= dict.fromkeys([*attempt.recorder.opened, *attempt.ended.open_files])
+        if self._left_behind:
+            whose = "the first attempt" if self._restarts == 1 else "earlier attempts"
+            said.append(f"files and trackers {whose} opened: {', '.join(self._left_behind)}")
+        return said
+
+
+def wait_for_memory(gpus: Sequence[Gpu], ended: RunResult, look: Callable[[], Sequence[Gpu]]) -> None:
+    """Wait until the driver has freed the memory of killed ranks, for at most 2 s.
+
+    It frees the memory of a killed process some 100 ms late, and the next attempt would find it taken.
+    gpus: those of the attempt, as they were before it.  look: returns their present state.
+    """
+    if not gpus or not any(code < 0 for code in ended.exit_codes):
+        return
+    before = {gpu.uuid: gpu.used_bytes for gpu in gpus}
+    deadline = time.monotonic() + _LONGEST_RELEASE_S
+    while any(gpu.used_bytes > before.get(gpu.uuid, gpu.used_bytes) + _NOISE_BYTES for gpu in look()):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_RELEASE_LOOK_S)
+
+
+def _smaller(spec: LaunchSpec, ended: RunResult, loop: LoopEntered, checkpoint: str) -> LaunchSpec:
+    settings = RunSettings(split=_parts_of_next(loop), resume=checkpoint or None).over(spec.settings)
+    left_s = None if spec.timeout_s is None else max(0.0, spec.timeout_s - ended.seconds)
+    return replace(spec, settings=settings, timeout_s=left_s, program_limit=ended.program_limit)
+
+
+def _parts_of_next(loop: LoopEntered) -> int:
+    """Return the parts of each batch in the next attempt; ranks that share one divide it before it is cut further."""
+    return loop.sharing_ranks if loop.parts < loop.sharing_ranks else 2 * loop.parts
+
+
+def _samples_at_once(loop: LoopEntered) -> float:
+    """Return the samples of one forward; if batches have no size, the number for batches of 1,000."""
+    return max(1.0, (loop.samples or _UNKNOWN_BATCH) / loop.parts)
+
+
+def _at(loop: LoopEntered | None) -> str:
+    if loop is None or loop.samples is None:
+        return ""
+    return f" at {_sizes(loop, loop.parts)}" + (" per rank" if loop.sharing_ranks == 1 else "")
+
+
+def _in_parts(loop: LoopEntered, parts: int) -> str:
+    return f"with {_sizes(loop, parts) if loop.samples is not None else f'each batch in {parts} parts'}"
+
+
+def _sizes(loop: LoopEntered, parts: int) -> str:
+    samples = loop.samples or 0
+    return str(samples) if parts == 1 else f"{min(parts, samples)} x {-(-samples // parts)}"
+
+
+def _samples(count: int) -> str:
+    return "single samples" if count == 1 else f"{count} samples"  # with BatchNorm it takes two
+
+
+def _half(loop: LoopEntered) -> str:
+    return "half the size" if loop.samples is None else str(max(1, loop.samples // (2 * loop.parts)))
+
+
+def _effective(loop: LoopEntered, world_size: int) -> str:
+    if loop.samples is None:
+        return ", effective batch unchanged"
+    ranks = world_size if loop.sharing_ranks == 1 else 1
+    return f", effective batch {loop.samples * loop.batches_per_step * ranks} unchanged"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _said_of(held: Sequence[KernelHolding]) -> list[str]:
+    return [f"the notebook itself holds {holding}" for holding in held if holding.share >= _WORTH_SAYING]
+
+
+@dataclass(slots=True)
+class PartsRestartPolicy:
+    """Restart policy of one run, asked after every attempt that did not fail of memory.
+
+    A loop that prepares nothing is given parts of its batches. One that counts on whole ones, as by ``view(64, -1)`` or
+    by labels that it has made before, fails on the first part. Nothing was trained on parts then, so the run
+    starts again, once, with whole batches in every rank. Files that a rank has written would be written twice.
+
+    failed: the attempt that failed on its parts, and was followed by one with whole batches; None for none.
+    """
+
+    failed: LaunchAttempt | None = None
+
+    def after(self, attempt: LaunchAttempt) -> Restart | None:
+        """Return how the run starts again, the first time that it failed on parts; None where it does not."""
+        ended, rank = attempt.ended, attempt.ended.first_failed
+        if self.failed is not None or rank is None or ended.is_interrupted or ended.is_timed_out or ended.hang:
+            return None
+        report = ended.reports[rank]
+        if report is None or not report.facts.get("fails_on_parts") or report.cause is None:
+            return None
+        if attempt.spec.stays or attempt.spec.no_restart or self._has_written(attempt):
+            return None
+        self.failed = attempt
+        text = (report.cause.headline or [report.cause.type_name])[0]
+        text = text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
+        settings = RunSettings(batches=WHOLE).over(attempt.spec.settings)
+        left_s = None if attempt.spec.timeout_s is None else max(0.0, attempt.spec.timeout_s - ended.seconds)
+        return Restart(
+            replace(attempt.spec, settings=settings, timeout_s=left_s),
+            f"rank {rank} failed on its first part of a batch ({text}), as code does that counts on whole ones; "
+            f"started again with whole batches in each of {attempt.spec.world_size} ranks, the same work",
+        )
+
+    def the_one_to_tell(self, last: LaunchAttempt) -> tuple[LaunchAttempt, str]:
+        """Return the attempt whose error is shown, and a hint for the reader, after `last`, the last one.
+
+        It is the first one if whole batches have failed, too; the other's results are released.
+        """
+        if self.failed is None:
+            return last, ""
+        if last.ended.first_failed is None or last.ended.is_interrupted or last.ended.is_timed_out:
+            self.failed.ended.close()
+            return last, ""
+        last.ended.close()
+        return (
+            self.failed,
+            "With whole batches in every rank it failed, too, so the size of the parts may not be the cause.",
+        )
+
+    @staticmethod
+    def _has_written(attempt: LaunchAttempt) -> bool:
+        return bool(attempt.recorder.opened or attempt.ended.open_files or attempt.ended.has_written)
+
+
+class RunRecorder:
+    """Records the loop of each rank, its latest memory use, and the files that the run has written.
+
+    opened: trackers and checkpoints, by the names that a person would look for.
+    checkpoint: the newest complete one; empty for none.  announces_epochs: the program can begin in a later epoch.
+    smallest: samples of the micro-batch that `forward_backward` could not make smaller; 0 if that never happened.
+    """
+
+    def __init__(self) -> None:
+        self._loops: dict[int, LoopEntered] = {}
+        self._memory: dict[int, Memory] = {}
+        self.opened: list[str] = []
+        self.checkpoint = ""
+        self.announces_epochs = False
+        self.smallest = 0
+
+    def feed(self, rank: int, at: float, event: Event) -> None:
+        if isinstance(event, LoopEntered):
+            self._loops[rank] = event
+        elif isinstance(event, Memory):
+            self._memory[rank] = event
+        elif isinstance(event, Opened):
+            self._note(event.what)
+        elif isinstance(event, Checkpoint):
+            self.checkpoint = event.path
+            self._note(f"checkpoint {event.path}")
+        elif isinstance(event, Progress):
+            self.announces_epochs |= event.epochs is not None
+        elif isinstance(event, OutOfMemory) and not event.next_size:
+            self.smallest = max(self.smallest, event.micro_batch_size)  # 0 from an optimizer
+
+    def tick(self, now: float) -> None:
+        """Do nothing."""
+
+    def _note(self, what: str) -> None:
+        if what not in self.opened:
+            self.opened.append(what)
+
+    def loop(self, rank: int) -> LoopEntered | None:
+        """Return the loop over a prepared loader that `rank` was in, or ended last; None before the first one."""
+        return self._loops.get(rank)
+
+    def memory(self, rank: int) -> Memory | None:
+        """Return the latest memory report of `rank`."""
+        return self._memory.get(rank)
+
+
+class OomKillWatch:
+    """The state of the machine's memory when a run began, and what has changed since.
+
+    root: replaces the root of the file system, in tests.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._kills = out_of_memory_kills(root)
+        self._available_bytes = usable_memory(root).available_bytes
+
+    @property
+    def kills(self) -> int | None:
+        """Return the number of processes killed for memory since then; None if that is not counted."""
+        now = out_of_memory_kills(self._root)
+        return None if now is None or self._kills is None else now - self._kills
+
+    def explain_kill(self) -> str:
+        """Explain why a rank got a SIGKILL that the kernel did not send; a guess is named as such."""
+        kills = self.kills
+        available = f"{in_gb(self._available_bytes)} were available when the run began"
+        if kills is None:
+            return f"probably for host memory, but that is a guess: this system does not count such kills; {available}"
+        if kills > 0:
+            return (
+                f"the machine ran out of memory (the control group's oom_kill count rose by {kills}, from "
+                f"{self._kills}; {available})"
+            )
+        return (
+            "if you did not do that yourself, a guess is host memory, though the control group's oom_kill count did "
+            f"not rise; {available}"
+        )

@@ -1,0 +1,412 @@
+"""Find ranks that make no progress, explain the hang and, if the user set a limit, end it. Runs in the kernel.
+
+A rank makes progress when it enters a step or a collective of the project, or has done a call of a map, as the control
+page shows. If that has not happened for a while, the ranks are asked for their stacks. The rank to blame is the one
+that has entered fewer collectives or steps than the others; if all are equal, one that is not waiting itself. This is a
+guess, and all stacks are shown beside it. A long computation without a step looks the same, so no run is ended unless
+the user asked for it.
+
+Two cases are no guesses, and torch would wait for half an hour. A rank has finished, and all that are left wait in
+collectives without using a processor: the finished rank will not come. Or all ranks wait so, and not all in the same
+call of the program: one of them in a backward that others have left by an exception, or for the rows of a sharded
+model, in an evaluation or a save under `if is_main_process`.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nbaccel.launching.ipc.control import ControlPage
+from nbaccel.launching.ipc.user_code import ASK, cell_name, is_users, question_path, stack_path
+from nbaccel.launching.processes.handle import WorkerHandle
+
+__all__ = [
+    "Hang",
+    "HangWatch",
+]
+
+_NOTICE_S = 30.0
+_CERTAIN_S = 10.0  # time that ranks wait in vain, without computing in its second half
+_IDLE = 0.1  # fraction of a processor
+_ANSWER_S = 0.6  # a rank needs a millisecond; a machine that swaps may need this
+_PLACE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_WAITS = (
+    os.path.join(os.sep, "nbaccel", "train", "distributed", ""),  # not imported: launch does not know train
+    os.path.join(os.sep, "torch", "distributed", ""),
+)
+_COLLECTIVES = (
+    _WAITS[0],
+    *(
+        os.path.join("torch", "distributed", name)
+        for name in ("distributed_c10d.py", "utils.py", "_functional_collectives.py")
+    ),
+    os.path.join("torch", "nn", "parallel", "distributed.py"),
+)
+_OF_SHARDS = (
+    *(os.path.join("torch", "distributed", part, "") for part in ("fsdp", "tensor")),
+    os.path.join(os.sep, "nbaccel", "train", "checkpoint", "save_agreement.py"),
+    *(os.path.join(os.sep, "nbaccel", "train", "strategies", name) for name in ("fully_sharded.py", f"fsdp{os.sep}")),
+)
+_CALLERS = (os.path.join(os.sep, "torch", "_ops.py"), os.path.join(os.sep, "torch", "_library", ""))
+"""They call every operator of torch, collectives among them: who calls them says which."""
+_WAITS_FOR_DEVICE = os.path.join(os.sep, "torch", "cuda", "")
+_WAITS_IN = ("_engine_run_backward",)  # DDP's own sums are waited for at the end of backward
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Places of a rank's main thread, innermost first: file, line, function."""
+
+    places: Sequence[tuple[str, int, str]]
+
+    @classmethod
+    def read(cls, path: str) -> _Stack:
+        """Read the latest answer in `path`; empty if there was none."""
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                head, _, text = file.read().partition("\n")
+        except OSError:
+            return cls(())
+        _, found, rest = text.rpartition(f"hread {head.removeprefix('main ')}")
+        places = []
+        for line in rest.splitlines()[1:] if found else []:
+            match = _PLACE.fullmatch(line)
+            if match is None:
+                break
+            places.append((match[1], int(match[2]), match[3]))
+        return cls(places)
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the rank is inside a collective, as far as the stack shows."""
+        return any(part in file for file, _, _ in self.places for part in _WAITS) or any(
+            function in _WAITS_IN for _, _, function in self.places
+        )
+
+    @property
+    def is_in_collective(self) -> bool:
+        """Return whether the innermost function is a collective: nothing else holds the rank up. See `waits`."""
+        file, _, function = self._operator
+        is_called = self.places[:1] != [self._operator]
+        return (
+            any(part in file for part in (*_COLLECTIVES, *(() if is_called else _OF_SHARDS))) or function in _WAITS_IN
+        )
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Return whether the rank waits for its GPU, as those of a dry run do at the end of each round."""
+        return bool(self.places) and _WAITS_FOR_DEVICE in self.places[0][0] and self.places[0][2] == "synchronize"
+
+    @property
+    def is_in_shards(self) -> bool:
+        """Return whether the rank needs the rows that other ranks have of a model or a tensor."""
+        return any(part in file for file, _, _ in self.places for part in _OF_SHARDS)
+
+    @property
+    def call(self) -> tuple[tuple[str, int] | None, str]:
+        """Return the user's innermost line, and the innermost function: one line may do a forward and a backward."""
+        line = next(((file, line) for file, line, _ in self.places if is_users(file)), None)
+        return line, self._operator[2]
+
+    @property
+    def _operator(self) -> tuple[str, int, str]:
+        """Return the innermost place, or the one that has called an operator of torch, if that is innermost."""
+        own = (place for place in self.places if not any(part in place[0] for part in _CALLERS))
+        return next(own, ("", 0, ""))
+
+    def words(self) -> str:
+        """Return the user's innermost line, and the function that it is waiting in."""
+        if not self.places:
+            return "does not answer: it is stopped, has just begun, or is in C code that lets no Python run"
+        inner = self.places[0]
+        file, line, function = next((place for place in self.places if is_users(place[0])), inner)
+        source = linecache.getline(file, line).strip()
+        where = f"{cell_name(file) or file}, line {line}{'' if function == '<module>' else f', in {function}'}"
+        below = "" if file == inner[0] else f" (inside {inner[2]} of {os.path.basename(inner[0])})"
+        return f"{where}{f': {source}' if source else ''}{below}"
+
+
+class _Question:
+    """One request for the stacks of `members`.
+
+    It goes to a thread of each rank. Ranks that have not answered in time are asked by the signal, if they have a
+    handler for it. It cannot be seen from here whose handler that is.
+    """
+
+    def __init__(self, members: Sequence[WorkerHandle], store_path: str, now: float) -> None:
+        self._members = members
+        self._store_path = store_path
+        self._sizes = {member.rank: _size(self._path(member)) for member in members}
+        self._has_signalled = False
+        self.due_at = now + _ANSWER_S
+        for member in members:
+            _ring(question_path(store_path, member.rank))
+
+    def is_over(self, now: float) -> bool:
+        """Return whether all have answered, or their time is over."""
+        if now < self.due_at:
+            return False
+        if not self._has_signalled:
+            self._has_signalled = True
+            deaf = [member for member in self._members if not self._has_answered(member)]
+            able = [member for member in deaf if _catches(member.process.pid, ASK)]
+            for member in able:
+                member.process.signal(ASK)
+            if able:
+                self.due_at = now + _ANSWER_S
+                return False
+        return True
+
+    def answers(self) -> dict[int, _Stack]:
+        """Return the stack of each rank that still works; an empty one for a rank that has not answered."""
+        return {
+            member.rank: _Stack.read(self._path(member)) if self._has_answered(member) else _Stack(())
+            for member in self._members
+            if member.is_working
+        }
+
+    def _has_answered(self, member: WorkerHandle) -> bool:
+        return _size(self._path(member)) > self._sizes[member.rank]
+
+    def _path(self, member: WorkerHandle) -> str:
+        return stack_path(self._store_path, member.rank)
+
+
+def _ring(path: str) -> None:
+    """Write a byte into the FIFO at `path`, if a process reads it."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # the rank has just begun, or has ended
+        return
+    try:
+        os.write(fd, b"?")
+    except OSError:  # it is full of questions
+        pass
+    finally:
+        os.close(fd)
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Return whether the process has a handler for the signal, and its main thread does not block it.
+
+    It is False if the system does not tell. A blocked signal would be given to code that waits for signals there.
+    """
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            sets = dict(re.findall(r"^(SigCgt|SigBlk):\s*([0-9a-f]+)$", file.read(), re.MULTILINE))
+    except OSError:
+        return False
+    bit = 1 << (number - 1)
+    return bool(int(sets.get("SigCgt", "0"), 16) & bit) and not int(sets.get("SigBlk", "0"), 16) & bit
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Ranks that made no progress for `seconds`.
+
+    rank: the one to blame.  lines: the place of each rank.  is_certain: nobody can go on; else a guess.
+    is_alone: that rank waits in a sharded model, and others elsewhere.  is_elsewhere: it waits in one call, and others
+    in another one. Otherwise, if certain, it has finished.  is_first: no rank has done a step yet, and none computes.
+    """
+
+    rank: int
+    seconds: float
+    lines: Sequence[str]
+    is_certain: bool = False
+    is_alone: bool = False
+    is_elsewhere: bool = False
+    is_first: bool = False
+
+    def __str__(self) -> str:
+        places = "\n".join(f"  {line}" for line in self.lines)
+        if self.is_alone:
+            return (
+                f"rank {self.rank} waits in a sharded model for ranks that wait in another call, for "
+                f"{self.seconds:.0f} s, so that none can go on:\n{places}\n  Every forward of a sharded model, in an "
+                "evaluation too, its state dict, and a norm, an .item() or a print of its parameters need all ranks. "
+                "Call them on every rank, outside of `if accelerator.is_main_process`, and let one rank print or save "
+                "what they return."
+            )
+        if self.is_elsewhere:
+            return (
+                f"the ranks are out of step: they wait in different calls, for {self.seconds:.0f} s, so that none can "
+                f"go on:\n{places}\n  Every rank must make the same calls: look for an exception that only some ranks "
+                "catch (a time limit by an alarm: %%accelerate -t SECONDS ends all ranks before the same step), a "
+                "`break`, or a call under `if accelerator.is_main_process`."
+            )
+        if self.is_certain:
+            return (
+                f"rank {self.rank} has come to its end, and the others have waited for it in a collective for "
+                f"{self.seconds:.0f} s:\n{places}\n  All ranks have to leave a loop after the same step. Where each "
+                "decides by numbers of its own, as with early stopping, decide by one: loss = accelerator.reduce(loss, "
+                '"mean"), or accelerator.set_trigger() and check_trigger().'
+            )
+        quiet = f"no rank has entered a step or a collective for {self.seconds:.0f} s"
+        if self.is_first:
+            return f"{quiet}, and none computes:\n{places}"
+        return f"{quiet}; rank {self.rank} seems to hold up the others:\n{places}"
+
+
+class HangWatch:
+    """Watches the ranks of one run for hangs.
+
+    store_path: the file in which the ranks meet.  limit_s: seconds after which a hang ends the run; None for never.
+    """
+
+    def __init__(
+        self,
+        page: ControlPage,
+        members: Sequence[WorkerHandle],
+        store_path: str,
+        limit_s: float | None,
+        notice: Callable[[str], None],
+        now: float,
+        ends_waiting: bool = False,
+    ) -> None:
+        self._ends_waiting = ends_waiting
+        self._page = page
+        self._members = members
+        self._store_path = store_path
+        self._limit_s = limit_s
+        self._notice = notice
+        self._beats: list[tuple[int, int]] = []
+        self._calls: list[int] = []
+        self._gone: list[int] = []
+        self._since = now
+        self._question: _Question | None = None
+        self._has_told = False
+        self._used: dict[int, float] = {}  # seconds of a processor by rank, when half of `_CERTAIN_S` was over
+        self._used_at = now
+        self._is_sure = False  # of these ranks, that it is no certain case
+
+    def tick(self, now: float) -> Hang | None:
+        """Check the ranks; return the hang that is to end the run, if there is one."""
+        beats = [self._page.beat(member.rank) for member in self._members]
+        working = [member for member in self._members if member.is_working]
+        gone = [member.rank for member in self._members if member.report is not None and member.report.status == "ok"]
+        calls = [self._page.calls(member.rank) for member in self._members]  # apart: fewer of them are no one's fault
+        # One that came to its end had been working.
+        if beats != self._beats or calls != self._calls or gone != self._gone or not working:
+            self._beats, self._calls, self._gone, self._since, self._question = beats, calls, gone, now, None
+            self._has_told = self._is_sure = False
+            self._used.clear()
+            return None
+        quiet = now - self._since
+        if not self._used and quiet >= _CERTAIN_S / 2:
+            self._used, self._used_at = {member.rank: _seconds_used(member) for member in working}, now
+        if not self._is_sure and quiet >= _CERTAIN_S and self._question is None:
+            # Ranks that compute are not even asked.
+            self._is_sure = not all(
+                _seconds_used(member) - self._used[member.rank] < _IDLE * _CERTAIN_S / 2 for member in working
+            )
+            if not self._is_sure and any(map(_wants_a_processor, working)):  # and gets none, on a busy machine
+                self._since, self._question = now, None
+                self._used.clear()
+                return None
+        due = min(
+            _NOTICE_S if not self._has_told else float("inf"),
+            self._limit_s or float("inf"),
+            float("inf") if self._is_sure else _CERTAIN_S,
+        )
+        if quiet < due:
+            return None
+        if self._question is None:
+            self._question = _Question(working, self._store_path, now)
+        if not self._question.is_over(now):
+            return None
+        stacks = self._question.answers()
+        self._question = None
+        if not self._is_sure and quiet >= _CERTAIN_S:
+            self._is_sure = True
+            if (found := self._certain(stacks, gone, quiet)) is not None:
+                return found
+        if self._limit_s is not None and quiet >= self._limit_s:
+            return self._hang(stacks, quiet)
+        if quiet < _NOTICE_S:
+            return None
+        # A GPU that waits for a peer keeps a processor of its rank busy, and looks like one that computes.
+        waits = all(stack.is_in_collective or stack.waits_for_device for stack in stacks.values())
+        if self._ends_waiting and stacks and waits and len(self._members) > 1:
+            return self._hang(stacks, quiet, gone)
+        self._has_told = True
+        if gone or len({beats[member.rank] for member in working}) > 1:  # some are ahead, and wait
+            self._notice(str(self._hang(stacks, quiet, gone)))
+        elif all(entered < 0 for _, entered in beats) and self._are_idle(working, now):
+            self._notice(str(Hang(working[0].rank, quiet, self._lines(stacks), is_first=True)))
+        return None
+
+    def _certain(self, stacks: Mapping[int, _Stack], gone: Sequence[int], quiet: float) -> Hang | None:
+        """Return the hang if no rank can go on.  gone: ranks that have finished."""
+        if not stacks or not all(stack.is_in_collective for stack in stacks.values()):
+            return None
+        lines = self._lines(stacks)
+        if gone:
+            return Hang(gone[0], quiet, lines, is_certain=True)
+        if len({stack.call for stack in stacks.values()}) > 1:
+            if in_shards := [rank for rank, stack in stacks.items() if stack.is_in_shards]:
+                return Hang(in_shards[0], quiet, lines, is_certain=True, is_alone=True)
+            if len(stacks) == len(self._members):
+                return Hang(self._hang(stacks, quiet).rank, quiet, lines, is_certain=True, is_elsewhere=True)
+        return self._hang(stacks, quiet) if self._ends_waiting else None
+
+    def _are_idle(self, working: Sequence[WorkerHandle], now: float) -> bool:
+        """Return whether no rank has computed for most of the time that is worth a notice."""
+        is_long = now - self._used_at >= _NOTICE_S / 2
+        return is_long and not any(_has_computed(each, self._used) for each in working)
+
+    def excuse(self, seconds: float) -> None:
+        """Exclude the last `seconds`, in which the ranks waited for a person."""
+        self._since += seconds
+
+    def due_in(self, now: float) -> float | None:
+        """Return the seconds until `tick` may have something to do, besides the half second of telemetry."""
+        return None if self._question is None else max(0.0, self._question.due_at - now)
+
+    def _hang(self, stacks: Mapping[int, _Stack], seconds: float, gone: Sequence[int] = ()) -> Hang:
+        """Return the hang.  gone: ranks that have finished; they are to blame before all others."""
+        guilty = min(gone or stacks, key=lambda rank: (self._beats[rank], rank in stacks and stacks[rank].waits, rank))
+        return Hang(guilty, seconds, self._lines(stacks))
+
+    def _lines(self, stacks: Mapping[int, _Stack]) -> list[str]:
+        return [
+            f"rank {member.rank}: {stacks[member.rank].words()}"
+            if member.rank in stacks
+            else f"rank {member.rank}: has finished"
+            for member in self._members
+        ]
+
+
+def _has_computed(member: WorkerHandle, used: Mapping[int, float]) -> bool:
+    """Return whether the rank has computed since half of `_CERTAIN_S` was over, when it had `used` so much."""
+    return _seconds_used(member) - used.get(member.rank, 0.0) >= _IDLE * (_NOTICE_S - _CERTAIN_S / 2)
+
+
+def _seconds_used(member: WorkerHandle) -> float:
+    """Return the seconds of processors that the rank has used so far."""
+    import psutil  # takes 10 ms, and is needed only if ranks make no progress
+
+    try:
+        times = psutil.Process(member.process.pid).cpu_times()
+    except psutil.Error:  # it has just ended
+        return 0.0
+    return float(times.user + times.system)
+
+
+def _wants_a_processor(member: WorkerHandle) -> bool:
+    """Return whether the rank's main thread is running, or would if a processor were free."""
+    try:
+        with open(f"/proc/{member.process.pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] == "R"
+    except (OSError, IndexError):
+        return False

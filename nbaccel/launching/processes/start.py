@@ -1,0 +1,334 @@
+"""Start methods of ranks: a fork of the kernel, or a fork of the zygote. Runs in the kernel; one class for each.
+
+Both give every rank the same `WorkerBoot` and the same runtime (`rank/main.py`); they differ in the process that is
+copied. `MainThread` repairs CPython's record of the main thread in a child that another thread has forked.
+
+Reasons: docs/design/starting-ranks.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import io
+import itertools
+import os
+import random
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nbaccel.base.errors import LaunchRefused
+from nbaccel.launching.ipc.spec import LaunchSpec, Task, WorkerBoot
+from nbaccel.launching.processes.attached_debugger import fork, leave_debugger
+from nbaccel.launching.processes.calling_thread import CallingThread
+from nbaccel.launching.processes.handle import WorkerProcess
+from nbaccel.launching.processes.interaction import Pollable
+from nbaccel.launching.processes.shutdown import endable
+from nbaccel.launching.processes.zygote import Zygote
+from nbaccel.launching.rank.connections import Connections
+from nbaccel.launching.rank.jupyter import close_kernel_sockets, kernel_ports
+from nbaccel.launching.rank.main import run_rank
+from nbaccel.namespace.inventory import no_collections
+from nbaccel.namespace.open_files import FilesOfRanks, take_places
+from nbaccel.namespace.payload import Payload
+from nbaccel.namespace.threads import threads_of_the_notebook
+
+__all__ = [
+    "ForkStart",
+    "MainThread",
+    "StartMethod",
+    "ZygoteStart",
+]
+
+
+class StartMethod(Protocol):
+    """One way to start ranks."""
+
+    def get_ready(self) -> None:
+        """Wait for the resources that `start` needs. Nothing has begun yet, so an interrupt may be raised here."""
+
+    def pack(self, spec: LaunchSpec, beside: Sequence[Pollable]) -> None:
+        """Pack the values that the ranks need and cannot see.
+
+        The time limit of the run, an interrupt, and `beside` can end it.
+
+        Raises:
+            CannotSend: a name cannot be sent to the ranks.  TimeoutError: the limit was over.
+        """
+
+    def close(self) -> None:
+        """Release the packed values; a second call changes nothing."""
+
+    def start(self, boots: Sequence[WorkerBoot], task: Task, kernel_fds: Collection[int]) -> list[WorkerProcess]:
+        """Start one process per boot, in the order of ranks. The descriptors in `boots` still belong to the caller.
+
+        kernel_fds: descriptors of the run that only the kernel may hold.
+        """
+
+
+class ForkStart:
+    """Starts ranks as copies of the kernel: they see the whole notebook, and nothing is copied until it is written.
+
+    resource_fds: descriptors that the kernel holds from run to run, and no rank may hold.
+    """
+
+    def __init__(self, resource_fds: Collection[int]) -> None:
+        self._resource_fds = resource_fds
+        self._files = FilesOfRanks()
+
+    def get_ready(self) -> None:
+        """Return at once: a fork needs only the kernel."""
+
+    def pack(self, spec: LaunchSpec, beside: Sequence[Pollable]) -> None:
+        """Pack nothing, since a fork sees everything, and find the open files that ranks must not share.
+
+        Raises:
+            LaunchRefused: they would have to.
+        """
+        task = spec.task
+        self._files = FilesOfRanks.behind(
+            task.values_to_send, task.own_codes(), spec.world_size, all_are_wanted=task.home is not None
+        )
+
+    def close(self) -> None:
+        """Release nothing."""
+
+    def start(self, boots: Sequence[WorkerBoot], task: Task, kernel_fds: Collection[int]) -> list[WorkerProcess]:
+        """Fork from a thread made for it: it has never run an OpenMP region, so no pool of threads is missing.
+
+        That thread has the values of the calling one.
+        """
+        processes: list[WorkerProcess] = []
+        failures: list[BaseException] = []
+
+        def fork_all() -> None:
+            try:
+                caller.enter()
+                for boot in boots:
+                    with self._files.opened_anew() as own_files:
+                        processes.append(
+                            self._fork(boot, boots, task, close_fds, ports, connections, python_rng, own_files)
+                        )
+            except BaseException as error:
+                failures.append(error)
+
+        _flush_open_files(self._files.written)
+        ports, python_rng = kernel_ports(), random.getstate()
+        connections = Connections.find(ports)
+        caller = CallingThread.capture()
+        close_fds = [*self._resource_fds, *kernel_fds]
+        # A child of a thread that has run OpenMP waits for its pool:
+        # https://github.com/pytorch/pytorch/issues/58962.
+        with _quiet_tokenizers(), CallingThread.kept_local_values():
+            thread = threading.Thread(target=caller.context.run, args=(fork_all,), name="nbaccel-fork")
+            thread.start()
+            thread.join()
+        if failures:
+            for process in processes:
+                process.signal(signal.SIGKILL)
+                process.reap()
+            raise failures[0]
+        return processes
+
+    def _fork(
+        self,
+        boot: WorkerBoot,
+        boots: Sequence[WorkerBoot],
+        task: Task,
+        close_fds: Sequence[int],
+        ports: frozenset[int],
+        connections: Connections,
+        python_rng: Any,
+        own_files: Mapping[int, int],
+    ) -> WorkerProcess:
+        lost_threads = threads_of_the_notebook()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        _share_resource_tracker()
+        main_thread = MainThread.find()
+        with no_collections():
+            pid = fork()
+            if pid == 0:
+                # Python advises this in the kernel, https://github.com/python/cpython/pull/3705:
+                # why not, `no_collections` says.
+                gc.freeze()  # a collection would write to all objects of the notebook, and so copy their pages
+        if pid == 0:
+            try:
+                leave_debugger()
+                if main_thread is not None:
+                    main_thread.become()
+                _let_tokenizers_use_one_thread()
+                close_kernel_sockets(ports)
+                connections.leave(boot is boots[0])
+                take_places(own_files)
+                # A fork copies everything but this: CPython reseeds `random` in every forked child.
+                random.setstate(python_rng)
+                own = {getattr(boot, name) for name in WorkerBoot.FDS}
+                others = {getattr(other, name) for other in boots for name in WorkerBoot.FDS} - own
+                run_rank(
+                    boot,
+                    lambda: task,
+                    [*close_fds, *others],
+                    is_fork=True,
+                    lost_threads=lost_threads,
+                    written=self._files.written,
+                )
+            finally:
+                os._exit(70)
+        return WorkerProcess(pid, os.pidfd_open(pid), lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+class ZygoteStart:
+    """Starts ranks as copies of a clean process with torch loaded; the names that they read are sent by pickle.
+
+    zygote: returns that process, which it starts anew if it is gone.
+    starts_again: ranks may be started again later, so the packed values are kept until `close`.
+    """
+
+    def __init__(self, zygote: Callable[[], Zygote], *, starts_again: bool = False) -> None:
+        self._zygote = zygote
+        self._starts_again = starts_again
+        self._payload: Payload | None = None
+
+    def get_ready(self) -> None:
+        self._zygote().get_ready()
+
+    def pack(self, spec: LaunchSpec, beside: Sequence[Pollable]) -> None:
+        with endable(spec.timeout_s, beside):
+            self._payload = spec.task.pack()
+
+    def start(self, boots: Sequence[WorkerBoot], task: Task, kernel_fds: Collection[int]) -> list[WorkerProcess]:
+        assert self._payload is not None, "`pack` comes first"
+        try:
+            with _quiet_tokenizers():
+                try:
+                    return self._zygote().fork(boots, task.reference, self._payload)
+                except (BrokenPipeError, LaunchRefused):  # it has just died
+                    if not self._starts_again:
+                        raise
+                    return self._zygote().fork(boots, task.reference, self._payload)
+        finally:
+            if not self._starts_again:
+                self.close()
+
+    def close(self) -> None:
+        payload, self._payload = self._payload, None
+        if payload is not None:
+            os.close(payload.fd)
+
+
+def _share_resource_tracker() -> None:
+    """Let a rank register shared memory and semaphores with the notebook's tracker, as multiprocessing's own forks do.
+
+    Since Python 3.14 any other fork gets its own tracker, which unlinks shared memory to which the rank has only
+    attached. The flag belongs to this thread.
+    """
+    # https://github.com/python/cpython/pull/146316: a fork keeps the tracker if this flag is set.
+    intent: Any = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_fork_intent", None)
+    if intent is not None:
+        intent.preserve_fd = True
+
+
+def _flush_open_files(others: Sequence[Any]) -> None:
+    """Flush the notebook's open files: otherwise each rank that writes to one would write the buffered part again.
+
+    others: those that no name of the notebook has.
+    """
+    for value in [*vars(sys.modules["__main__"]).values(), *others]:
+        if issubclass(type(value), io.IOBase) and type(value).__module__ in ("_io", "io"):
+            with contextlib.suppress(Exception):  # closed, maybe only what is below, or not writable any more
+                if value.writable() and stat.S_ISREG(os.fstat(value.fileno()).st_mode):
+                    value.flush()
+
+
+# The warning: https://github.com/huggingface/transformers/issues/5486.
+@contextlib.contextmanager
+def _quiet_tokenizers() -> Iterator[None]:
+    """Silence the tokenizers library's needless warning in every forked process, unless the user has set it."""
+    name = "TOKENIZERS_PARALLELISM"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _let_tokenizers_use_one_thread() -> None:
+    """Let fast tokenizers compute in one thread, in a rank, if the user has told them to use several: a fork has none.
+
+    They read the variable at each call.
+    """
+    name = "TOKENIZERS_PARALLELISM"
+    if "tokenizers" in sys.modules and name in os.environ:
+        os.environ[name] = "false"
+
+
+_WORD = ctypes.sizeof(ctypes.c_size_t)
+
+_WORDS = 4096 // _WORD
+"""Number of words of the runtime that are searched; it has some hundred times as many.
+
+The pointer is word 83 in Python 3.13.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class MainThread:
+    """The main thread's place.  address: of two words, identity and pointer.  state: the value of the pointer.
+
+    In a child, the thread that forked it is the main thread. CPython records its identity (``PyOS_AfterFork_Child``).
+    But from Python 3.13 on a signal wakes a thread state (``_PyEval_SignalReceived``), by a pointer in the runtime that
+    is written once, when the interpreter begins. If another thread forked the child, this is the state of a thread that
+    does not exist there. A loop in Python then receives no interrupt until it waits for something. Used before a fork,
+    and in the child.
+    """
+
+    address: int
+    state: int
+
+    @classmethod
+    def find(cls) -> MainThread | None:
+        """Find the place, before a fork. None before Python 3.13, and if the runtime has another layout."""
+        if sys.version_info < (3, 13):
+            return None
+        try:
+            begin, states = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime")), _thread_states()
+        except (ValueError, AttributeError):  # a Python that does not export them
+            return None
+        words = list((ctypes.c_size_t * _WORDS).from_address(begin))
+        identity = threading.main_thread().ident
+        found = [
+            number
+            for number, (word, after) in enumerate(itertools.pairwise(words))
+            if word == identity and after in states
+        ]
+        return cls(begin + found[0] * _WORD, words[found[0] + 1]) if len(found) == 1 else None
+
+    def become(self) -> None:
+        """Make signals wake the calling thread; called in the child by its only thread."""
+        words = (ctypes.c_size_t * 2).from_address(self.address)
+        if list(words) == [threading.get_ident(), self.state]:  # CPython has set the identity
+            words[1] = ctypes.PYFUNCTYPE(ctypes.c_size_t)(("PyThreadState_Get", ctypes.pythonapi))()
+
+
+def _thread_states() -> set[int]:
+    """Return the states of all threads of the main interpreter."""
+    main = ctypes.PYFUNCTYPE(ctypes.c_size_t)(("PyInterpreterState_Main", ctypes.pythonapi))
+    function = ctypes.PYFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t)
+    first, following = (
+        function((name, ctypes.pythonapi)) for name in ("PyInterpreterState_ThreadHead", "PyThreadState_Next")
+    )
+    states: set[int] = set()
+    state = first(main())
+    while state:
+        states.add(state)
+        state = following(state)
+    return states

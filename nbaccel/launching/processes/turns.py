@@ -1,0 +1,203 @@
+"""Turns: runs that one thread watches, one alone or several side by side. Runs in the kernel; starts nothing itself.
+
+A run is a generator. It never waits: it yields a `Wait`, and is resumed when one of the wait's events has come or its
+seconds are over. `driven` waits for one run; `side_by_side` waits for several at once, begins waiting ones as places
+become free, and passes interrupts on to all. So all ranks are forked while no other thread of the kernel works on a
+run: a lock that such a thread held at that moment would stay locked in the rank.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from selectors import BaseSelector
+from typing import Protocol, TypeVar
+
+from nbaccel.launching.processes.interaction import Interrupts, Pollable, stopped_before_termination
+
+__all__ = [
+    "PressRelay",
+    "QueuedRun",
+    "Turns",
+    "Wait",
+    "driven",
+    "side_by_side",
+]
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The events for which a run waits, and the seconds after which it goes on without one; None for no limit."""
+
+    selector: BaseSelector
+    seconds: float | None
+
+
+Turns = Generator[Wait, None, Result]
+"""A run in progress; its value is the result of the run."""
+
+
+def driven(turns: Turns[Result]) -> Result:
+    """Return the result of a run, and wait whenever it does.
+
+    An exception that comes while it waits, by another thread or a handler of a signal, is the run's affair.
+    """
+    try:
+        wait = next(turns)
+        while True:
+            try:
+                wait.selector.select(wait.seconds)
+            except BaseException as error:
+                wait = turns.throw(error)
+            else:
+                wait = next(turns)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    finally:
+        turns.close()
+
+
+class PressRelay(Pollable):
+    """Passes requests to end a run on to its ranks; those made before the ranks exist come as soon as they do.
+
+    >>> relay, presses = PressRelay(), []
+    >>> relay.press()
+    >>> relay.tick(0.0, lambda: presses.append("stop"))
+    >>> relay.press()
+    >>> presses
+    ['stop', 'stop']
+    """
+
+    def __init__(self) -> None:
+        self._early = 0
+        self._press: Callable[[], None] | None = None
+
+    def press(self) -> None:
+        """Ask the run to end at its step; the second time, at once."""
+        if self._press is None:
+            self._early += 1
+        else:
+            self._press()
+
+    def tick(self, now: float, press: Callable[[], None]) -> None:
+        self._press = press
+        for _ in range(self._early):
+            press()
+        self._early = 0
+
+
+class QueuedRun(Protocol):
+    """One of several runs that wait for a place."""
+
+    @property
+    def saves_itself(self) -> bool:
+        """Return whether the run saves its training when it is asked to end."""
+
+    def begin(self, place: int) -> Turns[None]:
+        """Return the run, which begins at place `place`, 0 or more, when it is resumed for the first time.
+
+        An error that ends this run alone is its own affair; one that it raises ends all runs.
+        """
+
+    def press(self) -> None:
+        """Ask the run to end at its step; the second time, at once."""
+
+
+class _Running:
+    """A run at its place, and the moment by which it has to be resumed."""
+
+    def __init__(self, run: QueuedRun, place: int) -> None:
+        self.run = run
+        self.place = place
+        self.turns = run.begin(place)
+        self.wait: Wait | None = None
+        self.due_at: float | None = None
+
+    def advance(self) -> bool:
+        """Resume the run; return False if it is over."""
+        try:
+            self.wait = next(self.turns)
+        except StopIteration:
+            return False
+        self.due_at = None if self.wait.seconds is None else time.monotonic() + self.wait.seconds
+        return True
+
+    @property
+    def fd(self) -> int:
+        assert self.wait is not None
+        return self.wait.selector.fileno()  # type: ignore[attr-defined,no-any-return]  # that of epoll
+
+
+def side_by_side(runs: Iterable[QueuedRun], places: int, beside: Sequence[Pollable] = ()) -> int:
+    """Do all runs, at most `places` at a time, and return the number of times that they were asked to end.
+
+    The first interrupt asks all that are running to finish their step, and keeps the waiting ones from beginning; the
+    second ends all at once. If one run raises an error, or the thread is ended by one, the processes of all are ended.
+
+    beside: checked meanwhile; each can press as an interrupt does.
+    """
+    waiting, free = iter(runs), deque(range(places))
+    running: list[_Running] = []
+    interrupts = Interrupts()
+    with ExitStack() as owned:
+        owned.callback(interrupts.close)
+        owned.enter_context(interrupts.of_the_keyboard())
+        owned.enter_context(stopped_before_termination(lambda: any(each.run.saves_itself for each in running)))
+        owned.callback(_close, running)
+        presses = 0
+        while True:
+            if not running and interrupts.raised is not None:
+                raise interrupts.raised
+            while free and not interrupts.count and (run := next(waiting, None)) is not None:
+                begun = _Running(run, free.popleft())
+                running.append(begun)
+                _advance(begun, running, free)
+                interrupts.read()
+            if not running:
+                return interrupts.count
+            ready = _ready(running, interrupts, beside)
+            interrupts.read()
+            for _ in range(interrupts.count - presses):
+                for each in running:
+                    each.run.press()
+            presses = interrupts.count
+            for each in ready:
+                _advance(each, running, free)
+            now = time.monotonic()
+            for task in beside:
+                task.pressed(presses)
+                task.tick(now, interrupts.press)
+
+
+def _close(running: Sequence[_Running]) -> None:
+    """End the processes of all runs that go on."""
+    with ExitStack() as every:  # also of those after one that fails to
+        for each in running:
+            every.callback(each.turns.close)
+
+
+def _advance(each: _Running, running: list[_Running], free: deque[int]) -> None:
+    if not each.advance():
+        running.remove(each)
+        free.append(each.place)
+
+
+def _ready(running: Sequence[_Running], interrupts: Interrupts, beside: Sequence[Pollable]) -> list[_Running]:
+    """Wait, and return the runs that have to be resumed."""
+    poll = select.poll()
+    poll.register(interrupts, select.POLLIN)
+    for each in running:
+        poll.register(each.fd, select.POLLIN)
+    now = time.monotonic()
+    dues = [each.due_at - now for each in running if each.due_at is not None]
+    dues += [due for task in beside if (due := task.due_in(now)) is not None]
+    events = dict(poll.poll(max(0.0, min(dues)) * 1000 if dues else None))
+    now = time.monotonic()
+    return [each for each in running if each.fd in events or (each.due_at is not None and each.due_at <= now)]

@@ -1,0 +1,346 @@
+"""Set up a rank's process before the user's code: signals, rendezvous, OOM score, reserves for a report. Runs in ranks.
+
+The parts are independent of each other; the worker's runtime uses them. Signals act in the user's code, and not in the
+runtime around it (`restore_signals`, `Interrupt`, `ChildHandler`). Ranks of one machine meet in a file
+(`meet_in_file`), are killed before the kernel when memory runs out (`raise_oom_score`), can always report
+(`SpareDescriptors`, `tell_on_signal`), and do not hang in the end of a group (`keep_ended_groups`).
+`why_this_fork_fails` finds out whether the kernel's CUDA or autograd has broken the fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import importlib
+import itertools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import FrameType
+from typing import Any, TextIO
+
+from nbaccel.base.forkable import (
+    AUTOGRAD_HAS_THREADS,
+    CUDA_ERROR_NOT_INITIALIZED,
+    DRIVER_IS_IN_USE,
+    has_other_devices,
+    loaded_driver,
+    may_have_cuda,
+)
+from nbaccel.base.gpu_driver import has_gpu_driver
+from nbaccel.base.world import World
+from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.ipc.user_code import ASK, question_path, stack_path
+
+__all__ = [
+    "ChildHandler",
+    "Interrupt",
+    "SpareDescriptors",
+    "keep_ended_groups",
+    "meet_in_file",
+    "raise_oom_score",
+    "restore_signals",
+    "tell_on_signal",
+    "why_this_fork_fails",
+]
+
+
+class Interrupt:
+    """Turns SIGINT into KeyboardInterrupt in the user's code, and ignores it after that.
+
+    A SIGINT that comes before is kept for the user's code: the kernel sends it once, and setting up can take seconds.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._has_come = False
+        self._error: Exception | None = None
+        signal.signal(signal.SIGINT, self._handle)
+
+    def watch(self, on_change: Callable[[bool], None]) -> None:
+        """Call `on_change` whenever the program sets a handler of SIGINT: with whether it is one of its own."""
+        set_handler, pid = signal.signal, os.getpid()
+
+        @functools.wraps(set_handler)
+        def call(number: int, handler: Any) -> Any:
+            before = set_handler(number, handler)
+            if number == signal.SIGINT and os.getpid() == pid:
+                on_change(callable(handler) and handler not in (self._handle, signal.default_int_handler))
+            return before
+
+        signal.signal = call  # type: ignore[assignment]
+
+    def raise_in_main(self, error: Exception) -> None:
+        """Raise `error` in the user's code, where the main thread may be waiting. Called by other threads.
+
+        Nothing happens while the user's code does not run, or if it has its own handler for SIGINT.
+        """
+        if self.is_open and signal.getsignal(signal.SIGINT) == self._handle:
+            self._error = error
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            if self.is_open:
+                raise error
+            return
+        self._has_come = True
+        if self.is_open:
+            raise KeyboardInterrupt
+
+    def forget(self) -> None:
+        """Forget an interrupt: one that came for a task has nothing to do with the next."""
+        self._has_come = False
+
+    def __enter__(self) -> None:
+        self.is_open = not self._has_come
+        if self._has_come:
+            raise KeyboardInterrupt
+
+    def __exit__(self, *exc: object) -> None:
+        self.is_open = False
+        if signal.getsignal(signal.SIGINT) != self._handle:
+            signal.signal(signal.SIGINT, self._handle)  # the program's own handler ends with its code
+
+
+class ChildHandler:
+    """Runs the user's handler of SIGCHLD in the user's code alone.
+
+    torch's handler raises, for a DataLoader's worker that died, at any point of the program: a report would be cut off.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Any = signal.SIG_DFL
+
+    def __enter__(self) -> None:
+        signal.signal(signal.SIGCHLD, self._handler)
+
+    def __exit__(self, *exc: object) -> None:
+        self._handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL  # None: set by C code
+
+
+def restore_signals() -> None:
+    """Restore the default actions of signals.
+
+    The fork inherited the handlers of Python and of the kernel.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own default for a process group
+
+
+# torch's own stores have no password:
+# https://docs.vllm.ai/en/v0.9.1/usage/security.html quotes PyTorch's security guide.
+def meet_in_file(path: str, world: World, may_meet: Callable[[], None] = lambda: None) -> None:
+    """Let `env://` in this process yield a store in the file `path` for this `world`.
+
+    The ranks of one machine meet in a file of a private folder. Raw DDP, Accelerate and Fabric all initialise their
+    group by `env://`, so they use this rendezvous without a change. No port is opened for it: torch's TCP store listens
+    on every interface and has no password.
+
+    A group that is destroyed and made again gets a new prefix, because the file still holds the old group's keys. The
+    store does not get the world size: with it, the last rank to release a store removes the file, and sometimes that
+    happened while a faster rank was already writing the next group's keys into it, which then waited for ever. The file
+    is removed with its folder. Connections between the ranks stay on loopback.
+
+    may_meet: called when the file exists, before this rank waits for the others; raises if they cannot all come.
+    """
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, "lo")
+    generations = itertools.count()
+
+    def handler(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        from torch.distributed import FileStore, PrefixStore
+
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        may_meet()
+        store = FileStore(path)
+        store.set_timeout(timeout)
+        yield PrefixStore(str(next(generations)), store), world.rank, world.world_size
+
+    # torch.distributed has a function of the same name as this module, so the module is imported by its full name;
+    # the public register_rendezvous_handler refuses a scheme that has a handler already.
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    rendezvous._rendezvous_handlers["env"] = handler
+
+
+# The highest score is chosen: https://manpages.debian.org/unstable/manpages/proc_pid_oom_score.5.en.gz.
+RANK, CHILD_OF_RANK = 900, 1000
+"""Scores, of at most 1000.
+
+A loader's worker process is killed first: its end is an error in its rank, which can still report it.
+"""
+
+
+def raise_oom_score(score_file: str = "/proc/self/oom_score_adj") -> None:
+    """Let this process be killed before the kernel, and the processes it forks before this one.
+
+    When the machine runs out of memory, the system kills the process with the highest score first. Without this it may
+    kill the notebook's kernel, which holds the data, for the memory that a rank takes. Every process may raise its own
+    score; children inherit it, and it is never lowered here.
+    """
+    _raise_to(RANK, score_file)
+    os.register_at_fork(after_in_child=lambda: _raise_to(CHILD_OF_RANK, score_file))
+
+
+def _raise_to(score: int, score_file: str) -> None:
+    with (
+        contextlib.suppress(OSError, ValueError),  # not Linux, or not allowed: then the system chooses
+        open(score_file, "r+b", buffering=0) as file,
+    ):
+        if int(file.read()) < score:
+            file.seek(0)
+            file.write(b"%d" % score)
+
+
+class SpareDescriptors:
+    """Descriptors kept back while the user's code runs, and released for the report.
+
+    A rank whose program has opened as many files as allowed can still report.
+    """
+
+    _MOST = 6
+
+    def __init__(self) -> None:
+        self._fds: list[int] = []
+        self.keep()
+
+    def keep(self) -> None:
+        with contextlib.suppress(OSError):
+            while len(self._fds) < self._MOST:
+                self._fds.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+    def release(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+_MOST_PLACES = 100
+"""Largest number of places of a stack, the same as in faulthandler."""
+
+
+def tell_on_signal(store_path: str, rank: int) -> object:
+    """Begin to answer requests of the kernel. Return the open file, which the caller keeps.
+
+    The answer, the main thread's stack, goes to a file of the run's private folder. Two parts of a rank can answer. A
+    thread is asked through a FIFO: whatever a program does to its signals, the thread answers, unless C code keeps
+    Python's lock. faulthandler is asked by a signal: it needs no lock, but programs replace handlers and block signals.
+    The kernel therefore asks the thread first (`processes/hangs.py`).
+    """
+    file = open(stack_path(store_path, rank), "w", buffering=1, encoding="utf-8")  # noqa: SIM115  # for life
+    file.write(f"main {_name_of_main()}\n")
+    if signal.getsignal(ASK) is signal.SIG_DFL:  # else the notebook uses it
+        faulthandler.register(ASK, file=file, all_threads=True, chain=False)
+    path = question_path(store_path, rank)
+    try:
+        os.mkfifo(path, 0o600)
+        questions = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # also for writing: else it ends with the first request
+    except OSError:  # a file system without FIFOs; the signal is left
+        return file
+    threading.Thread(target=_answer, args=(questions, file), name="nbaccel-stacks", daemon=True).start()
+    return file
+
+
+def _answer(questions: int, file: TextIO) -> None:
+    """Write the main thread's stack at every request; ends with the process."""
+    # A signal that the program blocks in its own threads must not be delivered to this one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    while os.read(questions, 4096):
+        os.write(file.fileno(), _stack().encode(errors="replace"))  # in one call, so that no other text comes between
+
+
+def _stack() -> str:
+    """Return the main thread's stack, in the form of faulthandler."""
+    lines = [f"Thread {_name_of_main()} (most recent call first):"]
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and len(lines) <= _MOST_PLACES:
+        lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
+        frame = frame.f_back
+    return "\n".join([*lines, "", ""])
+
+
+def _name_of_main() -> str:
+    return f"{threading.main_thread().ident:#018x}"
+
+
+# https://github.com/pytorch/pytorch/pull/33885.
+_REFUSAL = "fork-based multiprocessing"
+"""Part of autograd's error in a fork of a process in which it had threads for devices (torch's engine.cpp)."""
+
+
+def why_this_fork_fails() -> str | None:
+    """Return what breaks this rank, as half a sentence; None if nothing does.
+
+    The kernel's CUDA or autograd may have broken a fork. This function runs in forked ranks, before any code of the
+    user. The kernel has checked before it forked (`forkable.py`), by indirect signs; a cause that these do not show, or
+    that another thread of the kernel created in between, is found here by trying.
+
+    A CUDA driver that the kernel has not loaded is not loaded here either, and no backward is tried for it, which would
+    count its devices: so variables that the user's code sets for it (CUDA_LAUNCH_BLOCKING) keep their effect.
+    """
+    if _torch_says_so():
+        return "CUDA was already used in the notebook, as a forked rank found out"
+    driver = loaded_driver() if may_have_cuda() else None  # a search in all folders of libraries if it is not there
+    if driver is not None and driver.cuInit(0) == CUDA_ERROR_NOT_INITIALIZED:
+        return DRIVER_IS_IN_USE
+    return AUTOGRAD_HAS_THREADS if has_other_devices() and _autograd_refuses() else None
+
+
+def _torch_says_so() -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda._is_in_bad_fork():
+        return False
+    # On a machine without a GPU, a build for CUDA says so too once it was asked for devices, by is_available() or, from
+    # torch 2.15 on, by the step of an optimizer; there it breaks nothing.
+    return has_gpu_driver() or torch.version.hip is not None
+
+
+def _autograd_refuses() -> bool:
+    """Return whether a backward is refused in this process, by trying one of a single number on the CPU."""
+    import torch
+
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.ones((), device="cpu", requires_grad=True).backward()
+    except RuntimeError as error:
+        return _REFUSAL in str(error)
+    return False
+
+
+_kept: list[Any] = []
+
+
+def keep_ended_groups() -> None:
+    """Keep groups of this process from being destructed as they end. Called once per process.
+
+    The destructor of a gloo group joins its threads, for which one of them may be waiting to drop the last collective's
+    tensors under Python's lock: who calls it with that lock held never returns. Before torch 2.8 that was every
+    `dist.destroy_process_group()`, see https://github.com/pytorch/pytorch/pull/154976. Since then it is what drops the
+    last reference in C++, as a `DistributedDataParallel` does that a function leaves behind: one of three launches on
+    a machine under load. The destructor is not called while a reference to the group exists. When the next group ends,
+    the threads of the one before are idle, and it is let go: else each retry after an out-of-memory would leave three
+    threads with their stacks, and `RLIMIT_DATA` counts 8 MB for each. Before torch 2.8 all are kept.
+    """
+    when_loaded({"torch.distributed.distributed_c10d": _keep})
+
+
+def _keep(c10d: Any) -> None:
+    only_gloo = [int(part) for part in c10d.torch.__version__.split(".")[:2]] >= [2, 8]
+    update = c10d._update_default_pg
+
+    def keep_and_update(group: Any) -> None:
+        """Keep the groups; called with None while the groups that end are still listed."""
+        if group is None:
+            ended = [each for each, (backend, _) in c10d._world.pg_map.items() if "gloo" in backend or not only_gloo]
+            _kept[:] = ended if only_gloo else [*_kept, *ended]
+        update(group)
+
+    c10d._update_default_pg = keep_and_update

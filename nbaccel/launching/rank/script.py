@@ -1,0 +1,109 @@
+"""A rank of `nbaccel launch`: runs a script or a module as the interpreter would, except for the interpreter's own end.
+
+    python -m nbaccel.launching.rank.script train.py --epochs 3
+    python -m nbaccel.launching.rank.script -m package.train --epochs 3
+
+The end is left out because torch does not survive it (2.13). Threads of its gloo backend release the last collective's
+tensors some time after it, and need the interpreter's lock for that. If the interpreter is ending meanwhile, it ends
+the thread inside a C++ destructor, and the process aborts: "terminate called without an active exception", exit status
+-6, after all work is done; this also happens under torchrun. The steps that a program may rely on are done: threads are
+joined, `atexit` handlers run, streams are flushed. Ranks of notebooks end in the same way, see `worker`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import runpy
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NoReturn
+
+from nbaccel.base.failures import Failure, classify
+from nbaccel.base.settings import FSDP, RunSettings
+from nbaccel.base.world import World
+from nbaccel.launching.rank.lifetime import end_as_the_interpreter
+
+__all__ = ["main"]
+
+_INTERRUPTED = 130  # as a shell reports SIGINT
+_CAUSE_FIRST_S = 3.0
+"""Seconds that a rank stays after it has lost a peer.
+
+Torch's agent checks ten times a second, blames the first rank that it finds gone, and then ends the others: it has to
+find the lost peer.
+"""
+
+
+def main(words: Sequence[str]) -> NoReturn:
+    """Run the program in `words`, and end with its exit status."""
+    status = 0
+    _watch_whole_models()
+    try:
+        _run_module(*words[1:]) if words[0] == "-m" else _run_script(*words)
+    except SystemExit as end:
+        status = _status(end.code)
+    except BaseException as error:
+        error = error.with_traceback(_behind_us(error.__traceback__))
+        sys.excepthook(type(error), error, error.__traceback__)
+        if classify(type(error).__name__, str(error)) is Failure.PEER_LOST:
+            time.sleep(_CAUSE_FIRST_S)
+        status = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    end_as_the_interpreter()
+    os._exit(status & 0xFF)
+
+
+def _watch_whole_models() -> None:
+    """Have the program told if the launch is to shard models, and it trains a whole one in every rank."""
+    if RunSettings.from_env().strategy != FSDP:
+        return
+    from nbaccel.launching.rank.separate_trainings import note_wrappers
+    from nbaccel.launching.rank.whole_models import WholeModels
+
+    wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
+    note_wrappers(wrappers)
+    WholeModels(World.from_env(), wrappers).watch()
+
+
+def _run_script(path: str, *arguments: str) -> None:
+    """Run a script in the module `__main__` itself, for good: code that reads names there finds them to the end."""
+    sys.argv = [path, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    with io.open_code(os.path.abspath(path)) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    names = vars(sys.modules["__main__"])
+    names.clear()
+    names.update(__name__="__main__", __file__=path, __builtins__=builtins)
+    names.update(dict.fromkeys(("__spec__", "__package__", "__loader__", "__cached__", "__doc__")))
+    exec(code, names)
+
+
+def _run_module(name: str, *arguments: str) -> None:
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _status(code: object) -> int:
+    """Return the exit status that ``sys.exit(code)`` means."""
+    if code is None or isinstance(code, int):
+        return code or 0
+    sys.stderr.write(f"{code}\n")
+    return 1
+
+
+def _behind_us(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from the program's first frame on."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace
+
+
+if __name__ == "__main__":
+    from nbaccel.launching.rank import script  # this copy's names become the program's
+
+    script.main(sys.argv[1:])

@@ -1,0 +1,103 @@
+"""The output of a rank: its two output pipes, and the rich messages and questions that belong among their lines.
+
+Used by the runtime, for the user's prints, displays and debugger. The screen's router is the other end, in the kernel.
+The report, which is for the kernel alone, does not use it.
+"""
+
+from __future__ import annotations
+
+import bdb
+import contextlib
+import fcntl
+import io
+import os
+import sys
+import threading
+from typing import Any
+
+from nbaccel.base.errors import NoInput
+from nbaccel.launching.ipc.channel import PROMPT, Channel
+from nbaccel.launching.ipc.spec import WorkerBoot
+from nbaccel.launching.rank.debugger import RunIsOver
+
+__all__ = [
+    "RankStreams",
+    "mark",
+]
+
+_PIPE_BYTES = 1 << 20
+
+
+class RankStreams:
+    """Makes this process print through the rank's pipes, from its creation on.
+
+    old_streams: the earlier `sys.stdout` and `sys.stderr`.
+    """
+
+    def __init__(self, boot: WorkerBoot, channel: Channel) -> None:
+        self._pid = os.getpid()
+        self._rank = boot.world.rank
+        self._nonce = boot.run_nonce
+        self._channel = channel
+        self._message_id = 0
+        self._publishing = threading.Lock()
+        self._asking = threading.Lock()
+        self.old_streams = self._replace_streams(boot.stdout_fd, boot.stderr_fd)
+
+    def publish(self, message: dict[str, Any]) -> None:
+        """Send a rich message, and mark its place among the lines in the output pipe."""
+        with self._publishing, contextlib.suppress(OSError):
+            self._message_id += 1
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._channel.send({"op": "display", "id": self._message_id, "message": message})
+            os.write(self._mark_fd, mark(self._nonce, self._message_id))
+
+    def ask(self, prompt: str) -> str:
+        """Return the user's input at `prompt`, which is shown after everything that this rank has printed."""
+        if os.getpid() != self._pid:
+            raise NoInput(
+                f"a child process of rank {self._rank} asked for keyboard input, which the rank alone can do: a loader "
+                "with num_workers=0 reads its data in the rank, and can be debugged there."
+            )
+        with self._asking:
+            self.publish({"kind": PROMPT, "prompt": prompt})
+            frame = self._channel.receive()
+        if frame is None or frame[0]["op"] != "answer" or frame[0]["is_over"]:
+            raise RunIsOver
+        if (typed := frame[0]["text"]) is None:
+            raise bdb.BdbQuit
+        return str(typed)
+
+    def tell(self, op: str) -> None:
+        """Send `op` at once, before the report: the report will be late, or peers are about to miss this rank."""
+        with contextlib.suppress(OSError):
+            self._channel.send({"op": op})
+
+    def _replace_streams(self, stdout_fd: int, stderr_fd: int) -> tuple[Any, Any]:
+        """Make fd 0 empty, fd 1 and 2 pipes to the kernel, and sys.stdout and sys.stderr write there line by line."""
+        for fd in (stdout_fd, stderr_fd):
+            with contextlib.suppress(OSError):  # over the system's limit for pipes: the default size works too
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        # A separate copy for marks: user code may point fd 1 elsewhere.
+        self._mark_fd = fcntl.fcntl(stdout_fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        empty = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((empty, 0), (stdout_fd, 1), (stderr_fd, 2)):
+            os.dup2(source, target)
+            os.close(source)
+        old = (sys.stdout, sys.stderr)
+        sys.stdout = sys.__stdout__ = _text_stream(1)  # type: ignore[misc]
+        sys.stderr = sys.__stderr__ = _text_stream(2)  # type: ignore[misc]
+        return old
+
+
+def mark(nonce: str, message_id: int) -> bytes:
+    """Return the bytes that stand for rich message `message_id` in a rank's output pipe."""
+    return f"\x1e{nonce}:{message_id}\x1e".encode()
+
+
+def _text_stream(fd: int) -> io.TextIOWrapper:
+    raw = io.FileIO(fd, "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw, 1 << 16), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )

@@ -1,0 +1,349 @@
+"""Runs: the runs of a notebook that are over, `nbaccel.runs`. Pure data and pictures of it; in the kernel.
+
+The `Launcher` adds each run when it ends. The latest few are kept whole, those before with coarser curves, and a
+thousand at most: numbers, text and paths, no object of the program.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, overload
+
+from nbaccel.base.quantities import plural
+from nbaccel.display.comparison import RunComparison, RunRow, draw_runs
+from nbaccel.display.figure import Picture, picture
+from nbaccel.display.history import import_pandas
+from nbaccel.display.run_table import TableRow, differences, html_table, text_table
+from nbaccel.display.series import Line
+from nbaccel.display.splits import held_out_beside
+from nbaccel.launching.run import Run
+from nbaccel.launching.run_file import RunFile
+
+__all__ = ["Runs"]
+
+_MOST_RUNS, _WHOLE_RUNS = 1_000, 4
+_POINTS = 120
+
+
+class Runs(Sequence[Run]):
+    """The runs of this notebook that are over, oldest first.
+
+    There is one for each `%%accelerate` cell, `launch`, `notebook_launcher`, `map` and `sweep`; the runs of a sweep are
+    its `.runs`. The latest 1,000 are there. They keep nothing else alive: see `Run`. The last four are whole, those
+    before have curves of at most 256 points and only short values.
+
+        runs = nbaccel.runs
+        runs                         # as the last line of a cell: a table, one line for each run
+        runs[-2].curves["loss"]      # `runs[-1]` is `nbaccel.last_run`, unless another kernel has added one
+        runs[-3:].plot("acc")        # as the last line of a cell: the curves of the last three in one axis
+        runs.compare(3, 5)           # those of runs 3 and 5, by the numbers in the table, and how their flags differ
+        runs.compare(metric=["loss", "acc"])  # those of all runs, one below the other
+        runs.to_pandas()             # the table, as numbers
+
+    >>> len(Runs()), Runs()
+    (0, no run yet)
+    """
+
+    def __init__(self, runs: Iterable[Run] = ()) -> None:
+        self._runs = list(runs)
+        self._added = max((run.number for run in self._runs), default=0)
+        self._everything: Sequence[Run] = self._runs  # where a slice looks for what its runs go on from
+        self._file: RunFile | None = None
+        self._files: dict[str, RunFile] = {}  # by path, those that were read
+
+    def add(self, run: Run) -> None:
+        """Add a run that is over, and give it the next number; append it to the file, if there is one.
+
+        Raises:
+            OSError: the file cannot be written; the run was added even so.
+        """
+        if not run.origin.began:
+            run.origin = replace(run.origin, began=time.time() - run.seconds)
+        self._append(run)
+        if self._file is not None:
+            self._file.append(run)
+
+    def _append(self, run: Run) -> None:
+        self._number(run)
+        self._runs.append(run)
+        if len(self._runs) > _WHOLE_RUNS:
+            self._runs[-1 - _WHOLE_RUNS] = self._runs[-1 - _WHOLE_RUNS].thinned()
+        del self._runs[:-_MOST_RUNS]
+
+    def _number(self, run: Run) -> None:
+        self._added += 1
+        run.number = self._added
+        earlier = self._resumed_by(run)
+        run.goes_on_from = 0 if earlier is None else earlier.number
+
+    def keep_in(self, path: str | None) -> str:
+        """Keep the runs from now on in the file at `path`; return a notice on damaged lines in it, or "".
+
+        The first time that a file is named, its runs are placed before those of this kernel, all are numbered anew, and
+        those of this kernel are appended to it. Each later time, those that other kernels have added to it meanwhile
+        are added here, with the next numbers.
+
+        path: None for no file.
+
+        Raises:
+            OSError: the file cannot be read or written.
+        """
+        if path is None:
+            self._file = None
+            return ""
+        path = os.path.abspath(path)
+        is_new = path not in self._files
+        file = RunFile(path) if is_new else self._files[path]
+        others, damaged = file.read()
+        self._file = self._files[path] = file
+        if is_new:
+            self._place_before(others, file)
+        else:
+            for run in others:
+                self._append(run)
+        if not damaged:
+            return ""
+        lines = plural(damaged, "damaged line")
+        return f"{path}: {lines} could not be read and {'is' if damaged == 1 else 'are'} left out of nbaccel.runs"
+
+    def _place_before(self, earlier: list[Run], file: RunFile) -> None:
+        own = [run for run in self._runs if not run.origin.is_earlier]
+        if earlier:
+            self._runs[:0] = earlier
+            del self._runs[:-_MOST_RUNS]
+            self._added = 0
+            for run in self._runs:
+                self._number(run)
+        for run in own:
+            file.append(run)
+
+    @property
+    def newest(self) -> Run | None:
+        """Return the last run of this kernel; where it has had none, the last of all, None if there is none."""
+        own = (run for run in reversed(self._runs) if not run.origin.is_earlier)
+        return next(own, self._runs[-1] if self._runs else None)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @overload
+    def __getitem__(self, index: int) -> Run: ...
+    @overload
+    def __getitem__(self, index: slice) -> Runs: ...
+    def __getitem__(self, index: int | slice) -> Run | Runs:
+        return self._part(self._runs[index]) if isinstance(index, slice) else self._runs[index]
+
+    def _part(self, runs: Iterable[Run]) -> Runs:
+        part = Runs(runs)
+        part._everything = self._everything
+        return part
+
+    def numbered(self, *numbers: int) -> Runs:
+        """Return the runs with these numbers, in this order.
+
+        Raises:
+            KeyError: there is none with such a number.
+        """
+        known = {run.number: run for run in self._runs}
+        for one in numbers:
+            if one not in known:
+                there = f"there are runs {min(known)} to {max(known)}" if known else "there was no run yet"
+                raise KeyError(f"no run has number {one}: {there}")
+        return self._part(known[one] for one in numbers)
+
+    # --- a resumed run -----------------------------------------------------------------------------------------
+
+    def _resumed_by(self, run: Run) -> Run | None:
+        """Return the run that wrote the checkpoint from which `run` went on."""
+        resumed = run.history.resumed
+        if resumed is None:
+            return None
+        path = os.path.abspath(resumed.path)
+        return next(
+            (
+                earlier
+                for earlier in reversed(self._everything)
+                if earlier is not run and path in map(os.path.abspath, _saved_by(earlier))
+            ),
+            None,
+        )
+
+    def _whole_curve(self, run: Run, name: str) -> Line:
+        """Return a curve of `run`, after that of the run that it goes on from, up to the saved step."""
+        curves = run.history.phase.series
+        line = curves[name].coarser(_POINTS).mean() if name in curves else Line()
+        before = {earlier.number: earlier for earlier in self._everything if earlier.number < run.number}
+        earlier = before.get(run.goes_on_from)
+        if earlier is None or run.history.resumed is None:
+            return line
+        first = run.history.resumed.step
+        head = self._whole_curve(earlier, name)
+        kept = sum(step < first for step in head.step)
+        return Line(
+            head.step[:kept] + line.step,
+            head.mean[:kept] + line.mean,
+            head.low[:kept] + line.low,
+            head.high[:kept] + line.high,
+        )
+
+    # --- tables ------------------------------------------------------------------------------------------------
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return a dict for each run: its number, texts and paths, each flag that was chosen, and its last numbers."""
+        return [_as_dict(run) for run in self._runs]
+
+    def to_pandas(self) -> Any:
+        """Return the table as a `pandas.DataFrame` with a row for each run.
+
+        Raises:
+            ImportError: pandas is not installed; `table` works without it.
+        """
+        pandas = import_pandas("table() gives the same numbers")
+        return pandas.DataFrame(self.table())
+
+    def __repr__(self) -> str:
+        return text_table([*map(_row, self._runs)])
+
+    def _repr_html_(self) -> str:
+        return html_table([*map(_row, self._runs)], "runs of this notebook")
+
+    def _singles(self) -> Iterator[tuple[str, Run]]:
+        """Yield each run with its number; in place of a sweep its runs, with numbers such as "5.1"."""
+        for run in self._runs:
+            if not run.runs:
+                yield str(run.number), run
+            for at, part in enumerate(run.runs, 1):
+                yield f"{run.number}.{at}", part
+
+    # --- pictures ----------------------------------------------------------------------------------------------
+
+    def compare(self, *numbers: int, metric: str | Sequence[str] = ()) -> Picture:
+        """Return the curves of some runs in one axis, and the flags in which they differ.
+
+        numbers: those of the table; none for all runs.  metric: see `plot`, one or several.
+
+        Raises:
+            KeyError: no run has that number, or none has that metric.
+        """
+        chosen = [metric] if isinstance(metric, str) else metric
+        return (self.numbered(*numbers) if numbers else self).plot(*chosen)
+
+    def plot(self, *metrics: str) -> Picture:
+        """Return the curves of these runs in one axis, and the flags in which they differ.
+
+        A run that went on from another one continues its curve at the saved step; a sweep is drawn as its runs. Up to
+        eight runs have their curves of the same metric on held-out data, such as "val_loss" beside "loss", in the axis.
+
+        metrics: the curves to draw, several one below the other; by default the loss, or else the one that most runs
+        have first.
+
+        Raises:
+            KeyError: no run has a curve of that name.
+        """
+        drawn = [*self._singles()]
+        known = dict.fromkeys(name for _, run in drawn for name in run.history.phase.series)
+        for name in metrics:
+            if name not in known:
+                raise KeyError(f"no curve of these runs is called {name!r}; there is: {', '.join(known) or 'none'}")
+        differ = differences({number: _choices_of(run) for number, run in drawn})
+        first, *more = [self._compared(drawn, differ, name) for name in dict.fromkeys(metrics or [""])]
+        line = _differences_in_words(differ)
+        return picture(draw_runs(first, line, more), f"{self!r}\n{line}")
+
+    def _compared(
+        self, drawn: Sequence[tuple[str, Run]], differ: Mapping[str, Mapping[str, str]], name: str
+    ) -> RunComparison:
+        """Return runs, given with their numbers, as rows.  name: the curve of each; empty for the run's own choice."""
+        comparison = RunComparison()
+        for at, (number, run) in enumerate(drawn, 1):
+            words = [f"{key}={values[number]}" for key, values in differ.items() if values[number]]
+            curves = run.history.phase.series
+            shown = name or next(iter(run.facts.shown(list(curves))), "")
+            series = curves.get(shown)
+            beside = [] if series is None else held_out_beside(shown, curves)
+            comparison.add(
+                RunRow(
+                    number=at,
+                    label=f"{number}.",
+                    title=" ".join([run.facts.title.removeprefix("Cell "), *words]),
+                    word=run.ending.word,
+                    seconds=run.seconds,
+                    name="" if series is None else shown,
+                    curve=self._whole_curve(run, shown) if series is not None else Line(),
+                    latest=float("nan") if series is None else series.latest,
+                    held_out=tuple((other, self._whole_curve(run, other)) for other in beside),
+                )
+            )
+        return comparison
+
+
+def _saved_by(run: Run) -> Iterator[str]:
+    """Yield the checkpoints that a run wrote and that are known: the newest, and those marked in its history."""
+    yield run.checkpoint
+    for mark in run.history.marks:
+        if mark.kind == "checkpoint":
+            yield mark.text.removeprefix("saved ").rpartition(" in ")[0]
+
+
+def _choices_of(run: Run) -> dict[str, str]:
+    """Return the choices of a run, and in a sweep its own values, as text."""
+    return {**run.origin.choices, **{name: str(value) for name, value in run.config.items()}}
+
+
+def _row(run: Run) -> TableRow:
+    origin = run.origin
+    notes = [
+        f"goes on from run {run.goes_on_from}" if run.goes_on_from else "",
+        f"{len(run.runs)} runs" if run.runs else "",
+        "another kernel" if origin.is_earlier else "",
+    ]
+    return TableRow.of(
+        run.number,
+        run.history,
+        run.facts,
+        run.ending,
+        run.seconds,
+        flags=origin.flags,
+        seed=origin.seed,
+        began=origin.began,
+        notes=notes,
+    )
+
+
+def _as_dict(run: Run) -> dict[str, Any]:
+    origin = run.origin
+    return {
+        "run": run.number,
+        "cell": run.facts.title,
+        "flags": origin.flags,
+        "began": origin.began,
+        "seconds": run.seconds,
+        "ended": run.ending.word,
+        "sentence": run.ending.sentence,
+        "steps": run.history.steps,
+        "goes_on_from": run.goes_on_from or None,
+        "log_path": run.log_path,
+        "checkpoint": run.checkpoint,
+        **origin.choices,
+        **run.config,
+        "seed": origin.seed,
+        **{name: series.latest for name, series in run.history.phase.series.items()},
+    }
+
+
+def _differences_in_words(differ: dict[str, dict[str, str]]) -> str:
+    """Return the flags in which runs differ, in one line.
+
+    >>> _differences_in_words({"seed": {"3": "1", "5": "2"}})
+    'different: seed (run 3: 1, run 5: 2)'
+    """
+    if not differ:
+        return "the same flags"
+    parts = []
+    for name, values in differ.items():
+        each = ", ".join(f"run {run}: {value or 'default'}" for run, value in values.items())
+        parts.append(f"{name} ({each})")
+    return f"different: {', '.join(parts)}"

@@ -1,0 +1,349 @@
+"""Agreement: how the ranks sum the gradients of one backward, as their headers decide it. Runs in ranks.
+
+A `Decision` has what follows from the headers alone: those whose gradients count, the weight of each term of the loss,
+and the tensors that are summed. Most backwards of a loop are decided like the one before, so `Decisions` remembers it.
+An `Agreement` is one backward: its decision, its losses, and the round in which its gradients are summed. What else a
+decision depends on, the losses of the task so far, is in a `LossHistory`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nbaccel.base.errors import NotPrepared
+from nbaccel.train.distributed.callers import users_frames
+from nbaccel.train.raw_loop.batch_parts import Handed
+from nbaccel.train.raw_loop.exchange import Round
+from nbaccel.train.raw_loop.gradient_weights import Header, References, differ, digest
+from nbaccel.train.raw_loop.sample_independence import lengths_below, obstacle_below, shapes_below
+from nbaccel.train.raw_loop.terms import LossTerms, Term
+from nbaccel.train.raw_loop.trained_tensors import WITHOUT_A_SEED
+
+__all__ = [
+    "Agreement",
+    "Decision",
+    "Decisions",
+    "LossHistory",
+    "ShapeOfLoss",
+    "digest_of",
+    "refuse_out_of_step",
+]
+
+_FRAMES = 2
+"""Fewer frames than identify a pass, so that a loss that is new to these begins with whole batches, too."""
+
+_MOST = 64
+"""Decisions that are remembered: of a loop's few kinds of batches and losses."""
+
+
+class Decision:
+    """Result of the ranks' headers.
+
+    header: its losses are those of the first backward that was decided so; an `Agreement` has its own.
+    givers: the ranks whose gradients count.  weights: by rank, the weight of each of its terms.
+    of_parameters: by term, whether it needs no batch.  numbers: of all tensors for which any rank has a value.
+    has_extras: a backward runs others inside of it, in some rank.
+    is_of_parts: ranks have parts of a batch. Terms are then weighted where their gradients begin: hooks and inputs see
+    the same as with the whole batch.
+    is_uniform: all terms have the same weight.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        givers: Sequence[int],
+        weights: list[list[float]],
+        of_parameters: Sequence[bool],
+        numbers: tuple[int, ...],
+    ) -> None:
+        self.header = header
+        self.givers = givers
+        self.weights = weights
+        self.of_parameters = of_parameters
+        self.numbers = numbers
+        self.has_extras = header.any("extras")
+        self.is_of_parts = any(header.says[rank].part for rank in givers)
+        self.is_uniform = not self.is_of_parts and not any(differ(each) for each in weights if each)
+        self._has_parts = self.is_of_parts or any(header.says[rank].own for rank in givers)
+        self._are_alike = header.all_equal("terms", givers) and header.all_equal("shape", givers)
+        self._shares: dict[tuple[int, ...], list[tuple[int, float]] | None] = {}
+
+    def whole_values(self, values: Sequence[Sequence[float]], terms: Sequence[tuple[int, ...]]) -> list[float | None]:
+        """Return the losses of the whole batch, None for an unknown one; empty where they are those already.
+
+        values: by rank, its losses.  terms: of each loss, the terms that it consists of.
+        """
+        if not self._has_parts:
+            return []
+        if not self._are_alike:
+            return [None]
+        found: list[float | None] = []
+        for at in range(min(len(values[rank]) for rank in self.givers)):
+            if terms[at] not in self._shares:
+                self._shares[terms[at]] = self._shares_of(terms[at])
+            shares = self._shares[terms[at]]
+            if shares is None:
+                found.append(None)
+            else:
+                found.append(sum((share * values[rank][at] for rank, share in shares if share), 0.0))
+        return found
+
+    def _shares_of(self, indices: Sequence[int]) -> list[tuple[int, float]] | None:
+        """Return the weight of each rank's value of the terms at `indices`; None where their weights differ.
+
+        Terms of parameters are the same in all ranks, so any shares that sum to one are right for them, and for a
+        single number in parts of different sizes.
+        """
+        own = [at for at in indices if not self.of_parameters[at] and not self._is_fixed(at)]
+        columns = [[self.weights[rank][at] for rank in self.givers] for at in own]
+        pure = [sum(self.weights[rank][at] for rank in self.givers) for at in indices if self.of_parameters[at]]
+        if not all(math.isclose(total, 1.0) for total in pure):  # divided by a quantity of the batch, after all
+            return None
+        if not columns:
+            columns = [[1.0 / len(self.givers)] * len(self.givers)]
+        if any(differ(pair) for column in columns for pair in zip(column, columns[0], strict=True)):
+            return None
+        if len(own) < len(indices) and not math.isclose(sum(columns[0]), 1.0):
+            return None
+        return list(zip(self.givers, columns[0], strict=True))
+
+    def _is_fixed(self, at: int) -> bool:
+        counts = [self.header.counts[rank][at] for rank in self.givers]
+        return set(counts) == {1.0} and differ([self.header.says[rank].rows for rank in self.givers])
+
+
+class Decisions:
+    """Decisions of one task, by all that has led to them.
+
+    state: returns what else a decision depends on. Deciding may itself change that: then nothing was decided for good.
+    """
+
+    def __init__(self, state: Callable[[], Hashable]) -> None:
+        self._state = state
+        self._before: Hashable = None
+        self._known: dict[Hashable, Decision] = {}
+
+    def find(self, causes: Hashable | None) -> Decision | None:
+        """Return the decision that `causes` lead to, if it is known.  causes: None if they do not repeat."""
+        state = self._state()
+        if state != self._before:
+            self._before = state
+            self._known.clear()
+        return None if causes is None else self._known.get(causes)
+
+    def keep(self, causes: Hashable | None, decision: Decision) -> None:
+        """Remember a decision that was made since `find` has not found it."""
+        if causes is not None and self._state() == self._before:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            self._known[causes] = decision
+
+
+@dataclass(slots=True)
+class Agreement:
+    """One backward, as the ranks agreed on it.
+
+    round: where its gradients are summed.  tensors: by number, those for which any rank has a value.
+    values: by rank, the losses before it.  terms: of this rank's loss.
+    obstacle: why its batches must stay whole.  named: variables of the user's with a part of the loss.
+    late: values that were summed afterwards.  share: of the batch's samples, where it comes in several parts.
+    """
+
+    decision: Decision
+    round: Round
+    tensors: dict[int, Tensor]
+    values: Sequence[Sequence[float]]
+    terms: Sequence[Term]
+    rank: int
+    obstacle: str
+    named: Sequence[tuple[Tensor, tuple[int, ...]]]
+    late: dict[int, Tensor] = field(default_factory=dict)
+    share: float = 1.0
+
+    @property
+    def factor(self) -> float:
+        """The weight of this rank's gradients; 1 where terms differ, since their weights are applied already."""
+        return self.decision.weights[self.rank][0] if self.decision.is_uniform else 1.0
+
+    def inject(self) -> list[Any]:
+        """Apply the weights of terms that differ, where their gradients begin; return the hooks."""
+        if self.decision.is_uniform:
+            return []
+        mine = self.decision.weights[self.rank]
+        if self.share != 1.0:
+            mine = [factor * self._share_of(at) for at, factor in enumerate(mine)]
+        return [term.node.register_prehook(_times(factor)) for term, factor in zip(self.terms, mine, strict=True)]
+
+    def _share_of(self, at: int) -> float:
+        """Return the share of the term at `at` in its batch: for a mean that of its part's samples, for a sum 1."""
+        total = sum(self.decision.weights[rank][at] for rank in self.decision.givers)
+        return self.share if math.isclose(total, 1.0) else 1.0
+
+    def whole_values(self) -> list[float | None]:
+        """Return the losses of the whole batch, None for an unknown one; empty where they are those already."""
+        terms = [tuple(range(len(self.terms))), *(indices for _, indices in self.named)]
+        return self.decision.whole_values(self.values, terms)
+
+
+def refuse_out_of_step(header: Header, ranks: Sequence[int]) -> None:
+    """Refuse programs that have taken different ways.  ranks: those whose program is not over.
+
+    Raises:
+        NotPrepared: in all of them.
+    """
+    says = header.says
+    reach_alike = header.all_equal("leaves", ranks)  # otherwise they have checked different weights
+    for name, what in (
+        ("steps", "have taken different numbers of optimizer steps"),
+        ("rates", "step with different learning rates"),
+        ("batches", "are at different batches, of which one was left out in some of them"),
+        ("drawn", "have drawn different samples"),
+        ("check", "have different weights"),
+    ):
+        is_given = name not in ("check", "drawn") or all(getattr(says[rank], name) for rank in ranks)
+        is_given = is_given and (reach_alike or name != "check")
+        if is_given and not header.all_equal(name, ranks):
+            said = ", ".join(f"rank {rank}: {getattr(says[rank], name):g}" for rank in ranks)
+            raise NotPrepared(
+                f"the ranks train one model, and {what} ({said}), so they do not train one any more: something "
+                "that the loop decides or draws by itself differs between ranks. Decide by the loss after "
+                f"loss.backward(), which is the same in all ranks. {WITHOUT_A_SEED}"
+            )
+
+
+@functools.lru_cache(maxsize=_MOST)
+def digest_of(leaves: tuple[int, ...], buffers: tuple[int, ...]) -> int:
+    """Return a number for the tensors that a rank has values for; most backwards of a loop have the same."""
+    return digest(repr((sorted(leaves), [*buffers])))
+
+
+class ShapeOfLoss:
+    """Numbers for losses that a backward begins with: they differ between two losses of a loop.
+
+    One is of the kinds of a loss's terms, and of the lines that have led to the backward.
+    """
+
+    def __init__(self) -> None:
+        self._lines = " ".join(f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in users_frames(_FRAMES))
+
+    def of(self, terms: Sequence[Term]) -> int:
+        return digest(" ".join([*(type(term.node).__name__ for term in terms), self._lines]))
+
+
+def _times(factor: float) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    def scale(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not factor:  # and not nan where a rank has nothing but ignored targets
+            return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
+        return tuple(None if each is None else each * factor for each in gradients)
+
+    return scale
+
+
+# --- Losses of a task so far: whether their batches can be cut, and which of their terms need no batch ---
+# A loss is known by its shape, a number for its terms and for the lines that computed it. Whole batches decide; parts
+# of batches count only for a loss of which no whole batch was seen.
+
+_SINGLE = (-1, -2, 0, 1)
+"""Counts of a term that is of one number, or of an unknown number: these are no fixed points."""
+
+_FEWEST_ROWS = 2
+_LENGTHS = 64
+"""Number of first backwards that are all searched for lengths, by a walk through the graph; later ones now and then.
+Parts of many samples most often contain one that is as long as any."""
+
+
+class LossHistory:
+    """Remembers the losses of one task, by their shapes.
+
+    references: the divisors of their terms.
+    """
+
+    def __init__(self) -> None:
+        self.references = References()
+        # By the shape of a loss, as seen in a whole batch: its samples, and of each term its count, whether it is of
+        # parameters, and a digest of the shapes below it.
+        self._of_whole: dict[float, tuple[int, list[float], list[bool], list[int]]] = {}
+        self._fixed: set[tuple[float, int]] = set()  # terms that have the same shapes in parts as with a whole batch
+        self._varying: set[tuple[float, int]] = set()  # terms that were seen to have more, or fewer, numbers than that
+        self._obstacles: dict[tuple[float, bool], str] = {}  # of losses that were examined, by their shape
+        self._watched: set[float] = set()  # shapes of losses that were watched, or are about to be
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """Numbers that differ once a term may be taken for another kind, see `References.state`."""
+        return (*map(len, (self._of_whole, self._fixed, self._varying)), *self.references.state)
+
+    def obstacle(
+        self, readings: Sequence[LossTerms], shapes: Sequence[int], handed: Handed, is_graph_kept: bool
+    ) -> str:
+        """Return why this loss must be computed of whole batches; "" where parts are possible.
+
+        shapes: of the readings.
+        """
+        if is_graph_kept:
+            return "gradients of gradients of what is trained"
+        is_part = handed.is_part
+        for reading, shape in zip(readings, shapes, strict=True):
+            if reading.obstacle:
+                return reading.obstacle
+            if handed.rows < _FEWEST_ROWS:
+                continue  # one sample shows nothing
+            if is_part and self._obstacles.get((shape, False)) == "":
+                continue  # the whole batch has shown none; a part may equal another length by chance
+            key = shape, is_part
+            if key not in self._obstacles or self._obstacles[key]:
+                self._obstacles[key] = obstacle_below(reading, handed.rows)
+            if self._obstacles[key]:
+                return self._obstacles[key]
+        return ""
+
+    def is_new_in_parts(self, shapes: Sequence[int], handed: Handed, is_watched: bool) -> bool:
+        """Return whether a part has a loss that was not watched so far, so that the next one has to be.
+
+        is_watched: this one is, see `BatchWatch`.
+        """
+        is_new = handed.is_part and not is_watched and not self._watched.issuperset(shapes)
+        self._watched.update(shapes)
+        return is_new
+
+    def lengths(self, terms: Sequence[Term], handed: Handed, backwards: int) -> int:
+        """Return a digest of the lengths below `terms`; 0 where they are not looked for.
+
+        backwards: how many the task has had.
+        """
+        if not handed.sizes or (backwards >= _LENGTHS and backwards & (backwards - 1)):
+            return 0
+        return digest(repr(lengths_below((term.node for term in terms), handed.sizes)))
+
+    def without_batch(
+        self, shape: float, terms: Sequence[Term], counts: list[list[float]], givers: Sequence[int], handed: Handed
+    ) -> list[bool]:
+        """Return for each term whether it is the same in all ranks.
+
+        It is the same if it is of parameters alone, or made of tensors of the same shapes as with a whole batch, such
+        as a sum over fixed points.
+        """
+        here = [term.is_of_parameters for term in terms]
+        if not handed.is_part:
+            if shape not in self._of_whole:
+                below = [shapes_below(term.node) if term.elements else 0 for term in terms]
+                self._of_whole[shape] = handed.rows, counts[givers[0]], here, below
+            return here
+        rows, whole, pure, shapes = self._of_whole.get(shape, (0, [], here, []))
+        if not rows or rows in handed.sizes or any(len(counts[rank]) != len(whole) for rank in givers):
+            return pure
+        for at, term in enumerate(terms):
+            is_same = all(counts[rank][at] == whole[at] for rank in givers) and whole[at] not in _SINGLE
+            if (shape, at) not in self._varying | self._fixed:
+                is_fixed = is_same and (not term.elements or shapes_below(term.node) == shapes[at])
+                (self._fixed if is_fixed else self._varying).add((shape, at))
+            elif not is_same:
+                self._varying.add((shape, at))
+        return [pure[at] or (shape, at) not in self._varying for at in range(len(whole))]

@@ -1,0 +1,338 @@
+"""Follow a batch through a loop's operations, to find values of the whole batch that enter its loss. Runs in ranks.
+
+A loss whose samples are weighed by ``s / s.sum()``, standardised by their mean, or picked by ``ce > ce.mean()`` is no
+sum over samples, and its graph does not show it: such a value has no graph, or only its number is used. So the
+operations of a loop's first batches are watched, down to those of torch itself. A tensor that was reduced over the
+samples is `MIXED`; what is computed of its number, and not of its graph, is `HIDDEN`. Graphs themselves are read by
+`terms` and `sample_independence`, and a count that divides a loss by `gradient_weights`.
+
+What leaves torch is followed by its value only: ``.item()`` that comes back as a number or in a small new tensor.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
+
+from nbaccel.train.distributed.callers import users_frames
+from nbaccel.train.raw_loop.node_kinds import names
+
+__all__ = ["BatchWatch"]
+
+BATCH, ONE, MIXED, COUNT, HIDDEN = 1, 2, 4, 8, 16
+"""Marks of a tensor: it depends on the batch; on single samples only; it was reduced over samples; it is a sum of
+samples that has no graph, such as a count; it depends on the number of a `MIXED` one."""
+
+_REDUCING = names(
+    "sum nansum mean prod amax amin max min aminmax median nanmedian mode kthvalue std var std_mean var_mean norm "
+    "linalg_vector_norm any all count_nonzero logsumexp argmax argmin bincount histc"
+)
+_ALONG = names("_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin topk")
+_PRODUCTS = names("mm bmm addmm baddbmm dot vdot mv")
+_COLLECTED = names("scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_")
+_SUMS = names("sum nansum count_nonzero")
+_KEEP_COUNTS = names("clamp clamp_ clamp_min clamp_min_ maximum mul mul_ add add_ _to_copy clone")
+_JOINING = names("cat stack")
+_NEW = names("lift_fresh full scalar_tensor new_full fill fill_")
+_MOST_NEW = 4096
+_LONGEST_LINE = 60
+_FRAMES = 6
+
+
+class BatchWatch:
+    """Watches the operations between a batch and its backwards.
+
+    One object for each rank: `begin` with each batch that is to be watched, `end` with the next thing that happens.
+
+    Args:
+        watches: False makes one that watches nothing.
+    """
+
+    def __init__(self, watches: bool = True) -> None:
+        self._watches = watches
+        self._trace: _Trace | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """True while a batch is watched."""
+        return self._trace is not None
+
+    def begin(self, batch: Any, rows: int) -> None:
+        """Watch what is computed of `batch`, which has `rows` samples, and of those that are watched already."""
+        if self._trace is None:
+            if not (self._watches and _may_watch()):
+                return
+            self._trace = _Trace()
+            self._trace.__enter__()  # type: ignore[no-untyped-call]
+        self._trace.add(batch, rows)
+
+    def end(self) -> None:
+        """Watch no longer. Calling this again has no effect."""
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            _leave(trace)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not watch what is done meanwhile, such as a backward."""
+        trace = self._trace
+        if trace is None or _get_current_dispatch_mode() is not trace:
+            yield
+            return
+        _leave(trace)
+        try:
+            yield
+        finally:
+            if self._trace is trace:
+                trace.__enter__()  # type: ignore[no-untyped-call]
+
+    def obstacle(self, roots: Sequence[Tensor]) -> str:
+        """Return which value of the whole batch enters one of the losses `roots`; "" where none is known."""
+        trace = self._trace
+        found = "" if trace is None else next((line for root in roots if (line := trace.hidden_in(root))), "")
+        return found and f"its loss uses a number of the whole batch ({found})"
+
+
+def _may_watch() -> bool:
+    """Return whether operations can be watched without changing any.
+
+    Not beside another dispatch mode, which the program may leave before ours. Before torch 2.9 a function that is first
+    called under a mode is never compiled.
+    """
+    if _get_current_dispatch_mode() is not None:
+        return False
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    is_safe = hasattr(TorchDispatchMode, "ignore_compile_internals")
+    return is_safe or not getattr(dynamo, "cached_backends", None)
+
+
+def _leave(trace: _Trace) -> None:
+    """Leave the mode, also from below others that the program has entered since and not left."""
+    above: list[Any] = []
+    while (mode := _get_current_dispatch_mode()) is not None and mode is not trace:
+        above.append(_pop_mode())
+    if mode is trace:
+        trace.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    for each in reversed(above):
+        _push_mode(each)
+
+
+class _Mark(NamedTuple):
+    """Marks of the memory of a tensor.
+
+    Args:
+        line: The line of the program that made it `MIXED`.
+        extent: How many of its numbers are the batch's, or an operation's result.
+    """
+
+    storage: StorageWeakRef
+    bits: int
+    line: str
+    extent: int
+
+
+class _Trace(TorchDispatchMode):
+    """Marks the tensors that are computed of a batch. Tensors are known by their memory, which views share."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rows: set[int] = set()
+        self._marks: dict[int, _Mark] = {}  # by storage
+        self._left: dict[float, str] = {}  # numbers that have left torch, with the line they are of
+        self._line = ""  # the last of these lines
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: what is compiled is compiled under this mode, too."""
+        return True
+
+    def add(self, batch: Any, rows: int) -> None:
+        self._rows.add(rows)
+        for tensor in tree_leaves(batch):
+            if isinstance(tensor, Tensor) and self._axis(tensor.shape) is not None:
+                self._mark(tensor, BATCH, "")
+
+    def hidden_in(self, tensor: Tensor) -> str:
+        """Return the line of the value of the batch that `tensor` depends on; "" if it depends on none."""
+        bits, line = self._read(tensor)
+        return line or "a statistic" if bits & HIDDEN else ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        with suppress(Exception):  # an operation that cannot be followed is the program's even so
+            self._follow(func, args, kwargs or {}, result)
+        return result
+
+    # -- one operation
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        marked = [(each, *found) for each in inputs if (found := self._read(each))[0]]
+        name = func._schema.name.partition("::")[2]
+        if name == "_local_scalar_dense":
+            self._note_left(marked, result)
+            return
+        results = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        hidden = self._comes_back(name, args, kwargs, results) if self._line else ""
+        is_view = func.is_view and not func._schema.is_mutable and not hidden
+        if not (marked or hidden) or not results or is_view:
+            return
+        bits = HIDDEN | BATCH if hidden else 0
+        line = hidden or next((each[2] for each in marked if each[2]), "")
+        has_graph = torch.is_grad_enabled() and any(each.is_floating_point() for each in results) and name != "detach"
+        bits |= self._own_bits(func, name, args, kwargs, marked, results)
+        if bits & MIXED and not line:
+            line = _users_line()
+        for at, (tensor, its, _) in enumerate(marked):
+            bits |= its & HIDDEN
+            is_number_used = its & MIXED and not (has_graph and tensor.requires_grad) and not bits & COUNT
+            if is_number_used and not _divides_a_loss(name, args, marked, at):
+                bits |= HIDDEN
+        for each in results:
+            self._mark(each, bits, line)
+
+    def _own_bits(
+        self, func: Any, name: str, args: Any, kwargs: Any, marked: Sequence[tuple[Tensor, int, str]], results: Any
+    ) -> int:
+        """Return the marks of a result, except for `HIDDEN`."""
+        together = 0
+        for _, its, _ in marked:
+            together |= its
+        of_one = [its & ONE or self._is_one(tensor) for tensor, its, _ in marked]
+        bits = together & (BATCH | MIXED)
+        if marked and all(of_one) and not (name in _JOINING and len(marked) > 1):
+            return bits | ONE
+        is_mixed = bool(marked) and self._mixes(func, name, args, kwargs, [each[0] for each in marked], results)
+        is_count = len(results) == 1 and results[0].numel() == 1
+        if is_mixed:
+            bits |= MIXED
+            is_first = not together & (MIXED | HIDDEN) and not any(tensor.requires_grad for tensor, *_ in marked)
+            return bits | (COUNT if is_count and is_first and name in _SUMS else 0)
+        is_of_counts = is_count and bool(marked) and all(its & COUNT for _, its, _ in marked)
+        is_kept = name in _KEEP_COUNTS or (name in ("div", "div_") and len(marked) == 1 and args[0] is marked[0][0])
+        is_kept = is_kept and not (name in ("mul", "mul_") and len(marked) > 1)
+        return bits | (COUNT if is_of_counts and is_kept else 0)
+
+    def _mixes(
+        self, func: Any, name: str, args: Any, kwargs: Any, marked: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> bool:
+        """Return whether an operation computes with several samples at once."""
+        tensor = marked[0]
+        if name in _REDUCING:
+            if len(args) > 1 and isinstance(args[1], Tensor):
+                return name == "bincount"  # otherwise `maximum`, elementwise
+            dims = _dims_of(func, args, kwargs)
+            return self._covers(tensor, None if name in ("bincount", "histc", "median") and dims is None else dims)
+        if name in _ALONG:
+            dims = _dims_of(func, args, kwargs)
+            return self._covers(tensor, [-1] if dims is None else dims)
+        if name in _PRODUCTS and len(marked) > 1:
+            one = marked[-2]
+            inner, shape = one.shape[-1], results[0].shape
+            is_summed = self._is_of_samples(inner) and not self._is_of_samples(one.shape[0])
+            return is_summed or (name == "mm" and all(map(self._is_of_samples, shape)))
+        if name in _COLLECTED:
+            source = next((each for each in reversed(marked) if each.ndim), None)
+            is_along = source is not None and source.shape[0] in self._rows and args[1] == 0
+            return is_along and results[0].shape[0] not in self._rows
+        return False
+
+    def _covers(self, tensor: Tensor, dims: Sequence[int] | None) -> bool:
+        """Return whether `dims` of a tensor, or all of it for None, contain several samples."""
+        if not tensor.ndim or tensor.numel() < 2:
+            return False
+        if not dims:
+            return True
+        axis = self._axis(tensor.shape)
+        return axis is not None and axis in {dim % tensor.ndim for dim in dims}
+
+    def _axis(self, shape: Sequence[int]) -> int | None:
+        """Return the dimension that counts samples; None if there is none."""
+        for at, length in enumerate(shape):
+            if length in self._rows:
+                return at
+        return 0 if shape and self._is_of_samples(shape[0]) else None
+
+    def _is_of_samples(self, length: int) -> bool:
+        return length > 0 and any(length % rows == 0 for rows in self._rows)
+
+    def _is_one(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a view of one sample of a larger tensor."""
+        mark = self._marks[_key(tensor)]
+        return tensor.numel() * min(self._rows) <= mark.extent and tensor.is_contiguous()
+
+    # -- numbers that leave torch
+
+    def _note_left(self, marked: Sequence[tuple[Tensor, int, str]], value: Any) -> None:
+        """Note a number of the batch that becomes one of Python's."""
+        for _, bits, line in marked:
+            if bits & (MIXED | HIDDEN) and (type(value) is float or bits & COUNT) and type(value) is not bool:
+                self._line = line or "a statistic"
+                if value != round(value):
+                    self._left[value] = self._line
+
+    def _comes_back(self, name: str, args: Any, kwargs: Any, results: Sequence[Tensor]) -> str:
+        """Return the line of a number that has left, if it comes back; as part of a new tensor that may be."""
+        for each in (*args, *kwargs.values()):
+            if type(each) is float and each in self._left:
+                return self._left[each]
+        if name in _NEW and results and results[0].is_floating_point() and results[0].numel() <= _MOST_NEW:
+            values = results[0].detach()
+            if self._axis(values.shape) is None and bool((values != values.round()).any()):
+                return self._line
+        return ""
+
+    # -- marks
+
+    def _read(self, tensor: Tensor) -> tuple[int, str]:
+        found = self._marks.get(_key(tensor))
+        return (0, "") if found is None or found.storage.expired() else (found.bits, found.line)
+
+    def _mark(self, tensor: Tensor, bits: int, line: str) -> None:
+        old, known = self._read(tensor)
+        storage = tensor.untyped_storage()
+        extent = max(tensor.numel(), self._marks[storage._cdata].extent if old else 0)
+        self._marks[storage._cdata] = _Mark(StorageWeakRef(storage), bits | old, known or line, extent)
+
+
+def _key(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, or a subclass without memory
+        return 0
+
+
+def _dims_of(func: Any, args: Any, kwargs: Any) -> Sequence[int] | None:
+    """Return the argument `dim` of an operation; None if it is not given."""
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.name == "dim":
+            dims = kwargs.get("dim", args[at] if at < len(args) else None)
+            return dims if dims is None or isinstance(dims, (list, tuple)) else [dims]
+    return None
+
+
+def _divides_a_loss(name: str, args: Any, marked: Sequence[tuple[Tensor, int, str]], at: int) -> bool:
+    """Return whether the marked input at `at` is a count by which a single number with a graph is divided."""
+    tensor, bits, _ = marked[at]
+    if name not in ("div", "div_") or not bits & COUNT or tensor.numel() != 1 or len(args) < 2:
+        return False
+    return args[1] is tensor and args[0].requires_grad and args[0].numel() == 1
+
+
+def _users_line() -> str:
+    """Return the source of the line that computes something now: of the notebook, or else of the innermost library."""
+    frames = [(frame.f_code.co_filename, frame.f_lineno) for frame in users_frames(_FRAMES)]
+    own = [place for place in frames if "site-packages" not in place[0]] or frames
+    line = linecache.getline(*own[0]).strip() if own else ""
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}..."

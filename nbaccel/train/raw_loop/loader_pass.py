@@ -1,0 +1,273 @@
+"""A pass, one iteration over a loader: what identifies it, how far it has come, what was taken of it. Runs in ranks.
+
+A `PassGauge` measures a pass, and `PassGauges` begins and ends those of a task. A rank that shares its batches with
+others knows more of a pass, a `SharedPass`. `Taken` holds the batches, of several passes, from which the next backward
+may come.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbaccel.base.errors import NotPrepared
+from nbaccel.base.events import Gauge, LoopEntered, Progress, emit
+from nbaccel.base.quantities import length_or_none
+from nbaccel.train.distributed.callers import place_of_call
+from nbaccel.train.raw_loop.batch_parts import Handed, Label, Layout
+
+__all__ = [
+    "REMEMBERED",
+    "LoaderPass",
+    "PassGauge",
+    "PassGauges",
+    "PassKey",
+    "SharedPass",
+    "Taken",
+    "has_parts",
+    "key_of",
+    "not_trained",
+    "passed_over",
+    "still_needed",
+]
+
+PassKey = tuple[Any, ...]
+"""Kind and number of the samples, batch size, place in the program, modes: passes with an equal key do the same."""
+
+
+def key_of(iterator: Any, batch_size: int | None, *modes: bool) -> PassKey:
+    """Return the key of a pass that begins now.  modes: of training, that tell passes in one place apart."""
+    kind = type(iterator._dataset)
+    return (
+        f"{kind.__module__}.{kind.__qualname__}",
+        batch_size,
+        length_or_none(iterator._dataset),
+        place_of_call(),
+        *modes,
+    )
+
+
+class PassGauge:
+    """Progress of one pass, from its begin to its end.
+
+    The loop itself reports nothing: a launcher's thread reads the gauge a few times per second.
+
+    steps: returns how many steps the task has reached.  rates: returns the learning rates of its optimizers.
+    batches: how many the pass has; None where that is unknown.
+    epoch: how many passes trained at the same place before.  may_train: gradients were enabled when it began.
+
+    taken: batches that were handed out.  samples: of this rank in the largest of them; 0 unknown. Where all ranks have
+    the same batch, that is this rank's share of it.
+    has_trained: backwards have come.  is_over: it has ended, or was left for another at the same place.
+    is_left: returns whether nothing can continue it.
+    """
+
+    def __init__(
+        self,
+        steps: Callable[[], int],
+        rates: Callable[[], tuple[float, ...]],
+        batches: int | None,
+        epoch: int,
+        may_train: bool,
+    ) -> None:
+        self._steps = steps
+        self._rates = rates
+        self._batches = batches
+        self._epoch = epoch
+        self.may_train = may_train
+        self._first = steps()
+        self._began = time.monotonic()
+        self.taken = self.samples = 0
+        self.has_trained = self.is_over = False
+        self.is_left: Callable[[], bool] = lambda: False
+
+    def read(self) -> Progress | None:
+        """Return the present progress; None once the pass has ended. Called from any thread."""
+        return None if self.is_over or self.is_left() else self._look()
+
+    def end(self) -> None:
+        """End the pass, and report its progress at that time. Calling this again has no effect."""
+        if not self.is_over:
+            self.is_over = True
+            emit(self._look())
+
+    def _look(self) -> Progress:
+        is_guess = self.may_train and not self.has_trained and self.taken <= 1 and not self.is_over
+        return Progress(
+            step=self._steps(),
+            batch=self.taken,
+            batches=self._batches,
+            epoch=self._epoch,
+            samples=self.samples or None,
+            is_training=self.has_trained or is_guess,
+            is_guess=is_guess,
+            is_over=self.is_over,
+            first=self._first,
+            began=self._began,
+            learning_rates=self._rates(),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class LoaderPass:
+    """One iteration over a loader, which it does not hold.  task: that it began in."""
+
+    task: object
+    key: PassKey
+    batch_size: int | None
+    gauge: PassGauge
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """Return an empty placeholder, since a pickled iterator needs no pass."""
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+class PassGauges:
+    """Gauges of a task: that of the last pass at each place.  steps, rates: see `PassGauge`."""
+
+    def __init__(self, steps: Callable[[], int], rates: Callable[[], tuple[float, ...]]) -> None:
+        self._steps = steps
+        self._rates = rates
+        self._last: dict[PassKey, PassGauge] = {}
+        self._alone: PassGauge | None = None  # of a training without a loader
+        self._epochs: Counter[PassKey] = Counter()  # passes that have trained
+
+    def begin(self, key: PassKey, iterator: Any, batches: int | None, may_train: bool) -> PassGauge:
+        """Return the gauge of a pass that begins, and report it; the one before it at the same place is over."""
+        gauge = PassGauge(self._steps, self._rates, batches, self._epochs[key], may_train)
+        alive = weakref.ref(iterator)
+        gauge.is_left = lambda: alive() is None
+        if key in self._last:
+            self._last[key].end()
+        self._last[key] = gauge
+        emit(Gauge(gauge.read))
+        return gauge
+
+    def note_no_loader(self) -> None:
+        """Note a backward before any loader has handed out a batch: steps and rates are reported even so."""
+        if self._alone is None:
+            self._alone = PassGauge(self._steps, self._rates, None, 0, may_train=True)
+            self._alone.has_trained = True
+            emit(Gauge(self._alone.read))
+
+    def end_alone(self) -> None:
+        """End the report on a training without a loader."""
+        if self._alone is not None:
+            self._alone.end()
+
+    def note_trained(self, this: LoaderPass) -> None:
+        """Note the first backward of a pass."""
+        self.end_alone()
+        this.gauge.has_trained = True
+        self._epochs[this.key] += 1
+
+    def end(self) -> None:
+        """End all passes."""
+        self.end_alone()
+        for gauge in self._last.values():
+            gauge.end()
+
+
+# --- Passes whose batches ranks share ---
+
+
+@dataclass(slots=True, eq=False)
+class SharedPass(LoaderPass):
+    """A pass in a rank that may be given parts of its batches.
+
+    name: of its loader.  iterator_of: returns its iterator, if that still exists.  may_split: its batches can be cut.
+    is_map: batches are made of indices.  is_collated: of several samples.  is_shared_out: ranks have batches of their
+    own already.
+    layout: of batches that a function of the program's own makes.  loop: what was reported of it, and when.
+    lead: batches that were taken before the first backward, once known.  ahead: of them, how many the program takes
+    before it needs them.  labels: of batches that were drawn, and are not handed out yet.  indices, rest: further parts
+    of the last batch, to be fetched or cut from it.  first: the batches with which to begin again.
+    record: the batches of its backwards.
+    """
+
+    name: str
+    iterator_of: weakref.ref[Any]
+    may_split: bool
+    is_map: bool
+    is_collated: bool
+    is_shared_out: bool
+    layout: Layout | None = None
+    loop: tuple[object, LoopEntered] | None = None
+    is_split: bool = False
+    began_split: bool = False
+    was_training: bool = True
+    has_trained: bool = False
+    is_over: bool = False
+    taken: int = 0
+    parts: int = 0
+    lead: int = 0
+    ahead: int | None = None
+    labels: deque[Label] = field(default_factory=deque)
+    indices: deque[tuple[Any, Label]] = field(default_factory=deque)
+    rest: deque[tuple[Any, Label]] = field(default_factory=deque)
+    first: list[Any] = field(default_factory=list)
+    record: list[Handed] = field(default_factory=list)
+
+    @property
+    def loader(self) -> tuple[Any, ...]:
+        """The part of the key that is of the loader, and not of the place."""
+        return self.key[:3]
+
+    @property
+    def cuts_indices(self) -> bool:
+        """True if a rank fetches only its samples; otherwise a batch is cut after it was made."""
+        return self.is_map and (self.layout is None or self.layout.makes_parts)
+
+
+Taken = dict[SharedPass, deque[Label]]
+"""Batches that were handed out, by pass, in the order of each pass's last one."""
+
+REMEMBERED = 64
+"""Limit of the batches of one pass without a backward that are kept; an evaluation takes thousands."""
+
+
+def still_needed(taken: Taken) -> Taken:
+    """Return those batches, of batches that had a backward, that the program has taken ahead of it."""
+    return {this: deque(list(labels)[-this.ahead :], REMEMBERED) for this, labels in taken.items() if this.ahead}
+
+
+def has_parts(taken: Taken) -> bool:
+    """Return whether other ranks have other samples in one of them."""
+    return any(label.is_apart for labels in taken.values() for label in labels)
+
+
+# --- Errors of loops that do not train on their parts ---
+
+
+def not_trained(rank: int, world_size: int, name: str, why: str) -> NotPrepared:
+    """Return the error of a pass that was split and did not train.
+
+    name: of its loader.  why: it was split; empty for the usual reason.
+    """
+    why = why or "a pass that began in the same place trained"
+    return NotPrepared(
+        f"rank {rank} of {world_size}: the batches of {name} were split over the ranks, for {why}. This pass did not "
+        "train: no backward has come, so what it computed is of this rank's samples only. Call model.eval(), or enter "
+        "torch.no_grad(), before the loop that evaluates begins and not inside of it; or use --strict and prepare the "
+        "loop."
+    )
+
+
+def passed_over(rank: int, world_size: int, name: str) -> NotPrepared:
+    """Return the error of a loop that leaves out each part of the batches of the loader `name`."""
+    error = NotPrepared(
+        f"rank {rank} of {world_size}: whole batches of {name} were trained on, and then each was split over the ranks "
+        "and no part was: the loop has passed them over, as one does that leaves out batches with "
+        "len(x) != batch_size. Leave that out (drop_last=True in the loader does the same), or start the cell with "
+        "--batches each."
+    )
+    error.is_of_parts = True
+    return error

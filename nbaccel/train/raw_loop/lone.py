@@ -1,0 +1,234 @@
+"""Watch an unmodified loop in the only rank of a run. Runs in ranks.
+
+The loop is not changed: batches, gradients and steps are torch's. The observations provide the panel's numbers, let a
+run stop between two steps, and explain why its batches are not cut if memory runs out.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nbaccel.base.events import LoopEntered, Loss, emit
+from nbaccel.train.raw_loop.graph import forget_scaled, is_scaled, leave_scalers, watch_scalers
+from nbaccel.train.raw_loop.loader_pass import LoaderPass, PassGauges, key_of
+from nbaccel.train.raw_loop.loaders import ask, batch_size_of, batches_of
+from nbaccel.train.raw_loop.loop import Hooks
+from nbaccel.train.raw_loop.withholding import StepCounter
+from nbaccel.train.step.implicit_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
+
+__all__ = ["LoneTraining"]
+
+_PASS = "_nbaccel_lone_pass"
+_TRAINERS = ("transformers.trainer", "lightning.", "pytorch_lightning.", "lightning_fabric.")
+"""Modules whose loops report their own progress."""
+
+_DEPTH = 12
+"""Frames between a trainer's step and its backward, and some more."""
+
+_OF_A_TRAINER = "a trainer has a loop of its own (give it a smaller batch size, and more gradient accumulation)"
+_LEFT_WHOLE = (
+    "a loop that prepares nothing is left as it is in its only rank (prepared, and with accelerator.backward(loss), it "
+    "goes on in parts; by hand: a smaller batch_size, and as much more gradient accumulation)"
+)
+
+
+class LoneTraining:
+    """Watches one rank's tasks, one after the other; a launcher calls it around each."""
+
+    needs_order = False
+
+    def __init__(self) -> None:
+        self._steps = StepCounter(lambda: self._batches)
+        self._hooks = Hooks(self._run, self._before_step, self._after_step)
+        self._batches = self._backwards = 0
+        self._is_armed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._task = object()
+        self._thread = threading.get_ident()
+        self._batches = self._backwards = 0
+        self._gauges = PassGauges(lambda: self._steps.done, self._steps.rates.read)
+        self._now: LoaderPass | None = None  # the pass that the last batch came from
+        self._drawn: Any = None  # the iterator whose batch is being made
+
+    # -- the task
+
+    def begin(self, namespace: dict[str, Any] | None) -> None:
+        """Begin a task."""
+        self._leave()
+        self._steps.begin()
+        self._begin()
+        ask(self)
+        watch_scalers(lambda optimizer: False)
+        self._hooks.install()
+        self._is_armed = True
+        when_stepping_back(self._leave)
+        when_beginning_anew(self._begin_anew)
+        count_steps_by(lambda: self._steps.under_way)
+
+    def end(self) -> None:
+        """End a task whose program has ended."""
+        self._leave()
+
+    def stop(self) -> None:
+        """End a task that ended in another way; never raises."""
+        with suppress(Exception):
+            self._leave()
+
+    def keeps(self, tensors: Sequence[Any]) -> bool:
+        """Return True during a task, since a single rank is equal to itself."""
+        return self._is_armed
+
+    def is_of_batch(self, tensors: Sequence[Any]) -> bool:
+        return False
+
+    def note_wrapper(self) -> None:
+        """Do nothing: one rank's random numbers are its own."""
+
+    @property
+    def fails_on_parts(self) -> bool:
+        return False
+
+    @property
+    def is_at_work(self) -> bool:
+        """True if something was trained in this task."""
+        return self._backwards > 0
+
+    def explain(self) -> str:
+        return ""
+
+    def _begin_anew(self) -> None:
+        """Begin another attempt of the program."""
+        if self._is_armed:
+            self._gauges.end()
+            self._begin()
+            self._steps.begin_anew()
+
+    def _leave(self) -> None:
+        """Stop watching: the task is over, the program prepares by itself, or a trainer reports instead."""
+        if not self._is_armed:
+            return
+        self._is_armed = False
+        self._steps.end_step()
+        self._hooks.remove()
+        leave_scalers()
+        self._now = None
+        count_steps_by(None)
+        self._gauges.end()
+        forget(self._leave)
+
+    # -- backwards and steps
+
+    def _run(self, real: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a graph backwards for ``torch.autograd.backward`` and ``grad``; only the former trains."""
+        is_here = threading.get_ident() == self._thread and torch._C._functorch.maybe_current_level() is None
+        if not (is_here and self._is_armed and kwargs.get("accumulate_grad", False)):
+            return real(outputs, *args, **kwargs)
+        if self._is_of_a_trainer():
+            emit(LoopEntered(None, obstacle=_OF_A_TRAINER))
+            self._leave()
+            return real(outputs, *args, **kwargs)
+        if self._backwards == 1:
+            self._meet_optimizers()
+        self._steps.enter()  # may raise RunStopped
+        loss = _loss_of(outputs)
+        found = real(outputs, *args, **kwargs)
+        self._note_backward(loss)
+        return found
+
+    def _is_of_a_trainer(self) -> bool:
+        """Return whether a library's trainer runs this backward. Called at the first one of a pass."""
+        if self._backwards and (self._now is None or self._now.gauge.has_trained):
+            return False
+        frame, depth = sys._getframe(2), 0
+        while frame is not None and depth < _DEPTH:
+            if str(frame.f_globals.get("__name__", "")).startswith(_TRAINERS):
+                return True
+            frame, depth = frame.f_back, depth + 1  # type: ignore[assignment]
+        return False
+
+    def _meet_optimizers(self) -> None:
+        """Find the optimizers where a second backward comes before the first step: then batches are accumulated."""
+        if not self._steps.taken:
+            for each in gc.get_objects():
+                if issubclass(type(each), Optimizer):
+                    self._steps.meet(each)
+
+    def _note_backward(self, loss: Tensor | None) -> None:
+        self._backwards += 1
+        this = self._now
+        if not self._batches:
+            self._gauges.note_no_loader()
+        elif this is not None and this.gauge.may_train and not this.gauge.has_trained:
+            self._gauges.note_trained(this)
+        if loss is not None:
+            emit(Loss(loss, self._steps.count))
+        forget_scaled()
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        self._steps.meet(optimizer)
+        self._steps.note(optimizer)
+
+    def _after_step(self, *_: Any) -> None:
+        self._steps.end_step()
+
+    # -- what loaders call
+
+    def minds(self, iterator: Any) -> bool:
+        """Return whether to watch `iterator`: not within another loader's batch, nor in another thread."""
+        is_here = self._is_armed and threading.get_ident() == self._thread
+        return is_here and (self._drawn is None or self._drawn is iterator)
+
+    def before(self) -> None:
+        """Do nothing: torch alone draws here."""
+
+    def begin_pass(self, iterator: Any, loader: Any = None) -> LoaderPass:
+        size, may_train = batch_size_of(iterator, loader), torch.is_grad_enabled()
+        key = key_of(iterator, size, may_train)
+        gauge = self._gauges.begin(key, iterator, batches_of(iterator, loader), may_train)
+        this = iterator.__dict__[_PASS] = LoaderPass(self._task, key, size, gauge)
+        return this
+
+    def draw(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
+        return real(iterator)
+
+    def hand_out(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
+        this: LoaderPass | None = iterator.__dict__.get(_PASS)
+        if this is None or this.task is not self._task:
+            this = self.begin_pass(iterator)
+        if self._now is not this:
+            self._now = this
+            emit(LoopEntered(this.batch_size, obstacle=_LEFT_WHOLE))
+        self._drawn = iterator
+        try:
+            batch = real(iterator)
+        except StopIteration:
+            this.gauge.end()
+            raise
+        finally:
+            self._drawn = None
+        self._batches += 1
+        this.gauge.taken += 1
+        this.gauge.samples = this.batch_size or 0
+        return batch
+
+
+def _loss_of(outputs: Any) -> Tensor | None:
+    """Return the root of a backward, if it is one number, without the factor of a scaler."""
+    if len(outputs) != 1 or not isinstance(outputs[0], Tensor) or outputs[0].numel() != 1:
+        return None
+    root: Tensor = outputs[0]
+    if not is_scaled(root.grad_fn):
+        return root.detach()
+    factor = getattr(root.grad_fn, "_saved_other", None)
+    return None if factor is None else root.detach() / factor

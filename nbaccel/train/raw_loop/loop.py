@@ -1,0 +1,505 @@
+"""Train an unmodified loop on all ranks: its gradients are averaged, and its batches split. Runs in ranks.
+
+`setup_rank` makes an ``ImplicitTraining`` in a world larger than one. It decides by what a program does: a backward
+that adds gradients to parameters trains, and its batches are split from then on; a pass without one stays whole. As
+soon as the program prepares by itself, the loop is left unmodified. `Notices` print once, before the first step and by
+rank 0, how the loop is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from nbaccel.base.errors import CannotCut, NotPrepared, RunStopped
+from nbaccel.base.events import Loss, emit
+from nbaccel.base.quantities import short_count
+from nbaccel.base.settings import SPLIT, RunSettings
+from nbaccel.base.world import World
+from nbaccel.train.distributed.collectives import Collectives
+from nbaccel.train.distributed.partial_state import PartialState
+from nbaccel.train.distributed.process_group import process_group
+from nbaccel.train.raw_loop.averaging import Averaging
+from nbaccel.train.raw_loop.batch_parts import Split
+from nbaccel.train.raw_loop.batch_values import BatchWatch
+from nbaccel.train.raw_loop.graph import leave_scalers, watch_scalers
+from nbaccel.train.raw_loop.last_batch import LastBatch
+from nbaccel.train.raw_loop.part_numbers import PartNumbers
+from nbaccel.train.raw_loop.passes import Passes
+from nbaccel.train.raw_loop.rank_streams import Seeds
+from nbaccel.train.raw_loop.trained_tensors import Model
+from nbaccel.train.raw_loop.withholding import StepCounter, Withholding
+from nbaccel.train.step.implicit_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
+
+__all__ = [
+    "Hooks",
+    "ImplicitTraining",
+    "Notices",
+]
+
+_OF_SHAPES = (RuntimeError, ValueError, IndexError, AssertionError)
+"""Errors that a number of samples may cause; some of them only with a text that mentions shapes."""
+
+_SHAPES = re.compile(r"size|shape|dimension|broadcast|mismatch|unpack|expected", re.IGNORECASE)
+
+_OURS = (CannotCut, NotPrepared, RunStopped)
+"""Errors that explain the cause themselves."""
+
+_MOST_MODELS = 4
+"""That are named; a search over parameters trains hundreds."""
+
+_OF_GRADIENTS = (TypeError, AttributeError, RuntimeError, AssertionError)
+"""Errors that a gradient which is None may cause."""
+
+
+class ImplicitTraining:
+    """Keeps one training equal in all ranks, with one object per rank; a launcher calls it around a task.
+
+    world: this rank's.  settings: `batches`, "split" or "each", and `split`, the parts of a batch, are used.
+
+    Raises:
+        NotPrepared: from within a backward, in all ranks: they do not train one model any more.
+    """
+
+    def __init__(self, world: World, settings: RunSettings) -> None:
+        self._world = world
+        self._mode = settings.batches or SPLIT
+        self._notices = Notices(world)
+        self._parts = settings.split or 1
+        self._draws_alike = bool(settings.seeds_alike)
+        self._seeds = Seeds.now()
+        self._order_seed = None if settings.seeds_alike else settings.seed  # otherwise ranks are seeded differently
+        watch = BatchWatch()
+        self._passes = Passes(
+            world.rank,
+            world.world_size,
+            self._notices.note_split,
+            self._is_training,
+            batch_norms=lambda: self._averaging.models.batch_norms(),
+            on_turn=lambda turn: self._withholding.next_turn(turn),
+            steps=lambda: self._steps.done,
+            rates=lambda: self._steps.rates.read(),
+            on_drawn=self._notices.note_drawn,
+            watch=watch,
+            is_lazy=lambda: self._given is not None and self._given.are_lazy(),
+        )
+        self._steps = StepCounter(lambda: self._passes.batches)
+        self._withholding = Withholding(self._steps.choices)
+        self._averaging = Averaging(
+            world,
+            self._passes,
+            self._steps,
+            self._withholding,
+            watch,
+            _collectives,
+            on_trained=self._report,
+            on_registered=self._note_models,
+            on_parts_shown=self._notices.note_parts_shown,
+            on_compiled=self._notices.note_compiled,
+            on_buffers=self._notices.note_buffers,
+            on_lengths=self._notices.note_lengths,
+            step_back=self._step_back,
+        )
+        self._is_armed = False
+        self.fails_on_parts = False  # the task has failed on its first part of a batch, see `TaskWatch`
+        self._has_trained_on_parts = False
+        self._hooks = Hooks(self._averaging.run, self._before_step, self._after_step)
+        self._given: _GivenHook | None = None
+        self._last_batch = LastBatch(None)
+
+    # -- the task
+
+    def begin(self, namespace: dict[str, Any] | None) -> None:
+        """Begin a task: its backwards are averaged from now on.  namespace: its globals, if it is a cell."""
+        self._disarm()
+        self._averaging.begin()
+        self._steps.begin()
+        self._notices.begin(namespace)
+        self._last_batch = LastBatch(namespace)
+        self._passes.install()
+        self._passes.begin(self._mode, self._parts, self._order_seed)
+        self._order_seed = None  # persistent ranks continue with common numbers
+        self.fails_on_parts = self._has_trained_on_parts = False
+        self._withholding.begin()
+        watch_scalers(self._withholds)
+        self._hooks.install()
+        self._given = _GivenHook(lambda given: self._averaging.models.note_given(given, self._passes.batches))
+        self._is_armed = True
+        self._seeds = Seeds.now()
+        when_stepping_back(self._step_back)
+        when_beginning_anew(self._begin_anew)
+        count_steps_by(lambda: self._steps.under_way)
+
+    def end(self) -> None:
+        """End a task whose program is over: make the ranks end with equal weights.
+
+        Raises:
+            NotPrepared: the ranks trained different models.
+        """
+        if not self._is_armed:
+            return
+        try:
+            self._passes.refuse_passed_over()
+            taken = self._averaging.answer_until_all_are_done()
+            if taken:
+                self._finish(taken)
+                self._last_batch.join(_collectives().gather_objects)
+                if self._passes.batches and not self.has_split and not self._passes.is_shared_out:
+                    self._notices.note_same_work(is_stepped=any(taken))
+        finally:
+            self._leave()
+
+    def stop(self) -> None:
+        """End a task that ended in another way. Waits for no rank, and never raises."""
+        with suppress(Exception):
+            error = sys.exc_info()[1]
+            if self._withholding.is_used and isinstance(error, _OF_GRADIENTS) and not isinstance(error, _OURS):
+                error.add_note(self._withholding.explain())
+            is_of_parts = self.has_split and (_is_of_shapes(error) or getattr(error, "is_of_parts", False))
+            self.fails_on_parts = is_of_parts and not self._has_trained_on_parts and self._parts == 1
+            if error is not None and self.has_split and _is_of_shapes(error):
+                error.add_note(
+                    "The loop prepares nothing, so each rank has a part of every batch: code that counts on batches of "
+                    "a fixed size has to ask len(x). %%accelerate --batches each gives ranks whole batches."
+                )
+            self._leave()
+
+    def keeps(self, tensors: Sequence[Any]) -> bool:
+        """Return whether this training keeps all of `tensors` equal in all ranks."""
+        models = self._averaging.models
+        if not self._is_armed:
+            return False
+        return models.knows(tensors) or (self._passes.batches > 0 and models.has_met(tensors))
+
+    def is_of_batch(self, tensors: Sequence[Any]) -> bool:
+        """Return whether the program made `tensors` for one batch, so that ranks rightly have different ones."""
+        return self._passes.batches > 0 and self._averaging.models.is_of_batch(tensors)
+
+    def note_wrapper(self) -> None:
+        """Give ranks random numbers of their own: the program, or a library below it, shares a model out itself.
+
+        Only its names tell that of a cell beforehand, and those of a library do not. Ranks that draw their samples
+        would otherwise train on the same ones, and nothing would show it.
+        """
+        if self._is_armed and self._draws_alike and not self._averaging.meetings:
+            self._seeds.draw_apart(self._world.rank)
+
+    @property
+    def is_at_work(self) -> bool:
+        """True if it has trained something in this task."""
+        return self._averaging.meetings > 0
+
+    @property
+    def has_split(self) -> bool:
+        """True if batches were split in this task."""
+        return self._passes.has_split
+
+    def explain(self) -> str:
+        """Return why it does not keep equal what ranks train separately; empty if there is no reason."""
+        return self._notices.explain()
+
+    # -- parts of it
+
+    def _is_training(self) -> bool:
+        return self._averaging.models.is_training()
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._averaging.is_inside:
+            raise NotPrepared(
+                f"{self._world.place}: {type(optimizer).__name__} steps inside of "
+                "loss.backward(), before the ranks' gradients are added up. Step after it, or use --strict and prepare."
+            )
+        if not self._withholds(optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None)):
+            self._steps.note(optimizer)
+
+    def _withholds(self, optimizer: Any, closure: Any = None) -> bool:
+        """Return whether a step waits for its batch's last part; without `optimizer`, whether that part is to come."""
+        if optimizer is None or not self._is_armed:
+            return self._is_armed and self._withholding.is_on
+        self._steps.meet(optimizer)
+        return self._withholding.withholds_step(closure)
+
+    def _after_step(self, *_: Any) -> None:
+        if not self._withholding.is_on:
+            self._steps.end_step()
+
+    def _note_models(self) -> None:
+        self._notices.note_models(self._averaging.models.models)
+        self._passes.report_anew()
+
+    def _report(self, loss: float | Tensor | None) -> None:
+        """Report a backward that was averaged."""
+        self._has_trained_on_parts |= self.has_split
+        self._last_batch.note(self._passes.handed)
+        if loss is not None:
+            emit(Loss(loss, self._steps.count))
+        if not self._passes.batches:
+            self._passes.note_no_loader()
+            self._notices.note_no_loader()
+
+    def _finish(self, taken: Sequence[float]) -> None:
+        """Make all ranks end with the same weights.  taken: the optimizer steps of each."""
+        if len(set(taken)) > 1:
+            self._notices.note_uneven(taken)
+            self._averaging.broadcast(taken.index(max(taken)))
+            return
+        parameters, buffers = self._averaging.what_differs()
+        if parameters:
+            self._notices.note_differing()
+        self._averaging.broadcast(0, [*parameters, *buffers])
+
+    def _begin_anew(self) -> None:
+        """Begin another attempt of the program: ranks may have failed at different places."""
+        if self._is_armed:
+            self._averaging.begin()
+            self._passes.begin(self._mode, self._parts)
+            self._withholding.begin()
+            self._steps.begin_anew()
+
+    def _step_back(self) -> None:
+        """Leave the loop unmodified, since the program prepares by itself."""
+        self._passes.step_back()
+        self._disarm()
+
+    def _leave(self) -> None:
+        self._steps.end_step()
+        self._passes.end()
+        self._disarm()
+
+    def _disarm(self) -> None:
+        self._is_armed = False
+        count_steps_by(None)
+        self._hooks.remove()
+        leave_scalers()
+        if self._given is not None:
+            self._given.remove()
+            self._given = None
+        self._withholding.begin()
+        self._averaging.rest()
+        forget(self._step_back)
+
+
+class Hooks:
+    """Reports backwards and optimizers' steps, from `install` to `remove`.
+
+    run: called instead of torch's function that runs a graph backwards, with that function before its arguments.
+    before_step, after_step: called around each step of an optimizer, as torch calls its hooks.
+    """
+
+    def __init__(
+        self, run: Callable[..., Any], before_step: Callable[..., None], after_step: Callable[..., None]
+    ) -> None:
+        self._run = run
+        self._before_step = before_step
+        self._after_step = after_step
+        self._handles: list[Any] = []
+        self._real: Callable[..., Any] | None = None
+        self._real_compile: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Begin to report."""
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        self._real = torch.autograd._engine_run_backward
+        self._take_backwards()
+        self._real_compile = torch.compile
+        torch.compile = functools.wraps(torch.compile)(functools.partial(self._compile))
+
+    def remove(self) -> None:
+        """Restore torch. Calling this again has no effect."""
+        while self._handles:
+            self._handles.pop().remove()
+        if self._real is not None:
+            torch.autograd._engine_run_backward = self._real
+            self._real = None
+        if self._real_compile is not None:
+            torch.compile = self._real_compile
+            self._real_compile = None
+
+    def _run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self._real is not None
+        return self._run(self._real, outputs, *args, **kwargs)
+
+    def _take_backwards(self) -> None:
+        """Make torch run its backwards through this object, hidden from a compiler of whole training steps."""
+        is_loaded = "torch._dynamo" in sys.modules
+        run: Any = torch.compiler.disable(self._run_backward) if is_loaded else self._run_backward
+        torch.autograd._engine_run_backward = run
+
+    def _compile(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``torch.compile``, with which torch imports its compiler, and take over backwards again."""
+        assert self._real_compile is not None
+        compiled = self._real_compile(*args, **kwargs)
+        self._take_backwards()
+        return compiled
+
+
+class _GivenHook:
+    """Reports the tensors that optimizers are given, until it is removed."""
+
+    def __init__(self, on_given: Callable[[list[Tensor]], None]) -> None:
+        self._lazy: list[weakref.ref[Tensor]] = []  # those that do not exist yet
+        self._real: Any = torch.optim.Optimizer.add_param_group
+        real = self._real
+
+        @functools.wraps(real)
+        def add_param_group(optimizer: Any, param_group: dict[str, Any]) -> None:
+            real(optimizer, param_group)
+            given = optimizer.param_groups[-1]["params"]
+            self._lazy += [weakref.ref(each) for each in given if torch.nn.parameter.is_lazy(each)]
+            on_given(given)
+
+        torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[assignment]
+
+    def are_lazy(self) -> bool:
+        """Return whether the first forward of a model makes parameters that an optimizer was given."""
+        self._lazy = [ref for ref in self._lazy if (each := ref()) is not None and torch.nn.parameter.is_lazy(each)]
+        return bool(self._lazy)
+
+    def remove(self) -> None:
+        torch.optim.Optimizer.add_param_group = self._real  # type: ignore[method-assign]
+
+
+def _is_of_shapes(error: BaseException | None) -> bool:
+    """Return whether a number of samples may have caused `error`."""
+    is_known = isinstance(error, _OF_SHAPES) and not isinstance(error, _OURS)
+    return is_known and (isinstance(error, (IndexError, AssertionError)) or bool(_SHAPES.search(str(error))))
+
+
+def _collectives() -> Collectives:
+    """Return the ranks' collectives; the ranks form the process group together where there is none."""
+    return process_group.talk or PartialState().collectives
+
+
+class Notices:
+    """Collects facts about a task's loop, and prints them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.begin(None)
+
+    def begin(self, namespace: dict[str, Any] | None) -> None:
+        """Begin a task.  namespace: the cell's names."""
+        self._namespace = namespace or {}
+        self._said: set[str] = set()
+        self._models = ""
+        self._has_batch_norm = False
+        self._whole = ""
+        self._numbers = PartNumbers()
+
+    def note_models(self, models: Sequence[Model]) -> None:
+        """Note the models that are averaged from now on."""
+        named = Counter(f"{self._name_of(model)} ({short_count(model.parameters)})" for model in models)
+        texts = [text if count == 1 else f"{count} x {text}" for text, count in named.items()]
+        more = [f"{len(texts) - _MOST_MODELS} more"] if len(texts) > _MOST_MODELS else []
+        self._models = f"gradients of {' and '.join([*texts[:_MOST_MODELS], *more])} averaged"
+        self._has_batch_norm = any(model.has_batch_norm for model in models)
+
+    def note_split(self, split: Split) -> None:
+        """Print the decision on a loader's batches."""
+        ranks = self._world.world_size
+        if not split.is_split:
+            self._whole = split.why
+            self._say(
+                f"{split.name}: whole in each of {ranks} ranks, the same work: {split.why}. -n 1 does it once; "
+                "--batches each gives each rank batches of its own"
+            )
+            return
+        batches = "its batches" if split.batches is None else f"{split.batches:,} batches"
+        text = f"{split.name}: {split.why or f'each of {batches} split over {ranks} ranks'}"
+        for more in (split.remark, self._models):
+            text += f"; {more}" if more else ""
+        self._say(text)
+        for line in self._numbers.lines(ranks, split.is_own):
+            self._say(line)
+        if self._has_batch_norm:
+            self._say(
+                "batch norm sees a part of each batch; torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) sees all"
+            )
+
+    def note_uneven(self, taken: Sequence[float]) -> None:
+        said = ", ".join(f"rank {rank} {count:g}" for rank, count in enumerate(taken))
+        self._say(f"the ranks have taken different numbers of steps ({said}); all have the weights of the longest now")
+
+    def note_differing(self) -> None:
+        self._say(
+            "the ranks' weights differed at the end: something changes them that is drawn or decided in each rank; "
+            "all have rank 0's now"
+        )
+
+    def note_parts_shown(self) -> None:
+        """Print that a loss whose terms count differently keeps the value that it has here."""
+        self._say("the loss has terms that count differently in parts of a batch: what is shown of it is rank 0's part")
+
+    def note_buffers(self, names: str) -> None:
+        """Print that a forward has left other values in a buffer than in other ranks."""
+        self._say(
+            f"{names}: a forward changes it by what its batch is, and it is the ranks' average now: right for a mean "
+            "over samples, not for a count or a sum. --batches each or -n 1 where that matters"
+        )
+
+    def note_drawn(self) -> None:
+        """Print that the loop draws from NumPy or Python's random while it has a part of a batch."""
+        self._say(
+            "what the loop draws from NumPy or random is the same in all ranks: right for decisions; noise for its "
+            "samples is that of each other rank's samples, too. torch's numbers differ between ranks"
+        )
+
+    def note_lengths(self) -> None:
+        """Print that sizes below the loss differ between ranks, beside those of the batch."""
+        self._say(
+            "sizes below the loss differ between ranks, by what their samples are, as where a model pads to the "
+            "longest of its part (pad_packed_sequence without total_length): right where padding is masked or ignored. "
+            "--batches each or -n 1 where that matters"
+        )
+
+    def note_compiled(self) -> None:
+        """Print that parts of a batch went through a compiled model."""
+        self._say(
+            "a compiled model cannot be looked into: where it computes with its batch as a whole (a mean over it, "
+            "samples beside each other), it has a part of it. --batches each gives ranks whole batches"
+        )
+
+    def note_no_loader(self) -> None:
+        """Print that the loop trained without a loader."""
+        self._say(
+            f"no loader hands out batches: each of {self._world.world_size} ranks does all steps, the same work unless "
+            "it draws its data at random. -n 1 does it once"
+        )
+
+    def note_same_work(self, is_stepped: bool) -> None:
+        """Print, at the end of a task, that no batch was split.  is_stepped: an optimizer has stepped."""
+        if not self._said:
+            why = "" if is_stepped else ": it computes gradients, and trains nothing"
+            self._say(
+                f"each of {self._world.world_size} ranks has done all of this loop's work{why}. -n 1 does it once"
+            )
+
+    def explain(self) -> str:
+        return self._whole
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            if self._world.is_main_process:
+                sys.stdout.write(f"nbaccel: {text}\n")
+                sys.stdout.flush()
+
+    def _name_of(self, model: Model) -> str:
+        root = None if model.root_of is None else model.root_of()
+        if root is None:
+            return model.name
+        names = (name for name, value in self._namespace.items() if value is root and not name.startswith("_"))
+        return next(names, model.name)

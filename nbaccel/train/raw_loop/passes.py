@@ -1,0 +1,599 @@
+"""Passes: decide which samples of an unmodified loop's loaders this rank gets. Runs in ranks.
+
+A pass, one iteration over a loader, begins whole: every rank gets the same batches. Once a backward has followed, each
+rank gets its part of every batch; a later pass that begins in the same place is split from its first batch. Evaluations
+have no backwards, so they stay whole. Ranks decide alike without communication, by the order of the program's events.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from nbaccel.base.errors import CannotSplit
+from nbaccel.base.events import LoopEntered, emit
+from nbaccel.base.quantities import length_or_none
+from nbaccel.base.settings import EACH, SPLIT, WHOLE
+from nbaccel.train.distributed.callers import users_name
+from nbaccel.train.raw_loop.batch_parts import ALONE, UNKNOWN, Cutter, Handed, Label, Layout, Split, Turn, is_own
+from nbaccel.train.raw_loop.batch_values import BatchWatch
+from nbaccel.train.raw_loop.loader_pass import (
+    REMEMBERED,
+    PassGauges,
+    SharedPass,
+    Taken,
+    has_parts,
+    key_of,
+    not_trained,
+    passed_over,
+    still_needed,
+)
+from nbaccel.train.raw_loop.loaders import (
+    ask,
+    batch_size_of,
+    batches_of,
+    makes_of_indices,
+    nameless,
+    samples_of_batch,
+    samples_of_index,
+    shares_out,
+    whole_numbers,
+)
+from nbaccel.train.raw_loop.rank_streams import Streams, mixed
+
+__all__ = ["Passes"]
+
+_PASS = "_nbaccel_pass"
+_SEES_ALL = "its collate_fn makes whole batches in every rank, since it may pad or mix samples"
+_SEES_PART = "its collate_fn is given a part of each batch; what it pads, if it does, is as long as that part wants it"
+
+_LOOKS = 8
+"""Parts after which to check whether the loop draws from NumPy or Python's random, at 0.1 ms each."""
+
+_EXACT = 2**52 - 1
+"""Integers up to this one are exact in a float, in which ranks send them."""
+
+_LOOKED_AT = "a batch was taken and not trained on; as whole ones do not fit, it was a part, another one in each rank"
+
+
+class Passes:
+    """Gives this rank its part of each batch that is trained on, and whole batches where nothing is trained.
+
+    After a run that ran out of memory a batch comes in several parts, one after the other, and never whole while
+    gradients are on: the first backward may be the one that does not fit.
+
+    on_split: called once for each loader with the decision.  is_training: whether the known models are in that mode.
+    batch_norms: their layers that compute with the statistics of a batch, by name.
+    on_turn: called for each part of a batch that comes in several, and with None when no other part of it will come.
+    steps: returns how many steps this task has reached.  rates: returns the learning rates of its optimizers.
+    on_drawn: called when the loop draws from NumPy or Python's random while it has a part.
+    watch: told of the batches that are to be watched: those before the first backward of a loop.
+    is_lazy: a model has parameters that its first batch makes, which is whole then.
+
+    batches: how many were handed out in this task.  has_split: ranks got different ones.
+    is_shared_out: a sampler, or a data set, gives each rank samples of its own.
+    drawn: a digest of the indices of batches that were cut by them; 0 for none.
+    """
+
+    needs_order = True
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        on_split: Callable[[Split], None],
+        is_training: Callable[[], bool],
+        batch_norms: Callable[[], Sequence[str]] = tuple,
+        on_turn: Callable[[Turn | None], None] = lambda turn: None,
+        steps: Callable[[], int] = lambda: 0,
+        rates: Callable[[], tuple[float, ...]] = tuple,
+        on_drawn: Callable[[], None] = lambda: None,
+        watch: BatchWatch | None = None,
+        is_lazy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._on_split = on_split
+        self._is_training = is_training
+        self._batch_norms = batch_norms
+        self._on_turn = on_turn
+        self._steps = steps
+        self._rates = rates
+        self._on_drawn = on_drawn
+        self._watch, self._is_lazy = BatchWatch(watches=False) if watch is None else watch, is_lazy
+        self._streams = Streams(rank)
+        self._gauges = PassGauges(steps, rates)
+        self.begin()
+        self._is_on = False
+
+    # -- the task
+
+    def install(self) -> None:
+        """Make torch's loaders call this object. Calling this again has no effect."""
+        ask(self)
+
+    def begin(self, mode: str = SPLIT, parts: int = 1, order_seed: int | None = None) -> None:
+        """Begin a task: forget the loaders.  mode: "split", "each" for separate batches of each rank, or "whole".
+
+        parts: of all ranks together, the least number of parts of a batch.  order_seed: see `Streams`.
+        """
+        self._streams.begin(order_seed)
+        self._watch.end()
+        self._watches_next = False  # even a part
+        self._mode, self._keeps_whole = (SPLIT if mode == WHOLE else mode), mode == WHOLE
+        self._turns = math.ceil(parts / self._world_size) if mode == SPLIT else 1
+        self._is_short = parts > 1 and mode == SPLIT  # of memory
+        self._in_turn: SharedPass | None = None  # the pass of the current part, if others of its batch follow
+        self._looks = 0  # at whether the loop draws from NumPy or Python's random
+        self._noise_before: int | None = None
+        self._passed_over = self._untrained = ""  # loaders of which no part trained; in this pass, which was split
+        self._looked_at = ""  # a loader of which a part was taken, and no more
+        self._reported: SharedPass | None = None  # the pass that the rank is in
+        self._news = object()  # replaced as soon as what was reported may be out of date
+        self._task = object()
+        self._thread = threading.get_ident()
+        self._trained: dict[tuple[Any, ...], tuple[int, int | None]] = {}  # by key: lead and ahead
+        self._whole: set[tuple[Any, ...]] = set()  # keys of passes that are not to be split
+        self._told: set[tuple[Any, ...]] = set()
+        self._gauges.end_alone()
+        self._gauges = PassGauges(self._steps, self._rates)
+        self._cutter = Cutter(self._rank, self._world_size, self._turns)
+        self._handed_parts: Counter[tuple[Any, ...]] = Counter()  # parts that were handed out, by key
+        self._of_use: set[tuple[Any, ...]] = set()  # keys of passes of which a part has trained
+        self._layouts: dict[tuple[Any, ...], Layout] = {}  # by loader
+        self._are_cycled: dict[tuple[Any, ...], bool] = {}  # by key
+        self._drawn: Any = None  # the iterator whose batch is being made
+        self.batches = self.drawn = 0
+        self.has_split = self.is_shared_out = False
+        self._is_on = True
+        self._forget_handed()
+
+    def step_back(self) -> None:
+        """Leave batches as torch makes them from now on, since the program prepares by itself."""
+        self._is_on = False
+        self._watch.end()
+        self._gauges.end()
+        self._forget_handed()
+        self._streams.end()
+
+    def end(self) -> None:
+        """End the task: the common random stream continues."""
+        self.step_back()
+
+    def _forget_handed(self) -> None:
+        self._taken: Taken = {}
+        self._is_used = False  # a backward has come of what was taken
+        self._is_pending = False  # a part is handed out, and its backward has not come
+        self._replay: Iterator[Handed] | None = None
+        self._handed: Handed | None = None
+
+    # -- backwards
+
+    @property
+    def handed(self) -> Handed:
+        if self._handed is None:
+            labels = [label for labels in self._taken.values() for label in labels]
+            parts = [label for label in labels if label.is_apart and self._mode == SPLIT]
+            largest = max(parts or labels, key=lambda label: label.whole, default=UNKNOWN)
+            last = [*self._taken.values()][-1] if self._taken else deque()
+            sizes, turn = largest.sizes, last[-1].turn if last else ALONE
+            if any(this.iterator_of() is not None and each[-1].turn != turn for this, each in self._taken.items()):
+                turn = turn._replace(is_mixed=True)
+            self._handed = Handed(bool(parts), largest.rows, largest.whole, sizes, len(last), turn)
+        return self._handed
+
+    @property
+    def gives_own(self) -> bool:
+        """True if ranks now have batches of their own."""
+        return self._mode == EACH and has_parts(self._taken)
+
+    def note_backward(self, keep_whole: str = "") -> None:
+        """Note a backward of the batches in `handed`.
+
+        keep_whole: why their loaders must not be split; they stay whole from now on.
+        """
+        if not self._is_on:
+            return
+        before, self._noise_before = self._noise_before, None
+        if before is not None and before != self._streams.noise():
+            self._looks = _LOOKS
+            self._on_drawn()
+        handed, trains = self.handed, self._is_training()
+        is_followed = False  # by a batch of a pass that continues
+        for this in reversed(self._taken):
+            is_alive = this.iterator_of() is not None
+            if this.is_over:
+                this.ahead = max(0, (this.ahead or 0) - 1)
+            elif (not trains or this.was_training) and (is_alive or not is_followed) and this.may_split:
+                is_followed = is_followed or is_alive
+                self._note_trained(this, keep_whole if self._mode == SPLIT else "")
+                if any(label.is_apart for label in self._taken[this]):
+                    self._of_use.add(this.key)
+                this.record.append(this.record[-1] if this.record[-1:] == [handed] else handed)
+            # Otherwise it is an evaluation that was left early, or a single batch that was inspected.
+        self._is_used, self._is_pending = True, has_parts(still_needed(self._taken))
+        if self._replay is not None:
+            self.batches += 1
+            self._handed = next(self._replay)
+
+    def note_no_loader(self) -> None:
+        """Note a backward before any loader has handed out a batch."""
+        self._gauges.note_no_loader()
+
+    def _note_trained(self, this: SharedPass, keep_whole: str) -> None:
+        if keep_whole and this.key not in self._whole:
+            self._keep_whole(this, keep_whole)
+        if not this.has_trained:
+            this.has_trained = True
+            self._gauges.note_trained(this)
+            this.lead = min(this.taken, this.lead or this.taken)
+            this.is_split = this.key not in self._whole
+        elif this.ahead is None and this.taken > this.lead:
+            this.ahead = max(0, 2 * this.lead - this.taken)
+        self._trained[this.key] = this.lead, this.ahead
+
+    def watch_next(self) -> None:
+        """Watch what is computed of the next part: its loss is a new one."""
+        self._watches_next = True
+
+    def report_anew(self) -> None:
+        """Report again, with the next batch, what can be cut."""
+        self._reported, self._news = None, object()
+
+    def _keep_whole(self, this: SharedPass, why: str) -> None:
+        self._whole.add(this.key)
+        self.report_anew()
+        this.is_split = False
+        self._tell(this, False, why)
+
+    def _tell(self, this: SharedPass, is_split: bool, why: str = "") -> None:
+        remark = ""
+        if is_split and this.layout is not None:
+            remark = _SEES_PART if this.cuts_indices else _SEES_ALL
+        said = this.loader, is_split, remark
+        if said not in self._told:
+            self._told.add(said)
+            iterator = this.iterator_of()
+            batches = None
+            if iterator is not None and makes_of_indices(iterator):
+                batches = length_or_none(iterator._index_sampler)
+            is_own = self._mode != SPLIT
+            self._on_split(Split(this.name, batches, this.batch_size, is_split, why, remark, is_own))
+
+    # -- what the hooks call
+
+    def minds(self, iterator: Any) -> bool:
+        """Return whether to handle `iterator`: not within another iterator's batch, nor in another thread."""
+        if not self._is_on or threading.get_ident() != self._thread:
+            this = iterator.__dict__.get(_PASS)
+            if this is not None and self._is_on:
+                this.may_split = this.is_split = False  # threads take batches at times that differ between ranks
+            return False
+        return self._drawn is None or self._drawn is iterator
+
+    @property
+    def noise(self) -> int:
+        """The digest of `Streams.noise`."""
+        return self._streams.noise()
+
+    def share_noise(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Share rank 0's generators, see `Streams`. Collective."""
+        self._streams.share_noise(gather)
+
+    def before(self) -> None:
+        """Prepare for a draw that all ranks make alike."""
+        self._watch.end()  # workers are about to be forked
+        self._streams.common()
+
+    def begin_pass(self, iterator: Any, loader: Any = None) -> SharedPass:
+        """Begin a pass; its properties follow from earlier ones.  loader: None in the middle of the pass."""
+        old = iterator.__dict__.get(_PASS)
+        if old is not None:
+            old.is_over = True
+        size, is_map, kind = batch_size_of(iterator, loader), makes_of_indices(iterator), type(iterator._dataset)
+        modes = torch.is_grad_enabled(), self._is_training()
+        key = key_of(iterator, size, *modes)
+        lead, ahead = self._trained.get(key, (0, None))
+        is_shared_out = shares_out(iterator)
+        self.is_shared_out = self.is_shared_out or is_shared_out
+        batches = batches_of(iterator, loader)
+        if batches is not None and self._mode == EACH:
+            batches = math.ceil(batches / self._world_size)
+        this = SharedPass(
+            self._task,
+            key,
+            size,
+            gauge=self._gauges.begin(key, iterator, batches, modes[0]),
+            name=(users_name(loader) if loader is not None else "") or nameless(kind),
+            iterator_of=lambda: None,  # type: ignore[arg-type]  # set below
+            may_split=not is_shared_out and (loader is not None or not iterator._num_workers),
+            is_map=is_map,
+            is_collated=bool(iterator._auto_collation),
+            is_shared_out=is_shared_out,
+            lead=lead,
+            ahead=ahead,
+        )
+        if is_map and this.is_collated and self._mode == SPLIT and is_own(iterator._collate_fn):
+            this.layout = self._layouts.setdefault(this.loader, Layout())
+        self._whole |= {key} if self._keeps_whole else set()
+        is_known = (lead > 0 or (self._is_short and all(modes))) and not self._is_lazy()
+        this.is_split = this.began_split = this.may_split and is_known and key not in self._whole
+        this.iterator_of = weakref.ref(iterator, lambda _: self._left(this))
+        if this.is_split and this.cuts_indices and iterator._num_workers:
+            iterator._base_seed = mixed(iterator._base_seed, self._rank)  # of the noise that workers draw
+        iterator.__dict__[_PASS] = this
+        self._settle()
+        return this
+
+    def draw(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
+        """Return the index of the next batch, cut to this rank's part."""
+        this = self._pass_of(iterator)
+        self._streams.common()
+        if not this.is_map:
+            return real(iterator)
+        is_split = this.is_split and torch.is_grad_enabled()
+        if self._mode == EACH:
+            index, is_apart = self._next_own(this, lambda: real(iterator), is_split)
+            count = samples_of_index(index, this.is_collated)
+            label = Label(is_apart, count, count)
+        elif this.indices:
+            index, label = this.indices.popleft()
+        else:
+            index = real(iterator)
+            count = samples_of_index(index, this.is_collated)
+            label = Label(False, count, count)
+            if is_split and this.cuts_indices and count >= self._world_size:
+                self.drawn = mixed(self.drawn, *whole_numbers(index)) & _EXACT
+                (index, label), *others = [
+                    (index[start:stop], label) for start, stop, label in self._cutter.parts(this.key, count)
+                ]
+                this.indices.extend(others)
+        this.labels.append(label)
+        if label.is_apart and not iterator._num_workers:
+            self._streams.own()
+            self._streams.fetch_apart(this.loader, self._handed_parts[this.key], this.parts)
+        return index
+
+    def hand_out(self, iterator: Any, real: Callable[[Any], Any]) -> Any:
+        """Return the next batch, or this rank's part of it.
+
+        Raises:
+            NotPrepared: it was the last one, and the batches of this pass were split, but not trained on.
+        """
+        this = self._pass_of(iterator)
+        if self._is_used or not torch.is_grad_enabled():
+            self._watch.end()
+        self.refuse_passed_over()
+        if this is not self._reported:
+            self._report(this)
+        if this.rest:
+            batch, label = this.rest.popleft()
+            self._note_taken(this, label)
+            return batch
+        self._streams.common()
+        self._drawn = iterator
+        is_split = this.is_split and torch.is_grad_enabled()
+        try:
+            if this.is_map or self._mode == SPLIT:
+                batch, is_apart = real(iterator), False
+            else:
+                batch, is_apart = self._next_own(this, lambda: real(iterator), is_split)
+        except StopIteration:
+            self._end_pass(this, iterator)
+            raise
+        except Exception:
+            if this.labels:  # its batch is lost
+                this.labels.popleft()
+            raise
+        finally:
+            self._drawn = None
+            self._streams.fetched()
+        label = this.labels.popleft() if this.labels else Label(is_apart, 0, 0)
+        if this.layout is not None and label.whole and not label.is_apart and torch.is_grad_enabled():
+            this.layout.learn(batch, label.whole)
+        if self._mode == SPLIT and is_split and not label.is_apart:
+            batch, label = self._sliced(this, batch, label.whole)
+        if not label.rows and not this.has_trained and torch.is_grad_enabled():
+            with suppress(CannotSplit):
+                count = samples_of_batch(batch, 0, this.is_collated, this.batch_size).count
+                label = Label(label.is_apart, count, count)
+        self._note_taken(this, label)
+        if self._is_to_be_watched(this, label):
+            self._watches_next = False
+            self._watch.begin(batch, label.rows)
+        elif this.taken >= REMEMBERED:
+            self._watch.end()
+        return batch
+
+    # -- parts of it
+
+    def _is_to_be_watched(self, this: SharedPass, label: Label) -> bool:
+        """Return whether to watch a batch: those before a loop's first backward, and a part whose loss may be new."""
+        is_wanted = self._watches_next or (this.key not in self._trained and this.taken < REMEMBERED)
+        may_train = this.may_split and torch.is_grad_enabled() and self._is_training()
+        return is_wanted and may_train and self._mode == SPLIT and label.rows > 1 and this.key not in self._whole
+
+    def _pass_of(self, iterator: Any) -> SharedPass:
+        this: SharedPass | None = iterator.__dict__.get(_PASS)
+        return this if this is not None and this.task == self._task else self.begin_pass(iterator)
+
+    def _next_own(self, this: SharedPass, take: Callable[[], Any], is_split: bool) -> tuple[Any, bool]:
+        """Return this rank's one of the next batches, and True; before they train, the next one and False.
+
+        Where the pass ends within them, the ranks that lack one begin again with its first ones.
+        """
+        group = [take()]
+        with suppress(StopIteration):
+            while is_split and len(group) < self._world_size:
+                group.append(take())
+        this.first += group[: self._world_size - len(this.first)]
+        mine = self._rank if is_split else 0
+        return (group[mine] if mine < len(group) else this.first[(mine - len(group)) % len(this.first)]), is_split
+
+    def _sliced(self, this: SharedPass, batch: Any, known: int) -> tuple[Any, Label]:
+        """Return this rank's part of a batch that is here as a whole."""
+        if 0 < known < self._world_size:
+            return batch, Label(False, known, known)
+        try:
+            if this.layout is None:
+                samples = samples_of_batch(batch, known, this.is_collated, this.batch_size)
+            else:
+                samples = this.layout.samples(batch, known)
+        except CannotSplit as error:
+            is_too_early = bool(this.cuts_indices and known)  # to be cut by its indices
+            if not is_too_early and (this.layout is None or not this.layout.is_known):
+                whose = "the batches of its collate_fn" if this.layout is not None else "its batches"
+                self._keep_whole(this, f"{whose} cannot be cut ({str(error).partition('. ')[0]})")
+            return batch, Label(False, known, known)
+        count = samples.count
+        if count < self._world_size:
+            return batch, Label(False, count, count)
+        first, *others = [
+            (samples.take(start, stop), label) for start, stop, label in self._cutter.parts(this.key, count)
+        ]
+        this.rest.extend(others)
+        return first
+
+    def _note_taken(self, this: SharedPass, label: Label) -> None:
+        if label.is_apart or torch.is_grad_enabled():
+            this.was_training = this.has_trained or self._is_training()
+            if self._is_used:
+                self._taken, self._is_used = still_needed(self._taken), False
+            labels = self._taken.pop(this, deque(maxlen=REMEMBERED))
+            labels.append(label)
+            self._taken[this] = labels
+            self._replay = self._handed = None
+        self.batches += 1
+        this.taken += 1
+        this.gauge.taken += label.turn.is_first
+        this.gauge.samples = max(this.gauge.samples, self._share_of(this, label))
+        if self._turns > 1 and (label.is_apart or this.is_split):
+            self._on_turn(label.turn)
+            self._in_turn = None if label.turn.is_last else this
+            if self._looked_at:
+                name, self._looked_at = self._looked_at, ""
+                self._on_split(Split(name, None, None, True, _LOOKED_AT))
+        if label.is_apart:
+            this.parts += 1
+            self._handed_parts[this.key] += 1
+            if self._looks < _LOOKS:
+                self._looks += 1
+                self._noise_before = self._streams.noise()
+            self._is_pending = self.has_split = True
+            self._tell(this, True, self._of_its_own(this))
+        self._settle()
+
+    def _share_of(self, this: SharedPass, label: Label) -> int:
+        """Return this rank's share of a batch's samples, also while all ranks have the whole of it."""
+        if this.is_shared_out or self._mode == EACH:
+            return label.rows
+        return (label.whole + self._world_size - 1 - self._rank) // self._world_size
+
+    def _report(self, this: SharedPass) -> None:
+        """Report what can be cut in the present loop, if memory runs out in it."""
+        self._reported = this
+        if this.loop is None or this.loop[0] is not self._news:
+            this.loop = self._news, self._loop_of(this)
+        emit(this.loop[1])
+
+    def _loop_of(self, this: SharedPass) -> LoopEntered:
+        parts = self._world_size * self._turns if this.is_split else 1
+        obstacle = ""
+        if not (torch.is_grad_enabled() and self._is_training()):
+            obstacle = "the loop does not train, and an evaluation is not cut (give its loader a smaller batch_size)"
+        elif self._mode == EACH:
+            obstacle = "--batches each gives every rank whole batches"
+        elif not this.may_split or this.key in self._whole:
+            obstacle = f"the batches of {this.name} are whole in every rank"
+        elif this.batch_size is not None and this.batch_size <= parts:
+            obstacle = "its batches, or the parts of them, are single samples already"
+        norms = () if obstacle else self._batch_norms()
+        return LoopEntered(this.batch_size, parts, obstacle=obstacle, batch_norms=norms, sharing_ranks=self._world_size)
+
+    def _of_its_own(self, this: SharedPass) -> str:
+        if self._mode == SPLIT:
+            return ""
+        return (
+            f"each of {self._world_size} ranks trains on batches of its own, so it takes fewer steps than "
+            f"the length of {this.name} says, each of {self._world_size} batches"
+        )
+
+    def _settle(self) -> None:
+        """Keep the rank's own random stream while a part is handed out whose backward is to come."""
+        if self._is_pending:
+            self._streams.own()
+
+    def _end_pass(self, this: SharedPass, iterator: Any) -> None:
+        was_over, this.is_over = this.is_over, True
+        this.gauge.end()
+        self._note_passed_over(this)
+        self.refuse_passed_over()
+        this.labels.clear()
+        this.indices.clear()
+        if self._is_used:
+            self._taken, self._is_used, self._handed = still_needed(self._taken), False, None
+        if was_over or self._mode == EACH:
+            self._settle()
+            return
+        if this.began_split and this.parts and not this.has_trained and this.taken >= this.lead:
+            self._trained.pop(this.key, None)
+            self._forget_handed()
+            self._untrained = this.name
+            self.refuse_passed_over("memory ran out with whole ones" if this.lead == 0 else "")
+        self._settle()
+        is_cuttable = this.is_split and (this.layout is None or this.layout.is_known)
+        if is_cuttable and not this.parts and (this.began_split or this.taken > this.lead):
+            self._tell(this, False, f"its batches have fewer than {self._world_size} samples")
+        if this.record and this.parts and self._is_cycled(this, iterator):
+            self._replay = itertools.cycle(this.record)
+            self._handed = next(self._replay)
+
+    def _is_cycled(self, this: SharedPass, iterator: Any) -> bool:
+        """Return whether an ``itertools.cycle`` stores a pass's batches: it then repeats them without the loader."""
+        if this.key not in self._are_cycled:
+            holders = gc.get_referrers(iterator)
+            self._are_cycled[this.key] = any(type(holder) is itertools.cycle for holder in holders)
+        return self._are_cycled[this.key]
+
+    def _note_passed_over(self, this: SharedPass) -> None:
+        """Note whether two parts were handed out and none trained, although whole batches did: the loop skips parts."""
+        has_trained = this.has_trained or this.key in self._trained
+        if self._mode == SPLIT and has_trained and this.key not in self._of_use and self._handed_parts[this.key] > 1:
+            self._passed_over = this.name
+        elif self._mode == SPLIT and this.began_split and not this.has_trained and this.parts > max(1, this.lead):
+            self._untrained = this.name  # it was left before its end, as by an engine that counts its batches
+
+    def refuse_passed_over(self, why: str = "") -> None:
+        """Refuse a loop that skips parts, or evaluates on them.  why: they were parts; empty for the usual reason.
+
+        Raises:
+            NotPrepared: see `_note_passed_over`.
+        """
+        name, skipped = self._untrained, self._passed_over
+        self._untrained = self._passed_over = ""
+        if name:
+            raise not_trained(self._rank, self._world_size, name, why) from None
+        if skipped:
+            raise passed_over(self._rank, self._world_size, skipped) from None
+
+    def _left(self, this: SharedPass) -> None:
+        """Handle the end of a pass whose iterator was deleted."""
+        if self._is_on and not this.is_over:
+            self._note_passed_over(this)
+        if self._is_on and this is self._in_turn:
+            self._in_turn = None
+            self._on_turn(None)
+            if not this.has_trained:
+                self._looked_at = this.name
+        is_idle = self._is_on and not self._is_pending and self._drawn is None
+        if is_idle and this.parts and threading.get_ident() == self._thread:
+            self._streams.common()

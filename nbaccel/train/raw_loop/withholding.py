@@ -1,0 +1,314 @@
+"""Delay actions until the last part of a batch, in a loop that prepares nothing. Runs in ranks.
+
+After a run that ran out of memory a batch comes in several parts, and the loop's body runs once for each. Until the
+last one trained tensors have no gradient, so that clipping, unscaling and the optimizer's step have no effect; the sum
+of all parts appears with the last. Schedulers and scalers move once for each batch. A loop that would train otherwise
+than with whole batches is refused. `StepCounter` decides where one training step ends and the next begins.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from nbaccel.base.errors import CannotCut
+from nbaccel.base.events import StepEntered, StepsEnded, emit
+from nbaccel.train.raw_loop.batch_parts import Handed, Turn
+from nbaccel.train.step.readings import LearningRates
+
+__all__ = [
+    "StepCounter",
+    "Withholding",
+]
+
+_REMEDY = "Choose a smaller batch_size, or prepare the loop; --oom stop leaves batches whole."
+_WHOLE = Turn()
+
+
+class Withholding:
+    """Keeps the gradients of a batch's earlier parts, and checks what the loop does with these parts.
+
+    choices: returns a number that differs for other learning rates, or other settings of optimizers.
+
+    Every exception that it raises is a `CannotCut`, in all ranks, before a weight has changed that should not have.
+    """
+
+    def __init__(self, choices: Callable[[], int]) -> None:
+        self._choices = choices
+        self._is_watching = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a task: batches come whole."""
+        self._turn = _WHOLE
+        self._has_computed = self._has_stepped = self._has_dropped = False  # gradients, in this part
+        self._begun_with = 0  # the optimizers' settings at the step of the batch's first part
+        self._versions: Callable[[], int] = int  # of the tensors that are trained
+        self._left_with = 0  # their versions after the last backward
+        self._waiting: set[int] = set()  # schedulers that were told to move, and have not
+        self._sums: dict[int, Tensor] = {}
+        self._before: dict[int, Tensor] = {}  # gradients that existed when the batch began
+        self.is_used = False  # in this task
+
+    @property
+    def is_on(self) -> bool:
+        """True if the current part is followed by others of its batch."""
+        return not self._turn.is_last
+
+    def next_turn(self, turn: Turn | None) -> None:
+        """Note the next part of a batch; None: no other part of the current batch will come."""
+        if turn is None:
+            self._forget()
+            return
+        if not self._is_watching:
+            self._is_watching = True
+            _watch(self)
+        self.is_used = True
+        if self.is_on and self._has_computed:
+            self._judge(turn)
+        if turn.is_first:
+            if self._waiting and self._has_computed:
+                self._refuse("a scheduler is told to move in some rounds only")
+            self._forget()
+        self._turn = turn
+        self._has_computed = self._has_stepped = self._has_dropped = False
+
+    def _judge(self, turn: Turn) -> None:
+        """Check the loop's next round, while the current part is computed and others of its batch are to follow."""
+        if turn.is_first:
+            self._refuse("the loop goes on with a batch of another loader before the last part")
+        if not self._has_stepped:
+            self._refuse("the loop decides by itself in which of its rounds to step, and would count parts for batches")
+        if self._versions() != self._left_with:
+            self._refuse("the loop, or its optimizer, changes weights in every round")
+
+    def _forget(self) -> None:
+        """Forget the current batch, which is over, or was left in the middle."""
+        self._turn = _WHOLE
+        self._sums.clear()
+        self._before.clear()
+        self._waiting.clear()
+
+    def before_backward(self, handed: Handed, is_grad: bool) -> float:
+        """Check a backward that is about to be averaged; return its share of the batch's samples.
+
+        is_grad: gradients are requested directly, and do not reach the leaves.
+        """
+        if not handed.turn.is_mixed and handed.turn.share == 1.0:
+            return 1.0
+        if handed.turn.is_mixed:
+            self._refuse("the loop takes batches of several loaders for one backward, and these are not cut alike")
+        if self._has_stepped:
+            self._refuse("the loop takes several steps for each batch, and none comes before the last part")
+        if self._has_dropped:
+            self._refuse("the loop drops the gradients of one backward before the next")
+        if handed.batches > 1:
+            self._refuse("the loop takes several batches for one backward")
+        if is_grad:
+            self._refuse("the loop asks for gradients by torch.autograd.grad")
+        self._has_computed = True
+        return handed.turn.share
+
+    def keep(
+        self, gradients: Iterable[tuple[int, Tensor]], before: dict[int, Tensor], versions: Callable[[], int]
+    ) -> None:
+        """Keep the gradients of a part that others follow.
+
+        before: gradients that leaves had before, by number.  versions: returns how often the leaves were changed.
+        """
+        self._versions, self._left_with = versions, versions()
+        for number, gradient in gradients:
+            if number in self._sums:
+                self._sums[number].add_(gradient)
+            else:
+                self._sums[number] = gradient
+        for number, gradient in before.items():
+            self._before.setdefault(number, gradient)
+
+    def take(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Return the sums of the batch's earlier parts, and the gradients before it. They are returned once."""
+        found = self._sums, self._before
+        self._sums, self._before = {}, {}
+        return found
+
+    def withholds_step(self, closure: Any = None) -> bool:
+        """Return whether the step of an optimizer, or a call of a scaler, has to wait."""
+        if self._turn.share == 1.0:
+            return False
+        if closure is not None:
+            self._refuse("the optimizer computes its losses itself (a closure), and would for the last part only")
+        if self._turn.is_first:
+            self._begun_with = self._choices()
+        elif self._choices() != self._begun_with:
+            self._refuse("the loop, or its optimizer, changes the learning rate or a count of steps in every round")
+        self._has_stepped = True
+        return self.is_on
+
+    def withholds_move(self, scheduler: Any) -> bool:
+        """Return whether a scheduler's move has to wait."""
+        if self.is_on:
+            self._waiting.add(id(scheduler))
+        else:
+            self._waiting.discard(id(scheduler))
+        return self.is_on
+
+    def note_drop(self) -> None:
+        """Note that gradients are set to zero."""
+        self._has_dropped |= self._has_computed and not self._has_stepped
+
+    def explain(self) -> str:
+        return "Memory ran out with whole batches, so each comes in parts, and gradients appear with the last one only."
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise CannotCut(f"memory ran out with whole batches, so each comes in parts now, but {what}. {_REMEDY}")
+
+
+def _watch(withholding: Withholding) -> None:
+    """Make torch's schedulers move once for each batch, and watch gradients being dropped; until the process ends."""
+    kinds: list[Any] = [LRScheduler, ReduceLROnPlateau]
+    for kind in kinds:
+        kinds += [each for each in kind.__subclasses__() if each not in kinds]
+    for kind in kinds:
+        if "step" in vars(kind):
+            kind.step = _once_for_each_batch(kind.step, withholding)
+    for owner in (Optimizer, Module):
+        owner.zero_grad = _seen(owner.zero_grad, withholding)  # type: ignore[method-assign]
+
+
+def _once_for_each_batch(step: Callable[..., Any], withholding: Withholding) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def paced(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if withholding.withholds_move(scheduler) else step(scheduler, *args, **kwargs)
+
+    return paced
+
+
+def _seen(zero_grad: Callable[..., Any], withholding: Withholding) -> Callable[..., Any]:
+    @functools.wraps(zero_grad)
+    def drop(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        withholding.note_drop()
+        return zero_grad(owner, *args, **kwargs)
+
+    return drop
+
+
+class StepCounter:
+    """Counts the steps of one task.
+
+    In a loop that prepares nothing, the optimizers' steps and the batches that it takes show where a step ends.
+
+    batches: how many batches were handed out so far.
+
+    rates: the learning rates of the optimizers that step, which another thread may read.
+    """
+
+    def __init__(self, batches: Callable[[], int]) -> None:
+        self._batches = batches
+        self.rates = LearningRates()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a task."""
+        self.count = self.taken = 0
+        self.rates.forget()
+        self._rates = 0.0
+        self._entered_at: tuple[int, int] | None = None  # optimizers' steps and batches when the last step was entered
+        self._is_inside = False
+        self._stepped: set[int] = set()  # optimizers, in this step
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def begin_anew(self) -> None:
+        """Begin another attempt of the program, whose steps continue from where the last one ended."""
+        self.taken, self._rates = 0, 0.0
+        self._entered_at = None
+        self.end_step()
+
+    @property
+    def under_way(self) -> int | None:
+        """The step that was entered last, 0-based; None where the task has entered none."""
+        return self.count if self.count or self._entered_at is not None else None
+
+    @property
+    def done(self) -> int:
+        """Steps that are complete."""
+        return self.count + (self._entered_at is not None and not self._is_inside)
+
+    def agree(self, count: int) -> None:
+        """Continue from step `count` of the peers: attempts before may have failed at different steps."""
+        if count > self.count:
+            self.count = count
+            emit(StepEntered(count))
+
+    def meet(self, optimizer: Any) -> None:
+        """Record that `optimizer` steps in this task."""
+        self._optimizers.add(optimizer)
+
+    def note(self, optimizer: Any) -> None:
+        """Record that an optimizer is about to step; the second time for one batch it is in another step.
+
+        Raises:
+            RunStopped: the run ends before that step.
+        """
+        if id(optimizer) in self._stepped and self._batches():
+            emit(StepEntered(self.count + 1))
+            self.count += 1
+            self._stepped.clear()
+        self._stepped.add(id(optimizer))
+        self.taken += 1
+        self.rates.meet(optimizer)
+        for group in optimizer.param_groups:
+            if not isinstance(rate := group.get("lr"), (torch.Tensor, type(None))):
+                self._rates += float(rate)
+
+    def enter(self) -> None:
+        """Enter a step, if the backward that is about to begin starts one.
+
+        Raises:
+            RunStopped: the run ends before this step.
+        """
+        now = self.taken, self._batches()
+        before = self._entered_at
+        has_stepped = before is not None and (now[0] != before[0] or not self._optimizers)
+        is_next = before is not None and has_stepped and (now[1] != before[1] or not now[1])
+        if is_next or not self._is_inside:
+            emit(StepEntered(self.count + is_next))  # first: if the run ends here, this step was not entered
+            self._is_inside = True
+        self.count += is_next
+        if is_next or before is None:
+            self._entered_at = now
+            self._stepped.clear()
+
+    def end_step(self) -> None:
+        """End the step after an optimizer's step or at the task's end: a stop need not wait for anything then."""
+        if self._is_inside:
+            self._is_inside = False
+            emit(StepsEnded())
+
+    def choices(self) -> int:
+        """Return a number that differs for other settings of the optimizers: learning rates, and step counts there."""
+        return hash(
+            frozenset(
+                (id(optimizer), at, name, value)
+                for optimizer in self._optimizers
+                for at, group in enumerate(optimizer.param_groups)
+                for name, value in group.items()
+                if isinstance(value, (int, float, tuple))
+            )
+        )
+
+    def take_rates(self) -> float:
+        """Return a number that differs for other learning rates, for the steps since the last call.
+
+        It does not read the existing optimizers: one that the program has replaced is freed at different times in the
+        ranks.
+        """
+        rates, self._rates = self._rates, 0.0
+        return rates

@@ -1,0 +1,166 @@
+"""Originals of what ranks change are kept before it is changed, and the kernel puts them back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from nbaccel.base.settings import RunSettings
+from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
+from nbaccel.launching.launcher import Launcher
+from nbaccel.launching.libraries import kept_originals
+from nbaccel.launching.processes.folder_snapshot import undo_changes
+from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.output.screens import ConsoleScreen
+
+NAMES = ("again", "added", "array.npy", "copied", "cut", "linked", "moved", "removed", "replaced")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    for name in NAMES:
+        (home / name).write_text(f"{name} of the user")
+    (home / "link").symlink_to("linked")
+    return home
+
+
+@pytest.fixture
+def originals(tmp_path: Path) -> Path:
+    return tmp_path / "ranks" / "originals"
+
+
+@pytest.fixture
+def run(launcher: Launcher, originals: Path, start_method: str) -> Callable[[Callable[..., Any]], None]:
+    """Two ranks whose saves are redirected."""
+    for folder in (originals, originals.with_name("saves")):
+        folder.mkdir(parents=True)
+
+    def run(function: Callable[..., Any]) -> None:
+        spec = LaunchSpec(
+            FunctionTask(function),
+            Devices(2),
+            Start(start_method, "a test"),
+            RunSettings(cpu=True),
+            saves_to=str(originals.with_name("saves")),
+        )
+        result = launcher.run(spec, RunObservers(ConsoleScreen()))
+        try:
+            if result.error is not None:
+                raise result.error
+        finally:
+            result.close()
+
+    return run
+
+
+Run = Callable[[Callable[..., Any]], None]
+
+
+def changes() -> None:
+    for _ in range(2):
+        Path("again").write_text(f"of rank {os.environ['RANK']}")
+        with open("new", "a") as file:
+            file.write("of a rank")
+    os.makedirs("made/below", exist_ok=True)
+    Path("made/below/file").touch()
+    tempfile.tempdir = None
+    tempfile.gettempdir()  # it writes a file while it holds a lock
+    if os.environ["RANK"] != "0":
+        return
+    with open("added", "a") as file:
+        file.write("more")
+    np.save("array.npy", np.ones(3))
+    torch.save(torch.ones(1), "model.pt")
+    shutil.copyfile("added", "copied")
+    os.truncate("cut", 0)
+    Path("link").write_text("of rank 0")
+    os.rename("moved", "elsewhere")
+    os.remove("removed")
+    Path("replaced.tmp").write_text("of rank 0")
+    os.replace("replaced.tmp", "replaced")
+
+
+def state_of(home: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in home.iterdir() if path.name in NAMES}
+
+
+def test_what_ranks_have_changed_is_undone(run: Run, home: Path, originals: Path) -> None:
+    before, names = state_of(home), sorted(os.listdir(home))
+    run(changes)
+    assert state_of(home) != before
+    made = ["elsewhere", "new", "made/below/file"]
+    assert sorted(undo_changes(originals)) == sorted(str(home / name) for name in [*NAMES, *made])
+    assert state_of(home) == before
+    assert (home / "link").is_symlink()
+    assert sorted(os.listdir(home)) == names
+
+
+class WritesItems(Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        with open("added", "a") as file:
+            file.write(str(index))
+        return index
+
+
+def loads() -> None:
+    assert len(list(DataLoader(WritesItems(), num_workers=2))) == 2
+
+
+def test_the_workers_of_a_loader_keep_originals_too(run: Run, home: Path, originals: Path) -> None:
+    run(loads)
+    assert undo_changes(originals) == [str(home / "added")]
+    assert (home / "added").read_text() == "added of the user"
+
+
+def reads() -> None:
+    Path("added").read_text()
+    os.close(os.open("cut", os.O_RDONLY))
+
+
+def test_what_a_rank_only_reads_is_left_to_other_programs(run: Run, home: Path, originals: Path) -> None:
+    run(reads)
+    (home / "added").write_text("by an editor")
+    assert undo_changes(originals) == []
+    assert (home / "added").read_text() == "by an editor"
+
+
+def test_a_file_that_a_rank_has_looked_for_in_vain_is_not_its_own(home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "ranks" / "originals"
+    folder.mkdir(parents=True)
+    kept = kept_originals._Originals(str(folder))
+    kept.look("os.remove", ("by another", -1))
+    kept.look("os.rename", ("by another", "made", -1, -1))
+    kept.look("os.truncate", ("by another", 0))
+    kept.look("open", ("by another", "r+", os.O_RDWR))
+    for name in ("by another", "made"):
+        (home / name).touch()
+    assert undo_changes(folder) == [str(home / "made")]
+    assert (home / "by another").exists()
+
+
+def test_a_file_for_which_there_is_no_room_is_written_all_the_same(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_originals, "_MOST_OF_DISK", 0.0)
+    folder = tmp_path / "ranks" / "originals"
+    folder.mkdir(parents=True)
+    kept = kept_originals._Originals(str(folder))
+    kept.look("open", ("added", "w", os.O_WRONLY))
+    kept.look("open", (3, "w", os.O_WRONLY))
+    kept.look("os.remove", ("cut", 5))
+    assert [path for path in folder.parent.rglob("*") if not path.is_dir()] == []

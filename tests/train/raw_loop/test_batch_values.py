@@ -1,0 +1,233 @@
+"""Values of a whole batch that enter a loss by their number are found, and such a loop trains on whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nbaccel.errors import RanksFailed
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
+
+from nbaccel.base.settings import RunSettings
+from nbaccel.base.world import World
+from nbaccel.testing import run_ranks
+from nbaccel.train.raw_loop.batch_values import BatchWatch
+from nbaccel.train.raw_loop.loop import ImplicitTraining
+
+ROWS = 6
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def one_by_one(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return (model(x).squeeze(1) - t).square()
+
+
+def divided_by_their_sum(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    weights = t / t.sum()
+    return (weights * one_by_one(model, x, t)).sum()
+
+
+def softmax_over_samples(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return (F.softmax(t, 0) * one_by_one(model, x, t)).sum()
+
+
+def harder_than_the_mean(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    each = one_by_one(model, x, t)
+    return each[each > each.mean()].mean()
+
+
+def hardest_of_them(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    each = one_by_one(model, x, t)
+    return each[each.detach().topk(3).indices].mean()
+
+
+def standardised(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return one_by_one(model, (x - x.mean(0, keepdim=True)) / x.std(0, keepdim=True), t).mean()
+
+
+def standardised_in_place(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    x = x.clone()
+    x -= x.mean(0)
+    return one_by_one(model, x, t).mean()
+
+
+def whitened(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return one_by_one(model, x @ (x.T @ x), t).mean()
+
+
+def class_counts(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    classes = (t > 0.5).long()
+    counts = torch.bincount(classes, minlength=2) + 1
+    return ((counts.sum() / counts)[classes] * one_by_one(model, x, t)).mean()
+
+
+def weight_that_was_a_number(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    positive = (t > 0.5).sum().item()
+    weight = torch.tensor([(len(t) - positive + 0.3) / (positive + 1)])
+    return F.binary_cross_entropy_with_logits(model(x).squeeze(1), (t > 0.5).to(x), pos_weight=weight)
+
+
+def divisor_that_was_a_number(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return (one_by_one(model, x, t) * (t / t.sum().item())).sum()
+
+
+def balanced_by_values(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    one, other = one_by_one(model, x, t).mean(), model(x).abs().mean()
+    return one + other * (one.detach() / other.detach())
+
+
+def masked_mean_over_a_mean(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    mask = (t > 0.5).to(x)
+    return (one_by_one(model, x, t) * mask).mean() / mask.mean()
+
+
+OF_THE_WHOLE = [
+    divided_by_their_sum, softmax_over_samples, harder_than_the_mean, hardest_of_them, standardised,
+    standardised_in_place, whitened, class_counts, weight_that_was_a_number, divisor_that_was_a_number,
+    balanced_by_values, masked_mean_over_a_mean,
+]  # fmt: skip
+
+
+def masked_mean(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    mask = (t > 0.1).to(x)
+    return (one_by_one(model, x, t) * mask).sum() / mask.sum().clamp(min=1)
+
+
+def sorted_by_length(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    order = t.sort(descending=True).indices
+    return one_by_one(model, x[order], t[order]).mean()
+
+
+def standardised_sample_by_sample(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    x = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
+    return one_by_one(model, torch.stack([each / each.max() for each in x]), t).mean()
+
+
+def metrics_beside_it(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    loss = one_by_one(model, x, t).mean()
+    right = ((model(x).squeeze(1) > 0.5) == (t > 0.5)).sum().item()
+    assert right <= len(x)
+    assert x.abs().max().item() < 100
+    return loss + 0.5 * torch.full((2,), 1.0).mean()
+
+
+def weights_of_the_program(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    weights = torch.tensor([0.2, 0.7])
+    return ((weights / weights.sum())[(t > 0.5).long()] * one_by_one(model, x, t)).mean()
+
+
+OF_SAMPLES = [
+    masked_mean, sorted_by_length, standardised_sample_by_sample, metrics_beside_it, weights_of_the_program,
+]  # fmt: skip
+
+
+def obstacle(loss: Loss) -> str:
+    x, t = torch.randn(ROWS, 4), torch.rand(ROWS)
+    model, watch = nn.Linear(4, 1), BatchWatch()
+    watch.begin((x, t), ROWS)
+    try:
+        root = loss(model, x, t)
+    finally:
+        watch.end()
+        assert _get_current_dispatch_mode() is None
+    watch.begin((x, t), ROWS)
+    root = loss(model, x, t)
+    with watch.paused():
+        assert _get_current_dispatch_mode() is None
+        found = watch.obstacle([root])
+    watch.end()
+    return found
+
+
+@pytest.mark.parametrize("loss", OF_THE_WHOLE, ids=lambda loss: loss.__name__)
+def test_a_number_of_the_whole_batch_in_a_loss_is_found(loss: Loss) -> None:
+    assert obstacle(loss).startswith("its loss uses a number of the whole batch (")
+
+
+@pytest.mark.parametrize("loss", OF_SAMPLES, ids=lambda loss: loss.__name__)
+def test_a_loss_of_samples_and_numbers_that_do_not_enter_it_are_no_obstacle(loss: Loss) -> None:
+    assert not obstacle(loss)
+
+
+def test_the_line_that_computes_the_number_is_named() -> None:
+    assert obstacle(divided_by_their_sum).endswith("(weights = t / t.sum())")
+
+
+def test_batches_are_not_watched_beside_a_mode_of_the_program_and_ours_leaves_from_below_one() -> None:
+    watch = BatchWatch()
+    with FlopCounterMode(display=False):
+        watch.begin((torch.ones(ROWS),), ROWS)
+        assert not watch.is_on
+    watch.begin((torch.ones(ROWS),), ROWS)
+    with FlopCounterMode(display=False) as theirs:
+        watch.end()
+        assert _get_current_dispatch_mode() is theirs.mode
+    assert _get_current_dispatch_mode() is None
+
+
+def _train(loss: Loss) -> list[float]:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(24, 4), torch.rand(24))
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for x, t in DataLoader(data, batch_size=8):
+            optimizer.zero_grad()
+            loss(model, x, t).backward()
+            optimizer.step()
+    return [*model.weight.flatten().tolist(), *model.bias.tolist()]
+
+
+def _in_a_rank(loss: Loss) -> tuple[list[float], bool]:
+    torch.set_default_dtype(torch.float64)
+    watch = ImplicitTraining(World.from_env(), RunSettings())
+    watch.begin(None)
+    try:
+        weights = _train(loss)
+        watch.end()
+    finally:
+        watch.stop()
+    return weights, watch.has_split
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_split"),
+    [
+        (divided_by_their_sum, False),
+        (masked_mean, True),
+        *(pytest.param(loss, False, marks=pytest.mark.full) for loss in OF_THE_WHOLE[1:]),
+        *(pytest.param(loss, True, marks=pytest.mark.full) for loss in OF_SAMPLES[1:]),
+    ],
+)
+@pytest.mark.product
+def test_ranks_train_as_one_process_whether_batches_are_whole_or_in_parts(loss: Loss, is_split: bool) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = _train(loss)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for weights, was_split in run_ranks(2, _in_a_rank, loss):
+        assert was_split is is_split
+        assert weights == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def _later_by_their_sum(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    each = one_by_one(model, x, t)
+    if len(_SEEN) > 2:
+        return (t / t.mean() * each).mean() + 0.1 * each.mean()
+    _SEEN.append(float(x[0, 0]))
+    return each.mean()
+
+
+_SEEN: list[float] = []
+
+
+def test_such_a_loss_that_comes_when_batches_are_split_is_an_error_at_its_second_step() -> None:
+    with pytest.raises(RanksFailed, match=r"its loss uses a number of the whole batch \(return \(t / t\.mean"):
+        run_ranks(2, _in_a_rank, _later_by_their_sum)

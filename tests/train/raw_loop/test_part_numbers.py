@@ -1,0 +1,183 @@
+"""A line names each number that a loop makes of parts of its batches, and by what factor it differs; no other.
+
+Programs are text, as cells are, and run in two real ranks that are started once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nbaccel.testing import run_ranks
+from train.raw_loop.programs import STEP, said_by
+
+HALF = "about 1/2 of the value in one process, as it counts a rank's part of each batch: {}. Divide counts by counts"
+TWICE = "about 2 times the value in one process, as the loss is the whole batch's, and the length of a batch"
+OF_A_PART = "nbaccel: of a rank's part of each batch: {}\n"
+MISLEADING = "numbers that the loop makes"
+
+PROGRAMS = {
+    "a loss and an evaluation": (
+        f"""
+for x, y in loader:
+    loss = F.cross_entropy(model(x), y); {STEP}
+print(loss.item())
+right = 0
+with torch.no_grad():
+    for x, y in test:
+        right += (model(x).argmax(1) == y).sum().item()
+print(right / len(data), len(x))
+""",
+        (),
+    ),
+    "a sum by the length": (
+        f"""
+for i, (x, y) in enumerate(loader):
+    loss = F.cross_entropy(model(x), y, reduction="sum"); {STEP}
+    print(f"{{i}}: {{loss.item() / len(x):.3f}}")
+""",
+        (f"{TWICE} that of a rank's part: loss.item() / len(x). Divide by the loader's batch_size",),
+    ),
+    "a sum by a size that was kept": (
+        """
+for x, y in loader:
+    loss = nn.CrossEntropyLoss(reduction="sum")(model(x), y); step(loss)
+    n, _ = x.shape
+print("%.3f" % (loss.item() / n))
+""",
+        ("loss.item() / n",),
+    ),
+    "a mean by the length": (
+        f"""
+total = 0.0
+for x, y in loader:
+    loss = criterion(model(x), y); {STEP}
+    total += loss.item() * x.size(0)
+total = total / len(loader.dataset)
+print(total)
+""",
+        (HALF.format("total"),),
+    ),
+    "answers": (
+        f"""
+right = seen = 0
+for x, y in loader:
+    out = model(x); loss = criterion(out, y); {STEP}
+    _, found = torch.max(out, 1); right += torch.sum(found == y); seen += len(y)
+print("accuracy", right.double() / len(data)); print(f"{{right / seen:.2f}}")
+""",
+        (HALF.format("right.double() / len(data)"), OF_A_PART.format("right / seen")),
+    ),
+    "functions": (
+        """
+def answers(out, y):
+    return (out.argmax(1) == y).float().sum().item()
+def batch(x, y):
+    out = model(x); loss = criterion(out, y); optimizer.zero_grad(); loss.backward(); optimizer.step()
+    return loss.item() * len(x), answers(out, y)
+def epoch(loader):
+    total = right = n = 0
+    for x, y in loader:
+        its, of_them = batch(x, y); total += its; right += of_them; n += len(x)
+    return total / len(loader.dataset), right / n
+loss, accuracy = epoch(loader)
+print(loss, accuracy)
+""",
+        (HALF.format("loss"), OF_A_PART.format("accuracy")),
+    ),
+    "a loss read before its backward": (
+        f"""
+total = 0
+for x, y in loader:
+    loss = F.cross_entropy(model(x), y, reduction="sum"); total += loss.item(); {STEP}
+print(total / len(data))
+""",
+        (HALF.format("total / len(data)"),),
+    ),
+    "a list and a count that are left": (
+        f"""
+seen, answers, losses = 0, [], []
+for x, y in loader:
+    out = model(x); loss = criterion(out, y); {STEP}
+    seen += len(x); answers.extend(out.argmax(1).tolist()); losses.append(loss.item())
+""",
+        (HALF.format("seen"), OF_A_PART.format("answers")),
+    ),
+    "a meter": (
+        f"""
+class Meter:
+    def __init__(self): self.total = self.n = 0
+    def update(self, value, n): self.total += value * n; self.n += n
+    @property
+    def mean(self): return self.total / self.n
+meter = Meter()
+for x, y in loader:
+    loss = criterion(model(x), y); {STEP}
+    meter.update(loss.item(), x.size(0))
+print(meter.mean)
+""",
+        (OF_A_PART.format("meter.mean"),),
+    ),
+    "next": (
+        f"""
+batches, hits = iter(loader), 0
+for _ in range(5):
+    try:
+        x, y = next(batches)
+    except StopIteration:
+        batches = iter(loader); x, y = next(batches)
+    out = model(x); loss = criterion(out, y); {STEP}
+    hits += int((out.argmax(-1) == y).sum())
+print(hits / 40)
+""",
+        (HALF.format("hits / 40"),),
+    ),
+    "a function that nobody has the source of": (
+        f"""
+from statistics import fmean
+from sklearn.metrics import accuracy_score
+for x, y in loader:
+    out = model(x); loss = criterion(out, y); {STEP}
+    print(accuracy_score(y, out.argmax(1)))
+""",
+        (OF_A_PART.format("accuracy_score(y, out.argmax(1))"),),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    return run_ranks(2, _all_of_them)[0]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_numbers_that_differ_are_named_with_their_factor(name: str, said: dict[str, str]) -> None:
+    wanted = PROGRAMS[name][1]
+    for line in wanted:
+        assert line in said[name]
+    lines = [line for line in said[name].splitlines() if "part of each batch" in line or "of the value" in line]
+    assert len(lines) <= len(wanted)
+    assert "split over 2 ranks" in said[name]
+    assert MISLEADING not in said[name]
+
+
+def test_numbers_of_own_batches_are_named(said: dict[str, str]) -> None:
+    assert "nbaccel: of a rank's own batches: total\n" in said["each"]
+
+
+def test_a_loop_of_a_library_has_a_line_with_the_librarys_name(said: dict[str, str]) -> None:
+    assert "nbaccel: what fitting counts of a training batch, beside the loss, is of a rank's part\n" in said["library"]
+
+
+def _all_of_them() -> dict[str, str]:
+    torch.manual_seed(0)
+    found = {name: said_by(name, text) for name, (text, _) in PROGRAMS.items()}
+    found["each"] = said_by("each", PROGRAMS["a mean by the length"][0], batches="each")
+    library: dict[str, Any] = {"__name__": "fitting.loops"}
+    text = "def fit(model, loader, optimizer, criterion):\n    for x, y in loader:\n        "
+    text += "loss = criterion(model(x), y); optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
+    exec(compile(text, "/usr/lib/site-packages/fitting/loops.py", "exec"), library)
+    found["library"] = said_by("library", "fit(model, loader, optimizer, criterion)", **{"fit": library["fit"]})
+    return found
