@@ -44,7 +44,7 @@ def blind() -> Iterator[None]:
     """This process sees nothing that would break a fork, so its ranks have to."""
     with contextlib.ExitStack() as blinded:
         for module in ("preflight", "launcher"):
-            blinded.enter_context(mock.patch(f"nbaccel.launch.{module}.why_forks_fail", return_value=None))
+            blinded.enter_context(mock.patch(f"nbaccel.launching.{module}.why_forks_fail", return_value=None))
         yield
 
 

@@ -30,7 +30,7 @@ COMMAND = "PYTHONPATH=tests python -m layout --write"
 
 Graph = Mapping[str, set[str]]
 
-MOST_LINES, MOST_FUNCTION_LINES, FEWEST_LINES, AVERAGE_LINES, MOST_FILES = 600, 60, 60, 180, 20
+MOST_LINES, MOST_FUNCTION_LINES, FEWEST_LINES, AVERAGE_LINES, MOST_FILES = 600, 60, 60, 180, 24
 
 LONG_ON_PURPOSE = {"train/accelerator.py": "every public method of the Accelerator, most of it the users' docstrings"}
 
@@ -38,6 +38,7 @@ ACCELERATES_MODULES = {
     "accelerator.py",
     "big_modeling.py",
     "data_loader.py",
+    "errors.py",
     "hooks.py",
     "launchers.py",
     "local_sgd.py",
@@ -51,7 +52,7 @@ ACCELERATES_MODULES = {
 """Files that exist because programs import Accelerate's module names; all of utils, too."""
 
 MAY_BE_SHORT = {
-    "notices.py": "everything may use it, the package's folder too",
+    "base/notices.py": "everything may use it, the package's folder too",
     "__main__.py": "`python -m nbaccel`",
     "train/setup.py": "named by a string, in another process",
 }
@@ -370,7 +371,7 @@ def average_of_files(layout: Layout) -> Iterator[str]:
 
 
 def crowded_folders(layout: Layout) -> Iterator[str]:
-    """A folder has 20 files at most, without `__init__`, and without Accelerate's modules, which only name."""
+    """A folder has 24 files at most, without `__init__`, and without Accelerate's modules, which only name."""
     counts = Counter(source.folder for source in layout.files if source.name not in ACCELERATES_MODULES)
     yield from (f"{folder or '(root)'}" for folder, count in sorted(counts.items()) if count > MOST_FILES)
 

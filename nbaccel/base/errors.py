@@ -234,3 +234,7 @@ class RunStopped(KeyboardInterrupt):
     they do in one process; every rank gets it before the same step. A map, whose ranks do not wait for each other, is
     left by each of them before its next call.
     """
+
+
+for _name in __all__:
+    globals()[_name].__module__ = __name__.replace(".base", "")  # tracebacks and pickles name what people import

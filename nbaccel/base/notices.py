@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 __all__ = ["PACKAGE_DIR", "are_ours", "briefly", "is_users", "show_as", "unignored", "without_our_frames"]
 
-PACKAGE_DIR = os.path.dirname(os.path.abspath(__file__)) + os.sep
+PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 """The folder of this package: frames of files below it are ours, all others are the user's or a library's."""
 
 _ASYNCIO = os.path.join(os.path.dirname(contextlib.__file__), "asyncio")

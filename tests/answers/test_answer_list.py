@@ -10,10 +10,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from nbaccel.errors import CannotContinue
 
 from nbaccel.answers import Answers, answer_list
 from nbaccel.answers.answer_list import LinesOnDisk, read_line
+from nbaccel.errors import CannotContinue
 
 
 def written(path: Path, *answers: str) -> Answers:

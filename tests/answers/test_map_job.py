@@ -15,7 +15,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from nbaccel.errors import CannotContinue, CannotSave
 
 from answers.forks import ended, fork
 from nbaccel.answers import Answers, Failed, MapJob
@@ -24,6 +23,7 @@ from nbaccel.answers.fingerprint import checksum_of
 from nbaccel.answers.map_job import as_items
 from nbaccel.answers.records import AnswerRecord
 from nbaccel.answers.source_mark import SourceMark
+from nbaccel.errors import CannotContinue, CannotSave
 from old_maps import program
 
 ITEMS = ["one", "three", "four"]

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nbaccel.errors import PeerFailed, StepCorrupted
 
 import devicelike
 from nbaccel import Accelerator, InitProcessGroupKwargs
@@ -32,6 +31,7 @@ from nbaccel.base.aborting import (
 )
 from nbaccel.base.events import outlet
 from nbaccel.base.failures import Failure, classify
+from nbaccel.errors import PeerFailed, StepCorrupted
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed import transport
 from nbaccel.train.distributed.process_group import process_group

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.tracking import GeneralTracker
 from torch.utils.data import DataLoader, RandomSampler
 
 import nbaccel
 from nbaccel import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin
 from nbaccel.testing import run_ranks
+from nbaccel.tracking import GeneralTracker
 
 
 class _Kept(GeneralTracker):

@@ -11,10 +11,10 @@ import itertools
 from pathlib import Path
 
 import pytest
-from nbaccel.errors import NotPrepared
 
 from dry_run.test_dry_run_hooks import DryRun
 from nbaccel.base.settings import RunSettings
+from nbaccel.errors import NotPrepared
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.raw_loop.loop import ImplicitTraining

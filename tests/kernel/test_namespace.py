@@ -52,7 +52,7 @@ def test_a_fork_sees_a_lambda_a_class_an_open_file_and_a_large_array_without_cop
 
 def test_the_zygote_gets_the_lambda_the_class_and_the_array(kernel: RealKernel) -> None:
     kernel.do(DEFINES)
-    kernel.do("from nbaccel.launch import plan as _plan; _limit = _plan._WORTH_SAYING_BYTES")
+    kernel.do("from nbaccel.launching import plan as _plan; _limit = _plan._WORTH_SAYING_BYTES")
     kernel.do("_plan._WORTH_SAYING_BYTES = 10**8")
     cell = kernel.do(accelerate(USES, "zygote"))
     assert "[all] computed 42.0 65536.0" in cell.printed

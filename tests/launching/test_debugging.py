@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
-from nbaccel.errors import NoInput
 
+from nbaccel.errors import NoInput
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher, LaunchResult
 from nbaccel.launching.processes.supervisor import RunObservers

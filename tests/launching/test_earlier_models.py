@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import LaunchRefused
 from torch import Tensor, nn
 
 from nbaccel.base.hardware import Survey
 from nbaccel.base.quantised import is_quantised
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching import api, earlier_models
 from nbaccel.launching.earlier_models import EarlierModel, models_in, places_of, refuse_what_stays_here
 from nbaccel.launching.ipc.spec import FunctionTask

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import LaunchRefused
 from torch.utils.data import DataLoader, Dataset
 
 from nbaccel.base.settings import RunSettings
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.ipc.mount_table import mount_points, mount_tree
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher

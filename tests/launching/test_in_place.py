@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nbaccel.errors import LaunchRefused, NestedLaunch
 
 from nbaccel import Accelerator, find_executable_batch_size
 from nbaccel.base.events import StepEntered, StepsEnded, emit
 from nbaccel.base.hardware import Gpu, Survey
+from nbaccel.errors import LaunchRefused, NestedLaunch
 from nbaccel.launching import api, inline
 from nbaccel.launching.accelerate_launchers import notebook_launcher
 from nbaccel.launching.api import launch

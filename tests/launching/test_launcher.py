@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nbaccel.errors import LaunchRefused, NestedLaunch, NoInput, RankDied, RanksFailed, ResultsMissing
 
 from nbaccel.base.hardware import Driver, Gpu, Survey
+from nbaccel.errors import LaunchRefused, NestedLaunch, NoInput, RankDied, RanksFailed, ResultsMissing
 from nbaccel.launching import api
 from nbaccel.launching.accelerate_launchers import debug_launcher, notebook_launcher
 from nbaccel.launching.api import launch

@@ -19,10 +19,10 @@ from typing import Any
 
 import psutil
 import pytest
-from nbaccel.errors import CannotContinue, CannotSave, CannotSend, LaunchRefused, NestedLaunch, RankDied, RanksFailed
 
 import nbaccel
 from nbaccel.answers import Answers, Failed
+from nbaccel.errors import CannotContinue, CannotSave, CannotSend, LaunchRefused, NestedLaunch, RankDied, RanksFailed
 from nbaccel.launching.api import launch
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.plan import LaunchPlan

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nbaccel.errors import LaunchRefused, RankDied
 
 import nbaccel
 from launching.test_map import start_by
+from nbaccel.errors import LaunchRefused, RankDied
 from nbaccel.launching.launcher import Launcher
 
 LIMIT_S = 0.5

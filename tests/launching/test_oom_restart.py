@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from nbaccel.errors import RankDied
 
 from nbaccel.base.demand import WHAT_HELPS, Demand
 from nbaccel.base.events import Checkpoint, Event, LoopEntered, Opened, OutOfMemory, Progress
 from nbaccel.base.hardware import Gpu
 from nbaccel.base.settings import RunSettings
+from nbaccel.errors import RankDied
 from nbaccel.launching import oom_restart as restarting
 from nbaccel.launching.diagnosis import verdict
 from nbaccel.launching.ipc.reports import ErrorLink, RankReport

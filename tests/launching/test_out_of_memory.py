@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import CannotCut, RankDied, StepCorrupted
 
+from nbaccel.errors import CannotCut, RankDied, StepCorrupted
 from nbaccel.launching.accelerate_launchers import notebook_launcher
 from nbaccel.launching.api import Run, launch
 from nbaccel.testing import Faults, MemLimit

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import CannotSend, RankDied
 
 from nbaccel import Accelerator
 from nbaccel.base.settings import RunSettings
+from nbaccel.errors import CannotSend, RankDied
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.reaper import session_members
 from nbaccel.launching.ipc.spec import Devices, LaunchSpec, SharedNamespace, Start

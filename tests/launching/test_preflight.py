@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 
 from fakes import FakeGpu, FakeNvml, two_t4s, visible_gpus
 from nbaccel.base.forkable import AUTOGRAD_HAS_THREADS, CUDA_IS_INITIALISED, DRIVER_IS_IN_USE
 from nbaccel.base.hardware import Driver, Gpu, Survey
+from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 from nbaccel.launching.ipc.spec import Devices, Start
 from nbaccel.launching.preflight import choose_devices, choose_start, threads_per_rank
 

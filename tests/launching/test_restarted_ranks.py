@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nbaccel.errors import PeerFailed, RankDied
 
 from nbaccel.base.events import Event, ItemsDone, RankRestarted, emit
 from nbaccel.base.settings import RunSettings
+from nbaccel.errors import PeerFailed, RankDied
 from nbaccel.launching.ipc.reaper import session_members
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher, LaunchResult

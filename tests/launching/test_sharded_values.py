@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import ResultsMissing
 from torch import nn
 
+from nbaccel.errors import ResultsMissing
 from nbaccel.launchers import notebook_launcher
 from nbaccel.launching.api import launch
 from nbaccel.train.distributed.partial_state import PartialState

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nbaccel.errors import LaunchRefused
 
+from nbaccel.errors import LaunchRefused
 from nbaccel.namespace import open_files
 from nbaccel.namespace.open_files import READ_FILE, FilesOfRanks, take_places
 

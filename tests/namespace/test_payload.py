@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from nbaccel.errors import CannotSend
 from tqdm import tqdm
 
 from nbaccel import Accelerator
+from nbaccel.errors import CannotSend
 from nbaccel.namespace.nbytes import size_of
 from nbaccel.namespace.payload import Payload, pack, pack_what_can_travel, unpack, unpack_what_can_be_rebuilt
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nbaccel.errors import CannotSend
 
+from nbaccel.errors import CannotSend
 from nbaccel.namespace.payload import pack, pack_what_can_travel, unpack, unpack_what_can_be_rebuilt
 
 

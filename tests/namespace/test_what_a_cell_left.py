@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nbaccel.errors import StayedInRank
 
+from nbaccel.errors import StayedInRank
 from nbaccel.launching.ipc.kernel_state import random_states, set_random_states
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import CellTask

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
-from nbaccel.errors import LaunchRefused
 from traitlets.config import Config
 
 from nbaccel.base.hardware import Survey
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.gpu_trouble import TorchBuild
 from nbaccel.launching.ipc.spec import LaunchSpec
 from nbaccel.launching.launcher import Launcher

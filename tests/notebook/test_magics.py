@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from IPython.core.completer import provisionalcompleter
 from IPython.core.error import UsageError
-from nbaccel.errors import LaunchRefused
 
 import nbaccel
 from nbaccel.base.hardware import Gpu, Survey
+from nbaccel.errors import LaunchRefused
 from nbaccel.notebook.completion import candidates
 from nbaccel.notebook.magics import AccelerateMagics, register, unregister
 from nbaccel.notebook.session import LastRun, Session
@@ -101,7 +101,7 @@ def test_loading_as_an_extension_imports_nothing_of_what_a_launch_needs() -> Non
     before = set(sys.modules)
     shell.run_line_magic("load_ext", "nbaccel")
     loaded = set(sys.modules) - before
-    print(sorted(name for name in loaded if name.startswith("nbaccel.launch") or name in WAITS))
+    print(sorted(name for name in loaded if name.startswith("nbaccel.launching") or name in WAITS))
     print(len(loaded))
     shell.run_line_magic("accelerate", "")
     """

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 
 import fakes
 import nbaccel.launching.plan
 from nbaccel.base import forkable
 from nbaccel.base.hardware import Survey
+from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 import pytest
-from nbaccel.errors import NestedLaunch, RankDied, ResultsMissing
 
 from environments import reads_assigned_commands
+from nbaccel.errors import NestedLaunch, RankDied, ResultsMissing
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import LaunchRefused
 from torch.utils.data import DataLoader, TensorDataset
 
 import nbaccel.launching.earlier_models
@@ -19,6 +18,7 @@ import nbaccel.launching.plan
 import nbaccel.notebook.session
 from fakes import FakeCards
 from nbaccel.base.hardware import Gpu, MemoryInfo, Survey
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.earlier_models import MadeAt, where_made
 from nbaccel.launching.kernel_models import KernelHolding, SetAside
 from nbaccel.launching.preflight import ProcessState

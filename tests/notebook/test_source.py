@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from IPython.core.error import UsageError
-from nbaccel.errors import LaunchRefused
 
 from environments import reads_assigned_commands
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.notebook.cell_source import read_cell
 from nbaccel.notebook.shell_hooks import comments_below_magic

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from IPython.core.error import UsageError
-from nbaccel.errors import LaunchRefused
 
 from nbaccel.display.history import History
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.run import Run
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.notebook.cell_run import how_a_cell_ended

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import CannotSend, RanksFailed
 
+from nbaccel.errors import CannotSend, RanksFailed
 from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.ipc.reports import ErrorLink, RankReport
 from nbaccel.launching.processes.supervisor import RunResult

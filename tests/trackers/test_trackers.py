@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.tracking import GeneralTracker, find_tracker, tracker_names
 
 from nbaccel import Accelerator
 from nbaccel.base.events import Metric, StepsEnded, emit, outlet
 from nbaccel.testing import run_ranks
+from nbaccel.tracking import GeneralTracker, find_tracker, tracker_names
 
 Rows = list[tuple[int, dict[str, float]]]
 """What a tracker kept: step and numbers."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import RunStopped
 
 from nbaccel import Accelerator
 from nbaccel.base.events import TimeLimit, outlet
+from nbaccel.errors import RunStopped
 from nbaccel.testing import run_ranks
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nbaccel.errors import CollectiveMismatch, RanksFailed
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from four_bit_models import FourBitNet, Params4bit, made, names_of_base, samples, trained_of
 from nbaccel import Accelerator, find_executable_batch_size
 from nbaccel.base.quantised import TrainedTensors, base_of, is_quantised, is_quantised_tensor, trained_state
+from nbaccel.errors import CollectiveMismatch, RanksFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.model_weights import load_model
 from nbaccel.train.oom.microbatch.snapshot import TrainingSnapshot

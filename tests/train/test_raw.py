@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import CannotCut, NotPrepared
 from torch import Tensor
 from torch.nn import Module
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator, RunStopped
 from nbaccel.base.events import Event, StepEntered, outlet
+from nbaccel.errors import CannotCut, NotPrepared
 from nbaccel.testing import run_ranks
 
 NOTICE = r"the loop calls loss\.backward\(\) itself"

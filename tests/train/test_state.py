@@ -115,7 +115,7 @@ def test_an_accelerator_that_is_only_made_touches_no_device() -> None:
     code = (
         "import nbaccel, torch, sys; torch.cuda.is_available = torch.cuda.current_device = None;"
         "torch.backends.mps.is_available = None; a = nbaccel.Accelerator(); a.process_index; a.is_main_process;"
-        "a.sync_gradients; print('IPython' in sys.modules, 'nbaccel.launch' in sys.modules)"
+        "a.sync_gradients; print('IPython' in sys.modules, 'nbaccel.launching' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
     assert done.stdout.strip() == "False False", done.stderr

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.tracking import GeneralTracker, on_main_process
 
 from nbaccel import Accelerator
 from nbaccel.base.events import Event, Metric, emit, outlet
 from nbaccel.testing import run_ranks
+from nbaccel.tracking import GeneralTracker, on_main_process
 from nbaccel.train.step.readings import Reading
 
 

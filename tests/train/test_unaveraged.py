@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import NotPrepared
 from torch import Tensor
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbaccel import Accelerator, find_executable_batch_size
+from nbaccel.errors import NotPrepared
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.store_exchange import StoreExchange
 from nbaccel.train.local_sgd import LocalSGD

@@ -2,8 +2,8 @@
 
 The kernel captures the state, and ranks apply it: random generators, torch's switches, filters of warnings, the path,
 directory and environment, the source of the notebook's cells. Code has to behave alike after a fork and in a rank of
-the zygote, so everything here that a fork would copy is sent explicitly. `tests/launching/test_parity.py` runs one program
-under both and compares.
+the zygote, so everything here that a fork would copy is sent explicitly. `tests/launching/test_parity.py` runs one
+program under both and compares.
 """
 
 from __future__ import annotations

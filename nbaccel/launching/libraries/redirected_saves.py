@@ -28,7 +28,7 @@ from nbaccel.launching.ipc.import_hooks import when_loaded
 __all__ = ["redirect_saves"]
 
 _OURS = "nbaccel."
-_AROUND_SAVES = (f"{_OURS}launch.worker.integrations.", f"{_OURS}dry_run.")
+_AROUND_SAVES = (f"{_OURS}launching.libraries.", f"{_OURS}dry_run.")
 """Modules that also put something around `torch.save`, and are not its callers."""
 
 

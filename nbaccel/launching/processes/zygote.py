@@ -43,7 +43,7 @@ __all__ = [
 
 _PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "cloudpickle", "psutil")
 _START_TIMEOUT_S = 120.0
-_BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from nbaccel.launching.processes.zygote import main; main({fd}, {pidfd}, {shell})"
+_BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from " + __name__ + " import main; main({fd}, {pidfd}, {shell})"
 
 
 def torch_fingerprint() -> tuple[str, float]:

@@ -36,7 +36,8 @@ Raises:
     RunIsOver: no answer comes any more.
 """
 
-_BELOW_THE_USER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LAUNCHING = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_BELOW_THE_USER = tuple(os.path.join(_LAUNCHING, folder, "") for folder in ("libraries", "rank"))
 
 _Pdb = next(kind for kind in pdb.Pdb.__mro__ if kind.__module__ == "pdb")
 """Python's own class, even if IPython has replaced it, which a clean process of the zygote would not have."""

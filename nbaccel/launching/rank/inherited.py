@@ -4,7 +4,8 @@ The notebook goes on using all of them. So a rank must not end, join, flush, del
 it ends, nor when its cell rebinds a name and the last reference in this process goes. And it must not use these objects
 as if they worked here: threads and child processes belong to the kernel. Objects that can be opened again are opened
 again at their first use (executors, pools, loaders with workers, TensorBoard's writer); everything else is unchanged. A
-wait for threads of the notebook is ended by `LostThreads`; the kernel finds them before a fork (`namespace/threads.py`).
+wait for threads of the notebook is ended by `LostThreads`; the kernel finds them before a fork
+(`namespace/threads.py`).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _TRAINERS = (
 """Beginnings of a module's name, who that is, and how it shards. The first one that a frame belongs to counts: others
 are below it."""
 
-_PACKAGE, _LAUNCH = "nbaccel.", "nbaccel.launch."
+_PACKAGE, _LAUNCH = "nbaccel.", "nbaccel.launching."
 _SHARD = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})
 """Classes of wrappers that shard, and step what looks like plain parameters."""
 

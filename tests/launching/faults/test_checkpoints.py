@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import CannotSave, CheckpointCorrupt, UntrustedPickle
 
 from mounts import make_read_only, on_small_disk
 from nbaccel import RankDied, launching as launch
+from nbaccel.errors import CannotSave, CheckpointCorrupt, UntrustedPickle
 from nbaccel.testing import Faults
 from nbaccel.utils import ProjectConfiguration
 from trainings import Trained

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from nbaccel.errors import RanksFailed
 from torch.utils.data import DataLoader
 
 from nbaccel import Accelerator, CollectiveMismatch, RankDied, launching as launch
+from nbaccel.errors import RanksFailed
 
 pytestmark = pytest.mark.slow
 

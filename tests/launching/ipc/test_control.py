@@ -6,7 +6,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from nbaccel.errors import CollectiveMismatch, PeerFailed, RunStopped
 
 from nbaccel.base.events import (
     CallEntered,
@@ -18,6 +17,7 @@ from nbaccel.base.events import (
     StepsEnded,
     Waiting,
 )
+from nbaccel.errors import CollectiveMismatch, PeerFailed, RunStopped
 from nbaccel.launching.ipc.control import ControlPage, StepGate, position_number
 from nbaccel.launching.ipc.peer_watch import PeerWatch
 

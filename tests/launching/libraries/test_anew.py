@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 import pytest
-from nbaccel.errors import NotInRanks
 
+from nbaccel.errors import NotInRanks
 from nbaccel.launching.libraries.existing_world import SetUpAnew, names_in, refuse
 
 

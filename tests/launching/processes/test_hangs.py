@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import RanksFailed
 
 from nbaccel import Accelerator
+from nbaccel.errors import RanksFailed
 from nbaccel.launching.api import launch
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.user_code import ASK

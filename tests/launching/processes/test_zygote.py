@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nbaccel.errors import CannotSend, LaunchRefused
 
+from nbaccel.errors import CannotSend, LaunchRefused
 from nbaccel.launching import api as functions_module
 from nbaccel.launching.api import launch
 from nbaccel.launching.ipc.reaper import session_members

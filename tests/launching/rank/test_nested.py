@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from nbaccel.errors import NestedLaunch
 from torch.distributed import init_process_group
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
+from nbaccel.errors import NestedLaunch
 from nbaccel.launching.accelerate_launchers import notebook_launcher
 from nbaccel.launching.api import launch
 

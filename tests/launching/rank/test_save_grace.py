@@ -8,9 +8,9 @@ import subprocess
 import time
 
 import pytest
-from nbaccel.errors import RunStopped
 
 from nbaccel.base.events import SavesItself, StepEntered
+from nbaccel.errors import RunStopped
 from nbaccel.launching.ipc.channel import Channel
 from nbaccel.launching.ipc.control import ControlPage, StepGate
 from nbaccel.launching.rank import lifetime

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from nbaccel.errors import NotPrepared
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel import Accelerator, LocalSGD, launching as launch
 from nbaccel.base.notices import unignored
+from nbaccel.errors import NotPrepared
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.namespace.parameters import checksum, checksums, fingerprint, mark, parameters_of
 

@@ -8,8 +8,8 @@ import threading
 import time
 
 import pytest
-from nbaccel.errors import RanksFailed
 
+from nbaccel.errors import RanksFailed
 from nbaccel.launching.api import launch
 from nbaccel.launching.ipc.user_code import ASK
 

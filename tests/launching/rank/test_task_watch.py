@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import NotPrepared
 from torch import nn
 
 from nbaccel import launching as launch
+from nbaccel.errors import NotPrepared
 from nbaccel.launching.ipc.spec import Devices, LaunchSpec, SharedNamespace, Start, TaskWatch
 from nbaccel.launching.launcher import Launcher, default_launcher
 from nbaccel.launching.processes.supervisor import RunObservers

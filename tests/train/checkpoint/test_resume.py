@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import CannotResume, RunStopped
 
 from nbaccel import Accelerator
 from nbaccel.base.events import Event, Gauge, Progress, SaveAsked, SaveDue, StepEntered, outlet
@@ -18,6 +17,7 @@ from nbaccel.base.quantities import Period, Steps
 from nbaccel.base.world import World
 from nbaccel.display.history import History
 from nbaccel.display.summary import where
+from nbaccel.errors import CannotResume, RunStopped
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.autosave import schedule
 from nbaccel.train.checkpoint.directory import Timeline

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nbaccel.errors import CannotSave
 
+from nbaccel.errors import CannotSave
 from nbaccel.train.checkpoint import save_agreement as module
 from nbaccel.train.checkpoint.manifest import FileRecord
 from nbaccel.train.checkpoint.save_agreement import SaveAgreement, Share, delete_dead_agreements

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import RunStopped
 from torch.utils.data import DataLoader, IterableDataset
 
 from nbaccel import Accelerator
 from nbaccel.base.events import Event, StepEntered, outlet
+from nbaccel.errors import RunStopped
 from nbaccel.testing import run_ranks
 from nbaccel.utils import DataLoaderConfiguration
 from trainings import Tied

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import CannotSave, CheckpointCorrupt, RanksFailed
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
 from nbaccel.base.events import Event, SaveAsked, SaveDue, outlet
+from nbaccel.errors import CannotSave, CheckpointCorrupt, RanksFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint import save_agreement, shards
 from nbaccel.train.checkpoint.manifest import Manifest

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nbaccel.errors import CollectiveMismatch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,6 +25,7 @@ from torch.utils.data import (
 )
 
 from nbaccel import Accelerator
+from nbaccel.errors import CollectiveMismatch
 from nbaccel.testing import run_ranks
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.data.shares import asked_by, order_of, repeats

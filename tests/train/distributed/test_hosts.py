@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nbaccel.errors import CollectiveMismatch
 
 from nbaccel.base.events import Event, Waiting, outlet
 from nbaccel.base.world import World
+from nbaccel.errors import CollectiveMismatch
 from nbaccel.launching.rank.main import _sequence_number
 from nbaccel.testing import run_ranks
 from nbaccel.train import PartialState

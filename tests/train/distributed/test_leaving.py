@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nbaccel.errors import PeerFailed
 
 import devicelike
 from nbaccel import Accelerator, InitProcessGroupKwargs
 from nbaccel.base.aborting import is_aborted
 from nbaccel.base.events import Event, Waiting, outlet
 from nbaccel.base.world import World
+from nbaccel.errors import PeerFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed import process_group as module
 from nbaccel.train.distributed.process_group import GroupOptions, ProcessGroup

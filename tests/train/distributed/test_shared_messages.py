@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import CollectiveMismatch, PeerFailed
 
 from nbaccel.base.events import Event, Waiting, outlet
+from nbaccel.errors import CollectiveMismatch, PeerFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train import PartialState
 from nbaccel.train.distributed import shared_messages

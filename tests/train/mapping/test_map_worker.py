@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import CannotContinue, CannotSave, RunStopped
 
 from answers.forks import ended, fork, kill
 from nbaccel import Accelerator
@@ -24,6 +23,7 @@ from nbaccel.answers.claim_log import LifeLock
 from nbaccel.answers.map_job import as_items
 from nbaccel.answers.records import RecordFile
 from nbaccel.base.events import CallEntered, CallsEnded, Event, ItemsDone, outlet
+from nbaccel.errors import CannotContinue, CannotSave, RunStopped
 from nbaccel.testing import run_ranks
 from nbaccel.train.mapping.map_worker import work
 

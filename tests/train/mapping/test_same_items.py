@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import PeerFailed
 from torch.utils.data import DataLoader, DistributedSampler
 
 from nbaccel import Accelerator
 from nbaccel.answers.item_list import ItemMark
+from nbaccel.errors import PeerFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train.mapping.same_items import FirstItems, reader_of
 

@@ -17,12 +17,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from nbaccel.errors import CannotSplit, NotPrepared, PeerFailed, RunStopped
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator, LocalSGD
 from nbaccel.base.events import Event, Loss, OutOfMemory, StepEntered, outlet
+from nbaccel.errors import CannotSplit, NotPrepared, PeerFailed, RunStopped
 from nbaccel.testing import MemLimit, run_ranks
 from nbaccel.train.strategies.single import lendable
 from shortages import Shortage, Training, batch_of, labelled, relative_error

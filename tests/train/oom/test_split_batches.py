@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import CannotCut
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nbaccel import Accelerator
 from nbaccel.base.events import Event, LoopEntered, StepEntered, outlet
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
+from nbaccel.errors import CannotCut
 from nbaccel.testing import run_ranks
 from nbaccel.train.data import DataLoaderConfiguration
 from nbaccel.train.oom.microbatch.slicing import BatchPart

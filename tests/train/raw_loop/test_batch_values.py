@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from nbaccel.errors import RanksFailed
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
+from nbaccel.errors import RanksFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train.raw_loop.batch_values import BatchWatch
 from nbaccel.train.raw_loop.loop import ImplicitTraining

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from nbaccel.errors import RunStopped
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
 from nbaccel.base.events import Event, Gauge, LoopEntered, Loss, Progress, StepEntered, StepsEnded, outlet
+from nbaccel.errors import RunStopped
 from nbaccel.train.raw_loop.lone import LoneTraining
 from nbaccel.train.step.implicit_hooks import step_under_way
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nbaccel.errors import NotPrepared, RanksFailed
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -22,6 +21,7 @@ from nbaccel import Accelerator
 from nbaccel.base.events import Event, Metric, outlet
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
+from nbaccel.errors import NotPrepared, RanksFailed
 from nbaccel.launching import api
 from nbaccel.launching.launcher import Launcher
 from nbaccel.testing import run_ranks

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import RanksFailed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel.base.events import Loss, outlet
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
+from nbaccel.errors import RanksFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.raw_loop.loop import ImplicitTraining

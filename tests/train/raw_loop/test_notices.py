@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from nbaccel.errors import RanksFailed
 
+from nbaccel.errors import RanksFailed
 from nbaccel.testing import run_ranks
 from train.raw_loop.programs import STEP, said_by
 

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nbaccel.errors import NotPrepared
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 
 from nbaccel.base.events import Event, Gauge, LoopEntered, Progress, outlet
+from nbaccel.errors import NotPrepared
 from nbaccel.train.raw_loop.batch_parts import Handed, Split, _uneven_turns
 from nbaccel.train.raw_loop.passes import Passes
 

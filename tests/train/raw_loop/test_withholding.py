@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import RanksFailed
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
+from nbaccel.errors import RanksFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train.raw_loop.loop import ImplicitTraining
 from train.raw_loop.loops import LOOPS, Loop, Values, ends, net, points, sgd

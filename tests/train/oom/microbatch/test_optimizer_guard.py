@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import StepCorrupted
 
 from nbaccel import Accelerator
 from nbaccel.base.events import Event, OutOfMemory, outlet
+from nbaccel.errors import StepCorrupted
 from nbaccel.testing import MemLimit
 from nbaccel.train.oom.microbatch.optimizer_guard import guarded_step
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import PeerFailed
 
 from nbaccel import Accelerator
 from nbaccel.base.events import Event, Loss, OutOfMemory, outlet
+from nbaccel.errors import PeerFailed
 from nbaccel.testing import MemLimit, run_ranks
 from shortages import Collected, Shortage, Training, batch_of, labelled, relative_error, whole_gradients
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from nbaccel.errors import CannotSplit
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nbaccel import Accelerator
+from nbaccel.errors import CannotSplit
 from nbaccel.train.oom.planning.examples import LOOKED_AT, examples_of
 
 Pair = namedtuple("Pair", "x y")

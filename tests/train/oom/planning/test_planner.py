@@ -12,12 +12,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from nbaccel.errors import NotPrepared, PeerFailed
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from hungry import CNN, GPT, Hungry
 from nbaccel import Accelerator
+from nbaccel.errors import NotPrepared, PeerFailed
 from nbaccel.testing import MemLimit, run_ranks
 from nbaccel.train.oom.planning.trial import TrialResult, TrialRun
 

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from nbaccel.errors import PeerFailed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -18,6 +17,7 @@ import devicelike
 from nbaccel import Accelerator, InitProcessGroupKwargs, find_executable_batch_size
 from nbaccel.base.aborting import is_aborted
 from nbaccel.base.events import Waiting, outlet
+from nbaccel.errors import PeerFailed
 from nbaccel.testing import Faults, run_ranks
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.retry import coordinate, disconnect, group_recovery

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nbaccel.errors import PeerFailed
 from torch.nn.parallel import DistributedDataParallel
 
 import devicelike
 from nbaccel import Accelerator, InitProcessGroupKwargs
+from nbaccel.errors import PeerFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train.oom.retry import survivors
 from nbaccel.train.oom.retry.survivors import _share_state
