@@ -75,7 +75,7 @@ amx := NBACCEL_TESTS_ROUNDING=rows ONEDNN_MAX_CPU_ISA=AVX512_CORE_AMX MKL_CBWR=A
 avx512 := ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx512 MKL_CBWR=AUTO MALLOC_ARENA_MAX=1
 avx2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2
 sse := ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE MALLOC_PERTURB_=165
-MEMORY_TESTS := tests/base/test_room.py tests/launching/test_out_of_memory.py tests/kernel/test_out_of_memory.py \
+MEMORY_TESTS := tests/base/test_memory_limit.py tests/launching/test_out_of_memory.py tests/kernel/test_out_of_memory.py \
     tests/test_notebooks.py::test_training_goes_on_where_memory_runs_out \
     tests/test_notebooks.py::test_a_training_that_is_ended_twice_ends_like_one_that_never_was
 

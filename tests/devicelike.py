@@ -240,7 +240,7 @@ def install(kind: type[DeviceLike] = DeviceLike) -> None:
 def setup_rank(namespace: dict[str, Any]) -> None:
     """As ``nbaccel.train.setup:setup_rank``, with such a group."""
     from nbaccel import Accelerator, InitProcessGroupKwargs
-    from nbaccel.train.oom.retry.survivors import renew
+    from nbaccel.train.oom.retry.outside_retry import renew
 
     install()
     aborting.on_renewal(renew)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from nbaccel.base.hardware import Gpu, Survey
-from nbaccel.launching.kernel_models import Cards
+from nbaccel.launching.kernel_models import CudaMemory
 
 Answer = TypeVar("Answer")
 GB = 10**9
@@ -138,7 +138,7 @@ def write_files(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-class FakeCards(Cards):
+class FakeCards(CudaMemory):
     """A card whose memory is that of the host, and told by its address.
 
     room: how many memories fit on it again.

@@ -65,7 +65,7 @@ OF_THE_PROCESS = {
     "namespace/tensor_devices.py": "where a tensor's memory lies, asked by pickle, which passes nothing along",
     "launching/rank/process_setup.py": "groups that must outlive whoever ended them, until the process ends",
     "train/raw_loop/graph.py": "what patched methods of torch ask: torch is patched once in a process",
-    "train/step/implicit_hooks.py": "what prepares and what trains unprepared meet here, and neither knows the other",
+    "train/step/raw_loop_hooks.py": "what prepares and what trains unprepared meet here, and neither knows the other",
 }
 """Files whose state is the process's, for the reason given."""
 

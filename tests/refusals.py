@@ -1,8 +1,8 @@
 """A program that meets a limit of memory at ever other operations: `python refusals.py KIND ISA`.
 
 It forks a process for each of many limits. Each trains one step of a small model and says as a line of JSON how it
-ended: the text of its error, and what `nbaccel.base.room` makes of it. Where a limit falls, an allocation of torch's,
-code that oneDNN generates, its work space or a reordered tensor is what is refused.
+ended: the text of its error, and what `nbaccel.base.memory_limit` makes of it. Where a limit falls, an allocation of
+torch's, code that oneDNN generates, its work space or a reordered tensor is what is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from nbaccel.base.failures import Recovery, recovery_of
-from nbaccel.base.room import fullness, is_shortage
+from nbaccel.base.memory_limit import fullness, is_shortage
 
 STEP_BYTES = 500_000
 MOST_BYTES = 45_000_000

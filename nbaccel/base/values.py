@@ -53,7 +53,7 @@ def _refuse_to_delete(self: Any, name: str) -> None:
 
 
 @reprlib.recursive_repr()
-def _in_words(self: Any) -> str:
+def _text_of_fields(self: Any) -> str:
     shown = (f"{each.name}={getattr(self, each.name)!r}" for each in fields(self) if each.repr)
     return f"{type(self).__qualname__}({', '.join(shown)})"
 
@@ -79,7 +79,7 @@ def _hash(self: Any) -> int:
 _METHODS = {
     "__setattr__": _set_once,
     "__delattr__": _refuse_to_delete,
-    "__repr__": _in_words,
+    "__repr__": _text_of_fields,
     "__eq__": _is_equal,
     "__hash__": _hash,
 }

@@ -28,7 +28,7 @@ from nbaccel.launching.earlier_models import refuse_what_stays_here
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.inline import ends_its_group, post_mortem_here, run_inline
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
-from nbaccel.launching.kernel_models import Cards, SetAside, kernel_freed
+from nbaccel.launching.kernel_models import CudaMemory, ModelsOnHost, kernel_freed
 from nbaccel.launching.launcher import Launcher, LaunchResult, default_launcher, refuse_nested_launch
 from nbaccel.launching.plan import LaunchPlan, devices_of
 from nbaccel.launching.preflight import ProcessState
@@ -167,18 +167,20 @@ def planned(options: RunOptions, task: FunctionTask, survey: Survey) -> LaunchPl
     return plan
 
 
-def _set_aside(spec: LaunchSpec) -> SetAside:
+def _set_aside(spec: LaunchSpec) -> ModelsOnHost:
     """Return the notebook's models on the GPUs of the run, which move to the host while it lasts."""
-    return SetAside(vars(sys.modules["__main__"]), Cards({gpu.index for gpu in spec.devices.gpus}))
+    return ModelsOnHost(vars(sys.modules["__main__"]), CudaMemory({gpu.index for gpu in spec.devices.gpus}))
 
 
-def _show(launcher: Launcher, spec: LaunchSpec, survey: Survey, aside: SetAside | None = None) -> tuple[RunView, str]:
+def _show(
+    launcher: Launcher, spec: LaunchSpec, survey: Survey, aside: ModelsOnHost | None = None
+) -> tuple[RunView, str]:
     """Begin to show a run, with the warnings to read before; return the shown run, and the run in words.
 
     aside: the objects that the notebook moves off the GPUs during the run.
     """
     assert isinstance(spec.task, FunctionTask)
-    title = _call_in_words(spec.task.function, spec.task.args, spec.task.kwargs)
+    title = _describe_call(spec.task.function, spec.task.args, spec.task.kwargs)
     return show_run(launcher, spec, survey, title, aside), title
 
 
@@ -187,7 +189,7 @@ def show_run(
     spec: LaunchSpec,
     survey: Survey,
     title: str,
-    aside: SetAside | None = None,
+    aside: ModelsOnHost | None = None,
     *,
     frames: PanelSink | None = None,
     screen: Screen | None = None,
@@ -262,10 +264,10 @@ def how_it_ended(outcome: LaunchResult, seconds: float) -> tuple[BaseException |
     return error, "done" if error is None else "failed"
 
 
-def _call_in_words(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def _describe_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Format the call of a function.
 
-    >>> _call_in_words(pow, (2, 5), {"mod": 7})
+    >>> _describe_call(pow, (2, 5), {"mod": 7})
     'pow(2, 5, mod=7)'
     """
     values = [*map(_briefly, args), *(f"{name}={_briefly(value)}" for name, value in kwargs.items())]

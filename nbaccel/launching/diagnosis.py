@@ -26,13 +26,13 @@ from nbaccel.namespace.payload import unpack_what_can_be_rebuilt
 __all__ = [
     "PostMortem",
     "advice",
+    "diagnose",
     "failed_alike",
-    "ranks_in_words",
-    "verdict",
+    "list_of_ranks",
 ]
 
 
-def verdict(
+def diagnose(
     ended: RunResult, task: Task, started_clean: bool, host: OomKillWatch, cell_name: Naming, memory_report: str = ""
 ) -> BaseException | None:
     """Return the error of the run, or None if no rank failed.
@@ -141,9 +141,9 @@ def _peers(ended: RunResult, cause: int) -> str:
     stopped = [rank for rank in _others(ended, cause) if rank not in same and not _is_done(ended.reports[rank])]
     parts = []
     if same:
-        parts.append(f"the same on {ranks_in_words(same)}")
+        parts.append(f"the same on {list_of_ranks(same)}")
     if stopped:
-        parts.append(f"{ranks_in_words(stopped)} had to be stopped")
+        parts.append(f"{list_of_ranks(stopped)} had to be stopped")
     return "; ".join(parts)
 
 
@@ -159,7 +159,7 @@ def _is_done(report: RankReport | None) -> bool:
     return report is not None and report.status == "ok"
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
+def list_of_ranks(ranks: Sequence[int]) -> str:
     """Format ranks: "rank 1", "ranks 1-3", "ranks 0, 2"."""
     return f"rank{'s' * (len(ranks) != 1)} {number_spans(ranks)}"
 

@@ -32,8 +32,8 @@ __all__ = [
     "FinishedRuns",
     "as_key",
     "as_one_of_a_sweep",
-    "in_words",
-    "value_in_words",
+    "describe_configuration",
+    "describe_value",
 ]
 
 _RECORD, _TENSORS, _LOG, _FILES = "run.json", "value.safetensors", "output.log", "written-files.txt"
@@ -61,7 +61,7 @@ class FinishedRuns:
 
     def folder_of(self, config: Mapping[str, Any], key: str) -> Path:
         """Return the folder of a run: its values in words, and a part of its key."""
-        words = re.sub(r"[^\w.,=+-]+", "_", in_words(config))[:_LONGEST_NAME].strip("_.") or "run"
+        words = re.sub(r"[^\w.,=+-]+", "_", describe_configuration(config))[:_LONGEST_NAME].strip("_.") or "run"
         return self.folder / f"{words}-{key[:10]}"
 
     def begin(self, config: Mapping[str, Any], key: str) -> Path:
@@ -126,7 +126,7 @@ class FinishedRuns:
         for a run without a `key`.
         """
         if not key:
-            self.unkept.append((in_words(run.config), _why_no_key(run.config, run.origin.seed)))
+            self.unkept.append((describe_configuration(run.config), _why_no_key(run.config, run.origin.seed)))
             return
         folder = self.folder_of(run.config, key)
         try:
@@ -139,7 +139,7 @@ class FinishedRuns:
             record = {
                 "format": _FORMAT,
                 "key": key,
-                "config": in_words(run.config),
+                "config": describe_configuration(run.config),
                 "seed": run.origin.seed,
                 "seconds": run.seconds,
                 "start_method": run.start_method,
@@ -151,11 +151,13 @@ class FinishedRuns:
             }
             _write(folder / _RECORD, json.dumps(record).encode())
         except OSError as error:
-            self.unkept.append((in_words(run.config), f"{folder} could not be written: {error}"))
+            self.unkept.append((describe_configuration(run.config), f"{folder} could not be written: {error}"))
         except _NotKept as reason:
-            self.unkept.append((in_words(run.config), str(reason)))
+            self.unkept.append((describe_configuration(run.config), str(reason)))
         except Exception as error:  # of a package, or of a class of the user's: it costs this run alone
-            self.unkept.append((in_words(run.config), f"its value cannot be kept ({type(error).__name__}: {error})"))
+            self.unkept.append(
+                (describe_configuration(run.config), f"its value cannot be kept ({type(error).__name__}: {error})")
+            )
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -270,21 +272,21 @@ def _history_of(curves: Mapping[str, Any], rows: list[dict[str, Any]]) -> Histor
 # --- keys -----------------------------------------------------------------------------------------------------------
 
 
-def in_words(config: Mapping[str, Any]) -> str:
+def describe_configuration(config: Mapping[str, Any]) -> str:
     """Return values in words.
 
-    >>> in_words({"fold": 0, "lr": 1e-3, "opt": "adam", "net": {"width": 8}})
+    >>> describe_configuration({"fold": 0, "lr": 1e-3, "opt": "adam", "net": {"width": 8}})
     'fold=0, lr=0.001, opt=adam, net={width=8}'
     """
-    return ", ".join(f"{name}={value_in_words(value)}" for name, value in config.items())
+    return ", ".join(f"{name}={describe_value(value)}" for name, value in config.items())
 
 
-def value_in_words(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return one value in words."""
     if isinstance(value, str):
         return _in_a_row(value)
     if type(value) is dict and all(type(name) is str for name in value):
-        return f"{{{in_words(value)}}}"
+        return f"{{{describe_configuration(value)}}}"
     if type(value) is float:
         return f"{value:g}"
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
@@ -328,7 +330,7 @@ def as_one_of_a_sweep(config: Mapping[str, Any]) -> str:
     """
     marks = {name: _mark_of(value) for name, value in config.items()}
     digest = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
-    return "" if None in marks.values() else f"{in_words(config)} ({digest[:8]})"
+    return "" if None in marks.values() else f"{describe_configuration(config)} ({digest[:8]})"
 
 
 def _why_no_key(config: Mapping[str, Any], seed: int | None) -> str:

@@ -1,8 +1,8 @@
 """Device memory that the notebook's own process holds, and its release while ranks use the GPUs. Runs in the kernel.
 
-`kernel_freed` moves models of the notebook to the host (`SetAside`). `held_here` measures what the process holds, by
-the notebook's own names: ranks on the same device have to do without that memory, and a restart gives none of it back.
-If this process has never used CUDA, it holds nothing, and nothing is asked.
+`kernel_freed` moves models of the notebook to the host (`ModelsOnHost`). `held_here` measures what the process holds,
+by the notebook's own names: ranks on the same device have to do without that memory, and a restart gives none of it
+back. If this process has never used CUDA, it holds nothing, and nothing is asked.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from nbaccel.namespace.tensor_devices import InFile, away_from, storage_on
 from nbaccel.namespace.wrappers import plain
 
 __all__ = [
-    "Cards",
+    "CudaMemory",
     "KernelHolding",
-    "SetAside",
+    "ModelsOnHost",
     "held_here",
     "kernel_freed",
 ]
@@ -43,7 +43,7 @@ _TRIES, _PAUSE_S = 5, 0.4
 
 
 @contextmanager
-def kernel_freed(aside: SetAside, say: Callable[[str], None]) -> Iterator[None]:
+def kernel_freed(aside: ModelsOnHost, say: Callable[[str], None]) -> Iterator[None]:
     """Keep models on the host during the block; `say` which these are, and afterwards if they could not be moved back.
 
     Raises:
@@ -59,7 +59,7 @@ def kernel_freed(aside: SetAside, say: Callable[[str], None]) -> Iterator[None]:
             say(aside.trouble)
 
 
-class Cards:
+class CudaMemory:
     """The memory of CUDA devices.  numbers: the devices that matter."""
 
     def __init__(self, numbers: Collection[int]) -> None:
@@ -140,7 +140,7 @@ def _move(moves: Sequence[tuple[_Memory, Any]]) -> None:
         memory.storage = storage
 
 
-class SetAside:
+class ModelsOnHost:
     """The models of `namespace` that can move to the host, and their optimizers; a block in which they are there.
 
     Parameters, buffers, gradients and the states of optimizers change their memory and stay the same objects;
@@ -153,7 +153,7 @@ class SetAside:
     Objects that are sent to another process during the block arrive as if they were still on the GPU.
     """
 
-    def __init__(self, namespace: Mapping[str, Any], cards: Cards) -> None:
+    def __init__(self, namespace: Mapping[str, Any], cards: CudaMemory) -> None:
         self._cards = cards
         self._memories: list[_Memory] = []
         self._homes = ExitStack()
@@ -177,7 +177,7 @@ class SetAside:
 
     # --- the block ---------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> SetAside:
+    def __enter__(self) -> ModelsOnHost:
         nbytes, available = sum(self.names.values()), usable_memory().available_bytes
         if available and nbytes > _MOST_OF_THE_HOST * available:
             self.left |= dict.fromkeys(self.names, f"the host has {in_gb(available)} available")

@@ -33,7 +33,7 @@ from nbaccel.base.forkable import why_forks_fail
 from nbaccel.base.hardware import Survey
 from nbaccel.base.world import World
 from nbaccel.display.live_panel import Views
-from nbaccel.launching.diagnosis import PostMortem, verdict
+from nbaccel.launching.diagnosis import PostMortem, diagnose
 from nbaccel.launching.ipc import reaper
 from nbaccel.launching.ipc.spec import LaunchSpec, Start, load_named
 from nbaccel.launching.ipc.user_code import cell_name
@@ -50,9 +50,9 @@ from nbaccel.launching.oom_restart import (
 from nbaccel.launching.persistent_workers import PersistentWorkers
 from nbaccel.launching.processes.attached_debugger import undebugged, untrace
 from nbaccel.launching.processes.launch_result import LaunchResult
+from nbaccel.launching.processes.run_coroutine import RunCoroutine, driven
 from nbaccel.launching.processes.start import ForkStart, StartMethod, ZygoteStart
 from nbaccel.launching.processes.supervisor import BadFork, RunObservers, RunResult, open_log
-from nbaccel.launching.processes.turns import Turns, driven
 from nbaccel.launching.processes.workers import WorkerGroup
 from nbaccel.launching.processes.zygote import Zygote
 from nbaccel.launching.run import Run
@@ -111,7 +111,7 @@ class Launcher:
         """
         refuse_nested_launch()
         with self.turn(occupied):
-            return driven(self.turns(spec, watching))
+            return driven(self.as_coroutine(spec, watching))
 
     @contextmanager
     def turn(self, occupied: str = "") -> Iterator[None]:
@@ -154,7 +154,7 @@ class Launcher:
         """Return the run that was remembered last; None before the first."""
         return self.runs.newest
 
-    def turns(self, spec: LaunchSpec, watching: RunObservers, log_path: str = "") -> Turns[LaunchResult]:
+    def as_coroutine(self, spec: LaunchSpec, watching: RunObservers, log_path: str = "") -> RunCoroutine[LaunchResult]:
         """Do one run, see `run`, beside others that the calling thread watches; the caller holds the `turn` of all.
 
         log_path: the file that gets all output; empty for one that lasts as long as this process.
@@ -188,16 +188,16 @@ class Launcher:
         told, hint = whole.the_one_to_tell(attempt)
         ended, recorder, spec = told.ended, told.recorder, told.spec
         report = hint or decision.report
-        error = verdict(ended, spec.task, spec.start.method == "zygote", told.host, cell_name, report)
+        error = diagnose(ended, spec.task, spec.start.method == "zygote", told.host, cell_name, report)
         return LaunchResult(spec.task, ended, spec.start, error, log_path, recorder.checkpoint, restarts)
 
     def _attempt(
         self, spec: LaunchSpec, watching: RunObservers, log: BinaryIO, recorder: RunRecorder
-    ) -> Turns[RunResult]:
+    ) -> RunCoroutine[RunResult]:
         with closing(self._worker_group(spec, watching)) as worker_group:
             self._side_by_side.append(worker_group)
             try:
-                return (yield from watching.turns(worker_group, spec, log, recorder))
+                return (yield from watching.as_coroutine(worker_group, spec, log, recorder))
             finally:
                 self._side_by_side.remove(worker_group)
 
@@ -226,7 +226,7 @@ class Launcher:
         host, worker_group = OomKillWatch(), self._worker_group(spec, watching)
         try:
             with open_log(self.resources.new_log()) as log, closing(watching.watch(worker_group, spec, log)) as ended:
-                error = verdict(ended, spec.task, spec.start.method == "zygote", host, cell_name)
+                error = diagnose(ended, spec.task, spec.start.method == "zygote", host, cell_name)
                 if ended.is_interrupted:
                     raise ended.raised or KeyboardInterrupt
                 if error is not None:

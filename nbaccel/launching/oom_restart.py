@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nbaccel.base.demand import WHAT_HELPS, Demand, in_words
 from nbaccel.base.events import Checkpoint, Event, LoopEntered, Memory, Opened, OutOfMemory, Progress
 from nbaccel.base.failures import Failure
 from nbaccel.base.hardware import Gpu, out_of_memory_kills, usable_memory
+from nbaccel.base.memory_request import WHAT_HELPS, MemoryRequest, describe_size
 from nbaccel.base.quantities import in_gb
 from nbaccel.base.settings import SHRINK, WHOLE, RunSettings
 from nbaccel.launching.ipc.reports import ErrorLink, Place, signal_name
@@ -108,7 +108,7 @@ class _Refusal:
 
     rank: int
     places: tuple[Place, ...]
-    demand: Demand
+    demand: MemoryRequest
 
     @classmethod
     def of(cls, rank: int, link: ErrorLink) -> _Refusal | None:
@@ -122,10 +122,10 @@ class _Refusal:
         demand = self.demand
         if demand.is_beyond_the_limit:
             return (
-                f"parameters ({in_words(demand.parameters_bytes)}), gradients "
-                f"({in_words(demand.gradients_bytes)}), optimizer states ({in_words(demand.states_bytes)}) and "
-                f"the {in_words(demand.asked_bytes)} that were asked for exceed the limit of "
-                f"{in_words(demand.limit_bytes)} without any batch. {_WHAT_HELPS}"
+                f"parameters ({describe_size(demand.parameters_bytes)}), gradients "
+                f"({describe_size(demand.gradients_bytes)}), optimizer states ({describe_size(demand.states_bytes)}) "
+                f"and the {describe_size(demand.asked_bytes)} that were asked for exceed the limit of "
+                f"{describe_size(demand.limit_bytes)} without any batch. {_WHAT_HELPS}"
             )
         for other, other_loop in earlier:
             one, larger = _samples_at_once(loop), _samples_at_once(other_loop)
@@ -133,11 +133,11 @@ class _Refusal:
             if is_alike and demand.is_hopeless(one, other.demand, larger):
                 needed_bytes = demand.needed_for_one(one, other.demand, larger)
                 return (
-                    f"the same {in_words(demand.asked_bytes)} were asked for at the same line as with "
+                    f"the same {describe_size(demand.asked_bytes)} were asked for at the same line as with "
                     f"{_sizes(other_loop, other_loop.parts)}, and a single sample would not fit either: "
-                    f"{in_words(demand.used_bytes)} were in use (with {_sizes(other_loop, other_loop.parts)}: "
-                    f"{in_words(other.demand.used_bytes)}), the limit is {in_words(demand.limit_bytes)}, and "
-                    f"one sample needs {in_words(needed_bytes)}. {_WHAT_HELPS}"
+                    f"{describe_size(demand.used_bytes)} were in use (with {_sizes(other_loop, other_loop.parts)}: "
+                    f"{describe_size(other.demand.used_bytes)}), the limit is {describe_size(demand.limit_bytes)}, and "
+                    f"one sample needs {describe_size(needed_bytes)}. {_WHAT_HELPS}"
                 )
         return ""
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
-from nbaccel.launching.diagnosis import verdict
+from nbaccel.launching.diagnosis import diagnose
 from nbaccel.launching.ipc.reports import signal_name
 from nbaccel.launching.ipc.spec import LaunchSpec, SharedNamespace, Task
 from nbaccel.launching.ipc.user_code import cell_name
@@ -122,7 +122,7 @@ class PersistentWorkers:
                 os.close(payload.fd)
             self._compare(ended, absent, title)
         over = OomRestartPolicy(lambda: held_here(task.namespace)).after(LaunchAttempt(spec, ended, recorder, host))
-        error = verdict(ended, task, True, host, cell_name, getattr(over, "report", ""))
+        error = diagnose(ended, task, True, host, cell_name, getattr(over, "report", ""))
         return LaunchResult(task, ended, spec.start, error, log_path, recorder.checkpoint)
 
     def close(self, watching: RunObservers) -> None:

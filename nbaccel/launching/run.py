@@ -168,7 +168,7 @@ class Run:
         return replace(
             self,
             values=[light_value(value) for value in self.values],
-            error=_in_words(self.error),
+            error=_text_alone(self.error),
             config={name: light_value(value) for name, value in self.config.items()},
             runs=[run.light() for run in self.runs],
         )
@@ -246,7 +246,7 @@ def _copied(value: Any) -> Any:
     raise _NotPlain
 
 
-def _in_words(error: BaseException | None) -> BaseException | None:
+def _text_alone(error: BaseException | None) -> BaseException | None:
     """Return an exception of the same class, made of the text alone if possible, with the same text and no frame."""
     if error is None:
         return None

@@ -250,7 +250,7 @@ class Runs(Sequence[Run]):
                 raise KeyError(f"no curve of these runs is called {name!r}; there is: {', '.join(known) or 'none'}")
         differ = differences({number: _choices_of(run) for number, run in drawn})
         first, *more = [self._compared(drawn, differ, name) for name in dict.fromkeys(metrics or [""])]
-        line = _differences_in_words(differ)
+        line = _describe_differences(differ)
         return picture(draw_runs(first, line, more), f"{self!r}\n{line}")
 
     def _compared(
@@ -334,10 +334,10 @@ def _as_dict(run: Run) -> dict[str, Any]:
     }
 
 
-def _differences_in_words(differ: dict[str, dict[str, str]]) -> str:
+def _describe_differences(differ: dict[str, dict[str, str]]) -> str:
     """Return the flags in which runs differ, in one line.
 
-    >>> _differences_in_words({"seed": {"3": "1", "5": "2"}})
+    >>> _describe_differences({"seed": {"3": "1", "5": "2"}})
     'different: seed (run 3: 1, run 5: 2)'
     """
     if not differ:

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from nbaccel.base.quantities import plural
 from nbaccel.display.history import import_pandas
-from nbaccel.launching.finished_runs import in_words
+from nbaccel.launching.finished_runs import describe_configuration
 from nbaccel.launching.run import Run
 
 __all__ = [
@@ -77,7 +77,7 @@ def counted(runs: Sequence[Run]) -> str:
 
 
 def line_of(run: Run) -> str:
-    return f"{in_words(run.config)}: {run.in_a_line()}"
+    return f"{describe_configuration(run.config)}: {run.in_a_line()}"
 
 
 def _row_of(run: Run) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Each configuration runs in ranks of its own, in a `SweepSlot`, as soon as one is free: own rendezvous, devices,
 control page, log and folder. A failure, a shortage of memory or a hang ends that run alone. All are watched by the
-calling thread, see `processes/turns.py`. `sweep.py` has the public function; cells come here, too.
+calling thread, see `processes/run_coroutine.py`. `sweep.py` has the public function; cells come here, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nbaccel.display.summary import RunFacts, RunState
 from nbaccel.display.sweep_table import SweepRow, SweepTable, SweepView
 from nbaccel.launching.api import as_run
 from nbaccel.launching.diagnosis import PostMortem, failed_alike
-from nbaccel.launching.finished_runs import FinishedRuns, as_key, as_one_of_a_sweep, in_words
+from nbaccel.launching.finished_runs import FinishedRuns, as_key, as_one_of_a_sweep, describe_configuration
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.ipc.spec import LaunchSpec, Task
 from nbaccel.launching.launcher import Launcher
@@ -32,9 +32,9 @@ from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.preflight import ProcessState, threads_per_rank
 from nbaccel.launching.processes.interaction import Pollable
 from nbaccel.launching.processes.launch_result import LaunchResult
+from nbaccel.launching.processes.run_coroutine import InterruptRelay, RunCoroutine, side_by_side
 from nbaccel.launching.processes.shared_files import SharedFiles
 from nbaccel.launching.processes.supervisor import RunObservers
-from nbaccel.launching.processes.turns import PressRelay, Turns, side_by_side
 from nbaccel.launching.run import NO_ORIGIN, Run, RunOrigin
 from nbaccel.launching.slots import SweepSlot
 from nbaccel.launching.sweep_runs import SweepRuns, counted
@@ -91,7 +91,7 @@ class _Ticking(Pollable):
     def due_in(self, now: float) -> float | None:
         return self._view.due_in(now)
 
-    def tick(self, now: float, press: Callable[[], None]) -> None:
+    def tick(self, now: float, interrupt: Callable[[], None]) -> None:
         self._view.tick(now)
         if now >= self._looks_at:
             self._looks_at = now + _LOOK_S
@@ -192,10 +192,10 @@ class Sweeping:
             waiting = [each for each in queued if not each.is_found]
             for each in waiting:
                 each.view, each.is_first = view, each is waiting[0]
-            presses = 0
+            interrupts_so_far = 0
             try:
                 ticking = _Ticking(view, self.files, next(iter(self.configs[0]), "run"))
-                presses = side_by_side(waiting, len(self.slots), [ticking, *beside])
+                interrupts_so_far = side_by_side(waiting, len(self.slots), [ticking, *beside])
                 ticking.look()
             except LaunchRefused:  # of the first: nothing has run, and nothing is shown
                 raise
@@ -205,7 +205,7 @@ class Sweeping:
             runs, seconds = self._conclude(queued, table, view, launcher)
             for line in self._last_lines(table, runs, seconds, with_failures=view.is_live):
                 view.say(line)
-        if presses:
+        if interrupts_so_far:
             raise KeyboardInterrupt(
                 f"the sweep was interrupted after {duration(seconds)}: {counted(runs)}. nbaccel.last_run.runs has "
                 "them, and the same sweep does only what is missing"
@@ -249,7 +249,7 @@ class Sweeping:
     def facts_of(self, config: Mapping[str, Any], slot: SweepSlot | None) -> RunFacts:
         """Return the texts of one run beside its numbers."""
         names = () if slot is None else slot.devices.names()
-        return RunFacts(in_words(config) or self.title, self.title, names, self._plots)
+        return RunFacts(describe_configuration(config) or self.title, self.title, names, self._plots)
 
     def _as_one(self, runs: SweepRuns, seconds: float) -> Run:
         """Return the sweep as one run, to be remembered: its value is the list of theirs."""
@@ -295,13 +295,13 @@ class _QueuedRun:
         self._launcher = launcher
         self.key = sweeping.key_of(config)
         self.is_repeated = False
-        self._relay = PressRelay()
+        self._relay = InterruptRelay()
         self.saves_itself = sweeping.plans[0].settings.checkpoint_every is not None
         self.post_mortem: PostMortem | None = None
         self.is_first = False
         self.view: SweepView | None = None
         facts = sweeping.facts_of(config, None)
-        self.row = SweepRow(in_words(config) or "one run", facts=facts)
+        self.row = SweepRow(describe_configuration(config) or "one run", facts=facts)
         self._seed = sweeping.work.seed_of(config)
         self.run: Run | None = None
         self.left: dict[str, Any] = {}
@@ -312,12 +312,12 @@ class _QueuedRun:
             self._take(run, "done", run.history, run.seconds)
             self.row.is_found = True
 
-    def press(self) -> None:
+    def interrupt(self) -> None:
         """Ask the run to end at its step; the second time, at once."""
-        self._relay.press()
+        self._relay.interrupt()
 
-    def begin(self, place: int) -> Turns[None]:
-        """Do the run at a slot, see `turns.QueuedRun`."""
+    def begin(self, place: int) -> RunCoroutine[None]:
+        """Do the run at a slot, see `run_coroutine.QueuedRun`."""
         sweeping, slot = self._sweeping, self._sweeping.slots[place]
         facts = sweeping.facts_of(self.config, slot)
         shown = RunView(SilentScreen(), slot.devices.num_processes, facts)
@@ -333,7 +333,7 @@ class _QueuedRun:
             watching = RunObservers(
                 shown, notice=lambda line: None, listeners=[shown], beside=[self._relay], hears_signals=False
             )
-            outcome = yield from self._launcher.turns(spec, watching, FinishedRuns.log_in(folder))
+            outcome = yield from self._launcher.as_coroutine(spec, watching, FinishedRuns.log_in(folder))
         except LaunchRefused as refusal:
             if self.is_first:
                 raise
@@ -364,7 +364,9 @@ class _QueuedRun:
         self._take(run, word, shown.history, seconds, error, rank)
         finished = self._sweeping.finished
         if word == "done" and not self._sweeping.files.is_alone(self._number + 1):
-            finished.unkept.append((in_words(run.config), "it wrote a file that a run beside it wrote, too"))
+            finished.unkept.append(
+                (describe_configuration(run.config), "it wrote a file that a run beside it wrote, too")
+            )
         elif word == "done" and not self.is_repeated:
             finished.keep(run, self.left, self.key)
         elif word == "failed" and error is not None:
@@ -381,7 +383,7 @@ class _QueuedRun:
     ) -> None:
         """Note the run as over.  error, rank: see `RunView.end`."""
         run.config = dict(self.config)
-        run.origin = replace(self._sweeping.origin, flags=in_words(self.config), seed=self._seed)
+        run.origin = replace(self._sweeping.origin, flags=describe_configuration(self.config), seed=self._seed)
         run.facts = self.row.facts
         why = "" if error is None or word != "failed" else failure_in_a_line(error, rank)
         run.state = RunState.ended(word, seconds, history.steps, why)

@@ -27,7 +27,7 @@ from nbaccel.namespace.kind import Change
 from nbaccel.namespace.pickling import Contents, Joined, Packer, Places, PlacingPacker, Unpacker, is_ours
 from nbaccel.namespace.sharded_tensors import Piece, ShardedTensors
 from nbaccel.namespace.tensor_devices import InFile
-from nbaccel.namespace.unpicklable import CannotJoin, in_words, reason
+from nbaccel.namespace.unpicklable import CannotJoin, describe_refusal, reason
 
 __all__ = [
     "HostFile",
@@ -175,7 +175,7 @@ def unpack_what_can_be_rebuilt(
 
 
 def _why_not_rebuilt(error: Exception) -> str:
-    return str(error) if isinstance(error, CannotJoin) else f"it cannot be rebuilt here: {in_words(error)}"
+    return str(error) if isinstance(error, CannotJoin) else f"it cannot be rebuilt here: {describe_refusal(error)}"
 
 
 def packages_in(fd: int) -> list[str]:

@@ -30,7 +30,7 @@ __all__ = [
     "Refused",
     "cannot_be_rebuilt",
     "depth_bounded",
-    "in_words",
+    "describe_refusal",
     "reason",
     "refuse_quantised_weights",
     "refuse_to_send_nothing",
@@ -189,10 +189,10 @@ def reason(error: Exception, name: str, names: dict[str, Any]) -> str:
         return "it is nested too deeply to be sent to another process"
     if found := _UNPICKLABLE.match(message):
         return f"an object of type {found[1]}{_CANNOT}"
-    return in_words(error)
+    return describe_refusal(error)
 
 
-def in_words(error: Exception) -> str:
+def describe_refusal(error: Exception) -> str:
     """Return an error of the user's in one line."""
     message = _words_of(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

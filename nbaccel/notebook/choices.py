@@ -138,12 +138,12 @@ def overview(configuration: Configuration, survey: Survey, batch_size: int) -> s
     options = configuration.options
     accumulate = options.accumulate or 1
     settings = {
-        "num-processes": _in_words(process_counts(options, survey), options.num_processes),
-        "mixed-precision": _in_words(precisions(options, survey), options.mixed_precision),
-        "strategy": _in_words(strategies(options, survey), options.strategy),
+        "num-processes": _describe_offer(process_counts(options, survey), options.num_processes),
+        "mixed-precision": _describe_offer(precisions(options, survey), options.mixed_precision),
+        "strategy": _describe_offer(strategies(options, survey), options.strategy),
         "accumulate": f"{accumulate} batch{'es' * (accumulate > 1)} per optimizer step",
         "seed": str(seeds(options, survey)[0]),
-        "oom": _in_words(memory_policies(options, survey), options.oom),
+        "oom": _describe_offer(memory_policies(options, survey), options.oom),
     }
     rest = chosen(configuration.parser, options).items()
     settings |= {key: text_of(value) for key, value in rest if key == "seed" or key not in settings}
@@ -159,7 +159,7 @@ def overview(configuration: Configuration, survey: Survey, batch_size: int) -> s
     )
 
 
-def _in_words(offers: list[Offer], value: int | str | None) -> str:
+def _describe_offer(offers: list[Offer], value: int | str | None) -> str:
     """Return the chosen offer, by default the first, and those that are refused."""
     holds = next(offer for offer in offers if offer.value == str(value or offers[0].value))
     return "; ".join(map(str, [holds, *(offer for offer in offers if offer.is_refused and offer is not holds)]))

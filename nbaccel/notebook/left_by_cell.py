@@ -116,7 +116,7 @@ class LeftByCell:
         trained = {place: model for place, model in self._trained.items() if not _is_module(others.get(place))}
         came = [f"{place} trained in place ({self._size(model)})" for place, model in trained.items()]
         came += [f"{name} ({self._size(value)})" for name, value in others.items() if _is_module(value)]
-        came += [_in_words(name, value) for name, value in others.items() if not _is_module(value)]
+        came += [_describe_value(name, value) for name, value in others.items() if not _is_module(value)]
         by_reason: dict[str, list[str]] = {}
         for name, why in self._not_come.items():
             why = f"{why}{_HINT}" if why.endswith(_KNOWS) else why
@@ -188,7 +188,7 @@ class LeftByCell:
         )
 
 
-def _in_words(name: str, value: Any) -> str:
+def _describe_value(name: str, value: Any) -> str:
     if type(value) is TrainedTensors:
         return f"{name} (what was trained, {amount(value.nbytes)}; the quantised base stays in the ranks)"
     return name

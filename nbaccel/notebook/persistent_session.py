@@ -21,7 +21,7 @@ from nbaccel.base.errors import LaunchRefused, ResultsMissing
 from nbaccel.base.hardware import Survey
 from nbaccel.base.notices import is_users
 from nbaccel.base.quantities import amount, listed
-from nbaccel.launching.diagnosis import ranks_in_words
+from nbaccel.launching.diagnosis import list_of_ranks
 from nbaccel.launching.earlier_models import models_in, refuse_what_stays_here
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.ipc.spec import LaunchSpec, SharedNamespace, Task
@@ -270,7 +270,7 @@ class PersistentSession:
     def _ways_out(self) -> str:
         return (
             "so no further cell runs in them: %accelerate pull NAMES still brings variables of "
-            f"{ranks_in_words(self.persistent.alive)} back, %accelerate restart begins anew"
+            f"{list_of_ranks(self.persistent.alive)} back, %accelerate restart begins anew"
         )
 
     # --- names -------------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ class PersistentRun:
     def __str__(self) -> str:
         """Return the line that is printed before the run."""
         size = self.persistent.spec.world_size
-        who = f"{ranks_in_words(self.ranks)} of {size}" if self.excluded_ranks else _number_of_ranks(size)
+        who = f"{list_of_ranks(self.ranks)} of {size}" if self.excluded_ranks else _number_of_ranks(size)
         return f"{who} that {'stays' if len(self.ranks) == 1 else 'stay'} since {clock(self.persistent.since)}"
 
 

@@ -24,7 +24,7 @@ from nbaccel.launching.finished_runs import FinishedRuns
 from nbaccel.launching.gpu_trouble import before_a_run, holder_name
 from nbaccel.launching.inline import post_mortem_here, run_inline
 from nbaccel.launching.ipc.spec import LaunchSpec, Results
-from nbaccel.launching.kernel_models import Cards, SetAside, held_here, kernel_freed
+from nbaccel.launching.kernel_models import CudaMemory, ModelsOnHost, held_here, kernel_freed
 from nbaccel.launching.launcher import Launcher, default_launcher, refuse_nested_launch
 from nbaccel.launching.plan import LaunchPlan, draws_as_here
 from nbaccel.launching.preflight import ProcessState
@@ -184,12 +184,12 @@ class Session:
         if asked.keep and not self.stay.is_on:
             self.stay.start(of_the_start(options))
         survey = self.survey()
-        host, plan, task = self._lodge(asked, options, source, survey)
+        host, plan, task = self._choose_host(asked, options, source, survey)
         options.shown_ranks(plan.devices.num_processes)  # refuses a rank that does not exist, before any output
         needed = self._needed(task, source) if host is self.launcher else {}
         cells = self.shell.history_manager.input_hist_raw[:-1]  # the last one is running
         is_asked_for = plan.options.free_kernel or (host is self.launcher and plan.devices.gpus)
-        aside = self._movable(plan) if is_asked_for else SetAside({}, Cards(()))
+        aside = self._movable(plan) if is_asked_for else ModelsOnHost({}, CudaMemory(()))
         carried = refuse_what_cannot_fit(plan, needed, survey, cells, aside)
         if host is self.launcher:
             self.last_plan = plan
@@ -214,7 +214,7 @@ class Session:
         self._check_names(options, body)
         return options, source, news_of_the_source
 
-    def _lodge(
+    def _choose_host(
         self, asked: RunOptions, options: RunOptions, source: CellSource, survey: Survey
     ) -> tuple[Host, LaunchPlan, CellTask]:
         """Return the host of a cell, its plan and its task: persistent ranks, or else new ranks."""
@@ -239,9 +239,9 @@ class Session:
         choices = {name: text_of(value) for name, value in chosen(self.configuration.parser, plan.options).items()}
         return RunOrigin(" ".join(typed.split()), choices, plan.settings.seed)
 
-    def _movable(self, plan: LaunchPlan) -> SetAside:
+    def _movable(self, plan: LaunchPlan) -> ModelsOnHost:
         """Return what the notebook could move away from the GPUs of a run."""
-        return SetAside(self.shell.user_ns, Cards({gpu.index for gpu in plan.devices.gpus}))
+        return ModelsOnHost(self.shell.user_ns, CudaMemory({gpu.index for gpu in plan.devices.gpus}))
 
     def say(self, line: str) -> None:
         """Print one line of the project in the cell's output."""
@@ -259,7 +259,7 @@ class Session:
         needed: Mapping[str, Any],
         carried: Sequence[str],
         survey: Survey,
-        aside: SetAside,
+        aside: ModelsOnHost,
     ) -> None:
         """Name the things that the ranks of the cell will lack or have little of."""
         if plan.start.method == "fork":
@@ -393,7 +393,7 @@ class Session:
                 f"a sweep needs processes of its own, and here none can start: {plans[0].start.reason}."
             )
         work.plan = plans[0]
-        needed, aside = self._needed(task, source), SetAside({}, Cards(()))
+        needed, aside = self._needed(task, source), ModelsOnHost({}, CudaMemory(()))
         cells = self.shell.history_manager.input_hist_raw[:-1]
         carried = refuse_what_cannot_fit(plans[0], needed, survey, cells, aside)
         refuse_a_full_host(plans[0], len(plans), survey)
@@ -440,7 +440,7 @@ class Session:
             CellSpeed(self.shell, self.launcher, plan, task, self._setup, self.survey(), self.say).run()
 
     def _plan_to_throw_away(self, asked: RunOptions, body: str, what: str) -> tuple[LaunchPlan, CellTask]:
-        """Return plan and task of a cell whose ranks are thrown away.  what: they are for, in words."""
+        """Return plan and task of a cell whose ranks are discarded.  what: the purpose, for messages."""
         if self.stay.is_on:
             raise LaunchRefused(f"ranks stay in this notebook, and {what} needs its own: %accelerate stop ends them.")
         _, plan, _, task, _ = self._plan(asked, body)

@@ -18,7 +18,7 @@ from nbaccel.base.errors import LaunchRefused
 from nbaccel.base.hardware import Survey
 from nbaccel.base.quantities import amount, listed, plural
 from nbaccel.launching.earlier_models import EarlierModel, MadeAt, parsed, refuse_what_stays_here, where_made
-from nbaccel.launching.kernel_models import KernelHolding, SetAside
+from nbaccel.launching.kernel_models import KernelHolding, ModelsOnHost
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.namespace.nbytes import size_of
 
@@ -52,7 +52,7 @@ def shortages(
     names: Mapping[str, Any],
     survey: Survey,
     holdings: Sequence[KernelHolding],
-    aside: SetAside,
+    aside: ModelsOnHost,
 ) -> Iterator[str]:
     """Yield a line for each thing that the run of a cell will run short of.
 
@@ -67,7 +67,7 @@ def shortages(
 
 
 def refuse_what_cannot_fit(
-    plan: LaunchPlan, names: Mapping[str, Any], survey: Survey, history: Sequence[str], aside: SetAside
+    plan: LaunchPlan, names: Mapping[str, Any], survey: Survey, history: Sequence[str], aside: ModelsOnHost
 ) -> list[str]:
     """Return a line for each model of the notebook that is on a device and is copied to the ranks.
 
@@ -134,7 +134,7 @@ def loaders_in(code: str, names: Mapping[str, Any]) -> Iterator[Loader]:
 # --- lines ----------------------------------------------------------------------------------------------------------
 
 
-def _devices_held(plan: LaunchPlan, holdings: Sequence[KernelHolding], aside: SetAside) -> Iterator[str]:
+def _devices_held(plan: LaunchPlan, holdings: Sequence[KernelHolding], aside: ModelsOnHost) -> Iterator[str]:
     used = {f"cuda:{gpu.index}": (rank, gpu) for rank, gpu in plan.devices.each()}
     for holding in holdings:
         if holding.device not in used:
@@ -197,7 +197,7 @@ def _workers(ranks: int, loaders: Iterator[Loader], survey: Survey) -> Iterator[
 # --- models on devices ----------------------------------------------------------------------------------------------
 
 
-def _carried(plan: LaunchPlan, model: EarlierModel, place: MadeAt | None, aside: SetAside) -> str:
+def _carried(plan: LaunchPlan, model: EarlierModel, place: MadeAt | None, aside: ModelsOnHost) -> str:
     """Return the line about a model that is copied to the devices of all ranks; empty if it is said elsewhere.
 
     Raises:

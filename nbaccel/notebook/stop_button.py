@@ -67,7 +67,7 @@ class StopButton:
         """Show another state of the panel, as wide as its place: by default a widget is as wide as its content."""
         self._panel.value = f'<div style="width:0;min-width:100%">{html}</div>'
 
-    def pressed(self, times: int) -> None:
+    def interrupted(self, times: int) -> None:
         """Take note that the run was asked to end `times` times."""
         label, tooltip = LABELS[min(times, len(LABELS) - 1)]
         self._button.description, self._button.tooltip = label, tooltip

@@ -87,7 +87,7 @@ class StopControl(PanelSink, Pollable):
         self._has_given_up = False
         self._shown_at = 0.0
         self._times = 0
-        self._press: Callable[[], None] = _nothing
+        self._interrupt: Callable[[], None] = _nothing
 
     # --- for the panel -----------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class StopControl(PanelSink, Pollable):
 
                 self._button = StopButton(self._on_click)
                 if self._times:
-                    self._button.pressed(self._times)
+                    self._button.interrupted(self._times)
                 self._model_ids |= self._button.model_ids
                 self._shown_at = self._clock()
                 self._former.close()
@@ -139,21 +139,21 @@ class StopControl(PanelSink, Pollable):
     def due_in(self, now: float) -> float | None:
         return _PUMP_S if self._button is not None and self._poll is not None else None
 
-    def tick(self, now: float, press: Callable[[], None]) -> None:
-        self._press = press
+    def tick(self, now: float, interrupt: Callable[[], None]) -> None:
+        self._interrupt = interrupt
         if self._button is not None and self._poll is not None:
             with self._or_without():
                 self._poll()
 
-    def pressed(self, times: int) -> None:
+    def interrupted(self, times: int) -> None:
         self._times = times
         if self._button is not None:
             with self._or_without():
-                self._button.pressed(times)
+                self._button.interrupted(times)
 
     def _on_click(self) -> None:
         """Pass a click on; it may run in any thread, so it must do no more than this."""
-        self._press()
+        self._interrupt()
 
 
 def _nothing() -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nbaccel.launching.diagnosis import PostMortem, ranks_in_words
+from nbaccel.launching.diagnosis import PostMortem, list_of_ranks
 from nbaccel.launching.ipc.reports import CollectiveCall, FrameSnapshot, StackSnapshot, ValueSummary
 
 __all__ = [
@@ -108,7 +108,7 @@ class _Text:
 
     def _who(self, ranks: list[int]) -> str:
         is_everyone = len(ranks) == self._world_size > 1
-        return "all ranks" if is_everyone else ranks_in_words(ranks)
+        return "all ranks" if is_everyone else list_of_ranks(ranks)
 
     def _place(self, scene: FrameSnapshot) -> str:
         inside = "" if scene.function == "<module>" else f", in {scene.function}"

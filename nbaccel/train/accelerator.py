@@ -1,7 +1,7 @@
 """Accelerator: the user's object in a training loop. Runs in ranks, in scripts, and alone in a kernel.
 
 A public method is its documentation and a few lines, most of which call a part: `Preparer`, `GradientControl`,
-`StepRecovery`, `BatchSizePlanner`, `Checkpoints`, `ResumePolicy`, `Trackers`. They share one `Equipment`, which a
+`StepRecovery`, `BatchSizePlanner`, `Checkpoints`, `ResumePolicy`, `Trackers`. They share one `TrainingContext`, which a
 `Lifecycle` binds to the world of this process. No part holds the Accelerator. Nothing is global except torch's process
 group, so several Accelerators do not disturb each other. One that is made in a notebook kernel touches no device until
 it is used; in a forked or unpickled rank it finds that rank's world at its first use.
@@ -53,7 +53,6 @@ from nbaccel.train.oom.microbatch.optimizer_guard import guarded_step
 from nbaccel.train.oom.microbatch.slicing import SplitFunction
 from nbaccel.train.oom.microbatch.task import LossFunction
 from nbaccel.train.prepare.contexts import GradientState, profiling
-from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.prepare.gradient_control import GradientControl
 from nbaccel.train.prepare.models import (
     TorchDynamoPlugin,
@@ -63,8 +62,8 @@ from nbaccel.train.prepare.models import (
 )
 from nbaccel.train.prepare.optimizer import PreparedOptimizer, PreparedScheduler
 from nbaccel.train.prepare.preparer import Preparer
+from nbaccel.train.prepare.training_context import TrainingContext
 from nbaccel.train.step.accumulation import GradientAccumulationPlugin
-from nbaccel.train.step.implicit_hooks import step_back, step_under_way
 from nbaccel.train.step.kwargs_handlers import (
     AutocastKwargs,
     KwargsHandler,
@@ -74,6 +73,7 @@ from nbaccel.train.step.kwargs_handlers import (
     refuse_plugins_of_the_environment,
 )
 from nbaccel.train.step.precision import restore_forward
+from nbaccel.train.step.raw_loop_hooks import step_back, step_under_way
 from nbaccel.train.step.recompute import recompute_activations
 from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
 from nbaccel.train.strategies.single import plainly_named
@@ -214,14 +214,14 @@ class Accelerator(ProcessControl):
         self._trackers = Trackers(log_with)
         self.last_free: Freed | None = None
         self.state = AcceleratorState(mixed_precision, cpu, **self._handlers.group.to_kwargs())
-        equipment = self._equipment = Equipment(self.state, device_placement)
+        context = self._context = TrainingContext(self.state, device_placement)
         say = Weakly(self._say)
-        self._checkpoints = Checkpoints(equipment, directory, on_save_error, Weakly(self._unwrap), say)
-        self._resuming = ResumePolicy(equipment, self._checkpoints, limit_s, say)
-        self._preparer = Preparer(equipment, self._checkpoints.agree_on_names, guarded_step)
-        self._gradients = GradientControl(equipment)
-        self._recovery = StepRecovery(equipment)
-        self._lifecycle = Lifecycle(choices, equipment, self._checkpoints, self._resuming, self._recovery)
+        self._checkpoints = Checkpoints(context, directory, on_save_error, Weakly(self._unwrap), say)
+        self._resuming = ResumePolicy(context, self._checkpoints, limit_s, say)
+        self._preparer = Preparer(context, self._checkpoints.agree_on_names, guarded_step)
+        self._gradients = GradientControl(context)
+        self._recovery = StepRecovery(context)
+        self._lifecycle = Lifecycle(choices, context, self._checkpoints, self._resuming, self._recovery)
         self._lifecycle.bind()
         self._checkpoints.look_at_project_dir()
 
@@ -241,21 +241,21 @@ class Accelerator(ProcessControl):
 
     def _step_under_way(self) -> int:
         unprepared = step_under_way()
-        return self._equipment.accumulation.clock.step if unprepared is None else unprepared
+        return self._context.accumulation.clock.step if unprepared is None else unprepared
 
     @property
     def mixed_precision(self) -> str:
         self._lifecycle.bind()
-        return self._equipment.settings.mixed_precision or "no"
+        return self._context.settings.mixed_precision or "no"
 
     @property
     def device_placement(self) -> bool:
         """True if prepared models and batches move to the device; may be changed, for what is prepared afterwards."""
-        return self._equipment.moves
+        return self._context.moves
 
     @device_placement.setter
     def device_placement(self, moves: bool) -> None:
-        self._equipment.moves = moves
+        self._context.moves = moves
 
     # -- accumulation, as it was chosen
 
@@ -283,12 +283,12 @@ class Accelerator(ProcessControl):
         return GradientState(self._lifecycle.accumulation)
 
     def _last_round(self) -> LastRound:
-        loader: PreparedLoader | None = self._equipment.accumulation.window.source
+        loader: PreparedLoader | None = self._context.accumulation.window.source
         if loader is None:
             return LastRound()
         if loader.may_be_uneven:
             loader.refuse_to_gather()
-        window, samples = self._equipment.accumulation.window, loader.remainder
+        window, samples = self._context.accumulation.window, loader.remainder
         if not (window.is_last and samples > 0):
             return LastRound(loader.may_be_uneven)
         real, of_rank = window.real(samples, self.num_processes), window.held(loader.rank_samples)
@@ -296,7 +296,7 @@ class Accelerator(ProcessControl):
         return LastRound(loader.may_be_uneven, held, real, self.num_processes)
 
     def _counts_nothing(self) -> bool:
-        return self._equipment.accumulation.window.is_repeated
+        return self._context.accumulation.window.is_repeated
 
     def map(
         self,
@@ -343,8 +343,8 @@ class Accelerator(ProcessControl):
 
     def _apart(self) -> AbstractContextManager[Any]:
         """Return a block in which prepared models that are replicated wait for no other rank."""
-        models = self._equipment.prepared.models
-        return self._equipment.strategy.apart(models, self.collectives) if models else nullcontext()
+        models = self._context.prepared.models
+        return self._context.strategy.apart(models, self.collectives) if models else nullcontext()
 
     # -- a step
 
@@ -354,11 +354,11 @@ class Accelerator(ProcessControl):
 
         Set it in programs that decide that for the current batch themselves.
         """
-        return self._equipment.accumulation.window.sync
+        return self._context.accumulation.window.sync
 
     @sync_gradients.setter
     def sync_gradients(self, sync: bool) -> None:
-        self._equipment.accumulation.window.sync = sync
+        self._context.accumulation.window.sync = sync
 
     @property
     def step(self) -> int:
@@ -367,7 +367,7 @@ class Accelerator(ProcessControl):
         Accelerate continues to count after the window: its ``accelerator.step %
         accelerator.gradient_accumulation_steps`` is this number.
         """
-        return self._equipment.accumulation.window.position
+        return self._context.accumulation.window.position
 
     def accumulate(self, *models: Module) -> AbstractContextManager[None]:
         """Return a block for one batch of an accumulation window; gradients synchronise at the window's last batch.
@@ -380,9 +380,9 @@ class Accelerator(ProcessControl):
         """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("accumulate", models)
-        context = self._equipment.accumulating  # without a part between: every call counts where a step is short
-        context.models = models or self._equipment.prepared.models
-        return context
+        block = self._context.accumulating  # without a part between: every call counts where a step is short
+        block.models = models or self._context.prepared.models
+        return block
 
     def no_sync(self, model: Module | None = None, *models: Module) -> AbstractContextManager[None]:
         """Let backward leave gradients unsynchronised while entered, for windows that the program counts itself.
@@ -416,7 +416,7 @@ class Accelerator(ProcessControl):
         """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("trigger_sync_in_backward", [model])
-        return self._equipment.strategy.sync_in_backward(model)
+        return self._context.strategy.sync_in_backward(model)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Call ``loss.backward()``, scaled for fp16 and divided by the length of the accumulation window.
@@ -431,16 +431,16 @@ class Accelerator(ProcessControl):
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("backward")
         # Not in a part, whose calls would cost in every step and would be lines of every traceback.
-        equipment = self._equipment
-        accumulation = equipment.accumulation
+        context = self._context
+        accumulation = context.accumulation
         window = accumulation.window
         divisor = accumulation.enter_backward()
-        reports.record_loss(equipment.watch.see(loss), accumulation.clock.step)
+        reports.record_loss(context.watch.see(loss), accumulation.clock.step)
         if divisor != 1:
             loss = loss / divisor
-        if equipment.precision.scales:
-            loss = equipment.precision.scale(loss)
-        equipment.strategy.backward(loss, **kwargs)
+        if context.precision.scales:
+            loss = context.precision.scale(loss)
+        context.strategy.backward(loss, **kwargs)
         if window.sync and not accumulation.is_held:
             accumulation.clock.train()
         elif window.comes_in_parts:
@@ -474,7 +474,7 @@ class Accelerator(ProcessControl):
         self._lifecycle.equip()
         if autocast_handler is None and not enabled:
             autocast_handler = AutocastKwargs(enabled=False)
-        return self._equipment.precision.autocast(autocast_handler)
+        return self._context.precision.autocast(autocast_handler)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -483,12 +483,12 @@ class Accelerator(ProcessControl):
         A program may set its own scaler, between two steps.
         """
         self._lifecycle.equip()
-        return getattr(self._equipment.precision, "scaler", None)
+        return getattr(self._context.precision, "scaler", None)
 
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         self._lifecycle.equip()
-        self._equipment.precision.take_scaler(scaler)
+        self._context.precision.take_scaler(scaler)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Unscale the gradients of `optimizer` (one, several, or None for all prepared ones).
@@ -517,7 +517,7 @@ class Accelerator(ProcessControl):
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """True if the last step of any prepared optimizer was left out: infinite fp16 gradients, or `on_nan`."""
-        return any(optimizer.step_was_skipped for optimizer in self._equipment.prepared.optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._context.prepared.optimizers)
 
     def forward_backward(
         self,
@@ -585,9 +585,9 @@ class Accelerator(ProcessControl):
             self._lifecycle.make_ready("forward_backward")
         engine, task = self._recovery.begin(loss_fn, batch, weight, micro_batch_size, split_fn, samples)
         loss = engine.run(task)
-        clock = self._equipment.accumulation.clock
+        clock = self._context.accumulation.clock
         if not engine.is_unfit:
-            reports.record_loss(self._equipment.watch.see(loss), clock.step)
+            reports.record_loss(self._context.watch.see(loss), clock.step)
         if task.ends_step:
             clock.train()
         return loss
@@ -653,21 +653,21 @@ class Accelerator(ProcessControl):
         """Put the model of `objects` where `device_map` says; with several ranks prepare it if it is for inference."""
         from nbaccel.train.device_maps.map_of_rank import place_for_rank  # few programs need it
 
-        trainers = [thing.optimizer for thing in self._equipment.prepared.optimizers]
-        shards = self._equipment.strategy.forwards_are_collective
+        trainers = [thing.optimizer for thing in self._context.prepared.optimizers]
+        shards = self._context.strategy.forwards_are_collective
         model = place_for_rank([*objects, *trainers], device_map, self.world, self.device, shards)
         if model is not None:
             self._preparer.prepare_model(model, move=False, evaluation_mode=True)
 
     def _refuse_waiting(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse optimizers of parameters that would not be trained, or by each rank apart: see `map_of_rank`."""
-        if self._equipment.strategy.forwards_are_collective:
+        if self._context.strategy.forwards_are_collective:
             return  # a sharded model gets its numbers later, and exchanges gradients
-        models = self._equipment.prepared.models
+        models = self._context.prepared.models
         if optimizers and self.world.is_distributed and any(hasattr(model, "hf_device_map") for model in models):
             from nbaccel.train.device_maps.map_of_rank import refuse_unexchanged
 
-            refuse_unexchanged(optimizers, models, self.world, self._equipment.strategy)
+            refuse_unexchanged(optimizers, models, self.world, self._context.strategy)
         parameters = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
         if any(parameter.is_meta for parameter in parameters):
             from nbaccel.train.device_maps.map_of_rank import refuse_waiting
@@ -1254,12 +1254,12 @@ class Accelerator(ProcessControl):
         from nbaccel.train.oom.planning.estimate import EstimateSetting, estimate_memory  # few programs ask
 
         self._lifecycle.equip()
-        equipment = self._equipment
+        context = self._context
         setting = EstimateSetting(
             self.mixed_precision,
             views=self._handlers.ddp.gradient_as_bucket_view,
             keeps=self.gradient_accumulation_steps > 1,
-            policy=getattr(equipment.strategy, "group_policy", None),
+            policy=getattr(context.strategy, "group_policy", None),
             device_type=self.device.type,
         )
         inner = self.unwrap_model(model, keep_torch_compile=False) if isinstance(model, Module) else model
@@ -1271,7 +1271,7 @@ class Accelerator(ProcessControl):
     def _planner(self) -> BatchSizePlanner:
         from nbaccel.train.oom.planning.planner import BatchSizePlanner  # few programs search; each would load it
 
-        return BatchSizePlanner(self._equipment)
+        return BatchSizePlanner(self._context)
 
     # -- models, memory, the end
 
@@ -1286,7 +1286,7 @@ class Accelerator(ProcessControl):
             ValueError: no blocks were given, and none were found.
         """
         self._lifecycle.equip()
-        recompute_activations(self._equipment.strategy.unwrap(model), blocks)
+        recompute_activations(self._context.strategy.unwrap(model), blocks)
         return model
 
     def verify_device_map(self, model: Module) -> bool:
@@ -1301,7 +1301,7 @@ class Accelerator(ProcessControl):
         ``_orig_mod.`` in its names.
         """
         self._lifecycle.equip()
-        inner = extract_model_from_parallel(self._equipment.strategy.unwrap(model), keep_torch_compile=False)
+        inner = extract_model_from_parallel(self._context.strategy.unwrap(model), keep_torch_compile=False)
         if not keep_fp32_wrapper:
             restore_forward(inner)
         return keep_compiled(model, inner) if keep_torch_compile else inner
@@ -1353,7 +1353,7 @@ class Accelerator(ProcessControl):
     def distributed_type(self) -> DistributedType:
         """The kind of cooperation of the processes: ``DistributedType.FSDP``, or that of replicas on their devices."""
         self._lifecycle.bind()
-        own = self._equipment.strategy_class.distributed_type
+        own = self._context.strategy_class.distributed_type
         return super().distributed_type if own is None else DistributedType(own)
 
     @property
@@ -1383,19 +1383,19 @@ class Accelerator(ProcessControl):
 
     @property
     def _models(self) -> list[Any]:
-        return self._equipment.prepared.models
+        return self._context.prepared.models
 
     @property
     def _optimizers(self) -> list[Any]:
-        return self._equipment.prepared.optimizers
+        return self._context.prepared.optimizers
 
     @property
     def _schedulers(self) -> list[Any]:
-        return self._equipment.prepared.schedulers
+        return self._context.prepared.schedulers
 
     @property
     def _dataloaders(self) -> list[Any]:
-        return self._equipment.prepared.loaders
+        return self._context.prepared.loaders
 
     def __nbaccel_anew__(self) -> tuple[Any, ...]:
         """Return how the notebook makes an Accelerator like this, with nothing prepared; for pickled results."""

@@ -29,12 +29,12 @@ from nbaccel.train.checkpoint.training_state import TrainingState
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.forward_backward import StepRecovery
 from nbaccel.train.oom.split_batches import make_gate
-from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.prepare.loss_watch import ON_NAN
 from nbaccel.train.prepare.models import TorchDynamoPlugin
+from nbaccel.train.prepare.training_context import TrainingContext
 from nbaccel.train.step.accumulation import Accumulation, GradientAccumulationPlugin
-from nbaccel.train.step.implicit_hooks import step_back
 from nbaccel.train.step.kwargs_handlers import Handlers, KwargsHandler
+from nbaccel.train.step.raw_loop_hooks import step_back
 from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
 from nbaccel.train.strategies.single import is_parallel
 
@@ -118,19 +118,19 @@ def _strategy_with(plugin: FullyShardedDataParallelPlugin, chosen: str | None) -
 class Lifecycle:
     """Binds one Accelerator's parts to the world of this process, and lets go of what they hold.
 
-    equipment: what it trains with, which its parts share.
+    context: what it trains with, which its parts share.
     is_ready: this process may train; otherwise `make_ready` is called first.
     """
 
     def __init__(
         self,
         choices: Choices,
-        equipment: Equipment,
+        context: TrainingContext,
         checkpoints: Checkpoints,
         resuming: ResumePolicy,
         recovery: StepRecovery,
     ) -> None:
-        self.equipment = equipment
+        self.context = context
         self.is_ready = False
         self._choices = choices
         self._checkpoints = checkpoints
@@ -144,31 +144,31 @@ class Lifecycle:
     @property
     def is_bound(self) -> bool:
         """True if the parts belong to this process's world; a rank binds the notebook's at its first use."""
-        return self._bound_to == self.equipment.world
+        return self._bound_to == self.context.world
 
     def bind(self) -> None:
         """Bind the parts to the world of this process, if not done yet. Touches no device and no process group.
 
         In another world of the same size, prepared objects stay prepared; otherwise they are forgotten.
         """
-        equipment = self.equipment
-        world = equipment.world
+        context = self.context
+        world = context.world
         bound_to, self._bound_to = self._bound_to, world
         if bound_to == world:
             return
         self.is_ready = False
         self._recovery.leave()
         self._checkpoints.directory.begin(Lineage())
-        if bound_to is not None and bound_to.world_size == world.world_size and equipment.prepared:
-            equipment.precision.move_to(equipment.device)
-            if equipment.moves:
-                equipment.prepared.move_to(equipment.device)
+        if bound_to is not None and bound_to.world_size == world.world_size and context.prepared:
+            context.precision.move_to(context.device)
+            if context.moves:
+                context.prepared.move_to(context.device)
             self._resuming.begin()
             self._open_gate()
             return
         settings = self._choices.asked.over(RunSettings.from_env()).over(_UNCHOSEN)
-        equipment.begin(settings, self._choices.dynamo, self._choices.rules)
-        state, is_sharded = equipment.state, settings.strategy == FSDP and world.is_distributed
+        context.begin(settings, self._choices.dynamo, self._choices.rules)
+        state, is_sharded = context.state, settings.strategy == FSDP and world.is_distributed
         state.fsdp_plugin = self._choices.fsdp_plugin or FullyShardedDataParallelPlugin() if is_sharded else None
         state.is_fsdp2 = is_sharded
         self._resuming.plan(Weakly(self._save_by_itself))
@@ -176,21 +176,21 @@ class Lifecycle:
     def equip(self) -> None:
         """Make the parts that depend on the device, unless they exist."""
         self.bind()
-        if not self.equipment.is_complete:
-            plugin = self.equipment.state.fsdp_plugin
+        if not self.context.is_complete:
+            plugin = self.context.state.fsdp_plugin
             if plugin is not None:
                 plugin.__post_init__()  # programs assign fields until they prepare a model
-            elif self.equipment.settings.strategy == FSDP:
-                self.equipment.state.print(_NOTHING_TO_SHARD)
-            self.equipment.complete(self._choices.handlers, self._choices.on_nan, plugin)
+            elif self.context.settings.strategy == FSDP:
+                self.context.state.print(_NOTHING_TO_SHARD)
+            self.context.complete(self._choices.handlers, self._choices.on_nan, plugin)
             self._open_gate()
 
     def join(self) -> None:
         """Join the world as it is now, process group included. Collective where the group is formed."""
         step_back()
-        self.equipment.state.look_again()
+        self.context.state.look_again()
         self.equip()
-        self.equipment.state.form_group()
+        self.context.state.form_group()
 
     def make_ready(self, call: str, models: Sequence[Module] = ()) -> None:
         """Find this process's world and refuse N separate trainings; called once per process, before its first step.
@@ -198,17 +198,17 @@ class Lifecycle:
         Raises:
             NotPrepared: several ranks, and a model of which each rank would train a copy of its own.
         """
-        equipment = self.equipment
-        equipment.state.look_again()
-        world, bound_to = equipment.world, self._bound_to
+        context = self.context
+        context.state.look_again()
+        world, bound_to = context.world, self._bound_to
         place = world.place
-        if equipment.prepared and bound_to is not None and bound_to.world_size != world.world_size:
+        if context.prepared and bound_to is not None and bound_to.world_size != world.world_size:
             raise NotPrepared(
                 f"accelerator.{call} in {place}: what this accelerator prepared is for {bound_to.world_size} "
                 f"process(es). Prepare it here, before the loop:\n    {_PREPARE_LINE}"
             )
         self.join()
-        if world.is_distributed and not equipment.prepared.is_one_training(models, equipment.strategy):
+        if world.is_distributed and not context.prepared.is_one_training(models, context.strategy):
             raise NotPrepared(
                 f"accelerator.{call} in {place}, but the model is not prepared: every rank would train a model "
                 f"of its own. Prepare it before the loop:\n    {_PREPARE_LINE}"
@@ -218,8 +218,8 @@ class Lifecycle:
 
     def _open_gate(self) -> None:
         """Set how batches reach the loops in this run, also for loaders that were prepared before it."""
-        equipment = self.equipment
-        equipment.accumulation.gate = make_gate(RunSettings.from_env().split, equipment.prepared, equipment.strategy)
+        context = self.context
+        context.accumulation.gate = make_gate(RunSettings.from_env().split, context.prepared, context.strategy)
 
     def _save_by_itself(self, target: Path, blocking: bool) -> None:
         self.equip()
@@ -231,7 +231,7 @@ class Lifecycle:
     def accumulation(self) -> Accumulation:
         """The accumulation of this process."""
         self.bind()
-        return self.equipment.accumulation
+        return self.context.accumulation
 
     def choose_steps(self, steps: int) -> None:
         """Accumulate over `steps` batches, in this world and in others."""
@@ -247,9 +247,9 @@ class Lifecycle:
 
     def let_go(self, things: Sequence[Any]) -> None:
         """Forget those of `things` that are prepared; after the last one also drop what belongs to a training."""
-        prepared = self.equipment.prepared
+        prepared = self.context.prepared
         self._free_gathered()
-        if not (prepared and prepared.drop(things, self.equipment.strategy)):
+        if not (prepared and prepared.drop(things, self.context.strategy)):
             return
         self._recovery.release()
         if not prepared:
@@ -260,71 +260,71 @@ class Lifecycle:
 
         Models that are plain ones then are not prepared any more: each rank would go on to train its own.
         """
-        equipment = self.equipment
-        if not (equipment.is_complete and equipment.prepared):
+        context = self.context
+        if not (context.is_complete and context.prepared):
             return
-        parallel = [model for model in equipment.prepared.models if is_parallel(model)]
-        optimizers = [prepared.optimizer for prepared in equipment.prepared.optimizers]
-        equipment.strategy.release(equipment.prepared.models, optimizers)
+        parallel = [model for model in context.prepared.models if is_parallel(model)]
+        optimizers = [prepared.optimizer for prepared in context.prepared.optimizers]
+        context.strategy.release(context.prepared.models, optimizers)
         if plain := [model for model in parallel if not is_parallel(model)]:
-            equipment.prepared.drop(plain, equipment.strategy)
+            context.prepared.drop(plain, context.strategy)
             self.is_ready = False
 
     def forget(self) -> None:
         """Forget everything prepared, and wait for the save that is being written."""
-        equipment = self.equipment
+        context = self.context
         self._free_gathered()
         self._recovery.release()
-        if equipment.is_complete:
-            equipment.accumulating.models = ()  # of a block that was created and not entered
-            equipment.precision.forget()
+        if context.is_complete:
+            context.accumulating.models = ()  # of a block that was created and not entered
+            context.precision.forget()
         self._checkpoints.writer.join()
         self._checkpoints.staging.clear()
-        equipment.prepared.forget()
-        equipment.accumulation.forget()
+        context.prepared.forget()
+        context.accumulation.forget()
         self.is_ready = False
 
     def _free_gathered(self) -> None:
         """Free what forwards of prepared models have gathered: it is no garbage, though no name needs it."""
-        if self.equipment.is_complete and self.equipment.prepared:
-            self.equipment.strategy.free_gathered(self.equipment.prepared.models)
+        if self.context.is_complete and self.context.prepared:
+            self.context.strategy.free_gathered(self.context.prepared.models)
 
     # -- a program that starts again, after an attempt that ran out of memory
 
     @property
     def everything_prepared(self) -> list[Any]:
-        return self.equipment.prepared.everything
+        return self.context.prepared.everything
 
     def forget_all_but(self, known: Sequence[Any]) -> None:
         """Forget what was prepared except `known`, and every open window."""
         self._recovery.release()
-        self.equipment.prepared.keep(known)
-        self.equipment.accumulation.forget()
-        if self.equipment.is_complete:
-            self.equipment.precision.forget()
+        self.context.prepared.keep(known)
+        self.context.accumulation.forget()
+        if self.context.is_complete:
+            self.context.precision.forget()
 
     @property
     def scaling(self) -> dict[str, Any]:
         """The state of the gradient scaler; empty without one. Reading it waits for the device."""
-        return self.equipment.precision.state_dict() if self.equipment.is_complete else {}
+        return self.context.precision.state_dict() if self.context.is_complete else {}
 
     def scale_like(self, scaling: dict[str, Any]) -> None:
         """Continue with the state `scaling` of another rank's gradient scaler."""
-        if scaling and self.equipment.is_complete:
-            self.equipment.precision.load_state_dict(scaling)
+        if scaling and self.context.is_complete:
+            self.context.precision.load_state_dict(scaling)
 
     @property
     def place(self) -> tuple[int, int]:
         """The last step boundary that was crossed; it moves where this Accelerator trains."""
-        return self.equipment.accumulation.clock.place
+        return self.context.accumulation.clock.place
 
     @property
     def steps_done(self) -> int:
-        return self.equipment.accumulation.clock.done
+        return self.context.accumulation.clock.done
 
     def count_steps_from(self, step: int) -> None:
         """Continue at optimizer step `step`; saves after this belong to another attempt."""
-        self.equipment.accumulation.clock.restart(step)
+        self.context.accumulation.clock.restart(step)
         self._checkpoints.directory.lineage.turns += 1
 
     def __setstate__(self, state: dict[str, Any]) -> None:

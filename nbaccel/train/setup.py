@@ -17,10 +17,10 @@ from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.rng import set_seed
 from nbaccel.train.mapping.map_worker import work
-from nbaccel.train.oom.retry.survivors import renew
-from nbaccel.train.raw_loop.lone import LoneTraining
+from nbaccel.train.oom.retry.outside_retry import renew
 from nbaccel.train.raw_loop.loop import ImplicitTraining
 from nbaccel.train.raw_loop.rank_streams import use_own_device
+from nbaccel.train.raw_loop.single_rank import SingleRankWatch
 from nbaccel.train.strategies import replicated  # noqa: F401  # the strategy of several ranks, for them to share
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ __all__ = ["call_with_accelerator", "dry_run_parts", "gradient_probe", "map_in_r
 
 def setup_rank(
     namespace: dict[str, Any] | None, binds_accelerator: bool = True
-) -> ImplicitTraining | LoneTraining | None:
+) -> ImplicitTraining | SingleRankWatch | None:
     """Seed this rank's generators, and give a cell its `accelerator`, process group included. Collective then.
 
     Return the object that trains loops that prepare nothing, or watches them where there is one rank; None where they
@@ -54,7 +54,7 @@ def setup_rank(
         on_renewal(renew)
     if settings.independent or settings.strict:
         return None
-    return ImplicitTraining(world, settings) if world.is_distributed else LoneTraining()
+    return ImplicitTraining(world, settings) if world.is_distributed else SingleRankWatch()
 
 
 def map_in_rank(

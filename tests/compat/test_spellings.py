@@ -335,7 +335,7 @@ def _asked() -> list[Any]:
         model(torch.ones(1, 1))
     assert accelerator._models == [model]
     accelerator._models.clear()
-    assert not accelerator._equipment.prepared
+    assert not accelerator._context.prepared
     assert [accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders] == [[], [], []]
     for absent in ("deepspeed_plugin", "fp8_backend", "parallelism_config", "torch_device_mesh"):
         assert getattr(accelerator, absent) is None

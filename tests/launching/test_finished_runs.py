@@ -15,7 +15,7 @@ import torch
 from nbaccel.base.events import Loss, Metric
 from nbaccel.base.settings import RunSettings
 from nbaccel.display.history import History
-from nbaccel.launching.finished_runs import FinishedRuns, as_key, value_in_words
+from nbaccel.launching.finished_runs import FinishedRuns, as_key, describe_value
 from nbaccel.launching.run import Run, RunOrigin
 
 CONFIG = {"fold": 0, "lr": 0.1}
@@ -220,11 +220,11 @@ def test_values_that_beginners_sweep_are_told_apart_and_named(value: Any, words:
     others = [abs, max, functools.partial(torch.clamp, min=1), torch.float32, torch.tanh, Path("b"), "x", 0, (8,)]
     assert key not in [as_key("s", {"x": other}, 0, RunSettings(), 1) for other in others if other is not value]
     if words is not None:
-        assert value_in_words(value) == words
+        assert describe_value(value) == words
 
 
 def test_a_value_of_several_lines_is_named_in_one() -> None:
-    assert value_in_words(np.eye(2)) == "array([[1., 0.], [0., 1.]])"
+    assert describe_value(np.eye(2)) == "array([[1., 0.], [0., 1.]])"
 
 
 def test_a_run_without_a_key_is_not_kept_and_the_reason_is_said(tmp_path: Path) -> None:

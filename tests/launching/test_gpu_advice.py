@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbaccel.launching.diagnosis import advice, verdict
+from nbaccel.launching.diagnosis import advice, diagnose
 from nbaccel.launching.ipc.reports import ErrorLink, RankReport
 from nbaccel.launching.ipc.spec import FunctionTask
 from nbaccel.launching.oom_restart import OomKillWatch
@@ -80,6 +80,6 @@ def test_a_failed_run_says_it_by_how_its_ranks_started(started_clean: bool, move
     ended = RunResult(
         [RankReport("failed", -1, links=[ErrorLink("RuntimeError", [text], [])])], [1], [False], 0, False, False, 1.0
     )
-    error = verdict(ended, FunctionTask(print), started_clean, OomKillWatch(), lambda name: None)
+    error = diagnose(ended, FunctionTask(print), started_clean, OomKillWatch(), lambda name: None)
     assert error is not None
     assert move in error.__notes__[-1]

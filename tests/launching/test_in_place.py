@@ -257,7 +257,7 @@ def test_an_accelerator_of_the_notebook_is_not_changed() -> None:
     assert (own.mixed_precision, own.state.mixed_precision) == ("no", "no")
     assert (made.mixed_precision, made.state.mixed_precision) == ("bf16", "bf16")  # as it was made
     trained(own, model, 1)
-    assert own._equipment.accumulation.clock.done == 5
+    assert own._context.accumulation.clock.done == 5
 
 
 # Interrupts

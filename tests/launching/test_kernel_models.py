@@ -15,7 +15,7 @@ import torch
 from fakes import FakeCards
 from nbaccel.base.hardware import MemoryInfo
 from nbaccel.launching import api, kernel_models
-from nbaccel.launching.kernel_models import Cards, SetAside, kernel_freed
+from nbaccel.launching.kernel_models import CudaMemory, ModelsOnHost, kernel_freed
 from nbaccel.launching.run import Run
 from nbaccel.namespace import pickling
 from nbaccel.namespace.payload import pack, unpack, unpack_what_can_be_rebuilt
@@ -56,7 +56,7 @@ def test_a_model_and_its_optimizer_are_on_the_host_in_the_block_and_train_on_aft
     identities = [id(tensor) for tensor in tensors]
     names: Mapping[str, Any] = {"net": model, "optimizer": optimizer, "same": model, "lr": 0.1}
     freed = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
-    with SetAside(names, cards) as aside:
+    with ModelsOnHost(names, cards) as aside:
         assert not any(cards.device_of(tensor.untyped_storage()) for tensor in tensors)
         assert not any(reference() is not None for reference in freed)
         assert cards.released == 1
@@ -76,7 +76,7 @@ def test_what_moves_is_said_by_name_and_counted_once() -> None:
     cards, (model, optimizer) = FakeCards(), trained()
     tensors = tensors_of(model, optimizer)
     cards.put(*tensors)
-    aside = SetAside({"net": model, "same": model, "optimizer": optimizer}, cards)
+    aside = ModelsOnHost({"net": model, "same": model, "optimizer": optimizer}, cards)
     nbytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
     assert sum(aside.names.values()) == aside.bytes_on("cuda:0") == nbytes
     assert set(aside.names) == {"net", "optimizer"}
@@ -88,7 +88,7 @@ def test_it_comes_back_also_after_an_error_or_an_interrupt(error: type[BaseExcep
     cards, (model, _) = FakeCards(), trained()
     cards.put(*model.parameters())
     said: list[str] = []
-    with pytest.raises(error), kernel_freed(SetAside({"model": model}, cards), said.append):
+    with pytest.raises(error), kernel_freed(ModelsOnHost({"model": model}, cards), said.append):
         raise error
     assert all(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
     assert said == ["on the host until the run is over: model 0.0 GB"]
@@ -99,7 +99,7 @@ def test_where_the_card_is_full_all_of_it_stays_on_the_host_and_that_is_said() -
     cards.put(*model.parameters())
     values = [parameter.clone() for parameter in model.parameters()]
     said: list[str] = []
-    with kernel_freed(SetAside({"model": model}, cards), said.append):
+    with kernel_freed(ModelsOnHost({"model": model}, cards), said.append):
         cards.there.clear()
     assert not any(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
     assert all(map(torch.equal, model.parameters(), values))
@@ -146,7 +146,7 @@ def test_an_interrupt_while_models_come_back_waits_for_the_last_of_them() -> Non
     tensors = tensors_of(model, optimizer)
     cards.put(*tensors)
     ended: list[str] = []
-    with pytest.raises(KeyboardInterrupt), SetAside({"model": model, "optimizer": optimizer}, cards) as aside:
+    with pytest.raises(KeyboardInterrupt), ModelsOnHost({"model": model, "optimizer": optimizer}, cards) as aside:
         ended.append("the run")
     assert ended
     assert all(cards.device_of(tensor.untyped_storage()) for tensor in tensors)
@@ -158,7 +158,7 @@ def test_an_error_while_models_come_back_leaves_all_on_the_host_and_is_said_and_
     cards, (model, _) = FailingCards(), trained()
     cards.put(*model.parameters())
     said: list[str] = []
-    with kernel_freed(SetAside({"model": model}, cards), said.append):
+    with kernel_freed(ModelsOnHost({"model": model}, cards), said.append):
         cards.fails[method] = fail
         cards.room = 2 if method == "release" else 1000
         cards.there.clear()
@@ -179,7 +179,7 @@ def test_an_interrupt_that_cannot_wait_leaves_all_on_the_host_and_that_is_said()
     def stop() -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), kernel_freed(SetAside({"model": model}, cards), said.append):
+    with pytest.raises(KeyboardInterrupt), kernel_freed(ModelsOnHost({"model": model}, cards), said.append):
         cards.fails["back"] = stop
     assert not any(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
     assert "cuda:0 does not take back what was moved to the host (KeyboardInterrupt), and it stays" in said[1]
@@ -196,10 +196,10 @@ def test_a_tensor_that_cannot_be_moved_takes_the_others_back(monkeypatch: pytest
     made = copies()
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="not resizable"):
         patch.setattr(cards, "to_host", lambda storage: next(made))
-        with SetAside({"model": model}, cards):
+        with ModelsOnHost({"model": model}, cards):
             pytest.fail("it has moved")
     assert all(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
-    with SetAside({"model": model}, cards) as aside:
+    with ModelsOnHost({"model": model}, cards) as aside:
         made = copies()
         monkeypatch.setattr(cards, "back", lambda storage, device: next(made))
         there = [parameter.data_ptr() for parameter in model.parameters()]
@@ -225,13 +225,13 @@ def test_what_happens_after_the_move_brings_models_back_and_forgets_where_they_w
     monkeypatch.setattr(kernel_models, "away_from", away)
     cards.fails = {"release": happens} if where == "release" else {}
     said: list[str] = []
-    with pytest.raises(error), kernel_freed(SetAside({"model": model}, cards), said.append):
+    with pytest.raises(error), kernel_freed(ModelsOnHost({"model": model}, cards), said.append):
         pytest.fail("the run began")
     assert all(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
     assert said == []
     assert {device_there(torch.device("cpu"), address) for address in hosts} == {"cpu"}
     cards.fails["back"] = fail
-    with pytest.raises(error), kernel_freed(SetAside({"model": model}, cards), said.append):
+    with pytest.raises(error), kernel_freed(ModelsOnHost({"model": model}, cards), said.append):
         pytest.fail("the run began")
     assert "cuda:0 does not take back what was moved to the host (RuntimeError: " in said[0]
 
@@ -283,7 +283,7 @@ def test_a_model_that_cannot_be_moved_by_its_tensors_is_left_alone_and_named(mak
     cards, other = FakeCards(), torch.nn.Linear(3, 3)
     model = make()
     cards.put(*model.parameters(), *other.parameters())
-    with SetAside({"big": model, "other": other}, cards) as aside:
+    with ModelsOnHost({"big": model, "other": other}, cards) as aside:
         assert all(cards.device_of(parameter.untyped_storage()) for parameter in model.parameters())
         assert not cards.device_of(other.weight.untyped_storage())
         assert str(aside).endswith(f"; big stays on the card: {why}")
@@ -310,7 +310,7 @@ def test_what_cannot_be_read_is_left_alone_and_named_and_the_others_move() -> No
     parallel = torch.nn.DataParallel.__new__(torch.nn.DataParallel)
     optimizer = WithoutState(model.parameters(), 0.1)
     names = {"parallel": parallel, "hollow": hollow(), "model": model, "optimizer": optimizer}
-    with SetAside(names, cards) as aside:
+    with ModelsOnHost(names, cards) as aside:
         assert not cards.device_of(model.weight.untyped_storage())
     assert (aside.names.keys(), aside.left) == ({"model"}, {})
     assert str(aside) == (
@@ -318,14 +318,14 @@ def test_what_cannot_be_read_is_left_alone_and_named_and_the_others_move() -> No
         "where it is: it cannot be read; optimizer stays where it is: it cannot be read"
     )
     graph = _cuda_graph()
-    assert SetAside(names | {"graph": graph}, cards).left.keys() == {"model"}
+    assert ModelsOnHost(names | {"graph": graph}, cards).left.keys() == {"model"}
 
 
 def test_a_model_with_a_parameter_that_has_no_memory_yet_stays_and_is_named_if_it_is_on_a_card() -> None:
     cards, lazy = FakeCards(), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(2))
-    assert not str(SetAside({"lazy": lazy}, cards))
+    assert not str(ModelsOnHost({"lazy": lazy}, cards))
     cards.put(*lazy[0].parameters())
-    assert SetAside({"lazy": lazy}, cards).left == {"lazy": "its tensors are of a kind of their own"}
+    assert ModelsOnHost({"lazy": lazy}, cards).left == {"lazy": "its tensors are of a kind of their own"}
 
 
 def test_memory_of_no_bytes_stays_where_it_is() -> None:
@@ -334,7 +334,7 @@ def test_memory_of_no_bytes_stays_where_it_is() -> None:
     model.register_buffer("nothing", torch.empty(0))
     cards.put(*model.parameters(), *model.buffers())
     before = model.get_buffer("nothing").untyped_storage()._cdata
-    with SetAside({"model": model}, cards):
+    with ModelsOnHost({"model": model}, cards):
         assert not cards.device_of(model.weight.untyped_storage())
         assert model.get_buffer("nothing").untyped_storage()._cdata == before
         assert device_there(torch.device("cpu"), 0) == "cpu"
@@ -346,24 +346,24 @@ def test_a_model_whose_memory_others_use_is_left_alone_with_its_optimizer() -> N
     tensors = tensors_of(model, optimizer)
     cards.put(*tensors)
     first_row = model[0].weight.detach()[0]
-    aside = SetAside({"model": model, "optimizer": optimizer}, cards)
+    aside = ModelsOnHost({"model": model, "optimizer": optimizer}, cards)
     assert aside.names == {}
     assert aside.left == {"model": "other tensors, or the graph of a loss, use its memory"}
     del first_row
-    assert set(SetAside({"model": model, "optimizer": optimizer}, cards).names) == {"model", "optimizer"}
+    assert set(ModelsOnHost({"model": model, "optimizer": optimizer}, cards).names) == {"model", "optimizer"}
 
 
 def test_models_that_share_memory_move_or_stay_together() -> None:
     cards, one, two = FakeCards(), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     two.weight = one.weight
     cards.put(*one.parameters(), *two.parameters())
-    assert SetAside({"one": one, "two": two}, cards).names == {"one": 24, "two": 8}
-    assert set(SetAside({"one": one}, cards).names) == {"one"}, "the other has the very same tensor"
+    assert ModelsOnHost({"one": one, "two": two}, cards).names == {"one": 24, "two": 8}
+    assert set(ModelsOnHost({"one": one}, cards).names) == {"one"}, "the other has the very same tensor"
     two.weight = torch.nn.Parameter(one.weight.detach())
-    assert SetAside({"one": one, "two": two}, cards).names == {"one": 24, "two": 8}
-    assert SetAside({"one": one}, cards).left.keys() == {"one"}
+    assert ModelsOnHost({"one": one, "two": two}, cards).names == {"one": 24, "two": 8}
+    assert ModelsOnHost({"one": one}, cards).left.keys() == {"one"}
     two.is_quantized = True  # type: ignore[assignment]
-    aside = SetAside({"one": one, "two": two}, cards)
+    aside = ModelsOnHost({"one": one, "two": two}, cards)
     assert (aside.names, aside.left.keys()) == ({}, {"one", "two"})
 
 
@@ -371,7 +371,7 @@ def test_a_cuda_graph_of_the_notebook_keeps_models_where_it_knows_them() -> None
     cards, model = FakeCards(), torch.nn.Linear(2, 2)
     cards.put(*model.parameters())
     graph = _cuda_graph()
-    aside = SetAside({"model": model, "graph": graph}, cards)
+    aside = ModelsOnHost({"model": model, "graph": graph}, cards)
     assert (aside.names, aside.left) == (
         {},
         {"model": "the CUDA graph graph knows the addresses of what it uses"},
@@ -382,26 +382,26 @@ def test_a_host_without_room_keeps_models_on_the_card(monkeypatch: pytest.Monkey
     cards, model = FakeCards(), torch.nn.Linear(2, 2)
     cards.put(*model.parameters())
     monkeypatch.setattr(kernel_models, "usable_memory", lambda: MemoryInfo(10**9, 20))
-    with SetAside({"model": model}, cards) as aside:
+    with ModelsOnHost({"model": model}, cards) as aside:
         assert cards.device_of(model.weight.untyped_storage())
         assert str(aside) == "model stays on the card: the host has 0.0 GB available"
 
 
 def test_models_on_other_cards_and_on_the_host_do_not_matter() -> None:
     model = torch.nn.Linear(2, 2)
-    assert not str(SetAside({"model": model}, FakeCards()))
-    assert not str(SetAside({"model": model}, Cards({0}))), "CUDA is not used"
-    assert Cards({1}).device_of(storage_on("cuda:0")) == ""
-    assert Cards({0}).device_of(storage_on("cuda:0")) == "cuda:0"
+    assert not str(ModelsOnHost({"model": model}, FakeCards()))
+    assert not str(ModelsOnHost({"model": model}, CudaMemory({0}))), "CUDA is not used"
+    assert CudaMemory({1}).device_of(storage_on("cuda:0")) == ""
+    assert CudaMemory({0}).device_of(storage_on("cuda:0")) == "cuda:0"
 
 
 def test_memory_goes_to_a_device_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """By way of the host, the only device here."""
     storage = torch.arange(6.0).untyped_storage()
-    back = Cards({0}).back(Cards({0}).to_host(storage), "cpu")
+    back = CudaMemory({0}).back(CudaMemory({0}).to_host(storage), "cpu")
     assert torch.empty(0).set_(back).tolist() == [0, 1, 2, 3, 4, 5]
     monkeypatch.setattr(torch.Tensor, "to", refuse_memory)
-    assert Cards({0}).back(storage, "cuda:0") is None
+    assert CudaMemory({0}).back(storage, "cuda:0") is None
 
 
 def refuse_memory(*args: Any, **kwargs: Any) -> None:
@@ -436,7 +436,7 @@ def test_what_was_set_aside_is_sent_as_if_it_was_on_the_card_still(monkeypatch: 
         finally:
             os.close(payload.fd)
 
-    with SetAside({"model": model}, cards):
+    with ModelsOnHost({"model": model}, cards):
         there = travel()
         assert asked.count("cuda:0") >= len(list(model.parameters()))
         assert torch.equal(there[0].weight, model[0].weight)
@@ -451,7 +451,7 @@ def test_the_copy_on_the_host_is_the_one_that_ranks_map(monkeypatch: pytest.Monk
     other = torch.nn.Linear(1000, 1000, bias=False)
     cards.put(model.weight, other.weight)
     value = model.weight.detach().clone()
-    with SetAside({"model": model, "other": other}, cards):
+    with ModelsOnHost({"model": model, "other": other}, cards):
         blocks, files = [], set()
         for text in ("first", "and the second, when ranks start again"):
             payload = pack({"text": text, "model": model, "data": torch.ones(100_000)})
@@ -494,7 +494,7 @@ def pack_has_a_copy(values: dict[str, Any]) -> bool:
 def test_what_cannot_be_rebuilt_is_left_out_of_a_payload_behind_a_file_too() -> None:
     cards, model = FakeCards(), torch.nn.Linear(2, 2)
     cards.put(*model.parameters())
-    with SetAside({"model": model}, cards):
+    with ModelsOnHost({"model": model}, cards):
         payload = pack({"model": model, "broken": Broken()})
         values, refused = unpack_what_can_be_rebuilt(payload.fd)
         os.close(payload.fd)
@@ -515,7 +515,7 @@ def test_launch_sets_models_of_the_script_aside_where_it_is_asked_to(
 ) -> None:
     cards, model = FakeCards(), torch.nn.Linear(2, 2)
     cards.put(*model.parameters())
-    monkeypatch.setattr(api, "Cards", lambda numbers: cards)
+    monkeypatch.setattr(api, "CudaMemory", lambda numbers: cards)
     monkeypatch.setitem(vars(sys.modules["__main__"]), "model", model)
 
     def where() -> str:
@@ -531,7 +531,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch, cards: FakeCards) -> Any:
     """A model of the script."""
     model = torch.nn.Linear(2, 2)
     cards.put(*model.parameters())
-    monkeypatch.setattr(api, "Cards", lambda numbers: cards)
+    monkeypatch.setattr(api, "CudaMemory", lambda numbers: cards)
     monkeypatch.setitem(vars(sys.modules["__main__"]), "model", model)
     return model
 

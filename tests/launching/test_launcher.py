@@ -456,7 +456,7 @@ def test_presses_without_pause_do_not_put_off_the_end() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(60)
 
-    timers = [threading.Timer(0.5 + 0.2 * press, os.kill, (os.getpid(), signal.SIGINT)) for press in range(25)]
+    timers = [threading.Timer(0.5 + 0.2 * interrupt, os.kill, (os.getpid(), signal.SIGINT)) for interrupt in range(25)]
     previous = signal.signal(signal.SIGINT, lambda number, frame: None)  # what comes when the run is over
     for timer in timers:
         timer.start()

@@ -267,7 +267,7 @@ def when(is_time: Callable[[], bool], act: Callable[[], None]) -> threading.Thre
     return thread
 
 
-def press() -> None:
+def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -275,7 +275,7 @@ def test_an_interrupt_lets_each_rank_finish_its_call(
     two_ranks: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     marks = Marks(tmp_path, seconds=1.2)
-    thread = when(lambda: len(marks.calls("began")) > 3, press)
+    thread = when(lambda: len(marks.calls("began")) > 3, interrupt)
     with pytest.raises(KeyboardInterrupt) as caught:
         nbaccel.map(marks, range(2000), out=tmp_path / "a.jsonl", batch_size=2, **two_ranks)
     thread.join()
@@ -298,9 +298,9 @@ def test_a_second_interrupt_does_not_wait_for_the_call(tmp_path: Path) -> None:
     marks = Marks(tmp_path, seconds=AT_MOST_S)
 
     def press_twice() -> None:
-        press()
+        interrupt()
         time.sleep(0.3)  # two signals at once are one
-        press()
+        interrupt()
 
     thread = when(lambda: bool(marks.calls("began")), press_twice)
     with pytest.raises(KeyboardInterrupt, match="stopped by an interrupt: no item is done"):
@@ -314,7 +314,7 @@ def test_a_stop_while_the_last_items_finish_is_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], limit_s: float | None
 ) -> None:
     marks = Marks(tmp_path, seconds=2.5)
-    thread = when(lambda: len(marks.calls("began")) == 2, press if limit_s is None else lambda: None)
+    thread = when(lambda: len(marks.calls("began")) == 2, interrupt if limit_s is None else lambda: None)
     call: dict[str, Any] = {"out": tmp_path / "a.jsonl", "batch_size": 1, "num_processes": 2, "cpu": True}
     assert nbaccel.map(marks, range(2), time_limit_s=limit_s, **call) == [0, 1]
     thread.join()
@@ -324,7 +324,7 @@ def test_a_stop_while_the_last_items_finish_is_none(
 def test_an_interrupt_in_this_process_lets_it_finish_its_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     start_by(monkeypatch, "inline")
     marks = Marks(tmp_path)
-    thread = when(lambda: len(marks.calls("began")) > 1, press)
+    thread = when(lambda: len(marks.calls("began")) > 1, interrupt)
     with pytest.raises(KeyboardInterrupt, match=r"stopped by an interrupt: \d+ of 2,000 items are in a.jsonl.parts"):
         nbaccel.map(marks, range(2000), out=tmp_path / "a.jsonl", batch_size=2, cpu=True)
     thread.join()
@@ -554,7 +554,7 @@ def is_waited_for() -> bool:
 def test_an_interrupt_of_the_waiting_leaves_the_map_alone(tmp_path: Path) -> None:
     marks = Marks(tmp_path, seconds=0.3)
     answers: Any = nbaccel.map(marks, range(8), batch_size=2, cpu=True, background=True)
-    thread = when(lambda: is_waited_for() or answers.is_over, lambda: None if answers.is_over else press())
+    thread = when(lambda: is_waited_for() or answers.is_over, lambda: None if answers.is_over else interrupt())
     said = r"the waiting was interrupted; map\(Marks, 8 items\) has been running .*wait\(\) waits again, stop\(\) ends"
     with pytest.raises(KeyboardInterrupt, match=said):
         len(answers)

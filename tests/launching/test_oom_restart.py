@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from nbaccel.base.demand import WHAT_HELPS, Demand
 from nbaccel.base.events import Checkpoint, Event, LoopEntered, Opened, OutOfMemory, Progress
 from nbaccel.base.hardware import Gpu
+from nbaccel.base.memory_request import WHAT_HELPS, MemoryRequest
 from nbaccel.base.settings import RunSettings
 from nbaccel.errors import RankDied
 from nbaccel.launching import oom_restart as restarting
-from nbaccel.launching.diagnosis import verdict
+from nbaccel.launching.diagnosis import diagnose
 from nbaccel.launching.ipc.reports import ErrorLink, RankReport
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, ProgramLimit, Start
 from nbaccel.launching.kernel_models import KernelHolding
@@ -40,7 +40,7 @@ LINE = ("/tmp/cell.py", 9, "<module>", "accelerator.backward(loss)")
 
 def refused(used: int, asked: int = 64_000_000, limit: int = 510_000_000, place: Any = LINE, **kept: int) -> RankReport:
     """A rank that asked for too much while `used` bytes were in use."""
-    demand = Demand(asked, used, limit, None, **{"parameters_bytes": 80_000_000, **kept})
+    demand = MemoryRequest(asked, used, limit, None, **{"parameters_bytes": 80_000_000, **kept})
     text = f"RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate {asked} bytes."
     return failed(ErrorLink("RuntimeError", [text], [place], demand=demand))
 
@@ -260,7 +260,7 @@ def test_a_run_that_was_stopped_is_over(how: dict[str, Any]) -> None:
 def test_a_rank_that_died_says_why_it_was_not_started_again() -> None:
     dead = attempt(None, exit_code=-signal.SIGKILL)
     report = stopped(OomRestartPolicy().after(dead))
-    error = verdict(dead.ended, SPEC.task, False, dead.host, lambda name: None, report)
+    error = diagnose(dead.ended, SPEC.task, False, dead.host, lambda name: None, report)
     assert isinstance(error, RankDied)
     assert "not started again: nothing of ours can be cut" in str(error)
 
@@ -275,12 +275,12 @@ def test_ranks_that_stay_are_not_started_again_and_it_is_said_what_would_be() ->
 
 @pytest.mark.parametrize("text", ["could not create a primitive", "std::bad_alloc"])
 def test_what_libraries_say_of_memory_that_was_full_starts_again(text: str) -> None:
-    link = ErrorLink("RuntimeError", [f"RuntimeError: {text}"], [], demand=Demand(fullness=0.99))
+    link = ErrorLink("RuntimeError", [f"RuntimeError: {text}"], [], demand=MemoryRequest(fullness=0.99))
     assert isinstance(OomRestartPolicy().after(attempt(failed(link), LOOP)), Restart)
 
 
-@pytest.mark.parametrize("demand", [None, Demand(fullness=0.5), Demand()])
-def test_the_same_words_with_memory_to_spare_are_an_error_of_the_program(demand: Demand | None) -> None:
+@pytest.mark.parametrize("demand", [None, MemoryRequest(fullness=0.5), MemoryRequest()])
+def test_the_same_words_with_memory_to_spare_are_an_error_of_the_program(demand: MemoryRequest | None) -> None:
     link = ErrorLink("RuntimeError", ["RuntimeError: could not create a primitive"], [], demand=demand)
     assert stopped(OomRestartPolicy().after(attempt(failed(link), LOOP))) == ""
 

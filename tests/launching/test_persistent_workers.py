@@ -273,9 +273,9 @@ class _PressAtOnce(Pollable):
     def due_in(self, now: float) -> float | None:
         return 0.0 if self._left else None
 
-    def tick(self, now: float, press: Callable[[], None]) -> None:
+    def tick(self, now: float, interrupt: Callable[[], None]) -> None:
         for _ in range(self._left):
-            press()
+            interrupt()
         self._left = 0
 
 

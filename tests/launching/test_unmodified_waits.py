@@ -104,12 +104,12 @@ def test_an_interrupt_ends_ranks_that_wait_for_another_one(start_method: str, wo
             file.write(b"!")
         time.sleep(60)
 
-    def press() -> None:
+    def interrupt() -> None:
         os.read(reading, 1)
         time.sleep(0.3)  # the others are there by now, most likely; it ends in the same way if they are not
         os.kill(os.getpid(), signal.SIGINT)
 
-    presser = threading.Thread(target=press)
+    presser = threading.Thread(target=interrupt)
     presser.start()
     began = time.monotonic()
     try:

@@ -42,7 +42,7 @@ SOONER = "cut._HUNG_S = cut._HUNG_AT_STOP_S = 1"
 WAITS = {"in Python": "time.sleep(60)", "deaf": "group.drain()", "at its end": "pass"}
 
 
-class PressOnce(Pollable):
+class InterruptOnce(Pollable):
     """Stops the run once all of `paths` are there."""
 
     def __init__(self, *paths: Path) -> None:
@@ -51,10 +51,10 @@ class PressOnce(Pollable):
     def due_in(self, now: float) -> float | None:
         return 0.02 if self._paths else None
 
-    def tick(self, now: float, press: Callable[[], None]) -> None:
+    def tick(self, now: float, interrupt: Callable[[], None]) -> None:
         if self._paths and all(path.exists() for path in self._paths):
             self._paths = ()
-            press()
+            interrupt()
 
 
 def run(
@@ -122,8 +122,8 @@ def test_a_rank_that_waits_for_one_that_was_killed_says_what_does_not_come(launc
 def test_a_stop_ends_a_wait_for_a_rank_that_was_stopped_before(launcher: Launcher, tmp_path: Path, wait: str) -> None:
     here = f"pathlib.Path({str(tmp_path)!r}, str(accelerator.process_index)).touch()"
     rank_0 = f"{SOONER}\n{BEGINS_A_SUM}\n{here}\n{WAITS[wait]}"
-    press = PressOnce(tmp_path / "0", tmp_path / "1")
-    outcome, seconds = run(launcher, rank_0, f"{here}\ntime.sleep(60)", ("net",), press)
+    interrupt = InterruptOnce(tmp_path / "0", tmp_path / "1")
+    outcome, seconds = run(launcher, rank_0, f"{here}\ntime.sleep(60)", ("net",), interrupt)
     try:
         assert outcome.ended.is_interrupted
         assert missing(outcome) == {"net": SPOILT}
@@ -152,8 +152,8 @@ def test_what_a_device_is_still_computing_at_a_stop_comes(launcher: Launcher, tm
     """Nobody has failed: it may take longer."""
     here = f"pathlib.Path({str(tmp_path)!r}, str(accelerator.process_index)).touch()"
     slow = f"group.later(lambda: time.sleep(5))\ngroup.later(lambda: net.weight.data.add_(1))\n{here}\ntime.sleep(60)"
-    press = PressOnce(tmp_path / "0", tmp_path / "1")
-    outcome, _ = run(launcher, slow, f"{here}\ntime.sleep(60)", ("net", "first"), press)
+    interrupt = InterruptOnce(tmp_path / "0", tmp_path / "1")
+    outcome, _ = run(launcher, slow, f"{here}\ntime.sleep(60)", ("net", "first"), interrupt)
     try:
         values = outcome.values()
         assert missing(outcome) == {}

@@ -14,7 +14,7 @@ from torch import nn
 from nbaccel.launching.ipc.reports import RankReport
 from nbaccel.launching.ipc.spec import Results
 from nbaccel.launching.processes.joined_tensors import JoinedTensors
-from nbaccel.launching.rank.leaving import Leaving
+from nbaccel.launching.rank.sharded_results import ShardedResults
 from nbaccel.namespace.payload import pack_what_can_travel, rows_in, unpack_what_can_be_rebuilt
 from nbaccel.namespace.sharded_tensors import ShardedTensors
 from nbaccel.testing import run_ranks
@@ -31,7 +31,7 @@ WITH_FSDP = pytest.mark.skipif(
 
 def sent(values: dict[str, Any], parts: dict[str, Any], steps: int = 0) -> tuple[bytes, dict[str, str], dict[str, Any]]:
     """What this rank sends: the payload, names that it refuses, and its report of rows."""
-    leaving = Leaving(PartialState().num_processes)
+    leaving = ShardedResults(PartialState().num_processes)
     payload, refused = pack_what_can_travel(
         values, as_written=True, sharded=leaving.tensors(Results(values, parts=parts))
     )

@@ -20,7 +20,7 @@ from fakes import FakeCards
 from nbaccel.base.hardware import Gpu, MemoryInfo, Survey
 from nbaccel.errors import LaunchRefused
 from nbaccel.launching.earlier_models import MadeAt, where_made
-from nbaccel.launching.kernel_models import KernelHolding, SetAside
+from nbaccel.launching.kernel_models import KernelHolding, ModelsOnHost
 from nbaccel.launching.preflight import ProcessState
 from nbaccel.namespace.names import made_before_read
 from nbaccel.notebook.shortages import loaders_in
@@ -134,7 +134,7 @@ FULL = Survey((replace(TWO_T4[0], used_bytes=15 * GB),), 4, MemoryInfo(30 * GB, 
 def test_a_card_is_not_full_where_the_flag_makes_room(
     planned: Any, cards: FakeCards, monkeypatch: pytest.MonkeyPatch, nbytes: int, has_room: bool
 ) -> None:
-    monkeypatch.setattr(SetAside, "bytes_on", lambda aside, device: nbytes if device == "cuda:0" else 0)
+    monkeypatch.setattr(ModelsOnHost, "bytes_on", lambda aside, device: nbytes if device == "cuda:0" else 0)
     (line,) = said(planned, "%%accelerate -n 1\nx = 1")
     assert line.startswith("GPU 0 Tesla T4 is full: 0.0 GB of 15.0 GB are free")
     assert said(planned, "%%accelerate -n 1 --free-kernel\nx = 1") == ([] if has_room else [line])
@@ -159,7 +159,7 @@ def test_a_card_whose_memory_the_driver_does_not_tell_is_neither_full_nor_too_sm
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> FakeCards:
     cards = FakeCards()
-    monkeypatch.setattr(nbaccel.notebook.session, "Cards", lambda numbers: cards)
+    monkeypatch.setattr(nbaccel.notebook.session, "CudaMemory", lambda numbers: cards)
     monkeypatch.setattr(nbaccel.launching.kernel_models, "_PAUSE_S", 0.0)
     return cards
 
@@ -198,10 +198,10 @@ def test_a_model_that_fits_once_the_notebooks_own_has_left_is_refused_with_the_f
 ) -> None:
     planned.run(MAKES_IT)
     on_a_device(model={"cuda:0": 8 * GB})
-    monkeypatch.setattr(SetAside, "bytes_on", lambda aside, device: 8 * GB if device == "cuda:0" else 0)
+    monkeypatch.setattr(ModelsOnHost, "bytes_on", lambda aside, device: 8 * GB if device == "cuda:0" else 0)
     error = planned.run("%%accelerate -n 1\nmodel, = accelerator.prepare(model),").error
     assert "beside what the notebook holds: add --free-kernel, or move line 2 of Cell" in str(error)
-    monkeypatch.setattr(SetAside, "names", {"model": 8 * GB})
+    monkeypatch.setattr(ModelsOnHost, "names", {"model": 8 * GB})
     assert said(planned, "%%accelerate -n 1 --free-kernel\nmodel, = accelerator.prepare(model),")[:1] == [
         "on the host until the run is over: model 8.0 GB"
     ]
@@ -233,7 +233,7 @@ def test_models_of_the_notebook_are_looked_at_where_a_run_uses_cards_or_the_flag
 ) -> None:
     planned.names["model"] = torch.nn.Linear(2, 2)
     found: list[Any] = []
-    monkeypatch.setattr(SetAside, "_find", lambda aside, values: found.append(values))
+    monkeypatch.setattr(ModelsOnHost, "_find", lambda aside, values: found.append(values))
     said(planned, f"%%accelerate -n 2 {flags}\nx = 1")
     assert any("model" in values for values in found) is looks
 

@@ -141,7 +141,7 @@ def test_every_click_presses_and_the_label_says_what_the_next_one_does() -> None
     for times in range(1, 3):
         labels.append((button._button.description, button._button.disabled))
         button._button.click()
-        steered.pressed(times)
+        steered.interrupted(times)
     labels.append((button._button.description, button._button.disabled))
     assert len(interrupts) == 2
     assert labels == [("Stop after this step", False), ("Stop now", False), ("Stopping", True)]
@@ -150,7 +150,7 @@ def test_every_click_presses_and_the_label_says_what_the_next_one_does() -> None
 
 def test_a_press_before_the_button_is_there_is_not_forgotten() -> None:
     steered = steered_by()
-    steered.pressed(1)
+    steered.interrupted(1)
     shown(steered)
     assert steered._button is not None
     assert steered._button._button.description == "Stop now"

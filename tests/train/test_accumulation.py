@@ -126,7 +126,7 @@ def test_an_exception_inside_accumulate_leaves_the_next_block_clean() -> None:
         for _ in loader:
             with accelerator.accumulate(model):
                 raise ZeroDivisionError
-    assert accelerator._equipment.accumulation.depth == 0
+    assert accelerator._context.accumulation.depth == 0
     assert _syncs(accelerator, model, loader) == [False, False, False, True, False, True]
 
 

@@ -158,7 +158,7 @@ def test_a_division_by_one_makes_no_autograd_node() -> None:
     weight = torch.ones((), requires_grad=True)
     seen: list[Any] = []
     accelerator.prepare()
-    accelerator._equipment.strategy.backward = lambda loss: seen.append(loss)  # type: ignore[method-assign]
+    accelerator._context.strategy.backward = lambda loss: seen.append(loss)  # type: ignore[method-assign]
     loss = weight * 2
     accelerator.backward(loss)
     assert seen[0] is loss

@@ -314,7 +314,7 @@ def _chosen(*arguments: Any, ranks: int = 2, **choices: Any) -> tuple[Any, Any]:
     """Return the strategy, and its options, with which an Accelerator is equipped in ranks; None for its defaults."""
 
     def rank() -> tuple[Any, Any]:
-        from nbaccel.train.prepare import equipment
+        from nbaccel.train.prepare import training_context as context
         from nbaccel.train.strategies import choose_strategy
 
         seen: list[Any] = []
@@ -323,7 +323,7 @@ def _chosen(*arguments: Any, ranks: int = 2, **choices: Any) -> tuple[Any, Any]:
             seen.append((name, plugin))
             return choose_strategy(world, device)
 
-        equipment.choose_strategy = choose  # type: ignore[attr-defined]  # this process ends with the function
+        context.choose_strategy = choose  # type: ignore[attr-defined]  # this process ends with the function
         Accelerator(*arguments, **choices).prepare(torch.nn.Linear(1, 1))
         (found,) = seen
         return found

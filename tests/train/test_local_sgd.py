@@ -75,7 +75,7 @@ def _steps_counted() -> int:
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.ones(1, 1)).sum())
                 local_sgd.step()
-    clock = accelerator._equipment.accumulation.clock
+    clock = accelerator._context.accumulation.clock
     return clock.step + clock.trained
 
 

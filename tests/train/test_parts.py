@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from nbaccel import Accelerator
 from nbaccel.state import GradientState
-from nbaccel.train.prepare.equipment import Equipment
+from nbaccel.train.prepare.training_context import TrainingContext
 
 _PARTS = ("_checkpoints", "_resuming", "_preparer", "_planner", "_gradients", "_recovery", "_lifecycle")
 
@@ -58,16 +58,16 @@ def _used_up() -> list[weakref.ref[Any]]:
     model, optimizer = _trained(accelerator)
     accelerator.forward_backward(lambda batch: model(batch).sum(), torch.ones(4, 2))
     optimizer.step()
-    return [weakref.ref(thing) for thing in (accelerator, accelerator._lifecycle, accelerator._equipment, model)]
+    return [weakref.ref(thing) for thing in (accelerator, accelerator._lifecycle, accelerator._context, model)]
 
 
-def _equipment_of(part: Any) -> Equipment:
-    equipment: Equipment = vars(part).get("_equipment") or part.equipment
-    return equipment
+def _context_of(part: Any) -> TrainingContext:
+    context: TrainingContext = vars(part).get("_context") or part.context
+    return context
 
 
 def _share_one(accelerator: Accelerator) -> bool:
-    return {id(_equipment_of(getattr(accelerator, name))) for name in _PARTS} == {id(accelerator._equipment)}
+    return {id(_context_of(getattr(accelerator, name))) for name in _PARTS} == {id(accelerator._context)}
 
 
 def test_a_line_about_checkpoints_goes_through_a_print_of_the_programs_own(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_the_parts_of_a_copy_share_its_equipment(again: Any) -> None:
     copied = again(accelerator)
     assert _share_one(accelerator)
     assert _share_one(copied)
-    assert copied._equipment is not accelerator._equipment
-    assert GradientState()._accumulation is copied._equipment.accumulation
+    assert copied._context is not accelerator._context
+    assert GradientState()._accumulation is copied._context.accumulation
 
 
 def test_an_accelerator_that_is_dropped_is_gone_at_once() -> None:
@@ -117,4 +117,4 @@ def test_a_device_placement_that_is_changed_concerns_what_is_prepared_afterwards
     accelerator = Accelerator(cpu=True, device_placement=False)
     assert not accelerator.device_placement
     accelerator.device_placement = True
-    assert accelerator._equipment.moves
+    assert accelerator._context.moves

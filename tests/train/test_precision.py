@@ -267,7 +267,7 @@ def test_two_optimizers_share_one_scale_until_both_have_stepped() -> None:
     models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
     prepared = accelerator.prepare(*models, *optimizers)
-    accelerator._equipment.precision.scaler.set_growth_interval(1)  # the scale doubles at every update
+    accelerator._context.precision.scaler.set_growth_interval(1)  # the scale doubles at every update
     x = torch.ones(1, 1)
     for model in models:
         with torch.no_grad():
@@ -290,7 +290,7 @@ def _scales(infinite: range, steps: int, **options: Any) -> tuple[list[float], l
             accelerator.backward(model(torch.ones(1, 1)).sum() * (1e38 if step in infinite else 0.25))
             optimizer.step()
             optimizer.zero_grad()
-            scales.append(accelerator._equipment.precision.state_dict()["scale"])
+            scales.append(accelerator._context.precision.state_dict()["scale"])
     return scales, [str(warning.message) for warning in caught]
 
 
@@ -442,7 +442,7 @@ def _fused(scales: list[float], **scaling: Any) -> tuple[Any, Any, Callable[[flo
     accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**scaling)])
     model = torch.nn.Linear(1, 1, bias=False)
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.125, fused=True))
-    accelerator._equipment.watch.see = torch.detach  # type: ignore[method-assign]  # it would warn of infinite losses
+    accelerator._context.watch.see = torch.detach  # type: ignore[method-assign]  # it would warn of infinite losses
 
     def step(factor: float) -> None:
         accelerator.backward(model(torch.ones(1, 1)).sum() * factor)

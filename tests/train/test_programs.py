@@ -139,7 +139,7 @@ def _evaluated_by_main_only() -> tuple[int, list[float]]:
                 plain = accelerator.unwrap_model(model)
                 for x, _ in names["loader"]:
                     plain(x)
-    return accelerator._equipment.accumulation.clock.step, [v for p in model.parameters() for v in p.flatten().tolist()]
+    return accelerator._context.accumulation.clock.step, [v for p in model.parameters() for v in p.flatten().tolist()]
 
 
 def test_the_main_process_may_evaluate_alone() -> None:

@@ -76,7 +76,7 @@ def _raw_epochs(is_accumulated: bool, steps: int) -> tuple[Tensor, int, list[str
                     loss.backward()
                     optimizer.step()
                     optimizer.zero_grad()
-    return _flat(model), accelerator._equipment.accumulation.clock.done, said, _steps(events)
+    return _flat(model), accelerator._context.accumulation.clock.done, said, _steps(events)
 
 
 def _plain(ranks: int, batches_of_a_step: int) -> Tensor:
@@ -131,7 +131,7 @@ def test_two_optimizers_and_one_raw_backward_are_one_step(is_prepared: bool) -> 
     events: list[Event] = []
     with outlet(events.append), pytest.warns(UserWarning, match=NOTICE):
         _train_raw([one, other], model, accelerator.prepare(loader) if is_prepared else loader)
-    assert accelerator._equipment.accumulation.clock.done == 4
+    assert accelerator._context.accumulation.clock.done == 4
     assert _steps(events) == [(0, 0), (1, 0), (2, 0), (3, 0)]
 
 
@@ -140,7 +140,7 @@ def test_gradients_that_the_model_drops_are_new_ones_in_the_next_step(to_none: b
     accelerator, model, optimizer, loader = _prepared()
     with pytest.warns(UserWarning, match=NOTICE):
         _train_raw([optimizer], model, loader, lambda: model.zero_grad(set_to_none=to_none))
-    assert accelerator._equipment.accumulation.clock.done == BATCHES
+    assert accelerator._context.accumulation.clock.done == BATCHES
 
 
 def test_a_second_step_with_the_same_gradients_is_no_raw_one() -> None:
@@ -150,14 +150,14 @@ def test_a_second_step_with_the_same_gradients_is_no_raw_one() -> None:
         optimizer.step()
         optimizer.step()
         model.zero_grad()
-    assert accelerator._equipment.accumulation.clock.done == BATCHES
+    assert accelerator._context.accumulation.clock.done == BATCHES
 
 
 def test_a_step_without_gradients_counts_for_nothing() -> None:
     accelerator, _, optimizer, loader = _prepared()
     for _ in loader:
         optimizer.step()
-    assert accelerator._equipment.accumulation.clock.done == 0
+    assert accelerator._context.accumulation.clock.done == 0
 
 
 def test_a_closure_that_calls_backward_itself_is_counted_once_per_step() -> None:
@@ -175,7 +175,7 @@ def test_a_closure_that_calls_backward_itself_is_counted_once_per_step() -> None
     with heard() as said:
         for _ in range(3):
             optimizer.step(closure)
-    assert accelerator._equipment.accumulation.clock.done == 3
+    assert accelerator._context.accumulation.clock.done == 3
     assert len(said) == 1
 
 
@@ -187,7 +187,7 @@ def test_a_raw_backward_among_ours_is_counted_and_told() -> None:
             accelerator.backward(loss) if at % 2 else loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert accelerator._equipment.accumulation.clock.done == BATCHES
+    assert accelerator._context.accumulation.clock.done == BATCHES
     assert len(said) == 1
 
 
@@ -201,7 +201,7 @@ def _stopped_at_three() -> tuple[int, Tensor]:
     accelerator, model, optimizer, _ = _prepared()
     with heard(), outlet(stop), pytest.raises(RunStopped):
         _train_raw([optimizer], model, DataLoader(_rows(20), 2))
-    return accelerator._equipment.accumulation.clock.done, _flat(model)
+    return accelerator._context.accumulation.clock.done, _flat(model)
 
 
 def test_ranks_can_be_stopped_at_the_same_step_of_a_raw_loop() -> None:
@@ -257,7 +257,7 @@ def test_fp16_takes_a_loss_that_the_program_has_scaled() -> None:
             accelerator.scaler.scale(loss).backward() if by_hand else accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        assert accelerator._equipment.accumulation.clock.done == BATCHES
+        assert accelerator._context.accumulation.clock.done == BATCHES
         return _flat(model)
 
     with pytest.warns(UserWarning, match=NOTICE):
@@ -293,7 +293,7 @@ def _with_a_scaler_of_its_own(is_prepared: bool) -> Tensor:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    assert accelerator._equipment.accumulation.clock.done == BATCHES * is_prepared
+    assert accelerator._context.accumulation.clock.done == BATCHES * is_prepared
     return _flat(model)
 
 
@@ -338,7 +338,7 @@ def test_a_prepared_optimizer_that_was_pickled_after_raw_steps_goes_on() -> None
         _train_raw([optimizer], model, loader)
         accelerator, model, optimizer, loader = pickle.loads(pickle.dumps((accelerator, model, optimizer, loader)))
         _train_raw([optimizer], model, loader)
-    assert accelerator._equipment.accumulation.clock.done == 2 * BATCHES
+    assert accelerator._context.accumulation.clock.done == 2 * BATCHES
     assert len(said) == 1
 
 

@@ -152,7 +152,7 @@ def test_free_memory_forgets_what_was_prepared_and_gives_nones() -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     assert accelerator.free_memory(model, 1) == [None, None]
-    assert not accelerator._equipment.prepared
+    assert not accelerator._context.prepared
 
 
 def test_a_dropped_accelerator_is_gone_at_once_with_what_it_prepared() -> None:

@@ -138,7 +138,7 @@ def test_a_stop_at_a_boundary_leaves_loader_and_windows_clean() -> None:
     assert _boundaries(events) == [(0, 0), (1, 0), "ended"]
     accelerator = training[0]
     assert accelerator.sync_gradients
-    assert accelerator._equipment.accumulation.depth == 0
+    assert accelerator._context.accumulation.depth == 0
     events.clear()
     with outlet(events.append):
         _epoch(*training)

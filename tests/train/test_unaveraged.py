@@ -641,7 +641,7 @@ def sharded() -> tuple[list[Tensor], list[Tensor]]:
 def _after_the_accelerator_has_gone() -> bool:
     program = Program()
     strategy = Strategy(program.accelerator.world, torch.device("cpu"))
-    OtherOptimizers(strategy, program.accelerator._equipment.accumulation, []).begin()
+    OtherOptimizers(strategy, program.accelerator._context.accumulation, []).begin()
     register_optimizer_step_pre_hook(lambda *_: None)  # as of another Accelerator
     del strategy
     net = Net()

@@ -221,7 +221,7 @@ def test_the_steps_of_such_a_trainer_are_counted_and_can_be_stopped_between() ->
         trainer.train(3)
     steps = [event.step for event in events if isinstance(event, StepEntered)]
     assert sorted(set(steps)) == [0, 1, 2, 3]
-    assert trainer.accelerator._equipment.accumulation.clock.done == 3
+    assert trainer.accelerator._context.accumulation.clock.done == 3
 
 
 def test_a_first_batch_inside_leaves_every_weight_finite() -> None:
@@ -241,8 +241,8 @@ def test_a_block_in_which_the_loader_ends_counts_for_nothing() -> None:
                     accelerator.backward(_loss(model, next(batches)))
                     syncs.append(accelerator.sync_gradients)
         assert syncs == [False, True, False, True]
-        assert accelerator._equipment.accumulation.depth == 0
-        assert accelerator._equipment.accumulation.window.position == 0
+        assert accelerator._context.accumulation.depth == 0
+        assert accelerator._context.accumulation.window.position == 0
 
 
 def test_a_batch_for_the_next_block_does_not_change_what_this_one_has_decided() -> None:
@@ -305,7 +305,7 @@ def test_a_look_at_the_loader_that_is_iterated_leaves_its_windows_and_its_end_al
                 next(_cycle(loader))
         assert isinstance(events[-1], StepsEnded)
     assert syncs == [False, True, False, True, True]
-    assert not accelerator._equipment.accumulation.is_iterating
+    assert not accelerator._context.accumulation.is_iterating
 
 
 def test_models_that_are_trained_in_turn_keep_windows_of_their_own() -> None:
@@ -387,7 +387,7 @@ def _in_parts(split: int, steps: int) -> Tensor:
             DataLoader(rows, batch_size=4),  # type: ignore[arg-type]
         )
         batches = _cycle(loader)
-        while accelerator._equipment.accumulation.clock.done < 4:
+        while accelerator._context.accumulation.clock.done < 4:
             with accelerator.accumulate(model):
                 accelerator.backward(_loss(model, next(batches)))
                 optimizer.step()

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, cast
 
-from nbaccel.base.demand import Demand
 from nbaccel.base.errors import RanksFailed
 from nbaccel.base.failures import Failure as Kind, classify
+from nbaccel.base.memory_request import MemoryRequest
 from nbaccel.base.notices import are_ours, show_as
 from nbaccel.launching.ipc.dead_loader_workers import WorkerEnd, dead_worker
 
@@ -65,14 +65,14 @@ class ErrorLink:
     places: list[Place]
     relation: str = ""
     worker: WorkerEnd | None = None
-    demand: Demand | None = None
+    demand: MemoryRequest | None = None
 
     @classmethod
     def of(cls, error: BaseException, relation: str) -> ErrorLink:
         headline = _headline(error)
         places = _users_places(error.__traceback__)
         worker = dead_worker(error, "\n".join(headline))
-        return cls(type(error).__qualname__, headline, places, relation, worker, Demand.of(error))
+        return cls(type(error).__qualname__, headline, places, relation, worker, MemoryRequest.of(error))
 
     @property
     def kind(self) -> Kind:
@@ -90,7 +90,7 @@ class ErrorLink:
             | {
                 "places": [tuple(place) for place in link["places"]],
                 "worker": None if worker is None else WorkerEnd(*worker),
-                "demand": None if demand is None else Demand(**demand),
+                "demand": None if demand is None else MemoryRequest(**demand),
             }
         )
 

@@ -389,7 +389,7 @@ class LaunchSpec:
     restarts_ranks: a rank that dies is started again alone, while the others work; for independent ranks only.
     written_files: path of a list of the files that the ranks write, a line each; empty if none is wanted.
     ends_waiting: a run in which all ranks wait in collectives, and none goes on, is ended after seconds.
-    shield: `FileShield.entry`, for ranks whose files are thrown away; empty otherwise.
+    shield: `FileShield.entry`, for ranks whose files are discarded; empty otherwise.
     saves_to: folder below which ranks save what torch and safetensors write; the originals of other files that they
     change are kept beside it. Empty for the program's own paths.
     """

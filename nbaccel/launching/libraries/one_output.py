@@ -1,9 +1,9 @@
 """Let the ranks of a raw loop act as one program: one bar, one tracked run, local metrics, no login. Runs in ranks.
 
 A loop that does not know ranks would draw, log and count once per rank. Libraries are patched when they are loaded;
-this module imports none of them. Rank 0 alone draws bars (`OneBar`) and writes trackers' runs (`write_one_run`),
-metrics stay local to their rank (`LoneMetrics`), and a library that asks the user to log in raises an error that names
-the variable to set (`refuse_logins`).
+this module imports none of them. Rank 0 alone draws bars (`ProgressBars`) and writes trackers' runs (`write_one_run`),
+metrics stay local to their rank (`MetricsOfRanks`), and a library that asks the user to log in raises an error that
+names the variable to set (`refuse_logins`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from nbaccel.launching.ipc.spec import TaskWatch
 from nbaccel.namespace.event_files import silence
 
 __all__ = [
-    "LoneMetrics",
-    "OneBar",
+    "MetricsOfRanks",
+    "ProgressBars",
     "refuse_logins",
     "write_one_run",
 ]
@@ -36,7 +36,7 @@ _ARGUMENTS_BEFORE_FILE = 4
 """Number of tqdm's arguments before `file`: iterable, desc, total, leave."""
 
 
-class OneBar:
+class ProgressBars:
     """Decides whether this rank draws its bars, from task to task. One per process.
 
     In ranks other than 0 a bar counts as usual, and shows nothing: `n`, `total`, and the results of iterating and
@@ -337,7 +337,7 @@ def _refuse_the_hubs(rank: int, module: Any) -> None:
         module.request_device_code = refuse
 
 
-class LoneMetrics:
+class MetricsOfRanks:
     """Decides whether metrics are added up over the ranks, from task to task. One per process.
 
     torchmetrics and ignite add up their counts over all ranks as soon as there is a process group. In a loop that does

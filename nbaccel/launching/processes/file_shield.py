@@ -97,7 +97,7 @@ class FileShield:
             raise
 
     def covers(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether what a rank writes at `path` is thrown away; without a shield, nothing is."""
+        """Return whether what a rank writes at `path` is discarded; without a shield, nothing is."""
         uncovered = [*self._answer.get("open", ()), *self._answer.get("of_the_system", ())]
         return not self.why_not and is_covered(os.path.realpath(path), self._answer["covered"], uncovered)
 

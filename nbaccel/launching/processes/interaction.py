@@ -1,7 +1,7 @@
 """Requests of a person or of the system to a run: interrupts, SIGTERM, answers to a debugger. Runs in the kernel.
 
-`Interrupts` only counts presses, and wakes the loop that waits for them; `Supervisor._loop` decides what they mean: the
-first press asks the ranks to finish their step, the second ends them. A press comes from the keyboard, a button,
+`Interrupts` only counts them, and wakes the loop that waits for them; `Supervisor._loop` decides what they mean: the
+first one asks the ranks to finish their step, the second ends them. It comes from the keyboard, a button,
 another thread or a `Pollable`, a task that the kernel's thread checks while it watches a run.
 """
 
@@ -30,16 +30,17 @@ __all__ = [
 
 
 class Interrupts:
-    """Counts presses; readable by a selector when there are new ones.
+    """Counts interrupts; readable by a selector when there are new ones.
 
-    count: the number of presses that have been read.  raised: an exception that asked for the end of the run, if any.
+    count: the number of interrupts that have been read.  raised: an exception that asked for the end of the run, if
+    any.
 
     >>> interrupts = Interrupts()
-    >>> interrupts.press(); interrupts.press()
+    >>> interrupts.interrupt(); interrupts.interrupt()
     >>> interrupts.read()
     >>> interrupts.count
     2
-    >>> interrupts.close(); interrupts.press()
+    >>> interrupts.close(); interrupts.interrupt()
     """
 
     def __init__(self) -> None:
@@ -56,13 +57,13 @@ class Interrupts:
     def fds(self) -> tuple[int, int]:
         return self._here.fileno(), self._there.fileno()
 
-    def press(self) -> None:
-        """Count one more press; from any thread or a signal handler; without effect after `close`."""
+    def interrupt(self) -> None:
+        """Count one more; from any thread or a signal handler; without effect after `close`."""
         with contextlib.suppress(OSError):
             self._there.send(b"!")
 
     def read(self) -> None:
-        """Add the presses that have come to `count`."""
+        """Add the interrupts that have come to `count`."""
         with contextlib.suppress(BlockingIOError):
             self.count += len(self._here.recv(64))
 
@@ -71,25 +72,25 @@ class Interrupts:
         self._there.close()
 
     def end_by(self, error: BaseException) -> None:
-        """Press because of `error`, which belongs to the caller of the run; a second one is raised at once."""
+        """Interrupt because of `error`, which belongs to the caller of the run; a second one is raised at once."""
         if self.raised is not None:
             raise error
         self.raised = error
-        self.press()
+        self.interrupt()
 
     @contextlib.contextmanager
     def of_the_keyboard(self) -> Iterator[None]:
-        """Turn SIGINT into a press instead of an exception. Only the main thread can be interrupted.
+        """Count SIGINT as an interrupt instead of an exception. Only the main thread can be interrupted.
 
         Other handlers of the notebook's are called, and what they raise (a time limit by an alarm) ends the run as a
-        press does, see `raised`: otherwise it would end the loop that brings back what the ranks have.
+        interrupt does, see `raised`: otherwise it would end the loop that brings back what the ranks have.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        def press(number: int, frame: Any) -> None:
-            self.press()
+        def interrupt(number: int, frame: Any) -> None:
+            self.interrupt()
 
         others = _handlers()
 
@@ -99,7 +100,7 @@ class Interrupts:
             except BaseException as error:
                 self.end_by(error)
 
-        previous = signal.signal(signal.SIGINT, press)
+        previous = signal.signal(signal.SIGINT, interrupt)
         try:
             with _replaced(others, call):
                 yield
@@ -152,7 +153,7 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def stopped_before_termination(saves_itself: Callable[[], bool]) -> Iterator[None]:
-    """Stop a run that saves itself, as by a press, before SIGTERM ends the kernel.
+    """Stop a run that saves itself, as by an interrupt, before SIGTERM ends the kernel.
 
     Runs in the kernel's main thread, the only one that handles signals; in another thread it does nothing.
 
@@ -196,20 +197,20 @@ class Pollable:
         """Return the seconds until `tick` may have something to do; None while only the run's own events matter."""
         return None
 
-    def begins(self, press: Callable[[], None]) -> None:
+    def begins(self, interrupt: Callable[[], None]) -> None:
         """Prepare for the packing of the names that the ranks need; called before it, in runs that pack.
 
-        press: a function for any thread that ends the packing, and nothing after it.
+        interrupt: a function for any thread that ends the packing, and nothing after it.
         """
 
-    def tick(self, now: float, press: Callable[[], None]) -> None:
+    def tick(self, now: float, interrupt: Callable[[], None]) -> None:
         """Do what is due; called whenever the run's loop is awake, never before the ranks have been started.
 
-        press: a function that counts as one interrupt by the user. It may be kept, and called from any thread at any
-        time; once the run is over it does nothing.
+        interrupt: a function that counts as one interrupt by the user. It may be kept, and called from any thread at
+        any time; once the run is over it does nothing.
         """
 
-    def pressed(self, times: int) -> None:
+    def interrupted(self, times: int) -> None:
         """Take note that the run has been asked to end `times` times by now, by anyone."""
 
 
@@ -233,11 +234,11 @@ class DebuggerPrompt:
         self._notice = notice
         self._has_told = False
 
-    def answer(self, member: WorkerHandle, prompt: str, *, is_open: bool, press: Callable[[], None]) -> float:
+    def answer(self, member: WorkerHandle, prompt: str, *, is_open: bool, interrupt: Callable[[], None]) -> float:
         """Ask, and send the answer to the rank; return the seconds that it took.
 
         is_open: the run goes on; otherwise no question is asked, and the rank is told so.
-        press: called when the user interrupts instead of answering.
+        interrupt: called when the user interrupts instead of answering.
         """
         began = time.monotonic()
         typed: str | None = None
@@ -245,7 +246,7 @@ class DebuggerPrompt:
             try:
                 typed = _typed(f"[rank {member.rank}] {prompt}")
             except (KeyboardInterrupt, EOFError):
-                press()
+                interrupt()
         with contextlib.suppress(OSError):  # a rank that died meanwhile needs no answer
             member.channel.send({"op": "answer", "text": typed, "is_over": not is_open})
         return time.monotonic() - began

@@ -1,4 +1,4 @@
-"""The holder of a file shield: a process in whose mount namespace all that is written is thrown away. Standard library.
+"""The holder of a file shield: a process in whose mount namespace all that is written is discarded. Standard library.
 
 `FileShield` starts it without site-packages, and it reports to the kernel in one line of JSON. There are two processes.
 The outer one stays in the machine's own namespaces: it maps the users of the new ones, ends with the kernel, and

@@ -391,7 +391,7 @@ def endable(seconds: float | None, beside: Sequence[Pollable] = ()) -> Iterator[
         return
     alarm = _Alarm(seconds)
     for each in beside:
-        each.begins(alarm.press)
+        each.begins(alarm.interrupt)
     told = ""
     try:
         alarm.start()
@@ -413,9 +413,9 @@ def endable(seconds: float | None, beside: Sequence[Pollable] = ()) -> Iterator[
 
 
 class _Alarm:
-    """Interrupts the thread that made it repeatedly, from `seconds` or a press on until the block is left.
+    """Interrupts the thread that made it repeatedly, from `seconds` or an interrupt on until the block is left.
 
-    has_rung: the time was over before any press.  is_off: it sends no more interrupts.
+    has_rung: the time was over before any interrupt.  is_off: it sends no more interrupts.
     is_interrupted: another source has interrupted this thread while the block was being left.
     """
 
@@ -460,7 +460,7 @@ class _Alarm:
                 signal.signal(signal.SIGINT, self._previous)
         self.is_off = True
 
-    def press(self) -> None:
+    def interrupt(self) -> None:
         """Ask for the interrupt, from any thread; once the block is left it does nothing."""
         self._is_pressed = True
         self._is_awake.set()

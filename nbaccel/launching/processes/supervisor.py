@@ -1,8 +1,8 @@
 """Supervise the worker processes of a `WorkerGroup` during one run. Runs in the kernel.
 
 A selector waits for events (output, messages, ends of processes, the user's interrupt); nothing is polled while ranks
-only work. Whatever ends the run, `Supervisor.turns` returns after every process of it is gone, except persistent ranks.
-`FirstFailure` decides which rank's failure ended the run; `RunObservers` are told of everything.
+only work. Whatever ends the run, `Supervisor.as_coroutine` returns after every process of it is gone, except persistent
+ranks. `FirstFailure` decides which rank's failure ended the run; `RunObservers` are told of everything.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from nbaccel.launching.processes.hangs import Hang, HangWatch
 from nbaccel.launching.processes.interaction import DebuggerPrompt, Interrupts, Pollable, stopped_before_termination
 from nbaccel.launching.processes.notebook_queues import NotebookQueues
 from nbaccel.launching.processes.rank_losses import reaction_to_losses, restart_line
+from nbaccel.launching.processes.run_coroutine import RunCoroutine, Wait, driven
 from nbaccel.launching.processes.shutdown import (
     HANDED_OVER,
     NOTICE_AFTER_S,
@@ -42,7 +43,6 @@ from nbaccel.launching.processes.shutdown import (
     StopAtStep,
     TimeLimits,
 )
-from nbaccel.launching.processes.turns import Turns, Wait, driven
 from nbaccel.launching.processes.workers import WorkerGroup, files_being_written
 from nbaccel.output.router import KEPT_BYTES, OutputRouter, Screen
 
@@ -109,7 +109,7 @@ class Supervisor:
 
     notice: shows one line of the project to the user.  listeners: receive the reports of the ranks.
     beside: other tasks to check during the run.  hears_signals: interrupts and SIGTERM concern this run; otherwise the
-    caller of `turns` handles them, for several runs side by side.
+    caller of `as_coroutine` handles them, for several runs side by side.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Supervisor:
         self._why_fork_fails: str | None = None
         self._is_stop_wanted = False  # a rank asked for it
         self._is_timed_out = False
-        self._handed_over = 0  # presses that the program has handled itself
+        self._handed_over = 0  # interrupts that the program has handled itself
         self._is_own_limit = False
         self._prompting = DebuggerPrompt(notice)
         self._has_quit = False  # a user quit the debugger of a rank
@@ -151,7 +151,7 @@ class Supervisor:
         self._queues = NotebookQueues()
         self._has_grace = False  # whether the reaper lets the ranks outlive the kernel
 
-    def turns(self, begin: Callable[[Collection[int]], None] | None = None) -> Turns[RunResult]:
+    def as_coroutine(self, begin: Callable[[Collection[int]], None] | None = None) -> RunCoroutine[RunResult]:
         """Run to the end; afterwards no process of the run exists except persistent ranks, which are idle.
 
         It waits for nothing itself: it yields what it waits for, so that one thread can watch several runs. If it is
@@ -206,7 +206,7 @@ class Supervisor:
 
     # --- the loop ----------------------------------------------------------------------------------------------
 
-    def _loop(self, began: float) -> Turns[None]:
+    def _loop(self, began: float) -> RunCoroutine[None]:
         page = self._page
         ending: ShutdownPolicy = KeepRunning(self._members, began)
         interrupts = 0
@@ -225,15 +225,15 @@ class Supervisor:
             elif self._interrupts.count > interrupts:
                 interrupts = self._interrupts.count
                 for each in self._beside:
-                    each.pressed(interrupts)
-                ending = self._pressed(ending, now)
+                    each.interrupted(interrupts)
+                ending = self._interrupted(ending, now)
             elif isinstance(ending, KeepRunning):
                 if page.saves_itself and not self._has_grace:
                     self._has_grace = True
                     self._worker_group.guard(f"={SAVE_GRACE_S:g}")
                 if page.stop_wanted and not self._is_stop_wanted:  # a rank was told to end
                     self._is_stop_wanted = True
-                    self._interrupts.press()
+                    self._interrupts.interrupt()
                 if (limit_at := self._limits.ends_at) is not None and now > limit_at:
                     self._is_timed_out = True
                     self._is_own_limit = self._limits.is_programs
@@ -257,17 +257,17 @@ class Supervisor:
             self._router.tick()
             self._telemetry.tick(now)
             for each in self._beside:
-                each.tick(now, self._interrupts.press)
+                each.tick(now, self._interrupts.interrupt)
 
-    def _pressed(self, ending: ShutdownPolicy, now: float) -> ShutdownPolicy:
-        """Return the policy after one more press."""
-        presses = self._interrupts.count - self._handed_over
-        if presses == 1 and not self._handed_over and isinstance(ending, KeepRunning) and self._has_handlers:
+    def _interrupted(self, ending: ShutdownPolicy, now: float) -> ShutdownPolicy:
+        """Return the policy after one more interrupt."""
+        interrupts_so_far = self._interrupts.count - self._handed_over
+        if interrupts_so_far == 1 and not self._handed_over and isinstance(ending, KeepRunning) and self._has_handlers:
             self._handed_over = 1
             self._notice(HANDED_OVER)
             return HandOver(self._members, now, self._page)
-        if isinstance(ending, StopAtStep) or presses > 1:
-            # A `Kill` is kept: a new one at every press would delay its SIGKILL.
+        if isinstance(ending, StopAtStep) or interrupts_so_far > 1:
+            # A `Kill` is kept: a new one at every interrupt would delay its SIGKILL.
             return ending if isinstance(ending, Kill) else Kill(self._members, now)
         return StopAtStep(self._members, now, self._page)
 
@@ -340,7 +340,7 @@ class Supervisor:
         if is_open:
             self._prompting.announce(member)
         self._router.settle(member.rank)
-        seconds = self._prompting.answer(member, prompt, is_open=is_open, press=self._interrupts.press)
+        seconds = self._prompting.answer(member, prompt, is_open=is_open, interrupt=self._interrupts.interrupt)
         self._limits.excuse(seconds)
         self._hangs.excuse(seconds)
 
@@ -537,10 +537,10 @@ class RunObservers:
         begin: Callable[[Collection[int]], None] | None = None,
         excluded_ranks: Collection[int] = (),
     ) -> RunResult:
-        """Watch one run of a `WorkerGroup`, from its beginning to its end; see `turns`."""
-        return driven(self.turns(worker_group, spec, log, recorder, begin, excluded_ranks))
+        """Watch one run of a `WorkerGroup`, from its beginning to its end; see `as_coroutine`."""
+        return driven(self.as_coroutine(worker_group, spec, log, recorder, begin, excluded_ranks))
 
-    def turns(
+    def as_coroutine(
         self,
         worker_group: WorkerGroup,
         spec: LaunchSpec,
@@ -548,10 +548,10 @@ class RunObservers:
         recorder: Listener | None = None,
         begin: Callable[[Collection[int]], None] | None = None,
         excluded_ranks: Collection[int] = (),
-    ) -> Turns[RunResult]:
+    ) -> RunCoroutine[RunResult]:
         """Watch one run of a `WorkerGroup`, from its beginning to its end, beside others.
 
-        log: gets all output.  recorder: gets each report before the listeners.  begin: see `Supervisor.turns`.
+        log: gets all output.  recorder: gets each report before the listeners.  begin: see `Supervisor.as_coroutine`.
         excluded_ranks: ranks that take no part.
         """
         shown: Collection[int] | None = self.shown_ranks
@@ -571,7 +571,7 @@ class RunObservers:
                 beside=self.beside,
                 hears_signals=self.hears_signals,
             )
-            return (yield from supervisor.turns(begin))
+            return (yield from supervisor.as_coroutine(begin))
 
 
 def open_log(path: str) -> BinaryIO:

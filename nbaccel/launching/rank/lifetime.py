@@ -1,7 +1,8 @@
 """End a rank when its kernel has died, when it is stopped or hangs, and after its last task. Runs in ranks.
 
 `DeathWatch` ends the rank's session when the kernel is gone, `SaveGrace` gives a rank that saves itself time for a last
-checkpoint before, and `CutWatch` ends a wait in the device that would never end. `Farewell` runs last, in the ranks of
+checkpoint before, and `CutWatch` ends a wait in the device that would never end. `ExitFunctions` runs last, in the
+ranks of
 notebooks: it ends the rank's own exit functions, threads and children, and nothing inherited. `end_as_the_interpreter`
 ends those of `nbaccel launch`.
 
@@ -33,7 +34,7 @@ __all__ = [
     "SPOILT",
     "CutWatch",
     "DeathWatch",
-    "Farewell",
+    "ExitFunctions",
     "SaveGrace",
     "end_as_the_interpreter",
 ]
@@ -275,7 +276,7 @@ def _obstacle() -> str:
 _EXIT_S = 10.0
 
 
-class Farewell:
+class ExitFunctions:
     """Ends a rank: its own atexit handlers, threads and children get 10 s; then the process ends in any case.
 
     It is made before any user code. `atexit` runs the newest function first and has no list of its functions, and
@@ -294,7 +295,7 @@ class Farewell:
         status: that of the rank's last task. Return the exit code, if other code has removed the registered function.
         """
         self._code = 0 if status in ("ok", "stopped") else 1
-        threading.Thread(target=self._cut, name="nbaccel-farewell", daemon=True).start()
+        threading.Thread(target=self._cut, name="nbaccel-exit", daemon=True).start()
         if self._code:
             # Handlers that ask how the process ended (wandb does) look here.
             sys.last_type, sys.last_value = RuntimeError, RuntimeError("the rank failed")

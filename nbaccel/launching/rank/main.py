@@ -36,15 +36,14 @@ from nbaccel.launching.libraries import attach_to_foreign_trainers
 from nbaccel.launching.libraries.existing_world import join_existing_world
 from nbaccel.launching.libraries.nested_launchers import refuse_launchers
 from nbaccel.launching.libraries.one_file import write_one_file
-from nbaccel.launching.libraries.one_output import LoneMetrics, OneBar, refuse_logins, write_one_run
+from nbaccel.launching.libraries.one_output import MetricsOfRanks, ProgressBars, refuse_logins, write_one_run
 from nbaccel.launching.libraries.one_process import forget_one_process, let_the_local_rank_be_the_only_card
 from nbaccel.launching.libraries.written_files import note_written_files
 from nbaccel.launching.rank.connections import explain
 from nbaccel.launching.rank.debugger import debugging
 from nbaccel.launching.rank.inherited import LostThreads, put_aside
 from nbaccel.launching.rank.jupyter import adopt_notebook, flush_figures, reload_modules
-from nbaccel.launching.rank.leaving import Leaving
-from nbaccel.launching.rank.lifetime import SPOILT, CutWatch, DeathWatch, Farewell, SaveGrace
+from nbaccel.launching.rank.lifetime import SPOILT, CutWatch, DeathWatch, ExitFunctions, SaveGrace
 from nbaccel.launching.rank.process_setup import (
     ChildHandler,
     Interrupt,
@@ -58,6 +57,7 @@ from nbaccel.launching.rank.process_setup import (
 )
 from nbaccel.launching.rank.reporter import Reporter
 from nbaccel.launching.rank.separate_trainings import OneTraining
+from nbaccel.launching.rank.sharded_results import ShardedResults
 from nbaccel.launching.rank.stack_snapshot import CallLog, is_data, left_behind, scenes
 from nbaccel.launching.rank.streams import RankStreams
 from nbaccel.launching.rank.whole_models import WholeModels
@@ -136,7 +136,7 @@ class _Rank:
                 os.close(fd)
         adopt_notebook(self.rank, self._streams.publish, self._streams.old_streams)
         self._kept, self._written = put_aside(self.rank), written
-        self._exit_worker = Farewell()
+        self._exit_worker = ExitFunctions()
         restore_signals()
         self.interrupt = Interrupt()
         self._children = ChildHandler()
@@ -158,10 +158,10 @@ class _Rank:
         self.calls = CallLog(self._peers)
         self._one_training = OneTraining(self.page, boot.world, self._collectives)
         self._whole_models = WholeModels(boot.world, self._one_training.wrappers)
-        self._leaving = Leaving(boot.world.world_size)
+        self._leaving = ShardedResults(boot.world.world_size)
         self._leaving.watch()
-        self._one_bar = OneBar(boot.world)
-        self._lone_metrics = LoneMetrics()
+        self._one_bar = ProgressBars(boot.world)
+        self._lone_metrics = MetricsOfRanks()
         self._gate = StepGate(self.page, self.rank)
         ring = RingWriter(boot.ring_fd)
         self.reporter = Reporter(ring, self._gate, self.calls, SaveGrace(self.page, self.rank, watch))
@@ -197,7 +197,7 @@ class _Rank:
         with outlet(self.reporter):
             status, home = self._work(make_task, self.boot.setup)
             while (order := self._await_order()) is not None:
-                status, _ = self._work(partial(_guest, *order, home))
+                status, _ = self._work(partial(_task_sent, *order, home))
         return self._exit_worker(status)
 
     def _work(self, make_task: Callable[[], Task], setup: str | None = None) -> tuple[str, SharedNamespace | None]:
@@ -304,7 +304,7 @@ class _Rank:
             may_lack=values.keys() if results.may_lack else (),
             sharded=self._leaving.tensors(results),
         )
-        stayed = {_in_words(key, changes): why for key, why in refused.items() if key.startswith("change:")}
+        stayed = {_place_of_change(key, changes): why for key, why in refused.items() if key.startswith("change:")}
         missing = dict(results.missing) | {
             name.removeprefix("out:"): reason
             for name, reason in refused.items()
@@ -376,7 +376,7 @@ class _Rank:
         return message, fds[0]
 
 
-def _guest(message: dict[str, Any], payload_fd: int, home: SharedNamespace | None) -> Task:
+def _task_sent(message: dict[str, Any], payload_fd: int, home: SharedNamespace | None) -> Task:
     """Return a task that was sent to a persistent rank."""
     reload_modules()
     try:
@@ -426,7 +426,7 @@ def _snapshot(task: Task | None, trace: TracebackType | None, calls: CallLog) ->
         return StackSnapshot()
 
 
-def _in_words(refused: str, changes: Mapping[str, Change]) -> str:
+def _place_of_change(refused: str, changes: Mapping[str, Change]) -> str:
     """Return the place of a change, or of an entry of one, that could not be packed."""
     key, _, entry = refused.removeprefix("change:").partition(":")
     place = ObjectPlace(*changes[f"change:{key}"].token)

@@ -129,8 +129,8 @@ class OneTraining:
         implicit: it trained without having prepared anything.
         """
         return {
-            "exchanged": self.has_exchanged() or self._is_implicit,
-            "implicit": self._is_implicit,
+            "exchanged": self.has_exchanged() or self._is_raw_loop,
+            "implicit": self._is_raw_loop,
             "was_warned": self._was_warned or self._has_said,
             "has_prepared": bool(self.wrappers),
         }
@@ -218,13 +218,13 @@ class OneTraining:
 
     def has_exchanged(self) -> bool:
         """Return whether the program has exchanged data; for a task that a watch keeps equal, counts prove nothing."""
-        return not self._is_implicit and self._collectives() != self._begun_with
+        return not self._is_raw_loop and self._collectives() != self._begun_with
 
     def keeps(self, leaf: Any) -> bool:
         return self._equal_watch is not None and self._equal_watch.keeps([leaf])
 
     @property
-    def _is_implicit(self) -> bool:
+    def _is_raw_loop(self) -> bool:
         return self._equal_watch is not None and self._equal_watch.is_at_work
 
     def settled(self) -> set[int]:
@@ -463,7 +463,7 @@ class UpdatesByHand:
 
     ``p -= lr * p.grad`` is such an update; so are the optimizers of fastai and of Keras. All of them need a backward.
     So at the beginning of some backwards, the ranks compare a number for the values that the backward reaches and that
-    nothing is known to synchronise, if these have changed since the last comparison. It ends with the first verdict;
+    nothing is known to synchronise, if these have changed since the last comparison. It ends with the first decision;
     then `torch.autograd.backward` is torch's own again.
     """
 

@@ -1,7 +1,7 @@
 """Entry of a rank into the file shield of a dry run. Runs in ranks, before anything of ours starts a thread there.
 
 From then on the process, and all that it starts, sees the file systems that `processes/shield_holder.py` has built:
-what it writes is thrown away. Rights and the working folder are as before. A forked rank also has the files that the
+what it writes is discarded. Rights and the working folder are as before. A forked rank also has the files that the
 kernel has open or mapped to memory; `_keep_inherited_files` puts those of the shield into their places.
 
 In a user namespace an overlay refuses to rename a folder that existed before, and parts of one file system are several

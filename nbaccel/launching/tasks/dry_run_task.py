@@ -25,7 +25,7 @@ from nbaccel.launching.tasks.cell_task import RANDOM, RESULT, CellTask
 from nbaccel.namespace.nbytes import size_of
 from nbaccel.namespace.wrappers import plain
 
-__all__ = ["DryRunTask", "GradientTask", "ThrowawayTask"]
+__all__ = ["DiscardedTask", "DryRunTask", "GradientTask"]
 
 _COMPARED_BYTES = 1_000_000
 """Largest size of a value that ranks compare: a score, a list of losses, predictions."""
@@ -34,7 +34,7 @@ _SHOWN = 60
 """Characters of a value that a report shows."""
 
 
-class ThrowawayTask(CellTask):
+class DiscardedTask(CellTask):
     """Runs a cell as it is, without a connection to the internet, and brings nothing back.
 
     See `CellTask` for the other arguments; what subclasses measure, they write into `folder`.
@@ -63,7 +63,7 @@ class ThrowawayTask(CellTask):
         return Results()
 
 
-class GradientTask(ThrowawayTask):
+class GradientTask(DiscardedTask):
     """Runs a cell until its first step, whose gradients are recorded.
 
     make_probe: "module:function" that returns what watches the cell.
@@ -94,7 +94,7 @@ class GradientTask(ThrowawayTask):
             super().run()
 
 
-class DryRunTask(ThrowawayTask):
+class DryRunTask(DiscardedTask):
     """Tries a cell with a few batches of each loop.
 
     make_parts: "module:function" that returns what cuts loaders and measures, see `RankDryRun`.

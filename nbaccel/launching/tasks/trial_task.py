@@ -15,7 +15,7 @@ from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
 from nbaccel.dry_run.decisions import SharedDecisions
 from nbaccel.dry_run.rank_records import RankRecords
-from nbaccel.launching.tasks.dry_run_task import ThrowawayTask
+from nbaccel.launching.tasks.dry_run_task import DiscardedTask
 from nbaccel.trials.changes import SpeedChange
 from nbaccel.trials.throughput import Throughput, TrialEnded
 from nbaccel.trials.training_parts import TrainingParts
@@ -23,7 +23,7 @@ from nbaccel.trials.training_parts import TrainingParts
 __all__ = ["RankTrial", "TrialTask"]
 
 
-class TrialTask(ThrowawayTask):
+class TrialTask(DiscardedTask):
     """Tries a cell with `change`.
 
     wanted_s: seconds to measure.  compiled: the folder in which trials share what compilers make; may be empty.

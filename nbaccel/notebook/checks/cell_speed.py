@@ -17,11 +17,11 @@ from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.notebook.checks.candidates import Machine
+from nbaccel.notebook.checks.dry_run_ranks import interrupted
 from nbaccel.notebook.checks.pasted_lines import NotebookCells, PastedLine, lines_to_paste
 from nbaccel.notebook.checks.speed import SpeedSearch
 from nbaccel.notebook.checks.speed_comparison import SpeedComparison, SpeedRow
 from nbaccel.notebook.checks.speed_report import SpeedReport
-from nbaccel.notebook.checks.throwaway import interrupted
 from nbaccel.output.screens import JupyterScreen
 
 __all__ = ["CellSpeed"]

@@ -1,6 +1,6 @@
-"""A cell with `--check`: a dry run in ranks that are thrown away, and a report. Runs in the kernel.
+"""A cell with `--check`: a dry run in ranks that are discarded, and a report. Runs in the kernel.
 
-`Throwaway` gives the ranks a place to run, and discards what they write.
+`DryRunRanks` gives the ranks a place to run, and discards what they write.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.launching.tasks.dry_run_task import DryRunTask, GradientTask
+from nbaccel.notebook.checks.dry_run_ranks import DryRunRanks, interrupted, unseen
 from nbaccel.notebook.checks.findings import DryRunResult
 from nbaccel.notebook.checks.full_check import FullCheck, StepGradients
 from nbaccel.notebook.checks.incomparable_names import incomparable_names
 from nbaccel.notebook.checks.report import CheckReport, ReportLine
-from nbaccel.notebook.checks.throwaway import Throwaway, interrupted, unseen
 from nbaccel.notebook.checks.trained_names import trained_names
 from nbaccel.options.run_options import FULL
 
@@ -69,7 +69,7 @@ class CellCheck:
             LaunchRefused: nothing was started.  KeyboardInterrupt: it was interrupted.
         """
         noise = measure_noise()
-        with Throwaway.start(self._launcher) as place:
+        with DryRunRanks.start(self._launcher) as place:
             place.watch_files(self._say)
             first = self._dry_run(place, noise)
             changed = place.changed_files()
@@ -114,20 +114,20 @@ class CellCheck:
             return found, [StepGradients.read(found, place.records, rank) for rank in ranks]
 
     @contextmanager
-    def _later_place(self) -> Iterator[Throwaway]:
-        with Throwaway.start(self._launcher) as place:
+    def _later_place(self) -> Iterator[DryRunRanks]:
+        with DryRunRanks.start(self._launcher) as place:
             place.watch_files()
             yield place
             self._changed_later += place.changed_files()
 
-    def _dry_run(self, place: Throwaway, noise: float) -> DryRunResult:
+    def _dry_run(self, place: DryRunRanks, noise: float) -> DryRunResult:
         cell = self._cell
         out = None if cell.leaves_all else cell.out
         folder = str(place.records)
         task = DryRunTask(self._source, cell.namespace, out, cell.extra, folder=folder, make_parts=_PARTS)
         return self._run(place, self._plan, place.spec(self._plan, task, cell, self._setup), noise)
 
-    def _run(self, place: Throwaway, plan: LaunchPlan, spec: LaunchSpec, noise: float = 0.0) -> DryRunResult:
+    def _run(self, place: DryRunRanks, plan: LaunchPlan, spec: LaunchSpec, noise: float = 0.0) -> DryRunResult:
         began = time.monotonic()
         tree, namespace = self._source.parsed(), self._cell.namespace
         outcome = self._launcher.run(spec, unseen(plan, self._source.name))

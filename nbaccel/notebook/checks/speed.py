@@ -1,6 +1,6 @@
 """A cell with `--speed`: trials of the real cell with one change each, beside the cell as it is. Runs in the kernel.
 
-Each trial runs the cell from its first line, in ranks that are thrown away, until its training was measured for some
+Each trial runs the cell from its first line, in ranks that are discarded, until its training was measured for some
 seconds. The cell as it is is tried again and again in between, so that a machine whose speed drifts does not decide.
 First every change gets a trial; those that seem to help get more; then the best of each kind are tried together.
 """
@@ -23,9 +23,9 @@ from nbaccel.launching.processes.launch_result import LaunchResult
 from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.launching.tasks.trial_task import TrialTask
 from nbaccel.notebook.checks.candidates import Machine, candidates, refinements
+from nbaccel.notebook.checks.dry_run_ranks import PREFIX, DryRunRanks, unseen
 from nbaccel.notebook.checks.findings import error_of
 from nbaccel.notebook.checks.speed_comparison import SpeedComparison, SpeedRow, SpeedTrial
-from nbaccel.notebook.checks.throwaway import PREFIX, Throwaway, unseen
 from nbaccel.trials.changes import SpeedChange
 
 __all__ = ["SpeedSearch"]
@@ -249,7 +249,7 @@ class SpeedSearch:
             self._compiled = os.path.realpath(tempfile.mkdtemp(prefix=PREFIX))
             self._launcher.resources.guard(self._compiled)
         kept = [Path(self._compiled)] if change.compiles else []
-        with Throwaway.start(self._launcher, kept) as place:
+        with DryRunRanks.start(self._launcher, kept) as place:
             place.watch_files(self._say if is_first else lambda line: None)
             task = TrialTask(
                 cell.source,

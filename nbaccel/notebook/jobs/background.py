@@ -104,7 +104,7 @@ class BackgroundRun(Pollable):
         self._is_over = threading.Event()
         self._trouble: BaseException | None = None
         self._interrupts = 0  # before the ranks could be asked to end
-        self._press = self._count_press
+        self._interrupt = self._count_interrupt
         self._end_packing: Callable[[], None] = lambda: None
         self._shown_at: list[Screen] = []
 
@@ -189,10 +189,10 @@ class BackgroundRun(Pollable):
 
     def stop(self) -> None:
         """Finish the step, or the calls of a map; a second call ends the run now."""
-        self._press()
+        self._interrupt()
         self._end_packing()
 
-    def _count_press(self) -> None:
+    def _count_interrupt(self) -> None:
         self._interrupts += 1
 
     def show_at(self, screen: Screen) -> None:
@@ -231,18 +231,18 @@ class BackgroundRun(Pollable):
     def due_in(self, now: float) -> float | None:
         return None if self._has_begun.is_set() else 0.0
 
-    def begins(self, press: Callable[[], None]) -> None:
-        self._end_packing = press
+    def begins(self, interrupt: Callable[[], None]) -> None:
+        self._end_packing = interrupt
 
-    def tick(self, now: float, press: Callable[[], None]) -> None:
-        self._press = press
+    def tick(self, now: float, interrupt: Callable[[], None]) -> None:
+        self._interrupt = interrupt
         for _ in range(self._interrupts):
-            press()
+            interrupt()
         self._interrupts = 0
         self._has_begun.set()
         self._show_where_asked()
 
-    def pressed(self, times: int) -> None:
+    def interrupted(self, times: int) -> None:
         self.times = times
 
     def _show_where_asked(self) -> None:

@@ -184,7 +184,7 @@ class MapTask(FunctionTask):
         super().__init__(load_named(_WORKER), (job, items, function, setup, hang_timeout_s))
         self.hang_timeout_s = hang_timeout_s
         self.users = [function] if setup is None else [function, setup]
-        self.title = f"map({_name(function)}, {_in_words(job.total)})"
+        self.title = f"map({_name(function)}, {_describe_total(job.total)})"
 
     @property
     def first_card(self) -> str:  # type: ignore[override]
@@ -515,7 +515,7 @@ def _what_stays(job: MapJob) -> str:
     done = job.done()
     if not done:
         return "no item is done"
-    of = f"{done:,} of {_in_words(job.total)}" if job.total is not None else plural(done, "item")
+    of = f"{done:,} of {_describe_total(job.total)}" if job.total is not None else plural(done, "item")
     are = "is" if done == 1 else "are"
     if job.out is None:
         return f'{of} {are} done and not kept; with out="answers.jsonl" the same line would go on'
@@ -526,7 +526,7 @@ def _are(count: int) -> str:
     return f"{plural(count, 'item')} {'is' if count == 1 else 'are'}"
 
 
-def _in_words(total: int | None) -> str:
+def _describe_total(total: int | None) -> str:
     return "a stream" if total is None else plural(total, "item")
 
 

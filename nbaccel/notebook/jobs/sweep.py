@@ -23,7 +23,7 @@ from nbaccel.base.world import World
 from nbaccel.display.history import History
 from nbaccel.launching.api import how_it_ended
 from nbaccel.launching.earlier_models import refuse_what_stays_here
-from nbaccel.launching.finished_runs import FinishedRuns, in_words, value_in_words
+from nbaccel.launching.finished_runs import FinishedRuns, describe_configuration, describe_value
 from nbaccel.launching.gpu_trouble import holder_name
 from nbaccel.launching.ipc.spec import FunctionTask, Task
 from nbaccel.launching.launcher import default_launcher, refuse_nested_launch
@@ -131,7 +131,9 @@ def sweep(
         ConsoleScreen().write("stdout", f"no run of {name} returned a value: what it is to leave has to be returned\n")
     if check and (failed := next((run for run in runs if run.error is not None), None)) is not None:
         assert failed.error is not None
-        failed.error.add_note(f"in the run with {in_words(failed.config)}; its output is in {failed.log_path}")
+        failed.error.add_note(
+            f"in the run with {describe_configuration(failed.config)}; its output is in {failed.log_path}"
+        )
         raise failed.error
     return runs
 
@@ -173,7 +175,7 @@ def _refuse_wrong_kinds(own: Mapping[str, Any], configs: Sequence[Mapping[str, A
 def _in_arguments(values: Mapping[str, Any]) -> str:
     """Return the swept names with their values, as they are remembered."""
     lists = {name: _several(value) for name, value in values.items() if not isinstance(value, Iterator)}
-    return ", ".join(f"{name}=[{', '.join(value_in_words(one) for one in each)}]" for name, each in lists.items())
+    return ", ".join(f"{name}=[{', '.join(describe_value(one) for one in each)}]" for name, each in lists.items())
 
 
 def configurations(values: Mapping[str, Any]) -> list[dict[str, Any]]:

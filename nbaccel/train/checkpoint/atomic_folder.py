@@ -29,6 +29,7 @@ __all__ = [
     "SUBFOLDER",
     "Disposal",
     "Recycling",
+    "as_cannot_save",
     "complete_leftovers",
     "delete_dead",
     "delete_whole",
@@ -38,7 +39,6 @@ __all__ = [
     "place_for",
     "place_of",
     "replacing",
-    "sayable",
     "sweep",
 ]
 
@@ -60,7 +60,7 @@ def replacing(target: Path, needed_bytes: int) -> Iterator[Path]:
         CannotSave: no space, or no right to write here; raised before the first byte where that can be known.
     """
     unfinished = _own_name(target, "tmp")
-    with sayable(target, needed_bytes):
+    with as_cannot_save(target, needed_bytes):
         target.parent.mkdir(parents=True, exist_ok=True)
         _put_right(target)
         disposal = disposal_in(target.parent)
@@ -104,7 +104,7 @@ def complete_leftovers(target: Path) -> list[Path]:
 
 
 @contextmanager
-def sayable(target: Path, needed_bytes: int = 0) -> Iterator[None]:
+def as_cannot_save(target: Path, needed_bytes: int = 0) -> Iterator[None]:
     """Turn errors of full disks and forbidden folders into one error that a person can act on.
 
     Raises:

@@ -30,7 +30,7 @@ from nbaccel.base.quantised import trained_state
 from nbaccel.base.quantities import plural
 from nbaccel.train.checkpoint import rng_files
 from nbaccel.train.checkpoint.accelerate_format import read_foreign, restore_foreign_generators
-from nbaccel.train.checkpoint.atomic_folder import SUBFOLDER, may_write_below, sayable
+from nbaccel.train.checkpoint.atomic_folder import SUBFOLDER, as_cannot_save, may_write_below
 from nbaccel.train.checkpoint.autosave import CheckpointPolicy
 from nbaccel.train.checkpoint.content import Content, ObjectState, Staging
 from nbaccel.train.checkpoint.directory import CheckpointDirectory, FoundCheckpoint, is_of
@@ -38,10 +38,10 @@ from nbaccel.train.checkpoint.manifest import Manifest
 from nbaccel.train.checkpoint.rng_files import Stamp
 from nbaccel.train.checkpoint.save_agreement import Alone, SaveAgreement
 from nbaccel.train.checkpoint.shards import loadable
-from nbaccel.train.checkpoint.training_state import Epochs, Remembered, TrainingState, in_words
+from nbaccel.train.checkpoint.training_state import Epochs, Remembered, TrainingState, describe_position
 from nbaccel.train.checkpoint.writer import Save, ShareSave, Writer
 from nbaccel.train.distributed.callers import users_line, warn_user
-from nbaccel.train.prepare.equipment import Equipment
+from nbaccel.train.prepare.training_context import TrainingContext
 
 __all__ = [
     "ON_SAVE_ERROR",
@@ -106,7 +106,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        equipment: Equipment,
+        context: TrainingContext,
         directory: CheckpointDirectory,
         on_save_error: str,
         unwrap: Callable[[Module, bool], Module],
@@ -118,21 +118,21 @@ class Checkpoints:
         self.remembered = Remembered()
         self.writer = Writer()
         self.staging = Staging()
-        self._equipment = equipment
+        self._context = context
         self._on_save_error = on_save_error
         self._unwrap = unwrap
         self._say = say
 
     def training(self) -> TrainingState:
-        """Return what is saved and restored together, as it is in this process; the equipment must be complete."""
-        equipment = self._equipment
+        """Return what is saved and restored together, as it is in this process; the context must be complete."""
+        context = self._context
         return TrainingState(
-            equipment.prepared,
-            equipment.accumulation,
-            equipment.precision,
-            equipment.strategy,
-            equipment.world,
-            equipment.device,
+            context.prepared,
+            context.accumulation,
+            context.precision,
+            context.strategy,
+            context.world,
+            context.device,
             self.epochs,
             self.remembered,
             self.directory.lineage,
@@ -141,7 +141,7 @@ class Checkpoints:
     @property
     def writes(self) -> bool:
         """True if this process writes files that are for all ranks."""
-        state = self._equipment.state
+        state = self._context.state
         return state.is_main_process or (self.directory.project.save_on_each_node and state.is_local_main_process)
 
     # -- the whole training
@@ -217,7 +217,7 @@ class Checkpoints:
 
     def tell(self, directory: CheckpointDirectory, target: Path) -> None:
         """Print once what other runs have left where `target` is about to be made."""
-        if self._equipment.state.is_main_process and (news := directory.news(target)):
+        if self._context.state.is_main_process and (news := directory.news(target)):
             self._say(news)
 
     def agree_on_names(self) -> None:
@@ -226,9 +226,9 @@ class Checkpoints:
         Called where ranks communicate anyway. A save before that, or without it, has the names of rank 0.
         """
         lineage = self.directory.lineage
-        saves_itself = CheckpointPolicy.of(self._equipment.settings).every is not None
+        saves_itself = CheckpointPolicy.of(self._context.settings).every is not None
         is_named = saves_itself or self.directory.project.automatic_checkpoint_naming
-        if lineage.is_agreed or not (is_named or self._equipment.world.is_distributed):
+        if lineage.is_agreed or not (is_named or self._context.world.is_distributed):
             return
         run, free = self.from_main("name the checkpoints", lambda: (lineage.run, self.directory.free()))
         lineage.agree(run)
@@ -241,7 +241,7 @@ class Checkpoints:
         """
         refuse_if_aborted(f"the checkpoint {target}")
         training = self.training()
-        if training.is_sharded and self._equipment.world.is_distributed:
+        if training.is_sharded and self._context.world.is_distributed:
             return self._save_together(target, training, stamp, blocking, directory)
         if self.writes:
             self._write(target, training, stamp, blocking, directory, Alone())
@@ -249,9 +249,9 @@ class Checkpoints:
         if self.registered.save_hooks:
             self._run_save_hooks(training, training.weights(), target)
         try:
-            with sayable(target):
+            with as_cannot_save(target):
                 committed = {} if directory is None else {"committed": directory.committed}
-                rng_files.add(target, self._equipment.state.process_index, stamp, training.generators(), **committed)
+                rng_files.add(target, self._context.state.process_index, stamp, training.generators(), **committed)
         except CannotSave as error:
             self._go_on_without(error)
         return target
@@ -261,7 +261,7 @@ class Checkpoints:
     ) -> Path:
         """Save a sharded training, of which every rank writes its own rows. Runs in every rank; no collective."""
         self.writer.join()  # the save before, with its error: the same on all ranks, before any of them begins this one
-        world = self._equipment.world
+        world = self._context.world
         if self.directory.project.save_on_each_node and world.local_world_size < world.world_size:
             raise CannotSave(
                 f"cannot write the checkpoint {target}: save_on_each_node is for nodes without a common file system, "
@@ -301,7 +301,7 @@ class Checkpoints:
         if self.registered.save_hooks:
             self._run_save_hooks(training, weights, target)
         parts = _whole(content.ready(staging, rows_only=True), target)
-        world = self._equipment.world
+        world = self._context.world
         save = ShareSave(
             target,
             parts if staging is None else list(parts),
@@ -357,7 +357,7 @@ class Checkpoints:
             target,
             parts if staging is None else list(parts),
             content.nbytes,
-            self._equipment.state.process_index,
+            self._context.state.process_index,
             stamp,
             state,
             training.manifest(content, stamp),
@@ -398,7 +398,7 @@ class Checkpoints:
 
     def _handed_in(self, model: Module) -> Module:
         """Return the program's own module inside a prepared `model`: without DDP, and without our ``torch.compile``."""
-        return self._unwrap(model, not self._equipment.compiling.is_on)
+        return self._unwrap(model, not self._context.compiling.is_on)
 
     def _run_save_hooks(self, training: TrainingState, weights: list[dict[str, Any]], folder: Path) -> None:
         models = [self._handed_in(model) for model in training.prepared.models]
@@ -423,7 +423,7 @@ class Checkpoints:
         was_chosen: by us, among several.  options: for the models' ``load_state_dict``.
         """
         training = self.training()
-        for reason in choice.passed_over if self._equipment.state.is_main_process else ():
+        for reason in choice.passed_over if self._context.state.is_main_process else ():
             warn_user(f"{reason}. Loading {choice.folder} instead.")
         models = self._run_load_hooks(training, choice.folder)
         content = _read(choice, trust, training.is_sharded)
@@ -437,9 +437,9 @@ class Checkpoints:
         self.directory.lineage.follow(choice.manifest)
         missing = self._restore_generators(choice, training, seed, trust)  # last: nothing may draw after this
         self._say_who_draws_anew(missing)
-        if self._equipment.state.is_main_process and choice.manifest is not None:
-            place = in_words(training.step, training.prepared.loaders) if was_chosen else ""
-            for line in _news(choice.folder, choice.manifest, self._equipment.state.num_processes, place, reorders):
+        if self._context.state.is_main_process and choice.manifest is not None:
+            place = describe_position(training.step, training.prepared.loaders) if was_chosen else ""
+            for line in _news(choice.folder, choice.manifest, self._context.state.num_processes, place, reorders):
                 self._say(line)
             for model, facts in zip(training.prepared.models, content.progress.get("bases", ()), strict=False):
                 if facts is not None:
@@ -461,7 +461,7 @@ class Checkpoints:
         self, choice: FoundCheckpoint, training: TrainingState, seed: int, trust: bool
     ) -> list[str]:
         """Restore this rank's random states; return for each rank why they had to be derived, or an empty text."""
-        rank, device = self._equipment.state.process_index, training.device
+        rank, device = self._context.state.process_index, training.device
         if choice.manifest is None:
             reason = restore_foreign_generators(choice.folder, rank, device, trust)
         else:
@@ -470,14 +470,14 @@ class Checkpoints:
                 rng_files.restore(state, device)
         if reason:
             rng_files.derive(seed, training.step, rank)
-        reasons: list[str] = self._equipment.collectives.gather_objects([reason], "load_state, random states")
+        reasons: list[str] = self._context.collectives.gather_objects([reason], "load_state, random states")
         return reasons
 
     def _say_who_draws_anew(self, missing: Sequence[str]) -> None:
         """Warn once, on rank 0.  missing: for each rank why it had no random states, or an empty text."""
         derived = [rank for rank, reason in enumerate(missing) if reason]
-        if derived and self._equipment.state.is_main_process:
-            ranks = f"{', '.join(map(str, derived))} of {self._equipment.state.num_processes}"
+        if derived and self._context.state.is_main_process:
+            ranks = f"{', '.join(map(str, derived))} of {self._context.state.num_processes}"
             warn_user(
                 f"rank(s) {ranks} begin new random numbers, derived from the seed, the step "
                 f"and rank: {missing[derived[0]]}. (A save on the main process only, or with fewer ranks, has none.)",
@@ -490,13 +490,13 @@ class Checkpoints:
         """
         answer: _T | None = None
         error: Exception | None = None
-        if self._equipment.state.is_main_process:
+        if self._context.state.is_main_process:
             try:
                 answer = ask()
             except Exception as raised:
                 error = raised
-        if self._equipment.world.is_distributed:
-            answer, error = self._equipment.collectives.gather_objects([(answer, error)], call)[0]
+        if self._context.world.is_distributed:
+            answer, error = self._context.collectives.gather_objects([(answer, error)], call)[0]
         if error is not None:
             raise error
         return answer  # type: ignore[return-value]  # rank 0 has called it

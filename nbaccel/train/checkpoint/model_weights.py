@@ -23,7 +23,7 @@ from torch.nn import Module
 from nbaccel.base.aborting import refuse_if_aborted
 from nbaccel.base.quantised import base_of, trained_state
 from nbaccel.base.quantities import listed
-from nbaccel.train.checkpoint.atomic_folder import sayable
+from nbaccel.train.checkpoint.atomic_folder import as_cannot_save
 from nbaccel.train.checkpoint.content import load_pickle, load_tensors, read_part
 from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest, sync
 from nbaccel.train.checkpoint.serialization import CannotPack, frozen_file, pack, refuse_unknown
@@ -89,7 +89,7 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | s
     if len(shards) == 1:
         names = [_NAMES[safe]]
     size = sum(tensor.nbytes for tensor in packed.tensors.values())
-    with sayable(folder, size):
+    with as_cannot_save(folder, size):
         folder.mkdir(parents=True, exist_ok=True)
         for name, shard in zip(names, shards, strict=True):
             write_then_rename(folder / name, _writer(shard, {} if len(shards) > 1 else packed.aliases, safe))
@@ -310,7 +310,7 @@ def write_object(obj: Any, f: Any, safe_serialization: bool = False) -> None:
         refuse_if_aborted(f"the file {f}")  # only now: a copy from a device waits for what is queued there
 
     if isinstance(f, (str, os.PathLike)):
-        with sayable(Path(f)):
+        with as_cannot_save(Path(f)):
             write_then_rename(Path(f), write)
     else:
         write(f)

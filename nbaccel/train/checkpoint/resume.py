@@ -24,7 +24,7 @@ from nbaccel.train.checkpoint.directory import FoundCheckpoint
 from nbaccel.train.checkpoint.manager import Checkpoints
 from nbaccel.train.checkpoint.rng_files import State, read
 from nbaccel.train.checkpoint.shards import refuse_partial_torch_save
-from nbaccel.train.prepare.equipment import Equipment
+from nbaccel.train.prepare.training_context import TrainingContext
 from nbaccel.train.step.accumulation import Saver
 
 __all__ = [
@@ -45,9 +45,9 @@ class ResumePolicy:
     _autosave: Autosave
 
     def __init__(
-        self, equipment: Equipment, checkpoints: Checkpoints, limit_s: float | None, say: Callable[[str], None]
+        self, context: TrainingContext, checkpoints: Checkpoints, limit_s: float | None, say: Callable[[str], None]
     ) -> None:
-        self._equipment = equipment
+        self._context = context
         self._checkpoints = checkpoints
         self._limit_s = limit_s
         self._say = say
@@ -63,13 +63,13 @@ class ResumePolicy:
 
         save: writes the training into a folder, waiting for the disk or not; it must not keep this alive.
         """
-        policy = CheckpointPolicy.of(self._equipment.settings)
-        self._autosave = Autosave(policy, self._equipment.world, save, Weakly(self._random_states))
+        policy = CheckpointPolicy.of(self._context.settings)
+        self._autosave = Autosave(policy, self._context.world, save, Weakly(self._random_states))
         self.begin()
         saver: Saver | None = self._autosave if policy.every is not None else None
         if self._limit_s is not None:
-            saver = Deadline(self._limit_s, self._equipment.world, saver or Saver())
-        self._equipment.accumulation.clock.saver = saver
+            saver = Deadline(self._limit_s, self._context.world, saver or Saver())
+        self._context.accumulation.clock.saver = saver
         self._pending, self._choice, self._resumed = policy.resume, None, None
         self._is_schedule_known = False
         if policy.every is not None:
@@ -87,7 +87,7 @@ class ResumePolicy:
         self._checkpoints.save(target, self._checkpoints.training().stamp("by itself"), blocking, autosave_directory)
 
     def _random_states(self) -> State:
-        return read(self._equipment.device)
+        return read(self._context.device)
 
     def resume_if_complete(self) -> None:
         """Continue, after a `prepare`, once everything that the checkpoint holds is prepared. Collective.
@@ -118,8 +118,8 @@ class ResumePolicy:
 
     def _refuse_saves_of_one_rank(self) -> None:
         """Refuse a schedule by which rank 0 alone would save a sharded training. Collective at its first call."""
-        every = CheckpointPolicy.of(self._equipment.settings).every
-        if self._is_schedule_known or not (isinstance(every, Period) and self._equipment.world.is_distributed):
+        every = CheckpointPolicy.of(self._context.settings).every
+        if self._is_schedule_known or not (isinstance(every, Period) and self._context.world.is_distributed):
             return
         self._is_schedule_known = True
         if not self._checkpoints.from_main("the intervals of checkpoints", may_announce):
@@ -138,7 +138,7 @@ class ResumePolicy:
             return None  # the first session of a program that is always started with --resume
 
     def _holdings(self) -> HeldContent:
-        prepared = self._equipment.prepared
+        prepared = self._context.prepared
         return HeldContent(
             len(prepared.models),
             len(prepared.optimizers),

@@ -8,8 +8,8 @@ without coming between those of the training.
     rank00001@host.4711.here     this process takes part; the number is its process
     rank00001.json               its files are on the disk (their places and checksums), or its error
     rank00001.failed             the same, on a disk that has no room for the error
-    verdict.json, failed         rank 0 has committed the checkpoint, or the error that all ranks raise
-    rank00001@host.4711.left     it has read the verdict; who sees that all have left deletes the folder
+    outcome.json, failed         rank 0 has committed the checkpoint, or the error that all ranks raise
+    rank00001@host.4711.left     it has read the outcome; who sees that all have left deletes the folder
 
 Nobody waits for a process that is gone. A rank that does not come is waited for a few minutes, since it may evaluate or
 write something of its own before.
@@ -33,7 +33,7 @@ import torch
 from nbaccel.base.errors import CannotSave, CheckpointCorrupt
 from nbaccel.base.quantities import numbers_in_order
 from nbaccel.base.values import frozen
-from nbaccel.train.checkpoint.atomic_folder import is_alive, sayable
+from nbaccel.train.checkpoint.atomic_folder import as_cannot_save, is_alive
 from nbaccel.train.checkpoint.manifest import FileRecord, read_sealed, write_sealed
 
 __all__ = [
@@ -48,7 +48,7 @@ Places = dict[str, dict[str, dict[str, Any]]]
 
 _PREFIX = ".nbaccel_shards."
 _MEMBER = re.compile(r"rank(?P<rank>\d+)@(?P<host>.*)\.(?P<pid>\d+)\.(?P<kind>here|left)")
-_VERDICT, _FAILED = "verdict.json", "failed"
+_OUTCOME, _FAILED = "outcome.json", "failed"
 
 _POLL_S = 0.02
 _NOTICE_S = 10.0
@@ -130,7 +130,7 @@ class SaveAgreement(Alone):
 
     def begin(self) -> None:
         self._began = time.monotonic()
-        with sayable(self._target):
+        with as_cannot_save(self._target):
             while True:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with suppress(FileNotFoundError):  # another process took it for a dead one, and deleted it
@@ -143,13 +143,13 @@ class SaveAgreement(Alone):
             self._leave()
 
     def tell(self, error: BaseException) -> None:
-        """Tell the other ranks of `error`: rank 0's decides, another rank's waits for the verdict that it leads to."""
+        """Tell the other ranks of `error`: rank 0's decides, another rank's waits for the outcome that it leads to."""
         self._is_over = True
         answer = {"error": _as_json(error, self._rank, self._target)}
         for path in self.folder.glob(f"*-rank{self._rank:05d}-of-*"):
             path.unlink(missing_ok=True)  # which may be what filled the disk
         name, mark = (
-            (_VERDICT, _FAILED) if self._rank == 0 else (f"{_name(self._rank)}.json", f"{_name(self._rank)}.failed")
+            (_OUTCOME, _FAILED) if self._rank == 0 else (f"{_name(self._rank)}.json", f"{_name(self._rank)}.failed")
         )
         try:
             self._write(name, answer)
@@ -175,7 +175,7 @@ class SaveAgreement(Alone):
             raise
         self._is_over = True
         with suppress(OSError):  # the checkpoint is committed: the others find it by its stamp
-            self._write(_VERDICT, {"folder": target.name})
+            self._write(_OUTCOME, {"folder": target.name})
         self._leave()
 
     def collect(self, folder: Path, own: Share) -> Share:
@@ -233,7 +233,7 @@ class SaveAgreement(Alone):
         files = {name: {"size": record.size, "crc32": record.crc32} for name, record in share.records.items()}
         self._write(f"{_name(self._rank)}.json", {"files": files, "places": share.places, "sealed": list(sealed)})
 
-    def verdict(self) -> Path:
+    def outcome(self) -> Path:
         """Wait for rank 0's decision; return the checkpoint.
 
         Raises:
@@ -243,8 +243,8 @@ class SaveAgreement(Alone):
         try:
             while True:
                 names = self._names()
-                if _VERDICT in names:
-                    answer = self._read(_VERDICT)
+                if _OUTCOME in names:
+                    answer = self._read(_OUTCOME)
                     if (error := answer.get("error")) is not None:
                         raise _from_json(error)
                     return self._target.with_name(answer["folder"])
@@ -269,7 +269,7 @@ class SaveAgreement(Alone):
                 raise CannotSave(self._absent({0}, waited_s), str(self._target))
         except CannotSave as error:
             # It may have committed before it died, or before the folder went.
-            if _VERDICT not in self._names():
+            if _OUTCOME not in self._names():
                 if (folder := self._committed()) is not None:
                     raise _Committed(folder) from None
                 raise error from None
@@ -285,7 +285,7 @@ class SaveAgreement(Alone):
             rank = int(said["rank"])
             waited_s = time.monotonic() - self._began
             is_lost = not _lives(said["pid"]) if said["host"] == host else waited_s > _FOREIGN_S
-            answers = {f"{_name(rank)}.json", f"{_name(rank)}.failed"} if rank else {_VERDICT, _FAILED}
+            answers = {f"{_name(rank)}.json", f"{_name(rank)}.failed"} if rank else {_OUTCOME, _FAILED}
             if is_lost and not answers & self._names():
                 raise CannotSave(
                     f"cannot write the checkpoint {self._target}: rank {rank} (process {said['pid']} on "
@@ -350,7 +350,7 @@ def _may_live(folder: Path) -> bool:
         return is_young
     if any(said["kind"] == "here" and _lives(said["pid"]) for said in members):
         return True
-    # Left by those that came: somebody of a run that lives may come later still, to read the verdict.
+    # Left by those that came: somebody of a run that lives may come later still, to read the outcome.
     return is_young and any(_lives(said["pid"]) for said in members)
 
 

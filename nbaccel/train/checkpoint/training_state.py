@@ -33,7 +33,7 @@ __all__ = [
     "Epochs",
     "Remembered",
     "TrainingState",
-    "in_words",
+    "describe_position",
 ]
 
 
@@ -211,7 +211,7 @@ class TrainingState:
             loader.load_state_dict(state)
 
 
-def in_words(step: int, loaders: Sequence[PreparedLoader]) -> str:
+def describe_position(step: int, loaders: Sequence[PreparedLoader]) -> str:
     """Return where a training continues, as the panel shows it: "step 92, epoch 3, batch 28/32".
 
     Epochs are counted from 1, and batches are those of one rank: of the loader whose epoch is in progress. With several

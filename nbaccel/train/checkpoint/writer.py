@@ -19,7 +19,7 @@ from nbaccel.base.errors import CannotSave
 from nbaccel.base.events import Checkpoint, emit
 from nbaccel.base.values import frozen
 from nbaccel.train.checkpoint import rng_files as generators
-from nbaccel.train.checkpoint.atomic_folder import replacing, sayable, sweep
+from nbaccel.train.checkpoint.atomic_folder import as_cannot_save, replacing, sweep
 from nbaccel.train.checkpoint.content import ObjectState
 from nbaccel.train.checkpoint.manifest import FileRecord, Manifest, sync
 from nbaccel.train.checkpoint.rng_files import Stamp, State
@@ -110,7 +110,7 @@ class ShareSave:
         """
         agreement, share = self.agreement, Share({}, {})
         try:
-            with sayable(self.target):
+            with as_cannot_save(self.target):
                 for part in self.parts:
                     share = share.and_also(part.write_rows(agreement.folder, self.rank, self.world_size, self.earlier))
                 for name in share.records:
@@ -119,7 +119,7 @@ class ShareSave:
                 agreement.report(share, [own])
         except CannotSave as error:
             agreement.tell(error)
-        return agreement.verdict()
+        return agreement.outcome()
 
 
 class Writer:

@@ -19,15 +19,15 @@ from torch.utils.data import DataLoader
 from nbaccel.base.errors import NotPrepared
 from nbaccel.base.events import Gauge, emit
 from nbaccel.base.world import World
-from nbaccel.train.data.draws import Comparison, Meetings
 from nbaccel.train.data.order import samplers_of, tell_epoch
+from nbaccel.train.data.order_comparison import CollectivesSince, OrderComparison
 from nbaccel.train.data.placement import place
 from nbaccel.train.data.position import EpochProgress, Fetching, Iteration, LoaderPosition, LoopGauge
 from nbaccel.train.data.shard import StreamShard, counted, refuse_uneven, until_backward
 from nbaccel.train.data.sources import Source
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.step.accumulation import Accumulation, Window
-from nbaccel.train.step.implicit_hooks import step_back
+from nbaccel.train.step.raw_loop_hooks import step_back
 
 __all__ = ["PreparedLoader"]
 
@@ -65,7 +65,7 @@ class PreparedLoader(DataLoader[Any]):
         self._progress = EpochProgress()
         self._origin: PreparedLoader | None = None  # the loader of which this one is the rest
         self._resumed: LoaderPosition | None = None  # the position that the skipped batches replace
-        self._comparison = Comparison(self._name(), world)
+        self._comparison = OrderComparison(self._name(), world)
         self._skip = 0  # this rank's batches that every iteration leaves out
         self._fetching = Fetching()
         self.move_to(device)
@@ -111,7 +111,7 @@ class PreparedLoader(DataLoader[Any]):
         lengths = source.lengths(position.batches)
         length = None if lengths is None else self._own(lengths)
         joint_ends = frozenset(lengths or ()) if self.is_joined else frozenset()
-        meetings = Meetings(self.world, counts_anyway=length == 0)
+        meetings = CollectivesSince(self.world, counts_anyway=length == 0)
         resume, is_resumed = progress.resume, progress.resume is position
         is_known = progress.is_known(position)
         this = progress.begin(position, clock.done)
@@ -182,7 +182,7 @@ class PreparedLoader(DataLoader[Any]):
             fetching,
         )
 
-    def _end(self, this: Iteration, meetings: Meetings, is_whole: bool, is_resumed: bool) -> None:
+    def _end(self, this: Iteration, meetings: CollectivesSince, is_whole: bool, is_resumed: bool) -> None:
         """Record the end of an iteration, and count it if it was an epoch.
 
         is_whole: no batch is left.  is_resumed: its position was set by `load_state_dict`, or left by a look.

@@ -1,6 +1,6 @@
 """Unprepared loaders: warns of a training whose batches come from a loader that is not prepared. Runs in ranks.
 
-Each rank then reads all batches, and N ranks do N times the same work. The verdict follows from what happens, not from
+Each rank then reads all batches, and N ranks do N times the same work. The decision follows from what happens, not from
 what is missing: a torch loader that sees its whole dataset is iterated, a step of the prepared model is trained between
 two of its batches, no prepared loader is being iterated, and the ranks' datasets are equal. Data that the program
 distributes by itself differ in one of these, and so do evaluations; there is no warning for them.
@@ -40,7 +40,7 @@ def watch_loaders(world: World, accumulation: Accumulation) -> None:
     """Watch loaders that are iterated unprepared from now on, while `accumulation` trains. Warns once, in rank 0.
 
     In one process it does nothing. It hooks the begin of iterations, and the batches of such a loader up to the
-    verdict; a prepared loader's are not hooked.
+    decision; a prepared loader's are not hooked.
     """
     if not world.is_distributed:
         return
@@ -67,7 +67,7 @@ def _hook(watch: _Watch) -> None:
 class _Watch:
     """Follows the training of one Accelerator, by a weak reference.
 
-    is_open: there is no verdict yet.
+    is_open: nothing is decided yet.
     """
 
     def __init__(self) -> None:

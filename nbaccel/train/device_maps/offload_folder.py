@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from nbaccel.train.checkpoint.atomic_folder import sayable
+from nbaccel.train.checkpoint.atomic_folder import as_cannot_save
 from nbaccel.train.device_maps.module_sizes import set_module_tensor_to_device
 from nbaccel.train.device_maps.stored_tensors import bytes_in
 from nbaccel.train.device_maps.weight_slots import on_device
@@ -54,7 +54,7 @@ def offload_weight(
     if weight.is_meta:
         raise ValueError(f"{weight_name} is on the meta device and has no numbers to write")
     values = weight.detach().cpu().contiguous()
-    with sayable(Path(offload_folder), values.nbytes):
+    with as_cannot_save(Path(offload_folder), values.nbytes):
         (Path(offload_folder) / f"{weight_name}.dat").write_bytes(_bytes_of(values) or bytes(values.itemsize))
     if index is not None:
         index[weight_name] = {"dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape)}
@@ -95,7 +95,7 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
         return
     path = Path(offload_folder) / INDEX
     before = json.loads(path.read_text()) if path.is_file() else {}
-    with sayable(path.parent, 0):
+    with as_cannot_save(path.parent, 0):
         path.write_text(json.dumps({**before, **index}, indent=2))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from nbaccel.base.quantities import gigabytes
-from nbaccel.train.checkpoint.atomic_folder import sayable
+from nbaccel.train.checkpoint.atomic_folder import as_cannot_save
 from nbaccel.train.checkpoint.model_weights import write_then_rename
 from nbaccel.train.device_maps.device_plan import DISK
 from nbaccel.train.device_maps.module_sizes import every_tensor
@@ -128,7 +128,7 @@ class WeightSources:
         said = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in sorted(unique.items())])
         kind = type(self._model).__name__
         path = self._folder / f"offloaded-{kind}-{hashlib.sha256(said.encode()).hexdigest()[:8]}.safetensors"
-        with sayable(self._folder, size):
+        with as_cannot_save(self._folder, size):
             self._folder.mkdir(parents=True, exist_ok=True)
             contents = {name: tensor.contiguous() for name, tensor in unique.items()}
             write_then_rename(path, lambda unfinished: save_file(contents, unfinished))

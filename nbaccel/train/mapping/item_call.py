@@ -16,8 +16,8 @@ from torch import Tensor
 from nbaccel.answers.formats import Format, InMemoryFormat
 from nbaccel.answers.records import AnswerRecord
 from nbaccel.base.failures import Recovery, recovery_of
+from nbaccel.base.memory_limit import is_shortage
 from nbaccel.base.quantities import plural
-from nbaccel.base.room import is_shortage
 from nbaccel.train.distributed.nested import is_container, map_children
 
 __all__ = ["CallAnswers", "ItemCall", "own_copy"]

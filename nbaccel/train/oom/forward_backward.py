@@ -12,7 +12,7 @@ from nbaccel.train.oom.microbatch.engine import StepEngine
 from nbaccel.train.oom.microbatch.sizes import MicroBatches
 from nbaccel.train.oom.microbatch.slicing import Samples, SplitFunction
 from nbaccel.train.oom.microbatch.task import LossFunction, MicroBatchTask
-from nbaccel.train.prepare.equipment import Equipment
+from nbaccel.train.prepare.training_context import TrainingContext
 
 __all__ = [
     "StepRecovery",
@@ -25,9 +25,9 @@ class StepRecovery:
     sizes: micro-batch sizes that fit on this rank.
     """
 
-    def __init__(self, equipment: Equipment) -> None:
+    def __init__(self, context: TrainingContext) -> None:
         self.sizes = MicroBatches()
-        self._equipment = equipment
+        self._context = context
         self._engine: StepEngine | None = None
 
     def begin(
@@ -40,7 +40,7 @@ class StepRecovery:
         samples: int | None,
     ) -> tuple[StepEngine, MicroBatchTask]:
         """Return the engine and the task to run; see `Accelerator.forward_backward`, which runs it."""
-        accumulation = self._equipment.accumulation
+        accumulation = self._context.accumulation
         window = accumulation.window
         divided_by = accumulation.enter_backward()
         divisor = accumulation.counted.divisor if accumulation.depth else accumulation.steps
@@ -73,9 +73,9 @@ class StepRecovery:
         size = find_micro_batch_size(
             loss_fn,
             read,
-            self._equipment.prepared.models,
-            [prepared.optimizer for prepared in self._equipment.prepared.optimizers],
-            self._equipment.strategy,
+            self._context.prepared.models,
+            [prepared.optimizer for prepared in self._context.prepared.optimizers],
+            self._context.strategy,
         )
         if size is not None:
             self.sizes.start_at(size)
@@ -83,22 +83,22 @@ class StepRecovery:
     def _step_engine(self) -> StepEngine:
         """Return the engine of the models that are prepared now."""
         engine = self._engine
-        if engine is None or len(engine.models) != len(self._equipment.prepared.models):
+        if engine is None or len(engine.models) != len(self._context.prepared.models):
             if engine is not None:
                 engine.release()
             engine = self._engine = self._kind(
-                self._equipment.prepared.models,
-                self._equipment.strategy,
-                self._equipment.precision,
-                self._equipment.collectives,
-                self._equipment.accumulation.clock,
+                self._context.prepared.models,
+                self._context.strategy,
+                self._context.precision,
+                self._context.collectives,
+                self._context.accumulation.clock,
                 self.sizes,
             )
         return engine
 
     @property
     def _kind(self) -> type[StepEngine]:
-        if not self._equipment.strategy.forwards_are_collective:
+        if not self._context.strategy.forwards_are_collective:
             return StepEngine
         from nbaccel.train.oom.microbatch.lock_step import LockStepEngine  # with what wakes peers: not for everybody
 

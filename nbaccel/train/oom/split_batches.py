@@ -140,9 +140,9 @@ class SplitWindow(Window):
         if self.guard is not None:
             self.guard.after_backward()
 
-    def withheld_step(self, closure: Any) -> None:
+    def deferred_step(self, closure: Any) -> None:
         if self.guard is not None and self.has_more:
-            self.guard.withheld_step(closure)
+            self.guard.deferred_step(closure)
 
     def refuse_raw(self) -> None:
         if self.guard is not None:

@@ -108,7 +108,7 @@ class SplitLoopGuard:
         gradients = [parameter.grad for parameter in self._parameters()]
         self._left = [(gradient, gradient._version) for gradient in gradients if gradient is not None]
 
-    def withheld_step(self, closure: Any) -> None:
+    def deferred_step(self, closure: Any) -> None:
         """Note that a prepared optimizer was told to step; it waits for the batch's last part."""
         if closure is not None:
             self._refuse("the optimizer computes its losses itself (a closure), and would for the last part only", None)

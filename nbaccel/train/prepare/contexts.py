@@ -142,7 +142,7 @@ class Accumulating:
                 self.rescale()
             accumulation.block = None
         if accumulation.counted.is_last or accumulation.counted.ends_too:
-            accumulation.spend()
+            accumulation.end_of_block()
         if self._has_peers:
             for context in self._held.pop():
                 context.__exit__(None, None, None)

@@ -15,8 +15,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from nbaccel.train.prepare.contexts import Local, NoSync
-from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.prepare.optimizer import PreparedOptimizer
+from nbaccel.train.prepare.training_context import TrainingContext
 
 __all__ = ["GradientControl"]
 
@@ -24,30 +24,30 @@ __all__ = ["GradientControl"]
 class GradientControl:
     """Holds back, unscales and clips the gradients of what one Accelerator has prepared."""
 
-    def __init__(self, equipment: Equipment) -> None:
-        self._equipment = equipment
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
 
     # -- blocks
 
     def no_sync(self, models: Sequence[Module]) -> AbstractContextManager[Any]:
         """Return a block in which gradients of `models` stay unsynchronised; without them of all prepared ones."""
-        equipment = self._equipment
-        return NoSync(equipment.accumulation, equipment.strategy, models or equipment.prepared.models)
+        context = self._context
+        return NoSync(context.accumulation, context.strategy, models or context.prepared.models)
 
     def hold(self, model: Module) -> AbstractContextManager[Any]:
         """Return a block in which gradients of `model` stay in their rank, and steps count as steps."""
-        return Local(self._equipment.accumulation, self._equipment.strategy.no_sync(model))
+        return Local(self._context.accumulation, self._context.strategy.no_sync(model))
 
     # -- gradients
 
     def unscale(self, optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
         """Unscale the gradients of `optimizer`: one, several, or None for all prepared ones."""
         if optimizer is None:
-            optimizer = self._equipment.prepared.optimizers
+            optimizer = self._context.prepared.optimizers
         given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         self._refuse_unscaled()
         inner = [one.optimizer if isinstance(one, PreparedOptimizer) else one for one in given]
-        self._equipment.precision.unscale(inner)
+        self._context.precision.unscale(inner)
 
     def clip_norm(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float, is_complete: bool
@@ -56,9 +56,9 @@ class GradientControl:
         parameters = _listed(parameters)
         if is_complete:
             self._unscale_those_of(parameters)
-            return self._equipment.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
-        norm = self._equipment.strategy.norm(parameters, norm_type)
-        return norm / self._equipment.precision.scale(torch.ones_like(norm))
+            return self._context.strategy.clip_grad_norm_(parameters, max_norm, norm_type)
+        norm = self._context.strategy.norm(parameters, norm_type)
+        return norm / self._context.precision.scale(torch.ones_like(norm))
 
     def clip_values(self, parameters: Iterable[Tensor] | Tensor, clip_value: float, is_complete: bool) -> None:
         """Clip each gradient to +-`clip_value` if the window `is_complete`."""
@@ -68,14 +68,14 @@ class GradientControl:
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def _refuse_unscaled(self) -> None:
-        if self._equipment.precision.expects_scaled:
-            for prepared in self._equipment.prepared.optimizers:
+        if self._context.precision.expects_scaled:
+            for prepared in self._context.prepared.optimizers:
                 prepared.refuse_unscaled()
 
     def _unscale_those_of(self, parameters: Sequence[Tensor]) -> None:
         self._refuse_unscaled()
-        optimizers = [prepared.optimizer for prepared in self._equipment.prepared.optimizers]
-        self._equipment.precision.unscale(optimizers, parameters)
+        optimizers = [prepared.optimizer for prepared in self._context.prepared.optimizers]
+        self._context.precision.unscale(optimizers, parameters)
 
 
 def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:

@@ -23,9 +23,9 @@ from nbaccel.base.settings import RunSettings
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.nested import map_children
 from nbaccel.train.distributed.partial_state import current_world
-from nbaccel.train.prepare.horizon import Horizon, horizon_of
 from nbaccel.train.prepare.loss_watch import LossWatch
 from nbaccel.train.prepare.mean_of_ranks import MeanLosses, decide_by_the_mean
+from nbaccel.train.prepare.schedule_length import ScheduleLength, schedule_length_of
 from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.train.step.gradients import Freshness
 from nbaccel.train.step.precision import Precision, Taken
@@ -110,7 +110,7 @@ class PreparedOptimizer(Optimizer):
         window = self.accumulation.window
         if not window.sync:
             if window.comes_in_parts:
-                window.withheld_step(closure)
+                window.deferred_step(closure)
             return None
         if self._tells is not None:  # the step before: read only now, when the device already computes the next one
             self._note(self._tells())
@@ -291,7 +291,7 @@ class PreparedScheduler:
         self.accumulation = accumulation
         self._moves_per_step = min(1, moves_per_step) if isinstance(scheduler, ReduceLROnPlateau) else moves_per_step
         # A schedule that moves by its program's calls, or once per step, comes to its end as the program planned it.
-        self._horizon = horizon_of(scheduler) if self._moves_per_step > 1 else None
+        self._schedule_length = schedule_length_of(scheduler) if self._moves_per_step > 1 else None
         self._left_out = 0  # moves beyond the end of a OneCycleLR
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -311,16 +311,19 @@ class PreparedScheduler:
                 self.scheduler.step(*args, **kwargs)
             else:
                 self._left_out += 1
-        if self._horizon is not None and self.scheduler.last_epoch + self._left_out > self._horizon.moves:
-            self._warn_once_passed(self._horizon)
+        if (
+            self._schedule_length is not None
+            and self.scheduler.last_epoch + self._left_out > self._schedule_length.moves
+        ):
+            self._warn_once_passed(self._schedule_length)
 
-    def _warn_once_passed(self, horizon: Horizon) -> None:
-        """Warn once, on the main process, that the schedule has passed its `horizon`, if it clearly has."""
+    def _warn_once_passed(self, schedule_length: ScheduleLength) -> None:
+        """Warn once, on the main process, that the schedule has passed its `schedule_length`, if it clearly has."""
         moves, per_step = self.scheduler.last_epoch + self._left_out, self._moves_per_step
-        if horizon.is_passed(moves, per_step):
-            self._horizon = None
+        if schedule_length.is_passed(moves, per_step):
+            self._schedule_length = None
             if current_world().is_main_process:
-                warn_user(horizon.warning(type(self.scheduler).__name__, moves, per_step))
+                warn_user(schedule_length.warning(type(self.scheduler).__name__, moves, per_step))
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self.scheduler.state_dict()
@@ -328,7 +331,8 @@ class PreparedScheduler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state_dict)
-        self._horizon = horizon_of(self.scheduler) if self._moves_per_step > 1 else None  # its state has the horizon
+        # The loaded state has the schedule's length, too.
+        self._schedule_length = schedule_length_of(self.scheduler) if self._moves_per_step > 1 else None
 
     def __nbaccel_unwrap__(self) -> Any:
         """Return what is sent from a rank to the notebook in place of this object."""

@@ -20,11 +20,11 @@ from nbaccel.base.settings import RunSettings
 from nbaccel.train.data import DataLoaderConfiguration, LoaderFacts, PreparedLoader, prepare_loader
 from nbaccel.train.data.dispatch import SliceFunction
 from nbaccel.train.data.unprepared import watch_loaders
-from nbaccel.train.prepare.equipment import Equipment
 from nbaccel.train.prepare.frozen_base import refuse_other_bases, refuse_untrained
 from nbaccel.train.prepare.models import admit, may_move
 from nbaccel.train.prepare.optimizer import Guard, PreparedOptimizer, PreparedScheduler, follow_parameters
 from nbaccel.train.prepare.prepared import remembered
+from nbaccel.train.prepare.training_context import TrainingContext
 from nbaccel.train.step.precision import restore_forward
 from nbaccel.train.strategies.single import is_sharded
 
@@ -40,8 +40,8 @@ class Preparer:
     guard: takes the steps of prepared optimizers where a lack of memory is survived.
     """
 
-    def __init__(self, equipment: Equipment, agree_on_names: Callable[[], None], guard: Guard) -> None:
-        self._equipment = equipment
+    def __init__(self, context: TrainingContext, agree_on_names: Callable[[], None], guard: Guard) -> None:
+        self._context = context
         self._agree_on_names = agree_on_names
         self._guard = guard
 
@@ -85,13 +85,13 @@ class Preparer:
         moves: how often it moves when its optimizer steps; 0 where it moves by its own calls.
         """
         if isinstance(thing, PreparedScheduler):
-            if thing.accumulation is self._equipment.accumulation:
-                return remembered(thing, self._equipment.prepared.schedulers)
+            if thing.accumulation is self._context.accumulation:
+                return remembered(thing, self._context.prepared.schedulers)
             thing = thing.scheduler
         if not isinstance(thing, LRScheduler):
             return thing
-        scheduler = PreparedScheduler(thing, self._equipment.prepared.optimizers, self._equipment.accumulation, moves)
-        return remembered(scheduler, self._equipment.prepared.schedulers)
+        scheduler = PreparedScheduler(thing, self._context.prepared.optimizers, self._context.accumulation, moves)
+        return remembered(scheduler, self._context.prepared.schedulers)
 
     # -- each kind
 
@@ -109,38 +109,38 @@ class Preparer:
 
         optimizers: those of the same call, not prepared yet; earlier ones follow too.
         """
-        equipment = self._equipment
+        context = self._context
         new = {id(model): (model, move) for model, move in models if not self._is_prepared(model)}
         admitted = {key: self._admit(model) for key, (model, _) in new.items()}
         moves = [new[key][1] and may_move(model) for key, model in admitted.items()]
         for model in admitted.values():
-            base = base_of(model) if equipment.strategy.has_peers else frozenset()
+            base = base_of(model) if context.strategy.has_peers else frozenset()
             quantised = f", with a quantised base of {len(base)} tensors" if base else ""
-            equipment.collectives.agree(
+            context.collectives.agree(
                 f"prepare {type(model).__name__} of {len(list(model.parameters()))} parameters{quantised}"
             )
             self._agree_on_names()
             if base:  # on every rank then
-                refuse_other_bases(model, base, equipment.prepared.bases, equipment.collectives)
+                refuse_other_bases(model, base, context.prepared.bases, context.collectives)
         inner = [
             optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer for optimizer in optimizers
         ]
         refuse_untrained(list(admitted.values()), inner)
-        known = [prepared.optimizer for prepared in equipment.prepared.optimizers]
-        ready = equipment.strategy.setup(list(admitted.values()), [*known, *inner], moves)
+        known = [prepared.optimizer for prepared in context.prepared.optimizers]
+        ready = context.strategy.setup(list(admitted.values()), [*known, *inner], moves)
         prepared = {key: self._compiled(model) for key, model in zip(admitted, ready, strict=True)}
         if prepared:
-            watch_loaders(equipment.world, equipment.accumulation)
+            watch_loaders(context.world, context.accumulation)
             self._look_at_other_optimizers()
         return [prepared.get(id(model), model) for model, _ in models]
 
     def _look_at_other_optimizers(self) -> None:
         """Have the steps of optimizers that are not prepared looked at, since they may step what is prepared."""
-        strategy = self._equipment.strategy
+        strategy = self._context.strategy
         if strategy.has_peers and not strategy.watches_others and not RunSettings.from_env().independent:
             from nbaccel.train.prepare.unaveraged import OtherOptimizers  # one process does not need it
 
-            OtherOptimizers(strategy, self._equipment.accumulation, self._equipment.prepared.optimizers).begin()
+            OtherOptimizers(strategy, self._context.accumulation, self._context.prepared.optimizers).begin()
             strategy.watches_others = True
 
     def _prepare_for_evaluation(self, model: Module, move: bool) -> Module:
@@ -148,50 +148,50 @@ class Preparer:
             return model
         model = self._admit(model, trains=False)
         if move and may_move(model):
-            self._equipment.strategy.place(model)
+            self._context.strategy.place(model)
         return self._compiled(model)
 
     def _is_prepared(self, model: Module) -> bool:
-        return any(model is known for known in self._equipment.prepared.models)
+        return any(model is known for known in self._context.prepared.models)
 
     def _admit(self, model: Module, trains: bool = True) -> Module:
         """Return `model` as it can be prepared, with its forward in the run's precision."""
-        equipment = self._equipment
-        shards = equipment.strategy.forwards_are_collective
-        model = admit(model, equipment.world, equipment.device, trains, shards)
-        restore_forward(equipment.strategy.unwrap(model))  # of another precision, before
-        equipment.precision.wrap_forward(equipment.strategy.unwrap(model))
+        context = self._context
+        shards = context.strategy.forwards_are_collective
+        model = admit(model, context.world, context.device, trains, shards)
+        restore_forward(context.strategy.unwrap(model))  # of another precision, before
+        context.precision.wrap_forward(context.strategy.unwrap(model))
         return model
 
     def _compiled(self, model: Module) -> Module:
-        model = self._equipment.compiling.compiled(model)
-        self._equipment.prepared.models.append(model)
+        model = self._context.compiling.compiled(model)
+        self._context.prepared.models.append(model)
         return model
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        equipment = self._equipment
+        context = self._context
         if isinstance(optimizer, PreparedOptimizer):
-            if optimizer.accumulation is equipment.accumulation:
-                return remembered(optimizer, equipment.prepared.optimizers)
+            if optimizer.accumulation is context.accumulation:
+                return remembered(optimizer, context.prepared.optimizers)
             optimizer = optimizer.optimizer  # prepared by another Accelerator, or for another world
-        refuse_untrained(equipment.prepared.models, [optimizer])
-        equipment.strategy.setup([], [optimizer], [])  # whose model may have been prepared before
+        refuse_untrained(context.prepared.models, [optimizer])
+        context.strategy.setup([], [optimizer], [])  # whose model may have been prepared before
         return remembered(
             PreparedOptimizer(
                 optimizer,
-                equipment.accumulation,
-                equipment.precision,
-                equipment.strategy,
-                equipment.watch,
-                equipment.raw_steps,
+                context.accumulation,
+                context.precision,
+                context.strategy,
+                context.watch,
+                context.raw_steps,
                 self._guard,
             ),
-            equipment.prepared.optimizers,
+            context.prepared.optimizers,
         )
 
     def _bring_states(self) -> None:
         """Move optimizer states to their parameters, since a model may be moved after its optimizer was prepared."""
-        for optimizer in self._equipment.prepared.optimizers:
+        for optimizer in self._context.prepared.optimizers:
             follow_parameters(optimizer.optimizer)
 
     # -- loaders
@@ -203,12 +203,12 @@ class Preparer:
             TypeError: `loader` has no length.
         """
         batches = len(loader) if isinstance(loader, PreparedLoader) else self._batches_once_prepared(loader, config)
-        return epochs * -(-batches // self._equipment.accumulation.steps)
+        return epochs * -(-batches // self._context.accumulation.steps)
 
     @contextmanager
     def joined(self, joinables: Iterable[Any], even_batches: bool | None) -> Iterator[None]:
         """Let ranks with fewer batches take part in the others' last steps; see `Accelerator.join_uneven_inputs`."""
-        if self._equipment.state.num_processes == 1:
+        if self._context.state.num_processes == 1:
             yield
             return
         joinables = list(joinables)
@@ -219,7 +219,7 @@ class Preparer:
             )
         joined = [thing for thing in joinables if isinstance(thing, Joinable)]
         with ExitStack() as stack:
-            for loader in self._equipment.prepared.loaders:
+            for loader in self._context.prepared.loaders:
                 stack.enter_context(loader.joined(even_batches))
             if joined:
                 stack.callback(_leave, joined)
@@ -235,31 +235,31 @@ class Preparer:
     ) -> PreparedLoader:
         """Return `loader` prepared; see `Accelerator.prepare_data_loader`. Collective."""
         if isinstance(loader, PreparedLoader):
-            if loader.accumulation is self._equipment.accumulation:
-                return remembered(loader, self._equipment.prepared.loaders)
+            if loader.accumulation is self._context.accumulation:
+                return remembered(loader, self._context.prepared.loaders)
             loader = loader.loader
         self._agree_on_names()
         prepared = prepare_loader(
             loader,
-            self._equipment.world,
-            self._equipment.accumulation,
+            self._context.world,
+            self._context.accumulation,
             config,
             self._facts(loader),
-            self._equipment.device,
+            self._context.device,
             moves=move,
             slice_function=slice_function,
         )
-        return remembered(prepared, self._equipment.prepared.loaders)
+        return remembered(prepared, self._context.prepared.loaders)
 
     def _facts(self, loader: DataLoader[Any]) -> list[LoaderFacts]:
-        equipment = self._equipment
-        if equipment.state.num_processes == 1:
+        context = self._context
+        if context.state.num_processes == 1:
             return [LoaderFacts.of(loader)]
-        return LoaderFacts.of_all_ranks(loader, equipment.collectives, equipment.device)
+        return LoaderFacts.of_all_ranks(loader, context.collectives, context.device)
 
     def _batches_once_prepared(self, loader: DataLoader[Any], config: DataLoaderConfiguration) -> int:
         """Return this rank's number of batches, without preparing `loader`."""
-        batches, rank, ranks = len(loader), self._equipment.state.process_index, self._equipment.state.num_processes
+        batches, rank, ranks = len(loader), self._context.state.process_index, self._context.state.num_processes
         if config.split_batches:
             return batches
         rounds, extra = divmod(batches, ranks)

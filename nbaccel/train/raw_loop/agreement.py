@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nbaccel.base.errors import NotPrepared
 from nbaccel.train.distributed.callers import users_frames
-from nbaccel.train.raw_loop.batch_parts import Handed
+from nbaccel.train.raw_loop.batch_parts import GivenBatches
 from nbaccel.train.raw_loop.exchange import Round
 from nbaccel.train.raw_loop.gradient_weights import Header, References, differ, digest
 from nbaccel.train.raw_loop.sample_independence import lengths_below, obstacle_below, shapes_below
@@ -281,7 +281,7 @@ class LossHistory:
         return (*map(len, (self._of_whole, self._fixed, self._varying)), *self.references.state)
 
     def obstacle(
-        self, readings: Sequence[LossTerms], shapes: Sequence[int], handed: Handed, is_graph_kept: bool
+        self, readings: Sequence[LossTerms], shapes: Sequence[int], handed: GivenBatches, is_graph_kept: bool
     ) -> str:
         """Return why this loss must be computed of whole batches; "" where parts are possible.
 
@@ -304,7 +304,7 @@ class LossHistory:
                 return self._obstacles[key]
         return ""
 
-    def is_new_in_parts(self, shapes: Sequence[int], handed: Handed, is_watched: bool) -> bool:
+    def is_new_in_parts(self, shapes: Sequence[int], handed: GivenBatches, is_watched: bool) -> bool:
         """Return whether a part has a loss that was not watched so far, so that the next one has to be.
 
         is_watched: this one is, see `BatchWatch`.
@@ -313,7 +313,7 @@ class LossHistory:
         self._watched.update(shapes)
         return is_new
 
-    def lengths(self, terms: Sequence[Term], handed: Handed, backwards: int) -> int:
+    def lengths(self, terms: Sequence[Term], handed: GivenBatches, backwards: int) -> int:
         """Return a digest of the lengths below `terms`; 0 where they are not looked for.
 
         backwards: how many the task has had.
@@ -323,7 +323,12 @@ class LossHistory:
         return digest(repr(lengths_below((term.node for term in terms), handed.sizes)))
 
     def without_batch(
-        self, shape: float, terms: Sequence[Term], counts: list[list[float]], givers: Sequence[int], handed: Handed
+        self,
+        shape: float,
+        terms: Sequence[Term],
+        counts: list[list[float]],
+        givers: Sequence[int],
+        handed: GivenBatches,
     ) -> list[bool]:
         """Return for each term whether it is the same in all ranks.
 

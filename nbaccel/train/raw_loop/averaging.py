@@ -29,7 +29,9 @@ from nbaccel.train.raw_loop.agreement import (
     digest_of,
     refuse_out_of_step,
 )
+from nbaccel.train.raw_loop.batch_splitter import BatchSplitter
 from nbaccel.train.raw_loop.batch_values import BatchWatch
+from nbaccel.train.raw_loop.deferred_calls import DeferredCalls, StepCounter
 from nbaccel.train.raw_loop.exchange import GradientExchange, Round
 from nbaccel.train.raw_loop.gradient_weights import VALUES, Header, Say, Told, as_floats, exchange, factors
 from nbaccel.train.raw_loop.graph import (
@@ -41,10 +43,8 @@ from nbaccel.train.raw_loop.graph import (
     users_scalars,
     without_scale,
 )
-from nbaccel.train.raw_loop.passes import Passes
 from nbaccel.train.raw_loop.terms import Term, read
 from nbaccel.train.raw_loop.trained_tensors import Models, sums_of
-from nbaccel.train.raw_loop.withholding import StepCounter, Withholding
 
 __all__ = ["Averaging"]
 
@@ -56,7 +56,7 @@ _LOOKS = 16
 class Averaging:
     """Averages the gradients of one rank's task with its peers'.
 
-    withholding: keeps back what waits for the last part of a batch.  watch: knows what is computed of a batch.
+    deferred: keeps back what waits for the last part of a batch.  watch: knows what is computed of a batch.
     collectives: returns the ranks' collectives; formed at the first call, by all ranks together.
     on_trained: called after each backward that was averaged, with the loss of the whole batch, if it is one number,
     without the factor of a scaler.
@@ -72,9 +72,9 @@ class Averaging:
     def __init__(
         self,
         world: World,
-        passes: Passes,
+        passes: BatchSplitter,
         steps: StepCounter,
-        withholding: Withholding,
+        deferred: DeferredCalls,
         watch: BatchWatch,
         collectives: Callable[[], Collectives],
         on_trained: Callable[[float | Tensor | None], None],
@@ -90,7 +90,7 @@ class Averaging:
         self._world = world
         self._passes = passes
         self._steps = steps
-        self._withholding = withholding
+        self._deferred = deferred
         self._watch = watch
         self._make_collectives = collectives
         self._collectives: Collectives | None = None
@@ -168,7 +168,7 @@ class Averaging:
             new = list({id(leaf): leaf for leaf in (*new, *self.models.trained_by_optimizers())}.values())
         if self._passes.handed.is_part and is_compiled(of_python):
             self._on_compiled()
-        share = self._withholding.before_backward(self._passes.handed, not accumulates)
+        share = self._deferred.before_backward(self._passes.handed, not accumulates)
         meetings = self.meetings
         try:
             run = self._meet(roots, leaves, new, extras, is_graph_made)
@@ -238,7 +238,7 @@ class Averaging:
 
     def _sort(self, leaves: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
         passes = self._passes
-        return self.models.sort(leaves, passes.batches, passes.handed.sizes, by_holders=self._withholding.is_used)
+        return self.models.sort(leaves, passes.batches, passes.handed.sizes, by_holders=self._deferred.is_used)
 
     def _meet(
         self, roots: Sequence[Tensor], leaves: Sequence[Tensor], new: list[Tensor], extras: bool, is_graph_kept: bool
@@ -463,13 +463,13 @@ class Averaging:
             self.models.reached.update(values)
             if only_buffers:
                 values.clear()
-            elif self._withholding.is_on:
-                self._withholding.keep(values.items(), aside, functools.partial(self._versions, tuple(values)))
+            elif self._deferred.is_on:
+                self._deferred.keep(values.items(), aside, functools.partial(self._versions, tuple(values)))
                 for number in values:
                     self._tensor(number).grad = None
                 return
             else:
-                sums, before = self._withholding.take()
+                sums, before = self._deferred.take()
                 for number, value in sums.items():
                     values[number] = values[number].add_(value) if number in values else value
                 for number, value in before.items():

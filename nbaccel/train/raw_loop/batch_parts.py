@@ -1,7 +1,8 @@
 """Values that describe batches of an unmodified loop: what a rank was given, where the samples are. Run in ranks.
 
-`Handed`, `Split`, `Turn` and `Label` describe whole batches or parts. A `Layout` finds the samples in the batches that
-a loader's own collate_fn makes, so that whole batches can be cut; a `Cutter` decides where. A part may be longer than
+`GivenBatches`, `Split`, `Turn` and `Label` describe whole batches or parts. A `Layout` finds the samples in the batches
+that a loader's own collate_fn makes, so that whole batches can be cut; a `Cutter` decides where. A part may be longer
+than
 another: the first batches of a loop are cut unevenly on purpose.
 """
 
@@ -26,7 +27,7 @@ __all__ = [
     "ALONE",
     "UNKNOWN",
     "Cutter",
-    "Handed",
+    "GivenBatches",
     "Label",
     "Layout",
     "Split",
@@ -68,7 +69,7 @@ class Turn(NamedTuple):
 ALONE = Turn()
 
 
-class Handed(NamedTuple):
+class GivenBatches(NamedTuple):
     """Batches that a rank was given since the last backward, or of that backward while nothing new has come.
 
     is_part: a batch was cut.  rows: samples of this rank in the largest cut one, else in the largest; 0 unknown.

@@ -43,8 +43,9 @@ _FEW = 4
 class References:
     """Divisors of each term when its batch was whole in all ranks, and its numbers of samples and elements.
 
-    Also what the parts have shown since. The first parts of a pass have different sizes in the ranks (see `Passes`):
-    a divisor that depends on the samples differs between ranks then, and another one is a number of the program.
+    Also what the parts have shown since. The first parts of a pass have different sizes in the ranks (see
+    `BatchSplitter`): a divisor that depends on the samples differs between ranks then, and another one is a number of
+    the program.
     """
 
     def __init__(self) -> None:

@@ -90,16 +90,16 @@ def users_scalars(reading: LossTerms, most: int) -> list[tuple[Tensor, tuple[int
 
 
 _last: list[Any] = []
-_withholds: list[Callable[[Any], bool]] = []
+_defers: list[Callable[[Any], bool]] = []
 
 
-def watch_scalers(withholds: Callable[[Any], bool]) -> None:
+def watch_scalers(defers: Callable[[Any], bool]) -> None:
     """Record losses that a scaler has scaled, until `leave_scalers`.
 
-    withholds: returns whether a call of a scaler has to wait; the call then does nothing. Called with the optimizer,
+    defers: returns whether a call of a scaler has to wait; the call then does nothing. Called with the optimizer,
     if one is about to step.
     """
-    _withholds[:] = [withholds]
+    _defers[:] = [defers]
     kind: Any = torch.amp.GradScaler
     original = kind.scale
     if hasattr(original, "__wrapped__"):
@@ -108,26 +108,26 @@ def watch_scalers(withholds: Callable[[Any], bool]) -> None:
     @functools.wraps(original)
     def scale(scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
-        if _withholds and isinstance(scaled, Tensor) and scaled is not outputs:
+        if _defers and isinstance(scaled, Tensor) and scaled is not outputs:
             _last[:] = [scaled.grad_fn, scaler._scale]
         return scaled
 
     kind.scale = scale
     for name in ("unscale_", "step", "update"):
-        setattr(kind, name, _unless_withheld(getattr(kind, name), steps=name == "step"))
+        setattr(kind, name, _unless_deferred(getattr(kind, name), steps=name == "step"))
 
 
 def leave_scalers() -> None:
     """Stop recording, and drop the last product: a graph leads to the weights of its model."""
-    _withholds.clear()
+    _defers.clear()
     _last.clear()
 
 
-def _unless_withheld(original: Callable[..., Any], steps: bool) -> Callable[..., Any]:
+def _unless_deferred(original: Callable[..., Any], steps: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = kwargs.get("optimizer", args[0] if args else None) if steps else None
-        is_withheld = bool(_withholds) and _withholds[0](optimizer)
+        is_withheld = bool(_defers) and _defers[0](optimizer)
         return None if is_withheld else original(scaler, *args, **kwargs)
 
     return call

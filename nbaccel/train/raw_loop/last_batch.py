@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nbaccel.train.distributed.callers import users_frames
 from nbaccel.train.distributed.nested import map_children
-from nbaccel.train.raw_loop.batch_parts import Handed
+from nbaccel.train.raw_loop.batch_parts import GivenBatches
 from nbaccel.train.raw_loop.part_numbers import without_magics
 from nbaccel.train.raw_loop.trained_tensors import sums_of
 
@@ -41,10 +41,10 @@ class LastBatch:
     def __init__(self, namespace: dict[str, Any] | None) -> None:
         self._namespace = {} if namespace is None else namespace
         self._before = {name: id(value) for name, value in self._namespace.items()}
-        self._handed: Handed | None = None
+        self._handed: GivenBatches | None = None
         self._file = ""
 
-    def note(self, handed: Handed) -> None:
+    def note(self, handed: GivenBatches) -> None:
         """Note a backward; `handed` is what it was of."""
         if not handed.is_part or not self._before:
             return

@@ -1,8 +1,8 @@
 """A pass, one iteration over a loader: what identifies it, how far it has come, what was taken of it. Runs in ranks.
 
 A `PassGauge` measures a pass, and `PassGauges` begins and ends those of a task. A rank that shares its batches with
-others knows more of a pass, a `SharedPass`. `Taken` holds the batches, of several passes, from which the next backward
-may come.
+others knows more of a pass, a `SharedPass`. `BatchesByPass` holds the batches, of several passes, from which the next
+backward may come.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from nbaccel.base.errors import NotPrepared
 from nbaccel.base.events import Gauge, LoopEntered, Progress, emit
 from nbaccel.base.quantities import length_or_none
 from nbaccel.train.distributed.callers import place_of_call
-from nbaccel.train.raw_loop.batch_parts import Handed, Label, Layout
+from nbaccel.train.raw_loop.batch_parts import GivenBatches, Label, Layout
 
 __all__ = [
     "REMEMBERED",
+    "BatchesByPass",
     "LoaderPass",
     "PassGauge",
     "PassGauges",
     "PassKey",
     "SharedPass",
-    "Taken",
     "has_parts",
     "key_of",
     "not_trained",
@@ -214,7 +214,7 @@ class SharedPass(LoaderPass):
     indices: deque[tuple[Any, Label]] = field(default_factory=deque)
     rest: deque[tuple[Any, Label]] = field(default_factory=deque)
     first: list[Any] = field(default_factory=list)
-    record: list[Handed] = field(default_factory=list)
+    record: list[GivenBatches] = field(default_factory=list)
 
     @property
     def loader(self) -> tuple[Any, ...]:
@@ -227,19 +227,19 @@ class SharedPass(LoaderPass):
         return self.is_map and (self.layout is None or self.layout.makes_parts)
 
 
-Taken = dict[SharedPass, deque[Label]]
+BatchesByPass = dict[SharedPass, deque[Label]]
 """Batches that were handed out, by pass, in the order of each pass's last one."""
 
 REMEMBERED = 64
 """Limit of the batches of one pass without a backward that are kept; an evaluation takes thousands."""
 
 
-def still_needed(taken: Taken) -> Taken:
+def still_needed(taken: BatchesByPass) -> BatchesByPass:
     """Return those batches, of batches that had a backward, that the program has taken ahead of it."""
     return {this: deque(list(labels)[-this.ahead :], REMEMBERED) for this, labels in taken.items() if this.ahead}
 
 
-def has_parts(taken: Taken) -> bool:
+def has_parts(taken: BatchesByPass) -> bool:
     """Return whether other ranks have other samples in one of them."""
     return any(label.is_apart for labels in taken.values() for label in labels)
 

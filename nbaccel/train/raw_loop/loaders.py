@@ -1,4 +1,4 @@
-"""Loaders: hooks by which torch's loaders call `Passes`, and facts read from their parts. Runs in ranks."""
+"""Loaders: hooks by which torch's loaders call `BatchSplitter`, and facts read from their parts. Runs in ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHARES = ("num_replicas", "num_processes")
 
 
 class Asked(Protocol):
-    """Object that torch's loaders call: `Passes`, which decides a rank's share of the batches, or an observer.
+    """Object that torch's loaders call: `BatchSplitter`, which decides a rank's share of the batches, or an observer.
 
     needs_order: batches must come in the order of their indices.
     """

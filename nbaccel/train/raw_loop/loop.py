@@ -31,15 +31,15 @@ from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.raw_loop.averaging import Averaging
 from nbaccel.train.raw_loop.batch_parts import Split
+from nbaccel.train.raw_loop.batch_splitter import BatchSplitter
 from nbaccel.train.raw_loop.batch_values import BatchWatch
+from nbaccel.train.raw_loop.deferred_calls import DeferredCalls, StepCounter
 from nbaccel.train.raw_loop.graph import leave_scalers, watch_scalers
 from nbaccel.train.raw_loop.last_batch import LastBatch
 from nbaccel.train.raw_loop.part_numbers import PartNumbers
-from nbaccel.train.raw_loop.passes import Passes
 from nbaccel.train.raw_loop.rank_streams import Seeds
 from nbaccel.train.raw_loop.trained_tensors import Model
-from nbaccel.train.raw_loop.withholding import StepCounter, Withholding
-from nbaccel.train.step.implicit_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
+from nbaccel.train.step.raw_loop_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
 
 __all__ = [
     "Hooks",
@@ -80,13 +80,13 @@ class ImplicitTraining:
         self._seeds = Seeds.now()
         self._order_seed = None if settings.seeds_alike else settings.seed  # otherwise ranks are seeded differently
         watch = BatchWatch()
-        self._passes = Passes(
+        self._passes = BatchSplitter(
             world.rank,
             world.world_size,
             self._notices.note_split,
             self._is_training,
             batch_norms=lambda: self._averaging.models.batch_norms(),
-            on_turn=lambda turn: self._withholding.next_turn(turn),
+            on_turn=lambda turn: self._deferred.next_turn(turn),
             steps=lambda: self._steps.done,
             rates=lambda: self._steps.rates.read(),
             on_drawn=self._notices.note_drawn,
@@ -94,12 +94,12 @@ class ImplicitTraining:
             is_lazy=lambda: self._given is not None and self._given.are_lazy(),
         )
         self._steps = StepCounter(lambda: self._passes.batches)
-        self._withholding = Withholding(self._steps.choices)
+        self._deferred = DeferredCalls(self._steps.choices)
         self._averaging = Averaging(
             world,
             self._passes,
             self._steps,
-            self._withholding,
+            self._deferred,
             watch,
             _collectives,
             on_trained=self._report,
@@ -130,8 +130,8 @@ class ImplicitTraining:
         self._passes.begin(self._mode, self._parts, self._order_seed)
         self._order_seed = None  # persistent ranks continue with common numbers
         self.fails_on_parts = self._has_trained_on_parts = False
-        self._withholding.begin()
-        watch_scalers(self._withholds)
+        self._deferred.begin()
+        watch_scalers(self._defers)
         self._hooks.install()
         self._given = _GivenHook(lambda given: self._averaging.models.note_given(given, self._passes.batches))
         self._is_armed = True
@@ -163,8 +163,8 @@ class ImplicitTraining:
         """End a task that ended in another way. Waits for no rank, and never raises."""
         with suppress(Exception):
             error = sys.exc_info()[1]
-            if self._withholding.is_used and isinstance(error, _OF_GRADIENTS) and not isinstance(error, _OURS):
-                error.add_note(self._withholding.explain())
+            if self._deferred.is_used and isinstance(error, _OF_GRADIENTS) and not isinstance(error, _OURS):
+                error.add_note(self._deferred.explain())
             is_of_parts = self.has_split and (_is_of_shapes(error) or getattr(error, "is_of_parts", False))
             self.fails_on_parts = is_of_parts and not self._has_trained_on_parts and self._parts == 1
             if error is not None and self.has_split and _is_of_shapes(error):
@@ -219,18 +219,18 @@ class ImplicitTraining:
                 f"{self._world.place}: {type(optimizer).__name__} steps inside of "
                 "loss.backward(), before the ranks' gradients are added up. Step after it, or use --strict and prepare."
             )
-        if not self._withholds(optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None)):
+        if not self._defers(optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None)):
             self._steps.note(optimizer)
 
-    def _withholds(self, optimizer: Any, closure: Any = None) -> bool:
+    def _defers(self, optimizer: Any, closure: Any = None) -> bool:
         """Return whether a step waits for its batch's last part; without `optimizer`, whether that part is to come."""
         if optimizer is None or not self._is_armed:
-            return self._is_armed and self._withholding.is_on
+            return self._is_armed and self._deferred.is_on
         self._steps.meet(optimizer)
-        return self._withholding.withholds_step(closure)
+        return self._deferred.withholds_step(closure)
 
     def _after_step(self, *_: Any) -> None:
-        if not self._withholding.is_on:
+        if not self._deferred.is_on:
             self._steps.end_step()
 
     def _note_models(self) -> None:
@@ -263,7 +263,7 @@ class ImplicitTraining:
         if self._is_armed:
             self._averaging.begin()
             self._passes.begin(self._mode, self._parts)
-            self._withholding.begin()
+            self._deferred.begin()
             self._steps.begin_anew()
 
     def _step_back(self) -> None:
@@ -284,7 +284,7 @@ class ImplicitTraining:
         if self._given is not None:
             self._given.remove()
             self._given = None
-        self._withholding.begin()
+        self._deferred.begin()
         self._averaging.rest()
         forget(self._step_back)
 

@@ -282,7 +282,7 @@ class Window:
     def after_backward(self) -> None:
         """Note that a backward that synchronised nothing is complete."""
 
-    def withheld_step(self, closure: Any) -> None:
+    def deferred_step(self, closure: Any) -> None:
         """Note that a prepared optimizer was told to step and does not, since the window is still open."""
 
     def refuse_raw(self) -> None:
@@ -436,7 +436,7 @@ class Accumulation:
                 self._open.append(window)
             self._handed_out = [one for one in self._handed_out if one is not window] + [window]
 
-    def spend(self) -> None:
+    def end_of_block(self) -> None:
         """Note the end of a block that trained on the last batch of a loader."""
         for window in self._open:
             window.is_spent |= window.is_last

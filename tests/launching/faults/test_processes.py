@@ -120,7 +120,7 @@ WORKERS: dict[str, Callable[[int], object]] = {
 def test_fault_06_the_kernel_is_interrupted(worker: str) -> None:
     reading, writing = os.pipe()
 
-    def press() -> None:
+    def interrupt() -> None:
         """Once when both ranks are at it, and a second time when they do not listen."""
         for _ in range(2):
             os.read(reading, 1)
@@ -129,7 +129,7 @@ def test_fault_06_the_kernel_is_interrupted(worker: str) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     is_over = threading.Event()
-    presser = threading.Thread(target=press)
+    presser = threading.Thread(target=interrupt)
     presser.start()
     with pytest.raises(KeyboardInterrupt):
         launch(WORKERS[worker], 2, (writing,), start_method="fork", cpu=True)

@@ -37,14 +37,14 @@ class AtOnce(Pollable):
     def due_in(self, now: float) -> float | None:
         return 0.0 if not self.ticks else None
 
-    def tick(self, now: float, press: Callable[[], None]) -> None:
+    def tick(self, now: float, interrupt: Callable[[], None]) -> None:
         self.ticks += 1
         if self.ticks == 1:
-            self.act(press)
+            self.act(interrupt)
 
 
 def test_what_is_beside_a_run_can_stop_it(launcher: Launcher) -> None:
-    outcome = run(launcher, wait_for_ever, AtOnce(lambda press: press()))
+    outcome = run(launcher, wait_for_ever, AtOnce(lambda interrupt: interrupt()))
     assert outcome.ended.is_interrupted
     assert [report and report.status for report in outcome.ended.reports] == ["stopped", "stopped"]
 
@@ -52,15 +52,15 @@ def test_what_is_beside_a_run_can_stop_it(launcher: Launcher) -> None:
 def test_another_thread_can_stop_a_run_and_a_press_after_its_end_does_nothing(launcher: Launcher) -> None:
     kept: list[Callable[[], None]] = []
 
-    def press_from_a_thread(press: Callable[[], None]) -> None:
-        kept.append(press)
-        thread = threading.Thread(target=press)
+    def press_from_a_thread(interrupt: Callable[[], None]) -> None:
+        kept.append(interrupt)
+        thread = threading.Thread(target=interrupt)
         thread.start()
         thread.join()
 
     assert run(launcher, wait_for_ever, AtOnce(press_from_a_thread)).ended.is_interrupted
     kept[0]()
-    assert not run(launcher, lambda: None, AtOnce(lambda press: None)).ended.is_interrupted
+    assert not run(launcher, lambda: None, AtOnce(lambda interrupt: None)).ended.is_interrupted
 
 
 def test_two_presses_end_ranks_that_do_not_listen(launcher: Launcher) -> None:
@@ -69,9 +69,9 @@ def test_two_presses_end_ranks_that_do_not_listen(launcher: Launcher) -> None:
             with contextlib.suppress(KeyboardInterrupt):
                 threading.Event().wait()
 
-    def press_twice(press: Callable[[], None]) -> None:
-        press()
-        press()
+    def press_twice(interrupt: Callable[[], None]) -> None:
+        interrupt()
+        interrupt()
 
     outcome = run(launcher, be_deaf, AtOnce(press_twice))
     assert outcome.ended.is_interrupted

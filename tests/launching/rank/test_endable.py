@@ -22,9 +22,9 @@ from nbaccel.namespace.payload import pack
 class Impatient(Pollable):
     """Presses as soon as it can."""
 
-    def begins(self, press: Callable[[], None]) -> None:
-        self.press = press
-        press()
+    def begins(self, interrupt: Callable[[], None]) -> None:
+        self.interrupt = interrupt
+        interrupt()
 
 
 def in_thread(act: Callable[[], Any]) -> BaseException | None:
@@ -128,14 +128,14 @@ def test_an_interrupt_while_the_block_is_left_is_not_lost(monkeypatch: pytest.Mo
 
 def test_nothing_happens_once_the_work_is_done() -> None:
     class Later(Pollable):
-        def begins(self, press: Callable[[], None]) -> None:
-            self.press = press
+        def begins(self, interrupt: Callable[[], None]) -> None:
+            self.interrupt = interrupt
 
     for _ in range(30):
         later = Later()
         with contextlib.suppress(TimeoutError), endable(0.005, [later]):
             time.sleep(0.004)
-        later.press()
+        later.interrupt()
         time.sleep(0.001)
 
 

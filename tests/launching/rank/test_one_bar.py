@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nbaccel.base.world import World
-from nbaccel.launching.libraries.one_output import OneBar
+from nbaccel.launching.libraries.one_output import ProgressBars
 from nbaccel.testing import run_ranks
 
 
@@ -19,7 +19,7 @@ def _in_ranks(loop: Callable[[], Any], knows_ranks: bool = False) -> list[tuple[
     """What `loop` returned and what it printed, by rank."""
 
     def run() -> tuple[Any, str]:
-        bars = OneBar(World.from_env())
+        bars = ProgressBars(World.from_env())
         bars.watch()
         bars.begin(knows_ranks)
         printed = io.StringIO()
@@ -81,7 +81,7 @@ def test_bars_of_a_notebook_that_are_loaded_already_are_quiet_too() -> None:
 
 def test_ranks_that_stay_draw_again_for_a_task_that_knows_ranks() -> None:
     def run() -> list[bool]:
-        bars, drew = OneBar(World.from_env()), []
+        bars, drew = ProgressBars(World.from_env()), []
         bars.watch()
         for knows_ranks in (False, True, False):
             bars.begin(knows_ranks)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nbaccel.launching.processes.file_shield import FileShield
-from nbaccel.notebook.checks.throwaway import Throwaway, interrupted
+from nbaccel.notebook.checks.dry_run_ranks import DryRunRanks, interrupted
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def with_shield(monkeypatch: pytest.MonkeyPatch, open_folders: Sequence[str] = (
     monkeypatch.setattr(FileShield, "start", start)
 
 
-def change(place: Throwaway, home: Path) -> None:
+def change(place: DryRunRanks, home: Path) -> None:
     """Do as ranks do."""
     kept = Path(f"{place.records.with_name('originals')}{home}", "old.txt")
     kept.parent.mkdir(parents=True)
@@ -52,7 +52,7 @@ def change(place: Throwaway, home: Path) -> None:
 def test_a_whole_shield_needs_no_words(home: Path, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with_shield(monkeypatch)
     said: list[str] = []
-    with Throwaway.start(launcher) as place:
+    with DryRunRanks.start(launcher) as place:
         place.watch_files(said.append)
         assert place.is_shielded
         assert place.changed_files() == []
@@ -65,7 +65,7 @@ def test_without_a_shield_changes_are_undone_and_others_are_listed(
 ) -> None:
     with_shield(monkeypatch, why_not="it is a test")
     said: list[str] = []
-    with Throwaway.start(launcher) as place:
+    with DryRunRanks.start(launcher) as place:
         place.watch_files(said.append)
         change(place, home)
         changed = place.changed_files()
@@ -83,7 +83,7 @@ def test_a_folder_that_the_shield_leaves_open_is_watched_as_without_one(
 ) -> None:
     with_shield(monkeypatch, open_folders=[str(home)])
     said: list[str] = []
-    with Throwaway.start(launcher) as place:
+    with DryRunRanks.start(launcher) as place:
         assert not place.is_shielded
         place.watch_files(said.append)
         assert place.records.with_name("saves").is_dir()
@@ -97,7 +97,7 @@ def test_what_others_write_to_a_file_that_the_shield_covers_is_theirs(
     home: Path, launcher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_shield(monkeypatch, open_folders=["/none"])
-    with Throwaway.start(launcher) as place:
+    with DryRunRanks.start(launcher) as place:
         place.watch_files()
         change(place, home)
         assert place.changed_files() == []
@@ -106,7 +106,7 @@ def test_what_others_write_to_a_file_that_the_shield_covers_is_theirs(
 
 def test_an_interrupted_run_puts_files_back(home: Path, launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with_shield(monkeypatch, why_not="it is a test")
-    with pytest.raises(KeyboardInterrupt), Throwaway.start(launcher) as place:
+    with pytest.raises(KeyboardInterrupt), DryRunRanks.start(launcher) as place:
         place.watch_files()
         change(place, home)
         raise KeyboardInterrupt

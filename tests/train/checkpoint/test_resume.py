@@ -299,7 +299,7 @@ def _seen(folder: str, stop_at: int | None, resumes: bool) -> tuple[list[int], i
         model = torch.nn.Linear(1, 1)
         loader = torch.utils.data.DataLoader(torch.arange(36.0).reshape(-1, 1), 2, shuffle=True)
         model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), loader)
-        began = accelerator._equipment.accumulation.clock.step
+        began = accelerator._context.accumulation.clock.step
         try:
             for x in loader:
                 accelerator.backward(model(x).sum())

@@ -61,7 +61,7 @@ def test_all_that_reported_is_moved_in_and_nothing_stays(tmp_path: Path) -> None
     with first.decided(tmp_path / "committed"):
         joined = first.collect(tmp_path / "unfinished", share(0))
     assert [box[1] for box in joined.places["model"]["weight"]["boxes"]] == [[0, 0], [1, 0]]
-    assert second.verdict() == tmp_path / "committed"
+    assert second.outcome() == tmp_path / "committed"
     assert [path.name for path in tmp_path.iterdir()] == ["unfinished"]
     assert [path.name for path in (tmp_path / "unfinished").iterdir()] == ["model-rank00001-of-00002.safetensors"]
 
@@ -81,7 +81,7 @@ def test_rows_that_do_not_fit_together_are_refused(tmp_path: Path, theirs: Share
     with pytest.raises(CannotSave, match=message), first.decided(tmp_path / "last"):
         first.collect(tmp_path / "unfinished", share(0))
     with pytest.raises(CannotSave, match=message):
-        second.verdict()
+        second.outcome()
 
 
 def test_rank_0_does_not_wait_for_a_process_that_is_gone(tmp_path: Path) -> None:
@@ -99,14 +99,14 @@ def test_a_rank_does_not_wait_for_rank_0_that_is_gone(tmp_path: Path) -> None:
     put(second.folder, f"rank00000@{socket.gethostname()}.{ended_process()}.here")
     report(second, share(1))
     with pytest.raises(CannotSave, match=r"rank 0 \(process \d+ on .*\) ended"):
-        second.verdict()
+        second.outcome()
 
 
 def test_what_rank_0_committed_before_it_died_counts(tmp_path: Path) -> None:
     second = agreement(tmp_path, 1, committed=lambda: tmp_path / "other")
     put(second.folder, f"rank00000@{socket.gethostname()}.{ended_process()}.here")
     report(second, share(1))
-    assert second.verdict() == tmp_path / "other"
+    assert second.outcome() == tmp_path / "other"
 
 
 def test_a_rank_of_another_machine_is_waited_for_for_a_limited_time(
@@ -128,7 +128,7 @@ def test_a_rank_that_comes_after_the_others_failed_reads_why(tmp_path: Path, mon
         first.collect(tmp_path, share(0))
     report(second, share(1))
     with pytest.raises(CannotSave, match=r"rank\(s\) 1 of 2 did not come"):
-        second.verdict()
+        second.outcome()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -147,7 +147,7 @@ def test_a_disk_that_has_no_room_for_the_error_is_no_reason_to_wait(
         patch.setattr(module, "write_sealed", full)
         sides[rank].fail(CannotSave("no room"))
     with pytest.raises(CannotSave, match=f"rank {rank} could not"), sides[0].decided(tmp_path / "last"):
-        sides[1].verdict() if rank == 0 else sides[0].collect(tmp_path, share(0))
+        sides[1].outcome() if rank == 0 else sides[0].collect(tmp_path, share(0))
 
 
 def test_an_error_that_is_none_of_ours_is_told_with_its_kind(tmp_path: Path) -> None:

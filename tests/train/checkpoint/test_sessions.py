@@ -70,7 +70,7 @@ def _session(folder: str, kind: str, stop_at: int | None) -> Told:
         model, optimizer, loader, held_out = accelerator.prepare(
             model, torch.optim.AdamW(model.parameters(), lr=0.05), loader, DataLoader(table[:12], BATCH)
         )
-        began_at = accelerator._equipment.accumulation.clock.step
+        began_at = accelerator._context.accumulation.clock.step
         memory = accelerator.remember(best=float("inf"), history=[], losses=[])
         ids: list[int] = []
         try:

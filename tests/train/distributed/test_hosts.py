@@ -17,7 +17,7 @@ from nbaccel.launching.rank.main import _sequence_number
 from nbaccel.testing import run_ranks
 from nbaccel.train import PartialState
 from nbaccel.train.data.dispatch import _BATCH, _Payload, _Wire
-from nbaccel.train.data.draws import Comparison, Meetings
+from nbaccel.train.data.order_comparison import CollectivesSince, OrderComparison
 from nbaccel.train.distributed.collectives import CHECKED_CALLS, GroupCollectives
 from nbaccel.train.distributed.process_group import GroupOptions, _fitting, _init, process_group
 
@@ -89,11 +89,11 @@ def test_a_wait_of_the_host_says_where_it_is_and_can_be_ended() -> None:
 def _meets() -> list[Any]:
     talk = _form()
     world = _world(dist.get_rank())
-    meetings, loaders = Meetings(world, counts_anyway=False), [Comparison("a loader", world)]
+    meetings, loaders = CollectivesSince(world, counts_anyway=False), [OrderComparison("a loader", world)]
     seen = [meetings.are_counted, meetings.look()]
     before = _sequence_number()
     talk.barrier()
-    loaders.append(Comparison("another loader", world))
+    loaders.append(OrderComparison("another loader", world))
     assert before is not None
     return [*seen, meetings.look(), _sequence_number() == before + 1, loaders[0]._key != loaders[1]._key]
 

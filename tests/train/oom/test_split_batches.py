@@ -220,9 +220,7 @@ def test_a_checkpoint_between_parts_has_not_seen_the_batch(monkeypatch: pytest.M
     accelerator, model, optimizer, loader = _prepared(2, monkeypatch)
     had = []
     for x, _ in loader:
-        had.append(
-            accelerator._equipment.prepared.loader_states(accelerator._equipment.accumulation.window)[0]["batches"]
-        )
+        had.append(accelerator._context.prepared.loader_states(accelerator._context.accumulation.window)[0]["batches"])
         with accelerator.accumulate(model):
             accelerator.backward(model(x).sum())
             optimizer.step()
@@ -474,6 +472,6 @@ def test_the_loop_in_which_an_error_was_raised_is_the_last_one_that_is_told() ->
 
 def test_a_repeated_part_weighs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, _, _, loader = _prepared(2, monkeypatch)
-    window = SplitWindow(loader, 1, accelerator._equipment.accumulation.rules)
+    window = SplitWindow(loader, 1, accelerator._context.accumulation.rules)
     window.take(BatchPart(None, 0, 1, 1, is_first=False, is_repeated=True))
     assert window.weighed(1, in_accumulate=True) == math.inf

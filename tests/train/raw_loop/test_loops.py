@@ -25,8 +25,8 @@ from nbaccel.errors import NotPrepared, RanksFailed
 from nbaccel.launching import api
 from nbaccel.launching.launcher import Launcher
 from nbaccel.testing import run_ranks
-from nbaccel.train.raw_loop.lone import LoneTraining
 from nbaccel.train.raw_loop.loop import ImplicitTraining
+from nbaccel.train.raw_loop.single_rank import SingleRankWatch
 from train.raw_loop.loops import LOOPS, Loop, Values, ends, net, points, sgd
 
 TOLERANCE = 1e-12
@@ -133,7 +133,7 @@ def in_one_process(loop: Loop) -> Values:
 
 
 def _watched(loop: Loop) -> Values:
-    watch = LoneTraining()
+    watch = SingleRankWatch()
     watch.begin(None)
     try:
         found = loop.run()

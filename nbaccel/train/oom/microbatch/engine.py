@@ -1,7 +1,7 @@
 """Run one step in micro-batches, on every rank, whatever runs out of memory. Runs in ranks.
 
 The invariant: every rank issues the same collectives in every attempt of every step, whatever happens locally; see
-`StepEngine`. After the exchange of a step all ranks read the same sums, so that all of them come to the same verdict
+`StepEngine`. After the exchange of a step all ranks read the same sums, so that all of them come to the same outcome
 (`judge`). A loss function must not wait for peers, since one rank alone may repeat it (`forbid_collectives`). The
 engine holds no optimizer, counts no windows, and knows no Accelerator.
 
@@ -382,7 +382,7 @@ def mean_of_parts(losses: Sequence[tuple[Tensor, float]], device: torch.device) 
 def judge(said: StepReport, world: World, step: int, least: int) -> None:
     """Raise the error that follows from the reports of all ranks, if any.
 
-    Every rank reads the same sums, so all of them come to the same verdict; no rank has stepped by then.
+    Every rank reads the same sums, so all of them come to the same outcome; no rank has stepped by then.
 
     least: samples of the smallest micro-batch.
     Raises:

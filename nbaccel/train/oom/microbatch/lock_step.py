@@ -57,7 +57,7 @@ class LockStepEngine(StepEngine):
                     recovery.fail(error)
                     raise
                 judged = error.__cause__
-        assert judged is not None, "a verdict has a reason"
+        assert judged is not None, "an outcome has a reason"
         raise judged
 
     def _run_watched(self, task: MicroBatchTask, gradients: Gradients, recovery: GroupRecovery) -> Tensor:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from nbaccel.base.errors import StepCorrupted
 from nbaccel.base.events import OutOfMemory, emit
-from nbaccel.base.room import is_shortage
+from nbaccel.base.memory_limit import is_shortage
 from nbaccel.base.values import frozen
 from nbaccel.train.oom.memory import release_unused
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbaccel.base.room import is_shortage
+from nbaccel.base.memory_limit import is_shortage
 from nbaccel.base.values import frozen
 from nbaccel.train.oom.microbatch.loss_weights import Weight, Weights, make_weights
 from nbaccel.train.oom.microbatch.sizes import Shapes

@@ -151,7 +151,7 @@ class MemoryEstimate:
         return next((row for row in fitting if row.use.peak <= self.devices.room(row.ranks)), None)
 
     def __str__(self) -> str:
-        return "\n".join([*self._table(), *self.notes, self.verdict])
+        return "\n".join([*self._table(), *self.notes, self.what_fits])
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))
@@ -174,7 +174,7 @@ class MemoryEstimate:
             yield "  ".join([first, *others]).rstrip()
 
     @property
-    def verdict(self) -> str:
+    def what_fits(self) -> str:
         """One sentence: the cheapest strategy that fits, or what would."""
         devices, row = self.devices, self.cheapest
         least = min(self.rows, key=lambda row: row.use.peak)

@@ -43,7 +43,7 @@ from nbaccel.train.oom.microbatch.slicing import Samples
 from nbaccel.train.oom.planning.examples import Examples, examples_of
 from nbaccel.train.oom.planning.size_cache import FoundInFolder, Size, SizeCache
 from nbaccel.train.oom.planning.trial import TrialResult, TrialRun, TrialSetup
-from nbaccel.train.prepare.equipment import Equipment
+from nbaccel.train.prepare.training_context import TrainingContext
 from nbaccel.train.strategies import Strategy
 
 __all__ = [
@@ -94,7 +94,7 @@ class _Report:
         return 0.0 if self.used is None else sure_size(size, self.used, self.held or 0.0)
 
 
-def _search_batch_size(rehearsal: TrialRun, cap: int, collectives: Collectives, found: SizeCache) -> int:
+def _search_batch_size(trial: TrialRun, cap: int, collectives: Collectives, found: SizeCache) -> int:
     """Return the largest size, at most `cap`, whose steps have run on every rank. Collective.
 
     collectives: of the ranks that must agree. found: results of earlier searches; this one is added.
@@ -105,18 +105,18 @@ def _search_batch_size(rehearsal: TrialRun, cap: int, collectives: Collectives, 
         NotImplementedError: trials run in lock step, and a rank has no limit; on every rank.
     """
     with ExitStack() as stack:
-        return _Planner(rehearsal, collectives, found, stack).find(cap)
+        return _Planner(trial, collectives, found, stack).find(cap)
 
 
 class _Planner:
-    def __init__(self, rehearsal: TrialRun, collectives: Collectives, found: SizeCache, stack: ExitStack) -> None:
+    def __init__(self, trial: TrialRun, collectives: Collectives, found: SizeCache, stack: ExitStack) -> None:
         """stack: closes what is opened for the search."""
-        self._rehearsal = rehearsal
+        self._trial = trial
         self._collectives = collectives
         self._found = found
         self._stack = stack
         self._reports: Sequence[_Report] = ()  # of the last trial, by rank
-        self._is_collective = rehearsal.is_collective
+        self._is_collective = trial.is_collective
 
     def find(self, cap: int) -> int:
         known = self._known(cap)
@@ -134,20 +134,20 @@ class _Planner:
         if not plan.best:
             raise self._nothing_fits()
         best = next(trial for trial in plan.trials if trial.fits and trial.size == plan.best)
-        self._found.put(self._rehearsal.signature, Size(best.size, best.used))
+        self._found.put(self._trial.signature, Size(best.size, best.used))
         return best.size
 
     def _known(self, cap: int) -> Size | None:
-        """Return what every rank knows from an earlier search. Opens the rehearsal."""
+        """Return what every rank knows from an earlier search. Opens the trial."""
         reports = self._together(f"reading examples for up to {cap} samples", self._open)
-        known = None if self._is_collective else self._found.get(self._rehearsal.signature)
+        known = None if self._is_collective else self._found.get(self._trial.signature)
         if known is None or known.size > cap or any(report.known != known.size for report in reports):
             return None
         return known
 
     def _open(self) -> _Report:
-        self._stack.enter_context(self._rehearsal)
-        known = self._found.get(self._rehearsal.signature)
+        self._stack.enter_context(self._trial)
+        known = self._found.get(self._trial.signature)
         return _Report(known=0 if known is None else known.size)
 
     def _is_confirmed(self, known: Size) -> bool:
@@ -159,7 +159,7 @@ class _Planner:
 
     def _try(self, size: int) -> Trial:
         """Run one trial on every rank. It fits if it fits everywhere; the rank with the least free memory decides."""
-        reports = self._together(f"trying {_samples(size)}", lambda: _Report.of(self._rehearsal.run(size)))
+        reports = self._together(f"trying {_samples(size)}", lambda: _Report.of(self._trial.run(size)))
         self._reports = reports
         shares = [report.used for report in reports if report.used is not None]
         fits = all(report.fits for report in reports)
@@ -178,7 +178,7 @@ class _Planner:
             report = act()
         except Exception as raised:
             raised.add_note(f"This happened in {_CALL}, {doing}.")
-            if self._is_collective and self._rehearsal.is_running:
+            if self._is_collective and self._trial.is_running:
                 raise
             report, error = _Report(error=_short(f"{type(raised).__name__}: {raised}")), raised
         said = self._collectives.announce(f"{_CALL}: {doing}", json.dumps(asdict(report)))
@@ -473,8 +473,8 @@ def find_micro_batch_size(
 class BatchSizePlanner:
     """Searches for the batch size of what one Accelerator has prepared, and keeps the sizes that were found."""
 
-    def __init__(self, equipment: Equipment) -> None:
-        self._equipment = equipment
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
         self._found = SizeCache()
 
     def find(
@@ -490,23 +490,23 @@ class BatchSizePlanner:
         Raises:
             NotPrepared: no model or no optimizer is prepared.
         """
-        if not (self._equipment.prepared.models and self._equipment.prepared.optimizers):
-            kind = "optimizer" if self._equipment.prepared.models else "model"
+        if not (self._context.prepared.models and self._context.prepared.optimizers):
+            kind = "optimizer" if self._context.prepared.models else "model"
             raise NotPrepared(
                 f"find_batch_size: no {kind} is prepared, and its memory is part of what has to fit. Before it:\n"
                 "    model, optimizer = accelerator.prepare(model, optimizer)"
             )
-        for model in self._equipment.prepared.models:
-            self._equipment.strategy.alone(model)  # refuses what cannot run a trial, before anything is read
+        for model in self._context.prepared.models:
+            self._context.strategy.alone(model)  # refuses what cannot run a trial, before anything is read
         found = self._found
         if cache is not None:
-            found = FoundInFolder(cache, is_writer=self._equipment.world.is_main_process)
+            found = FoundInFolder(cache, is_writer=self._context.world.is_main_process)
         scene = TrialSetup(
             loss_fn,
             lambda: examples_of(example),
-            self._equipment.prepared.models,
-            [prepared.optimizer for prepared in self._equipment.prepared.optimizers],
-            self._equipment.strategy,
-            keeps_gradients=self._equipment.accumulation.steps > 1,
+            self._context.prepared.models,
+            [prepared.optimizer for prepared in self._context.prepared.optimizers],
+            self._context.strategy,
+            keeps_gradients=self._context.accumulation.steps > 1,
         )
-        return _search_batch_size(TrialRun(scene, meter), max_batch_size, self._equipment.collectives, found)
+        return _search_batch_size(TrialRun(scene, meter), max_batch_size, self._context.collectives, found)

@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from nbaccel.base.failures import asked_bytes, can_retry
-from nbaccel.base.room import is_shortage
+from nbaccel.base.memory_limit import is_shortage
 from nbaccel.base.values import frozen
 from nbaccel.train.data.placement import to_device
 from nbaccel.train.oom.memory import release_unused
@@ -62,7 +62,7 @@ class TrialResult:
 class TrialSetup:
     """The training to try, as it is.
 
-    loss_fn: from a batch on the device to a loss.  read: makes the examples; called when the rehearsal begins.
+    loss_fn: from a batch on the device to a loss.  read: makes the examples; called when the trial begins.
     keeps_gradients: they stay allocated from one batch to the next (accumulation, `forward_backward`).
     """
 
@@ -109,7 +109,7 @@ class TrialRun:
 
     @property
     def signature(self) -> str:
-        """A name that distinguishes this rehearsal from others, see `found`."""
+        """A name that distinguishes this trial from others, see `found`."""
         scene = self._scene
         device, shapes = scene.strategy.device, self._examples.shapes()
         return signature(scene.models, scene.optimizers, shapes, device, [scene.keeps_gradients])

@@ -10,9 +10,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from nbaccel.base.demand import Demand, total_and_free
 from nbaccel.base.failures import asked_bytes, can_retry
-from nbaccel.base.room import is_shortage
+from nbaccel.base.memory_limit import is_shortage
+from nbaccel.base.memory_request import MemoryRequest, total_and_free
 from nbaccel.base.values import frozen
 from nbaccel.train.oom.memory import forget_frames
 from nbaccel.train.oom.memory.meters import Peak
@@ -44,7 +44,7 @@ class AttemptShortage:
     text: str
     place: ShortagePlace = ShortagePlace.ELSEWHERE
     demand: float = 1.0
-    request: Demand | None = None
+    request: MemoryRequest | None = None
     lines: tuple[tuple[str, int], ...] = ()
 
     @classmethod
@@ -53,7 +53,7 @@ class AttemptShortage:
             f"{type(error).__name__}: {error}".partition("\n")[0],
             _place(error),
             _demand(str(error)),
-            Demand.of(error),
+            MemoryRequest.of(error),
             tuple((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)),
         )
 

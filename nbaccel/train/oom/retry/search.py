@@ -12,16 +12,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from nbaccel.base.demand import WHAT_HELPS
 from nbaccel.base.errors import NoBatchSizeFits
 from nbaccel.base.events import OutOfMemory, emit
+from nbaccel.base.memory_request import WHAT_HELPS
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.partial_state import PartialState, current_world
 from nbaccel.train.oom.memory import release_unused
 from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
 from nbaccel.train.oom.retry.coordinate import AttemptReport, DistributedRetry, LocalRetry
-from nbaccel.train.oom.retry.survivors import Survivors
-from nbaccel.train.step.implicit_hooks import begin_anew
+from nbaccel.train.oom.retry.outside_retry import OutsideTheRetry
+from nbaccel.train.step.raw_loop_hooks import begin_anew
 
 __all__ = [
     "ByRule",
@@ -106,7 +106,7 @@ class _Search:
         self._sizes = sizes
         self._peers = peers
         self._way = sizes.way_down()
-        self._survivors = Survivors()
+        self._outside = OutsideTheRetry()
 
     def run(self) -> Any:
         release_unused()
@@ -116,17 +116,17 @@ class _Search:
         while size > 0:
             tried.append(size)
             begin_anew()
-            self._survivors.begin()
+            self._outside.begin()
             with self._peers.watching(size):
                 attempt = Attempt(self._function, size, self._args, self._kwargs)
             if self._peers.is_done(attempt):
                 self._sizes.fitted(size, attempt.used)
                 return attempt.value
-            lack, step = attempt.shortage, self._survivors.step
+            lack, step = attempt.shortage, self._outside.step
             agreed = self._peers.regroup(functools.partial(self._clean_up, attempt, size))
             if lack is not None:
                 emit(OutOfMemory(step, lack.place.value, size, agreed.size, size, lack.text))
-            self._survivors.go_on(agreed.steps, agreed.source, agreed.scalings)
+            self._outside.go_on(agreed.steps, agreed.source, agreed.scalings)
             size, shortage = agreed.size, agreed.shortage
         self._sizes.nothing_fits()
         raise NoBatchSizeFits(
@@ -141,14 +141,14 @@ class _Search:
         """Forget a failed attempt, and return what to do next."""
         shortage = attempt.shortage
         attempt.forget()
-        self._survivors.clean_up()
+        self._outside.clean_up()
         return AttemptReport(
             size=self._way.after(size, shortage),
-            steps=self._survivors.steps,
+            steps=self._outside.steps,
             shortage="" if shortage is None else shortage.text,
-            obstacle=self._survivors.obstacle,
-            keeps=self._survivors.has_replicas,
-            scalings=self._survivors.scalings,
+            obstacle=self._outside.obstacle,
+            keeps=self._outside.has_replicas,
+            scalings=self._outside.scalings,
         )
 
 

@@ -137,7 +137,7 @@ def _steps(weight: Any, micro_batch_size: int | None, spare: bool) -> tuple[list
     torch.manual_seed(0)
     net = Spare() if spare else torch.nn.Linear(3, 5)
     model = accelerator.prepare(net)
-    accelerator._equipment.watch.see = lambda loss: loss.detach()  # type: ignore[method-assign]  # it looks at one loss a second
+    accelerator._context.watch.see = lambda loss: loss.detach()  # type: ignore[method-assign]  # it looks at one loss a second
     transport = accelerator.collectives._transport  # type: ignore[attr-defined]
     transport._wait = transport._wait_for_device
 

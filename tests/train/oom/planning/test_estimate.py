@@ -196,21 +196,21 @@ def test_what_does_not_fit_says_how_many_ranks_it_needs() -> None:
     found = estimate(Chain(24), "AdamW", devices=small, ranks=[2])
     assert found.cheapest is None
     assert found.needed_ranks == 4
-    assert "It does not fit on 2 x 0.23 GB under any strategy: fsdp on 2 ranks takes" in found.verdict
-    assert "(without the driver's share). fsdp needs about 4 ranks; mixed_precision," in found.verdict
+    assert "It does not fit on 2 x 0.23 GB under any strategy: fsdp on 2 ranks takes" in found.what_fits
+    assert "(without the driver's share). fsdp needs about 4 ranks; mixed_precision," in found.what_fits
 
 
 def test_no_number_of_ranks_divides_activations() -> None:
     found = estimate(Chain(2), "SGD", torch.ones(20_000, 1000), devices=EstimatedDevices(2, 10**8), ranks=[2])
-    assert "More ranks do not help" in found.verdict
+    assert "More ranks do not help" in found.what_fits
 
 
 def test_several_ranks_leave_room_for_nccl() -> None:
     cards = EstimatedDevices(2, 10**9, "Small", 100_000_000, 50_000_000)
     assert (cards.room(1), cards.room(2)) == (900_000_000, 850_000_000)
     two = estimate(Chain(24), "AdamW", devices=EstimatedDevices(2, 445_000_000, "", 100_000_000, 50_000_000), ranks=[2])
-    assert "fsdp on 2 ranks is the cheapest" not in two.verdict
-    assert "(with 0.15 GB for the driver)" in two.verdict
+    assert "fsdp on 2 ranks is the cheapest" not in two.what_fits
+    assert "(with 0.15 GB for the driver)" in two.what_fits
 
 
 def test_on_a_gpu_cublas_and_a_copy_of_attention_are_in_it() -> None:
@@ -225,7 +225,7 @@ def test_on_a_gpu_cublas_and_a_copy_of_attention_are_in_it() -> None:
 
 def test_without_a_card_the_drivers_share_is_not_in_it() -> None:
     found = estimate(Chain(), "AdamW", devices=EstimatedDevices(0, 10**10, "CPU"))
-    assert "(without the driver's share), and there is 10.0 GB of host memory." in found.verdict
+    assert "(without the driver's share), and there is 10.0 GB of host memory." in found.what_fits
 
 
 def test_a_step_that_looks_at_values_is_left_out_in_words() -> None:

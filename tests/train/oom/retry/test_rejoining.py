@@ -14,8 +14,8 @@ import devicelike
 from nbaccel import Accelerator, InitProcessGroupKwargs
 from nbaccel.errors import PeerFailed
 from nbaccel.testing import run_ranks
-from nbaccel.train.oom.retry import survivors
-from nbaccel.train.oom.retry.survivors import _share_state
+from nbaccel.train.oom.retry import outside_retry as outside
+from nbaccel.train.oom.retry.outside_retry import _share_state
 
 
 class Plain(torch.optim.SGD):
@@ -125,7 +125,7 @@ def test_an_optimizer_and_what_was_prepared_of_it_have_one_state_to_share() -> N
     prepared = Accelerator().prepare(optimizer)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    (found,) = survivors._optimizers_of(_Holder(model))  # type: ignore[arg-type]
+    (found,) = outside._optimizers_of(_Holder(model))  # type: ignore[arg-type]
     assert found in (optimizer, prepared)
 
 
@@ -153,10 +153,10 @@ def _rejoin_over_a_device(fails: int) -> tuple[list[str], list[float], bool]:
     with torch.no_grad():
         for tensor in [*model.module.parameters(), *model.module.buffers()]:
             tensor.add_(rank)
-    survivors.rejoin_at_next_forward(model, 1)
+    outside.rejoin_at_next_forward(model, 1)
     raised: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(survivors, "_agreed_optimizers", _refuse)
+        patch.setattr(outside, "_agreed_optimizers", _refuse)
         for _ in range(fails):
             with pytest.raises(PeerFailed) as refused:
                 model(torch.ones(1, 3))
@@ -202,7 +202,7 @@ def _rejoin_after_a_step_on_rank_0(source: int, makes_all: bool) -> list[float] 
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizers[0].step()
-    survivors.rejoin_at_next_forward(model, source)
+    outside.rejoin_at_next_forward(model, source)
     try:
         model(torch.ones(1, 2))
     except PeerFailed as error:

@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from nbaccel.base.demand import Demand
+from nbaccel.base.memory_request import MemoryRequest
 from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace
 from nbaccel.train.oom.retry.search import ByRule, ByUser, Sizes, grown
 
@@ -39,7 +39,7 @@ def test_a_backward_that_ran_out_means_that_nine_tenths_are_tried_first(start: i
 
 def _refused(used: int, line: int = 9) -> AttemptShortage:
     """64 MB were asked for in a place with a limit of 510 MB and a model of 80."""
-    request = Demand(64_000_000, used, 510_000_000, parameters_bytes=80_000_000)
+    request = MemoryRequest(64_000_000, used, 510_000_000, parameters_bytes=80_000_000)
     return AttemptShortage("RuntimeError", ShortagePlace.BACKWARD, 1.0, request, (("train.py", line),))
 
 

@@ -82,7 +82,7 @@ def _prepared_inside_without_freeing() -> tuple[int, int]:
         accelerator.backward(model(torch.ones(batch_size, 2)).mean())
         return batch_size
 
-    return train(), len(accelerator._equipment.prepared.models)
+    return train(), len(accelerator._context.prepared.models)
 
 
 def test_what_a_failed_attempt_prepared_is_forgotten_also_without_free_memory() -> None:

@@ -1,8 +1,8 @@
-"""Draws: whether the ranks met in an iteration, and a check that they train in the same order. Runs in ranks.
+"""OrderComparison: checks that the ranks train in the same order, and whether they met in an iteration. In ranks.
 
 An iteration that has run to its end without a meeting is counted by each rank for itself, since no rank may wait for
-the others where a loader begins: one rank may look at it alone. If ranks count differently, `Comparison` detects it
-once they meet in the loop.
+the others where a loader begins: one rank may look at it alone. If ranks count differently, `OrderComparison` detects
+it once they meet in the loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nbaccel.train.data.position import Iteration, digests_of
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.transport import collective_counter
 
-__all__ = ["Comparison", "Meetings"]
+__all__ = ["CollectivesSince", "OrderComparison"]
 
 _PATIENCE_S = 5.0
 """Seconds to wait for the draw of a peer that a collective on a device may have overtaken."""
@@ -45,7 +45,7 @@ _REMEMBERED = 8
 """Number of draws that a rank writes down at once: a peer may read them a few iterations later."""
 
 
-class Meetings:
+class CollectivesSince:
     """Tells whether the ranks met in a collective since this object was made.
 
     counts_anyway: also if they did not; the others may have met in batches that this rank does not have.
@@ -67,7 +67,7 @@ class Meetings:
         return self.were_held
 
 
-class Comparison:
+class OrderComparison:
     """Compares the draws that the ranks train with, through the store of their process group.
 
     The number of an iteration mostly follows from what all ranks have done together, and is not compared. A rank for

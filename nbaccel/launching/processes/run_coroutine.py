@@ -1,4 +1,5 @@
-"""Turns: runs that one thread watches, one alone or several side by side. Runs in the kernel; starts nothing itself.
+"""RunCoroutine: runs that one thread watches, one alone or several side by side. Runs in the kernel; starts nothing
+itself.
 
 A run is a generator. It never waits: it yields a `Wait`, and is resumed when one of the wait's events has come or its
 seconds are over. `driven` waits for one run; `side_by_side` waits for several at once, begins waiting ones as places
@@ -20,9 +21,9 @@ from typing import Protocol, TypeVar
 from nbaccel.launching.processes.interaction import Interrupts, Pollable, stopped_before_termination
 
 __all__ = [
-    "PressRelay",
+    "InterruptRelay",
     "QueuedRun",
-    "Turns",
+    "RunCoroutine",
     "Wait",
     "driven",
     "side_by_side",
@@ -39,57 +40,57 @@ class Wait:
     seconds: float | None
 
 
-Turns = Generator[Wait, None, Result]
+RunCoroutine = Generator[Wait, None, Result]
 """A run in progress; its value is the result of the run."""
 
 
-def driven(turns: Turns[Result]) -> Result:
+def driven(coroutine: RunCoroutine[Result]) -> Result:
     """Return the result of a run, and wait whenever it does.
 
     An exception that comes while it waits, by another thread or a handler of a signal, is the run's affair.
     """
     try:
-        wait = next(turns)
+        wait = next(coroutine)
         while True:
             try:
                 wait.selector.select(wait.seconds)
             except BaseException as error:
-                wait = turns.throw(error)
+                wait = coroutine.throw(error)
             else:
-                wait = next(turns)
+                wait = next(coroutine)
     except StopIteration as end:
         result: Result = end.value
         return result
     finally:
-        turns.close()
+        coroutine.close()
 
 
-class PressRelay(Pollable):
+class InterruptRelay(Pollable):
     """Passes requests to end a run on to its ranks; those made before the ranks exist come as soon as they do.
 
-    >>> relay, presses = PressRelay(), []
-    >>> relay.press()
-    >>> relay.tick(0.0, lambda: presses.append("stop"))
-    >>> relay.press()
-    >>> presses
+    >>> relay, interrupts_so_far = InterruptRelay(), []
+    >>> relay.interrupt()
+    >>> relay.tick(0.0, lambda: interrupts_so_far.append("stop"))
+    >>> relay.interrupt()
+    >>> interrupts_so_far
     ['stop', 'stop']
     """
 
     def __init__(self) -> None:
         self._early = 0
-        self._press: Callable[[], None] | None = None
+        self._interrupt: Callable[[], None] | None = None
 
-    def press(self) -> None:
+    def interrupt(self) -> None:
         """Ask the run to end at its step; the second time, at once."""
-        if self._press is None:
+        if self._interrupt is None:
             self._early += 1
         else:
-            self._press()
+            self._interrupt()
 
-    def tick(self, now: float, press: Callable[[], None]) -> None:
-        self._press = press
+    def tick(self, now: float, interrupt: Callable[[], None]) -> None:
+        self._interrupt = interrupt
         for _ in range(self._early):
-            press()
+            interrupt()
         self._early = 0
 
 
@@ -100,13 +101,13 @@ class QueuedRun(Protocol):
     def saves_itself(self) -> bool:
         """Return whether the run saves its training when it is asked to end."""
 
-    def begin(self, place: int) -> Turns[None]:
+    def begin(self, place: int) -> RunCoroutine[None]:
         """Return the run, which begins at place `place`, 0 or more, when it is resumed for the first time.
 
         An error that ends this run alone is its own affair; one that it raises ends all runs.
         """
 
-    def press(self) -> None:
+    def interrupt(self) -> None:
         """Ask the run to end at its step; the second time, at once."""
 
 
@@ -116,14 +117,14 @@ class _Running:
     def __init__(self, run: QueuedRun, place: int) -> None:
         self.run = run
         self.place = place
-        self.turns = run.begin(place)
+        self.as_coroutine = run.begin(place)
         self.wait: Wait | None = None
         self.due_at: float | None = None
 
     def advance(self) -> bool:
         """Resume the run; return False if it is over."""
         try:
-            self.wait = next(self.turns)
+            self.wait = next(self.as_coroutine)
         except StopIteration:
             return False
         self.due_at = None if self.wait.seconds is None else time.monotonic() + self.wait.seconds
@@ -141,7 +142,7 @@ def side_by_side(runs: Iterable[QueuedRun], places: int, beside: Sequence[Pollab
     The first interrupt asks all that are running to finish their step, and keeps the waiting ones from beginning; the
     second ends all at once. If one run raises an error, or the thread is ended by one, the processes of all are ended.
 
-    beside: checked meanwhile; each can press as an interrupt does.
+    beside: checked meanwhile; each can interrupt as a person does.
     """
     waiting, free = iter(runs), deque(range(places))
     running: list[_Running] = []
@@ -151,7 +152,7 @@ def side_by_side(runs: Iterable[QueuedRun], places: int, beside: Sequence[Pollab
         owned.enter_context(interrupts.of_the_keyboard())
         owned.enter_context(stopped_before_termination(lambda: any(each.run.saves_itself for each in running)))
         owned.callback(_close, running)
-        presses = 0
+        interrupts_so_far = 0
         while True:
             if not running and interrupts.raised is not None:
                 raise interrupts.raised
@@ -164,23 +165,23 @@ def side_by_side(runs: Iterable[QueuedRun], places: int, beside: Sequence[Pollab
                 return interrupts.count
             ready = _ready(running, interrupts, beside)
             interrupts.read()
-            for _ in range(interrupts.count - presses):
+            for _ in range(interrupts.count - interrupts_so_far):
                 for each in running:
-                    each.run.press()
-            presses = interrupts.count
+                    each.run.interrupt()
+            interrupts_so_far = interrupts.count
             for each in ready:
                 _advance(each, running, free)
             now = time.monotonic()
             for task in beside:
-                task.pressed(presses)
-                task.tick(now, interrupts.press)
+                task.interrupted(interrupts_so_far)
+                task.tick(now, interrupts.interrupt)
 
 
 def _close(running: Sequence[_Running]) -> None:
     """End the processes of all runs that go on."""
     with ExitStack() as every:  # also of those after one that fails to
         for each in running:
-            every.callback(each.turns.close)
+            every.callback(each.as_coroutine.close)
 
 
 def _advance(each: _Running, running: list[_Running], free: deque[int]) -> None:

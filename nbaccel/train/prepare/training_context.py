@@ -1,7 +1,8 @@
-"""Equipment: the objects with which one Accelerator trains in this process. Runs in ranks, scripts and the kernel.
+"""TrainingContext: the objects with which one Accelerator trains in this process. Runs in ranks, scripts and the
+kernel.
 
-The parts of an Accelerator share one `Equipment` and read it at every call, since another world brings other objects.
-It decides nothing: the Accelerator's lifecycle says when they are made.
+The parts of an Accelerator share one `TrainingContext` and read it at every call, since another world brings other
+objects. It decides nothing: the Accelerator's lifecycle says when they are made.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.step.precision import Precision
 from nbaccel.train.strategies import Strategy, choose_strategy, strategy_class
 
-__all__ = ["Equipment"]
+__all__ = ["TrainingContext"]
 
 
-class Equipment:
+class TrainingContext:
     """The state of one process, what is prepared in it, and the objects that count, scale and distribute its steps.
 
     state: the place of this process, which lasts.  moves: prepared objects go to the device, unless a call says more.

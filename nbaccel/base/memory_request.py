@@ -1,6 +1,7 @@
-"""Demand: the numbers of a refused request for memory, and whether smaller batches can help.
+"""MemoryRequest: the numbers of a refused request for memory, and whether smaller batches can help.
 
-`Demand.of` runs where the error is, before anything is freed; the numbers are sent to the kernel. The rest is pure.
+`MemoryRequest.of` runs where the error is, before anything is freed; the numbers are sent to the kernel. The rest is
+pure.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from nbaccel.base.failures import Recovery, asked_bytes, in_bytes, is_of_host, recovery_of
-from nbaccel.base.room import Room, fullness, host_room, unused_heap
+from nbaccel.base.memory_limit import MemoryLimit, fullness, host_limit, unused_heap
 from nbaccel.base.values import frozen
 
-__all__ = ["WHAT_HELPS", "Demand", "in_words", "total_and_free"]
+__all__ = ["WHAT_HELPS", "MemoryRequest", "describe_size", "total_and_free"]
 
 WHAT_HELPS = (
     "a smaller model, fp16 or bf16, an 8-bit optimizer, gradient checkpointing, parameters or states that are "
@@ -39,11 +40,11 @@ _MOST_VALUES = 1000
 
 
 @frozen
-class Demand:
+class MemoryRequest:
     """The requested and the available memory.
 
     asked_bytes: 0 if the error does not say.  used_bytes: in use without the request.  limit_bytes: 0 if unknown.
-    fullness: see `nbaccel.base.room.fullness`.
+    fullness: see `nbaccel.base.memory_limit.fullness`.
     parameters_bytes, gradients_bytes, states_bytes: of the models and optimizers that the frames of the error mention.
     """
 
@@ -56,13 +57,13 @@ class Demand:
     states_bytes: int = 0
 
     @classmethod
-    def of(cls, error: BaseException) -> Demand | None:
+    def of(cls, error: BaseException) -> MemoryRequest | None:
         """Return the numbers of `error`; None if it is not about memory, or they are unknown."""
         try:
             if recovery_of(error) not in (Recovery.RETRY, Recovery.RETRY_IF_NEARLY_FULL):
                 return None
             text = str(error)
-            room = _stated(text) or (_live_on_host() if is_of_host(error) else None) or Room(0, 0)
+            room = _stated(text) or (_live_on_host() if is_of_host(error) else None) or MemoryLimit(0, 0)
             device_types = {"cpu"} if is_of_host(error) or "CPU out of memory" in text else {"cuda", "xpu"}
             return cls(
                 asked_bytes(text), room.used_bytes, room.limit_bytes, fullness(error), *_held(error, device_types)
@@ -80,14 +81,15 @@ class Demand:
         """Return whether the kept bytes and the request alone exceed the limit."""
         return bool(self.asked_bytes and self.limit_bytes) and self.kept_bytes + self.asked_bytes > self.limit_bytes
 
-    def needed_for_one(self, samples: float, larger: Demand, larger_samples: float) -> int:
+    def needed_for_one(self, samples: float, larger: MemoryRequest, larger_samples: float) -> int:
         """Return the bytes that would be in use for one sample, by the line through two demands.
 
         samples: of the forward that asked for this.  larger: an earlier demand, of a forward of `larger_samples`.
         The kept bytes do not depend on the batch, but on the progress of the step: the second part of a batch finds the
         gradients of the first. So the line is drawn through the other bytes.
 
-        >>> first, second = Demand(8, 50, 60, parameters_bytes=10), Demand(8, 40, 60, 10, parameters_bytes=10)
+        >>> first = MemoryRequest(8, 50, 60, parameters_bytes=10)
+        >>> second = MemoryRequest(8, 40, 60, 10, parameters_bytes=10)
         >>> second.needed_for_one(51, first, 101)
         38
         """
@@ -95,7 +97,7 @@ class Demand:
         slope = max(0.0, (larger_rest - rest) / (larger_samples - samples))
         return int(self.used_bytes - slope * (samples - 1) + self.asked_bytes)
 
-    def is_hopeless(self, samples: float, larger: Demand, larger_samples: float) -> bool:
+    def is_hopeless(self, samples: float, larger: MemoryRequest, larger_samples: float) -> bool:
         """Return whether not even one sample would fit; False if the numbers do not show it.
 
         The caller has checked that both requests were made at the same place.
@@ -110,10 +112,10 @@ class Demand:
         return needed_bytes > self.limit_bytes + _NOISE * self.asked_bytes
 
 
-def in_words(size: int) -> str:
+def describe_size(size: int) -> str:
     """Format a number of bytes; gigabytes with two digits after the point, unlike `quantities.amount`.
 
-    >>> in_words(64_000_000), in_words(1_234_000_000), in_words(3_400), in_words(800)
+    >>> describe_size(64_000_000), describe_size(1_234_000_000), describe_size(3_400), describe_size(800)
     ('64.0 MB', '1.23 GB', '3.4 kB', '800 bytes')
     """
     for unit, digits, name in ((1e9, 2, "GB"), (1e6, 1, "MB"), (1e3, 1, "kB")):
@@ -132,7 +134,7 @@ def total_and_free(text: str) -> tuple[int, int] | None:
     return None if state is None else (in_bytes(state[1], state[2]), in_bytes(state[3], state[4]))
 
 
-def _stated(text: str) -> Room | None:
+def _stated(text: str) -> MemoryLimit | None:
     """Return the numbers in texts of torch's allocators for CUDA, ROCm and XPU, and of `MemLimit`.
 
     Memory that the caching allocator has reserved and not handed out counts as free, too.
@@ -150,15 +152,15 @@ def _stated(text: str) -> Room | None:
         return None
     total_bytes, free_bytes = state
     if "allocated" not in found:
-        return Room(total_bytes - free_bytes, total_bytes)
+        return MemoryLimit(total_bytes - free_bytes, total_bytes)
     most_bytes = found["allocated"] + found.get("unallocated", 0) + free_bytes
-    return Room(found["allocated"], min(most_bytes, found.get("allowed", most_bytes)))
+    return MemoryLimit(found["allocated"], min(most_bytes, found.get("allowed", most_bytes)))
 
 
-def _live_on_host() -> Room | None:
+def _live_on_host() -> MemoryLimit | None:
     """Return the host's memory without freed memory that is kept, which a smaller batch would have reduced."""
-    room = host_room()
-    return None if room is None else Room(max(0, room.used_bytes - unused_heap()), room.limit_bytes)
+    room = host_limit()
+    return None if room is None else MemoryLimit(max(0, room.used_bytes - unused_heap()), room.limit_bytes)
 
 
 def _held(error: BaseException, device_types: set[str]) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Passes: decide which samples of an unmodified loop's loaders this rank gets. Runs in ranks.
+"""BatchSplitter: decides which samples of an unmodified loop's loaders this rank gets. Runs in ranks.
 
 A pass, one iteration over a loader, begins whole: every rank gets the same batches. Once a backward has followed, each
 rank gets its part of every batch; a later pass that begins in the same place is split from its first batch. Evaluations
@@ -24,13 +24,13 @@ from nbaccel.base.events import LoopEntered, emit
 from nbaccel.base.quantities import length_or_none
 from nbaccel.base.settings import EACH, SPLIT, WHOLE
 from nbaccel.train.distributed.callers import users_name
-from nbaccel.train.raw_loop.batch_parts import ALONE, UNKNOWN, Cutter, Handed, Label, Layout, Split, Turn, is_own
+from nbaccel.train.raw_loop.batch_parts import ALONE, UNKNOWN, Cutter, GivenBatches, Label, Layout, Split, Turn, is_own
 from nbaccel.train.raw_loop.batch_values import BatchWatch
 from nbaccel.train.raw_loop.loader_pass import (
     REMEMBERED,
+    BatchesByPass,
     PassGauges,
     SharedPass,
-    Taken,
     has_parts,
     key_of,
     not_trained,
@@ -50,7 +50,7 @@ from nbaccel.train.raw_loop.loaders import (
 )
 from nbaccel.train.raw_loop.rank_streams import Streams, mixed
 
-__all__ = ["Passes"]
+__all__ = ["BatchSplitter"]
 
 _PASS = "_nbaccel_pass"
 _SEES_ALL = "its collate_fn makes whole batches in every rank, since it may pad or mix samples"
@@ -65,7 +65,7 @@ _EXACT = 2**52 - 1
 _LOOKED_AT = "a batch was taken and not trained on; as whole ones do not fit, it was a part, another one in each rank"
 
 
-class Passes:
+class BatchSplitter:
     """Gives this rank its part of each batch that is trained on, and whole batches where nothing is trained.
 
     After a run that ran out of memory a batch comes in several parts, one after the other, and never whole while
@@ -170,16 +170,16 @@ class Passes:
         self.step_back()
 
     def _forget_handed(self) -> None:
-        self._taken: Taken = {}
+        self._taken: BatchesByPass = {}
         self._is_used = False  # a backward has come of what was taken
         self._is_pending = False  # a part is handed out, and its backward has not come
-        self._replay: Iterator[Handed] | None = None
-        self._handed: Handed | None = None
+        self._replay: Iterator[GivenBatches] | None = None
+        self._handed: GivenBatches | None = None
 
     # -- backwards
 
     @property
-    def handed(self) -> Handed:
+    def handed(self) -> GivenBatches:
         if self._handed is None:
             labels = [label for labels in self._taken.values() for label in labels]
             parts = [label for label in labels if label.is_apart and self._mode == SPLIT]
@@ -188,7 +188,7 @@ class Passes:
             sizes, turn = largest.sizes, last[-1].turn if last else ALONE
             if any(this.iterator_of() is not None and each[-1].turn != turn for this, each in self._taken.items()):
                 turn = turn._replace(is_mixed=True)
-            self._handed = Handed(bool(parts), largest.rows, largest.whole, sizes, len(last), turn)
+            self._handed = GivenBatches(bool(parts), largest.rows, largest.whole, sizes, len(last), turn)
         return self._handed
 
     @property

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nbaccel.base.events import LoopEntered, Loss, emit
+from nbaccel.train.raw_loop.deferred_calls import StepCounter
 from nbaccel.train.raw_loop.graph import forget_scaled, is_scaled, leave_scalers, watch_scalers
 from nbaccel.train.raw_loop.loader_pass import LoaderPass, PassGauges, key_of
 from nbaccel.train.raw_loop.loaders import ask, batch_size_of, batches_of
 from nbaccel.train.raw_loop.loop import Hooks
-from nbaccel.train.raw_loop.withholding import StepCounter
-from nbaccel.train.step.implicit_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
+from nbaccel.train.step.raw_loop_hooks import count_steps_by, forget, when_beginning_anew, when_stepping_back
 
-__all__ = ["LoneTraining"]
+__all__ = ["SingleRankWatch"]
 
 _PASS = "_nbaccel_lone_pass"
 _TRAINERS = ("transformers.trainer", "lightning.", "pytorch_lightning.", "lightning_fabric.")
@@ -41,7 +41,7 @@ _LEFT_WHOLE = (
 )
 
 
-class LoneTraining:
+class SingleRankWatch:
     """Watches one rank's tasks, one after the other; a launcher calls it around each."""
 
     needs_order = False

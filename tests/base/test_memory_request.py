@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.base import demand
-from nbaccel.base.demand import Demand
-from nbaccel.base.room import Room
+from nbaccel.base import memory_request as demand
+from nbaccel.base.memory_limit import MemoryLimit
+from nbaccel.base.memory_request import MemoryRequest
 from nbaccel.launching.ipc.reports import ErrorLink, describe
 from nbaccel.testing import MemLimit
 
@@ -29,8 +29,8 @@ HOST = (
 )
 
 
-def of(error: BaseException) -> Demand:
-    found = Demand.of(error)
+def of(error: BaseException) -> MemoryRequest:
+    found = MemoryRequest.of(error)
     assert found is not None
     return found
 
@@ -44,9 +44,9 @@ def test_cudas_text_tells_what_tensors_held_and_could_hold(allowed: str, limit: 
 
 
 def test_the_hosts_text_tells_the_request_and_the_system_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demand, "host_room", lambda: Room(500, 600, 590))
+    monkeypatch.setattr(demand, "host_limit", lambda: MemoryLimit(500, 600, 590))
     monkeypatch.setattr(demand, "unused_heap", lambda: 20)
-    assert of(RuntimeError(HOST.format(64_000_000))) == Demand(64_000_000, 480, 600)
+    assert of(RuntimeError(HOST.format(64_000_000))) == MemoryRequest(64_000_000, 480, 600)
 
 
 def test_a_memlimit_states_everything() -> None:
@@ -59,7 +59,7 @@ def test_a_memlimit_states_everything() -> None:
 
 
 def test_an_error_that_is_not_about_memory_has_none() -> None:
-    assert Demand.of(ValueError("Tried to allocate 2.00 GiB")) is None
+    assert MemoryRequest.of(ValueError("Tried to allocate 2.00 GiB")) is None
 
 
 def test_models_and_optimizers_of_the_frames_are_weighed_once_also_as_attributes() -> None:
@@ -107,7 +107,7 @@ def test_the_numbers_come_through_json() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught, MemLimit(1000):
         torch.zeros(300)
     (link,) = json.loads(json.dumps(describe(caught.value)))
-    assert ErrorLink.from_json(link).demand == Demand(1200, 0, 1000)
+    assert ErrorLink.from_json(link).demand == MemoryRequest(1200, 0, 1000)
 
 
 def test_without_torch_nothing_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +116,9 @@ def test_without_torch_nothing_is_weighed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_noise_of_the_allocator_gives_nobody_up() -> None:
-    larger, smaller = (Demand(100, used, 1000, parameters_bytes=50) for used in (921, 908))
+    larger, smaller = (MemoryRequest(100, used, 1000, parameters_bytes=50) for used in (921, 908))
     assert smaller.needed_for_one(512, larger, 1024) == 995
     assert not smaller.is_hopeless(512, larger, 1024)
-    stuck = Demand(100, 920, 1000, parameters_bytes=50)
+    stuck = MemoryRequest(100, 920, 1000, parameters_bytes=50)
     assert stuck.is_hopeless(512, larger, 1024)
     assert not stuck.is_hopeless(513, larger, 1024), "so near, noise would draw the line"

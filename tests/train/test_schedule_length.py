@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from nbaccel import Accelerator
 from nbaccel.testing import run_ranks
-from nbaccel.train.prepare.horizon import Horizon, horizon_of
+from nbaccel.train.prepare.schedule_length import ScheduleLength, schedule_length_of
 
 
 def get_cosine_lambda(step: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
@@ -59,21 +59,21 @@ def an_optimizer() -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("kind", MAKES)
 def test_the_horizon_of_a_schedule_is_read_from_it(kind: str) -> None:
-    horizon = horizon_of(MAKES[kind](an_optimizer()))
-    assert horizon is not None
-    assert horizon.moves == 40
-    assert ("rises again" in horizon.then) is (kind in ("cosine", "sequence", "transformers, cosine"))
+    schedule_length = schedule_length_of(MAKES[kind](an_optimizer()))
+    assert schedule_length is not None
+    assert schedule_length.moves == 40
+    assert ("rises again" in schedule_length.then) is (kind in ("cosine", "sequence", "transformers, cosine"))
 
 
 @pytest.mark.parametrize("kind", WITHOUT)
 def test_a_schedule_that_may_go_on_for_ever_has_none(kind: str) -> None:
-    assert horizon_of(WITHOUT[kind](an_optimizer())) is None
+    assert schedule_length_of(WITHOUT[kind](an_optimizer())) is None
 
 
 def test_a_padded_last_round_passes_no_horizon() -> None:
-    horizon = Horizon(1_000, "T_max", "")
-    assert [horizon.is_passed(moves, 2) for moves in (1_000, 1_050, 1_052)] == [False, False, True]
-    assert [Horizon(10, "T_max", "").is_passed(moves, 4) for moves in (12, 14, 16)] == [False, False, True]
+    schedule_length = ScheduleLength(1_000, "T_max", "")
+    assert [schedule_length.is_passed(moves, 2) for moves in (1_000, 1_050, 1_052)] == [False, False, True]
+    assert [ScheduleLength(10, "T_max", "").is_passed(moves, 4) for moves in (12, 14, 16)] == [False, False, True]
 
 
 def trained(kind: str, steps: int, **choices: Any) -> list[str]:

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbaccel import Accelerator
 from nbaccel.base.events import Event, Gauge, LoopEntered, Loss, Progress, StepEntered, StepsEnded, outlet
 from nbaccel.errors import RunStopped
-from nbaccel.train.raw_loop.lone import LoneTraining
-from nbaccel.train.step.implicit_hooks import step_under_way
+from nbaccel.train.raw_loop.single_rank import SingleRankWatch
+from nbaccel.train.step.raw_loop_hooks import step_under_way
 
 
 class Seen(list[Event]):
@@ -47,7 +47,7 @@ class Seen(list[Event]):
 @pytest.fixture
 def seen() -> Iterator[Seen]:
     seen = Seen()
-    watch = LoneTraining()
+    watch = SingleRankWatch()
     with outlet(seen):
         watch.begin(None)
         try:
@@ -189,7 +189,7 @@ def test_a_loop_that_prepares_is_left_to_that(seen: Seen) -> None:
 
 
 def test_a_step_at_which_the_run_ends_is_not_counted() -> None:
-    seen, watch = Seen(), LoneTraining()
+    seen, watch = Seen(), SingleRankWatch()
     model, optimizer = model_and_optimizer()
 
     def stops_before_step_2(event: Event) -> None:
@@ -209,7 +209,7 @@ def test_a_step_at_which_the_run_ends_is_not_counted() -> None:
 
 
 def test_a_watch_that_has_left_holds_no_model() -> None:
-    watch = LoneTraining()
+    watch = SingleRankWatch()
     watch.begin(None)
     model, optimizer = model_and_optimizer()
     for x, y in loader():
@@ -243,7 +243,7 @@ def test_a_trainer_that_reports_by_itself_is_left_to_that(seen: Seen, name: str)
 
 def test_torch_is_as_it_was_after_a_task() -> None:
     before = torch.autograd._engine_run_backward, torch.compile, torch.optim.Optimizer.add_param_group
-    watch = LoneTraining()
+    watch = SingleRankWatch()
     for _ in range(2):
         watch.begin(None)
         watch.begin(None)  # a task before it failed
@@ -254,7 +254,7 @@ def test_torch_is_as_it_was_after_a_task() -> None:
 
 
 def test_an_iterator_goes_on_in_the_next_task() -> None:
-    watch, seen = LoneTraining(), Seen()
+    watch, seen = SingleRankWatch(), Seen()
     with outlet(seen):
         watch.begin(None)
         batches = iter(loader())

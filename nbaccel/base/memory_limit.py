@@ -1,4 +1,5 @@
-"""Room: the state of a process's memory when a request was refused. Runs where the error is: in ranks and scripts.
+"""MemoryLimit: the state of a process's memory when a request was refused. Runs where the error is: in ranks and
+scripts.
 
 An error of a library that says only "could not create a primitive" is about memory if there was none left at that
 moment. Afterwards there is: leaving the failed operation frees its output and its work space. So the maximum that was
@@ -18,13 +19,13 @@ from typing import Any
 from nbaccel.base.failures import Recovery, can_retry, is_of_host, recovery_of
 from nbaccel.base.values import frozen
 
-__all__ = ["Room", "device_room", "fullness", "host_room", "is_shortage", "unused_heap"]
+__all__ = ["MemoryLimit", "device_limit", "fullness", "host_limit", "is_shortage", "unused_heap"]
 
 _STATUS_BYTES = 8192
 
 
 @frozen
-class Room:
+class MemoryLimit:
     """The limit of one kind of memory, and the part of it that a process holds.
 
     limit_bytes: 0 if so little was left that it could not be read.
@@ -39,7 +40,7 @@ class Room:
     def share(self) -> float:
         """Return the fraction of the limit that was in use.
 
-        >>> Room(80, 100).share, Room(80, 100, peak_bytes=99).share, Room(0, 0).share
+        >>> MemoryLimit(80, 100).share, MemoryLimit(80, 100, peak_bytes=99).share, MemoryLimit(0, 0).share
         (0.8, 0.99, 1.0)
         """
         if not self.limit_bytes:
@@ -65,22 +66,22 @@ def fullness(error: BaseException) -> float | None:
     """
     if recovery_of(error) is not Recovery.RETRY_IF_NEARLY_FULL:
         return None
-    room = host_room() if is_of_host(error) else device_room()
+    room = host_limit() if is_of_host(error) else device_limit()
     return None if room is None else room.share
 
 
-def host_room(root: Path = Path("/")) -> Room | None:
+def host_limit(root: Path = Path("/")) -> MemoryLimit | None:
     """Return the tightest of the host's limits for this process; None if the system does not report them.
 
     root: replaces the root of the file system, in tests.
     """
     try:
-        return max(_host_rooms(root), key=lambda room: room.share, default=None)
+        return max(_host_limits(root), key=lambda room: room.share, default=None)
     except MemoryError:
-        return Room(0, 0)
+        return MemoryLimit(0, 0)
 
 
-def device_room() -> Room | None:
+def device_limit() -> MemoryLimit | None:
     """Return the memory of the current CUDA device that all processes hold; None if this process uses none.
 
     Memory that this process's caching allocator keeps for later counts as free.
@@ -90,7 +91,7 @@ def device_room() -> Room | None:
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     unused_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return Room(total_bytes - free_bytes - unused_bytes, total_bytes)
+    return MemoryLimit(total_bytes - free_bytes - unused_bytes, total_bytes)
 
 
 def unused_heap() -> int:
@@ -110,7 +111,7 @@ class _Mallinfo(ctypes.Structure):
     _fields_ = (("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
 
 
-def _host_rooms(root: Path) -> Iterator[Room]:
+def _host_limits(root: Path) -> Iterator[MemoryLimit]:
     """Yield the limits of this process, and the machine's or the container's for all."""
     held = _held(root)
     if held:
@@ -122,12 +123,12 @@ def _host_rooms(root: Path) -> Iterator[Room]:
             limit_bytes, _ = resource.getrlimit(kind)
             if limit_bytes != resource.RLIM_INFINITY:
                 peak_bytes = held[name] + freed_bytes
-                yield Room(held[name], limit_bytes, peak_bytes if peak_bytes <= limit_bytes else 0)
-    from nbaccel.base.hardware import usable_memory  # without memory for this, `host_room` says that there is none
+                yield MemoryLimit(held[name], limit_bytes, peak_bytes if peak_bytes <= limit_bytes else 0)
+    from nbaccel.base.hardware import usable_memory  # without memory for this, `host_limit` says that there is none
 
     memory = usable_memory(root)
     if memory.total_bytes:
-        yield Room(memory.total_bytes - memory.available_bytes, memory.total_bytes)
+        yield MemoryLimit(memory.total_bytes - memory.available_bytes, memory.total_bytes)
 
 
 def _held(root: Path) -> dict[str, int]:

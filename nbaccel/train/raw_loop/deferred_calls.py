@@ -21,19 +21,19 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from nbaccel.base.errors import CannotCut
 from nbaccel.base.events import StepEntered, StepsEnded, emit
-from nbaccel.train.raw_loop.batch_parts import Handed, Turn
+from nbaccel.train.raw_loop.batch_parts import GivenBatches, Turn
 from nbaccel.train.step.readings import LearningRates
 
 __all__ = [
+    "DeferredCalls",
     "StepCounter",
-    "Withholding",
 ]
 
 _REMEDY = "Choose a smaller batch_size, or prepare the loop; --oom stop leaves batches whole."
 _WHOLE = Turn()
 
 
-class Withholding:
+class DeferredCalls:
     """Keeps the gradients of a batch's earlier parts, and checks what the loop does with these parts.
 
     choices: returns a number that differs for other learning rates, or other settings of optimizers.
@@ -97,7 +97,7 @@ class Withholding:
         self._before.clear()
         self._waiting.clear()
 
-    def before_backward(self, handed: Handed, is_grad: bool) -> float:
+    def before_backward(self, handed: GivenBatches, is_grad: bool) -> float:
         """Check a backward that is about to be averaged; return its share of the batch's samples.
 
         is_grad: gradients are requested directly, and do not reach the leaves.
@@ -171,30 +171,30 @@ class Withholding:
         raise CannotCut(f"memory ran out with whole batches, so each comes in parts now, but {what}. {_REMEDY}")
 
 
-def _watch(withholding: Withholding) -> None:
+def _watch(deferred: DeferredCalls) -> None:
     """Make torch's schedulers move once for each batch, and watch gradients being dropped; until the process ends."""
     kinds: list[Any] = [LRScheduler, ReduceLROnPlateau]
     for kind in kinds:
         kinds += [each for each in kind.__subclasses__() if each not in kinds]
     for kind in kinds:
         if "step" in vars(kind):
-            kind.step = _once_for_each_batch(kind.step, withholding)
+            kind.step = _once_for_each_batch(kind.step, deferred)
     for owner in (Optimizer, Module):
-        owner.zero_grad = _seen(owner.zero_grad, withholding)  # type: ignore[method-assign]
+        owner.zero_grad = _seen(owner.zero_grad, deferred)  # type: ignore[method-assign]
 
 
-def _once_for_each_batch(step: Callable[..., Any], withholding: Withholding) -> Callable[..., Any]:
+def _once_for_each_batch(step: Callable[..., Any], deferred: DeferredCalls) -> Callable[..., Any]:
     @functools.wraps(step)
     def paced(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if withholding.withholds_move(scheduler) else step(scheduler, *args, **kwargs)
+        return None if deferred.withholds_move(scheduler) else step(scheduler, *args, **kwargs)
 
     return paced
 
 
-def _seen(zero_grad: Callable[..., Any], withholding: Withholding) -> Callable[..., Any]:
+def _seen(zero_grad: Callable[..., Any], deferred: DeferredCalls) -> Callable[..., Any]:
     @functools.wraps(zero_grad)
     def drop(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        withholding.note_drop()
+        deferred.note_drop()
         return zero_grad(owner, *args, **kwargs)
 
     return drop

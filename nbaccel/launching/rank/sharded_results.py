@@ -12,10 +12,10 @@ from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.ipc.spec import Results
 from nbaccel.namespace.sharded_tensors import RowsReport, ShardedTensors, is_sharded
 
-__all__ = ["Leaving"]
+__all__ = ["ShardedResults"]
 
 
-class Leaving:
+class ShardedResults:
     """The sharded values of one rank.
 
     Counted are the steps of torch's optimizers that have a sharded parameter; updates by hand are not, so those are

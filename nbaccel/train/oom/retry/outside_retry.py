@@ -2,7 +2,7 @@
 
 An Accelerator made outside of the function refers to what was prepared inside, and so to the failed attempt's model; an
 optimizer made outside may be left with half of its state; DDP modules made outside hold a process group that has ended.
-`Survivors` removes these traces, `rejoin_at_next_forward` gives a module a reducer in the new group, and `renew`
+`OutsideTheRetry` removes these traces, `rejoin_at_next_forward` gives a module a reducer in the new group, and `renew`
 continues a training in persistent ranks whose group was aborted in the task before. The last two are collective.
 Weights are not restored after a failed attempt: a model that must be new belongs into the function.
 """
@@ -33,17 +33,17 @@ from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.memory import release_unused
 from nbaccel.train.oom.retry.disconnect import backends
 from nbaccel.train.prepare.optimizer import PreparedOptimizer
-from nbaccel.train.step.implicit_hooks import step_under_way
+from nbaccel.train.step.raw_loop_hooks import step_under_way
 from nbaccel.train.strategies.single import is_sharded
 
 __all__ = [
-    "Survivors",
+    "OutsideTheRetry",
     "rejoin_at_next_forward",
     "renew",
 ]
 
 
-class Survivors:
+class OutsideTheRetry:
     """Objects that existed before the first attempt. Made then; read after each failed attempt. Holds none of them.
 
     Of objects that a notebook kernel made before it was forked it sees those that are prepared: the garbage collector
@@ -409,16 +409,16 @@ def renew(source: int, number: int) -> None:
             f"this rank's device did not let go of its old process group within {_ABORT_S:g} s: %accelerate restart "
             "starts other ranks"
         )
-    survivors = Survivors()
-    survivors.clean_up()
-    if survivors.obstacle:
+    outside = OutsideTheRetry()
+    outside.clean_up()
+    if outside.obstacle:
         raise PeerFailed(
-            f"the ranks cannot go on after they were cut short: {survivors.obstacle}. %accelerate restart begins anew"
+            f"the ranks cannot go on after they were cut short: {outside.obstacle}. %accelerate restart begins anew"
         )
     place = process_group.meeting_place(f"renewal{number}")
     process_group.drop()
     process_group.renew(place.store)
-    survivors.go_on(_take_over(survivors.steps, source), source)
+    outside.go_on(_take_over(outside.steps, source), source)
 
 
 def _take_over(steps: list[int], source: int) -> list[int]:

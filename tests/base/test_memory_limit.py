@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from environments import REPOSITORY
-from nbaccel.base import hardware, room
+from nbaccel.base import hardware, memory_limit as room
 from nbaccel.base.events import Event, OutOfMemory, outlet
 from nbaccel.base.hardware import MemoryInfo
-from nbaccel.base.room import Room, fullness, host_room, is_shortage
+from nbaccel.base.memory_limit import MemoryLimit, fullness, host_limit, is_shortage
 from nbaccel.train.oom.microbatch.optimizer_guard import guarded_step
 from nbaccel.train.oom.microbatch.task import MicroBatch, Shortage
 from nbaccel.train.oom.retry.attempt import Attempt
@@ -44,21 +44,21 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("limited")
 def test_what_the_failed_operation_had_freed_when_it_was_left_counts(tmp_path: Path) -> None:
-    found = host_room(status(tmp_path, VmPeak=5200, VmSize=5000, VmData=750))
-    assert found == Room(750 * 1024, 1000 * 1024, 950 * 1024)
+    found = host_limit(status(tmp_path, VmPeak=5200, VmSize=5000, VmData=750))
+    assert found == MemoryLimit(750 * 1024, 1000 * 1024, 950 * 1024)
     assert found.share == 0.95
 
 
 @pytest.mark.usefixtures("limited")
 def test_a_peak_that_was_beyond_the_limit_was_another_one(tmp_path: Path) -> None:
-    found = host_room(status(tmp_path, VmPeak=9000, VmSize=5000, VmData=750))
+    found = host_limit(status(tmp_path, VmPeak=9000, VmSize=5000, VmData=750))
     assert found is not None
     assert found.share == 0.75
 
 
 @pytest.mark.usefixtures("limited")
 def test_without_such_a_file_the_machines_memory_is_what_is_known(tmp_path: Path) -> None:
-    assert host_room(tmp_path) == Room(50, 100)
+    assert host_limit(tmp_path) == MemoryLimit(50, 100)
 
 
 def test_a_process_that_cannot_even_look_has_nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_a_process_that_cannot_even_look_has_nothing_left(monkeypatch: pytest.Mo
         raise MemoryError
 
     monkeypatch.setattr(os, "open", refuse)
-    found = host_room()
+    found = host_limit()
     monkeypatch.undo()
     assert found is not None
     assert found.share == 1.0
@@ -76,11 +76,11 @@ def test_a_process_that_cannot_even_look_has_nothing_left(monkeypatch: pytest.Mo
 def test_an_error_of_a_library_is_about_memory_where_that_was_nearly_full(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "host_room", lambda: Room(99, 100))
+    monkeypatch.setattr(room, "host_limit", lambda: MemoryLimit(99, 100))
     assert is_shortage(RuntimeError(text))
-    monkeypatch.setattr(room, "host_room", lambda: Room(60, 100))
+    monkeypatch.setattr(room, "host_limit", lambda: MemoryLimit(60, 100))
     assert not is_shortage(RuntimeError(text))
-    monkeypatch.setattr(room, "host_room", lambda: None)
+    monkeypatch.setattr(room, "host_limit", lambda: None)
     assert not is_shortage(RuntimeError(text))
 
 
@@ -128,9 +128,9 @@ def attempt(fails: Fails) -> bool:
 def test_whoever_may_try_again_does_so_where_memory_was_nearly_full_and_nowhere_else(
     take: Callable[[Fails], bool], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "host_room", lambda: Room(99, 100))
+    monkeypatch.setattr(room, "host_limit", lambda: MemoryLimit(99, 100))
     assert take(Fails(text))
-    monkeypatch.setattr(room, "host_room", lambda: Room(50, 100))
+    monkeypatch.setattr(room, "host_limit", lambda: MemoryLimit(50, 100))
     with pytest.raises(RuntimeError, match=text):
         take(Fails(text))
 
@@ -169,7 +169,7 @@ def test_under_real_limits_every_refusal_is_seen_whatever_it_was_that_did_not_fi
 @pytest.mark.slow
 def test_a_wrong_call_under_a_limit_that_is_far_away_is_not_about_memory() -> None:
     program = (
-        "import refusals; from nbaccel.base.room import is_shortage; refusals.limit_to(2_000_000_000); "
+        "import refusals; from nbaccel.base.memory_limit import is_shortage; refusals.limit_to(2_000_000_000); "
         "print(is_shortage(RuntimeError('could not create a primitive')))"
     )
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tests")}

@@ -24,8 +24,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Sing
 
 from nbaccel.base.events import Event, Gauge, LoopEntered, Progress, outlet
 from nbaccel.errors import NotPrepared
-from nbaccel.train.raw_loop.batch_parts import Handed, Split, _uneven_turns
-from nbaccel.train.raw_loop.passes import Passes
+from nbaccel.train.raw_loop.batch_parts import GivenBatches, Split, _uneven_turns
+from nbaccel.train.raw_loop.batch_splitter import BatchSplitter
 
 HOOKED = ("__init__", "_reset", "_next_index", "__next__")
 
@@ -49,10 +49,10 @@ class Rank:
         self.rank = rank
         self.got: list[Any] = []
         self.said: list[Split] = []
-        self.handed: list[Handed] = []
+        self.handed: list[GivenBatches] = []
         self.own: list[bool] = []
         self.training = True
-        self.passes = Passes(max(0, rank), world_size, self.said.append, lambda: self.training)
+        self.passes = BatchSplitter(max(0, rank), world_size, self.said.append, lambda: self.training)
         if rank >= 0:
             self.passes.install()
             self.passes.begin(mode)
@@ -606,7 +606,7 @@ def test_batches_are_forgotten_when_their_pass_has_ended() -> None:
     _, ranks = run(program)
 
     assert [each.is_part for each in ranks[0].handed] == [False, True, True, False, False, False]
-    assert ranks[0].handed[4] == Handed()
+    assert ranks[0].handed[4] == GivenBatches()
 
 
 # What stays whole -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Throwaway: the place of one run whose ranks, files and results are thrown away. Runs in the kernel.
+"""DryRunRanks: the place of one run whose ranks, files and results are discarded. Runs in the kernel.
 
 Ranks write into a file shield. Where the system allows none, or it leaves a folder open, saves are redirected, what
 else ranks write is undone, and files that are not as before are listed. Nothing comes back: the variables of the
@@ -25,17 +25,17 @@ from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.output.screens import SilentScreen
 
-__all__ = ["PREFIX", "Throwaway", "interrupted", "unseen"]
+__all__ = ["PREFIX", "DryRunRanks", "interrupted", "unseen"]
 
 PREFIX = "nbaccel-check-"
 """Beginning of the names of folders for temporary files."""
 
 
-class Throwaway:
+class DryRunRanks:
     """The place of one run, see `start`.
 
     records: the folder into which ranks record what they see; what they write there stays until the end.
-    shield: what they write elsewhere is thrown away by it, if there is one.
+    shield: what they write elsewhere is discarded by it, if there is one.
     """
 
     def __init__(self, folder: Path, shield: FileShield, shared: Sequence[Path] = ()) -> None:
@@ -48,7 +48,7 @@ class Throwaway:
 
     @classmethod
     @contextmanager
-    def start(cls, launcher: Launcher, shared: Sequence[Path] = ()) -> Iterator[Throwaway]:
+    def start(cls, launcher: Launcher, shared: Sequence[Path] = ()) -> Iterator[DryRunRanks]:
         """Yield a new one; it is removed afterwards, also if this process is killed.
 
         shared: folders, without links in their paths, in which what ranks write stays.
@@ -131,7 +131,7 @@ def _of_ranks(folder: Path) -> Path:
 
 
 def interrupted(what: str, changed: Sequence[str]) -> KeyboardInterrupt:
-    """Return the interrupt that ends `what`.  changed: of `Throwaway.changed_files`."""
+    """Return the interrupt that ends `what`.  changed: of `DryRunRanks.changed_files`."""
     left = f"changed: {', '.join(changed)}" if changed else "nothing was changed"
     return KeyboardInterrupt(f"{what} interrupted; {left}.")
 

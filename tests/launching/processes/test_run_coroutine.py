@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 
 from nbaccel.launching.processes.interaction import Interrupts, Pollable
-from nbaccel.launching.processes.turns import Turns, Wait, driven, side_by_side
+from nbaccel.launching.processes.run_coroutine import RunCoroutine, Wait, driven, side_by_side
 
 
 class Pretended:
@@ -26,15 +26,15 @@ class Pretended:
         self._fails = fails
         self._presses = 0
 
-    def press(self) -> None:
+    def interrupt(self) -> None:
         self._presses += 1
         self._log.append(f"press {self.name}")
 
-    def begin(self, place: int) -> Turns[None]:
+    def begin(self, place: int) -> RunCoroutine[None]:
         self._log.append(f"begin {self.name} at {place}")
         with closing(Interrupts()) as events, selectors.DefaultSelector() as selector:
             selector.register(events, selectors.EVENT_READ)
-            events.press()  # there is always something to do
+            events.interrupt()  # there is always something to do
             try:
                 for _ in range(self._turns):
                     if self._presses:
@@ -69,10 +69,10 @@ def test_a_press_reaches_all_that_run_and_no_other_begins() -> None:
     log: list[str] = []
 
     class Presses(Pollable):
-        def tick(self, now: float, press: Callable[[], None]) -> None:
+        def tick(self, now: float, interrupt: Callable[[], None]) -> None:
             if "begin b at 1" in log and "pressed" not in log:
                 log.append("pressed")
-                press()
+                interrupt()
 
     runs = [Pretended(name, 10**9, log) for name in "abc"]
     assert side_by_side(runs, 2, [Presses()]) == 1
@@ -103,7 +103,7 @@ def test_a_lone_run_is_driven_to_its_result_and_closed_when_its_wait_fails() -> 
         def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
             raise OSError("no more")
 
-    def turns(selector: selectors.BaseSelector) -> Turns[int]:
+    def turns(selector: selectors.BaseSelector) -> RunCoroutine[int]:
         try:
             yield Wait(selector, 0.0)
             return 7

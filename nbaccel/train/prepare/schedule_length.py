@@ -1,8 +1,9 @@
-"""Horizon: the number of moves that a learning-rate schedule was made for, and the warning when it is passed. In ranks.
+"""ScheduleLength: the number of moves that a learning-rate schedule was made for, and the warning when it is passed. In
+ranks.
 
 A prepared scheduler moves as often as there are ranks when its optimizer steps (Accelerate's rule): it expects that the
 schedule was counted in batches of one process. One that was counted in steps comes to its end too early: a cosine rises
-again, another one stays at its last rate. The horizon is read from the attributes of the schedule; a function of the
+again, another one stays at its last rate. The length is read from the attributes of the schedule; a function of the
 program's own in a LambdaLR does not tell it.
 """
 
@@ -15,14 +16,14 @@ from typing import Any
 
 from torch.optim import lr_scheduler
 
-__all__ = ["Horizon", "horizon_of"]
+__all__ = ["ScheduleLength", "schedule_length_of"]
 
 _TOLERANCE = 20
 """A schedule may be passed by a part of 1 / 20: the last round of an epoch is padded to a whole one on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Horizon:
+class ScheduleLength:
     """The planned number of moves of a schedule.
 
     moves: their number.  name: the argument that sets it.  then: a sentence on the rate after it.
@@ -51,37 +52,42 @@ _RISES = "From here on its rate rises again."
 _STAYS = "From here on its rate stays at its last value."
 
 
-def horizon_of(scheduler: Any) -> Horizon | None:
-    """Return the horizon of a scheduler; None for one that has none, or that does not say.
+def schedule_length_of(scheduler: Any) -> ScheduleLength | None:
+    """Return the planned length of a scheduler; None for one that has none, or that does not say.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    >>> horizon_of(lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)).moves
+    >>> schedule_length_of(lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)).moves
     50
-    >>> horizon_of(lr_scheduler.StepLR(optimizer, 10)) is None
+    >>> schedule_length_of(lr_scheduler.StepLR(optimizer, 10)) is None
     True
     """
     if isinstance(scheduler, lr_scheduler.CosineAnnealingLR):
-        return Horizon(int(scheduler.T_max), "T_max", _RISES)
+        return ScheduleLength(int(scheduler.T_max), "T_max", _RISES)
     if isinstance(scheduler, lr_scheduler.OneCycleLR):
-        return Horizon(int(scheduler.total_steps), "total_steps", _STAYS)
+        return ScheduleLength(int(scheduler.total_steps), "total_steps", _STAYS)
     if isinstance(scheduler, lr_scheduler.PolynomialLR):
-        return Horizon(int(scheduler.total_iters), "total_iters", _STAYS)
+        return ScheduleLength(int(scheduler.total_iters), "total_iters", _STAYS)
     if isinstance(scheduler, lr_scheduler.LinearLR):  # one that rises is a warm-up, and meant to be passed
         falls = scheduler.end_factor < scheduler.start_factor
-        return Horizon(int(scheduler.total_iters), "total_iters", _STAYS) if falls else None
+        return ScheduleLength(int(scheduler.total_iters), "total_iters", _STAYS) if falls else None
     if isinstance(scheduler, lr_scheduler.SequentialLR):
         parts: Sequence[Any] = getattr(scheduler, "_schedulers", ())
         milestones: Sequence[int] = getattr(scheduler, "_milestones", ())
-        last = horizon_of(parts[-1]) if parts and milestones else None
-        return None if last is None else Horizon(milestones[-1] + last.moves, f"milestones and {last.name}", last.then)
+        last = schedule_length_of(parts[-1]) if parts and milestones else None
+        return (
+            None
+            if last is None
+            else ScheduleLength(milestones[-1] + last.moves, f"milestones and {last.name}", last.then)
+        )
     if isinstance(scheduler, lr_scheduler.LambdaLR):
         return _of_lambda(scheduler.lr_lambdas[0])
     return None
 
 
-def _of_lambda(function: Any) -> Horizon | None:
-    """Return the horizon of a schedule of transformers, whose functions are partial ones with named arguments."""
+def _of_lambda(function: Any) -> ScheduleLength | None:
+    """Return the planned length of a schedule of transformers, whose functions are partial ones with named
+    arguments."""
     steps = function.keywords.get("num_training_steps") if isinstance(function, partial) else None
     then = _RISES if "cosine" in getattr(getattr(function, "func", None), "__name__", "") else _STAYS
-    return Horizon(steps, "num_training_steps", then) if isinstance(steps, int) and steps > 0 else None
+    return ScheduleLength(steps, "num_training_steps", then) if isinstance(steps, int) and steps > 0 else None
