@@ -43,14 +43,29 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
     from nbaccel.base.settings import RunSettings as RunSettings
     from nbaccel.base.tracking import GeneralTracker as GeneralTracker
     from nbaccel.base.world import World as World
+    from nbaccel.features.big_models.checkpoint_loading import (
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+        load_checkpoint_in_model as load_checkpoint_in_model,
+    )
+    from nbaccel.features.big_models.device_plan import infer_auto_device_map as infer_auto_device_map
+    from nbaccel.features.big_models.dispatching import (
+        cpu_offload as cpu_offload,
+        disk_offload as disk_offload,
+        dispatch_model as dispatch_model,
+    )
+    from nbaccel.features.big_models.empty_weights import (
+        init_empty_weights as init_empty_weights,
+        init_on_device as init_on_device,
+    )
+    from nbaccel.features.big_models.model_hooks import cpu_offload_with_hook as cpu_offload_with_hook
+    from nbaccel.features.map.map_items import map as map
+    from nbaccel.features.sweep.sweep import sweep as sweep
     from nbaccel.launching.accelerate_launchers import (
         debug_launcher as debug_launcher,
         notebook_launcher as notebook_launcher,
     )
     from nbaccel.launching.api import Run as Run, launch as launch
     from nbaccel.launching.runs import Runs as Runs
-    from nbaccel.notebook.jobs.map_items import map as map
-    from nbaccel.notebook.jobs.sweep import sweep as sweep
     from nbaccel.notebook.magics import panel as panel
     from nbaccel.train.accelerator import Accelerator as Accelerator
     from nbaccel.train.checkpoint.directory import ProjectConfiguration as ProjectConfiguration
@@ -59,21 +74,6 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         batches_by_length as batches_by_length,
         skip_first_batches as skip_first_batches,
     )
-    from nbaccel.train.device_maps.checkpoint_loading import (
-        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
-        load_checkpoint_in_model as load_checkpoint_in_model,
-    )
-    from nbaccel.train.device_maps.device_plan import infer_auto_device_map as infer_auto_device_map
-    from nbaccel.train.device_maps.dispatching import (
-        cpu_offload as cpu_offload,
-        disk_offload as disk_offload,
-        dispatch_model as dispatch_model,
-    )
-    from nbaccel.train.device_maps.empty_weights import (
-        init_empty_weights as init_empty_weights,
-        init_on_device as init_on_device,
-    )
-    from nbaccel.train.device_maps.model_hooks import cpu_offload_with_hook as cpu_offload_with_hook
     from nbaccel.train.distributed.partial_state import (
         AcceleratorState as AcceleratorState,
         PartialState as PartialState,
@@ -150,25 +150,25 @@ _HOME = {
     "UntrustedPickle": "nbaccel.base.errors",
     "World": "nbaccel.base.world",
     "batches_by_length": "nbaccel.train.data",
-    "cpu_offload": "nbaccel.train.device_maps.dispatching",
-    "cpu_offload_with_hook": "nbaccel.train.device_maps.model_hooks",
+    "cpu_offload": "nbaccel.features.big_models.dispatching",
+    "cpu_offload_with_hook": "nbaccel.features.big_models.model_hooks",
     "debug_launcher": "nbaccel.launching.accelerate_launchers",
-    "disk_offload": "nbaccel.train.device_maps.dispatching",
-    "dispatch_model": "nbaccel.train.device_maps.dispatching",
+    "disk_offload": "nbaccel.features.big_models.dispatching",
+    "dispatch_model": "nbaccel.features.big_models.dispatching",
     "find_executable_batch_size": "nbaccel.train.oom.retry",
     "free_memory": "nbaccel.train.oom.memory",
-    "infer_auto_device_map": "nbaccel.train.device_maps.device_plan",
-    "init_empty_weights": "nbaccel.train.device_maps.empty_weights",
-    "init_on_device": "nbaccel.train.device_maps.empty_weights",
+    "infer_auto_device_map": "nbaccel.features.big_models.device_plan",
+    "init_empty_weights": "nbaccel.features.big_models.empty_weights",
+    "init_on_device": "nbaccel.features.big_models.empty_weights",
     "launch": "nbaccel.launching.api",
-    "load_checkpoint_and_dispatch": "nbaccel.train.device_maps.checkpoint_loading",
-    "load_checkpoint_in_model": "nbaccel.train.device_maps.checkpoint_loading",
-    "map": "nbaccel.notebook.jobs.map_items",
+    "load_checkpoint_and_dispatch": "nbaccel.features.big_models.checkpoint_loading",
+    "load_checkpoint_in_model": "nbaccel.features.big_models.checkpoint_loading",
+    "map": "nbaccel.features.map.map_items",
     "notebook_launcher": "nbaccel.launching.accelerate_launchers",
     "panel": "nbaccel.notebook.magics",
     "set_seed": "nbaccel.train.distributed.rng",
     "skip_first_batches": "nbaccel.train.data",
-    "sweep": "nbaccel.notebook.jobs.sweep",
+    "sweep": "nbaccel.features.sweep.sweep",
     "synchronize_rng_states": "nbaccel.train.distributed.rng",
 }
 """Each public name, and the module that defines it or that the name stands for."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from nbaccel.base.missing_names import missing_from
-from nbaccel.train.device_maps.checkpoint_loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
-from nbaccel.train.device_maps.device_plan import check_device_map, get_max_memory, infer_auto_device_map
-from nbaccel.train.device_maps.dispatching import cpu_offload, disk_offload, dispatch_model
-from nbaccel.train.device_maps.empty_weights import init_empty_weights, init_on_device
-from nbaccel.train.device_maps.model_hooks import cpu_offload_with_hook
+from nbaccel.features.big_models.checkpoint_loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
+from nbaccel.features.big_models.device_plan import check_device_map, get_max_memory, infer_auto_device_map
+from nbaccel.features.big_models.dispatching import cpu_offload, disk_offload, dispatch_model
+from nbaccel.features.big_models.empty_weights import init_empty_weights, init_on_device
+from nbaccel.features.big_models.model_hooks import cpu_offload_with_hook
 
 __all__ = [
     "check_device_map",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbaccel.base.missing_names import missing_from
-from nbaccel.train.device_maps.model_hooks import (
+from nbaccel.features.big_models.model_hooks import (
     AlignDevicesHook,
     CpuOffload,
     ModelHook,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nbaccel.train.oom.planning.estimate import EstimatedDevices, EstimateSetting, estimate_memory
+from nbaccel.features.batch_size.estimate import EstimatedDevices, EstimateSetting, estimate_memory
 from nbaccel.train.step.recompute import recompute_activations
 
 CARDS = EstimatedDevices(2, 16 * 10**9, "16 GB", 800_000_000, 400_000_000)

@@ -333,7 +333,7 @@ def kernel_files_that_import_train(layout: Layout) -> Iterator[str]:
         if name.startswith(("launching", "notebook/", "options/", "output/", "display/")) and name != SHOWS_HELP:
             for target in sorted(targets):
                 may = target.startswith(("train/memory/", "train/oom/memory/"))
-                may |= target in ("train/setup.py", "train/oom/planning/estimate.py")
+                may |= target in ("train/setup.py", "features/batch_size/estimate.py")
                 if target.startswith("train/") and not may:
                     yield f"{name} -> {target}"
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nbaccel.train.device_maps.empty_weights import init_empty_weights
+from nbaccel.features.big_models.empty_weights import init_empty_weights
 
 VOCABULARY, WIDTH, BLOCKS = 32, 24, 4
 

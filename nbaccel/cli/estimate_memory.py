@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def estimate_memory_of(arguments: argparse.Namespace) -> int:
     """Print a table for each precision; return the exit status."""
-    from nbaccel.train.oom.planning.estimate import EstimatedDevices, EstimateSetting, estimate_memory
+    from nbaccel.features.batch_size.estimate import EstimatedDevices, EstimateSetting, estimate_memory
 
     try:
         if unusable := [dtype for dtype in arguments.dtypes if dtype not in _PRECISIONS]:
@@ -81,7 +81,7 @@ def estimate_memory_of(arguments: argparse.Namespace) -> int:
 
 
 def _devices(arguments: argparse.Namespace) -> Any:
-    from nbaccel.train.oom.planning.estimate import EstimatedDevices
+    from nbaccel.features.batch_size.estimate import EstimatedDevices
 
     if arguments.memory is None:
         return None

@@ -23,7 +23,7 @@ from nbaccel.base.world import is_notebook_kernel
 from nbaccel.display.panel import Panel
 from nbaccel.display.run_view import TICK_SLACK_S, DisplaySlot, PanelSink, RunView
 from nbaccel.display.summary import RUNNING, RunFacts, RunState, line
-from nbaccel.display.sweep_table import SweepTable, SweepView
+from nbaccel.features.sweep.sweep_table import SweepTable, SweepView
 from nbaccel.output.painter import Screen
 from nbaccel.output.screens import ConsoleScreen, JupyterScreen
 

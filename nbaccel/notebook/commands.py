@@ -19,8 +19,8 @@ from nbaccel.base.hardware import Survey
 from nbaccel.base.world import World, is_notebook_kernel
 from nbaccel.launching.doctor import MachineFacts, report
 from nbaccel.launching.ipc.user_code import cell_name
+from nbaccel.notebook.background import CellScreen
 from nbaccel.notebook.choices import batch_size_of, next_cell, overview
-from nbaccel.notebook.jobs.background import CellScreen
 from nbaccel.notebook.memory_report import Processes, estimate_report, held_by_names, memory_report
 from nbaccel.notebook.persistent_session import of_the_start
 from nbaccel.notebook.session import LastRun, Session

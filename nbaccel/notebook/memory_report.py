@@ -2,7 +2,7 @@
 
 The first is a table of processes by host and device memory, and the notebook's own names with the memory they keep
 alive. It imports no torch and makes no CUDA context: without torch no name holds a tensor. The second says what a
-training of the notebook's model would take, and computes nothing; `nbaccel.train.oom.planning.estimate` counts.
+training of the notebook's model would take, and computes nothing; `nbaccel.features.batch_size.estimate` counts.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def estimate_report(line: str, names: Mapping[str, Any], survey: Survey, config:
         raise UsageError(f"%accelerate estimate needs the name of a model: {_USE}.")
     model, *others = (_value(name, names) for name in words.names)
     loss_fn = None if words.loss_fn is None else _value(words.loss_fn, names)
-    from nbaccel.train.oom.planning.estimate import EstimatedDevices, EstimateSetting, estimate_memory
+    from nbaccel.features.batch_size.estimate import EstimatedDevices, EstimateSetting, estimate_memory
 
     optimizer, batch = _sorted(others)
     devices = EstimatedDevices.here(survey)

@@ -19,8 +19,13 @@ from nbaccel.base.quantities import plural
 from nbaccel.base.world import is_notebook_kernel
 from nbaccel.display.live_panel import Views
 from nbaccel.display.run_view import PanelSink, RunView
+from nbaccel.features.sweep.finished_runs import FinishedRuns
+from nbaccel.features.sweep.slots import choose_slots
+from nbaccel.features.sweep.sweep import FOLDER, configurations, line_on_copies, own_bytes, refuse_a_full_host
+from nbaccel.features.sweep.sweep_cell import SweptCell, lists_of, values_to_sweep
+from nbaccel.features.sweep.sweep_runs import counted
+from nbaccel.features.sweep.sweeping import Sweeping
 from nbaccel.launching.diagnosis import PostMortem
-from nbaccel.launching.finished_runs import FinishedRuns
 from nbaccel.launching.gpu_trouble import before_a_run, holder_name
 from nbaccel.launching.inline import post_mortem_here, run_inline
 from nbaccel.launching.ipc.spec import LaunchSpec, Results
@@ -30,14 +35,12 @@ from nbaccel.launching.plan import LaunchPlan, draws_as_here
 from nbaccel.launching.preflight import ProcessState
 from nbaccel.launching.run import Run, RunOrigin
 from nbaccel.launching.runs import Runs
-from nbaccel.launching.slots import choose_slots
-from nbaccel.launching.sweep_runs import counted
-from nbaccel.launching.sweeping import Sweeping
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import RESULT, CellTask
 from nbaccel.namespace.names import made_before_read
 from nbaccel.namespace.threads import threads_held_by
 from nbaccel.namespace.wrappers import plain, take_off_forward
+from nbaccel.notebook.background import Background, CellPlace, CellScreen, why_not_in_the_background
 from nbaccel.notebook.cell_run import (
     CellRun,
     DisplayData,
@@ -48,9 +51,6 @@ from nbaccel.notebook.cell_run import (
     with_reasons,
 )
 from nbaccel.notebook.cell_source import read_cell
-from nbaccel.notebook.jobs.background import Background, CellPlace, CellScreen, why_not_in_the_background
-from nbaccel.notebook.jobs.sweep import FOLDER, configurations, line_on_copies, own_bytes, refuse_a_full_host
-from nbaccel.notebook.jobs.sweep_cell import SweptCell, lists_of, values_to_sweep
 from nbaccel.notebook.memory_report import RankMemory
 from nbaccel.notebook.persistent_session import PersistentSession, of_the_start
 from nbaccel.notebook.shell_hooks import CudaWatch
@@ -418,7 +418,7 @@ class Session:
             LaunchRefused, UsageError, SyntaxError: nothing was started.  KeyboardInterrupt: it was interrupted.
             CheckFailed: with `--strict`, if the cell would not end well.
         """
-        from nbaccel.notebook.checks.check import CellCheck  # dry runs are an eighth of what a first cell would load
+        from nbaccel.features.check.check import CellCheck  # dry runs are an eighth of what a first cell would load
 
         with interrupts_in_one_line():
             plan, task = self._plan_to_throw_away(asked, body, "a check")
@@ -433,7 +433,7 @@ class Session:
 
         Raises: see `CellSpeed.run`.
         """
-        from nbaccel.notebook.checks.cell_speed import CellSpeed  # as in `_check`
+        from nbaccel.features.speed.cell_speed import CellSpeed  # as in `_check`
 
         with interrupts_in_one_line():
             plan, task = self._plan_to_throw_away(asked, body, "a trial")

@@ -33,6 +33,8 @@ from nbaccel.base.quantities import seconds_of
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.tracking import BlankTracker, GeneralTracker
 from nbaccel.base.world import World
+from nbaccel.features.micro_batches.forward_backward import StepRecovery
+from nbaccel.features.micro_batches.task import LossFunction
 from nbaccel.train.checkpoint.autosave import chosen_saves
 from nbaccel.train.checkpoint.directory import CheckpointDirectory, ProjectConfiguration
 from nbaccel.train.checkpoint.manager import ON_SAVE_ERROR, Checkpoints, LoadHook, SaveHook
@@ -47,11 +49,9 @@ from nbaccel.train.distributed.partial_state import AcceleratorState
 from nbaccel.train.distributed.process_control import DistributedType, LastRound, ProcessControl
 from nbaccel.train.distributed.rng import warn_of_rng_types
 from nbaccel.train.lifecycle import Choices, Lifecycle
-from nbaccel.train.oom.forward_backward import StepRecovery
 from nbaccel.train.oom.memory import Freed, free
 from nbaccel.train.oom.microbatch.optimizer_guard import guarded_step
 from nbaccel.train.oom.microbatch.slicing import SplitFunction
-from nbaccel.train.oom.microbatch.task import LossFunction
 from nbaccel.train.prepare.contexts import GradientState, profiling
 from nbaccel.train.prepare.gradient_control import GradientControl
 from nbaccel.train.prepare.models import (
@@ -80,10 +80,10 @@ from nbaccel.train.strategies.single import plainly_named
 from nbaccel.train.tracker_hub import LogWith, Trackers, TrackingPlan
 
 if TYPE_CHECKING:
-    from nbaccel.answers import Answers
+    from nbaccel.features.batch_size.estimate import MemoryEstimate
+    from nbaccel.features.batch_size.planner import BatchSizePlanner
+    from nbaccel.features.map import Answers
     from nbaccel.train.oom.memory.meters import PeakGauge
-    from nbaccel.train.oom.planning.estimate import MemoryEstimate
-    from nbaccel.train.oom.planning.planner import BatchSizePlanner
 
 __all__ = ["Accelerator"]
 
@@ -334,7 +334,7 @@ class Accelerator(ProcessControl):
         """
         if (swept := RunSettings.from_env().swept_values) is not None:  # answers of its model are not those of another
             key = {"key": key, "run": swept}
-        from nbaccel.train.mapping.map_worker import map_in_ranks
+        from nbaccel.features.map.map_worker import map_in_ranks
 
         return map_in_ranks(
             self, function, items, setup, out, self._apart, batch_size=batch_size, key=key,
@@ -651,7 +651,7 @@ class Accelerator(ProcessControl):
 
     def _place(self, objects: Sequence[Any], device_map: str | Mapping[str, Any]) -> None:
         """Put the model of `objects` where `device_map` says; with several ranks prepare it if it is for inference."""
-        from nbaccel.train.device_maps.map_of_rank import place_for_rank  # few programs need it
+        from nbaccel.features.big_models.map_of_rank import place_for_rank  # few programs need it
 
         trainers = [thing.optimizer for thing in self._context.prepared.optimizers]
         shards = self._context.strategy.forwards_are_collective
@@ -665,12 +665,12 @@ class Accelerator(ProcessControl):
             return  # a sharded model gets its numbers later, and exchanges gradients
         models = self._context.prepared.models
         if optimizers and self.world.is_distributed and any(hasattr(model, "hf_device_map") for model in models):
-            from nbaccel.train.device_maps.map_of_rank import refuse_unexchanged
+            from nbaccel.features.big_models.map_of_rank import refuse_unexchanged
 
             refuse_unexchanged(optimizers, models, self.world, self._context.strategy)
         parameters = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
         if any(parameter.is_meta for parameter in parameters):
-            from nbaccel.train.device_maps.map_of_rank import refuse_waiting
+            from nbaccel.features.big_models.map_of_rank import refuse_waiting
 
             refuse_waiting(optimizers, models)
 
@@ -1251,7 +1251,7 @@ class Accelerator(ProcessControl):
         >>> estimate.of("fsdp", 2).peak < estimate.of("ddp", 2).peak
         True
         """
-        from nbaccel.train.oom.planning.estimate import EstimateSetting, estimate_memory  # few programs ask
+        from nbaccel.features.batch_size.estimate import EstimateSetting, estimate_memory  # few programs ask
 
         self._lifecycle.equip()
         context = self._context
@@ -1269,7 +1269,7 @@ class Accelerator(ProcessControl):
 
     @cached_property
     def _planner(self) -> BatchSizePlanner:
-        from nbaccel.train.oom.planning.planner import BatchSizePlanner  # few programs search; each would load it
+        from nbaccel.features.batch_size.planner import BatchSizePlanner  # few programs search; each would load it
 
         return BatchSizePlanner(self._context)
 

@@ -22,12 +22,12 @@ from nbaccel.base.errors import NotPrepared
 from nbaccel.base.settings import FSDP, RunSettings
 from nbaccel.base.values import frozen
 from nbaccel.base.world import World
+from nbaccel.features.micro_batches.forward_backward import StepRecovery
 from nbaccel.train.checkpoint.manager import Checkpoints
 from nbaccel.train.checkpoint.manifest import Lineage
 from nbaccel.train.checkpoint.resume import ResumePolicy, Weakly
 from nbaccel.train.checkpoint.training_state import TrainingState
 from nbaccel.train.distributed.process_group import process_group
-from nbaccel.train.oom.forward_backward import StepRecovery
 from nbaccel.train.oom.split_batches import make_gate
 from nbaccel.train.prepare.loss_watch import ON_NAN
 from nbaccel.train.prepare.models import TorchDynamoPlugin

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.answers import MapJob
 from nbaccel.base.aborting import on_renewal
 from nbaccel.base.settings import RunSettings
+from nbaccel.features.map import MapJob
+from nbaccel.features.map.map_worker import work
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.rng import set_seed
-from nbaccel.train.mapping.map_worker import work
 from nbaccel.train.oom.retry.outside_retry import renew
 from nbaccel.train.raw_loop.loop import ImplicitTraining
 from nbaccel.train.raw_loop.rank_streams import use_own_device
@@ -24,9 +24,9 @@ from nbaccel.train.raw_loop.single_rank import SingleRankWatch
 from nbaccel.train.strategies import replicated  # noqa: F401  # the strategy of several ranks, for them to share
 
 if TYPE_CHECKING:
-    from nbaccel.dry_run.loop_log import LoopLog
-    from nbaccel.train.dry_run_hooks import DryRunParts
-    from nbaccel.train.gradient_probe import GradientProbe
+    from nbaccel.features.check.dry_run_hooks import DryRunParts
+    from nbaccel.features.check.gradient_probe import GradientProbe
+    from nbaccel.features.check.loop_log import LoopLog
 
 __all__ = ["call_with_accelerator", "dry_run_parts", "gradient_probe", "map_in_rank", "setup_rank"]
 
@@ -75,9 +75,9 @@ def call_with_accelerator(function: Callable[..., Any], args: tuple[Any, ...], k
 
 def dry_run_parts(log: LoopLog, write: Callable[[Mapping[str, Any]], None], folder: Path) -> DryRunParts:
     """Return what cuts the loaders of this rank in a dry run, and measures; see `%%accelerate --check`."""
-    from nbaccel.dry_run.rank_records import SAVES
-    from nbaccel.train.dry_run_hooks import DryRunParts
-    from nbaccel.train.redirected_checkpoints import redirect_checkpoints
+    from nbaccel.features.check.dry_run_hooks import DryRunParts
+    from nbaccel.features.check.rank_records import SAVES
+    from nbaccel.features.check.redirected_checkpoints import redirect_checkpoints
 
     if (saves := folder.with_name(SAVES)).is_dir():
         redirect_checkpoints(str(saves))
@@ -88,6 +88,6 @@ def gradient_probe(
     write: Callable[[Mapping[str, Any]], None], path: Path, turns: int, steps: int | None
 ) -> GradientProbe:
     """Return what records the gradients at the first step of a cell; see `%%accelerate --check full`."""
-    from nbaccel.train.gradient_probe import GradientProbe
+    from nbaccel.features.check.gradient_probe import GradientProbe
 
     return GradientProbe(write, path, turns, steps)

@@ -6,7 +6,7 @@ Runs in ranks and scripts.
 from __future__ import annotations
 
 from nbaccel.base.missing_names import missing_from
-from nbaccel.train.device_maps.quantising import BnbQuantizationConfig, load_and_quantize_model
+from nbaccel.features.big_models.quantising import BnbQuantizationConfig, load_and_quantize_model
 
 __all__ = ["BnbQuantizationConfig", "load_and_quantize_model"]
 

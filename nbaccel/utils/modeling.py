@@ -6,8 +6,8 @@ It defines nothing; `nbaccel.utils` shows its names too.
 from __future__ import annotations
 
 from nbaccel.base.missing_names import missing_from
-from nbaccel.train.device_maps.checkpoint_loading import load_checkpoint_in_model, load_state_dict
-from nbaccel.train.device_maps.device_plan import (
+from nbaccel.features.big_models.checkpoint_loading import load_checkpoint_in_model, load_state_dict
+from nbaccel.features.big_models.device_plan import (
     check_device_map,
     check_tied_parameters_on_same_device,
     clean_device_map,
@@ -15,8 +15,8 @@ from nbaccel.train.device_maps.device_plan import (
     get_max_memory,
     infer_auto_device_map,
 )
-from nbaccel.train.device_maps.model_hooks import align_module_device, has_offloaded_params
-from nbaccel.train.device_maps.module_sizes import (
+from nbaccel.features.big_models.model_hooks import align_module_device, has_offloaded_params
+from nbaccel.features.big_models.module_sizes import (
     calculate_maximum_sizes,
     check_tied_parameters_in_config,
     compute_module_sizes,
@@ -29,7 +29,7 @@ from nbaccel.train.device_maps.module_sizes import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from nbaccel.train.device_maps.offload_folder import load_offloaded_weights
+from nbaccel.features.big_models.offload_folder import load_offloaded_weights
 
 __all__ = [
     "align_module_device",

@@ -6,7 +6,7 @@ Runs anywhere.
 from __future__ import annotations
 
 from nbaccel.base.missing_names import missing_from
-from nbaccel.train.device_maps.offload_folder import (
+from nbaccel.features.big_models.offload_folder import (
     load_offloaded_weight,
     offload_state_dict,
     offload_weight,

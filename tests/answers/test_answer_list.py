@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nbaccel.answers import Answers, answer_list
-from nbaccel.answers.answer_list import LinesOnDisk, read_line
 from nbaccel.errors import CannotContinue
+from nbaccel.features.map import Answers, answer_list
+from nbaccel.features.map.answer_list import LinesOnDisk, read_line
 
 
 def written(path: Path, *answers: str) -> Answers:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from answers.forks import ended, fork, kill
-from nbaccel.answers.claim_log import Claim, ClaimLog, LifeLock
-from nbaccel.answers.records import AnswerRecord, RecordFile
+from nbaccel.features.map.claim_log import Claim, ClaimLog, LifeLock
+from nbaccel.features.map.records import AnswerRecord, RecordFile
 
 
 def worker(folder: Path, total: int | None = 10, order: list[int] | None = None) -> ClaimLog:

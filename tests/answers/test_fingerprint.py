@@ -17,7 +17,7 @@ import pandas
 import pytest
 import torch
 
-from nbaccel.answers.fingerprint import checksum_of, checksum_of_sample
+from nbaccel.features.source.fingerprint import checksum_of, checksum_of_sample
 
 DIFFERENT = [
     "a",

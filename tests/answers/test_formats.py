@@ -12,8 +12,8 @@ import numpy
 import pytest
 
 from nbaccel import Accelerator
-from nbaccel.answers import Failed, formats
-from nbaccel.answers.formats import InMemoryFormat, JsonLinesFormat
+from nbaccel.features.map import Failed, formats
+from nbaccel.features.map.formats import InMemoryFormat, JsonLinesFormat
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from nbaccel.answers.item_list import ItemMark, ItemStream, as_items, is_read_whole, longest_first
+from nbaccel.features.map.item_list import ItemMark, ItemStream, as_items, is_read_whole, longest_first
 
 TEXTS = [f"text {number}" for number in range(1000)]
 CHANGED = [*TEXTS[:7], "another", *TEXTS[8:]]

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from answers.forks import ended, fork
-from nbaccel.answers import Answers, Failed, MapJob
-from nbaccel.answers.claim_log import ClaimLog
-from nbaccel.answers.fingerprint import checksum_of
-from nbaccel.answers.map_job import as_items
-from nbaccel.answers.records import AnswerRecord
-from nbaccel.answers.source_mark import SourceMark
 from nbaccel.errors import CannotContinue, CannotSave
+from nbaccel.features.map import Answers, Failed, MapJob
+from nbaccel.features.map.claim_log import ClaimLog
+from nbaccel.features.map.map_job import as_items
+from nbaccel.features.map.records import AnswerRecord
+from nbaccel.features.source.fingerprint import checksum_of
+from nbaccel.features.source.source_mark import SourceMark
 from old_maps import program
 
 ITEMS = ["one", "three", "four"]

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from nbaccel import Accelerator
-from nbaccel.answers import Answers, Failed, formats
+from nbaccel.features.map import Answers, Failed, formats
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.answers.records import AnswerIndex, AnswerRecord, RecordFile
+from nbaccel.features.map.records import AnswerIndex, AnswerRecord, RecordFile
 
 RECORDS = [AnswerRecord(item, f"answer {item}".encode()) for item in range(5)]
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.answers.source_mark import SourceMark
+from nbaccel.features.source.source_mark import SourceMark
 
 NUMBERS = itertools.count()
 
@@ -459,7 +459,7 @@ def test_a_mark_of_the_version_before_goes_on_which_had_none_of_what_does_not_co
 def test_a_script_and_a_notebook_find_the_same_source(tmp_path: Path) -> None:
     text = "import json\nN = 3\nclass C:\n    def m(self, x):\n        return x * N\n" + READS.format("C().m(x)")
     (tmp_path / "script.py").write_text(
-        text + "from nbaccel.answers.source_mark import SourceMark\nprint(json.dumps(SourceMark.of(f).names))\n"
+        text + "from nbaccel.features.source.source_mark import SourceMark\nprint(json.dumps(SourceMark.of(f).names))\n"
     )
     script = [sys.executable, str(tmp_path / "script.py")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

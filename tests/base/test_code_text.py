@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from answers import marked_program
-from nbaccel.answers.source_mark import SourceMark
 from nbaccel.base.code_text import CODE, COMPILED, CodeTexts, canonical, mark_of_code, mark_of_text, mark_of_tree
+from nbaccel.features.source.source_mark import SourceMark
 
 
 def function_in(path: Path, text: str, name: str = "f") -> FunctionType:
@@ -199,7 +199,7 @@ def test_marks_are_the_same_under_every_version_of_python() -> None:
 DIGESTS = """
 import json, sys
 from answers import marked_program
-from nbaccel.answers.source_mark import SourceMark
+from nbaccel.features.source.source_mark import SourceMark
 json.dump({name: SourceMark.of(getattr(marked_program, name)).digest for name in sys.argv[1:]}, sys.stdout)
 """
 

@@ -19,8 +19,8 @@ from nbaccel.base import hardware, memory_limit as room
 from nbaccel.base.events import Event, OutOfMemory, outlet
 from nbaccel.base.hardware import MemoryInfo
 from nbaccel.base.memory_limit import MemoryLimit, fullness, host_limit, is_shortage
+from nbaccel.features.micro_batches.task import MicroBatch, Shortage
 from nbaccel.train.oom.microbatch.optimizer_guard import guarded_step
-from nbaccel.train.oom.microbatch.task import MicroBatch, Shortage
 from nbaccel.train.oom.retry.attempt import Attempt
 
 ONE_DNN = ["could not create a primitive", "could not execute a primitive", "could not create a memory object"]

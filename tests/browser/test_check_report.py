@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.full, pytest.ma
 
 SHOWS = """
 from IPython.display import display
-from nbaccel.notebook.checks.report import CheckReport, ReportLine
+from nbaccel.features.check.report import CheckReport, ReportLine
 report = CheckReport([
     ReportLine("red", "line 12, all 2 ranks: NameError: name 'histroy' is not defined. Did you mean: 'history'?"),
     ReportLine("red", "the whole run takes 13 h 10 min to 14 h 40 min, and a session of Kaggle ends it after 12 h: "

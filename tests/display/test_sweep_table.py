@@ -7,7 +7,7 @@ from typing import Any
 from nbaccel.base.events import Metric
 from nbaccel.display.history import History
 from nbaccel.display.run_view import DisplaySlot
-from nbaccel.display.sweep_table import SweepRow, SweepTable, SweepView
+from nbaccel.features.sweep.sweep_table import SweepRow, SweepTable, SweepView
 
 
 class Recorded:

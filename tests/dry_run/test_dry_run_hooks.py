@@ -18,13 +18,13 @@ from dry_run.fakes_of_loops import Cutting, Sentences, padded
 from environments import REPOSITORY
 from nbaccel import Accelerator
 from nbaccel.base.settings import RunSettings
-from nbaccel.dry_run.loop_log import DryRunEnded, LoopLog
-from nbaccel.dry_run.saved_files import SavedFiles
-from nbaccel.dry_run.step_times import StepTimes
+from nbaccel.features.check.dry_run_hooks import DryRunHooks
+from nbaccel.features.check.loop_log import DryRunEnded, LoopLog
+from nbaccel.features.check.saved_files import SavedFiles
+from nbaccel.features.check.step_times import StepTimes
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.directory import ProjectConfiguration
 from nbaccel.train.distributed.partial_state import current_world
-from nbaccel.train.dry_run_hooks import DryRunHooks
 from nbaccel.train.raw_loop.loop import ImplicitTraining
 from nbaccel.train.setup import dry_run_parts
 
@@ -341,7 +341,7 @@ def test_workers_read_the_same_batches_in_all_ranks_where_no_optimizer_steps(tmp
 
 @pytest.mark.parametrize("is_raw", [False, True])
 def test_a_loop_gets_all_that_its_loader_gives(is_raw: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbaccel.dry_run.loader_cuts._MORE_SECONDS", 600.0)  # also of the ranks, which are forks
+    monkeypatch.setattr("nbaccel.features.check.loader_cuts._MORE_SECONDS", 600.0)  # also of the ranks, which are forks
     for batches, records in run_ranks(2, whole_rank, tmp_path, is_raw):
         begun = 3 + is_raw  # a first pass that is split has one more
         assert batches == [begun, 160]

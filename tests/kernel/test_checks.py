@@ -540,7 +540,7 @@ def test_no_tracker_is_told(kernel: RealKernel, tmp_path: Path) -> None:
 
 UNSHIELDED = """
 import os; os.chdir({folder!r})
-from nbaccel.launching.processes.file_shield import FileShield
+from nbaccel.features.check.shield.file_shield import FileShield
 _start = FileShield.start
 FileShield.start = classmethod(lambda cls, own, folder: cls(None, folder, {{'why_not': 'it is a test'}}))
 """
@@ -616,7 +616,7 @@ def test_a_folder_that_the_shield_leaves_open_is_as_before(kernel: RealKernel, t
     kernel.do(
         f"import os; os.chdir({str(tmp_path)!r})\n"
         "from pathlib import Path\n"
-        "from nbaccel.launching.processes.file_shield import FileShield\n"
+        "from nbaccel.features.check.shield.file_shield import FileShield\n"
         "_start = FileShield.start\n"
         "FileShield.start = classmethod(lambda cls, own, folder: _start([*own, Path.cwd()], folder))"
     )

@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from nbaccel.base.settings import RunSettings
 from nbaccel.errors import LaunchRefused
-from nbaccel.launching.ipc.mount_table import mount_points, mount_tree
+from nbaccel.features.check.shield import file_shield
+from nbaccel.features.check.shield.file_shield import FileShield
+from nbaccel.features.check.shield.mount_table import mount_points, mount_tree
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher
-from nbaccel.launching.processes import file_shield
-from nbaccel.launching.processes.file_shield import FileShield
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
 
@@ -239,7 +239,7 @@ def test_files_with_an_odd_name_are_not_changed_by_forked_ranks(
 def test_a_file_of_the_notebook_that_cannot_be_copied_can_only_be_read(
     launcher: Launcher, shield: FileShield, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nbaccel.launching.rank.shielded._MOST_COPIED_BYTES", 1)
+    monkeypatch.setattr("nbaccel.features.check.shield.shielded._MOST_COPIED_BYTES", 1)
     log = open("old.txt", "r+")  # noqa: SIM115  # the notebook keeps it open
 
     def change() -> str:
@@ -314,8 +314,8 @@ def test_a_run_without_a_shield_loads_nothing_of_it(launcher: Launcher) -> None:
 UNSHIELDED = """
 import ctypes, json, os, subprocess, sys, traceback
 from pathlib import Path
-from nbaccel.launching.processes.file_shield import FileShield
-from nbaccel.launching.rank.shielded import enter
+from nbaccel.features.check.shield.file_shield import FileShield
+from nbaccel.features.check.shield.shielded import enter
 
 def call(name, *arguments):
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
@@ -602,7 +602,7 @@ def test_where_namespaces_are_forbidden_the_kernel_knows_why_there_is_no_shield(
 @pytest.mark.parametrize("does", ["sys.exit('no room')", "print('no JSON')"])
 def test_a_holder_that_ends_at_once_is_no_shield(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
     program = f"import sys; {does} # {{path}} {{order}}"
-    monkeypatch.setattr("nbaccel.launching.processes.file_shield._BOOTSTRAP", program)
+    monkeypatch.setattr("nbaccel.features.check.shield.file_shield._BOOTSTRAP", program)
     folder = tmp_path / "shield"
     folder.mkdir()
     shield = FileShield.start([], folder)

@@ -14,8 +14,8 @@ import torch
 
 import nbaccel
 from nbaccel import Accelerator
-from nbaccel.launching.libraries.written_files import is_private_file
-from nbaccel.launching.processes.shared_files import FileList, SharedFiles
+from nbaccel.features.sweep.shared_files import FileList, SharedFiles
+from nbaccel.features.sweep.written_files import is_private_file
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import torch
 from nbaccel.base.events import Loss, Metric
 from nbaccel.base.settings import RunSettings
 from nbaccel.display.history import History
-from nbaccel.launching.finished_runs import FinishedRuns, as_key, describe_value
+from nbaccel.features.sweep.finished_runs import FinishedRuns, as_key, describe_value
 from nbaccel.launching.run import Run, RunOrigin
 
 CONFIG = {"fold": 0, "lr": 0.1}

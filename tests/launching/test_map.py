@@ -21,13 +21,12 @@ import psutil
 import pytest
 
 import nbaccel
-from nbaccel.answers import Answers, Failed
 from nbaccel.errors import CannotContinue, CannotSave, CannotSend, LaunchRefused, NestedLaunch, RankDied, RanksFailed
+from nbaccel.features.map import Answers, Failed, map_items
 from nbaccel.launching.api import launch
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.plan import LaunchPlan
-from nbaccel.notebook.jobs import map_items
-from nbaccel.notebook.jobs.background import BackgroundRun
+from nbaccel.notebook.background import BackgroundRun
 
 AT_MOST_S = 60.0
 
@@ -456,7 +455,7 @@ def map_and_die() -> None:
 
 
 def test_a_full_disk_is_said_with_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nbaccel.answers.records import RecordFile
+    from nbaccel.features.map.records import RecordFile
 
     append = RecordFile.append
     written: list[int] = []

@@ -9,7 +9,7 @@ import pytest
 
 from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.errors import LaunchRefused
-from nbaccel.launching.slots import choose_slots
+from nbaccel.features.sweep.slots import choose_slots
 
 _CARDS = tuple(Gpu(number, f"GPU-{number}", "Tesla T4", 16 * 10**9, number=number) for number in range(4))
 

@@ -22,9 +22,9 @@ import nbaccel
 from nbaccel import Accelerator, LaunchRefused, launching as launch
 from nbaccel.base.hardware import Gpu, MemoryInfo, Survey
 from nbaccel.base.settings import RunSettings
+from nbaccel.features.sweep.sweep import line_on_copies, refuse_a_full_host, sweep
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, Start
 from nbaccel.launching.plan import LaunchPlan
-from nbaccel.notebook.jobs.sweep import line_on_copies, refuse_a_full_host, sweep
 from nbaccel.options.run_options import RunOptions
 
 _SETUP = "nbaccel.train.setup:setup_rank"

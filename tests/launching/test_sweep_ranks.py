@@ -15,7 +15,7 @@ import torch
 import nbaccel
 from nbaccel import Accelerator, launching as launch
 from nbaccel.base.hardware import Gpu, Survey
-from nbaccel.notebook.jobs.sweep import sweep
+from nbaccel.features.sweep.sweep import sweep
 
 _SETUP = "nbaccel.train.setup:setup_rank"
 

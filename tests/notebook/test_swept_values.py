@@ -12,11 +12,8 @@ from IPython.core.error import UsageError
 
 from nbaccel.display.history import History
 from nbaccel.errors import LaunchRefused
-from nbaccel.launching.run import Run
-from nbaccel.launching.tasks.cell_code import CellSource
-from nbaccel.notebook.cell_run import how_a_cell_ended
-from nbaccel.notebook.jobs.sweep import configurations
-from nbaccel.notebook.jobs.sweep_cell import (
+from nbaccel.features.sweep.sweep import configurations
+from nbaccel.features.sweep.sweep_cell import (
     SweptCell,
     bound_at,
     changed_at,
@@ -26,6 +23,9 @@ from nbaccel.notebook.jobs.sweep_cell import (
     values_to_sweep,
     with_values,
 )
+from nbaccel.launching.run import Run
+from nbaccel.launching.tasks.cell_code import CellSource
+from nbaccel.notebook.cell_run import how_a_cell_ended
 from nbaccel.options.flags import flags_parser
 from nbaccel.options.parsing import parse
 from nbaccel.options.run_options import RunOptions

@@ -13,9 +13,9 @@ from torch import nn
 
 from dry_run.fakes_of_devices import FakeDevice
 from nbaccel.base.world import World
-from nbaccel.dry_run.decisions import SharedDecisions
+from nbaccel.features.check.decisions import SharedDecisions
+from nbaccel.features.speed.throughput import Throughput, TrialEnded
 from nbaccel.testing import run_ranks
-from nbaccel.trials.throughput import Throughput, TrialEnded
 
 
 def training(steps: int, step_s: float = 0.0, rows: int = 4, evaluate_s: float = 0.0) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
-from nbaccel.trials.changes import SpeedChange
-from nbaccel.trials.training_parts import TrainingParts, change_loader, change_optimizer
+from nbaccel.features.speed.changes import SpeedChange
+from nbaccel.features.speed.training_parts import TrainingParts, change_loader, change_optimizer
 
 DATA = TensorDataset(torch.arange(40.0)[:, None])
 

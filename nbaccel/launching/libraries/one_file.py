@@ -35,8 +35,8 @@ from typing import Any, Protocol
 
 from nbaccel.base.notices import is_users
 from nbaccel.base.world import World
+from nbaccel.features.sweep.written_files import is_private_file
 from nbaccel.launching.ipc.import_hooks import when_loaded
-from nbaccel.launching.libraries.written_files import is_private_file
 
 __all__ = [
     "write_one_file",

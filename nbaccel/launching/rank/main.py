@@ -26,6 +26,7 @@ from nbaccel.base.aborting import forget_left_exchange, leave_device_errors_to_t
 from nbaccel.base.errors import PeerFailed, RunStopped
 from nbaccel.base.events import Loss, outlet
 from nbaccel.base.settings import RunSettings
+from nbaccel.features.sweep.written_files import note_written_files
 from nbaccel.launching.ipc.channel import Channel
 from nbaccel.launching.ipc.control import ControlPage, StepGate
 from nbaccel.launching.ipc.peer_watch import PeerWatch
@@ -38,7 +39,6 @@ from nbaccel.launching.libraries.nested_launchers import refuse_launchers
 from nbaccel.launching.libraries.one_file import write_one_file
 from nbaccel.launching.libraries.one_output import MetricsOfRanks, ProgressBars, refuse_logins, write_one_run
 from nbaccel.launching.libraries.one_process import forget_one_process, let_the_local_rank_be_the_only_card
-from nbaccel.launching.libraries.written_files import note_written_files
 from nbaccel.launching.rank.connections import explain
 from nbaccel.launching.rank.debugger import debugging
 from nbaccel.launching.rank.inherited import LostThreads, put_aside
@@ -97,7 +97,7 @@ def run_rank(
     try:
         os.setsid()
         if boot.shield:
-            from nbaccel.launching.rank.shielded import entered_by  # for dry runs alone
+            from nbaccel.features.check.shield.shielded import entered_by  # for dry runs alone
 
             make_task = entered_by(boot.shield, make_task)
         watch = DeathWatch(boot.kernel_pidfd, boot.channel_fd)
@@ -458,9 +458,9 @@ def _watch_files(boot: WorkerBoot) -> None:
         note_written_files(boot.written_files)
     if boot.saves_to:
         # for dry runs alone
-        from nbaccel.dry_run.rank_records import ORIGINALS
-        from nbaccel.launching.libraries.kept_originals import keep_originals
-        from nbaccel.launching.libraries.redirected_saves import redirect_saves
+        from nbaccel.features.check.kept_originals import keep_originals
+        from nbaccel.features.check.rank_records import ORIGINALS
+        from nbaccel.features.check.redirected_saves import redirect_saves
 
         redirect_saves(boot.saves_to)
         keep_originals(os.path.join(os.path.dirname(boot.saves_to), ORIGINALS))

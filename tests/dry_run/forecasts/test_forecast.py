@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dry_run.timed_program import DryRun, run_dry, run_whole
-from nbaccel.dry_run.forecasts.forecast import Forecast, ForecastPart, forecast, measure_noise
+from nbaccel.features.check.forecasts.forecast import Forecast, ForecastPart, forecast, measure_noise
 
 PROGRAMS = {
     "epochs of batches, the last of which is short": """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbaccel.dry_run.forecasts.round_counts import RoundCounter, counter_of, rounds_until, times_that_hold
+from nbaccel.features.check.forecasts.round_counts import RoundCounter, counter_of, rounds_until, times_that_hold
 
 
 def test_two_values_are_a_counter_only_if_they_count_from_the_beginning() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from nbaccel.dry_run.forecasts.round_seconds import Sample, round_seconds
+from nbaccel.features.check.forecasts.round_seconds import Sample, round_seconds
 
 
 def test_the_first_round_of_all_is_warm_up() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nbaccel.launching.processes import folder_snapshot
-from nbaccel.launching.processes.folder_snapshot import FolderSnapshot, undo_changes
+from nbaccel.features.check import folder_snapshot
+from nbaccel.features.check.folder_snapshot import FolderSnapshot, undo_changes
 
 
 @pytest.fixture

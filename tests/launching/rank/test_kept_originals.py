@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from nbaccel.base.settings import RunSettings
+from nbaccel.features.check import kept_originals
+from nbaccel.features.check.folder_snapshot import undo_changes
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher
-from nbaccel.launching.libraries import kept_originals
-from nbaccel.launching.processes.folder_snapshot import undo_changes
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
 

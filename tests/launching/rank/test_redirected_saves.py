@@ -17,14 +17,14 @@ from safetensors.torch import save_file as imported_save
 
 from nbaccel import Accelerator
 from nbaccel.base.settings import RunSettings
-from nbaccel.dry_run.redirection import Redirection
+from nbaccel.features.check.folder_snapshot import FolderSnapshot
+from nbaccel.features.check.redirected_checkpoints import redirect_checkpoints
+from nbaccel.features.check.redirection import Redirection
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher
-from nbaccel.launching.processes.folder_snapshot import FolderSnapshot
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
 from nbaccel.testing import run_ranks
-from nbaccel.train.redirected_checkpoints import redirect_checkpoints
 from nbaccel.utils import ProjectConfiguration
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from nbaccel.launching.tasks import dry_run_task
+from nbaccel.features.check import dry_run_task
+from nbaccel.features.speed.changes import SpeedChange
+from nbaccel.features.speed.trial_task import TrialTask
 from nbaccel.launching.tasks.cell_code import CellSource
-from nbaccel.launching.tasks.trial_task import TrialTask
-from nbaccel.trials.changes import SpeedChange
 
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 

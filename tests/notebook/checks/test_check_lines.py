@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from nbaccel.features.check.findings import DryRunResult, FoundError
+from nbaccel.features.check.report import CheckReport
 from nbaccel.launching.tasks.cell_code import CellSource
-from nbaccel.notebook.checks.findings import DryRunResult, FoundError
-from nbaccel.notebook.checks.report import CheckReport
 
 PLAN: Any = SimpleNamespace(
     options=SimpleNamespace(names_back=None, limit=None), devices=SimpleNamespace(gpus=(), num_processes=1)

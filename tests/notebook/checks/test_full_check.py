@@ -13,10 +13,10 @@ import torch
 
 from nbaccel.base.hardware import Gpu
 from nbaccel.base.settings import RunSettings
+from nbaccel.features.check.findings import DryRunResult, FoundError
+from nbaccel.features.check.full_check import FullCheck, StepGradients, compared
 from nbaccel.launching.ipc.spec import Devices, Start
 from nbaccel.launching.plan import LaunchPlan
-from nbaccel.notebook.checks.findings import DryRunResult, FoundError
-from nbaccel.notebook.checks.full_check import FullCheck, StepGradients, compared
 from nbaccel.options.run_options import RunOptions
 
 VALUES = [1.0, 2.0, 3.0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbaccel.notebook.checks.incomparable_names import incomparable_names
+from nbaccel.features.check.incomparable_names import incomparable_names
 
 
 def epoch_time(start, end):  # type: ignore[no-untyped-def]

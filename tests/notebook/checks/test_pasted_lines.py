@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nbaccel.notebook.checks.pasted_lines import NotebookCells, lines_to_paste
-from nbaccel.trials.changes import SpeedChange
+from nbaccel.features.speed.changes import SpeedChange
+from nbaccel.features.speed.pasted_lines import NotebookCells, lines_to_paste
 
 WORKERS = SpeedChange(loader={"num_workers": 2})
 LOADER = {"name": "", "file": "", "line": 0, "batch_size": 32, "num_workers": 0}

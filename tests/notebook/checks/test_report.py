@@ -9,12 +9,12 @@ import pytest
 
 from nbaccel.base.hardware import Gpu, Platform
 from nbaccel.base.settings import RunSettings
-from nbaccel.dry_run.forecasts.trainer_counts import SAVE
+from nbaccel.features.check.findings import DryRunResult, FoundError
+from nbaccel.features.check.forecasts.trainer_counts import SAVE
+from nbaccel.features.check.report import CheckReport
 from nbaccel.launching.ipc.spec import Devices, Start
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.tasks.cell_code import CellSource
-from nbaccel.notebook.checks.findings import DryRunResult, FoundError
-from nbaccel.notebook.checks.report import CheckReport
 from nbaccel.options.run_options import RunOptions
 
 CODE = "\nfor epoch in range(9):\n    train()\nif rare:\n    evaluate()\nsave()\n"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nbaccel.notebook.checks.pasted_lines import PastedLine
-from nbaccel.notebook.checks.speed_comparison import SpeedComparison, SpeedRow, SpeedTrial
-from nbaccel.notebook.checks.speed_report import SpeedReport
-from nbaccel.trials.changes import SpeedChange
+from nbaccel.features.speed.changes import SpeedChange
+from nbaccel.features.speed.pasted_lines import PastedLine
+from nbaccel.features.speed.speed_comparison import SpeedComparison, SpeedRow, SpeedTrial
+from nbaccel.features.speed.speed_report import SpeedReport
 
 WORKERS = SpeedChange(loader={"num_workers": 2})
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from nbaccel.base.settings import RunSettings
+from nbaccel.features.speed.candidates import Machine, candidates
+from nbaccel.features.speed.changes import SpeedChange
+from nbaccel.features.speed.speed import SpeedSearch
+from nbaccel.features.speed.speed_comparison import SpeedTrial
 from nbaccel.launching.ipc.spec import Devices, Start
 from nbaccel.launching.plan import LaunchPlan
-from nbaccel.notebook.checks.candidates import Machine, candidates
-from nbaccel.notebook.checks.speed import SpeedSearch
-from nbaccel.notebook.checks.speed_comparison import SpeedTrial
 from nbaccel.options.run_options import RunOptions
-from nbaccel.trials.changes import SpeedChange
 
 LOADER: dict[str, Any] = {
     "name": "loader",

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from nbaccel.launching.processes.file_shield import FileShield
-from nbaccel.notebook.checks.dry_run_ranks import DryRunRanks, interrupted
+from nbaccel.features.check.dry_run_ranks import DryRunRanks, interrupted
+from nbaccel.features.check.shield.file_shield import FileShield
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from nbaccel.notebook.checks.trained_names import trained_names
+from nbaccel.features.check.trained_names import trained_names
 
 
 def step(x, y):  # type: ignore[no-untyped-def]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from nbaccel.train.device_maps.device_plan import (
+from nbaccel.features.big_models.device_plan import (
     Part,
     check_device_map,
     clean_device_map,
@@ -20,7 +20,7 @@ from nbaccel.train.device_maps.device_plan import (
     place_of,
     plan,
 )
-from nbaccel.train.device_maps.module_sizes import compute_module_sizes, find_tied_parameters
+from nbaccel.features.big_models.module_sizes import compute_module_sizes, find_tied_parameters
 
 BLOCK_BYTES = 4 * (8 * 8 + 8)
 

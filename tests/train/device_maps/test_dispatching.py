@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from nbaccel import CannotSave, CheckpointCorrupt, NoSuchDevice
-from nbaccel.train.device_maps.checkpoint_loading import (
+from nbaccel.features.big_models.checkpoint_loading import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
     load_state_dict,
 )
-from nbaccel.train.device_maps.dispatching import (
+from nbaccel.features.big_models.dispatching import (
     cpu_offload,
     disk_offload,
     dispatch_model,
@@ -204,7 +204,7 @@ def test_a_dispatched_model_is_pickled_and_copied(tmp_path: Path) -> None:
 
 
 def test_the_next_block_is_fetched_while_one_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nbaccel.train.device_maps.offloaded_block import _HostReads
+    from nbaccel.features.big_models.offloaded_block import _HostReads
 
     model = load_checkpoint_and_dispatch(empty(), saved(plain(), tmp_path), {"": "cpu", "blocks": "disk"})
     done: list[str] = []
@@ -698,7 +698,7 @@ def test_a_file_that_changes_under_a_model_is_an_error_and_not_the_end_of_the_pr
 
 
 def test_a_full_disk_is_an_error_before_the_model_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nbaccel.train.device_maps import weight_sources
+    from nbaccel.features.big_models import weight_sources
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

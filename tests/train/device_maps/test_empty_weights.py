@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.train.device_maps.empty_weights import init_empty_weights, init_on_device
+from nbaccel.features.big_models.empty_weights import init_empty_weights, init_on_device
 
 
 def test_parameters_are_on_the_meta_device_and_buffers_are_real() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.train.device_maps.dispatching import disk_offload
-from nbaccel.train.device_maps.model_hooks import (
+from nbaccel.features.big_models.dispatching import disk_offload
+from nbaccel.features.big_models.model_hooks import (
     AlignDevicesHook,
     CpuOffload,
     ModelHook,

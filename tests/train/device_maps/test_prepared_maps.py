@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from nbaccel import Accelerator, PartialState, dispatch_model, infer_auto_device_map, load_checkpoint_and_dispatch
 from nbaccel.base.world import World
 from nbaccel.errors import NoSuchDevice
+from nbaccel.features.big_models import map_of_rank
 from nbaccel.testing import run_ranks
-from nbaccel.train.device_maps import map_of_rank
 from placed_models import PlacedNet, empty, ids, outputs, plain, saved
 
 

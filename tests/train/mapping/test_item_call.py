@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nbaccel import Accelerator
-from nbaccel.answers import Answers
-from nbaccel.train.mapping.item_call import own_copy
+from nbaccel.features.map import Answers
+from nbaccel.features.map.item_call import own_copy
 
 
 def mapped(function: Any, items: Any, **options: Any) -> Answers:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from nbaccel import Accelerator
-from nbaccel.answers import Answers
-from nbaccel.train.mapping.item_source import _packed
+from nbaccel.features.map import Answers
+from nbaccel.features.map.item_source import _packed
 
 
 class Point(NamedTuple):

@@ -18,14 +18,14 @@ import torch
 
 from answers.forks import ended, fork, kill
 from nbaccel import Accelerator
-from nbaccel.answers import Answers, Failed, MapJob
-from nbaccel.answers.claim_log import LifeLock
-from nbaccel.answers.map_job import as_items
-from nbaccel.answers.records import RecordFile
 from nbaccel.base.events import CallEntered, CallsEnded, Event, ItemsDone, outlet
 from nbaccel.errors import CannotContinue, CannotSave, RunStopped
+from nbaccel.features.map import Answers, Failed, MapJob
+from nbaccel.features.map.claim_log import LifeLock
+from nbaccel.features.map.map_job import as_items
+from nbaccel.features.map.map_worker import work
+from nbaccel.features.map.records import RecordFile
 from nbaccel.testing import run_ranks
-from nbaccel.train.mapping.map_worker import work
 
 TEXTS = ["a" * (number % 17 + 1) + str(number) for number in range(60)]
 

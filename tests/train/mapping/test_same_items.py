@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from nbaccel import Accelerator
-from nbaccel.answers.item_list import ItemMark
 from nbaccel.errors import PeerFailed
+from nbaccel.features.map.item_list import ItemMark
+from nbaccel.features.map.same_items import FirstItems, reader_of
 from nbaccel.testing import run_ranks
-from nbaccel.train.mapping.same_items import FirstItems, reader_of
 
 
 def same(items: list[Any]) -> list[Any]:

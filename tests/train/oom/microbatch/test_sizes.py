@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, strategies as st
 
-from nbaccel.train.oom.microbatch.sizes import GROW_AFTER, MicroBatches
+from nbaccel.features.micro_batches.sizes import GROW_AFTER, MicroBatches
 
 IMAGE = ((3, 32, 32), ())
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbaccel import Accelerator
+from nbaccel.features.batch_size.estimate import EstimatedDevices, EstimateSetting, MemoryEstimate, estimate_memory
+from nbaccel.features.batch_size.optimizer_trial import CannotTry, try_optimizer
+from nbaccel.features.batch_size.step_memory import Weight
 from nbaccel.testing import run_ranks
-from nbaccel.train.oom.planning.estimate import EstimatedDevices, EstimateSetting, MemoryEstimate, estimate_memory
-from nbaccel.train.oom.planning.optimizer_trial import CannotTry, try_optimizer
-from nbaccel.train.oom.planning.step_memory import Weight
 
 P = 4 * (1000 * 1000 + 1000)
 CARDS = EstimatedDevices(2, 10**9, "Small", 10**8)

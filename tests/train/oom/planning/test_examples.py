@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nbaccel import Accelerator
 from nbaccel.errors import CannotSplit
-from nbaccel.train.oom.planning.examples import LOOKED_AT, examples_of
+from nbaccel.features.batch_size.examples import LOOKED_AT, examples_of
 
 Pair = namedtuple("Pair", "x y")
 

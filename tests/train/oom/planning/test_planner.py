@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from hungry import CNN, GPT, Hungry
 from nbaccel import Accelerator
 from nbaccel.errors import NotPrepared, PeerFailed
+from nbaccel.features.batch_size.trial import TrialResult, TrialRun
 from nbaccel.testing import MemLimit, run_ranks
-from nbaccel.train.oom.planning.trial import TrialResult, TrialRun
 
 LIMITS_BYTES = (4_000_000, 12_000_000, 36_000_000)
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from nbaccel import Accelerator
+from nbaccel.features.batch_size.planner import CarefulSearch, Trial, sure_size
+from nbaccel.features.batch_size.trial import TrialResult, TrialRun
 from nbaccel.testing import MemLimit, run_ranks
-from nbaccel.train.oom.planning.planner import CarefulSearch, Trial, sure_size
-from nbaccel.train.oom.planning.trial import TrialResult, TrialRun
 from nbaccel.utils import find_executable_batch_size
 
 DIM = 32

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel.train.oom.planning.size_cache import FoundInFolder, Size, signature
+from nbaccel.features.batch_size.size_cache import FoundInFolder, Size, signature
 
 CPU = torch.device("cpu")
 

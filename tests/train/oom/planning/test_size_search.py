@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from nbaccel.train.oom.planning.planner import SizeSearch, Trial
+from nbaccel.features.batch_size.planner import SizeSearch, Trial
 
 Meter = Callable[[int], float]
 """From a batch size to the share of the limit it takes; it fits up to a share of 1."""

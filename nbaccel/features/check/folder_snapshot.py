@@ -1,0 +1,193 @@
+"""Snapshot of the working folder before a dry run without a file shield: which files have changed. Runs in the kernel.
+
+Other programs may write there during the run: an editor, a training of another notebook. So a file is put back only if
+it is gone, and the snapshot has a second name or a copy of it, or if a rank has kept the original that it was about to
+change (`features/check/kept_originals.py`); and a new one is removed only if a rank has made it.
+
+Not listed: files outside of the folder, in hidden folders, and on other file systems that are mounted below it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from nbaccel.base.quantities import plural
+from nbaccel.features.check.rank_records import NEW_FOLDERS
+from nbaccel.features.check.redirection import Redirection
+
+__all__ = ["FolderSnapshot", "undo_changes"]
+
+_CACHE_OF_PYTHON = "__pycache__"
+
+_MOST_FILES = 10_000
+"""Number of files that are looked at, and of folders: a tenth of a second, and some seconds on a drive far away."""
+
+_SMALL_BYTES, _MOST_COPIED_BYTES = 1 << 20, 64 << 20
+"""Sizes of a file, and of all files, that are copied where a file can have no second name."""
+
+_State = tuple[int, int, int]
+"""Time, size and number of a file."""
+
+
+class FolderSnapshot:
+    """The files below a folder, as they were at one moment.
+
+    files: the state of each, by path.  is_whole: all files were looked at.  most: files that are looked at.
+    keep: a folder of this snapshot's own, in which files get a second name; None to keep none.
+    """
+
+    def __init__(self, folder: Path, files: dict[str, _State], is_whole: bool, most: int, keep: Path | None) -> None:
+        self.folder = folder
+        self.is_whole = is_whole
+        self._files, self._most = files, most
+        self._kept: dict[str, Path] = {} if keep is None else dict(_kept_in(keep, files))
+
+    @classmethod
+    def of(cls, folder: Path, most: int = _MOST_FILES, keep: Path | None = None) -> FolderSnapshot:
+        """Look at the files below `folder`, except those in hidden folders; links are not followed."""
+        files, is_whole = _files_below(folder, most)
+        return cls(folder, files, is_whole, most, keep)
+
+    def changed(self) -> list[str]:
+        """Return the paths of files that were made, changed or removed since then, in order.
+
+        The last entry says so where there are more files than were looked at.
+        """
+        now, sees_all = _files_below(self.folder, self._most)
+        is_whole = self.is_whole and sees_all
+        paths = {path for path in self._files.keys() & now.keys() if self._files[path] != now[path]}
+        if is_whole:
+            paths |= self._files.keys() ^ now.keys()
+        else:
+            # Of what only one of the two looks has seen, the disk itself tells whether it is new or gone.
+            paths |= {path for path in self._files.keys() - now.keys() if not os.path.lexists(path)}
+        told = sorted(paths)
+        if not is_whole:
+            looked_at = plural(min(len(self._files), len(now)), "file")
+            told.append(f"{self.folder} holds more than {looked_at}; new ones are not listed")
+        return told
+
+    def put_back(self) -> list[str]:
+        """Put back files that are gone; return their paths."""
+        done = []
+        for path, kept in self._kept.items():
+            if not os.path.lexists(path):
+                with suppress(OSError):  # it stays among those that have changed
+                    if _state(kept.stat())[:2] == self._files[path][:2]:  # else it was changed before it was removed
+                        os.makedirs(os.path.dirname(path), exist_ok=True)
+                        _link_or_copy(str(kept), path)
+                        done.append(path)
+        return sorted(done)
+
+
+def undo_changes(originals: Path, is_real: Callable[[str], bool] = lambda path: True) -> list[str]:
+    """Put back the files whose originals ranks have kept below `originals`, and remove what they have made.
+
+    Return the paths of files that are as before now.
+
+    is_real: returns whether ranks could change the file at a path; a change of any other is not theirs.
+    """
+    places, done = Redirection(str(originals)), []
+    for parent, _, names in os.walk(os.path.realpath(originals)):
+        for kept in (os.path.join(parent, name) for name in sorted(names)):
+            path = places.original(kept)
+            if not is_real(path):
+                continue
+            with suppress(OSError):  # it stays among those that have changed
+                if os.path.islink(kept):  # there was none
+                    os.unlink(path)
+                elif not _is_alike(kept, path):
+                    _put_into_place(kept, path)
+                else:
+                    continue
+                done.append(path)
+    with suppress(FileNotFoundError):
+        new_folders = map(os.fsdecode, originals.with_name(NEW_FOLDERS).read_bytes().splitlines())
+        for folder in sorted(filter(is_real, new_folders), key=len, reverse=True):
+            with suppress(OSError):  # it is gone, or not empty
+                os.rmdir(folder)
+    return done
+
+
+def _is_alike(kept: str, path: str) -> bool:
+    with suppress(OSError):
+        before, now = os.stat(kept), os.lstat(path)
+        return (before.st_mtime_ns, before.st_size) == (now.st_mtime_ns, now.st_size)
+    return False
+
+
+def _put_into_place(kept: str, path: str) -> None:
+    """Copy a file beside `path` first, so that a full disk leaves what is there."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    beside = f"{path}.nbaccel-{os.getpid()}"
+    try:
+        shutil.copy2(kept, beside)
+        with suppress(OSError):  # it is gone, or only root may give a file to another user
+            known = os.lstat(path)
+            os.chown(beside, known.st_uid, known.st_gid)
+        os.replace(beside, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(beside)
+        raise
+
+
+def _state(known: os.stat_result) -> _State:
+    return known.st_mtime_ns, known.st_size, known.st_ino
+
+
+def _kept_in(keep: Path, files: dict[str, _State]) -> Iterator[tuple[str, Path]]:
+    """Yield the path of each file that can be kept, and its second name, or that of a copy."""
+    left_bytes = _MOST_COPIED_BYTES
+    for number, (path, (_, size, _)) in enumerate(files.items()):
+        kept = keep / str(number)
+        with suppress(OSError):  # it was removed meanwhile
+            if os.path.islink(path) or not os.path.isfile(path):
+                continue
+            is_small = size <= min(_SMALL_BYTES, left_bytes)
+            left_bytes -= _link_or_copy(path, str(kept), may_copy=is_small)
+            yield path, kept
+
+
+def _link_or_copy(path: str, other: str, may_copy: bool = True) -> int:
+    """Give a file another name, or copy it, if it is on another file system; return the bytes that were copied.
+
+    Raises:
+        OSError: neither could be done.
+    """
+    try:
+        os.link(path, other)
+    except OSError:
+        if not may_copy:
+            raise
+        shutil.copy2(path, other)
+        return os.stat(other).st_size
+    return 0
+
+
+def _files_below(folder: Path, most: int) -> tuple[dict[str, _State], bool]:
+    """Return the state of at most `most` files by path, and whether these are all."""
+    files: dict[str, _State] = {}
+    folders, count = [str(folder)], 0
+    device = os.stat(folder).st_dev if folder.is_dir() else 0
+    while folders:
+        count += 1
+        if count > most:
+            return files, False
+        entries: list[os.DirEntry[str]] = []
+        with suppress(OSError), os.scandir(folders.pop()) as found:  # removed meanwhile, or nobody may list it
+            entries = sorted(found, key=lambda entry: entry.name)
+        for entry in entries:
+            if len(files) >= most:
+                return files, False
+            with suppress(OSError):
+                known = entry.stat(follow_symlinks=False)
+                if not entry.is_dir(follow_symlinks=False):
+                    files[entry.path] = _state(known)
+                elif known.st_dev == device and not entry.name.startswith(".") and entry.name != _CACHE_OF_PYTHON:
+                    folders.append(entry.path)
+    return files, True

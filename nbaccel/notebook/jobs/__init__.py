@@ -1,1 +1,0 @@
-"""Many jobs from one call: a function over many items, or over many configurations. Runs in the kernel."""
