@@ -11,6 +11,9 @@ INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 ENOUGH_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("nbaccel needs Python 3.11 or newer, and this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
 
+# Each of the hundreds of kernels that tests start would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all full processors test-torch format lint types unit soak coverage bench gpu bench-gpu programs \
     public-notebooks screenshot notebooks dist clean
 .DELETE_ON_ERROR:

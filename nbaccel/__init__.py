@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.base.missing_names import AbsentModules, missing_from
 
 if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal to the table below
-    from types import FrameType
+    from types import FrameType, ModuleType
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbaccel.base.errors import (
+    from nbaccel.base.settings import RunSettings as RunSettings
+    from nbaccel.base.tracking import GeneralTracker as GeneralTracker
+    from nbaccel.base.world import World as World
+    from nbaccel.errors import (
         CannotFork as CannotFork,
         CannotSave as CannotSave,
         CannotSend as CannotSend,
@@ -40,9 +43,6 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         StepCorrupted as StepCorrupted,
         UntrustedPickle as UntrustedPickle,
     )
-    from nbaccel.base.settings import RunSettings as RunSettings
-    from nbaccel.base.tracking import GeneralTracker as GeneralTracker
-    from nbaccel.base.world import World as World
     from nbaccel.features.big_models.checkpoint_loading import (
         load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
         load_checkpoint_in_model as load_checkpoint_in_model,
@@ -112,12 +112,12 @@ _HOME = {
     "Accelerator": "nbaccel.train.accelerator",
     "AcceleratorState": "nbaccel.train.distributed.partial_state",
     "AutocastKwargs": "nbaccel.train.step.kwargs_handlers",
-    "CannotFork": "nbaccel.base.errors",
-    "CannotSave": "nbaccel.base.errors",
-    "CannotSend": "nbaccel.base.errors",
-    "CannotSplit": "nbaccel.base.errors",
-    "CheckpointCorrupt": "nbaccel.base.errors",
-    "CollectiveMismatch": "nbaccel.base.errors",
+    "CannotFork": "nbaccel.errors",
+    "CannotSave": "nbaccel.errors",
+    "CannotSend": "nbaccel.errors",
+    "CannotSplit": "nbaccel.errors",
+    "CheckpointCorrupt": "nbaccel.errors",
+    "CollectiveMismatch": "nbaccel.errors",
     "DDPCommunicationHookType": "nbaccel.train.step.kwargs_handlers",
     "DataLoaderConfiguration": "nbaccel.train.data",
     "DistributedDataParallelKwargs": "nbaccel.train.step.kwargs_handlers",
@@ -127,27 +127,27 @@ _HOME = {
     "GradScalerKwargs": "nbaccel.train.step.kwargs_handlers",
     "GradientAccumulationPlugin": "nbaccel.train.step.accumulation",
     "InitProcessGroupKwargs": "nbaccel.train.step.kwargs_handlers",
-    "LaunchRefused": "nbaccel.base.errors",
+    "LaunchRefused": "nbaccel.errors",
     "LocalSGD": "nbaccel.train.local_sgd",
-    "NbaccelError": "nbaccel.base.errors",
-    "NestedLaunch": "nbaccel.base.errors",
-    "NoBatchSizeFits": "nbaccel.base.errors",
-    "NoInput": "nbaccel.base.errors",
-    "NoSuchDevice": "nbaccel.base.errors",
-    "NotPrepared": "nbaccel.base.errors",
+    "NbaccelError": "nbaccel.errors",
+    "NestedLaunch": "nbaccel.errors",
+    "NoBatchSizeFits": "nbaccel.errors",
+    "NoInput": "nbaccel.errors",
+    "NoSuchDevice": "nbaccel.errors",
+    "NotPrepared": "nbaccel.errors",
     "PartialState": "nbaccel.train.distributed.partial_state",
-    "PeerFailed": "nbaccel.base.errors",
+    "PeerFailed": "nbaccel.errors",
     "ProfileKwargs": "nbaccel.train.step.kwargs_handlers",
     "ProjectConfiguration": "nbaccel.train.checkpoint.directory",
-    "RankDied": "nbaccel.base.errors",
-    "RanksFailed": "nbaccel.base.errors",
-    "ResultsMissing": "nbaccel.base.errors",
+    "RankDied": "nbaccel.errors",
+    "RanksFailed": "nbaccel.errors",
+    "ResultsMissing": "nbaccel.errors",
     "Run": "nbaccel.launching.api",
     "RunSettings": "nbaccel.base.settings",
-    "RunStopped": "nbaccel.base.errors",
+    "RunStopped": "nbaccel.errors",
     "Runs": "nbaccel.launching.runs",
-    "StepCorrupted": "nbaccel.base.errors",
-    "UntrustedPickle": "nbaccel.base.errors",
+    "StepCorrupted": "nbaccel.errors",
+    "UntrustedPickle": "nbaccel.errors",
     "World": "nbaccel.base.world",
     "batches_by_length": "nbaccel.train.data",
     "cpu_offload": "nbaccel.features.big_models.dispatching",
@@ -215,8 +215,16 @@ def __getattr__(name: str) -> Any:
         return _version_for(sys._getframe(1))
     if name not in _HOME:
         return _missing(name)
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    value = globals()[name] = getattr(_module_of(name), name)
     return value
+
+
+def _module_of(name: str) -> ModuleType:
+    if not _HOME[name].startswith(f"{__name__}.features."):
+        return import_module(_HOME[name])
+    from nbaccel.features import module_of
+
+    return module_of(f"{__name__}.{name}", _HOME[name])
 
 
 def _version_for(reader: FrameType) -> str:

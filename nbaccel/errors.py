@@ -1,35 +1,36 @@
-"""The errors of nbaccel, for programs that catch them; `nbaccel.base.errors` draws them as a tree. Used anywhere."""
+"""The errors of nbaccel, drawn as a tree; raised in the kernel and in ranks alike.
+
+    NbaccelError
+    ├── LaunchRefused            nothing was started; the notebook is as it was
+    │   ├── CannotFork           the kernel's state would break forked ranks
+    │   ├── CannotSend           a name of the notebook cannot be sent to the ranks
+    │   ├── NoSuchDevice         more processes or other devices were asked for than there are
+    │   └── NestedLaunch         a rank tried to launch ranks
+    ├── FeatureMissing           a folder of nbaccel/features is not there, and what it has was asked for
+    ├── RanksFailed              ranks were started and one of them failed; knows rank and world_size
+    │   └── RankDied             the process ended without a report: a signal or an exit code
+    ├── CheckFailed              --check --strict found something that will go wrong; knows what
+    ├── ResultsMissing           the run is over, but a name of --out did not come back
+    ├── NoInput                  code in a rank asked for keyboard input
+    ├── NotInRanks               code in a rank waits for what runs in the notebook alone: a thread, a loader's worker
+    ├── StayedInRank             a part of an object that a cell left could not leave its rank, and is asked for
+    ├── NotPrepared              several ranks, and a model that would train separately in each
+    ├── CannotCut                a loop does what it may only do with whole batches, and its batches come in parts
+    ├── PeerFailed               another rank failed in a block that this one was waiting for
+    ├── CollectiveMismatch       ranks called different collectives, or with different shapes
+    ├── CannotContinue           a file of answers belongs to other items, or to another function
+    ├── CannotResume             the program cannot continue from the checkpoint
+    ├── CannotSave               a checkpoint could not be written; the older one is as it was
+    ├── CheckpointCorrupt        a checkpoint is damaged or unfinished; knows the file
+    ├── NoBatchSizeFits          find_executable_batch_size tried every size down to 1; knows which
+    ├── CannotSplit              a batch cannot be cut into micro-batches without guessing
+    ├── StepCorrupted            an optimizer ran out of memory half-way through its update
+    └── UntrustedPickle          a checkpoint holds a pickle, which could run code; trust=True loads it
+
+A message says what happened, where (rank, cell, step), the numbers with units, and the next move.
+"""
 
 from __future__ import annotations
-
-from nbaccel.base.errors import (
-    CannotContinue,
-    CannotCut,
-    CannotFork,
-    CannotResume,
-    CannotSave,
-    CannotSend,
-    CannotSplit,
-    CheckFailed,
-    CheckpointCorrupt,
-    CollectiveMismatch,
-    LaunchRefused,
-    NbaccelError,
-    NestedLaunch,
-    NoBatchSizeFits,
-    NoInput,
-    NoSuchDevice,
-    NotInRanks,
-    NotPrepared,
-    PeerFailed,
-    RankDied,
-    RanksFailed,
-    ResultsMissing,
-    RunStopped,
-    StayedInRank,
-    StepCorrupted,
-    UntrustedPickle,
-)
 
 __all__ = [
     "CannotContinue",
@@ -42,6 +43,7 @@ __all__ = [
     "CheckFailed",
     "CheckpointCorrupt",
     "CollectiveMismatch",
+    "FeatureMissing",
     "LaunchRefused",
     "NbaccelError",
     "NestedLaunch",
@@ -59,3 +61,182 @@ __all__ = [
     "StepCorrupted",
     "UntrustedPickle",
 ]
+
+
+class NbaccelError(Exception):
+    """Base of every error that nbaccel itself raises."""
+
+
+class LaunchRefused(NbaccelError):
+    """No rank was started; the message says why and what to do."""
+
+
+class CannotFork(LaunchRefused):
+    """Forked ranks could not work, and ``start_method="fork"`` was asked for."""
+
+
+class CannotSend(LaunchRefused):
+    """Names that the ranks need cannot be pickled.
+
+    names: each name with the reason, ``{"log_file": "TextIOWrapper cannot be pickled"}``.
+    """
+
+    def __init__(self, message: str, names: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.names = dict(names or {})
+
+
+class NoSuchDevice(LaunchRefused):
+    """More processes than devices, or a device that this machine does not have."""
+
+
+class NestedLaunch(LaunchRefused):
+    """A rank tried to start ranks of its own."""
+
+
+class FeatureMissing(NbaccelError, ImportError):
+    """A feature was asked for that this installation lacks; the message names it and who asked."""
+
+
+class RanksFailed(NbaccelError):
+    """A rank failed after the start.
+
+    rank: the first rank that failed, by the kernel's clock.
+    world_size: number of ranks of the run.
+    """
+
+    def __init__(self, message: str, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.world_size = world_size
+
+
+class RankDied(RanksFailed):
+    """A rank's process ended without reporting anything.
+
+    exit_code: as ``subprocess`` counts, negative for a signal (-9 is SIGKILL).
+    """
+
+    def __init__(self, message: str, rank: int = 0, world_size: int = 1, exit_code: int = 0) -> None:
+        super().__init__(message, rank, world_size)
+        self.exit_code = exit_code
+
+
+class CheckFailed(NbaccelError):
+    """A cell with ``--check --strict`` would not end well: its report has red lines."""
+
+
+class ResultsMissing(NbaccelError):
+    """A name of ``--out`` was not there at the end of the cell, or could not be sent.
+
+    names: each missing name with the reason.
+    """
+
+    def __init__(self, message: str, names: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.names = dict(names or {})
+
+
+class NoInput(NbaccelError):
+    """``input``, ``getpass`` or a debugger was called in a rank, where nobody can type."""
+
+
+class NotInRanks(NbaccelError, RuntimeError):
+    """Code in a rank waits for a thread or a loader's worker, which runs in the notebook alone."""
+
+
+class StayedInRank(NbaccelError, AttributeError):
+    """An object that a cell left came without this part, which could not leave its rank: a lock, a thread, a file."""
+
+
+class NotPrepared(NbaccelError):
+    """More than one rank, and a model, or gradients of one, that nothing averages: each rank would train its own.
+
+    is_of_parts: whole batches in every rank may not lead to this error.
+    """
+
+    is_of_parts = False
+
+
+class CannotCut(NbaccelError):
+    """Memory ran out, batches come in parts now, and the loop does something that needs whole batches."""
+
+
+class PeerFailed(NbaccelError):
+    """Another rank failed while this one was waiting for it; a consequence: the cause is that rank's own error."""
+
+
+class CollectiveMismatch(NbaccelError):
+    """Ranks met in one collective with different operations, dtypes or shapes, or one of them will never come."""
+
+
+class CannotContinue(NbaccelError, ValueError):
+    """A map cannot go on in the file that `out` names: what is there has answers to something else."""
+
+
+class CannotResume(NbaccelError):
+    """The program prepares other objects than the checkpoint holds, or begins its epochs anew."""
+
+
+class CannotSave(NbaccelError):
+    """A checkpoint could not be written; an older one of that name is as it was.
+
+    path: the checkpoint that was to be written.
+    needed_bytes: its size, as far as it was known; free_bytes: what the disk had left.
+    """
+
+    def __init__(self, message: str, path: str = "", needed_bytes: int = 0, free_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.path = path
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
+class CheckpointCorrupt(NbaccelError):
+    """A checkpoint is damaged, or its writing was never finished.
+
+    file: the damaged file.
+    expected, got: its size or checksum as written and as found; texts.
+    """
+
+    def __init__(self, message: str, file: str = "", expected: str = "", got: str = "") -> None:
+        super().__init__(message)
+        self.file = file
+        self.expected = expected
+        self.got = got
+
+
+class CannotSplit(NbaccelError):
+    """A batch, or a model, cannot be split into micro-batches; the message names the obstacle."""
+
+
+class NoBatchSizeFits(NbaccelError, RuntimeError):
+    """Memory ran out at every batch size that was tried, on one rank at least. Raised on all of them.
+
+    A ``RuntimeError``, as Accelerate raises there. Not an out-of-memory error: a smaller batch does not help.
+    tried: the sizes, largest first.
+    """
+
+    def __init__(self, message: str, tried: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.tried = tuple(tried)
+
+
+class StepCorrupted(NbaccelError):
+    """An optimizer ran out of memory when some parameters, or their state, were updated already.
+
+    Neither the old nor the new weights exist any more: continue from a checkpoint.
+    """
+
+
+class UntrustedPickle(NbaccelError):
+    """A file can only be read by running code of a pickle, and it was not marked as trusted."""
+
+
+class RunStopped(KeyboardInterrupt):
+    """Raised inside a rank at a step boundary after the user asked the run to stop, or at a time limit.
+
+    It is a ``KeyboardInterrupt``, so ``except KeyboardInterrupt`` and ``finally`` in the user's loop work as
+    they do in one process; every rank gets it before the same step. A map, whose ranks do not wait for each other, is
+    left by each of them before its next call.
+    """

@@ -16,11 +16,13 @@ import argparse
 import ast
 import functools
 import re
+import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 PACKAGE = Path(__file__).resolve().parent.parent / "nbaccel"
 
@@ -30,9 +32,10 @@ COMMAND = "PYTHONPATH=tests python -m layout --write"
 
 Graph = Mapping[str, set[str]]
 
-MOST_LINES, MOST_FUNCTION_LINES, FEWEST_LINES, AVERAGE_LINES, MOST_FILES = 600, 60, 60, 180, 24
+MOST_FILES = 24
 
-LONG_ON_PURPOSE = {"train/accelerator.py": "every public method of the Accelerator, most of it the users' docstrings"}
+SEAMS = ("cell_mode", "rank_setup")
+"""Names of files that a feature has to hook in: several have one."""
 
 ACCELERATES_MODULES = {
     "accelerator.py",
@@ -50,13 +53,6 @@ ACCELERATES_MODULES = {
     "tracking.py",
 }
 """Files that exist because programs import Accelerate's module names; all of utils, too."""
-
-MAY_BE_SHORT = {
-    "base/notices.py": "everything may use it, the package's folder too",
-    "__main__.py": "`python -m nbaccel`",
-    "train/setup.py": "named by a string, in another process",
-}
-"""Files below `FEWEST_LINES` that stand alone for a reason; files for one optional package are those of trackers."""
 
 STARTS_WORKERS = ("start", "zygote", "inline", "elastic", "ranks")
 """Stems of the files that run the code of workers, or hand it to a process that does."""
@@ -79,6 +75,8 @@ OUT_OF_MEMORY = re.compile(
 )
 """Files about running out of memory, in the old places and in the new one."""
 
+FEATURES, TABLE = "nbaccel.features.", "features/__init__.py"
+
 A_MODULE = re.compile(r"nbaccel(?!\.toml$)(\.[A-Za-z_]\w*)+(:\w+)?")
 
 _QUESTION = re.compile(r"(What|Whether|How|Which|Where|Who|Whose|When|Why|Of)\b")
@@ -96,16 +94,19 @@ class Source:
     """One file of the package.
 
     name: its path inside the package, "train/oom.py".  lines: how many it has.
+    code: those that are neither empty, nor a comment, nor of a string that stands alone, such as a docstring.
     """
 
     name: str
     tree: ast.Module
     lines: int = 0
+    code: int = 0
 
     @classmethod
     def read(cls, path: Path) -> Source:
         text = path.read_text(encoding="utf-8")
-        return cls(path.relative_to(PACKAGE).as_posix(), ast.parse(text, str(path)), len(text.splitlines()))
+        tree = ast.parse(text, str(path))
+        return cls(path.relative_to(PACKAGE).as_posix(), tree, len(text.splitlines()), _lines_of_code(text, tree))
 
     @property
     def module(self) -> str:
@@ -114,8 +115,8 @@ class Source:
 
     @property
     def folder(self) -> str:
-        """The folder inside the package; empty for the package's own files."""
-        return self.name.rpartition("/")[0]
+        """The folder inside the package; empty for its own files, but for the errors, which are of the base."""
+        return "base" if self.name == "errors.py" else self.name.rpartition("/")[0]
 
     @property
     def stem(self) -> str:
@@ -127,9 +128,12 @@ class Source:
         Where a name that is not there is looked up (`missing_from`) is no import: nothing of the module needs it.
         """
         lookups = {id(each) for node in ast.walk(self.tree) if _looks_up(node) for each in ast.walk(node)}
+        read_only = {id(each) for node in ast.walk(self.tree) if _is_for_editors(node) for each in node.body}
         for node in ast.walk(self.tree):
             if id(node) in lookups:
                 continue
+            if id(node) in read_only and isinstance(node, ast.ImportFrom) and (node.module or "").startswith(FEATURES):
+                continue  # what a documented method of a feature returns: nothing is imported when it runs
             if isinstance(node, ast.Import):
                 yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "nbaccel")
             elif isinstance(node, ast.ImportFrom):
@@ -149,6 +153,20 @@ class Source:
     def classes(self) -> Iterator[ast.ClassDef]:
         """The classes that the module itself defines."""
         return (node for node in self.tree.body if isinstance(node, ast.ClassDef))
+
+
+def _lines_of_code(text: str, tree: ast.AST) -> int:
+    """Return the number of lines that are neither empty nor a comment, nor of a docstring."""
+    said: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            said.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(number not in said and line.strip()[:1] not in ("", "#") for number, line in lines)
+
+
+def _is_for_editors(node: ast.AST) -> TypeGuard[ast.If]:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _looks_up(node: ast.AST) -> bool:
@@ -237,7 +255,7 @@ class Layout:
             here = self.sources[name].folder
             for target in targets:
                 above = self.sources[target].folder
-                if above and here.startswith(f"{above}/"):
+                if above and here.startswith(f"{above}/") and target != TABLE:
                     pairs.add((here, target))
         return iter(sorted(pairs))
 
@@ -321,9 +339,9 @@ def importers_of_the_workers_code(layout: Layout) -> Iterator[str]:
     """What runs inside of ranks is imported there, and by what starts them."""
     for name, targets in layout.imports.items():
         source = layout.sources[name]
-        if source.name.startswith("launching/rank") or source.stem in STARTS_WORKERS:
+        if source.name.startswith(("launching/rank/", "features/")) or source.stem in STARTS_WORKERS:
             continue
-        if any(target.startswith("launching/rank") for target in targets):
+        if any(target.startswith("launching/rank/") for target in targets):
             yield name
 
 
@@ -345,50 +363,21 @@ def docstrings_that_do_not_say_who_runs_it(layout: Layout) -> Iterator[str]:
             yield source.name
 
 
-def long_files(layout: Layout) -> Iterator[str]:
-    """A file has 600 lines at most."""
-    for source in layout.sources.values():
-        if source.lines > MOST_LINES and source.name not in LONG_ON_PURPOSE:
-            yield source.name
-
-
-def short_files(layout: Layout) -> Iterator[str]:
-    """A file of fewer than 60 lines belongs into its reader, unless it stands at a seam."""
-    for source in layout.files:
-        at_a_seam = (
-            source.name in ACCELERATES_MODULES
-            or source.name in MAY_BE_SHORT
-            or source.name.startswith(("utils/", "trackers/"))
-        )
-        if source.lines < FEWEST_LINES and not at_a_seam:
-            yield source.name
-
-
-def average_of_files(layout: Layout) -> Iterator[str]:
-    """Files that are no `__init__` have 180 lines in the mean."""
-    if sum(source.lines for source in layout.files) < AVERAGE_LINES * len(layout.files):
-        yield f"below {AVERAGE_LINES} lines"
-
-
 def crowded_folders(layout: Layout) -> Iterator[str]:
     """A folder has 24 files at most, without `__init__`, and without Accelerate's modules, which only name."""
     counts = Counter(source.folder for source in layout.files if source.name not in ACCELERATES_MODULES)
     yield from (f"{folder or '(root)'}" for folder, count in sorted(counts.items()) if count > MOST_FILES)
 
 
-def long_functions(layout: Layout) -> Iterator[str]:
-    """A function has 60 lines at most, without its docstring."""
-    for source in layout.sources.values():
-        for name, function in _functions(source.tree):
-            if _length(function) > MOST_FUNCTION_LINES:
-                yield f"{source.name}: {name}"
-
-
 def stems_used_twice(layout: Layout) -> Iterator[str]:
-    """No module has the name of another, but for those that programs import by Accelerate's names."""
+    """No module has the name of another, but for Accelerate's names, and for what features hook in by."""
     stems: dict[str, list[str]] = defaultdict(list)
     for source in layout.files:
-        if source.name not in ACCELERATES_MODULES and source.folder != "utils" and source.stem != "__main__":
+        if (
+            source.name not in ACCELERATES_MODULES
+            and source.folder != "utils"
+            and source.stem not in ("__main__", *SEAMS)
+        ):
             stems[source.stem].append(source.name)
     yield from (" = ".join(names) for _, names in sorted(stems.items()) if len(names) > 1)
 
@@ -472,11 +461,7 @@ RULES: dict[str, Rule] = {
         importers_of_the_workers_code,
         kernel_files_that_import_train,
         docstrings_that_do_not_say_who_runs_it,
-        long_files,
-        short_files,
-        average_of_files,
         crowded_folders,
-        long_functions,
         stems_used_twice,
         class_names_used_twice,
         bases_of_the_accelerator,
@@ -499,13 +484,6 @@ def _functions(tree: ast.AST, above: str = "") -> Iterator[tuple[str, ast.Functi
             yield from _functions(node, f"{above}{node.name}.")
         else:
             yield from _functions(node, above)
-
-
-def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    first = function.body[0]
-    is_docstring = ast.get_docstring(function) is not None
-    docstring = (first.end_lineno or first.lineno) - first.lineno + 1 if is_docstring else 0
-    return (function.end_lineno or function.lineno) - function.lineno + 1 - docstring
 
 
 def _last_name(node: ast.expr) -> str:
@@ -600,6 +578,9 @@ def numbers(layout: Layout) -> Iterator[str]:
     means = f"{lines / len(sources):.0f} / {inside / len(files):.0f}"
     yield f"files / without __init__                    {len(sources)} / {len(files)}"
     yield f"lines / per file / per file, no __init__    {lines:,} / {means}"
+    code = {source.module: source.code for source in sources}
+    inside_features = sum(count for name, count in code.items() if name.startswith(FEATURES))
+    yield f"lines of code: all / core / features        {_three(code, inside_features)}"
     short = [sum(source.lines < most for source in sources) for most in (60, 101)]
     yield f"files < 60 / <= 100 lines                   {short[0]} / {short[1]}"
     lone = sum(len(layout.importers.get(source.name, ())) == 1 for source in files)
@@ -608,7 +589,7 @@ def numbers(layout: Layout) -> Iterator[str]:
     sizes = f" ({', '.join(str(len(ring)) for ring in folders)} folders)" if folders else ""
     yield f"import cycles of folders / of files         {len(folders)}{sizes} / {len(ringed)}"
     upward = Counter(target.partition("/")[0] for _, target in layout.upward())
-    for area in ("train", "launch", "notebook"):
+    for area in ("train", "launching", "notebook"):
         graph = layout.inside(area)
         between = sum(map(len, graph.values()))
         yield (
@@ -623,6 +604,47 @@ def numbers(layout: Layout) -> Iterator[str]:
     yield f"longest files                               {', '.join(f'{each.lines} {each.name}' for each in longest)}"
 
 
+def _three(code: Mapping[str, int], inside_features: int) -> str:
+    total = sum(code.values())
+    return f"{total:,} / {total - inside_features:,} / {inside_features:,}"
+
+
+_TRAINS = """
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(4, 2)).mean())
+optimizer.step()
+"""
+
+_PROGRAMS = {
+    "a script's prepared step": f"""
+import torch, nbaccel
+accelerator = nbaccel.Accelerator(cpu=True)
+{_TRAINS}
+""",
+    "the kernel, after a prepared cell": f"""
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.run_line_magic("load_ext", "nbaccel")
+shell.user_ns["torch"] = torch
+shell.run_cell_magic("accelerate", "-n 2 --cpu --plain", {_TRAINS!r})
+""",
+}
+"""Programs whose modules are counted."""
+
+
+def loaded(layout: Layout) -> Iterator[str]:
+    """The modules of ours that a program loads, and their lines of code; each program is run."""
+    code = {source.module: source.code for source in layout.sources.values()}
+    tells = "\nimport sys\nprint('loaded', *(name for name in sys.modules if name.split('.')[0] == 'nbaccel'))"
+    for what, program in _PROGRAMS.items():
+        line = [sys.executable, "-c", program + tells]
+        done = subprocess.run(line, cwd=PACKAGE.parent, capture_output=True, text=True, check=True, timeout=120)
+        names = next(row for row in done.stdout.splitlines() if row.startswith("loaded ")).split()[1:]
+        yield f"{what + ':':<43} {len(names)} modules, {sum(code.get(name, 0) for name in names):,} lines of code"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="layout", description="The layout of the package.")
     parser.add_argument("--write", action="store_true", help=f"keep the offenders of today in {FILE.name}")
@@ -635,7 +657,7 @@ def main() -> int:
             new = sorted(set(now[rule]) - set(known[rule]))
             print(f"{rule}: {weight(now[rule])}, more than the {weight(known[rule])} before:", *new, sep="\n  ")
         return 1 if more else 0
-    print("\n".join(numbers(layout)))
+    print("\n".join([*numbers(layout), *loaded(layout)]))
     for rule, lines in now.items():
         print(f"\n{rule}: {weight(lines)}\n  {(RULES[rule].__doc__ or '').strip()}", *lines, sep="\n  ")
     return 0

@@ -47,6 +47,12 @@ def test_the_numbers_are_told() -> None:
     assert told[-1].startswith("longest files")
 
 
+def test_lines_of_code_are_neither_empty_nor_said() -> None:
+    said = '"""A file."""\n\n# a comment\n'
+    text = f'{said}x = 1  # and another\n\n\ndef f():\n    """Text.\n\n    More.\n    """\n    return x\n'
+    assert layout._lines_of_code(text, ast.parse(text)) == 3
+
+
 # -- the rules find what they are for
 
 
@@ -91,12 +97,6 @@ def test_a_name_of_a_module_that_a_function_changes_is_state() -> None:
         "def set_it():\n    global CURRENT\n    TABLE['a'] = 1\n    SEEN.append(2)\n    return NAMES['a']\n"
     )
     assert list(layout.state_of_modules(package)) == ["events.py: CURRENT", "events.py: SEEN", "events.py: TABLE"]
-
-
-def test_a_docstring_is_not_counted_as_lines_of_its_function() -> None:
-    body = "    x = 1\n" * layout.MOST_FUNCTION_LINES
-    package = example(a=f"def f():\n    '''Text.\n\n\n    '''\n{body}", b=f"def f():\n{body.partition(chr(10))[2]}")
-    assert list(layout.long_functions(package)) == ["a.py: f"]
 
 
 def test_questions_are_counted_by_file() -> None:

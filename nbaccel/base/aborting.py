@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from nbaccel.base.errors import CollectiveMismatch, PeerFailed
 from nbaccel.base.events import ExchangeLeft, emit
+from nbaccel.errors import CollectiveMismatch, PeerFailed
 
 __all__ = [
     "DEVICE_BACKENDS",

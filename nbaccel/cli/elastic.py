@@ -16,7 +16,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nbaccel.base.errors import LaunchRefused
+from nbaccel.errors import LaunchRefused
 
 __all__ = ["Elastic", "Nodes", "Program", "ScriptExit", "interface_to", "loopback_interface"]
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from nbaccel.base.errors import LaunchRefused
 from nbaccel.base.hardware import Survey
 from nbaccel.base.settings import FSDP, RunSettings
 from nbaccel.cli.accelerate_config import AccelerateConfig, default_path
@@ -35,6 +34,7 @@ from nbaccel.cli.accelerate_flags import (
     whole,
 )
 from nbaccel.cli.elastic import Elastic, Nodes, Program
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.ipc.spec import Devices
 from nbaccel.launching.plan import ScriptPlan

@@ -23,7 +23,6 @@ from nbaccel.base.world import is_notebook_kernel
 from nbaccel.display.panel import Panel
 from nbaccel.display.run_view import TICK_SLACK_S, DisplaySlot, PanelSink, RunView
 from nbaccel.display.summary import RUNNING, RunFacts, RunState, line
-from nbaccel.features.sweep.sweep_table import SweepTable, SweepView
 from nbaccel.output.painter import Screen
 from nbaccel.output.screens import ConsoleScreen, JupyterScreen
 
@@ -227,30 +226,13 @@ class Views:
             return PeriodicText(screen or ConsoleScreen(), world_size, facts)
         if not is_notebook_kernel():  # a terminal cannot take back what it has shown
             return PeriodicText(JupyterScreen(shell), world_size, facts)
-        place = self._place_in(shell)
+        place = self.place_in(shell)
         if runs_unattended(platform):
             return PeriodicText(JupyterScreen(shell), world_size, facts, place=place)
         screen = screen or JupyterScreen(shell)
         return LivePanel(screen, world_size, facts, place, frames=frames, says_end=says_end)
 
-    def show_sweep(
-        self,
-        shell: Any,
-        table: SweepTable,
-        platform: Platform,
-        *,
-        is_plain: bool = False,
-        frames: PanelSink | None = None,
-    ) -> SweepView:
-        """Return the view of a sweep; the arguments are those of `show`."""
-        if shell is None or is_plain:
-            return SweepView(table, ConsoleScreen(), None, is_live=False)
-        if not is_notebook_kernel():
-            return SweepView(table, JupyterScreen(shell), None, is_live=False)
-        is_live = not runs_unattended(platform)
-        return SweepView(table, JupyterScreen(shell), self._place_in(shell), is_live=is_live, frames=frames)
-
-    def _place_in(self, shell: Any) -> DisplaySlot:
+    def place_in(self, shell: Any) -> DisplaySlot:
         """Return one place for all runs that a cell starts."""
         cell = _cell(shell)
         if cell is None or cell != self._place.cell:

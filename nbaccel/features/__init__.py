@@ -1,0 +1,69 @@
+"""Features: what stands outside of the core. One table of their names; each is loaded when it is first asked for.
+
+The core imports no folder below this one. It names a feature by its flag, command or method, and this table says where
+that is; whoever deletes a folder loses what it has, and the core works on. Used anywhere.
+
+Reasons: docs/design/layout.md
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+from nbaccel.errors import FeatureMissing
+
+__all__ = ["feature", "mode_flag", "module_of"]
+
+_TABLE = {  # "module:object", below this package
+    # modes of a cell, by their flag
+    "--sweep": "sweep.cell_mode:SweepMode",
+    "--check": "check.cell_mode:CheckMode",
+    "--speed": "speed.cell_mode:SpeedMode",
+    # commands
+    "%accelerate estimate": "batch_size.command:estimate_report",
+    # methods of the Accelerator
+    "Accelerator.estimate": "batch_size.estimate:estimate_of_accelerator",
+    "Accelerator.find_batch_size": "batch_size.planner:BatchSizePlanner",
+    "Accelerator.forward_backward": "micro_batches.forward_backward:StepRecovery",
+    "Accelerator.forward_backward(micro_batch_size='auto')": "batch_size.planner:find_micro_batch_size",
+    "Accelerator.map": "map.map_worker:map_in_ranks",
+    "Accelerator.prepare(device_map=...)": "big_models.map_of_rank:place_for_rank",
+    # what a program may hand to `prepare`
+    "a model on several devices": "big_models.map_of_rank:refuse_unexchanged",
+    "a model with weights on the meta device": "big_models.map_of_rank:refuse_waiting",
+}
+
+
+def feature(name: str) -> Any:
+    """Return the object that the table has under `name`.
+
+    Raises:
+        FeatureMissing: The folder of the feature is not there.
+    """
+    module, _, attribute = _TABLE[name].partition(":")
+    return getattr(module_of(name, f"{__name__}.{module}"), attribute)
+
+
+def mode_flag(options: object) -> str | None:
+    """Return the flag in `options` by which a cell runs in another mode; None if it runs as usual."""
+    return next((name for name in _TABLE if name.startswith("--") and getattr(options, name[2:])), None)
+
+
+def module_of(name: str, module: str) -> ModuleType:
+    """Import `module`, which `name` needs.
+
+    Raises:
+        FeatureMissing: It belongs to a feature that is not there.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        folder = ".".join(module.split(".")[:3])
+        if not folder.startswith(f"{__name__}.") or not f"{error.name}.".startswith(f"{folder}."):
+            raise
+        raise FeatureMissing(
+            f"{name} belongs to {folder}, which this installation of nbaccel lacks: install nbaccel as a whole, or "
+            "leave it out."
+        ) from None

@@ -16,13 +16,13 @@ from dataclasses import fields
 from operator import index
 from typing import Any
 
-from nbaccel.base.errors import ResultsMissing, RunStopped
 from nbaccel.base.hardware import Survey
 from nbaccel.base.notices import without_our_frames
 from nbaccel.base.settings import STOP, RunSettings
 from nbaccel.display.history import History
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.summary import RunFacts
+from nbaccel.errors import ResultsMissing, RunStopped
 from nbaccel.launching.diagnosis import PostMortem, failed_alike
 from nbaccel.launching.earlier_models import refuse_what_stays_here
 from nbaccel.launching.gpu_trouble import before_a_run

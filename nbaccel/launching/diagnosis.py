@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.base.errors import RankDied, RanksFailed
 from nbaccel.base.failures import Failure
 from nbaccel.base.quantities import number_spans
+from nbaccel.errors import RankDied, RanksFailed
 from nbaccel.launching.ipc.dead_loader_workers import WorkerEnd
 from nbaccel.launching.ipc.reports import ErrorLink, Naming, RankFailure, RankReport, StackSnapshot, signal_name
 from nbaccel.launching.ipc.spec import Task

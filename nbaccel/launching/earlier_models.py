@@ -18,9 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.base.errors import LaunchRefused
 from nbaccel.base.quantised import cannot_be_sent, is_quantised
 from nbaccel.base.quantities import amount, listed, plural
+from nbaccel.errors import LaunchRefused
 from nbaccel.namespace.nbytes import met_in, sizes_on_devices
 from nbaccel.namespace.wrappers import plain
 

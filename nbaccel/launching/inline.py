@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from nbaccel.base.errors import RunStopped
 from nbaccel.base.events import CallEntered, CallsEnded, Event, Listener, Sink, StepEntered, StepsEnded, outlet
+from nbaccel.errors import RunStopped
 from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.ipc.reports import StackSnapshot
 from nbaccel.launching.ipc.ring import RingWriter

@@ -27,12 +27,12 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any, BinaryIO
 
-from nbaccel.base.errors import CannotFork, LaunchRefused, NestedLaunch
 from nbaccel.base.events import Restarted
 from nbaccel.base.forkable import why_forks_fail
 from nbaccel.base.hardware import Survey
 from nbaccel.base.world import World
 from nbaccel.display.live_panel import Views
+from nbaccel.errors import CannotFork, LaunchRefused, NestedLaunch
 from nbaccel.launching.diagnosis import PostMortem, diagnose
 from nbaccel.launching.ipc import reaper
 from nbaccel.launching.ipc.spec import LaunchSpec, Start, load_named

@@ -11,11 +11,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from nbaccel.base.errors import LaunchRefused
 from nbaccel.base.hardware import Survey, best_precision
 from nbaccel.base.quantities import amount
 from nbaccel.base.settings import FSDP, SHRINK, STOP, RunSettings
 from nbaccel.display.summary import RunFacts
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.earlier_models import EarlierModel, models_in
 from nbaccel.launching.ipc.spec import Devices, LaunchSpec, Start, Task
 from nbaccel.launching.preflight import ProcessState, choose_devices, choose_start, threads_per_rank

@@ -11,11 +11,11 @@ import os
 import sys
 from dataclasses import dataclass
 
-from nbaccel.base.errors import CannotFork, LaunchRefused, NoSuchDevice
 from nbaccel.base.forkable import why_forks_fail
 from nbaccel.base.hardware import Gpu, Survey, threads_asked_for
 from nbaccel.base.quantities import in_gb, plural
 from nbaccel.base.settings import START_METHODS
+from nbaccel.errors import CannotFork, LaunchRefused, NoSuchDevice
 from nbaccel.launching.ipc.spec import Devices, Start
 
 __all__ = [

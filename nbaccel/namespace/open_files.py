@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.base.errors import LaunchRefused
+from nbaccel.errors import LaunchRefused
 from nbaccel.namespace.kind import CannotWrite, Kind, Step, Write
 from nbaccel.namespace.objects_behind import ObjectsBehind, is_users_file, package_of
 

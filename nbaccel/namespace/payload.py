@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from nbaccel.base.errors import CannotSend
+from nbaccel.errors import CannotSend
 from nbaccel.namespace.kind import Change
 from nbaccel.namespace.pickling import Contents, Joined, Packer, Places, PlacingPacker, Unpacker, is_ours
 from nbaccel.namespace.sharded_tensors import Piece, ShardedTensors

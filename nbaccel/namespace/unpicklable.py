@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from nbaccel.base.errors import CannotSend, StayedInRank
 from nbaccel.base.quantised import TrainedTensors, is_quantised_tensor
 from nbaccel.base.quantities import with_article
+from nbaccel.errors import CannotSend, StayedInRank
 from nbaccel.namespace.wrappers import is_lightnings_callback
 
 __all__ = [

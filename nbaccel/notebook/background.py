@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nbaccel.base.errors import LaunchRefused
 from nbaccel.base.events import Listener
 from nbaccel.base.hardware import Platform
 from nbaccel.base.notices import briefly
@@ -22,6 +21,7 @@ from nbaccel.base.world import is_notebook_kernel
 from nbaccel.display.live_panel import can_answer, runs_unattended
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.summary import line
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.processes.calling_thread import CallingThread
 from nbaccel.launching.processes.interaction import Pollable
 from nbaccel.output.painter import Screen

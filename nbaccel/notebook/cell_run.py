@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nbaccel.base.errors import NotPrepared, ResultsMissing
 from nbaccel.base.events import Listener
 from nbaccel.base.notices import briefly
 from nbaccel.display.run_view import RunView
+from nbaccel.errors import NotPrepared, ResultsMissing
 from nbaccel.launching.diagnosis import PostMortem, failed_alike
 from nbaccel.launching.ipc.kernel_state import are_here, set_random_states
 from nbaccel.launching.ipc.spec import LaunchSpec

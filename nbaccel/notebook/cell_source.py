@@ -15,7 +15,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from nbaccel.base.errors import LaunchRefused
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.notebook.shell_hooks import MAGIC, is_code
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.base.errors import LaunchRefused
 from nbaccel.base.hardware import Survey, best_precision
 from nbaccel.base.settings import FSDP, PRECISIONS, SHRINK, STOP
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.ipc.spec import Devices
 from nbaccel.launching.plan import choose_precision, devices_of, refuse_a_crowd
 from nbaccel.options.configuration import Configuration

@@ -17,11 +17,12 @@ from IPython.core.error import UsageError
 
 from nbaccel.base.hardware import Survey
 from nbaccel.base.world import World, is_notebook_kernel
+from nbaccel.features import feature
 from nbaccel.launching.doctor import MachineFacts, report
 from nbaccel.launching.ipc.user_code import cell_name
 from nbaccel.notebook.background import CellScreen
 from nbaccel.notebook.choices import batch_size_of, next_cell, overview
-from nbaccel.notebook.memory_report import Processes, estimate_report, held_by_names, memory_report
+from nbaccel.notebook.memory_report import Processes, held_by_names, memory_report
 from nbaccel.notebook.persistent_session import of_the_start
 from nbaccel.notebook.session import LastRun, Session
 from nbaccel.notebook.why import why_report
@@ -127,7 +128,9 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
         session.say(why_report(session.launcher.post_mortem, cell_name))
 
     def estimate(rest: str) -> None:
-        session.say(estimate_report(rest, session.shell.user_ns, session.survey(), session.configured()))
+        session.say(
+            feature("%accelerate estimate")(rest, session.shell.user_ns, session.survey(), session.configured())
+        )
 
     configure = ConfigCommand(session)
     return Commands(

@@ -17,9 +17,9 @@ import ipywidgets as widgets
 from IPython.core.error import UsageError
 from IPython.display import display
 
-from nbaccel.base.errors import LaunchRefused
 from nbaccel.base.hardware import Survey
 from nbaccel.base.settings import SHRINK
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.plan import refuse_a_crowd
 from nbaccel.notebook.choices import (
     Offer,

@@ -23,9 +23,9 @@ from IPython.core.getipython import get_ipython
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import magic_arguments
 
-from nbaccel.base.errors import NbaccelError
 from nbaccel.base.gpu_driver import cuda_environ, has_gpu_driver
 from nbaccel.base.notices import briefly, is_users
+from nbaccel.errors import NbaccelError
 from nbaccel.notebook.completion import Completer
 from nbaccel.notebook.shell_hooks import AcceleratorHelp, CudaWatch, comments_below_magic
 from nbaccel.options.flags import flags, unabbreviated
@@ -112,7 +112,9 @@ class AccelerateMagics(Magics):
         try:
             if cell is None:
                 return self._commands.run(joined(line))
-            return self.session.run(parse(self._parser, line), cell, line)
+            from nbaccel.notebook.cell_mode import run_cell
+
+            return run_cell(self.session, parse(self._parser, line), cell, line)
         except NbaccelError as error:
             raise briefly(error) from error.__cause__
         except KeyboardInterrupt as interrupt:

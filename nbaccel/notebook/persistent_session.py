@@ -17,10 +17,10 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from nbaccel.base.errors import LaunchRefused, ResultsMissing
 from nbaccel.base.hardware import Survey
 from nbaccel.base.notices import is_users
 from nbaccel.base.quantities import amount, listed
+from nbaccel.errors import LaunchRefused, ResultsMissing
 from nbaccel.launching.diagnosis import list_of_ranks
 from nbaccel.launching.earlier_models import models_in, refuse_what_stays_here
 from nbaccel.launching.gpu_trouble import before_a_run

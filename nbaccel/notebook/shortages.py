@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nbaccel.base.errors import LaunchRefused
 from nbaccel.base.hardware import Survey
 from nbaccel.base.quantities import amount, listed, plural
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.earlier_models import EarlierModel, MadeAt, parsed, refuse_what_stays_here, where_made
 from nbaccel.launching.kernel_models import KernelHolding, ModelsOnHost
 from nbaccel.launching.plan import LaunchPlan

@@ -15,8 +15,8 @@ from typing import Any, TypeGuard
 
 from IPython.core.error import UsageError
 
-from nbaccel.base.errors import LaunchRefused
 from nbaccel.base.settings import CHECKPOINT_DIR
+from nbaccel.errors import LaunchRefused
 from nbaccel.options.run_options import RunOptions
 
 __all__ = [

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from nbaccel.base.errors import LaunchRefused
+from nbaccel.errors import LaunchRefused
 
 __all__ = [
     "AUTO",

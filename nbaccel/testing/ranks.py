@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbaccel.base.errors import RankDied, RanksFailed
 from nbaccel.base.world import World
+from nbaccel.errors import RankDied, RanksFailed
 from nbaccel.launching.processes.start import MainThread
 from nbaccel.launching.rank.inherited import put_aside
 

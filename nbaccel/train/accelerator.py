@@ -33,8 +33,7 @@ from nbaccel.base.quantities import seconds_of
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.tracking import BlankTracker, GeneralTracker
 from nbaccel.base.world import World
-from nbaccel.features.micro_batches.forward_backward import StepRecovery
-from nbaccel.features.micro_batches.task import LossFunction
+from nbaccel.features import feature
 from nbaccel.train.checkpoint.autosave import chosen_saves
 from nbaccel.train.checkpoint.directory import CheckpointDirectory, ProjectConfiguration
 from nbaccel.train.checkpoint.manager import ON_SAVE_ERROR, Checkpoints, LoadHook, SaveHook
@@ -83,6 +82,7 @@ if TYPE_CHECKING:
     from nbaccel.features.batch_size.estimate import MemoryEstimate
     from nbaccel.features.batch_size.planner import BatchSizePlanner
     from nbaccel.features.map import Answers
+    from nbaccel.features.micro_batches.forward_backward import StepRecovery
     from nbaccel.train.oom.memory.meters import PeakGauge
 
 __all__ = ["Accelerator"]
@@ -220,8 +220,7 @@ class Accelerator(ProcessControl):
         self._resuming = ResumePolicy(context, self._checkpoints, limit_s, say)
         self._preparer = Preparer(context, self._checkpoints.agree_on_names, guarded_step)
         self._gradients = GradientControl(context)
-        self._recovery = StepRecovery(context)
-        self._lifecycle = Lifecycle(choices, context, self._checkpoints, self._resuming, self._recovery)
+        self._lifecycle = Lifecycle(choices, context, self._checkpoints, self._resuming)
         self._lifecycle.bind()
         self._checkpoints.look_at_project_dir()
 
@@ -334,12 +333,11 @@ class Accelerator(ProcessControl):
         """
         if (swept := RunSettings.from_env().swept_values) is not None:  # answers of its model are not those of another
             key = {"key": key, "run": swept}
-        from nbaccel.features.map.map_worker import map_in_ranks
-
-        return map_in_ranks(
+        answers: Answers = feature("Accelerator.map")(
             self, function, items, setup, out, self._apart, batch_size=batch_size, key=key,
             overwrite=overwrite, tries=tries, retry_failed=retry_failed,
         )  # fmt: skip
+        return answers
 
     def _apart(self) -> AbstractContextManager[Any]:
         """Return a block in which prepared models that are replicated wait for no other rank."""
@@ -521,7 +519,7 @@ class Accelerator(ProcessControl):
 
     def forward_backward(
         self,
-        loss_fn: LossFunction,
+        loss_fn: Callable[[Any], Tensor],
         batch: Any,
         weight: str | Callable[[Any], float] = "samples",
         *,
@@ -592,6 +590,11 @@ class Accelerator(ProcessControl):
             clock.train()
         return loss
 
+    @cached_property
+    def _recovery(self) -> StepRecovery:
+        recovery: StepRecovery = feature("Accelerator.forward_backward")(self._context)
+        return self._lifecycle.attached(recovery)
+
     # -- what a program prepares
 
     def prepare(
@@ -651,10 +654,9 @@ class Accelerator(ProcessControl):
 
     def _place(self, objects: Sequence[Any], device_map: str | Mapping[str, Any]) -> None:
         """Put the model of `objects` where `device_map` says; with several ranks prepare it if it is for inference."""
-        from nbaccel.features.big_models.map_of_rank import place_for_rank  # few programs need it
-
         trainers = [thing.optimizer for thing in self._context.prepared.optimizers]
         shards = self._context.strategy.forwards_are_collective
+        place_for_rank = feature("Accelerator.prepare(device_map=...)")
         model = place_for_rank([*objects, *trainers], device_map, self.world, self.device, shards)
         if model is not None:
             self._preparer.prepare_model(model, move=False, evaluation_mode=True)
@@ -665,14 +667,10 @@ class Accelerator(ProcessControl):
             return  # a sharded model gets its numbers later, and exchanges gradients
         models = self._context.prepared.models
         if optimizers and self.world.is_distributed and any(hasattr(model, "hf_device_map") for model in models):
-            from nbaccel.features.big_models.map_of_rank import refuse_unexchanged
-
-            refuse_unexchanged(optimizers, models, self.world, self._context.strategy)
+            feature("a model on several devices")(optimizers, models, self.world, self._context.strategy)
         parameters = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
         if any(parameter.is_meta for parameter in parameters):
-            from nbaccel.features.big_models.map_of_rank import refuse_waiting
-
-            refuse_waiting(optimizers, models)
+            feature("a model with weights on the meta device")(optimizers, models)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         """Return `scheduler` as one that moves when its optimizer steps; prepare the optimizer first. On every rank."""
@@ -1251,27 +1249,24 @@ class Accelerator(ProcessControl):
         >>> estimate.of("fsdp", 2).peak < estimate.of("ddp", 2).peak
         True
         """
-        from nbaccel.features.batch_size.estimate import EstimateSetting, estimate_memory  # few programs ask
-
         self._lifecycle.equip()
-        context = self._context
-        setting = EstimateSetting(
-            self.mixed_precision,
-            views=self._handlers.ddp.gradient_as_bucket_view,
-            keeps=self.gradient_accumulation_steps > 1,
-            policy=getattr(context.strategy, "group_policy", None),
-            device_type=self.device.type,
-        )
+        setting = {
+            "mixed_precision": self.mixed_precision,
+            "views": self._handlers.ddp.gradient_as_bucket_view,
+            "keeps": self.gradient_accumulation_steps > 1,
+            "policy": getattr(self._context.strategy, "group_policy", None),
+            "device_type": self.device.type,
+        }
         inner = self.unwrap_model(model, keep_torch_compile=False) if isinstance(model, Module) else model
         own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
         counts = list(ranks) or ([self.num_processes, 2 * self.num_processes] if self.use_distributed else [])
-        return estimate_memory(inner, own, batch, loss_fn, ranks=counts, setting=setting)
+        estimate: MemoryEstimate = feature("Accelerator.estimate")(inner, own, batch, loss_fn, counts, setting)
+        return estimate
 
     @cached_property
     def _planner(self) -> BatchSizePlanner:
-        from nbaccel.features.batch_size.planner import BatchSizePlanner  # few programs search; each would load it
-
-        return BatchSizePlanner(self._context)
+        planner: BatchSizePlanner = feature("Accelerator.find_batch_size")(self._context)
+        return planner
 
     # -- models, memory, the end
 

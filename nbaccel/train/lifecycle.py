@@ -14,15 +14,14 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from torch.nn import Module
 
-from nbaccel.base.errors import NotPrepared
 from nbaccel.base.settings import FSDP, RunSettings
 from nbaccel.base.values import frozen
 from nbaccel.base.world import World
-from nbaccel.features.micro_batches.forward_backward import StepRecovery
+from nbaccel.errors import NotPrepared
 from nbaccel.train.checkpoint.manager import Checkpoints
 from nbaccel.train.checkpoint.manifest import Lineage
 from nbaccel.train.checkpoint.resume import ResumePolicy, Weakly
@@ -115,6 +114,19 @@ def _strategy_with(plugin: FullyShardedDataParallelPlugin, chosen: str | None) -
     return FSDP
 
 
+class OfOneTraining(Protocol):
+    """A part of an Accelerator that is made when it is first needed, and holds memory of one training."""
+
+    def leave(self) -> None:
+        """Forget what belongs to another process, without touching it."""
+
+    def release(self) -> None:
+        """Free what the training has left."""
+
+
+PartT = TypeVar("PartT", bound=OfOneTraining)
+
+
 class Lifecycle:
     """Binds one Accelerator's parts to the world of this process, and lets go of what they hold.
 
@@ -128,16 +140,20 @@ class Lifecycle:
         context: TrainingContext,
         checkpoints: Checkpoints,
         resuming: ResumePolicy,
-        recovery: StepRecovery,
     ) -> None:
         self.context = context
         self.is_ready = False
         self._choices = choices
         self._checkpoints = checkpoints
         self._resuming = resuming
-        self._recovery = recovery
+        self._attached: list[OfOneTraining] = []
         self._bound_to: World | None = None
         _watch_forks(self)
+
+    def attached(self, part: PartT) -> PartT:
+        """Return `part`, which is told from now on when the training or the process it belongs to ends."""
+        self._attached.append(part)
+        return part
 
     # -- into a world
 
@@ -157,7 +173,8 @@ class Lifecycle:
         if bound_to == world:
             return
         self.is_ready = False
-        self._recovery.leave()
+        for part in self._attached:
+            part.leave()
         self._checkpoints.directory.begin(Lineage())
         if bound_to is not None and bound_to.world_size == world.world_size and context.prepared:
             context.precision.move_to(context.device)
@@ -251,7 +268,7 @@ class Lifecycle:
         self._free_gathered()
         if not (prepared and prepared.drop(things, self.context.strategy)):
             return
-        self._recovery.release()
+        self._release_attached()
         if not prepared:
             self.forget()
 
@@ -274,7 +291,7 @@ class Lifecycle:
         """Forget everything prepared, and wait for the save that is being written."""
         context = self.context
         self._free_gathered()
-        self._recovery.release()
+        self._release_attached()
         if context.is_complete:
             context.accumulating.models = ()  # of a block that was created and not entered
             context.precision.forget()
@@ -283,6 +300,10 @@ class Lifecycle:
         context.prepared.forget()
         context.accumulation.forget()
         self.is_ready = False
+
+    def _release_attached(self) -> None:
+        for part in self._attached:
+            part.release()
 
     def _free_gathered(self) -> None:
         """Free what forwards of prepared models have gathered: it is no garbage, though no name needs it."""
@@ -297,7 +318,7 @@ class Lifecycle:
 
     def forget_all_but(self, known: Sequence[Any]) -> None:
         """Forget what was prepared except `known`, and every open window."""
-        self._recovery.release()
+        self._release_attached()
         self.context.prepared.keep(known)
         self.context.accumulation.forget()
         if self.context.is_complete:

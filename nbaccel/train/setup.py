@@ -6,34 +6,25 @@ that all ranks share them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbaccel.base.aborting import on_renewal
 from nbaccel.base.settings import RunSettings
-from nbaccel.features.map import MapJob
-from nbaccel.features.map.map_worker import work
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.rng import set_seed
 from nbaccel.train.oom.retry.outside_retry import renew
-from nbaccel.train.raw_loop.loop import ImplicitTraining
+from nbaccel.train.raw_loop.loop import RawLoopTraining
 from nbaccel.train.raw_loop.rank_streams import use_own_device
 from nbaccel.train.raw_loop.single_rank import SingleRankWatch
 from nbaccel.train.strategies import replicated  # noqa: F401  # the strategy of several ranks, for them to share
 
-if TYPE_CHECKING:
-    from nbaccel.features.check.dry_run_hooks import DryRunParts
-    from nbaccel.features.check.gradient_probe import GradientProbe
-    from nbaccel.features.check.loop_log import LoopLog
-
-__all__ = ["call_with_accelerator", "dry_run_parts", "gradient_probe", "map_in_rank", "setup_rank"]
+__all__ = ["setup_rank"]
 
 
 def setup_rank(
     namespace: dict[str, Any] | None, binds_accelerator: bool = True
-) -> ImplicitTraining | SingleRankWatch | None:
+) -> RawLoopTraining | SingleRankWatch | None:
     """Seed this rank's generators, and give a cell its `accelerator`, process group included. Collective then.
 
     Return the object that trains loops that prepare nothing, or watches them where there is one rank; None where they
@@ -54,40 +45,4 @@ def setup_rank(
         on_renewal(renew)
     if settings.independent or settings.strict:
         return None
-    return ImplicitTraining(world, settings) if world.is_distributed else SingleRankWatch()
-
-
-def map_in_rank(
-    job: MapJob,
-    items: Any,
-    function: Callable[..., Any],
-    setup: Callable[..., Any] | None,
-    hang_timeout_s: float | None = None,
-) -> None:
-    """Work on a map in a rank that the launcher starts again if it dies; see `nbaccel.map`."""
-    work(Accelerator(), job, items, function, setup, is_restarted=True, hang_timeout_s=hang_timeout_s)
-
-
-def call_with_accelerator(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the value of a function that also gets this rank's `accelerator`, by keyword; see `nbaccel.sweep`."""
-    return function(*args, **kwargs, accelerator=Accelerator())
-
-
-def dry_run_parts(log: LoopLog, write: Callable[[Mapping[str, Any]], None], folder: Path) -> DryRunParts:
-    """Return what cuts the loaders of this rank in a dry run, and measures; see `%%accelerate --check`."""
-    from nbaccel.features.check.dry_run_hooks import DryRunParts
-    from nbaccel.features.check.rank_records import SAVES
-    from nbaccel.features.check.redirected_checkpoints import redirect_checkpoints
-
-    if (saves := folder.with_name(SAVES)).is_dir():
-        redirect_checkpoints(str(saves))
-    return DryRunParts(log, write, folder)
-
-
-def gradient_probe(
-    write: Callable[[Mapping[str, Any]], None], path: Path, turns: int, steps: int | None
-) -> GradientProbe:
-    """Return what records the gradients at the first step of a cell; see `%%accelerate --check full`."""
-    from nbaccel.features.check.gradient_probe import GradientProbe
-
-    return GradientProbe(write, path, turns, steps)
+    return RawLoopTraining(world, settings) if world.is_distributed else SingleRankWatch()

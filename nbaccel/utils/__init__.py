@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from nbaccel.base.errors import CollectiveMismatch as DistributedOperationException
 from nbaccel.base.missing_names import missing_from
 from nbaccel.base.tracking import LoggerType
+from nbaccel.errors import CollectiveMismatch as DistributedOperationException
 from nbaccel.train.checkpoint.directory import ProjectConfiguration
 from nbaccel.train.checkpoint.model_weights import load_model
 from nbaccel.train.data import DataLoaderConfiguration

@@ -13,8 +13,8 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from nbaccel.base.errors import CollectiveMismatch as DistributedOperationException
 from nbaccel.base.missing_names import missing_from
+from nbaccel.errors import CollectiveMismatch as DistributedOperationException
 from nbaccel.train.distributed import nested
 from nbaccel.train.distributed.nested import is_container, leaves, map_children
 from nbaccel.train.distributed.partial_state import PartialState

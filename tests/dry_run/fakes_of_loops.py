@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from nbaccel.features.check.decisions import SharedDecisions
-from nbaccel.features.check.loader_cuts import LoaderCuts
+from nbaccel.features.check.dry_run.decisions import SharedDecisions
+from nbaccel.features.check.dry_run.loader_cuts import LoaderCuts
 
 
 class FakeLog:

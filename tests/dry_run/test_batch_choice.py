@@ -10,7 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from nbaccel.features.check.batch_choice import BETWEEN, LAST, LONGEST, ChosenBatches, ItemLengths, choose, size_of_item
+from nbaccel.features.check.dry_run.batch_choice import (
+    BETWEEN,
+    LAST,
+    LONGEST,
+    ChosenBatches,
+    ItemLengths,
+    choose,
+    size_of_item,
+)
 
 
 def batches_of(samples: int, size: int) -> list[list[list[int]]]:

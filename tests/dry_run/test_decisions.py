@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from nbaccel.features.check.decisions import SharedDecisions
+from nbaccel.features.check.dry_run.decisions import SharedDecisions
 
 
 def never() -> Any:

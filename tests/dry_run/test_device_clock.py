@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dry_run.fakes_of_devices import FakeDevice
-from nbaccel.features.check import device_clock
-from nbaccel.features.check.device_clock import DeviceMark, DeviceSpans, device_seconds, wait_for_device
+from nbaccel.features.check.dry_run import device_clock
+from nbaccel.features.check.dry_run.device_clock import DeviceMark, DeviceSpans, device_seconds, wait_for_device
 
 
 @pytest.fixture

@@ -18,15 +18,15 @@ from dry_run.fakes_of_loops import Cutting, Sentences, padded
 from environments import REPOSITORY
 from nbaccel import Accelerator
 from nbaccel.base.settings import RunSettings
-from nbaccel.features.check.dry_run_hooks import DryRunHooks
-from nbaccel.features.check.loop_log import DryRunEnded, LoopLog
-from nbaccel.features.check.saved_files import SavedFiles
-from nbaccel.features.check.step_times import StepTimes
+from nbaccel.features.check.dry_run.dry_run_hooks import DryRunHooks
+from nbaccel.features.check.dry_run.loop_log import DryRunEnded, LoopLog
+from nbaccel.features.check.dry_run.saved_files import SavedFiles
+from nbaccel.features.check.dry_run.step_times import StepTimes
+from nbaccel.features.check.rank_setup import dry_run_parts
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.directory import ProjectConfiguration
 from nbaccel.train.distributed.partial_state import current_world
-from nbaccel.train.raw_loop.loop import ImplicitTraining
-from nbaccel.train.setup import dry_run_parts
+from nbaccel.train.raw_loop.loop import RawLoopTraining
 
 LENGTHS = [1 + number * 7 % 13 for number in range(41)]
 
@@ -224,7 +224,7 @@ def raw_loop(run: DryRun, loader: Any, epochs: int) -> list[list[int]]:
 
 def raw(folder: Path, batches: str, epochs: int, workers: int, begins_late: bool = False) -> Any:
     world = current_world()
-    training = ImplicitTraining(world, RunSettings(batches=batches))
+    training = RawLoopTraining(world, RunSettings(batches=batches))
     options = {"stride": world.world_size} if batches == "each" else {"begins_whole": True}
     run = DryRun(folder, **options)
     if not begins_late:
@@ -284,7 +284,7 @@ def whole_rank(folder: Path, is_raw: bool) -> Any:
     log = LoopLog(records.append)
     parts, training = dry_run_parts(log, records.append, folder), None
     if is_raw:
-        training = ImplicitTraining(current_world(), RunSettings())
+        training = RawLoopTraining(current_world(), RunSettings())
         training.begin({})
     parts.begin()
     model: Any = nn.Linear(1, 1)
@@ -315,7 +315,7 @@ def whole_rank(folder: Path, is_raw: bool) -> Any:
 def without_an_optimizer(folder: Path) -> int:
     """Return the backwards of a raw loop that changes its weights by hand, with batches from worker processes."""
     log = LoopLog(lambda record: None)
-    parts, training = dry_run_parts(log, lambda record: None, folder), ImplicitTraining(current_world(), RunSettings())
+    parts, training = dry_run_parts(log, lambda record: None, folder), RawLoopTraining(current_world(), RunSettings())
     training.begin({})
     parts.begin()
     weight = torch.ones(1, requires_grad=True)
@@ -341,7 +341,9 @@ def test_workers_read_the_same_batches_in_all_ranks_where_no_optimizer_steps(tmp
 
 @pytest.mark.parametrize("is_raw", [False, True])
 def test_a_loop_gets_all_that_its_loader_gives(is_raw: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbaccel.features.check.loader_cuts._MORE_SECONDS", 600.0)  # also of the ranks, which are forks
+    monkeypatch.setattr(
+        "nbaccel.features.check.dry_run.loader_cuts._MORE_SECONDS", 600.0
+    )  # also of the ranks, which are forks
     for batches, records in run_ranks(2, whole_rank, tmp_path, is_raw):
         begun = 3 + is_raw  # a first pass that is split has one more
         assert batches == [begun, 160]

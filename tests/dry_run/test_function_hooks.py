@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbaccel.features.check.function_hooks import FunctionHooks
+from nbaccel.features.check.dry_run.function_hooks import FunctionHooks
 
 
 class Base:

@@ -26,8 +26,8 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dry_run.fakes_of_loops import Cutting, Sentences, hooks_undone, padded
-from nbaccel.features.check.loop_log import DryRunEnded
-from nbaccel.features.check.worker_times import BatchesMade
+from nbaccel.features.check.dry_run.loop_log import DryRunEnded
+from nbaccel.features.check.dry_run.worker_times import BatchesMade
 from nbaccel.testing import run_ranks
 
 LENGTHS = [3, 3, 9, 1, 4, 4, 1, 1, 2, 5, 6]
@@ -275,7 +275,7 @@ def test_a_look_at_one_batch_is_a_pass_that_was_left() -> None:
 
 
 def test_the_second_pass_at_a_place_gives_more_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbaccel.features.check.loader_cuts._MORE_SECONDS", 600.0)
+    monkeypatch.setattr("nbaccel.features.check.dry_run.loader_cuts._MORE_SECONDS", 600.0)
     loader = DataLoader(TensorDataset(torch.arange(400)), 2)
     with Cutting() as cutting:
         given = [len(list(loader)) for _ in cutting.rounds(3)]
@@ -284,7 +284,7 @@ def test_the_second_pass_at_a_place_gives_more_in_between(monkeypatch: pytest.Mo
 
 
 def test_the_second_pass_gives_no_more_where_batches_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbaccel.features.check.loader_cuts._MORE_SECONDS", 1e-9)
+    monkeypatch.setattr("nbaccel.features.check.dry_run.loader_cuts._MORE_SECONDS", 1e-9)
     with Cutting() as cutting:
         assert [len(numbers(sentences())) for _ in cutting.rounds(2)] == [3, 3]
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from dry_run.timed_program import Clock, DryRun, run_dry
-from nbaccel.features.check import rewriting
+from nbaccel.features.check.dry_run import rewriting
+from nbaccel.features.check.dry_run.loop_log import DryRunEnded, LoopLog
+from nbaccel.features.check.dry_run.loop_totals import total_of
 from nbaccel.features.check.forecasts.forecast import loops_open_at_end
-from nbaccel.features.check.loop_log import DryRunEnded, LoopLog
-from nbaccel.features.check.loop_totals import total_of
 
 
 def rounds_of(run: DryRun, line: int) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dry_run.test_step_times import Pass
-from nbaccel.features.check.memory_peaks import MemoryPeaks, read_peaks, read_room
+from nbaccel.features.check.dry_run.memory_peaks import MemoryPeaks, read_peaks, read_room
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nbaccel.features.check.rank_records import read_records
-from nbaccel.features.check.rank_run import RankDryRun
+from nbaccel.features.check.dry_run.rank_records import read_records
+from nbaccel.features.check.dry_run.rank_run import RankDryRun
 
 
 class FailingParts:
@@ -29,7 +29,7 @@ class FailingParts:
 
 
 def dry_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> RankDryRun:
-    monkeypatch.setattr("nbaccel.features.check.rank_run.provide", lambda log, reached: None)
+    monkeypatch.setattr("nbaccel.features.check.dry_run.rank_run.provide", lambda log, reached: None)
     return RankDryRun(folder, 0, FailingParts, lambda actions: nullcontext())
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from nbaccel.features.check import rewriting
-from nbaccel.features.check.loop_log import LoopLog
-from nbaccel.features.check.rewriting import LOG, REACHED, Table, rewrite, rewrite_functions
+from nbaccel.features.check.dry_run import rewriting
+from nbaccel.features.check.dry_run.loop_log import LoopLog
+from nbaccel.features.check.dry_run.rewriting import LOG, REACHED, Table, rewrite, rewrite_functions
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nbaccel.features.check.saved_files import SavedFiles
+from nbaccel.features.check.dry_run.saved_files import SavedFiles
 
 TENSOR = torch.ones(1000)
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dry_run.fakes_of_loops import Cutting
+from nbaccel.features.check.dry_run.short_trainings import ShortTrainings
 from nbaccel.features.check.forecasts.trainer_counts import EVALUATION, SAVE, TRAINING
-from nbaccel.features.check.short_trainings import ShortTrainings
 from nbaccel.launching.ipc.import_hooks import when_loaded_meanwhile
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dry_run.fakes_of_devices import FakeDevice
-from nbaccel.features.check.step_times import StepTimes
+from nbaccel.features.check.dry_run.step_times import StepTimes
 
 
 class Clock:

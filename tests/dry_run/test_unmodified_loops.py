@@ -17,13 +17,13 @@ from nbaccel.base.settings import RunSettings
 from nbaccel.errors import NotPrepared
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.partial_state import current_world
-from nbaccel.train.raw_loop.loop import ImplicitTraining
+from nbaccel.train.raw_loop.loop import RawLoopTraining
 from train.raw_loop.loops import LOOPS, Loop
 
 
 def ran(folder: Path, loop: Loop) -> list[int] | str:
     """Return how many batches each pass has given, or the error by which the loop is refused."""
-    training = ImplicitTraining(current_world(), RunSettings())
+    training = RawLoopTraining(current_world(), RunSettings())
     training.begin({})
     run = DryRun(folder, begins_whole=True)
     rounds = itertools.count()

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from dry_run.timed_program import run_dry
-from nbaccel.features.check.unreached_lines import not_reached
+from nbaccel.features.check.dry_run.unreached_lines import not_reached
 
 
 def gaps_of(text: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:

@@ -14,11 +14,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbaccel.features.check import rewriting
+from nbaccel.features.check.dry_run import rewriting
+from nbaccel.features.check.dry_run.loop_log import LoopLog
+from nbaccel.features.check.dry_run.rewriting import Table
 from nbaccel.features.check.forecasts.forecast import Forecast, forecast
 from nbaccel.features.check.forecasts.trainer_counts import TRAINING
-from nbaccel.features.check.loop_log import LoopLog
-from nbaccel.features.check.rewriting import Table
 
 
 class Clock:

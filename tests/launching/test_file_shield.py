@@ -62,7 +62,7 @@ def run(launcher: Launcher, shield: FileShield, start_method: str) -> Run:
     """Two ranks inside of the shield; returns what the function returns in each."""
 
     def run(function: Callable[..., Any], *args: Any) -> list[Any]:
-        return in_ranks(launcher, shield.entry, start_method, function, *args)
+        return in_ranks(launcher, shield, start_method, function, *args)
 
     return run
 
@@ -79,9 +79,16 @@ def test_a_driver_that_was_not_used_yet_is_used_outside_of_the_namespaces_first(
     assert (tmp_path / "used").exists() is not is_used
 
 
-def in_ranks(launcher: Launcher, entry: str, start: str, function: Callable[..., Any], *args: Any) -> list[Any]:
+def in_ranks(
+    launcher: Launcher, shield: FileShield | None, start: str, function: Callable[..., Any], *args: Any
+) -> list[Any]:
     spec = LaunchSpec(
-        FunctionTask(function, args), Devices(2), Start(start, "a test"), RunSettings(cpu=True), shield=entry
+        FunctionTask(function, args),
+        Devices(2),
+        Start(start, "a test"),
+        RunSettings(cpu=True),
+        parts=() if shield is None else (("nbaccel.features.check.shield.shielded:Shielded", shield.entry),),
+        meeting_folder=None if shield is None else shield.meeting_folder,
     )
     result = launcher.run(spec, RunObservers(ConsoleScreen()))
     try:
@@ -173,7 +180,7 @@ def test_a_rank_enters_whose_fork_has_started_a_thread(launcher: Launcher, shiel
         after_in_child=lambda: is_on and threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
     )
     try:
-        assert in_ranks(launcher, shield.entry, "fork", Path("new.txt").write_text, "new") == [3, 3]
+        assert in_ranks(launcher, shield, "fork", Path("new.txt").write_text, "new") == [3, 3]
     finally:
         is_on.clear()
     assert state_of(home) == {"old.txt": "old\n", "folder/kept.txt": "kept\n"}
@@ -203,7 +210,7 @@ def test_files_that_the_notebook_has_open_or_mapped_are_not_changed_by_forked_ra
         return Path("log.txt").read_text(), Path("mapped").read_bytes()[:1]
 
     log.flush()
-    seen = in_ranks(launcher, shield.entry, "fork", change)
+    seen = in_ranks(launcher, shield, "fork", change)
     assert [text.startswith("from the notebook\nfrom rank ") for text, _ in seen] == [True, True]
     assert [byte for _, byte in seen] == [b"1", b"1"]
     assert (home / "log.txt").read_text() == "from the notebook\n"
@@ -230,7 +237,7 @@ def test_files_with_an_odd_name_are_not_changed_by_forked_ranks(
         log.flush()
         return Path(name).read_text()[:1]
 
-    assert in_ranks(launcher, shield.entry, "fork", change) == ["1", "1"]
+    assert in_ranks(launcher, shield, "fork", change) == ["1", "1"]
     assert (home / name).read_text() == "0" * mmap.PAGESIZE
     mapped.close()
     log.close()
@@ -250,7 +257,7 @@ def test_a_file_of_the_notebook_that_cannot_be_copied_can_only_be_read(
             return f"{text}{error.strerror}"
         return "written"
 
-    assert in_ranks(launcher, shield.entry, "fork", change) == ["old\nBad file descriptor"] * 2
+    assert in_ranks(launcher, shield, "fork", change) == ["old\nBad file descriptor"] * 2
     assert (home / "old.txt").read_text() == "old\n"
     log.close()
 
@@ -283,7 +290,7 @@ def test_folders_of_the_kernels_own_are_shared_and_named(launcher: Launcher, tmp
         def note() -> None:
             Path(own, os.environ["RANK"]).touch()
 
-        in_ranks(launcher, shield.entry, "fork", note)
+        in_ranks(launcher, shield, "fork", note)
         assert sorted(os.listdir(own)) == ["0", "1"]
     finally:
         shield.close()
@@ -292,11 +299,11 @@ def test_folders_of_the_kernels_own_are_shared_and_named(launcher: Launcher, tmp
 def test_a_rank_that_cannot_enter_runs_nothing_of_the_users(
     launcher: Launcher, shield: FileShield, home: Path, start_method: str
 ) -> None:
-    entry = shield.entry.replace("mnt:[", "mnt:[9")
+    shield.entry = shield.entry.replace("mnt:[", "mnt:[9")
     with pytest.raises(
         LaunchRefused, match=r"could not enter the file shield of its dry run \(its process has ended\)"
     ):
-        in_ranks(launcher, entry, start_method, writes, str(home), str(home / "beside.txt"))
+        in_ranks(launcher, shield, start_method, writes, str(home), str(home / "beside.txt"))
     assert sorted(os.listdir(home)) == ["folder", "old.txt"]
 
 
@@ -306,7 +313,7 @@ def modules_of_dry_runs() -> list[str]:
 
 
 def test_a_run_without_a_shield_loads_nothing_of_it(launcher: Launcher) -> None:
-    assert in_ranks(launcher, "", "zygote", modules_of_dry_runs) == [[], []]
+    assert in_ranks(launcher, None, "zygote", modules_of_dry_runs) == [[], []]
 
 
 # -- programs with other rights

@@ -15,7 +15,7 @@ import torch
 import nbaccel
 from nbaccel import Accelerator
 from nbaccel.features.sweep.shared_files import FileList, SharedFiles
-from nbaccel.features.sweep.written_files import is_private_file
+from nbaccel.launching.libraries.one_file import is_private_file
 
 
 @pytest.fixture(autouse=True)

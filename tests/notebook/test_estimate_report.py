@@ -10,7 +10,7 @@ from IPython.core.error import UsageError
 from torch import nn
 
 from nbaccel.base.hardware import Gpu, MemoryInfo, Survey
-from nbaccel.notebook.memory_report import estimate_report
+from nbaccel.features.batch_size.command import estimate_report
 from nbaccel.options.run_options import RunOptions
 
 CARDS = Survey(gpus=tuple(Gpu(index, f"GPU-{index}", "T4", 15 * 10**9, compute_capability=(7, 5)) for index in (0, 1)))

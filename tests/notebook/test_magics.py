@@ -16,6 +16,7 @@ from IPython.core.error import UsageError
 import nbaccel
 from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.errors import LaunchRefused
+from nbaccel.notebook.cell_mode import run_cell
 from nbaccel.notebook.completion import candidates
 from nbaccel.notebook.magics import AccelerateMagics, register, unregister
 from nbaccel.notebook.session import LastRun, Session
@@ -184,12 +185,12 @@ def test_what_is_saved_is_where_the_next_notebook_begins(planned: Any, recorder:
     assert saved == f"saved to {Path('nbaccel.toml').absolute()}: accumulate=4\n"
     next_session = Session(planned.shell, recorder, survey=planned.session.survey)
     with pytest.raises(LaunchRefused, match="recorded"):
-        next_session.run(RunOptions(seed=1), "1")
+        run_cell(next_session, RunOptions(seed=1), "1")
     said = planned.capsys.readouterr().out.splitlines()
     assert said[0] == "nbaccel.toml: accumulate=4"
     assert said[1] == "1 rank on CPU, fork, fp32, accumulate 4, seed 1"
     with pytest.raises(LaunchRefused, match="recorded"):
-        next_session.run(RunOptions(accumulate=2), "1")
+        run_cell(next_session, RunOptions(accumulate=2), "1")
     (line,) = planned.capsys.readouterr().out.splitlines()
     assert "accumulate 2" in line
 

@@ -35,7 +35,7 @@ from nbaccel.launching.ipc.control import ControlPage, StepGate
 from nbaccel.launching.ipc.ring import RingWriter, make_ring
 from nbaccel.launching.rank.reporter import Reporter
 from nbaccel.testing import run_ranks
-from nbaccel.train.raw_loop.loop import ImplicitTraining
+from nbaccel.train.raw_loop.loop import RawLoopTraining
 from nbaccel.train.step.accumulation import StepClock
 
 STEPS = 16
@@ -344,7 +344,7 @@ def by_hand(batch_size: int, layers: int, is_parallel: bool) -> Loop:
 
 
 def _counted_unprepared(layers: int) -> tuple[Calls, Calls]:
-    training = ImplicitTraining(World.from_env(), RunSettings())
+    training = RawLoopTraining(World.from_env(), RunSettings())
     training.begin(None)
     unprepared = Calls.of(by_hand(4, layers, is_parallel=False))
     training.end()

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbaccel.features.check.gradient_probe import GradientProbe, plain_arithmetic
+from nbaccel.features.check.dry_run.gradient_probe import GradientProbe, plain_arithmetic
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 
@@ -235,7 +235,7 @@ def test_one_process_has_a_group_for_cells_that_call_collectives_themselves(tmp_
 
 
 def test_of_many_values_some_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbaccel.features.check.gradient_probe._MOST_VALUES", 3)
+    monkeypatch.setattr("nbaccel.features.check.dry_run.gradient_probe._MOST_VALUES", 3)
     found = probed(Program(), tmp_path)
     assert found["sizes"] == [2, 1]
     assert math.isfinite(float(found["values"].sum()))

@@ -18,7 +18,7 @@ from nbaccel import Accelerator
 from nbaccel.state import GradientState
 from nbaccel.train.prepare.training_context import TrainingContext
 
-_PARTS = ("_checkpoints", "_resuming", "_preparer", "_planner", "_gradients", "_recovery", "_lifecycle")
+_PARTS = ("_checkpoints", "_resuming", "_preparer", "_planner", "_gradients", "_lifecycle")
 
 
 class _Own(Accelerator):

@@ -13,7 +13,7 @@ from torch import nn
 
 from dry_run.fakes_of_devices import FakeDevice
 from nbaccel.base.world import World
-from nbaccel.features.check.decisions import SharedDecisions
+from nbaccel.features.check.dry_run.decisions import SharedDecisions
 from nbaccel.features.speed.throughput import Throughput, TrialEnded
 from nbaccel.testing import run_ranks
 

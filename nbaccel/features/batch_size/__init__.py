@@ -1,3 +1,4 @@
-"""Planning: finds the largest batch that fits by a few trial steps before the training. Runs in ranks."""
+"""`find_batch_size` and `estimate`: the largest batch that fits, by trials or by counting. Runs in ranks and kernel.
 
-from __future__ import annotations
+It hooks in as two methods of the Accelerator and as `%accelerate estimate`.
+"""

@@ -8,7 +8,7 @@ an allocator loses between blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -19,10 +19,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from nbaccel.base.errors import CannotSplit
 from nbaccel.base.hardware import Survey
 from nbaccel.base.quantities import gigabytes, three_digits
 from nbaccel.base.values import frozen
+from nbaccel.errors import CannotSplit
 from nbaccel.features.batch_size.examples import examples_of
 from nbaccel.features.batch_size.fake_step import CannotFake, FakeModel
 from nbaccel.features.batch_size.optimizer_trial import CannotTry, OptimizerUse, optimizer_class, try_optimizer
@@ -30,7 +30,14 @@ from nbaccel.features.batch_size.step_memory import StepSchedule, StepUse, repli
 from nbaccel.train.oom.microbatch.slicing import Samples
 from nbaccel.train.strategies.fsdp.groups import GroupPolicy
 
-__all__ = ["EstimateSetting", "EstimatedDevices", "MemoryEstimate", "StrategyUse", "estimate_memory"]
+__all__ = [
+    "EstimateSetting",
+    "EstimatedDevices",
+    "MemoryEstimate",
+    "StrategyUse",
+    "estimate_memory",
+    "estimate_of_accelerator",
+]
 
 SINGLE, DDP, ZERO2, FSDP = "single", "ddp", "fsdp zero2", "fsdp"
 
@@ -359,3 +366,15 @@ class _Estimate:
 def _kept_as(dtype: torch.dtype, item_bytes: int) -> torch.dtype:
     """Return the dtype of a parameter that is trained: fp32, where mixed precision raises it."""
     return dtype if dtype.itemsize == item_bytes else torch.float32
+
+
+def estimate_of_accelerator(
+    model: Module,
+    optimizer: Optimizer | type[Optimizer] | str,
+    batch: Any,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    ranks: Sequence[int],
+    setting: Mapping[str, Any],
+) -> MemoryEstimate:
+    """Return the estimate that `Accelerator.estimate` documents; `setting` has the fields of `EstimateSetting`."""
+    return estimate_memory(model, optimizer, batch, loss_fn, ranks=ranks, setting=EstimateSetting(**setting))

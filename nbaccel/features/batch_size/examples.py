@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from nbaccel.base.errors import CannotSplit
 from nbaccel.base.values import frozen
+from nbaccel.errors import CannotSplit
 from nbaccel.train.data.placement import to_device
 from nbaccel.train.distributed.nested import children, is_container
 from nbaccel.train.oom.microbatch.slicing import Samples, sample_shapes

@@ -35,8 +35,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from nbaccel.base.errors import NotPrepared, PeerFailed
 from nbaccel.base.values import frozen
+from nbaccel.errors import NotPrepared, PeerFailed
 from nbaccel.features.batch_size.examples import Examples, examples_of
 from nbaccel.features.batch_size.size_cache import FoundInFolder, Size, SizeCache
 from nbaccel.features.batch_size.trial import TrialResult, TrialRun, TrialSetup

@@ -2,4 +2,5 @@
 
 `module_sizes` counts, `device_plan` decides, `checkpoint_loading` reads, `dispatching` puts parts on their devices, and
 `offloaded_block` brings those that wait on the host or on the disk. Public names are those of Accelerate.
+It hooks in as these names, and as `prepare(device_map=...)`.
 """

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict, ParameterList
 from torch.utils.hooks import RemovableHandle
 
-from nbaccel.base.errors import NoSuchDevice
 from nbaccel.base.quantities import listed
+from nbaccel.errors import NoSuchDevice
 from nbaccel.features.big_models.device_plan import (
     DISK,
     HOST,

@@ -23,8 +23,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from nbaccel.base.errors import CheckpointCorrupt
 from nbaccel.base.quantities import listed
+from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.content import load_pickle
 from nbaccel.train.checkpoint.model_weights import without_prefix
 from nbaccel.train.checkpoint.serialization import frozen_file

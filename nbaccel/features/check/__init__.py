@@ -1,5 +1,5 @@
-"""Run a cell from its first to its last line with a few batches of each loop, and forecast the whole run from it.
+"""`%%accelerate --check`: a cell from its first to its last line with a few batches of each loop. In kernel and ranks.
 
-Ranks rewrite loops, cut loaders, and record what they see, one line of JSON each; the kernel reads the records, and
-computes from them the time, the memory and the disk of the whole run. See `%%accelerate --check`.
+It hooks in as a mode of a cell (`cell_mode`), by its own tasks for ranks (`dry_run_task`), and by two parts of ranks:
+the file shield, and saves that are written elsewhere.
 """

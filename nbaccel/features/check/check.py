@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from nbaccel.base.hardware import Platform
+from nbaccel.features.check.dry_run.rank_records import read_records
 from nbaccel.features.check.dry_run_ranks import DryRunRanks, interrupted, unseen
 from nbaccel.features.check.dry_run_task import DryRunTask, GradientTask
 from nbaccel.features.check.findings import DryRunResult
 from nbaccel.features.check.forecasts.forecast import measure_noise
 from nbaccel.features.check.full_check import FullCheck, StepGradients
 from nbaccel.features.check.incomparable_names import incomparable_names
-from nbaccel.features.check.rank_records import read_records
 from nbaccel.features.check.report import CheckReport, ReportLine
 from nbaccel.features.check.trained_names import trained_names
 from nbaccel.launching.ipc.spec import LaunchSpec
@@ -28,10 +28,10 @@ from nbaccel.options.run_options import FULL
 
 __all__ = ["CellCheck"]
 
-_PARTS = "nbaccel.train.setup:dry_run_parts"
+_PARTS = "nbaccel.features.check.rank_setup:dry_run_parts"
 """Function that returns what cuts the loaders of a rank, and measures."""
 
-_PROBE = "nbaccel.train.setup:gradient_probe"
+_PROBE = "nbaccel.features.check.rank_setup:gradient_probe"
 """Function that returns what records the gradients of a rank."""
 
 _MOST_SECONDS = 30.0

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from nbaccel.display.run_view import RunView
+from nbaccel.features.check.dry_run.rank_records import ORIGINALS, SAVES
 from nbaccel.features.check.folder_snapshot import FolderSnapshot, undo_changes
-from nbaccel.features.check.rank_records import ORIGINALS, SAVES
 from nbaccel.features.check.shield.file_shield import FileShield
 from nbaccel.launching.ipc.spec import LaunchSpec
 from nbaccel.launching.launcher import Launcher
@@ -29,6 +29,10 @@ __all__ = ["PREFIX", "DryRunRanks", "interrupted", "unseen"]
 
 PREFIX = "nbaccel-check-"
 """Beginning of the names of folders for temporary files."""
+
+
+_SHIELDED = "nbaccel.features.check.shield.shielded:Shielded"
+_REDIRECTED = "nbaccel.features.check.redirected_saves:RedirectedSaves"
 
 
 class DryRunRanks:
@@ -113,15 +117,17 @@ class DryRunRanks:
         """Return the spec of a run of `task`, which runs what `cell` would run.  setup: see `Session`."""
         task.random = cell.random
         spec = plan.spec(task, setup, wants_results=False)
-        saves_to = "" if self.is_shielded else str(self._saves)
+        parts = ((_SHIELDED, self.shield.entry),) if self.shield.entry else ()
+        if not self.is_shielded:
+            parts = (*parts, (_REDIRECTED, str(self._saves)))
         settings = replace(spec.settings, dry_run=str(self.records), checkpoint_every=None, resume=None)
         return replace(
             spec,
             settings=settings,
             timeout_s=None,
-            shield=self.shield.entry,
             ends_waiting=True,
-            saves_to=saves_to,
+            parts=parts,
+            meeting_folder=self.shield.meeting_folder,
         )
 
 

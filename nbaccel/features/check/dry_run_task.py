@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nbaccel.features.check.device_clock import wait_for_device
-from nbaccel.features.check.rank_records import RankRecords
-from nbaccel.features.check.rank_run import RankDryRun, go_offline
+from nbaccel.features.check.dry_run.device_clock import wait_for_device
+from nbaccel.features.check.dry_run.rank_records import RankRecords
+from nbaccel.features.check.dry_run.rank_run import RankDryRun, go_offline
 from nbaccel.features.source.fingerprint import checksum_of
 from nbaccel.launching.ipc.import_hooks import when_loaded_meanwhile
 from nbaccel.launching.ipc.spec import Results, load_named
@@ -67,7 +67,7 @@ class GradientTask(DiscardedTask):
     """Runs a cell until its first step, whose gradients are recorded.
 
     make_probe: "module:function" that returns what watches the cell.
-    turns, steps: see `nbaccel.features.check.gradient_probe.GradientProbe`.
+    turns, steps: see `nbaccel.features.check.dry_run.gradient_probe.GradientProbe`.
     """
 
     reference = "nbaccel.features.check.dry_run_task:GradientTask"

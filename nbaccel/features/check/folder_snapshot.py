@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from nbaccel.base.quantities import plural
-from nbaccel.features.check.rank_records import NEW_FOLDERS
-from nbaccel.features.check.redirection import Redirection
+from nbaccel.features.check.dry_run.rank_records import NEW_FOLDERS
+from nbaccel.features.check.dry_run.redirection import Redirection
 
 __all__ = ["FolderSnapshot", "undo_changes"]
 

@@ -18,9 +18,9 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from nbaccel.features.check.rank_records import NEW_FOLDERS
-from nbaccel.features.check.redirection import Redirection
-from nbaccel.features.sweep.written_files import is_private_file
+from nbaccel.features.check.dry_run.rank_records import NEW_FOLDERS
+from nbaccel.features.check.dry_run.redirection import Redirection
+from nbaccel.launching.libraries.one_file import is_private_file
 
 __all__ = ["keep_originals"]
 

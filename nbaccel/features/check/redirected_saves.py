@@ -22,20 +22,31 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from nbaccel.features.check.redirection import Redirection
+from nbaccel.features.check.dry_run.rank_records import ORIGINALS
+from nbaccel.features.check.dry_run.redirection import Redirection
+from nbaccel.features.check.kept_originals import keep_originals
 from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.rank.rank_part import RankPart
 
-__all__ = ["redirect_saves"]
+__all__ = ["RedirectedSaves", "redirect_saves"]
 
 _OURS = "nbaccel."
-_AROUND_SAVES = (f"{_OURS}launching.libraries.", f"{_OURS}dry_run.")
+_AROUND_SAVES = (f"{_OURS}launching.libraries.", f"{_OURS}features.")
 """Modules that also put something around `torch.save`, and are not its callers."""
+
+
+class RedirectedSaves(RankPart):
+    """Writes below a folder, the argument, what a rank saves, and keeps the originals of what else it changes."""
+
+    def install(self) -> None:
+        redirect_saves(self.argument)
+        keep_originals(os.path.join(os.path.dirname(self.argument), ORIGINALS))
 
 
 def redirect_saves(folder: str) -> None:
     """Begin to write below `folder` what the program saves. Called once per process, before `write_one_file`.
 
-    nbaccel's own checkpoints are left alone: `nbaccel/features/check/redirected_checkpoints.py`.
+    nbaccel's own checkpoints are left alone: `nbaccel/features/check/dry_run/redirected_checkpoints.py`.
     """
     saves = _Saves(Redirection(folder))
     when_loaded({"torch": partial(_wrap_torchs_saves, saves), "safetensors.torch": partial(_wrap_save_file, saves)})

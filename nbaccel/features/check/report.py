@@ -19,9 +19,9 @@ from typing import Any
 from nbaccel.base.hardware import Platform
 from nbaccel.base.quantities import amount, duration, listed, plural, said
 from nbaccel.display.svg import STYLE
+from nbaccel.features.check.dry_run.unreached_lines import not_reached
 from nbaccel.features.check.findings import DryRunResult, FoundError, LineOfSaves
 from nbaccel.features.check.forecasts.forecast import Forecast, forecast
-from nbaccel.features.check.unreached_lines import not_reached
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.tasks.cell_code import CellSource
 

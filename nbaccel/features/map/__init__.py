@@ -1,7 +1,7 @@
-"""The files of a map: which items were asked, who works on which, and the answers. Used in the kernel and in ranks.
+"""`nbaccel.map` and `Accelerator.map`: a function over many items, by ranks that do not wait for each other.
 
-Processes go on with a map, work on it together and join its answers through these files alone: no rank talks to
-another one. `MapJob` puts them together.
+It hooks in as these two names. Processes go on with a map, work on it together and join its results through files
+alone (`MapJob`): no rank talks to another one. Used in the kernel and in ranks.
 """
 
 from __future__ import annotations

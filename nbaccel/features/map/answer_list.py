@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, overload
 
-from nbaccel.base.errors import CannotContinue
 from nbaccel.base.quantities import plural
 from nbaccel.base.values import frozen
+from nbaccel.errors import CannotContinue
 
 __all__ = ["Answers", "Failed", "LinesOnDisk", "read_line"]
 

@@ -25,8 +25,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from nbaccel.base.errors import CannotContinue
 from nbaccel.base.values import frozen
+from nbaccel.errors import CannotContinue
 from nbaccel.features.map.records import AnswerIndex
 
 __all__ = [

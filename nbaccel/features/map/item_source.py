@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, Protocol
 
-from nbaccel.base.errors import CannotContinue
+from nbaccel.errors import CannotContinue
 from nbaccel.features.map import MapJob
 from nbaccel.features.map.claim_log import ClaimLog, LifeLock, is_held
 from nbaccel.features.map.records import AnswerIndex

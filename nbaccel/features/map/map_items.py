@@ -17,7 +17,6 @@ from operator import index
 from textwrap import shorten
 from typing import Any
 
-from nbaccel.base.errors import CannotSave, CannotSend, LaunchRefused, NestedLaunch
 from nbaccel.base.events import Listener
 from nbaccel.base.hardware import Survey
 from nbaccel.base.notices import briefly, without_our_frames
@@ -26,6 +25,7 @@ from nbaccel.base.settings import STOP, RunSettings
 from nbaccel.base.world import World
 from nbaccel.display.item_count import ItemCount
 from nbaccel.display.run_view import RunView
+from nbaccel.errors import CannotSave, CannotSend, LaunchRefused, NestedLaunch
 from nbaccel.features.map import Answers, MapJob
 from nbaccel.features.map.later_answers import FinishedMap, LaterAnswers
 from nbaccel.features.map.map_job import as_items
@@ -45,7 +45,7 @@ from nbaccel.output.screens import ConsoleScreen, shell_here
 
 __all__ = ["MapTask", "map"]
 
-_WORKER = "nbaccel.train.setup:map_in_rank"
+_WORKER = "nbaccel.features.map.rank_setup:map_in_rank"
 _SETUP = "nbaccel.train.setup:setup_rank"
 _DRAWN_SEEDS = 1_000_000
 _LONGEST_WHY = 160

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeGuard
 
-from nbaccel.base.errors import CannotContinue, CannotSave
 from nbaccel.base.quantities import plural
+from nbaccel.errors import CannotContinue, CannotSave
 from nbaccel.features.map.answer_list import Answers
 from nbaccel.features.map.claim_log import ClaimLog, LifeLock, locked
 from nbaccel.features.map.formats import Format, format_of

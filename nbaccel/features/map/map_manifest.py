@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbaccel.base.errors import CannotContinue
 from nbaccel.base.quantities import plural
 from nbaccel.base.values import frozen
+from nbaccel.errors import CannotContinue
 from nbaccel.features.source.fingerprint import checksum_of
 from nbaccel.features.source.source_mark import SourceMark
 

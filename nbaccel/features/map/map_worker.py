@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from nbaccel.base.errors import CannotSave, CollectiveMismatch, RunStopped
 from nbaccel.base.events import CallEntered, CallsEnded, ItemsDone, emit
 from nbaccel.base.failures import Recovery, recovery_of
 from nbaccel.base.quantities import plural
 from nbaccel.base.world import run_folder
+from nbaccel.errors import CannotSave, CollectiveMismatch, RunStopped
 from nbaccel.features.map import Answers, MapJob
 from nbaccel.features.map.call_watch import watch_of_calls
 from nbaccel.features.map.chunk_size import ChunkSize

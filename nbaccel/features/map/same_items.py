@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from nbaccel.base.errors import PeerFailed
 from nbaccel.base.quantities import plural
 from nbaccel.base.values import frozen
 from nbaccel.base.world import World
+from nbaccel.errors import PeerFailed
 from nbaccel.features.map.item_list import ItemMark, ItemStream
 from nbaccel.features.source.fingerprint import checksum_of
 from nbaccel.train.data import PreparedLoader

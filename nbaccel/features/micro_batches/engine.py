@@ -23,10 +23,10 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nbaccel.base.errors import CannotSplit, PeerFailed
 from nbaccel.base.events import OutOfMemory, emit
 from nbaccel.base.quantised import base_of
 from nbaccel.base.world import World
+from nbaccel.errors import CannotSplit, PeerFailed
 from nbaccel.features.micro_batches.sizes import MicroBatches
 from nbaccel.features.micro_batches.task import MicroBatch, MicroBatchTask, Shortage, Work
 from nbaccel.train.distributed.collectives import Collectives

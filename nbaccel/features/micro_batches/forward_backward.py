@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from nbaccel.features import feature
 from nbaccel.features.micro_batches.engine import StepEngine
 from nbaccel.features.micro_batches.sizes import MicroBatches
 from nbaccel.features.micro_batches.task import LossFunction, MicroBatchTask
@@ -67,8 +68,7 @@ class StepRecovery:
 
     def _plan_micro_batches(self, loss_fn: LossFunction, read: Callable[[], Samples]) -> None:
         """Find the starting size of this rank's micro-batches. Collective at the engine's first step only."""
-        from nbaccel.features.batch_size.planner import find_micro_batch_size
-
+        find_micro_batch_size = feature("Accelerator.forward_backward(micro_batch_size='auto')")
         self._step_engine().prepare()
         size = find_micro_batch_size(
             loss_fn,

@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from nbaccel.base.errors import LaunchRefused
 from nbaccel.base.hardware import Survey
+from nbaccel.errors import LaunchRefused
 from nbaccel.features.check.dry_run_ranks import interrupted
 from nbaccel.features.speed.candidates import Machine
 from nbaccel.features.speed.pasted_lines import NotebookCells, PastedLine, lines_to_paste

@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from nbaccel.base.settings import STOP
+from nbaccel.features.check.dry_run.rank_records import read_records
 from nbaccel.features.check.dry_run_ranks import PREFIX, DryRunRanks, unseen
 from nbaccel.features.check.findings import error_of
-from nbaccel.features.check.rank_records import read_records
 from nbaccel.features.speed.candidates import Machine, candidates, refinements
 from nbaccel.features.speed.changes import SpeedChange
 from nbaccel.features.speed.speed_comparison import SpeedComparison, SpeedRow, SpeedTrial

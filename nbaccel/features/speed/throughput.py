@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nbaccel.features.check.decisions import SharedDecisions
-from nbaccel.features.check.device_clock import device_seconds
-from nbaccel.features.check.function_hooks import FunctionHooks
-from nbaccel.features.check.one_pass import rows_of
+from nbaccel.features.check.dry_run.decisions import SharedDecisions
+from nbaccel.features.check.dry_run.device_clock import device_seconds
+from nbaccel.features.check.dry_run.function_hooks import FunctionHooks
+from nbaccel.features.check.dry_run.one_pass import rows_of
 
 __all__ = ["Throughput", "TrialEnded"]
 

@@ -13,9 +13,9 @@ from typing import Any, Self
 
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
-from nbaccel.features.check.decisions import SharedDecisions
+from nbaccel.features.check.dry_run.decisions import SharedDecisions
+from nbaccel.features.check.dry_run.rank_records import RankRecords
 from nbaccel.features.check.dry_run_task import DiscardedTask
-from nbaccel.features.check.rank_records import RankRecords
 from nbaccel.features.speed.changes import SpeedChange
 from nbaccel.features.speed.throughput import Throughput, TrialEnded
 from nbaccel.features.speed.training_parts import TrainingParts

@@ -20,10 +20,10 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
 
-from nbaccel.base.errors import LaunchRefused
 from nbaccel.base.events import Loss, Metric
 from nbaccel.base.settings import RunSettings
 from nbaccel.display.history import History
+from nbaccel.errors import LaunchRefused
 from nbaccel.features.source.source_mark import SourceMark
 from nbaccel.launching.ipc.spec import load_named
 from nbaccel.launching.run import Run

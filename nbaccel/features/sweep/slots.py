@@ -9,9 +9,9 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nbaccel.base.errors import LaunchRefused
 from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.base.quantities import listed, plural
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.ipc.spec import Devices
 from nbaccel.launching.preflight import choose_devices
 

@@ -13,13 +13,13 @@ from dataclasses import replace
 from operator import index
 from typing import Any
 
-from nbaccel.base.errors import LaunchRefused, NestedLaunch
 from nbaccel.base.hardware import Survey
 from nbaccel.base.notices import without_our_frames
 from nbaccel.base.quantities import amount, plural
 from nbaccel.base.settings import STOP
 from nbaccel.base.world import World
 from nbaccel.display.history import History
+from nbaccel.errors import LaunchRefused, NestedLaunch
 from nbaccel.features.source.source_mark import SourceMark
 from nbaccel.features.sweep.finished_runs import FinishedRuns, describe_configuration, describe_value
 from nbaccel.features.sweep.slots import choose_slots
@@ -52,7 +52,7 @@ FOLDER = ".nbaccel/sweeps"
 
 _SEED, _ACCELERATOR = "seed", "accelerator"
 _SETUP = "nbaccel.train.setup:setup_rank"
-_CALLER = "nbaccel.train.setup:call_with_accelerator"
+_CALLER = "nbaccel.features.sweep.rank_setup:call_with_accelerator"
 _MANY = (list, tuple, range, set, frozenset)
 """Types of several values; an iterator and an array are several values, too. Any other object is one value."""
 

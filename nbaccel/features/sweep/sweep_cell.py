@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nbaccel.base.errors import LaunchRefused, ResultsMissing
 from nbaccel.base.quantities import plural
 from nbaccel.display.history import History
+from nbaccel.errors import LaunchRefused, ResultsMissing
 from nbaccel.features.source.source_mark import SourceMark
 from nbaccel.launching.ipc.spec import Task
 from nbaccel.launching.plan import LaunchPlan

@@ -12,19 +12,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import Any
 
+from nbaccel.base.hardware import Platform
 from nbaccel.base.quantities import duration, number, plural
+from nbaccel.base.world import is_notebook_kernel
 from nbaccel.display.history import History
+from nbaccel.display.live_panel import Views, runs_unattended
 from nbaccel.display.panel import SIGNS, Panel
 from nbaccel.display.run_view import TICK_SLACK_S, DisplaySlot, PanelSink
 from nbaccel.display.summary import RunFacts, RunState
 from nbaccel.display.svg import STYLE, Scale, spark
 from nbaccel.output.painter import Screen
+from nbaccel.output.screens import ConsoleScreen, JupyterScreen
 
 __all__ = [
     "SweepRow",
     "SweepTable",
     "SweepView",
+    "view_of",
 ]
 
 _FRAME_S = 0.5
@@ -263,3 +269,21 @@ class SweepView:
             if row.word in ("done", "failed", "stopped"):
                 state = RunState.ended(row.word, row.seconds, row.history.steps, row.why)
                 yield Panel(row.history, row.facts), row.seconds, state
+
+
+def view_of(
+    views: Views,
+    shell: Any,
+    table: SweepTable,
+    platform: Platform,
+    *,
+    is_plain: bool = False,
+    frames: PanelSink | None = None,
+) -> SweepView:
+    """Return the view of a sweep, chosen as `views` chooses that of a run; the arguments are those of `Views.show`."""
+    if shell is None or is_plain:
+        return SweepView(table, ConsoleScreen(), None, is_live=False)
+    if not is_notebook_kernel():
+        return SweepView(table, JupyterScreen(shell), None, is_live=False)
+    is_live = not runs_unattended(platform)
+    return SweepView(table, JupyterScreen(shell), views.place_in(shell), is_live=is_live, frames=frames)

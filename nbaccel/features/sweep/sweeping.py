@@ -14,18 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from nbaccel.base.errors import LaunchRefused
 from nbaccel.base.hardware import Survey
 from nbaccel.base.quantities import duration, plural
 from nbaccel.base.settings import RunSettings
 from nbaccel.display.history import History
 from nbaccel.display.run_view import PanelSink, RunView, failure_in_a_line
 from nbaccel.display.summary import RunFacts, RunState
+from nbaccel.errors import LaunchRefused
 from nbaccel.features.sweep.finished_runs import FinishedRuns, as_key, as_one_of_a_sweep, describe_configuration
 from nbaccel.features.sweep.shared_files import SharedFiles
 from nbaccel.features.sweep.slots import SweepSlot
 from nbaccel.features.sweep.sweep_runs import SweepRuns, counted
-from nbaccel.features.sweep.sweep_table import SweepRow, SweepTable, SweepView
+from nbaccel.features.sweep.sweep_table import SweepRow, SweepTable, SweepView, view_of
 from nbaccel.launching.api import as_run
 from nbaccel.launching.diagnosis import PostMortem, failed_alike
 from nbaccel.launching.gpu_trouble import before_a_run
@@ -114,6 +114,9 @@ class _Ticking(Pollable):
         )
 
 
+_WRITTEN_FILES = "nbaccel.features.sweep.written_files:WrittenFiles"
+
+
 class Sweeping:
     """One sweep, from its first run to its last.
 
@@ -180,7 +183,7 @@ class Sweeping:
             launcher.load(self.work.setup)
             rows = [each.row for each in queued]
             table = SweepTable(self.title, rows, time.monotonic())
-            view = launcher.views.show_sweep(shell, table, self._survey.platform, is_plain=is_plain, frames=frames)
+            view = view_of(launcher.views, shell, table, self._survey.platform, is_plain=is_plain, frames=frames)
             for line in [*notes, *before_a_run([gpu for slot in self.slots for gpu in slot.devices.gpus])]:
                 view.say(line)
             found = [each for each in queued if each.is_found]
@@ -236,7 +239,9 @@ class Sweeping:
         )
         spec = plan.spec(self.work.task(config), self.work.setup, wants_results=True)
         settings = own.over(plan.settings)
-        return replace(spec, settings=settings, threads=self._threads, written_files=FinishedRuns.files_in(folder))
+        return replace(
+            spec, settings=settings, threads=self._threads, parts=((_WRITTEN_FILES, FinishedRuns.files_in(folder)),)
+        )
 
     def key_of(self, config: Mapping[str, Any]) -> str:
         """Return the key by which a finished run is found; empty if there is none."""

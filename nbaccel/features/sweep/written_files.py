@@ -10,17 +10,25 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.libraries.one_file import is_private_file
+from nbaccel.launching.rank.rank_part import RankPart
 
-__all__ = ["is_private_file", "note_written_files"]
+__all__ = ["WrittenFiles", "note_written_files"]
 
 _MOST_FILES = 10_000
 """Number of a rank's files that are listed: a run that writes more makes a file for each item."""
+
+
+class WrittenFiles(RankPart):
+    """Lists the files that a rank writes, in the file that the argument names."""
+
+    def install(self) -> None:
+        note_written_files(self.argument)
 
 
 def note_written_files(path: str) -> None:
@@ -93,20 +101,3 @@ def _noted(function: Callable[..., Any], files: _Files, position: int, name: str
         return function(*args, **kwargs)
 
     return call
-
-
-def is_private_file(path: str, home: str = "", temporary: str = "") -> bool:
-    """Return whether `path` is in a place for devices, temporary files or caches, which no user reads as a result.
-
-    A folder is opened for a temporary file without a name (`tempfile.TemporaryFile`).
-    home: a folder whose files count even if it is among the temporary ones.  temporary: by default `tempfile`'s folder.
-
-    >>> is_private_file("/dev/null"), is_private_file("/content/best.pt")
-    (True, False)
-    """
-    is_at_home = bool(home) and path.startswith(home + os.sep)
-    below = path.removeprefix(home) if is_at_home else path  # home itself may lie below a hidden folder
-    if path.startswith(("/dev/", "/proc/")) or f"{os.sep}." in below or f"{os.sep}__pycache__{os.sep}" in below:
-        return True
-    temporary = temporary or tempfile.gettempdir()
-    return os.path.isdir(path) or (not is_at_home and path.startswith(f"{temporary}{os.sep}"))

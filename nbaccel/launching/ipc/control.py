@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nbaccel.base.errors import RunStopped
 from nbaccel.base.events import (
     CallEntered,
     CallsEnded,
@@ -31,6 +30,7 @@ from nbaccel.base.events import (
     StepsEnded,
     TimeLimit,
 )
+from nbaccel.errors import RunStopped
 
 __all__ = [
     "COUNT_BITS",

@@ -6,8 +6,8 @@ import functools
 import zlib
 from collections.abc import Sequence
 
-from nbaccel.base.errors import CollectiveMismatch, PeerFailed, RunStopped
 from nbaccel.base.events import CollectiveEntered, Event, ExchangeLeft, GroupRenewed, Waiting
+from nbaccel.errors import CollectiveMismatch, PeerFailed, RunStopped
 from nbaccel.launching.ipc.control import COUNT_BITS, MARK_BITS, NO_MARK, ControlPage
 
 __all__ = ["PeerWatch"]

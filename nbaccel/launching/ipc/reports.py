@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, cast
 
-from nbaccel.base.errors import RanksFailed
 from nbaccel.base.failures import Failure as Kind, classify
 from nbaccel.base.memory_request import MemoryRequest
 from nbaccel.base.notices import are_ours, show_as
+from nbaccel.errors import RanksFailed
 from nbaccel.launching.ipc.dead_loader_workers import WorkerEnd, dead_worker
 
 __all__ = [

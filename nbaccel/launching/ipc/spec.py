@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
-from nbaccel.base.errors import LaunchRefused
 from nbaccel.base.hardware import Gpu
 from nbaccel.base.quantities import number_spans, plural
 from nbaccel.base.settings import OOM_CHOICES, STOP, RunSettings
 from nbaccel.base.world import World
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.ipc.kernel_state import cell_sources
 from nbaccel.namespace.kind import Change
 from nbaccel.namespace.names import codes_of, names_read, says_first_card, with_their_own
@@ -371,6 +371,10 @@ class Devices:
         return f", {self.gpus_per_rank} each" if self.gpus_per_rank > 1 < self.num_processes else ""
 
 
+PartName = tuple[str, str]
+"""A `RankPart`, as "module:class", and its argument."""
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
     """One run.
@@ -387,11 +391,9 @@ class LaunchSpec:
     program_limit: a limit that an earlier attempt of this run had set itself.
     own_devices: each rank sees only its own devices, the first as number 0; otherwise every rank sees all of them.
     restarts_ranks: a rank that dies is started again alone, while the others work; for independent ranks only.
-    written_files: path of a list of the files that the ranks write, a line each; empty if none is wanted.
     ends_waiting: a run in which all ranks wait in collectives, and none goes on, is ended after seconds.
-    shield: `FileShield.entry`, for ranks whose files are discarded; empty otherwise.
-    saves_to: folder below which ranks save what torch and safetensors write; the originals of other files that they
-    change are kept beside it. Empty for the program's own paths.
+    parts: what features add to the ranks, see `RankPart`.
+    meeting_folder: the folder in which the run makes its own; None for that of temporary files.
     """
 
     task: Task
@@ -409,10 +411,9 @@ class LaunchSpec:
     program_limit: ProgramLimit | None = None
     own_devices: bool = False
     restarts_ranks: bool = False
-    written_files: str = ""
     ends_waiting: bool = False
-    shield: str = ""
-    saves_to: str = ""
+    parts: tuple[PartName, ...] = ()
+    meeting_folder: str | None = None
 
     def __post_init__(self) -> None:
         if self.oom not in OOM_CHOICES:
@@ -421,11 +422,6 @@ class LaunchSpec:
     @property
     def world_size(self) -> int:
         return self.devices.num_processes
-
-    @property
-    def meeting_folder(self) -> str | None:
-        """Return the folder in which the run makes its own; None for that of temporary files."""
-        return self.shield.split(" ", 2)[2] if self.shield else None
 
     def environ_of(self, rank: int) -> dict[str, str]:
         """Return the variables of one rank, made where its process is started: its settings and its devices."""
@@ -444,7 +440,7 @@ class WorkerBoot:
     sees_one_card: this rank, one of several, sees a single device, its own.
     run_nonce: marks places in the output pipe where a rich message belongs.
     store_path: the file through which the ranks of the run find each other.
-    written_files, shield, saves_to: see `LaunchSpec`.
+    parts: see `LaunchSpec`.
     """
 
     world: World
@@ -454,9 +450,7 @@ class WorkerBoot:
     threads: int
     run_nonce: str
     store_path: str
-    written_files: str
-    shield: str
-    saves_to: str
+    parts: tuple[PartName, ...]
     kernel_pidfd: int
     channel_fd: int
     stdout_fd: int

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from nbaccel.base.errors import RunStopped
 from nbaccel.base.events import Gauge, Progress, StepEntered, StepsEnded, emit
+from nbaccel.errors import RunStopped
 
 __all__ = [
     "StepBoundaries",

@@ -17,8 +17,8 @@ from functools import cached_property, partial
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-from nbaccel.base.errors import NestedLaunch, NotInRanks, NotPrepared
 from nbaccel.base.world import World
+from nbaccel.errors import NestedLaunch, NotInRanks, NotPrepared
 from nbaccel.launching.ipc.import_hooks import when_loaded
 
 __all__ = [

@@ -17,8 +17,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn
 
-from nbaccel.base.errors import NestedLaunch
 from nbaccel.base.world import World
+from nbaccel.errors import NestedLaunch
 from nbaccel.launching.ipc.import_hooks import when_loaded
 
 __all__ = [

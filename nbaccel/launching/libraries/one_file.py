@@ -23,6 +23,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 import warnings
 import zlib
@@ -35,12 +36,9 @@ from typing import Any, Protocol
 
 from nbaccel.base.notices import is_users
 from nbaccel.base.world import World
-from nbaccel.features.sweep.written_files import is_private_file
 from nbaccel.launching.ipc.import_hooks import when_loaded
 
-__all__ = [
-    "write_one_file",
-]
+__all__ = ["is_private_file", "write_one_file"]
 
 _LONGEST_WAIT_S = 60.0
 _LONGEST_DELAY_S = 2.0
@@ -452,3 +450,20 @@ def _wait(is_so: Callable[[], bool], longest_s: float) -> bool:
     while not (result := is_so()) and time.monotonic() < until:
         time.sleep(_POLL_S)  # ended by rank 0's line, or by the limit
     return result
+
+
+def is_private_file(path: str, home: str = "", temporary: str = "") -> bool:
+    """Return whether `path` is in a place for devices, temporary files or caches, which no user reads as a result.
+
+    A folder is opened for a temporary file without a name (`tempfile.TemporaryFile`).
+    home: a folder whose files count even if it is among the temporary ones.  temporary: by default `tempfile`'s folder.
+
+    >>> is_private_file("/dev/null"), is_private_file("/content/best.pt")
+    (True, False)
+    """
+    is_at_home = bool(home) and path.startswith(home + os.sep)
+    below = path.removeprefix(home) if is_at_home else path  # home itself may lie below a hidden folder
+    if path.startswith(("/dev/", "/proc/")) or f"{os.sep}." in below or f"{os.sep}__pycache__{os.sep}" in below:
+        return True
+    temporary = temporary or tempfile.gettempdir()
+    return os.path.isdir(path) or (not is_at_home and path.startswith(f"{temporary}{os.sep}"))

@@ -19,8 +19,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
-from nbaccel.base.errors import NoInput
 from nbaccel.base.world import World
+from nbaccel.errors import NoInput
 from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.ipc.spec import TaskWatch
 from nbaccel.namespace.event_files import silence

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-from nbaccel.base.errors import NotInRanks
 from nbaccel.base.world import World
+from nbaccel.errors import NotInRanks
 from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.libraries.existing_world import SetUpAnew, name_of, names_in, refuse
 from nbaccel.namespace.wrappers import MADE_WITH

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nbaccel.base.errors import LaunchRefused
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.ipc.spec import LaunchSpec, Task, WorkerBoot
 from nbaccel.launching.processes.attached_debugger import fork, leave_debugger
 from nbaccel.launching.processes.calling_thread import CallingThread

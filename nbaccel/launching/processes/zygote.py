@@ -20,12 +20,13 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from nbaccel.base.errors import LaunchRefused
 from nbaccel.base.world import World
+from nbaccel.errors import LaunchRefused
 from nbaccel.launching.ipc.channel import Channel
 from nbaccel.launching.ipc.control import SAVE_GRACE_S
 from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.ipc.kernel_state import KernelState, Surroundings
+from nbaccel.launching.ipc.library_settings import LibrarySettings
 from nbaccel.launching.ipc.patches import PatchFinder
 from nbaccel.launching.ipc.reaper import kill_session, session_members
 from nbaccel.launching.ipc.spec import Task, WorkerBoot, load_named
@@ -33,7 +34,6 @@ from nbaccel.launching.processes.attached_debugger import undebugged
 from nbaccel.launching.processes.handle import WorkerProcess
 from nbaccel.launching.rank.main import run_rank
 from nbaccel.namespace.inventory import no_collections
-from nbaccel.namespace.library_settings import LibrarySettings
 from nbaccel.namespace.payload import Payload, pack, packages_in, unpack
 
 __all__ = [

@@ -25,7 +25,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from nbaccel.base.errors import NotInRanks
+from nbaccel.errors import NotInRanks
 from nbaccel.launching.ipc.user_code import cell_name, is_users
 from nbaccel.namespace.event_files import open_again_at_first_use
 from nbaccel.namespace.threads import is_of

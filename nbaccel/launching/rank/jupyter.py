@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
-from nbaccel.base.errors import NoInput
+from nbaccel.errors import NoInput
 from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.ipc.user_code import _shell, reloader
 

@@ -23,10 +23,9 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from nbaccel.base.aborting import forget_left_exchange, leave_device_errors_to_the_program, renew
-from nbaccel.base.errors import PeerFailed, RunStopped
 from nbaccel.base.events import Loss, outlet
 from nbaccel.base.settings import RunSettings
-from nbaccel.features.sweep.written_files import note_written_files
+from nbaccel.errors import PeerFailed, RunStopped
 from nbaccel.launching.ipc.channel import Channel
 from nbaccel.launching.ipc.control import ControlPage, StepGate
 from nbaccel.launching.ipc.peer_watch import PeerWatch
@@ -55,6 +54,7 @@ from nbaccel.launching.rank.process_setup import (
     tell_on_signal,
     why_this_fork_fails,
 )
+from nbaccel.launching.rank.rank_part import RankPart, parts_of
 from nbaccel.launching.rank.reporter import Reporter
 from nbaccel.launching.rank.separate_trainings import OneTraining
 from nbaccel.launching.rank.sharded_results import ShardedResults
@@ -96,14 +96,13 @@ def run_rank(
     # A forked child that returns from here runs the kernel's loop: https://github.com/jupyter/notebook/issues/3106.
     try:
         os.setsid()
-        if boot.shield:
-            from nbaccel.features.check.shield.shielded import entered_by  # for dry runs alone
-
-            make_task = entered_by(boot.shield, make_task)
+        parts = parts_of(boot.parts)
+        for part in parts:
+            make_task = part.enter(make_task)
         watch = DeathWatch(boot.kernel_pidfd, boot.channel_fd)
         watch.start()
         raise_oom_score()
-        rank = _Rank(boot, close_fds, is_fork, watch, written)  # kept by name: freed, its open socket would warn
+        rank = _Rank(boot, parts, close_fds, is_fork, watch, written)  # kept by name: freed, its open socket would warn
         LostThreads(boot.world.rank, lost_threads, rank.interrupt.raise_in_main).start()
         code = rank.live(make_task)
     except BaseException:
@@ -120,7 +119,13 @@ class _Rank:
     """One rank: prologue in `__init__`, then `live`."""
 
     def __init__(
-        self, boot: WorkerBoot, close_fds: Sequence[int], is_fork: bool, watch: DeathWatch, written: Sequence[Any]
+        self,
+        boot: WorkerBoot,
+        parts: Sequence[RankPart],
+        close_fds: Sequence[int],
+        is_fork: bool,
+        watch: DeathWatch,
+        written: Sequence[Any],
     ) -> None:
         self.boot = boot
         self.pid = os.getpid()
@@ -166,7 +171,8 @@ class _Rank:
         ring = RingWriter(boot.ring_fd)
         self.reporter = Reporter(ring, self._gate, self.calls, SaveGrace(self.page, self.rank, watch))
         attach_to_foreign_trainers()
-        _watch_files(boot)  # before `write_one_file`, which looks at who calls what it puts around `torch.save`
+        for part in parts:  # before `write_one_file`, which looks at who calls what it puts around `torch.save`
+            part.install()
         if boot.world.is_distributed and not RunSettings.from_env(boot.environ).independent:
             self._one_training.watch()
             self._whole_models.watch()
@@ -450,20 +456,6 @@ def _only_names(results: Results, why: str) -> Results:
     names = [name for name, value in wanted.items() if was_asked_for or is_data(name, value)]
     names += [ObjectPlace(*change.token).name for change in results.changes]
     return Results(missing={**results.missing, **dict.fromkeys(names, why)})
-
-
-def _watch_files(boot: WorkerBoot) -> None:
-    """List what this rank writes, or write it elsewhere, if the run asks for that."""
-    if boot.written_files:
-        note_written_files(boot.written_files)
-    if boot.saves_to:
-        # for dry runs alone
-        from nbaccel.features.check.kept_originals import keep_originals
-        from nbaccel.features.check.rank_records import ORIGINALS
-        from nbaccel.features.check.redirected_saves import redirect_saves
-
-        redirect_saves(boot.saves_to)
-        keep_originals(os.path.join(os.path.dirname(boot.saves_to), ORIGINALS))
 
 
 def _limit_threads(threads: int) -> None:

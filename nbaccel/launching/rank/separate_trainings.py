@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
-from nbaccel.base.errors import NotPrepared
 from nbaccel.base.notices import unignored
 from nbaccel.base.world import World
+from nbaccel.errors import NotPrepared
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.import_hooks import when_loaded
 from nbaccel.launching.ipc.spec import TaskWatch
@@ -126,11 +126,11 @@ class OneTraining:
     def facts(self) -> dict[str, bool]:
         """Return facts at a task's end: whether this rank exchanged data, was warned, has prepared models.
 
-        implicit: it trained without having prepared anything.
+        raw_loop: it trained without having prepared anything.
         """
         return {
             "exchanged": self.has_exchanged() or self._is_raw_loop,
-            "implicit": self._is_raw_loop,
+            "raw_loop": self._is_raw_loop,
             "was_warned": self._was_warned or self._has_said,
             "has_prepared": bool(self.wrappers),
         }

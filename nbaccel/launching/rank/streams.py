@@ -15,7 +15,7 @@ import sys
 import threading
 from typing import Any
 
-from nbaccel.base.errors import NoInput
+from nbaccel.errors import NoInput
 from nbaccel.launching.ipc.channel import PROMPT, Channel
 from nbaccel.launching.ipc.spec import WorkerBoot
 from nbaccel.launching.rank.debugger import RunIsOver

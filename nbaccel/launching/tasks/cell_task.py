@@ -18,9 +18,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
 
-from nbaccel.base.errors import CannotSend
 from nbaccel.base.hardware import usable_memory
 from nbaccel.base.settings import RunSettings
+from nbaccel.errors import CannotSend
 from nbaccel.launching.ipc.kernel_state import random_states, set_random_states, take_cell_sources
 from nbaccel.launching.ipc.spec import Results, SharedNamespace, Task, by_reference_of
 from nbaccel.launching.ipc.user_code import new_main

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nbaccel.base.errors import CheckpointCorrupt, UntrustedPickle
+from nbaccel.errors import CheckpointCorrupt, UntrustedPickle
 from nbaccel.train.checkpoint.content import Content, load_pickle, load_tensors, numbered
 from nbaccel.train.checkpoint.dcp_format import by_position, read_dcp
 from nbaccel.train.checkpoint.manifest import MANIFEST

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from nbaccel.base.errors import CannotSave, CheckpointCorrupt
 from nbaccel.base.quantities import three_digits
+from nbaccel.errors import CannotSave, CheckpointCorrupt
 from nbaccel.train.checkpoint.manifest import MANIFEST, Manifest, aside, sync
 
 __all__ = [

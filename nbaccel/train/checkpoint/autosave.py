@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from nbaccel.base.errors import RunStopped
 from nbaccel.base.events import SaveAsked, SaveDue, SavingAtStop, TimeLimit, emit
 from nbaccel.base.quantities import Period, Steps, parse_interval, said
 from nbaccel.base.settings import CHECKPOINT_DIR, RunSettings
 from nbaccel.base.values import frozen
 from nbaccel.base.world import World
+from nbaccel.errors import RunStopped
 from nbaccel.train.checkpoint.directory import Timeline
 from nbaccel.train.checkpoint.rng_files import State
 from nbaccel.train.step.accumulation import Saver

@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nbaccel.base.errors import CannotSave, CheckpointCorrupt, UntrustedPickle
 from nbaccel.base.values import frozen
+from nbaccel.errors import CannotSave, CheckpointCorrupt, UntrustedPickle
 from nbaccel.train.checkpoint.manifest import FileRecord, Manifest
 from nbaccel.train.checkpoint.save_agreement import Share
 from nbaccel.train.checkpoint.serialization import (

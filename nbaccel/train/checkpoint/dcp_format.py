@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbaccel.base.errors import CheckpointCorrupt, UntrustedPickle
+from nbaccel.errors import CheckpointCorrupt, UntrustedPickle
 from nbaccel.train.checkpoint.shards import StoredTensor
 
 __all__ = [

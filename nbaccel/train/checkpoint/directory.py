@@ -16,9 +16,9 @@ from itertools import count
 from pathlib import Path
 from typing import Self
 
-from nbaccel.base.errors import CheckpointCorrupt
 from nbaccel.base.quantities import in_gb
 from nbaccel.base.values import frozen
+from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.accelerate_format import is_foreign
 from nbaccel.train.checkpoint.atomic_folder import (
     complete_leftovers,

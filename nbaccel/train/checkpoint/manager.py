@@ -25,9 +25,9 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from nbaccel.base.aborting import refuse_if_aborted
-from nbaccel.base.errors import CannotSave
 from nbaccel.base.quantised import trained_state
 from nbaccel.base.quantities import plural
+from nbaccel.errors import CannotSave
 from nbaccel.train.checkpoint import rng_files
 from nbaccel.train.checkpoint.accelerate_format import read_foreign, restore_foreign_generators
 from nbaccel.train.checkpoint.atomic_folder import SUBFOLDER, as_cannot_save, may_write_below

@@ -29,8 +29,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from nbaccel.base.errors import CheckpointCorrupt
 from nbaccel.base.values import frozen
+from nbaccel.errors import CheckpointCorrupt
 
 __all__ = [
     "MANIFEST",

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakMethod
 
-from nbaccel.base.errors import CannotResume
 from nbaccel.base.events import Resumed, SavesItself, emit
 from nbaccel.base.quantities import Period
+from nbaccel.errors import CannotResume
 from nbaccel.train.checkpoint.autosave import Autosave, CheckpointPolicy, Deadline, may_announce
 from nbaccel.train.checkpoint.content import HeldContent
 from nbaccel.train.checkpoint.directory import FoundCheckpoint

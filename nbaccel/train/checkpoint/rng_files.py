@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from nbaccel.base.errors import CheckpointCorrupt
 from nbaccel.base.values import frozen
+from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.manifest import Manifest, aside, read_sealed, sync, write_sealed
 
 __all__ = [

@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
-from nbaccel.base.errors import CannotSave, CheckpointCorrupt
 from nbaccel.base.quantities import numbers_in_order
 from nbaccel.base.values import frozen
+from nbaccel.errors import CannotSave, CheckpointCorrupt
 from nbaccel.train.checkpoint.atomic_folder import as_cannot_save, is_alive
 from nbaccel.train.checkpoint.manifest import FileRecord, read_sealed, write_sealed
 

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbaccel.base.errors import CheckpointCorrupt
 from nbaccel.base.quantities import with_article
 from nbaccel.base.values import frozen
+from nbaccel.errors import CheckpointCorrupt
 from nbaccel.train.checkpoint.manifest import FileRecord, SideThread
 from nbaccel.train.checkpoint.shards import LocalRows, is_sharded_tensor, rows_of
 

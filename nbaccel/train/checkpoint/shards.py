@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from nbaccel.base.errors import CannotSave, CheckpointCorrupt
 from nbaccel.base.values import frozen
+from nbaccel.errors import CannotSave, CheckpointCorrupt
 from nbaccel.train.distributed.nested import children, leaves, map_children
 
 __all__ = [

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import field, replace
 from pathlib import Path
 
-from nbaccel.base.errors import CannotSave
 from nbaccel.base.events import Checkpoint, emit
 from nbaccel.base.values import frozen
+from nbaccel.errors import CannotSave
 from nbaccel.train.checkpoint import rng_files as generators
 from nbaccel.train.checkpoint.atomic_folder import as_cannot_save, replacing, sweep
 from nbaccel.train.checkpoint.content import ObjectState

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from nbaccel.base.errors import CannotSplit, NbaccelError
 from nbaccel.base.world import World
+from nbaccel.errors import CannotSplit, NbaccelError
 from nbaccel.train.data.counting import counting
 from nbaccel.train.data.order import SharedOrder, begin_workers_anew, tell_epoch
 from nbaccel.train.data.position import DatasetStates, LoaderPosition

@@ -16,9 +16,9 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader
 
-from nbaccel.base.errors import NotPrepared
 from nbaccel.base.events import Gauge, emit
 from nbaccel.base.world import World
+from nbaccel.errors import NotPrepared
 from nbaccel.train.data.order import samplers_of, tell_epoch
 from nbaccel.train.data.order_comparison import CollectivesSince, OrderComparison
 from nbaccel.train.data.placement import place

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from nbaccel.base.errors import CollectiveMismatch
 from nbaccel.base.world import World
+from nbaccel.errors import CollectiveMismatch
 from nbaccel.train.data.position import Iteration, digests_of
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.transport import collective_counter

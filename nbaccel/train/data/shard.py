@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from nbaccel.base.errors import CannotSplit
 from nbaccel.base.world import World
+from nbaccel.errors import CannotSplit
 from nbaccel.train.data.counting import as_counted
 from nbaccel.train.data.position import DatasetStates
 from nbaccel.train.distributed.callers import warn_user

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nbaccel.base.aborting import leave_exchange, refuse_if_exchange_was_left
-from nbaccel.base.errors import CollectiveMismatch, NbaccelError
 from nbaccel.base.events import CollectiveEntered, emit
 from nbaccel.base.world import World
+from nbaccel.errors import CollectiveMismatch, NbaccelError
 from nbaccel.train.distributed.nested import children, is_container, leaves, map_children
 from nbaccel.train.distributed.transport import Transport, host_transport
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from nbaccel.base.errors import CannotSplit
+from nbaccel.errors import CannotSplit
 from nbaccel.train.distributed.nested import children, is_container, map_children
 
 __all__ = [

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.distributed as dist
 
-from nbaccel.base.errors import NoSuchDevice
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
+from nbaccel.errors import NoSuchDevice
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.process_control import ProcessControl
 from nbaccel.train.distributed.process_group import GroupOptions, process_group

@@ -16,9 +16,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from nbaccel.base.errors import PeerFailed
 from nbaccel.base.values import frozen
 from nbaccel.base.world import World
+from nbaccel.errors import PeerFailed
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives, holds_only_tensors
 from nbaccel.train.distributed.nested import children, map_children, share

@@ -34,11 +34,11 @@ from nbaccel.base.aborting import (
     settle,
     uses_device,
 )
-from nbaccel.base.errors import PeerFailed
 from nbaccel.base.events import CollectiveEntered, GroupRenewed, Waiting, emit
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.values import frozen
 from nbaccel.base.world import World
+from nbaccel.errors import PeerFailed
 from nbaccel.train.distributed.collectives import GroupCollectives
 from nbaccel.train.distributed.transport import group_timeout
 

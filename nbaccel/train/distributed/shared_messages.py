@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbaccel.base.errors import CollectiveMismatch, PeerFailed
+from nbaccel.errors import CollectiveMismatch, PeerFailed
 
 __all__ = ["SharedMessages"]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nbaccel.base.errors import PeerFailed
 from nbaccel.base.events import Waiting, emit
 from nbaccel.base.quantities import numbers_in_order
+from nbaccel.errors import PeerFailed
 
 __all__ = ["StoreExchange"]
 

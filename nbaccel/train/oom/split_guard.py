@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbaccel.base.errors import CannotCut
+from nbaccel.errors import CannotCut
 from nbaccel.train.oom.microbatch.slicing import BatchPart
 from nbaccel.train.prepare.prepared import Prepared
 

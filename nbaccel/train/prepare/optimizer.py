@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from nbaccel.base.errors import NotPrepared
 from nbaccel.base.settings import RunSettings
+from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.nested import map_children
 from nbaccel.train.distributed.partial_state import current_world

@@ -23,8 +23,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbaccel.base.errors import NotPrepared
 from nbaccel.base.quantities import numbers_in_order
+from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.step.accumulation import Accumulation
 from nbaccel.train.step.gradients import Freshness

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbaccel.base.errors import NotPrepared
+from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.callers import users_frames
 from nbaccel.train.raw_loop.batch_parts import GivenBatches
 from nbaccel.train.raw_loop.exchange import Round

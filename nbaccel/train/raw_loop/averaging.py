@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from nbaccel.base.aborting import leave_exchange
-from nbaccel.base.errors import NotPrepared
 from nbaccel.base.world import World
+from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.raw_loop.agreement import (
     Agreement,

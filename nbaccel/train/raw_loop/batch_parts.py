@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate, default_convert
 
-from nbaccel.base.errors import CannotSplit
 from nbaccel.base.values import frozen
+from nbaccel.errors import CannotSplit
 from nbaccel.train.distributed.nested import map_children
 from nbaccel.train.oom.microbatch.slicing import Samples, is_array, is_shared, named_children
 

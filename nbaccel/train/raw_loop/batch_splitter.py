@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from nbaccel.base.errors import CannotSplit
 from nbaccel.base.events import LoopEntered, emit
 from nbaccel.base.quantities import length_or_none
 from nbaccel.base.settings import EACH, SPLIT, WHOLE
+from nbaccel.errors import CannotSplit
 from nbaccel.train.distributed.callers import users_name
 from nbaccel.train.raw_loop.batch_parts import ALONE, UNKNOWN, Cutter, GivenBatches, Label, Layout, Split, Turn, is_own
 from nbaccel.train.raw_loop.batch_values import BatchWatch

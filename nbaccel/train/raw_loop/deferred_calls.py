@@ -19,8 +19,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from nbaccel.base.errors import CannotCut
 from nbaccel.base.events import StepEntered, StepsEnded, emit
+from nbaccel.errors import CannotCut
 from nbaccel.train.raw_loop.batch_parts import GivenBatches, Turn
 from nbaccel.train.step.readings import LearningRates
 

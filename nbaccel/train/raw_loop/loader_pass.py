@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbaccel.base.errors import NotPrepared
 from nbaccel.base.events import Gauge, LoopEntered, Progress, emit
 from nbaccel.base.quantities import length_or_none
+from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.callers import place_of_call
 from nbaccel.train.raw_loop.batch_parts import GivenBatches, Label, Layout
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from nbaccel.base.errors import CannotSplit
 from nbaccel.base.quantities import length_or_none
+from nbaccel.errors import CannotSplit
 from nbaccel.train.oom.microbatch.slicing import Samples, sample_shapes
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Train an unmodified loop on all ranks: its gradients are averaged, and its batches split. Runs in ranks.
 
-`setup_rank` makes an ``ImplicitTraining`` in a world larger than one. It decides by what a program does: a backward
+`setup_rank` makes an ``RawLoopTraining`` in a world larger than one. It decides by what a program does: a backward
 that adds gradients to parameters trains, and its batches are split from then on; a pass without one stays whole. As
 soon as the program prepares by itself, the loop is left unmodified. `Notices` print once, before the first step and by
 rank 0, how the loop is changed.
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nbaccel.base.errors import CannotCut, NotPrepared, RunStopped
 from nbaccel.base.events import Loss, emit
 from nbaccel.base.quantities import short_count
 from nbaccel.base.settings import SPLIT, RunSettings
 from nbaccel.base.world import World
+from nbaccel.errors import CannotCut, NotPrepared, RunStopped
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.partial_state import PartialState
 from nbaccel.train.distributed.process_group import process_group
@@ -43,8 +43,8 @@ from nbaccel.train.step.raw_loop_hooks import count_steps_by, forget, when_begin
 
 __all__ = [
     "Hooks",
-    "ImplicitTraining",
     "Notices",
+    "RawLoopTraining",
 ]
 
 _OF_SHAPES = (RuntimeError, ValueError, IndexError, AssertionError)
@@ -62,7 +62,7 @@ _OF_GRADIENTS = (TypeError, AttributeError, RuntimeError, AssertionError)
 """Errors that a gradient which is None may cause."""
 
 
-class ImplicitTraining:
+class RawLoopTraining:
     """Keeps one training equal in all ranks, with one object per rank; a launcher calls it around a task.
 
     world: this rank's.  settings: `batches`, "split" or "each", and `split`, the parts of a batch, are used.

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from nbaccel.base.errors import NotPrepared
 from nbaccel.base.values import frozen
+from nbaccel.errors import NotPrepared
 from nbaccel.train.distributed.callers import users_frames, variables_of
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.raw_loop.gradient_weights import as_floats

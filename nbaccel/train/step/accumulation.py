@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from nbaccel.base.errors import RunStopped
 from nbaccel.base.events import LoopEntered, StepsEnded, emit, reports
+from nbaccel.errors import RunStopped
 from nbaccel.train.step.readings import LearningRates
 
 __all__ = [

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from nbaccel.base.errors import NotPrepared
+from nbaccel.errors import NotPrepared
 
 __all__ = [
     "Freshness",

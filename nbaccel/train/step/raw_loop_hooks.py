@@ -1,4 +1,4 @@
-"""Hooks of the training that `implicit` makes of loops that prepare nothing. Runs in ranks.
+"""Hooks of the training that `raw_loop` makes of loops that prepare nothing. Runs in ranks.
 
 What prepares by itself says so here, and asks here for the step of such a loop, without importing that training.
 """

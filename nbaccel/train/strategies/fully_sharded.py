@@ -19,9 +19,9 @@ from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from nbaccel.base.errors import CannotSplit
 from nbaccel.base.quantised import is_quantised_tensor
 from nbaccel.base.world import World
+from nbaccel.errors import CannotSplit
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives, GroupCollectives
 from nbaccel.train.step.gradient_buckets import running_statistics

@@ -18,8 +18,8 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from nbaccel.base.errors import CannotSplit
 from nbaccel.base.world import World
+from nbaccel.errors import CannotSplit
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.step.gradients import Gradients

@@ -70,10 +70,10 @@ def _ddp(width: int, layers: int) -> Bout:
 def _by_the_line(width: int, layers: int) -> Bout:
     from nbaccel.base.settings import RunSettings
     from nbaccel.base.world import World
-    from nbaccel.train.raw_loop.loop import ImplicitTraining
+    from nbaccel.train.raw_loop.loop import RawLoopTraining
 
     model, optimizer, data = _things(width, layers)
-    watch = ImplicitTraining(World.from_env(), RunSettings())
+    watch = RawLoopTraining(World.from_env(), RunSettings())
     watch.begin(None)
     loader = DataLoader(data, _BATCH)
     _pass(model, optimizer, loader)

@@ -21,7 +21,7 @@ from gpu.facts import tell_cases
 from nbaccel import launching as launch
 from nbaccel.base.hardware import Survey
 from nbaccel.testing import run_ranks
-from nbaccel.train.raw_loop.loop import ImplicitTraining
+from nbaccel.train.raw_loop.loop import RawLoopTraining
 from nbaccel.train.setup import setup_rank
 
 SETUP = "nbaccel.train.setup:setup_rank"
@@ -131,7 +131,7 @@ def in_a_rank(loop: Callable[[], Any], shares: bool) -> dict[str, Any]:
     if shares:
         dist.init_process_group("gloo")
     watch = setup_rank(None)
-    if not isinstance(watch, ImplicitTraining):  # one process, and plain torch
+    if not isinstance(watch, RawLoopTraining):  # one process, and plain torch
         weights, printed = loop()
         return {"weights": weights, "printed": printed}
     watch.begin(None)

@@ -53,7 +53,7 @@ def run(launcher: Launcher, originals: Path, start_method: str) -> Callable[[Cal
             Devices(2),
             Start(start_method, "a test"),
             RunSettings(cpu=True),
-            saves_to=str(originals.with_name("saves")),
+            parts=(("nbaccel.features.check.redirected_saves:RedirectedSaves", str(originals.with_name("saves"))),),
         )
         result = launcher.run(spec, RunObservers(ConsoleScreen()))
         try:

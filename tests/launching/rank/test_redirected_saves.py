@@ -17,9 +17,9 @@ from safetensors.torch import save_file as imported_save
 
 from nbaccel import Accelerator
 from nbaccel.base.settings import RunSettings
+from nbaccel.features.check.dry_run.redirected_checkpoints import redirect_checkpoints
+from nbaccel.features.check.dry_run.redirection import Redirection
 from nbaccel.features.check.folder_snapshot import FolderSnapshot
-from nbaccel.features.check.redirected_checkpoints import redirect_checkpoints
-from nbaccel.features.check.redirection import Redirection
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes.supervisor import RunObservers
@@ -57,7 +57,7 @@ def run(launcher: Launcher, elsewhere: Path, start_method: str) -> Run:
             Devices(2),
             Start(start_method, "a test"),
             RunSettings(cpu=True),
-            saves_to=str(elsewhere),
+            parts=(("nbaccel.features.check.redirected_saves:RedirectedSaves", str(elsewhere)),),
         )
         result = launcher.run(spec, RunObservers(ConsoleScreen()))
         try:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from nbaccel.features.check import dry_run_task, rank_run
+from nbaccel.features.check import dry_run_task
+from nbaccel.features.check.dry_run import rank_run
+from nbaccel.features.check.dry_run.rank_records import read_records
+from nbaccel.features.check.dry_run.rewriting import LOG, REACHED
 from nbaccel.features.check.dry_run_task import DryRunTask
-from nbaccel.features.check.rank_records import read_records
-from nbaccel.features.check.rewriting import LOG, REACHED
 from nbaccel.launching.tasks.cell_code import CellSource
 
 

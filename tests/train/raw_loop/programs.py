@@ -9,7 +9,7 @@ from typing import Any
 
 from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
-from nbaccel.train.raw_loop.loop import ImplicitTraining
+from nbaccel.train.raw_loop.loop import RawLoopTraining
 
 __all__ = ["STEP", "said_by"]
 
@@ -33,7 +33,7 @@ def said_by(name: str, text: str, batches: str | None = None, **names: Any) -> s
     namespace: dict[str, Any] = {"__name__": "__main__", **names}
     source = SETUP + text
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    watch = ImplicitTraining(World.from_env(), RunSettings(batches=batches))
+    watch = RawLoopTraining(World.from_env(), RunSettings(batches=batches))
     with contextlib.redirect_stdout(io.StringIO()) as written:
         watch.begin(namespace)
         try:

@@ -17,7 +17,7 @@ from nbaccel.base.world import World
 from nbaccel.errors import RanksFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train.raw_loop.batch_values import BatchWatch
-from nbaccel.train.raw_loop.loop import ImplicitTraining
+from nbaccel.train.raw_loop.loop import RawLoopTraining
 
 ROWS = 6
 
@@ -186,7 +186,7 @@ def _train(loss: Loss) -> list[float]:
 
 def _in_a_rank(loss: Loss) -> tuple[list[float], bool]:
     torch.set_default_dtype(torch.float64)
-    watch = ImplicitTraining(World.from_env(), RunSettings())
+    watch = RawLoopTraining(World.from_env(), RunSettings())
     watch.begin(None)
     try:
         weights = _train(loss)

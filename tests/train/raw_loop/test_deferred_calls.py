@@ -17,7 +17,7 @@ from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
 from nbaccel.errors import RanksFailed
 from nbaccel.testing import run_ranks
-from nbaccel.train.raw_loop.loop import ImplicitTraining
+from nbaccel.train.raw_loop.loop import RawLoopTraining
 from train.raw_loop.loops import LOOPS, Loop, Values, ends, net, points, sgd
 from train.raw_loop.test_loops import differences, in_one_process
 
@@ -101,7 +101,7 @@ def never_drops() -> Values:
 
 
 def _watched(loop: Callable[[], Values]) -> list[Tensor]:
-    watch = ImplicitTraining(World.from_env(), RunSettings(split=PARTS))
+    watch = RawLoopTraining(World.from_env(), RunSettings(split=PARTS))
     watch.begin(None)
     try:
         weights, _ = loop()

@@ -25,7 +25,7 @@ from nbaccel.errors import NotPrepared, RanksFailed
 from nbaccel.launching import api
 from nbaccel.launching.launcher import Launcher
 from nbaccel.testing import run_ranks
-from nbaccel.train.raw_loop.loop import ImplicitTraining
+from nbaccel.train.raw_loop.loop import RawLoopTraining
 from nbaccel.train.raw_loop.single_rank import SingleRankWatch
 from train.raw_loop.loops import LOOPS, Loop, Values, ends, net, points, sgd
 
@@ -144,7 +144,7 @@ def _watched(loop: Loop) -> Values:
 
 
 def _in_a_rank(loop: Loop) -> tuple[list[Tensor], list[float], bool]:
-    watch = ImplicitTraining(World.from_env(), RunSettings())
+    watch = RawLoopTraining(World.from_env(), RunSettings())
     watch.begin(None)
     try:
         weights, printed = loop.run()
@@ -339,7 +339,7 @@ class _Fails(torch.autograd.Function):
 
 
 def _fails_in_its_second_backward() -> list[list[Any]]:
-    watch = ImplicitTraining(World.from_env(), RunSettings())
+    watch = RawLoopTraining(World.from_env(), RunSettings())
     watch.begin(None)
     try:
         model, found = net(), []

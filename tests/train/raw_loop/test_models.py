@@ -19,11 +19,11 @@ from nbaccel.base.world import World
 from nbaccel.errors import RanksFailed
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.partial_state import PartialState
-from nbaccel.train.raw_loop.loop import ImplicitTraining
+from nbaccel.train.raw_loop.loop import RawLoopTraining
 
 
 def watched(loop: Any, *args: Any) -> Any:
-    watch = ImplicitTraining(World.from_env(), RunSettings())
+    watch = RawLoopTraining(World.from_env(), RunSettings())
     watch.begin(None)
     try:
         values = loop(*args)
@@ -311,7 +311,7 @@ def alike() -> list[int]:
     torch.manual_seed(0)
     model = nn.ModuleDict({"net": nn.Linear(4, 1), "average": nn.Linear(4, 1)}).double()
     optimizer = torch.optim.SGD(model["net"].parameters(), lr=0.05)
-    watch = ImplicitTraining(World.from_env(), RunSettings())
+    watch = RawLoopTraining(World.from_env(), RunSettings())
     watch.begin(None)
     changed = []
     for _ in range(6):

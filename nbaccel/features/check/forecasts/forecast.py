@@ -105,7 +105,7 @@ class Forecast:
 def forecast(records: Iterable[Record], table: Sequence[Record], noise: float = 0.0) -> Forecast:
     """Return the time of the whole run.
 
-    records: those of one rank, see `nbaccel.features.check.loop_log`.  table: see `nbaccel.features.check.rewriting`.
+    records: those of one rank, see `dry_run.loop_log`.  table: see `dry_run.rewriting`.
     noise: of the machine, see `measure_noise`.
     """
     reckoning = _Reckoning({entry["number"]: entry for entry in table})

@@ -1,6 +1,7 @@
 """How often the parts of a library's training run in the whole of it. Pure arithmetic of the kernel.
 
-A dry run shortens such trainings, see `nbaccel.features.check.short_trainings`. Their records say what was planned.
+A dry run shortens such trainings, see `nbaccel.features.check.dry_run.short_trainings`. Their records say what was
+planned.
 """
 
 from __future__ import annotations

@@ -30,12 +30,13 @@ __all__ = [
 ]
 
 # Python puts the working folder first, in which a file of the user may be called json.py.
-_BOOTSTRAP = "import sys; sys.path[:1] = [{path!r}]; from nbaccel.features.check.shield.shield_holder import main; main({order!r})"
+_MAIN = "nbaccel.features.check.shield.shield_holder"
+_BOOTSTRAP = "import sys; sys.path[:1] = [{path!r}]; from " + _MAIN + " import main; main({order!r})"
 # CUDA has a program with the rights of root load the rest of the driver when it is used for the first time since the
 # machine was started. In a user namespace that program has no such rights.
 _USE_CUDA = "import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0)"
 _USE_S = 20.0
-_ABOVE_PACKAGE = str(Path(__file__).resolve().parents[3])
+_ABOVE_PACKAGE = str(Path(__file__).resolve().parents[4])
 _ANSWER_S = 20.0
 _END_S = 10.0
 
@@ -45,7 +46,8 @@ class FileShield:
 
     Start and close take about 60 ms each, on two cores. A second run sees what the first one wrote.
 
-    entry: for `LaunchSpec.shield`; empty if there is no shield.
+    entry: the argument of the rank part `Shielded`; empty if there is no shield.
+    meeting_folder: for the `LaunchSpec`, so that kernel and ranks see the same one; None if there is no shield.
     why_not: the reason for that, as half a sentence.
     not_covered: folders that can be written to and are not shielded, such as network file systems.
     room_bytes: for all that ranks write, on the disk of `folder`, or in memory if no disk takes it; 0 without a shield.
@@ -55,8 +57,10 @@ class FileShield:
         self._holder, self._folder, self._answer = holder, folder, answer
         self.why_not: str = answer["why_not"]
         self.entry = ""
+        self.meeting_folder: str | None = None
         if not self.why_not:
             self.entry = f"/proc/{answer['pid']}/ns {answer['namespace']} {_meeting_folder(folder)}"
+            self.meeting_folder = str(_meeting_folder(folder))
         self.not_covered = [Path(path) for path in answer.get("open", ()) if path != str(_meeting_folder(folder))]
         self.room_bytes: int = 0 if self.why_not else answer["memory_bytes"] or self.free_bytes(folder)
 

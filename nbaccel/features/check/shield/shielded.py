@@ -25,14 +25,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from nbaccel.base.errors import LaunchRefused
+from nbaccel.errors import LaunchRefused
 from nbaccel.features.check.shield.mount_table import call_libc, mount_points, read_mounts
+from nbaccel.launching.ipc.spec import Task
+from nbaccel.launching.rank.rank_part import RankPart
 
-__all__ = ["enter", "entered_by"]
-
-_Made = TypeVar("_Made")
+__all__ = ["Shielded", "enter"]
 
 _CLONE_FS, _CLONE_NEWNS, _CLONE_NEWUSER = 0x00000200, 0x00020000, 0x10000000
 _MAP_FIXED = 0x10
@@ -42,12 +42,19 @@ _LEAVE_OUT = ("/dev/", "/proc/", "/sys/")
 _DELETED = " (deleted)"
 
 
-def entered_by(entry: str, make_task: Callable[[], _Made]) -> Callable[[], _Made]:
-    """Enter the shield, and return `make_task`; if that fails, a function that raises instead of making a task.
+class Shielded(RankPart):
+    """Puts a rank behind the `FileShield` whose `entry` is the argument."""
 
-    Raises:
-        LaunchRefused: by the function that is returned: what this rank would write would be real.
-    """
+    def enter(self, make_task: Callable[[], Task]) -> Callable[[], Task]:
+        """Enter the shield, and return `make_task`; if that fails, a function that raises instead of making a task.
+
+        Raises:
+            LaunchRefused: By the function that is returned: what this rank would write would be real.
+        """
+        return _entered(self.argument, make_task)
+
+
+def _entered(entry: str, make_task: Callable[[], Task]) -> Callable[[], Task]:
     try:
         enter(entry)
     except OSError as error:
@@ -58,7 +65,7 @@ def entered_by(entry: str, make_task: Callable[[], _Made]) -> Callable[[], _Made
             f"cell was run, since its files would be real ones: start the check {advice}."
         )
 
-        def refuse() -> _Made:
+        def refuse() -> Task:
             raise refused
 
         return refuse

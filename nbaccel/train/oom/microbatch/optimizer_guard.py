@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nbaccel.base.errors import StepCorrupted
 from nbaccel.base.events import OutOfMemory, emit
 from nbaccel.base.memory_limit import is_shortage
 from nbaccel.base.values import frozen
+from nbaccel.errors import StepCorrupted
 from nbaccel.train.oom.memory import release_unused
 
 __all__ = [

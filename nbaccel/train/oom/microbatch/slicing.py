@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from nbaccel.base.errors import CannotCut, CannotSplit
 from nbaccel.base.values import frozen
+from nbaccel.errors import CannotCut, CannotSplit
 from nbaccel.train.distributed.counted_batch import (
     CountedBatch,
     ListLayout,

@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from nbaccel.base.aborting import abort_device_groups, settle, uses_device
-from nbaccel.base.errors import CollectiveMismatch, PeerFailed
 from nbaccel.base.events import Event, ExchangeLeft, Sink, Waiting, outlet
 from nbaccel.base.quantities import numbers_in_order
 from nbaccel.base.values import frozen
+from nbaccel.errors import CollectiveMismatch, PeerFailed
 from nbaccel.train.distributed.collectives import Collectives
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.retry.attempt import Attempt, AttemptShortage, ShortagePlace

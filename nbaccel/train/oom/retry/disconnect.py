@@ -23,9 +23,9 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from nbaccel.base.aborting import abort_device_groups, await_aborts, is_aborted, uses_device
-from nbaccel.base.errors import NbaccelError, PeerFailed
 from nbaccel.base.events import Waiting, emit
 from nbaccel.base.values import frozen
+from nbaccel.errors import NbaccelError, PeerFailed
 
 __all__ = [
     "SETTLE_S",

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from nbaccel.base.aborting import abort_device_groups
-from nbaccel.base.errors import PeerFailed
 from nbaccel.base.quantities import numbers_in_order
+from nbaccel.errors import PeerFailed
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.retry.disconnect import SETTLE_S, AttemptStore, Watcher, may_result_from_waking
 

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nbaccel.base.aborting import DEVICE_BACKENDS, abort_device_groups
-from nbaccel.base.errors import PeerFailed
 from nbaccel.base.values import frozen
+from nbaccel.errors import PeerFailed
 from nbaccel.train.distributed.collectives import pack, unpack
 from nbaccel.train.distributed.nested import map_children
 from nbaccel.train.distributed.process_group import process_group

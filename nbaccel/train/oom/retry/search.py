@@ -12,9 +12,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from nbaccel.base.errors import NoBatchSizeFits
 from nbaccel.base.events import OutOfMemory, emit
 from nbaccel.base.memory_request import WHAT_HELPS
+from nbaccel.errors import NoBatchSizeFits
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.partial_state import PartialState, current_world
 from nbaccel.train.oom.memory import release_unused

@@ -16,7 +16,7 @@ from numbers import Real
 from types import MappingProxyType, TracebackType
 from typing import Any, Protocol
 
-from nbaccel.features.check.loop_totals import total_of
+from nbaccel.features.check.dry_run.loop_totals import total_of
 
 __all__ = ["MOST_BATCHES", "Branch", "DryRunEnded", "Loop", "OpenSpans", "Span", "TrainerPart"]
 
@@ -48,7 +48,7 @@ class DryRunEnded(BaseException):
 
 
 class Drawn(Protocol):
-    """A pass over a loader, as a loop that draws from it sees it: `nbaccel.features.check.loop_log.MeasuredPass`."""
+    """A pass over a loader, as a loop that draws from it sees it; see `MeasuredPass` of `loop_log`."""
 
     began_in: dict[int, int]
     last_drawn_in: tuple[int, int]

@@ -26,9 +26,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
-from nbaccel.base.errors import CannotSplit
-from nbaccel.features.check.function_hooks import FunctionHooks
-from nbaccel.features.check.loop_log import DryRunEnded
+from nbaccel.errors import CannotSplit
+from nbaccel.features.check.dry_run.function_hooks import FunctionHooks
+from nbaccel.features.check.dry_run.loop_log import DryRunEnded
 from nbaccel.features.source.fingerprint import checksum_of
 from nbaccel.train.data.counting import as_counted
 from nbaccel.train.data.loader import PreparedLoader

@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from types import ModuleType
 from typing import Any
 
+from nbaccel.features.check.dry_run.loader_cuts import LoaderCuts
 from nbaccel.features.check.forecasts.trainer_counts import EVALUATION, SAVE, TRAINING
-from nbaccel.features.check.loader_cuts import LoaderCuts
 
 __all__ = ["ShortTrainings"]
 

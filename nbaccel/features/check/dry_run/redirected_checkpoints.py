@@ -16,7 +16,7 @@ from typing import Any
 
 import nbaccel.train.accelerator as accelerator_module
 from nbaccel.base.settings import RunSettings
-from nbaccel.features.check.redirection import Redirection
+from nbaccel.features.check.dry_run.redirection import Redirection
 from nbaccel.train.checkpoint import model_weights
 from nbaccel.train.checkpoint.autosave import CheckpointPolicy
 from nbaccel.train.checkpoint.directory import CheckpointDirectory, FoundCheckpoint

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
-from nbaccel.features.check.device_clock import DeviceMark, DeviceSpans
+from nbaccel.features.check.dry_run.device_clock import DeviceMark, DeviceSpans
 
 __all__ = ["ObservedPass", "StepTimes"]
 

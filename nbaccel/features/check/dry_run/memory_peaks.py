@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nbaccel.features.check.step_times import ObservedPass
+from nbaccel.features.check.dry_run.step_times import ObservedPass
 
 __all__ = ["MemoryPeaks"]
 

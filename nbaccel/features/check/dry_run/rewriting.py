@@ -1,7 +1,7 @@
 """Rewrites loops of a program, so that a dry run can end them, and marks the lines that are reached. Runs in ranks.
 
-A rewritten program asks one object, the builtin `LOG` (see `nbaccel.features.check.loop_log`), before each round of a
-loop::
+A rewritten program asks one object, the builtin `LOG` (see `nbaccel.features.check.dry_run.loop_log`), before each
+round of a loop::
 
     for batch in loader:          with __nbaccel_log__.loop(7):
         train(batch)                  for batch in __nbaccel_log__.over(7, loader):

@@ -17,9 +17,9 @@ from types import FrameType
 from typing import Any, Protocol
 
 from nbaccel.base.notices import PACKAGE_DIR
-from nbaccel.features.check.batch_choice import FIRST, ChosenBatches
-from nbaccel.features.check.loop_spans import MOST_BATCHES
-from nbaccel.features.check.worker_times import BatchesMade
+from nbaccel.features.check.dry_run.batch_choice import FIRST, ChosenBatches
+from nbaccel.features.check.dry_run.loop_spans import MOST_BATCHES
+from nbaccel.features.check.dry_run.worker_times import BatchesMade
 
 __all__ = [
     "LoopRecords",

@@ -24,12 +24,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from nbaccel.base.quantities import length_or_none
-from nbaccel.features.check.batch_choice import ChosenBatches, ItemLengths, choose
-from nbaccel.features.check.decisions import SharedDecisions
-from nbaccel.features.check.device_clock import device_seconds
-from nbaccel.features.check.loop_log import DryRunEnded
-from nbaccel.features.check.loop_spans import MOST_BATCHES
-from nbaccel.features.check.one_pass import (
+from nbaccel.features.check.dry_run.batch_choice import ChosenBatches, ItemLengths, choose
+from nbaccel.features.check.dry_run.decisions import SharedDecisions
+from nbaccel.features.check.dry_run.device_clock import device_seconds
+from nbaccel.features.check.dry_run.loop_log import DryRunEnded
+from nbaccel.features.check.dry_run.loop_spans import MOST_BATCHES
+from nbaccel.features.check.dry_run.one_pass import (
     LoopRecords,
     OnePass,
     PassWatcher,
@@ -39,7 +39,7 @@ from nbaccel.features.check.one_pass import (
     rows_of,
     users_frames,
 )
-from nbaccel.features.check.worker_times import WorkerTimes
+from nbaccel.features.check.dry_run.worker_times import WorkerTimes
 
 __all__ = ["LoaderCuts"]
 
@@ -61,7 +61,7 @@ _CUT = "_nbaccel_cut"
 class LoaderCuts:
     """Cuts every loader of this process's main program, between `begin` and `end`.
 
-    Begin it after `ImplicitTraining` has installed its hooks in torch's iterators: a loop may get one of many batches.
+    Begin it after `RawLoopTraining` has installed its hooks in torch's iterators: a loop may get one of many batches.
 
     log: of the loops.  write: appends a record.
     decisions: of all ranks.  watchers: observers of passes.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
-from nbaccel.features.check.device_clock import device_seconds
+from nbaccel.features.check.dry_run.device_clock import device_seconds
 
 __all__ = ["SavedFiles"]
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from nbaccel.base.settings import EACH, RunSettings
-from nbaccel.features.check.decisions import SharedDecisions
-from nbaccel.features.check.function_hooks import FunctionHooks
-from nbaccel.features.check.loader_cuts import LoaderCuts
-from nbaccel.features.check.loop_log import LoopLog
-from nbaccel.features.check.memory_peaks import MemoryPeaks
-from nbaccel.features.check.one_pass import OnePass
-from nbaccel.features.check.saved_files import SavedFiles
-from nbaccel.features.check.step_times import StepTimes
+from nbaccel.features.check.dry_run.decisions import SharedDecisions
+from nbaccel.features.check.dry_run.function_hooks import FunctionHooks
+from nbaccel.features.check.dry_run.loader_cuts import LoaderCuts
+from nbaccel.features.check.dry_run.loop_log import LoopLog
+from nbaccel.features.check.dry_run.memory_peaks import MemoryPeaks
+from nbaccel.features.check.dry_run.one_pass import OnePass
+from nbaccel.features.check.dry_run.saved_files import SavedFiles
+from nbaccel.features.check.dry_run.step_times import StepTimes
 from nbaccel.train.checkpoint import manager, writer
 from nbaccel.train.checkpoint.directory import CheckpointDirectory
 from nbaccel.train.data import loader as prepared_loader
@@ -55,7 +55,7 @@ class DryRunParts:
 
     log: of the loops.  write: appends a record.  folder: an empty one that all ranks see, for what they decide alike.
 
-    Begin them after `ImplicitTraining`, if there is one.
+    Begin them after `RawLoopTraining`, if there is one.
     """
 
     def __init__(self, log: LoopLog, write: Callable[[Mapping[str, Any]], None], folder: Path) -> None:

@@ -1,8 +1,9 @@
 """`LoopLog` answers what rewritten code asks, and writes the records of its loops. Runs in ranks.
 
-Rewritten code (see `nbaccel.features.check.rewriting`) asks the log before each round; cut loaders and optimizers tell
-it what happens. After how many rounds a loop ends is decided by `loop_spans.Loop`. Records are written when a loop, a
-branch or a pass ends, and when a loop matters for the first time: what a killed rank has left says where it was.
+Rewritten code (see `nbaccel.features.check.dry_run.rewriting`) asks the log before each round; cut loaders and
+optimizers tell it what happens. After how many rounds a loop ends is decided by `loop_spans.Loop`. Records are written
+when a loop, a branch or a pass ends, and when a loop matters for the first time: what a killed rank has left says where
+it was.
 
 Seconds are those of `clock`, which waits for the GPU first: a round ends when its work is done, not when it was asked
 for. So a loop that never waits for its device seems as long as its loader and its device together.
@@ -15,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from nbaccel.features.check.device_clock import device_seconds
-from nbaccel.features.check.loop_spans import (
+from nbaccel.features.check.dry_run.device_clock import device_seconds
+from nbaccel.features.check.dry_run.loop_spans import (
     KEPT,
     MOST_BATCHES,
     MOST_RECORDS,

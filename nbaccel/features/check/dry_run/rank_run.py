@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from nbaccel.features.check.loop_log import DryRunEnded, LoopLog
-from nbaccel.features.check.rank_records import RankRecords
-from nbaccel.features.check.rewriting import Table, provide, rewrite, rewrite_functions
-from nbaccel.features.check.short_trainings import ShortTrainings
+from nbaccel.features.check.dry_run.loop_log import DryRunEnded, LoopLog
+from nbaccel.features.check.dry_run.rank_records import RankRecords
+from nbaccel.features.check.dry_run.rewriting import Table, provide, rewrite, rewrite_functions
+from nbaccel.features.check.dry_run.short_trainings import ShortTrainings
 
 __all__ = ["RankDryRun", "go_offline"]
 

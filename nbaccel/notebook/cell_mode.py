@@ -1,0 +1,100 @@
+"""CellMode: what becomes of a cell, as its flags say. Runs in the kernel.
+
+`run_cell` has the mode plan the cell and then run it, and knows no mode by name. A cell without a flag for another
+mode runs in ranks, see `InRanks`; the other modes are features, found by their flags.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Protocol
+
+from nbaccel.display.run_view import PanelSink
+from nbaccel.features import feature, mode_flag
+from nbaccel.launching.kernel_models import kernel_freed
+from nbaccel.notebook.background import why_not_in_the_background
+from nbaccel.notebook.cell_plan import AskedCell, CellPlan
+from nbaccel.notebook.cell_run import interrupts_in_one_line
+from nbaccel.notebook.inline_cell import run_in_the_kernel
+from nbaccel.notebook.session import Session
+from nbaccel.notebook.stop_control import steered
+from nbaccel.options.run_options import RunOptions
+
+__all__ = ["CellMode", "run_cell"]
+
+_MAY_HAVE_CHANGED = "ranks of a second start would see a notebook that has changed since; without --bg"
+
+
+class CellMode(Protocol):
+    """A way to run a cell."""
+
+    def plan(self, session: Session, cell: AskedCell) -> Any:
+        """Decide everything, refuse what cannot work, and print the notes before a run. Nothing begins.
+
+        Raises:
+            LaunchRefused, UsageError, SyntaxError: With what to do instead.
+        """
+
+    def run(self, session: Session, plan: Any) -> Any:
+        """Do what `plan` has returned, show it, and return the value of the cell."""
+
+
+class InRanks:
+    """Runs a cell in ranks: while the notebook waits, in the background, or, without processes, in the kernel."""
+
+    def plan(self, session: Session, cell: AskedCell) -> CellPlan:
+        return session.plan(cell)
+
+    def run(self, session: Session, plan: CellPlan) -> Any:
+        """Run the cell's body, bring its results back, and return the value of its last expression.
+
+        Raises:
+            The error of the first rank that failed; KeyboardInterrupt, TimeoutError: the run was stopped;
+            ResultsMissing: it ended well, but a name of `--out` did not come. Values that came are in the notebook.
+        """
+        start = plan.plan.start
+        if plan.plan.options.bg:
+            if not (why := why_not_in_the_background(start.method, session.shell, session.survey().platform)):
+                return self._leave(session, plan)
+            session.say(f"--bg: {why}, so this cell waits for its run")
+        if start.method == "inline":
+            shown = session.show(plan, PanelSink())
+            return run_in_the_kernel(
+                plan.spec, plan.source.name, plan.task, shown, plan.origin, session.launcher.remember, session.say
+            )
+        with steered(session.shell, session.former_button) as (frames, beside):
+            run = session.begin(plan, session.show(plan, frames))
+            is_freed = plan.plan.options.free_kernel
+            freed = kernel_freed(session.movable(plan.plan), session.say) if is_freed else nullcontext()
+            try:
+                with interrupts_in_one_line(), freed:
+                    run.go(plan.host, listeners=[session.rank_memory], beside=beside)
+            finally:
+                if run.is_over:  # also after an interrupt while models were moved back, raised after this
+                    value = session.conclude_and_show(run)
+            return value
+
+    def _leave(self, session: Session, plan: CellPlan) -> None:
+        """Start the run and let the cell end."""
+        place = session.place()
+        plan = replace(plan, spec=replace(plan.spec, no_restart=_MAY_HAVE_CHANGED))
+        run = session.begin(plan, session.show(plan, place.frames, place.screen))
+        session.background.begin(run, lambda: session.conclude(run), plan.host, [session.rank_memory], [place.beside])
+
+
+def run_cell(session: Session, asked: RunOptions, body: str, typed: str = "") -> Any:
+    """Run a cell as its flags say; return the value of its last expression, if it has one in this mode.
+
+    typed: the flags as they were typed.
+
+    Raises:
+        LaunchRefused, UsageError, SyntaxError: Nothing was started.
+        FeatureMissing: A flag belongs to a feature that is not there; nothing was started.
+        What the mode raises, see `InRanks.run`.
+    """
+    with interrupts_in_one_line():
+        flag = mode_flag(asked)
+        mode: CellMode = InRanks() if flag is None else feature(flag)()
+        plan = mode.plan(session, AskedCell(asked, body, typed))
+    return mode.run(session, plan)

@@ -1,0 +1,42 @@
+"""A cell as it was asked for, and as it was planned. Values; made in the kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbaccel.launching.ipc.spec import LaunchSpec
+from nbaccel.launching.plan import LaunchPlan
+from nbaccel.launching.run import RunOrigin
+from nbaccel.launching.tasks.cell_code import CellSource
+from nbaccel.launching.tasks.cell_task import CellTask
+from nbaccel.notebook.cell_run import Host
+from nbaccel.options.run_options import RunOptions
+
+__all__ = ["AskedCell", "CellPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedCell:
+    """A cell, as the magic got it.
+
+    options: what its flags say.  typed: these flags, as they were typed.
+    """
+
+    options: RunOptions
+    body: str
+    typed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CellPlan:
+    """A cell that may run: where, how, and as what. Nothing has begun.
+
+    host: the launcher, or ranks that stay.  origin: what `nbaccel.runs` keeps of its flags.
+    """
+
+    host: Host
+    plan: LaunchPlan
+    source: CellSource
+    task: CellTask
+    spec: LaunchSpec
+    origin: RunOrigin
