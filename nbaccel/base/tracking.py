@@ -44,7 +44,7 @@ _ACCELERATES = {
 }
 """Accelerate's class names of trackers that exist here too, with nbaccel's names."""
 
-_missing = missing_from(__name__)
+_missing = missing_from("nbaccel.tracking")
 
 
 def __getattr__(name: str) -> Any:

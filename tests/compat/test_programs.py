@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from environments import REPOSITORY
-from nbaccel import launching as launch, notebook_launcher
+from nbaccel import launch, notebook_launcher
 from nbaccel.launching.launcher import default_launcher
 from nbaccel.testing import run_ranks
 

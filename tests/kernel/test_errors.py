@@ -267,11 +267,11 @@ def test_errors_of_ranks_are_shown_as_the_class_and_the_notebook_say(kernel: Rea
 
 def test_an_interrupt_while_no_code_of_the_cell_runs_shows_no_line_of_ours(kernel: RealKernel) -> None:
     kernel.do("""
-        from nbaccel.notebook.session import Session as _Session
+        from nbaccel.notebook import cell_mode as _cell_mode
         _ours = {}
         exec(compile("def run(*_): __import__('signal').raise_signal(2)", nbaccel.__file__, "exec"), _ours)
-        _run, _Session.run = _Session.run, _ours["run"]
+        _run, _cell_mode.run_cell = _cell_mode.run_cell, _ours["run"]
     """)
     cell = kernel.run(accelerate("print('ran')", "fork"))
-    kernel.do("_Session.run = _run")
+    kernel.do("_cell_mode.run_cell = _run")
     assert cell.failed("KeyboardInterrupt").text == "KeyboardInterrupt: interrupted while no code of the cell ran."

@@ -14,7 +14,7 @@ from kernel.harness import Cell, Execution, RealKernel, accelerate
 
 START = """
 from dataclasses import replace
-from nbaccel.notebook.jobs import map_items
+from nbaccel.features.map import map_items
 _planned = map_items.planned
 map_items.planned = lambda options, *rest: _planned(replace(options, start={start!r}), *rest)
 """

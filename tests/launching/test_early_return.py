@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nbaccel import Accelerator, CollectiveMismatch, PartialState, launching as launch
+from nbaccel import Accelerator, CollectiveMismatch, PartialState, launch
 
 
 def _leaves_before_a_gather() -> None:

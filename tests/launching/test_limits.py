@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbaccel import Accelerator, launching as launch
+from nbaccel import Accelerator, launch
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.spec import ProgramLimit
 from nbaccel.launching.processes.shutdown import TimeLimits

@@ -25,7 +25,7 @@ WAIT_S = 120.0
 KERNEL = """
 import json, sys, time
 import nbaccel
-from nbaccel.notebook.jobs import map_items
+from nbaccel.features.map import map_items
 from dataclasses import replace
 
 def answer(state, items):

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from nbaccel import Accelerator, find_executable_batch_size, launching as launch
+from nbaccel import Accelerator, find_executable_batch_size, launch
 
 _ACCELERATOR = Accelerator()
 """Made in the kernel, as notebooks do."""

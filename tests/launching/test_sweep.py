@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import nbaccel
-from nbaccel import Accelerator, LaunchRefused, launching as launch
+from nbaccel import Accelerator, LaunchRefused, launch
 from nbaccel.base.hardware import Gpu, MemoryInfo, Survey
 from nbaccel.base.settings import RunSettings
 from nbaccel.features.sweep.sweep import line_on_copies, refuse_a_full_host, sweep

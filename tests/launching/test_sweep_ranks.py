@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import nbaccel
-from nbaccel import Accelerator, launching as launch
+from nbaccel import Accelerator, launch
 from nbaccel.base.hardware import Gpu, Survey
 from nbaccel.features.sweep.sweep import sweep
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbaccel import RankDied, launching as launch
+from nbaccel import RankDied, launch
 from nbaccel.train.distributed.process_group import process_group
 
 pytestmark = pytest.mark.slow

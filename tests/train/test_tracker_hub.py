@@ -107,7 +107,7 @@ class WrittenForAccelerate(GeneralTracker):
 
 
 def test_a_tracker_that_was_written_for_accelerate_works_beside_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbaccel.tracking.find_spec", lambda name: None)  # of the services, none is here
+    monkeypatch.setattr("nbaccel.base.tracking.find_spec", lambda name: None)  # of the services, none is here
     mine = WrittenForAccelerate("run")
     accelerator = Accelerator(log_with=["all", mine])
     accelerator.init_trackers("digits", config={"lr": 0.1})
@@ -232,7 +232,7 @@ def test_what_is_no_tracker_is_refused() -> None:
 
 
 def test_a_missing_package_is_an_error_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbaccel.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("nbaccel.base.tracking.find_spec", lambda name: None)
     accelerator = Accelerator(log_with="wandb")
     with pytest.raises(ModuleNotFoundError, match=r"(?s)needs the package wandb.*pip install 'nbaccel\[wandb\]'"):
         accelerator.init_trackers("digits")
@@ -246,7 +246,7 @@ def test_a_tracker_that_writes_files_asks_for_a_folder() -> None:
 
 
 def test_all_means_those_that_can_work_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("nbaccel.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("nbaccel.base.tracking.find_spec", lambda name: None)
     with_folder = Accelerator(log_with="all", project_dir=tmp_path)
     with_folder.init_trackers("digits")
     assert [tracker.name for tracker in with_folder.trackers] == ["csv", "jsonl"]
@@ -263,7 +263,7 @@ def test_a_name_that_stands_twice_is_one_tracker(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["csv", "swanlab"])
 def test_stale_metadata_is_said_and_not_taken_for_a_wrong_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("nbaccel.tracking.entry_points", lambda group: [])
+    monkeypatch.setattr("nbaccel.base.tracking.entry_points", lambda group: [])
     with pytest.raises(ValueError, match=r"(?s)its installation does not know it.*pip install -e \."):
         Accelerator(log_with=name)
 

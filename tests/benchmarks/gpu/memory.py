@@ -202,7 +202,7 @@ def _one_run(place: Place) -> None:
 
 def _left_by_a_run(place: Place) -> int:
     """Bytes that are in use after a launch and were not before: of the device, or of this process on the host."""
-    from nbaccel import launching as launch
+    from nbaccel import launch
 
     def used() -> int:
         return Survey.take().gpus[0].used_bytes if place.device_type == "cuda" else psutil.Process().memory_info().rss

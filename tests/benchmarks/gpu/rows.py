@@ -316,7 +316,7 @@ def _unmodified(place: Place) -> tuple[float, Tensor]:
 
 def _by_the_line(place: Place) -> tuple[float, Tensor]:
     """The same in two ranks, each with a card of its own."""
-    from nbaccel import launching as launch
+    from nbaccel import launch
 
     told: tuple[float, Tensor] = launch(_unmodified, 2, (place,), cpu=place.device_type == "cpu", setup=_SETUP).value
     return told
@@ -395,7 +395,7 @@ def _first_step(way: Way, steps: Steps) -> Function:
 
 def _launched(start_method: str, place: Place) -> Launch:
     def start(function: Callable[[Path], None], folder: Path, ranks: int) -> None:
-        from nbaccel import launching as launch
+        from nbaccel import launch
 
         launch(function, ranks, (folder,), start_method=start_method, cpu=place.device_type == "cpu")
 

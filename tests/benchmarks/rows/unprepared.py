@@ -107,7 +107,7 @@ def _waiting() -> tuple[float, Tensor]:
 
 
 def _waiting_bout(ranks: int) -> Bout:
-    from nbaccel import launching as launch
+    from nbaccel import launch
 
     ends: list[Tensor] = []
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.offloading import Model, ids
 from gpu.facts import fact, tell_cases
-from nbaccel import Accelerator, dispatch_model, init_empty_weights, launching as launch, load_checkpoint_and_dispatch
+from nbaccel import Accelerator, dispatch_model, init_empty_weights, launch, load_checkpoint_and_dispatch
 
 _BLOCKS, _WIDTH = 12, {"cuda": 2048, "cpu": 64}
 _TURNS = 5

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpu.facts import tell_cases
-from nbaccel import launching as launch
+from nbaccel import launch
 from nbaccel.base.hardware import Survey
 from nbaccel.testing import run_ranks
 from nbaccel.train.raw_loop.loop import RawLoopTraining

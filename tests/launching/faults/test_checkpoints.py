@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mounts import make_read_only, on_small_disk
-from nbaccel import RankDied, launching as launch
+from nbaccel import RankDied, launch
 from nbaccel.errors import CannotSave, CheckpointCorrupt, UntrustedPickle
 from nbaccel.testing import Faults
 from nbaccel.utils import ProjectConfiguration

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mounts import on_small_disk
-from nbaccel import Accelerator, NestedLaunch, find_executable_batch_size, launching as launch
+from nbaccel import Accelerator, NestedLaunch, find_executable_batch_size, launch
 from nbaccel.utils import DataLoaderConfiguration, gather_object
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from nbaccel import Accelerator, CollectiveMismatch, RankDied, launching as launch
+from nbaccel import Accelerator, CollectiveMismatch, RankDied, launch
 from nbaccel.errors import RanksFailed
 
 pytestmark = pytest.mark.slow

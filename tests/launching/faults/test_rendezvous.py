@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kernel.sockets import is_loopback, listening_addresses
-from nbaccel import launching as launch
+from nbaccel import launch
 
 pytestmark = pytest.mark.slow
 

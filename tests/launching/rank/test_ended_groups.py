@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
-from nbaccel import Accelerator, find_executable_batch_size, launching as launch
+from nbaccel import Accelerator, find_executable_batch_size, launch
 from nbaccel.launching.rank import process_setup
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from nbaccel import Accelerator, LocalSGD, launching as launch
+from nbaccel import Accelerator, LocalSGD, launch
 from nbaccel.base.notices import unignored
 from nbaccel.errors import NotPrepared
 from nbaccel.launching.ipc.control import ControlPage

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel import launching as launch
+from nbaccel import launch
 from nbaccel.errors import NotPrepared
 from nbaccel.launching.ipc.spec import Devices, LaunchSpec, SharedNamespace, Start, TaskWatch
 from nbaccel.launching.launcher import Launcher, default_launcher

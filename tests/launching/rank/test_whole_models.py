@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbaccel import Accelerator, launching as launch
+from nbaccel import Accelerator, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
