@@ -10,6 +10,7 @@ import math
 import operator
 import pickle
 import random
+import reprlib
 import sys
 import weakref
 import zlib
@@ -213,6 +214,11 @@ class _ArrayOfAClass(_Array):
         return np.ndarray.view(obj, np.ndarray)
 
 
+_SHORT = reprlib.Repr()  # of attributes without end, and of objects whose own raises
+_SHORT.maxlevel, _SHORT.maxtuple, _SHORT.maxlist, _SHORT.maxdict = 4, 9, 99, 99
+_SHORT.maxstring, _SHORT.maxother = 999, 999
+
+
 class _Table(Kind):
     """DataFrames and Series, read by columns, and written as pandas' own ``inplace=True`` does."""
 
@@ -223,7 +229,7 @@ class _Table(Kind):
         is_column = issubclass(type(obj), pandas.Series)
         columns = [obj] if is_column else [obj.iloc[:, i] for i in range(obj.shape[1])]
         names = [list(axis.names) for axis in obj.axes], obj.name if is_column else None, dict(obj.attrs)
-        return list(obj.axes), [_digest_of_column(column) for column in columns], repr(names)
+        return list(obj.axes), [_digest_of_column(column) for column in columns], _SHORT.repr(names)
 
     def change(self, obj: Any, mark: tuple[list[Any], list[Any], Any]) -> tuple[Any] | None:
         axes, columns, names = self.mark(obj)

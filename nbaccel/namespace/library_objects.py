@@ -5,6 +5,7 @@ Each is known by its module and class, so that nothing is imported. Runs in rank
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -72,11 +73,12 @@ def facts_of_matrix(matrix: Any) -> Any:
 
 
 def facts_of_tokenizer(tokenizer: Any) -> Any:
-    """Return what a program may set in a tokenizer: its pickle, of the whole vocabulary, takes half a second."""
+    """Return what a program may set in a tokenizer: its pickle, of the whole vocabulary, takes half a second.
+
+    Not how it pads and truncates: tokenizers of transformers set that in each call, by the call's arguments.
+    """
     sizes = tokenizer.get_vocab_size(False), tokenizer.get_vocab_size(True)
     names = (
-        "padding",
-        "truncation",
         "normalizer",
         "pre_tokenizer",
         "post_processor",
@@ -94,10 +96,11 @@ class Script(Kind):
             yield ("script", name), value
 
     def mark(self, obj: Any) -> Any:
-        return obj.training
+        return getattr(obj, "training", None)  # none in a module that was frozen
 
     def change(self, obj: Any, mark: Any) -> Any:
-        return None if obj.training == mark else (obj.training,)
+        now = self.mark(obj)
+        return None if now == mark else (now,)
 
     def writing(self, obj: Any, change: Any) -> Write:
         return lambda: obj.train(change[0])
@@ -108,4 +111,4 @@ def _tensors_of_script(obj: Any) -> dict[str, Any]:
 
 
 def tensor_of_script(obj: Any, name: str) -> Any:
-    return _tensors_of_script(obj)[name]
+    return functools.reduce(getattr, name.split("."), obj)

@@ -658,14 +658,6 @@ WALK: dict[str, dict[str, tuple[str, str]]] = {
             "import tokenizers as b; a = b.Tokenizer(b.models.WordLevel({'[UNK]': 0}, unk_token='[UNK]'))",
             "a.add_tokens(['c'])",
         ),
-        "padding": (
-            "import tokenizers as b; a = b.Tokenizer(b.models.BPE())",
-            "a.enable_padding(length=4)",
-        ),
-        "truncation": (
-            "import tokenizers as b; a = b.Tokenizer(b.models.BPE())",
-            "a.enable_truncation(4)",
-        ),
         "pre-tokenizer": (
             "import tokenizers as b; a = b.Tokenizer(b.models.BPE())",
             "a.pre_tokenizer = b.pre_tokenizers.Whitespace()",

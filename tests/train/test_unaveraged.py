@@ -5,8 +5,10 @@ Every program trains on two ranks with a part of the rows each, and is compared 
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -765,3 +767,34 @@ def test_adapters_of_peft_train_without_a_comparison() -> None:
     (first, compared), (second, _) = run_ranks(2, _peft)
     assert compared == 0
     assert all(map(torch.equal, first, second)), "averaged by DDP"
+
+
+class _WithRate(torch.optim.SGD):
+    """Takes a learning rate at its step, where torch's take a closure."""
+
+    def step(self, rate: float | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] = rate
+        super().step()
+
+
+def _folds() -> tuple[list[bool], float]:
+    """Train two folds, each with an Accelerator of its own; return which models are still there."""
+    models: list[weakref.ref[torch.nn.Parameter]] = []
+    for _ in range(2):
+        accelerator = Accelerator()
+        model = torch.nn.Linear(2, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        own = _WithRate(model.parameters(), lr=0.0)
+        accelerator.backward(model(torch.ones(2, 2)).mean())
+        optimizer.step()
+        own.step(0.5)
+        models.append(weakref.ref(next(model.parameters())))
+        rate = own.param_groups[0]["lr"]
+        del accelerator, model, optimizer, own
+        gc.collect()
+    return [model() is not None for model in models], rate
+
+
+def test_an_accelerator_that_is_dropped_takes_its_models_along_and_own_steps_get_what_they_are_given() -> None:
+    assert run_ranks(2, _folds) == [([False, False], 0.5)] * 2

@@ -29,6 +29,9 @@ _MOST_FILES = 10_000
 _SMALL_BYTES, _MOST_COPIED_BYTES = 1 << 20, 64 << 20
 """Sizes of a file, and of all files, that are copied where a file can have no second name."""
 
+_MOST_COPIED_FILES = 500
+"""Number of such copies: on a drive far away, opening and reading one takes a fifth of a second."""
+
 _State = tuple[int, int, int]
 """Time, size and number of a file."""
 
@@ -142,14 +145,15 @@ def _state(known: os.stat_result) -> _State:
 
 def _kept_in(keep: Path, files: dict[str, _State]) -> Iterator[tuple[str, Path]]:
     """Yield the path of each file that can be kept, and its second name, or that of a copy."""
-    left_bytes = _MOST_COPIED_BYTES
+    left_bytes, copies = _MOST_COPIED_BYTES, 0
     for number, (path, (_, size, _)) in enumerate(files.items()):
         kept = keep / str(number)
         with suppress(OSError):  # it was removed meanwhile
             if os.path.islink(path) or not os.path.isfile(path):
                 continue
-            is_small = size <= min(_SMALL_BYTES, left_bytes)
-            left_bytes -= _link_or_copy(path, str(kept), may_copy=is_small)
+            is_small = size <= min(_SMALL_BYTES, left_bytes) and copies < _MOST_COPIED_FILES
+            copied = _link_or_copy(path, str(kept), may_copy=is_small)
+            left_bytes, copies = left_bytes - copied, copies + (copied > 0)
             yield path, kept
 
 

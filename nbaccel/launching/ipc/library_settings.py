@@ -66,7 +66,7 @@ class LibrarySettings:
         own: Any = logging
         return cls(
             dict(_values(_PROCESS, lambda name: True)),
-            dict(_values(_OPTIONS, lambda name: name in sys.modules)),
+            dict(_values(_pickled_options(), lambda name: name in sys.modules)),
             loggers,
             dict(own._levelToName),
             own._warnings_showwarning is not None,
@@ -88,7 +88,7 @@ class LibrarySettings:
         logging.disable(self.disabled_below)
         later: dict[str, list[Callable[[], object]]] = {}
         for name, value in self.options.items():
-            later.setdefault(name, []).append(functools.partial(_OPTIONS[name].write, value))
+            later.setdefault(name, []).append(functools.partial(_set_option, name, value))
         for name, logger in self.loggers.items():
             put = functools.partial(logger.put, name)
             package = name.partition(".")[0]
@@ -124,7 +124,10 @@ class _Logger:
             try:
                 handlers.append(_pickled(each))
             except Exception:
-                unsent.append(f"the {type(each).__name__} of logger {logger.name}")
+                # A package imported under ``%%capture`` has its own handler write there; in the rank it makes another.
+                is_its_own = type(each) is logging.StreamHandler and logger.name.partition(".")[0] in sys.modules
+                if logger is logging.root or not is_its_own:
+                    unsent.append(f"the {type(each).__name__} of logger {logger.name}")
         found = cls(logger.level, bool(logger.propagate), bool(logger.disabled), tuple(handlers))
         is_of_a_package = found != cls() and logger.name.partition(".")[0] in sys.modules
         return cls(found.level, found.propagate, found.disabled, found.handlers, is_of_a_package)
@@ -312,3 +315,17 @@ _OPTIONS = {
     ),
 }
 """Options of packages, by the module that has them."""
+
+
+def _pickled_options() -> dict[str, _Setting]:
+    """Return settings whose values are pickled, each by itself: a formatter of pandas may hold what cannot be sent."""
+    import cloudpickle
+
+    return {
+        name: _Setting(lambda read=setting.read: cloudpickle.dumps(read()), setting.write)  # type: ignore[misc]
+        for name, setting in _OPTIONS.items()
+    }
+
+
+def _set_option(name: str, pickled: bytes) -> None:
+    _OPTIONS[name].write(pickle.loads(pickled))

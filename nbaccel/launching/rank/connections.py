@@ -23,6 +23,9 @@ from nbaccel.launching.rank.jupyter import is_of_the_kernel
 
 __all__ = ["Connections", "explain"]
 
+_OF_TORCH = "/torch-shm-dir-"
+"""In the path of torch's server of shared memory ("file_system"), whose connection torch keeps across a fork."""
+
 
 @dataclass(frozen=True, slots=True)
 class Connections:
@@ -120,7 +123,8 @@ def _as_connection(number: int, ports: Collection[int]) -> dict[int, int]:
             return {}
         peer = found.getpeername()
         if found.family == socket.AF_UNIX:
-            return {number: found.family} if peer else {}
+            is_of_torch = _OF_TORCH in os.fsdecode(peer)
+            return {number: found.family} if peer and not is_of_torch else {}
         is_network = found.family in (socket.AF_INET, socket.AF_INET6)
         return {number: found.family} if is_network and not is_of_the_kernel(found, ports) else {}
     except OSError:  # it listens, or is closed

@@ -19,7 +19,17 @@ from nbaccel.train.data.dispatch import DispatchSource, SliceFunction
 from nbaccel.train.data.loader import PreparedLoader
 from nbaccel.train.data.order import SharedOrder, data_seed
 from nbaccel.train.data.shard import counted
-from nbaccel.train.data.shares import asked_by, digest_of, held_by, order_of, repeats, rows_of, share_of
+from nbaccel.train.data.shares import (
+    OF_NAMES,
+    are_dealt,
+    asked_by,
+    digest_of,
+    held_by,
+    order_of,
+    repeats,
+    rows_of,
+    share_of,
+)
 from nbaccel.train.data.sources import DealtSource, IndexSource, Source, StreamSource, length_of, rebuilt
 from nbaccel.train.distributed.callers import warn_user
 from nbaccel.train.distributed.collectives import Collectives
@@ -176,7 +186,12 @@ def _of_streams(facts: list[LoaderFacts], collectives: Collectives, held: dict[s
     of_all = collectives.gather_objects([held])
     for name in held:
         shares = [each.get(name, []) for each in of_all]
-        if all(shares) and not repeats(shares):
+        if are_dealt(name, shares):
+            if name.endswith(OF_NAMES):  # of scratch files, too, each rank has its own
+                warn_user(
+                    f"each rank reads its own share of a stream: the names in {name.removesuffix(OF_NAMES)} differ in "
+                    "all ranks. If each rank would yield every sample, leave them out of the stream before prepare."
+                )
             return [replace(fact, share=rank, shares=len(facts)) for rank, fact in enumerate(facts)]
     return facts
 

@@ -39,7 +39,18 @@ from torch.utils.data import (
 from nbaccel.train.data.order import SharedOrder, samplers_of
 from nbaccel.train.data.sources import length_of
 
-__all__ = ["MOST_NUMBERS", "asked_by", "digest_of", "held_by", "order_of", "repeats", "rows_of", "share_of"]
+__all__ = [
+    "MOST_NUMBERS",
+    "OF_NAMES",
+    "are_dealt",
+    "asked_by",
+    "digest_of",
+    "held_by",
+    "order_of",
+    "repeats",
+    "rows_of",
+    "share_of",
+]
 
 MOST_NUMBERS = 1_000_000
 """Numbers that are compared. A longer order is not drawn in advance: it takes seconds, and 8 bytes a number."""
@@ -55,6 +66,12 @@ _RANKS = ("num_replicas", "_num_replicas", "world_size", "_world_size", "num_pro
 
 _ASKS = {"get_world_size", "num_processes", "WORLD_SIZE"}
 """How a program asks for the number of ranks. One that deals needs it; one that only prints in rank 0 does not."""
+
+_ASKS_RANK = {"RANK", "LOCAL_RANK", "get_rank", "local_process_index", "process_index", "rank"}
+"""How it asks for its rank, which one that deals needs too; one that has ``num_processes`` to decode with does not."""
+
+OF_NAMES = " (names)"
+"""End of the key of a list of names, in `held_by`."""
 
 _LIBRARIES = ("torch.", "datasets.", "torchdata.")
 """Packages whose streams ask for ranks only where they are told to, and say so."""
@@ -126,23 +143,41 @@ def held_by(dataset: Any) -> dict[str, list[int]]:
     held: dict[str, list[int]] = {}
     for place, part in _parts(dataset):
         for name, value in getattr(part, "__dict__", {}).items():
-            if isinstance(value, torch.Tensor) or type(value).__module__ == "numpy":
-                value = value.tolist() if getattr(value, "ndim", 0) == 1 and len(value) <= MOST_NUMBERS else ()
-            is_list = isinstance(value, (list, tuple, range)) and 0 < len(value) <= MOST_NUMBERS
-            if is_list and all(isinstance(each, (int, str, os.PathLike)) for each in value):
-                held[place + name] = list(map(_as_number, value))
+            with suppress(Exception):  # a tensor without data, or an object of the program's own classes
+                if issubclass(type(value), torch.Tensor) or type(value).__module__ == "numpy":
+                    value = value.tolist() if getattr(value, "ndim", 0) == 1 and len(value) <= MOST_NUMBERS else ()
+                is_list = issubclass(type(value), (list, tuple, range)) and 0 < len(value) <= MOST_NUMBERS
+                if is_list and all(isinstance(each, (int, str, os.PathLike)) for each in value):
+                    are_names = not isinstance(value[0], int)
+                    held[place + name + OF_NAMES * are_names] = list(map(_as_number, value))
     return held
+
+
+def are_dealt(name: str, shares: Sequence[Sequence[int]]) -> bool:
+    """Return whether lists that all ranks hold as `name` can be shares of one: they have no common elements.
+
+    Of numbers they have, together, half of a range or more: seeds and ids of processes are no samples.
+    """
+    if not all(shares) or repeats(shares):
+        return False
+    every = set(itertools.chain.from_iterable(shares))
+    return name.endswith(OF_NAMES) or 2 * len(every) > max(every) - min(every)
 
 
 def asked_by(dataset: Any) -> str:
     """Return the method of the stream `dataset` that asks for the number of ranks; "" for none. Nothing is called."""
     for _, part in _parts(dataset):
+        asked, method = set[str](), ""
         for kind in type(part).__mro__:
             if kind is object or f"{kind.__module__}.".startswith(_LIBRARIES):
                 continue
             for name, function in vars(kind).items():
-                if isinstance(function, FunctionType) and _asks(function, _MOST_CALLS):
-                    return f"{kind.__name__}.{name}"
+                if type(function) is FunctionType:
+                    found = _asked(function, _MOST_CALLS)
+                    asked |= found
+                    method = method or (f"{kind.__name__}.{name}" if found & _ASKS else "")
+        if method and asked & _ASKS_RANK:
+            return method
     return ""
 
 
@@ -153,21 +188,24 @@ def _parts(dataset: Any) -> Iterator[tuple[str, Any]]:
         place, part = waiting.pop()
         yield place, part
         for name, value in getattr(part, "__dict__", {}).items():
-            if isinstance(value, Dataset) and id(value) not in seen:
+            if issubclass(type(value), Dataset) and id(value) not in seen:
                 seen.add(id(value))
                 waiting.append((f"{place}{name}.", value))
 
 
-def _asks(function: FunctionType, calls: int) -> bool:
+def _asked(function: FunctionType, calls: int) -> set[str]:
+    """Return how the code of `function`, and of those that it calls by name, asks for ranks."""
     codes: list[CodeType] = [function.__code__]
+    words: set[str] = set()
     for code in codes:  # with those of functions inside, which are added meanwhile
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-        if _ASKS.intersection(code.co_names) or _ASKS.intersection(
-            each for each in code.co_consts if isinstance(each, str)
-        ):
-            return True
-    named = (function.__globals__.get(name) for code in codes for name in code.co_names) if calls else ()
-    return any(_asks(each, calls - 1) for each in named if isinstance(each, FunctionType) and each is not function)
+        words.update(code.co_names, (each for each in code.co_consts if type(each) is str))
+    found = words & (_ASKS | _ASKS_RANK)
+    names = {name for code in codes for name in code.co_names} if calls else set[str]()
+    for each in map(function.__globals__.get, names):
+        if type(each) is FunctionType and each is not function:  # ``__class__`` of a proxy runs the program's code
+            found |= _asked(each, calls - 1)
+    return found
 
 
 def digest_of(numbers: Sequence[int]) -> int:
@@ -214,10 +252,14 @@ def _flat(order: Iterable[Any]) -> Iterator[int]:
 
 
 def _as_number(index: Any) -> int:
-    try:
-        return operator.index(index)
-    except TypeError:
-        return zlib.crc32(repr(index).encode())
+    if type(index) is int or not isinstance(index, str):
+        try:
+            number = operator.index(index)
+            if -(1 << 63) <= number < 1 << 63:  # what an exchange takes
+                return number
+        except TypeError:
+            pass
+    return zlib.crc32(repr(index).encode())
 
 
 def _copied(batches: Any, dataset: Any) -> Any:

@@ -279,8 +279,12 @@ def _create(size: int, nonce: int) -> int:
     """Return the descriptor of new memory; -1 if there is none."""
     with contextlib.suppress(OSError):
         fd = os.memfd_create("nbaccel-messages", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size)
-        os.pwrite(fd, _NONCE.pack(nonce), size - _NONCE.size)
+        try:
+            os.ftruncate(fd, size)
+            os.pwrite(fd, _NONCE.pack(nonce), size - _NONCE.size)
+        except OSError:
+            os.close(fd)
+            raise
         return fd
     return -1
 

@@ -137,11 +137,10 @@ class Preparer:
     def _look_at_other_optimizers(self) -> None:
         """Have the steps of optimizers that are not prepared looked at, since they may step what is prepared."""
         strategy = self._context.strategy
-        if strategy.has_peers and not strategy.watches_others and not RunSettings.from_env().independent:
+        if strategy.has_peers and strategy.others is None and not RunSettings.from_env().independent:
             from nbaccel.train.prepare.unaveraged import OtherOptimizers  # one process does not need it
 
             OtherOptimizers(strategy, self._context.accumulation, self._context.prepared.optimizers).begin()
-            strategy.watches_others = True
 
     def _prepare_for_evaluation(self, model: Module, move: bool) -> Module:
         if self._is_prepared(model):

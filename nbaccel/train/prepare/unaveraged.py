@@ -10,6 +10,7 @@ Reasons: docs/design/step.md
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import sys
@@ -104,9 +105,10 @@ class UnaveragedGradients:
     def after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return `closure`, which computes gradients, with a look at them afterwards."""
 
-        def refusing() -> Any:
+        @functools.wraps(closure, updated=())
+        def refusing(*args: Any, **kwargs: Any) -> Any:
             before = self._accumulation.backwards
-            loss = closure()
+            loss = closure(*args, **kwargs)
             self.refuse(is_ours=self._accumulation.backwards != before)
             return loss
 
@@ -268,13 +270,28 @@ class OtherOptimizers:
         self._looks: dict[int, _OtherLook] = {}  # by the optimizer's id, as long as it lives
 
     def begin(self) -> None:
-        """Look at every step of torch's optimizers from now on, as long as the strategy lives."""
-        register_optimizer_step_pre_hook(self._before_step)
+        """Look at every step of torch's optimizers from now on, as long as the strategy lives, which owns this object.
+
+        torch keeps the hook for good, and goes through its hooks while one runs, so that none can be removed.
+        """
+        strategy, own = self._strategy(), weakref.ref(self)
+        assert strategy is not None
+        strategy.others = self
+
+        def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            others = own()
+            return None if others is None else others._before_step(optimizer, args, kwargs)
+
+        register_optimizer_step_pre_hook(before_step)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Return None: another process has a look of its own."""
+        return type(None), ()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         strategy = self._strategy()
         if strategy is None:
-            return None  # torch goes through its hooks, so this one cannot be removed here
+            return None
         for known in self._prepared:
             if known.optimizer is optimizer:
                 return None
@@ -282,11 +299,15 @@ class OtherOptimizers:
         if look is None:
             look = self._looks[id(optimizer)] = _OtherLook(optimizer, weakref.proxy(strategy), self._accumulation)
             weakref.finalize(optimizer, self._looks.pop, id(optimizer), None).atexit = False
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
+        # An optimizer may take something else first, a learning rate say, or call its closure otherwise.
+        is_named = "closure" in kwargs
+        closure = kwargs.get("closure") if is_named else args[1] if len(args) > 1 else None
+        if not callable(closure) or isinstance(closure, torch.nn.Module):
             look.refuse_other(optimizer)
             return None
-        return (args[0], *args[2:]), {**kwargs, "closure": look.after(closure)}
+        if is_named:
+            return args, {**kwargs, "closure": look.after(closure)}
+        return (args[0], look.after(closure), *args[2:]), kwargs
 
 
 class _OtherLook(UnaveragedGradients):

@@ -351,7 +351,7 @@ class Replicated(Strategy):
             **vars(self),
             "replicas": (),
             "_awaiting": (),
-            "watches_others": False,
+            "others": None,
         }  # weak references cannot be pickled
 
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:

@@ -58,8 +58,8 @@ class Strategy:
     replicas: tuple[weakref.ref[Any], ...] = ()
     """Models of which a `Reduction` is known: whether somebody has averaged their gradients."""
 
-    watches_others = False
-    """True once the steps of optimizers that were not prepared are looked at, see `OtherOptimizers`."""
+    others: Any = None
+    """The look at steps of optimizers that were not prepared, once it has begun: an `OtherOptimizers`."""
 
     distributed_type: ClassVar[str | None] = None
     """Accelerate's name of this way, where it is not that of replicas on devices of a kind: see `DistributedType`."""

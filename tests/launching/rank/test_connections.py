@@ -131,6 +131,17 @@ def test_a_connection_to_the_path_of_a_server_goes_on_in_the_first_rank_alone(tm
             assert served.recv(1) == b"a"
 
 
+def test_torchs_own_connection_for_shared_memory_goes_on_in_all_ranks(tmp_path: Path) -> None:
+    """As it has one by ``torch.multiprocessing.set_sharing_strategy("file_system")``: it shares tensors by it."""
+    (tmp_path / "torch-shm-dir-1").mkdir()
+    path = str(tmp_path / "torch-shm-dir-1" / "manager.sock")
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(path)
+        listener.listen()
+        client.connect(path)
+        assert client.fileno() not in Connections.find([]).families
+
+
 @pytest.mark.parametrize("kind", [ssl.SSLSocket, type("OfALibrary", (ssl.SSLSocket,), {})])
 def test_sockets_that_encrypt_are_found_by_their_class(kind: type[ssl.SSLSocket]) -> None:
     context = ssl.create_default_context()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -147,7 +148,11 @@ def _seen(dispatch: bool | None = None) -> dict[str, list[list[int]]]:
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
     seen: dict[str, list[list[int]]] = {}
     for name, make in DEALT.items():
-        loader = accelerator.prepare(make(accelerator.process_index, accelerator.num_processes))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            loader = accelerator.prepare(make(accelerator.process_index, accelerator.num_processes))
+        assert len(said) == name.endswith(("of its files", "stream inside")), [str(each.message) for each in said]
+        assert all("each rank reads its own share of a stream: the names in" in str(each.message) for each in said)
         seen[name] = [[index for batch in loader for index in batch.tolist()] for _ in range(2)]
     return seen
 
@@ -368,3 +373,29 @@ def share_of_this_rank() -> int:
 
 def test_what_the_code_of_a_stream_names_is_read_whatever_it_is() -> None:
     assert (asked_by(ReadsATable()), asked_by(Asks())) == ("", "Asks.__iter__")
+
+
+class Decodes(ReadsATable):
+    """Has a pool for decoding, and knows how many it is read by, but not by whom."""
+
+    def __init__(self, num_processes: int = 4) -> None:
+        self.num_processes = num_processes
+
+    def __len__(self) -> int:
+        return 3 // int(os.environ["WORLD_SIZE"])
+
+
+def test_a_stream_that_asks_for_the_number_of_ranks_and_not_for_its_own_deals_nothing() -> None:
+    assert asked_by(Decodes()) == ""
+
+
+def _whole() -> list[int]:
+    """Read a stream that has numbers of its own in each rank, which are no samples."""
+    accelerator, stream = Accelerator(), ReadsATable()
+    rank = accelerator.process_index
+    vars(stream).update(seeds=[10**6 * (rank + 1)], hashes=[2**64 - 1 - rank], nowhere=torch.empty(3, device="meta"))
+    return [int(number) for batch in accelerator.prepare(DataLoader(stream, 1)) for number in batch]
+
+
+def test_seeds_of_ranks_do_not_make_shares_of_a_stream() -> None:
+    assert sorted(itertools.chain.from_iterable(run_ranks(2, _whole))) == [1, 2]
