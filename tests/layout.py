@@ -39,6 +39,7 @@ SEAMS = ("cell_mode", "rank_setup")
 
 ACCELERATES_MODULES = {
     "accelerator.py",
+    "answers.py",
     "big_modeling.py",
     "data_loader.py",
     "errors.py",

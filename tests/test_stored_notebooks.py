@@ -78,7 +78,7 @@ def test_what_is_of_one_machine_and_one_minute_is_left_out() -> None:
         "/tmp/work1234/saved; /tmp/nbaccel-logs-ab12cd_3/rank0.log at 0x7f12ab34cd56, "
         f"{REPOSITORY}/nbaccel/world.py, /usr/lib/python3.11/site-packages/torch/nn.py, {Path.home()}/notes"
     )
-    left = "./saved; /tmp/nbaccel-logs-…/rank0.log at 0x…, nbaccel/base/world.py, site-packages/torch/nn.py, ~/notes"
+    left = "./saved; /tmp/nbaccel-logs-…/rank0.log at 0x…, nbaccel/world.py, site-packages/torch/nn.py, ~/notes"
     printed = nbformat.v4.new_output("stream", text=said)
     drawn = nbformat.v4.new_output("display_data", {"text/plain": said}, metadata={"text/plain": {"alt": said}})
     assert presentable(printed, "/tmp/work1234").text == left
