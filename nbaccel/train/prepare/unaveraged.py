@@ -279,8 +279,12 @@ class OtherOptimizers:
         strategy.others = self
 
         def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            others = own()
-            return None if others is None else others._before_step(optimizer, args, kwargs)
+            if (others := own()) is None:
+                return None
+            for known in others._prepared:
+                if known.optimizer is optimizer:
+                    return None
+            return others._before_step(optimizer, args, kwargs)
 
         register_optimizer_step_pre_hook(before_step)
 
@@ -292,9 +296,6 @@ class OtherOptimizers:
         strategy = self._strategy()
         if strategy is None:
             return None
-        for known in self._prepared:
-            if known.optimizer is optimizer:
-                return None
         look = self._looks.get(id(optimizer))
         if look is None:
             look = self._looks[id(optimizer)] = _OtherLook(optimizer, weakref.proxy(strategy), self._accumulation)
