@@ -10,8 +10,9 @@ If another rank has made a folder meanwhile, `os.mkdir` raises no error, since a
 covered: a folder that a rank removes when another has made it.
 
 Removing and renaming are the same: what a rank removes in its k-th call, and another one has removed in its own, is no
-error. A file that rank 0 has saved is removed by rank 0 alone; it keeps such a file open, and ranks that have not come
-to their own call load from there, so that no rank waits. Not covered: what a rank reads by `open`.
+error. A file that rank 0 has saved is removed or moved by rank 0 alone, and is such a file where it was moved to; it
+keeps a removed file open, and ranks that have not come to their own call load from there, so that no rank waits. Not
+covered: what a rank reads by `open`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import time
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import FrameType
@@ -112,14 +113,15 @@ class _Journal:
 class _Files(Protocol):
     """The saving, loading and removing of a rank.
 
-    path: absolute.  saves, loads, removes: functions that do it; `loads` may be given another path.
+    path: absolute.  saves, loads, removes: functions that do it; `loads` may be given another path.  target: where
+    `path` is moved to, absolute; None if it is removed.
     """
 
     def save(self, path: str, saves: Callable[..., Any]) -> Any: ...
 
     def load(self, path: str, loads: Callable[..., Any]) -> Any: ...
 
-    def remove(self, path: str, removes: Callable[[], Any]) -> Any: ...
+    def remove(self, path: str, removes: Callable[[], Any], target: str | None = None) -> Any: ...
 
 
 class _Removals:
@@ -160,32 +162,40 @@ class _Writer:
         self._removed: Counter[str] = Counter()
         self._held: list[tuple[str, int, int]] = []  # path, the number of its removal, and its descriptor
 
-    def remove(self, path: str, removes: Callable[[], Any]) -> Any:
-        below = [each for each in self._saved if each == path or each.startswith(path + os.sep)]
+    def remove(self, path: str, removes: Callable[[], Any], target: str | None = None) -> Any:
+        below = _below(path, self._saved)
         if not below:
             return self._removals.remove(path, removes)
         self._let_go()
-        for each in below:
-            with suppress(OSError):
-                descriptor = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
-                self._removed[each] += 1
-                self._held.append((each, self._removed[each], descriptor))
-                self._journal.note(
-                    f"{_HELD}:{zlib.crc32(os.fsencode(each))}:{self._removed[each]}",
-                    f"/proc/{os.getpid()}/fd/{descriptor}",
-                )
-                self._journal.note(_REMOVED, each)  # before it is gone
-        try:
-            return removes()
-        finally:
+        moved = _moved(path, below, target)
+        self._saved.update(moved)
+        for each in moved:
+            self._journal.note(_BEGUN, each)
+        with ExitStack() as stack:
             for each in below:
-                self._journal.note(_GONE, each)
+                stack.enter_context(self._journal.lock(each, fcntl.LOCK_EX))  # a rank that loads it comes to its end
+                with suppress(OSError):
+                    descriptor = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
+                    self._removed[each] += 1
+                    self._held.append((each, self._removed[each], descriptor))
+                    self._journal.note(
+                        f"{_HELD}:{zlib.crc32(os.fsencode(each))}:{self._removed[each]}",
+                        f"/proc/{os.getpid()}/fd/{descriptor}",
+                    )
+                    self._journal.note(_REMOVED, each)  # before it is gone
+            try:
+                return removes()
+            finally:
+                for each in moved:
+                    self._journal.note(_DONE, each)
+                for each in below:
+                    self._journal.note(_GONE, each)
 
     def _let_go(self) -> None:
         """Close files that all ranks have removed, and the oldest ones if they take more than half of what is free."""
         held = [each for each in self._held if self._journal.count(_PASSED, each[0]) < each[1] * self._others]
         sizes = [os.fstat(descriptor).st_size for _, _, descriptor in held]
-        while held and sum(sizes) > shutil.disk_usage(os.path.dirname(held[0][0]) or os.sep).free / 2:
+        while held and sum(sizes) > _free_bytes(held[0][2]) / 2:
             held, sizes = held[1:], sizes[1:]
         for each in self._held:
             if each not in held:
@@ -263,18 +273,35 @@ class _Follower:
                     return loads(held)
             return loads()
 
-    def remove(self, path: str, removes: Callable[[], Any]) -> Any:
-        below = [each for each in self._saved if each == path or each.startswith(path + os.sep)]
+    def remove(self, path: str, removes: Callable[[], Any], target: str | None = None) -> Any:
+        below = _below(path, self._saved)
         if not below:
             return self._removals.remove(path, removes)
         for each in below:
             self._removed[each] += 1
             self._journal.note(_PASSED, each)
+        self._saved.update(_moved(path, below, target))
         if not _wait(
             lambda: all(self._journal.count(_GONE, each) >= self._removed[each] for each in below), _LONGEST_WAIT_S
         ):
             return removes()
         return None
+
+
+def _free_bytes(descriptor: int) -> int:
+    """Return the free bytes of the file system of an open file, which may have no name any more."""
+    system = os.fstatvfs(descriptor)
+    return system.f_bavail * system.f_frsize
+
+
+def _below(path: str, saved: Iterable[str]) -> list[str]:
+    """Return those of the saved files that are `path` or lie in it."""
+    return [each for each in saved if each == path or each.startswith(path + os.sep)]
+
+
+def _moved(path: str, below: Sequence[str], target: str | None) -> list[str]:
+    """Return where the files `below` are after `path` was moved to `target`: saved files, as they were before."""
+    return [] if target is None else [target + each.removeprefix(path) for each in below]
 
 
 class _Folders:
@@ -380,11 +407,13 @@ def _wrap_mkdir(folders: _Folders) -> None:
 
 
 def _wrap_removals(files: _Files) -> None:
-    for module, name in ((os, "remove"), (os, "unlink"), (os, "rename"), (os, "replace"), (shutil, "rmtree")):
+    for module, name in ((os, "remove"), (os, "unlink"), (shutil, "rmtree")):
         setattr(module, name, _removing(getattr(module, name), files))
+    for name in ("rename", "replace"):
+        setattr(os, name, _removing(getattr(os, name), files, moves=True))
 
 
-def _removing(real: Callable[..., Any], files: _Files) -> Callable[..., Any]:
+def _removing(real: Callable[..., Any], files: _Files, moves: bool = False) -> Callable[..., Any]:
     """Return `real`, which removes or moves its first argument, called through `files` for programs."""
 
     @functools.wraps(real)
@@ -397,7 +426,12 @@ def _removing(real: Callable[..., Any], files: _Files) -> Callable[..., Any]:
         known = ("shutil.", "tempfile.", "multiprocessing.", *_KNOW_RANKS)
         if not isinstance(path, (str, os.PathLike)) or "dir_fd" in kwargs or caller.startswith(known):
             return real(*args, **kwargs)
-        return files.remove(os.path.abspath(os.fsdecode(path)), partial(real, *args, **kwargs))
+        target = (args[1] if len(args) > 1 else kwargs.get("dst")) if moves else None
+        return files.remove(
+            os.path.abspath(os.fsdecode(path)),
+            partial(real, *args, **kwargs),
+            None if target is None else os.path.abspath(os.fsdecode(target)),
+        )
 
     return call
 

@@ -67,6 +67,25 @@ def test_a_file_that_ranks_save_load_and_remove_is_there_for_each_until_it_remov
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch2.pt", "run"]
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_saved_file_that_is_moved_is_still_rank_0s(tmp_path: Path, late: int) -> None:
+    def loop(rank: int) -> list[Any]:
+        found = []
+        for epoch in range(3):
+            Path("new").mkdir()
+            torch.save(epoch, "new/model.pt")
+            os.replace("new", f"epoch{epoch}")
+            time.sleep(0.1 * (rank == late))
+            found.append(torch.load(f"epoch{epoch}/model.pt"))
+            os.rename(f"epoch{epoch}/model.pt", dst=f"epoch{epoch}/best.pt")
+            time.sleep(0.1 * (rank == late))
+            found.append(torch.load(f"epoch{epoch}/best.pt"))
+            Path(f"epoch{epoch}/best.pt").rename("last.pt")
+        return [*found, torch.load("last.pt")]
+
+    assert [values for values, _ in _in_ranks(tmp_path, loop)] == [[0, 0, 1, 1, 2, 2, 2]] * 2
+
+
 def test_a_file_that_no_rank_has_removed_is_missed_by_all(tmp_path: Path) -> None:
     def loop(rank: int) -> str:
         with pytest.raises(FileNotFoundError):
