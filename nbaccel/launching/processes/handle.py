@@ -105,6 +105,17 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
 
+    def queued_s(self) -> float:
+        """Return the seconds that its main thread has waited for a processor; 0 where the system does not count them.
+
+        Source: the second number of /proc/PID/schedstat, https://docs.kernel.org/scheduler/sched-stats.html.
+        """
+        try:
+            with open(f"/proc/{self.pid}/schedstat") as file:
+                return int(file.read().split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):
+            return 0.0
+
     def reap(self) -> int:
         """Return the exit code, negative for a signal, and release the process number.
 

@@ -161,8 +161,10 @@ class Abort(ShutdownPolicy):
     The failed rank may leave at once, so that peers inside a collective with it notice.
 
     The others get a moment in which they may fail too, and are then interrupted. Rank 0 gets some time to hand over its
-    results if they are wanted. A rank that waits in its device for the failed one does not react to an interrupt, and a
-    rank that has reacted would read its results behind that wait; so the page asks for that wait to be ended.
+    results if they are wanted. The seconds in which a rank waits for a processor are not counted: which ranks are said
+    to have failed does not depend on what else the machine does. A rank that waits in its device for the failed one
+    does not react to an interrupt, and a rank that has reacted would read its results behind that wait; so the page
+    asks for that wait to be ended.
     """
 
     _has_cut = False
@@ -173,20 +175,21 @@ class Abort(ShutdownPolicy):
         self._patience_s = _PEERS_S if wants_results and members[0].is_working else _PEERS_S / 4
         if wants_results and any(_steps_shards(member) for member in members):
             self._patience_s = _ROWS_S
+        self._queued_s = [member.process.queued_s() for member in members]
 
     def advance(self, now: float) -> None:
         if not self._has_cut and now > self.began + _CUT_S and any(member.is_working for member in self.members):
             self._has_cut = self._page.is_cut = True
             if any(self._page.hears_cuts(member.rank) for member in self.members):
                 self._patience_s += _CUT_TAKES_S
-        for member in self.members:
+        for member, queued_s in zip(self.members, self._queued_s, strict=True):
             if not member.is_working:
                 member.release(now)
-            elif now > self.began + _ALIKE_S:
+                continue
+            had_s = now - self.began - (member.process.queued_s() - queued_s)
+            if had_s > _ALIKE_S:
                 member.interrupt()
-        for member in self.members:
-            patience_s = _RESULTS_S if self._page.has_finished(member.rank) else self._patience_s
-            if member.is_working and now > self.began + patience_s:
+            if had_s > (_RESULTS_S if self._page.has_finished(member.rank) else self._patience_s):
                 member.kill()
         self._reap_the_slow(now)
 
