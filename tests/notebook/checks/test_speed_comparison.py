@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from nbaccel.features.speed.cell_speed import SpeedReport
 from nbaccel.features.speed.changes import SpeedChange
 from nbaccel.features.speed.pasted_lines import PastedLine
 from nbaccel.features.speed.speed_comparison import SpeedComparison, SpeedRow, SpeedTrial
-from nbaccel.features.speed.speed_report import SpeedReport
 
 WORKERS = SpeedChange(loader={"num_workers": 2})
 
