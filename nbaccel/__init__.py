@@ -95,9 +95,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
         InitProcessGroupKwargs as InitProcessGroupKwargs,
         ProfileKwargs as ProfileKwargs,
     )
-    from nbaccel.train.strategies.fsdp.plugin import (
-        FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
-    )
+    from nbaccel.train.strategies.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 
     last_run: Run | None
     runs: Runs
@@ -122,7 +120,7 @@ _HOME = {
     "DataLoaderConfiguration": "nbaccel.train.data",
     "DistributedDataParallelKwargs": "nbaccel.train.step.kwargs_handlers",
     "DistributedType": "nbaccel.train.distributed.process_control",
-    "FullyShardedDataParallelPlugin": "nbaccel.train.strategies.fsdp.plugin",
+    "FullyShardedDataParallelPlugin": "nbaccel.train.strategies.fsdp_options",
     "GeneralTracker": "nbaccel.base.tracking",
     "GradScalerKwargs": "nbaccel.train.step.kwargs_handlers",
     "GradientAccumulationPlugin": "nbaccel.train.step.accumulation",

@@ -31,7 +31,7 @@ their neighbours."""
 
 OPEN_FLOORS = (0, 6)
 
-TABLE = ("nbaccel.features.feature", "nbaccel.features.mode_flag")
+TABLE = tuple(f"nbaccel.features.{name}" for name in ("feature", "mode_flag", "named"))
 """The functions of the table of features: whoever may name a feature asks them, and they import nothing of one."""
 
 READS_ENVIRONMENT = {

@@ -14,13 +14,15 @@ from typing import Any
 
 from nbaccel.errors import FeatureMissing
 
-__all__ = ["feature", "mode_flag", "module_of"]
+__all__ = ["feature", "mode_flag", "module_of", "named"]
 
 _TABLE = {  # "module:object", below this package
     # modes of a cell, by their flag
     "--sweep": "sweep.cell_mode:SweepMode",
     "--check": "check.cell_mode:CheckMode",
     "--speed": "speed.cell_mode:SpeedMode",
+    # strategies
+    "--strategy fsdp": "sharded.fully_sharded:FullySharded",
     # commands
     "%accelerate estimate": "batch_size.command:estimate_report",
     # methods of the Accelerator
@@ -46,9 +48,14 @@ def feature(name: str) -> Any:
     return getattr(module_of(name, f"{__name__}.{module}"), attribute)
 
 
+def named(beginning: str) -> tuple[str, ...]:
+    """Return the names of the table that begin so, without that beginning."""
+    return tuple(name.removeprefix(beginning) for name in _TABLE if name.startswith(beginning))
+
+
 def mode_flag(options: object) -> str | None:
     """Return the flag in `options` by which a cell runs in another mode; None if it runs as usual."""
-    return next((name for name in _TABLE if name.startswith("--") and getattr(options, name[2:])), None)
+    return next((f"--{name}" for name in named("--") if getattr(options, name, None)), None)
 
 
 def module_of(name: str, module: str) -> ModuleType:

@@ -74,7 +74,7 @@ from nbaccel.train.step.kwargs_handlers import (
 from nbaccel.train.step.precision import restore_forward
 from nbaccel.train.step.raw_loop_hooks import step_back, step_under_way
 from nbaccel.train.step.recompute import recompute_activations
-from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
+from nbaccel.train.strategies.fsdp_options import FullyShardedDataParallelPlugin
 from nbaccel.train.strategies.single import plainly_named
 from nbaccel.train.tracker_hub import LogWith, Trackers, TrackingPlan
 

@@ -34,7 +34,7 @@ from nbaccel.train.prepare.training_context import TrainingContext
 from nbaccel.train.step.accumulation import Accumulation, GradientAccumulationPlugin
 from nbaccel.train.step.kwargs_handlers import Handlers, KwargsHandler
 from nbaccel.train.step.raw_loop_hooks import step_back
-from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
+from nbaccel.train.strategies.fsdp_options import FullyShardedDataParallelPlugin
 from nbaccel.train.strategies.single import is_parallel
 
 __all__ = [

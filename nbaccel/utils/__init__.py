@@ -25,7 +25,7 @@ from nbaccel.train.step.kwargs_handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
-from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
+from nbaccel.train.strategies.fsdp_options import FullyShardedDataParallelPlugin
 from nbaccel.utils.dataclasses import PrecisionType
 from nbaccel.utils.imports import (
     is_bf16_available,
@@ -152,6 +152,6 @@ __getattr__ = missing_from(
     "nbaccel.train.step.kwargs_handlers",
     "nbaccel.train.distributed.partial_state",
     "nbaccel.train.prepare.contexts",
-    "nbaccel.train.strategies.fsdp.plugin",
+    "nbaccel.train.strategies.fsdp_options",
     inside=("constants", "imports", "memory", "operations", "other", "modeling", "offload", "bnb"),
 )

@@ -21,7 +21,7 @@ from nbaccel.train.step.kwargs_handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
-from nbaccel.train.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
+from nbaccel.train.strategies.fsdp_options import FullyShardedDataParallelPlugin
 
 __all__ = [
     "AutocastKwargs",

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from nbaccel import Accelerator
 from nbaccel.errors import CannotSave, CollectiveMismatch, NotPrepared
+from nbaccel.features.sharded.groups import GroupPolicy, choose_groups
 from nbaccel.local_sgd import LocalSGD
 from nbaccel.testing import run_ranks
-from nbaccel.train.strategies.fsdp.groups import GroupPolicy, choose_groups
 from nbaccel.utils import FullyShardedDataParallelPlugin, find_executable_batch_size
 
 BATCH = 8

@@ -27,8 +27,8 @@ from nbaccel.features.batch_size.examples import examples_of
 from nbaccel.features.batch_size.fake_step import CannotFake, FakeModel
 from nbaccel.features.batch_size.optimizer_trial import CannotTry, OptimizerUse, optimizer_class, try_optimizer
 from nbaccel.features.batch_size.step_memory import StepSchedule, StepUse, replicated, sharded, without_batch
+from nbaccel.features.sharded.groups import GroupPolicy
 from nbaccel.train.oom.microbatch.slicing import Samples
-from nbaccel.train.strategies.fsdp.groups import GroupPolicy
 
 __all__ = [
     "EstimateSetting",

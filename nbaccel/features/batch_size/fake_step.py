@@ -22,10 +22,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from nbaccel.features.batch_size.step_memory import Moment, StepSchedule, Weight
+from nbaccel.features.sharded.groups import GroupPolicy, Groups, choose_groups
 from nbaccel.train.distributed.nested import is_container, leaves, map_children
 from nbaccel.train.oom.memory.meters import MemLimit
 from nbaccel.train.step.precision import make_precision
-from nbaccel.train.strategies.fsdp.groups import GroupPolicy, Groups, choose_groups
 from nbaccel.train.strategies.single import is_sharded
 
 __all__ = ["ByteCount", "CannotFake", "FakeModel"]

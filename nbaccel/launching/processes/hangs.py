@@ -49,7 +49,7 @@ _COLLECTIVES = (
 _OF_SHARDS = (
     *(os.path.join("torch", "distributed", part, "") for part in ("fsdp", "tensor")),
     os.path.join(os.sep, "nbaccel", "train", "checkpoint", "save_agreement.py"),
-    *(os.path.join(os.sep, "nbaccel", "train", "strategies", name) for name in ("fully_sharded.py", f"fsdp{os.sep}")),
+    os.path.join(os.sep, "nbaccel", "features", "sharded", ""),
 )
 _CALLERS = (os.path.join(os.sep, "torch", "_ops.py"), os.path.join(os.sep, "torch", "_library", ""))
 """They call every operator of torch, collectives among them: who calls them says which."""

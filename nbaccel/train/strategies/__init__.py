@@ -1,4 +1,7 @@
-"""Strategies: distribute one model over the ranks of a run. A registry of strings, imported when chosen."""
+"""Strategies: distribute one model over the ranks of a run. Each is imported when it is chosen.
+
+"single" and "ddp" stand here, others are features ("fsdp") or installed packages.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 
 from nbaccel.base.settings import STRATEGY_ENTRY_POINTS, installed_strategies
 from nbaccel.base.world import World
+from nbaccel.features import feature, named
 from nbaccel.train.step.kwargs_handlers import Handlers
 from nbaccel.train.strategies.single import Strategy
 
@@ -20,8 +24,11 @@ AUTO = "auto"
 _REGISTRY = {
     "single": "nbaccel.train.strategies.single:Strategy",
     "ddp": "nbaccel.train.strategies.replicated:Replicated",
-    "fsdp": "nbaccel.train.strategies.fully_sharded:FullySharded",
 }
+
+
+_OF_FEATURES = "--strategy "
+"""How the names of strategies begin in the table of features."""
 
 
 def choose_strategy(
@@ -46,7 +53,8 @@ def strategy_class(world: World, name: str | None = None) -> type[Strategy]:
         ValueError: there is no such strategy; the message names the choices.
     """
     chosen = name or AUTO
-    if chosen not in (AUTO, *_REGISTRY) and chosen not in installed_strategies():  # the latter takes milliseconds
+    ours = (AUTO, *_REGISTRY, *named(_OF_FEATURES))
+    if chosen not in ours and chosen not in installed_strategies():  # the latter takes milliseconds
         raise ValueError(f"strategy must be one of {', '.join(map(repr, (AUTO, *strategy_names())))}, got {chosen!r}")
     if not world.is_distributed:
         chosen = "single"
@@ -57,11 +65,15 @@ def strategy_class(world: World, name: str | None = None) -> type[Strategy]:
             f"strategy='single' is for one process, and there are {world.world_size}: each would train a model of its "
             "own. Use 'ddp', or 'auto'"
         )
+    kind: type[Strategy]
+    if chosen in named(_OF_FEATURES):
+        kind = feature(_OF_FEATURES + chosen)
+        return kind
     if chosen not in _REGISTRY:
         from importlib.metadata import entry_points  # as slow to import as this whole package
 
         (found,) = entry_points(group=STRATEGY_ENTRY_POINTS, name=chosen)
-        kind: type[Strategy] = found.load()
+        kind = found.load()
         return kind
     module, _, of_the_class = _REGISTRY[chosen].partition(":")
     kind = getattr(import_module(module), of_the_class)
@@ -70,4 +82,4 @@ def strategy_class(world: World, name: str | None = None) -> type[Strategy]:
 
 def strategy_names() -> tuple[str, ...]:
     """Return the names that `choose_strategy` accepts besides "auto": ours, then those of installed packages."""
-    return (*_REGISTRY, *installed_strategies())
+    return (*_REGISTRY, *named(_OF_FEATURES), *installed_strategies())

@@ -18,11 +18,11 @@ from nbaccel import Accelerator, InitProcessGroupKwargs, find_executable_batch_s
 from nbaccel.base.aborting import is_aborted
 from nbaccel.base.events import Waiting, outlet
 from nbaccel.errors import PeerFailed
+from nbaccel.features.sharded import fully_sharded
 from nbaccel.testing import Faults, run_ranks
 from nbaccel.train.distributed.process_group import process_group
 from nbaccel.train.oom.retry import coordinate, disconnect, group_recovery
 from nbaccel.train.oom.retry.group_recovery import GroupRecovery
-from nbaccel.train.strategies import fully_sharded
 from searches import START, digest, training
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 __all__ = ["Replacements", "make_whole"]
 
-_STRATEGIES = "nbaccel.train.strategies."
+_OURS = ("nbaccel.features.sharded.", "nbaccel.train.strategies.")
 """Beginning of the names of modules whose hooks a sharded model has."""
 
 
@@ -120,6 +120,6 @@ def make_whole(model: Module) -> dict[Tensor, Tensor]:
             vars(module).pop(name, None)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
-                if getattr(hook, "__module__", "").startswith(_STRATEGIES):  # ours, beside torch's
+                if getattr(hook, "__module__", "").startswith(_OURS):  # ours, beside torch's
                     del hooks[key]
     return dict(whole.values())

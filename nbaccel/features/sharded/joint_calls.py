@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from nbaccel.features.sharded.recovery import groups_of
 from nbaccel.train.distributed.collectives import Collectives
-from nbaccel.train.strategies.fsdp.recovery import groups_of
 
 __all__ = ["HOOK_IS_LOST", "evaluation_hook", "show_shards", "treat_as_whole"]
 
