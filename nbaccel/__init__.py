@@ -264,14 +264,22 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
-    """Register the magics with this notebook; called by `%load_ext nbaccel`."""
+    """Register the magics with a notebook; ``%load_ext nbaccel`` calls it.
+
+    Args:
+        ipython: The shell of the notebook.
+    """
     from nbaccel.notebook.magics import register
 
     register(ipython)
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
-    """Restore the notebook to its state before `%load_ext`; called by `%unload_ext nbaccel`."""
+    """Restore a notebook to its state before ``%load_ext``; ``%unload_ext nbaccel`` calls it.
+
+    Args:
+        ipython: The shell of the notebook.
+    """
     from nbaccel.notebook.magics import unregister
 
     unregister(ipython)

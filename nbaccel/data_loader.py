@@ -59,20 +59,29 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: None = None,
 ) -> PreparedLoader:
-    """Return `dataloader` for rank `process_index` of `num_processes`; see `Accelerator.prepare_data_loader`.
-
-    num_processes, process_index: by default those of this run; the call is then collective. If they are given, no rank
-    is asked, and the ranks' order follows from `data_seed`, or from a torch seed that all of them must have set
-    equally. device, put_on_device: the device of batches, and whether they are moved to it. dispatch_batches: see
-    `DataLoaderConfiguration`.
-    rng_types: accepted with a warning; the order of samples is always the same on all ranks, and no other generator is
-    touched.
+    """Return a loader for one of several ranks, as `Accelerator.prepare_data_loader` makes it.
 
     The loader belongs to no Accelerator: accumulation windows do not end with it.
 
-    >>> loader = prepare_data_loader(DataLoader(range(8), 2), num_processes=2, process_index=1)
-    >>> [batch.tolist() for batch in loader]
-    [[2, 3], [6, 7]]
+    Args:
+        dataloader: The program's loader.
+        device: The device of batches; by default this process's.
+        num_processes: The number of ranks; by default that of this run, and then the call is collective. If it is
+            given, no rank is asked, and the order of the ranks follows from `data_seed`, or from a torch seed that all
+            of them have set alike.
+        process_index: The rank; by default this process's.
+        split_batches, dispatch_batches, even_batches, use_seedable_sampler, data_seed: As for
+            `DataLoaderConfiguration`.
+        put_on_device: Move batches to the device.
+        rng_types: Accepted with a warning. The order of samples is the same on all ranks, and no other generator is
+            changed.
+        slice_fn_for_dispatch: As for `Accelerator.prepare_data_loader`.
+        non_blocking, use_stateful_dataloader, torch_device_mesh: Accepted as by Accelerate, without effect.
+
+    Example:
+        >>> loader = prepare_data_loader(DataLoader(range(8), 2), num_processes=2, process_index=1)
+        >>> [batch.tolist() for batch in loader]
+        [[2, 3], [6, 7]]
     """
     if rng_types is not None:
         warn_of_rng_types(rng_types)
@@ -107,13 +116,16 @@ def prepare_data_loader(
 class SeedableRandomSampler(RandomSampler):
     """A `RandomSampler` whose order follows from a seed and the epoch, which counts up with every whole iteration.
 
-    data_seed: that seed; None is torch's. The other arguments are those of `RandomSampler`.
+    Args:
+        data_seed: The seed; None is torch's initial seed.
+        *args, **kwargs: Arguments of `RandomSampler`.
 
-    >>> sampler = SeedableRandomSampler(range(4), data_seed=0)
-    >>> first = list(sampler)
-    >>> sampler.set_epoch(0)
-    >>> list(sampler) == first
-    True
+    Example:
+        >>> sampler = SeedableRandomSampler(range(4), data_seed=0)
+        >>> first = list(sampler)
+        >>> sampler.set_epoch(0)
+        >>> list(sampler) == first
+        True
     """
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
@@ -122,7 +134,11 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that of `epoch`."""
+        """Make the next iteration that of `epoch`.
+
+        Args:
+            epoch: The number of the epoch, 0-based.
+        """
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -136,11 +152,17 @@ class SeedableRandomSampler(RandomSampler):
 class BatchSamplerShard(BatchShard):
     """One rank's share of a batch sampler: whole batches in turn, or with `split_batches` a part of each.
 
-    even_batches: fill the last round up, so that all ranks get equally many full batches.
+    Args:
+        batch_sampler: The sampler of all ranks' batches, in the same order on every rank.
+        num_processes: The number of ranks.
+        process_index: The rank.
+        split_batches: Give each rank an equal part of every batch.
+        even_batches: Fill the last round up, so that all ranks get equally many full batches.
 
-    >>> sampler = BatchSampler(range(5), batch_size=2, drop_last=False)
-    >>> [list(BatchSamplerShard(sampler, num_processes=2, process_index=rank)) for rank in range(2)]
-    [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
+    Example:
+        >>> sampler = BatchSampler(range(5), batch_size=2, drop_last=False)
+        >>> [list(BatchSamplerShard(sampler, num_processes=2, process_index=rank)) for rank in range(2)]
+        [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
     """
 
     def __init__(
@@ -156,16 +178,22 @@ class BatchSamplerShard(BatchShard):
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """One rank's samples of a stream, in rounds of a batch for each rank.
+    """One rank's samples of a stream, in rounds of one batch for each rank.
 
-    batch_size: of one rank; with `split_batches` of all ranks together.
-    drop_last: drop an incomplete last round, instead of filling it up with the samples of the first one.
+    Args:
+        dataset: The stream, in the same order on every rank.
+        batch_size: The batch size of one rank; with `split_batches` that of all ranks together.
+        drop_last: Drop an incomplete last round. Otherwise it is filled up with the samples of the first one.
+        num_processes: The number of ranks.
+        process_index: The rank.
+        split_batches: A batch is for all ranks together.
 
     Raises:
-        ValueError: with `split_batches`, a batch size that does not divide by the ranks.
+        ValueError: With `split_batches`, the batch size does not divide by the number of ranks.
 
-    >>> list(IterableDatasetShard(range(5), batch_size=2, num_processes=2, process_index=1))
-    [2, 3, 1, 2]
+    Example:
+        >>> list(IterableDatasetShard(range(5), batch_size=2, num_processes=2, process_index=1))
+        [2, 3, 1, 2]
     """
 
     def __init__(
@@ -190,7 +218,11 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be that of `epoch`."""
+        """Make the next iteration that of `epoch`.
+
+        Args:
+            epoch: The number of the epoch, 0-based.
+        """
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -218,7 +250,12 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches, in every iteration."""
+    """A batch sampler without its first batches, in every iteration.
+
+    Args:
+        batch_sampler: The whole batch sampler.
+        skip_batches: The number of batches to leave out.
+    """
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
@@ -236,7 +273,15 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SkipDataLoader(DataLoaderShard):
-    """A loader over `dataset` without its first batches, in every iteration; `skip_first_batches` does it to any."""
+    """A loader over `dataset` without its first batches, in every iteration; `skip_first_batches` makes one of any
+    loader.
+
+    Args:
+        dataset: The dataset.
+        skip_batches: The number of batches to leave out.
+        use_stateful_dataloader: Accepted as by Accelerate, without effect.
+        **kwargs: Options of `DataLoaderShard`.
+    """
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
@@ -245,7 +290,11 @@ class SkipDataLoader(DataLoaderShard):
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """Return the sampler that determines the order of `dataloader`."""
+    """Return the sampler that determines the order of a loader; None if there is none.
+
+    Args:
+        dataloader: Any loader of torch.
+    """
     if isinstance(dataloader.sampler, BatchSampler):
         return getattr(dataloader.sampler, "sampler", None)
     return getattr(dataloader.batch_sampler, "sampler", None)

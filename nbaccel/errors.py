@@ -78,7 +78,8 @@ class CannotFork(LaunchRefused):
 class CannotSend(LaunchRefused):
     """Names that the ranks need cannot be pickled.
 
-    names: each name with the reason, ``{"log_file": "TextIOWrapper cannot be pickled"}``.
+    Args:
+        names: The reason for each name, such as ``{"log_file": "TextIOWrapper cannot be pickled"}``.
     """
 
     def __init__(self, message: str, names: dict[str, str] | None = None) -> None:
@@ -95,14 +96,15 @@ class NestedLaunch(LaunchRefused):
 
 
 class FeatureMissing(NbaccelError, ImportError):
-    """A feature was asked for that this installation lacks; the message names it and who asked."""
+    """This installation lacks a feature that was asked for. The message names the feature and who asked."""
 
 
 class RanksFailed(NbaccelError):
     """A rank failed after the start.
 
-    rank: the first rank that failed, by the kernel's clock.
-    world_size: number of ranks of the run.
+    Args:
+        rank: The first rank that failed, by the clock of the kernel.
+        world_size: The number of ranks of the run.
     """
 
     def __init__(self, message: str, rank: int = 0, world_size: int = 1) -> None:
@@ -112,9 +114,12 @@ class RanksFailed(NbaccelError):
 
 
 class RankDied(RanksFailed):
-    """A rank's process ended without reporting anything.
+    """The process of a rank ended without reporting anything.
 
-    exit_code: as ``subprocess`` counts, negative for a signal (-9 is SIGKILL).
+    Args:
+        rank: The rank.
+        world_size: The number of ranks of the run.
+        exit_code: As ``subprocess`` counts: negative for a signal (-9 is SIGKILL).
     """
 
     def __init__(self, message: str, rank: int = 0, world_size: int = 1, exit_code: int = 0) -> None:
@@ -123,13 +128,14 @@ class RankDied(RanksFailed):
 
 
 class CheckFailed(NbaccelError):
-    """A cell with ``--check --strict`` would not end well: its report has red lines."""
+    """A cell with ``--check --strict`` would fail: its report has red lines."""
 
 
 class ResultsMissing(NbaccelError):
-    """A name of ``--out`` was not there at the end of the cell, or could not be sent.
+    """A name of ``--out`` did not exist at the end of the cell, or could not be sent.
 
-    names: each missing name with the reason.
+    Args:
+        names: The reason for each missing name.
     """
 
     def __init__(self, message: str, names: dict[str, str] | None = None) -> None:
@@ -142,47 +148,51 @@ class NoInput(NbaccelError):
 
 
 class NotInRanks(NbaccelError, RuntimeError):
-    """Code in a rank waits for a thread or a loader's worker, which runs in the notebook alone."""
+    """Code in a rank waits for a thread or a loader's worker that runs only in the notebook."""
 
 
 class StayedInRank(NbaccelError, AttributeError):
-    """An object that a cell left came without this part, which could not leave its rank: a lock, a thread, a file."""
+    """An object that a cell left lacks this part, which could not leave its rank: a lock, a thread, a file."""
 
 
 class NotPrepared(NbaccelError):
-    """More than one rank, and a model, or gradients of one, that nothing averages: each rank would train its own.
+    """More than one rank trains a model whose gradients nothing averages: each rank would train its own model.
 
-    is_of_parts: whole batches in every rank may not lead to this error.
+    Attributes:
+        is_of_parts: The error may come from batches that are split between the ranks; whole batches on every rank may
+            avoid it.
     """
 
     is_of_parts = False
 
 
 class CannotCut(NbaccelError):
-    """Memory ran out, batches come in parts now, and the loop does something that needs whole batches."""
+    """Memory ran out, so batches come in parts, and the loop does something that needs whole batches."""
 
 
 class PeerFailed(NbaccelError):
-    """Another rank failed while this one was waiting for it; a consequence: the cause is that rank's own error."""
+    """Another rank failed while this one waited for it. The cause is the error of that rank."""
 
 
 class CollectiveMismatch(NbaccelError):
-    """Ranks met in one collective with different operations, dtypes or shapes, or one of them will never come."""
+    """Ranks called one collective with different operations, dtypes or shapes, or one of them will never call it."""
 
 
 class CannotContinue(NbaccelError, ValueError):
-    """A map cannot go on in the file that `out` names: what is there has answers to something else."""
+    """A map cannot continue in the file that `out` names: its answers belong to something else."""
 
 
 class CannotResume(NbaccelError):
-    """The program prepares other objects than the checkpoint holds, or begins its epochs anew."""
+    """The program prepares other objects than the checkpoint holds, or starts its epochs anew."""
 
 
 class CannotSave(NbaccelError):
-    """A checkpoint could not be written; an older one of that name is as it was.
+    """A checkpoint could not be written. An older one of that name is unchanged.
 
-    path: the checkpoint that was to be written.
-    needed_bytes: its size, as far as it was known; free_bytes: what the disk had left.
+    Args:
+        path: The checkpoint that was to be written.
+        needed_bytes: Its size, as far as it was known.
+        free_bytes: The free space of the disk.
     """
 
     def __init__(self, message: str, path: str = "", needed_bytes: int = 0, free_bytes: int = 0) -> None:
@@ -193,10 +203,12 @@ class CannotSave(NbaccelError):
 
 
 class CheckpointCorrupt(NbaccelError):
-    """A checkpoint is damaged, or its writing was never finished.
+    """A checkpoint is damaged, or was not written to its end.
 
-    file: the damaged file.
-    expected, got: its size or checksum as written and as found; texts.
+    Args:
+        file: The damaged file.
+        expected: Its size or checksum as it was written, as a text.
+        got: Its size or checksum as it was found, as a text.
     """
 
     def __init__(self, message: str, file: str = "", expected: str = "", got: str = "") -> None:
@@ -211,10 +223,12 @@ class CannotSplit(NbaccelError):
 
 
 class NoBatchSizeFits(NbaccelError, RuntimeError):
-    """Memory ran out at every batch size that was tried, on one rank at least. Raised on all of them.
+    """Memory ran out at every batch size that was tried, on at least one rank. All ranks raise it.
 
-    A ``RuntimeError``, as Accelerate raises there. Not an out-of-memory error: a smaller batch does not help.
-    tried: the sizes, largest first.
+    It is a ``RuntimeError``, as Accelerate raises there, and no out-of-memory error: a smaller batch does not help.
+
+    Args:
+        tried: The sizes, the largest first.
     """
 
     def __init__(self, message: str, tried: tuple[int, ...] = ()) -> None:
@@ -223,20 +237,20 @@ class NoBatchSizeFits(NbaccelError, RuntimeError):
 
 
 class StepCorrupted(NbaccelError):
-    """An optimizer ran out of memory when some parameters, or their state, were updated already.
+    """An optimizer ran out of memory after it had updated some parameters or their state.
 
-    Neither the old nor the new weights exist any more: continue from a checkpoint.
+    Neither the old nor the new weights exist any more. Continue from a checkpoint.
     """
 
 
 class UntrustedPickle(NbaccelError):
-    """A file can only be read by running code of a pickle, and it was not marked as trusted."""
+    """A file can be read only by running code of a pickle, and it was not marked as trusted."""
 
 
 class RunStopped(KeyboardInterrupt):
-    """Raised inside a rank at a step boundary after the user asked the run to stop, or at a time limit.
+    """Raised in a rank at a step boundary after the user asked the run to stop, or at a time limit.
 
-    It is a ``KeyboardInterrupt``, so ``except KeyboardInterrupt`` and ``finally`` in the user's loop work as
-    they do in one process; every rank gets it before the same step. A map, whose ranks do not wait for each other, is
-    left by each of them before its next call.
+    It is a ``KeyboardInterrupt``, so ``except KeyboardInterrupt`` and ``finally`` in the user's loop work as in one
+    process. Every rank gets it before the same step. In a map, whose ranks do not wait for each other, each rank gets
+    it before its next call.
     """

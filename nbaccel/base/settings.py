@@ -62,30 +62,37 @@ _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 
 @frozen
 class RunSettings:
-    """Choices that hold for every rank of a run.
+    """Choices that hold for every rank of a run; None leaves a choice to the program.
 
-    mixed_precision: "no", "fp16" or "bf16"; never "auto", which the kernel resolves before the launch.
-    gradient_accumulation_steps: batches per optimizer step.
-    seed: shared seed of the data order; rank r's generators start at seed + r, see `seeds_alike`. None: not seeded.
-    cpu: stay on the CPU although the machine has devices.
-    debug: check every collective, not only the first ones.
-    independent: each rank trains its own model on purpose.
-    strict: a loop that was not prepared is an error, and is not trained on all ranks as it is.
-    batches: one of `BATCH_CHOICES`, or `WHOLE`, for the batches of such a loop.
-    split: parts that each batch of a training loop is cut into, after a run that ran out of memory.
-    checkpoint_every: interval at which the training saves itself, "10min" or "500steps".  checkpoint_dir: its folder.
-    keep: number of those checkpoints that are kept.
-    project_dir: the folder of an Accelerator that names none: for trackers, and for saves that it names itself.
-    swept_values: the values of a run of a sweep, in words that no other run of it has; None for any other run.
-    dry_run: the folder in which the ranks of a dry run record what they see; None for any other run.
-    resume: the checkpoint to continue from: "" for the newest in `checkpoint_dir`, or a checkpoint or a folder of some.
-    seeds_alike: all ranks' generators start at `seed` itself, for a program that does not know ranks.
-    strategy: one of `STRATEGIES`, or the name of an installed one; the rank that looks it up refuses an unknown name.
-    dynamo_backend and the four below: options for compiling prepared models, as in `TorchDynamoPlugin`.
+    Args:
+        mixed_precision: "no", "fp16" or "bf16"; never "auto", which the kernel resolves before the launch.
+        gradient_accumulation_steps: Batches per optimizer step.
+        seed: The seed of the data order. The generators of rank r start at seed + r, see `seeds_alike`. None does not
+            seed.
+        cpu: Stay on the CPU although the machine has devices.
+        debug: Check every collective, not only the first ones.
+        independent: Each rank trains its own model on purpose.
+        strict: A loop that prepares nothing is an error. Otherwise it is trained on all ranks as it is.
+        batches: What is done with the batches of such a loop: one of `BATCH_CHOICES`, or `WHOLE`.
+        split: The number of parts that each batch of a training loop is cut into, after a run that ran out of memory.
+        checkpoint_every: The interval at which the training saves itself, "10min" or "500steps".
+        checkpoint_dir: The folder of these checkpoints.
+        keep: The number of these checkpoints that are kept.
+        resume: The checkpoint to continue from: "" for the newest in `checkpoint_dir`, or the path of a checkpoint or
+            of a folder of checkpoints.
+        seeds_alike: The generators of all ranks start at `seed` itself, for a program that does not know ranks.
+        dynamo_backend, dynamo_mode, dynamo_use_fullgraph, dynamo_use_dynamic, dynamo_use_regional_compilation: Options
+            for compiling prepared models, as in `TorchDynamoPlugin`.
+        strategy: One of `STRATEGIES`, or the name of an installed one. The rank that looks it up refuses an unknown
+            name.
+        project_dir: The folder of an Accelerator that names none, for trackers and for saves that it names itself.
+        swept_values: A text of the values of this run of a sweep, which no other run of it has; None for any other run.
+        dry_run: The folder in which the ranks of a dry run record what they see; None for any other run.
 
-    >>> both = RunSettings(mixed_precision="fp16").over(RunSettings(mixed_precision="no", seed=7))
-    >>> both.mixed_precision, both.seed
-    ('fp16', 7)
+    Example:
+        >>> both = RunSettings(mixed_precision="fp16").over(RunSettings(mixed_precision="no", seed=7))
+        >>> both.mixed_precision, both.seed
+        ('fp16', 7)
     """
 
     mixed_precision: str | None = None
@@ -127,7 +134,11 @@ class RunSettings:
             raise ValueError(f"gradient_accumulation_steps must be at least 1, got {steps}")
 
     def over(self, weaker: RunSettings) -> RunSettings:
-        """Return these choices, completed by those of `weaker`."""
+        """Return these choices, completed by those of `weaker`.
+
+        Args:
+            weaker: The choices that count where this object has None.
+        """
         return RunSettings(
             **{
                 field.name: mine if (mine := getattr(self, field.name)) is not None else getattr(weaker, field.name)
@@ -136,7 +147,7 @@ class RunSettings:
         )
 
     def environ(self) -> dict[str, str]:
-        """Return the variables that pass these choices to a rank; Accelerate itself reads those with its name."""
+        """Return the environment variables that pass these choices to a rank. Accelerate reads those with its name."""
         variables = {
             "ACCELERATE_MIXED_PRECISION": self.mixed_precision,
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": self.gradient_accumulation_steps,
@@ -166,7 +177,11 @@ class RunSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> RunSettings:
-        """Return the choices that a launcher left in the environment; none if there was no launcher."""
+        """Return the choices that a launcher left in the environment; no choice if there was no launcher.
+
+        Args:
+            environ: The variables; by default those of this process.
+        """
         env = os.environ if environ is None else environ
 
         def flag(name: str) -> bool | None:

@@ -79,28 +79,30 @@ class LoggerType(StrEnum):
 class GeneralTracker(ABC):
     """Base of all trackers: stores the values given to `Accelerator.log`. Runs on rank 0.
 
-    name: its name for `get_tracker`.
-    requires_logging_directory: it writes files, so the Accelerator needs a ``project_dir``.
-    main_process_only: False for a tracker that wants the values of every rank.
-    package: the package that must be installed for it.  pip_name: its name for pip, if there is no extra
-    ``nbaccel[<name>]``.
-    numbers_steps: it counts its rows itself: it gets the step that the program gave, or None.
+    A tracker is also a `Sink`: as an outlet of events it stores every `Metric`.
 
-    A tracker is a `Sink` too: as an outlet, it stores every `Metric`.
+    Attributes:
+        name: The name for `get_tracker`.
+        requires_logging_directory: The tracker writes files, so the Accelerator needs a ``project_dir``.
+        main_process_only: False for a tracker that gets the values of every rank.
+        package: The package that must be installed for it.
+        pip_name: The name of the package for pip, if there is no extra ``nbaccel[<name>]``.
+        numbers_steps: The tracker counts its rows itself. It gets the step that the program gave, or None.
 
-    >>> class Kept(GeneralTracker):
-    ...     name = "kept"
-    ...     def __init__(self) -> None:
-    ...         self.rows: list[Any] = []
-    ...     @property
-    ...     def tracker(self) -> list[Any]:
-    ...         return self.rows
-    ...     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-    ...         self.rows.append((step, dict(values)))
-    >>> kept = Kept()
-    >>> kept(Metric({"loss": 0.5}, step=3))
-    >>> kept.tracker
-    [(3, {'loss': 0.5})]
+    Example:
+        >>> class Kept(GeneralTracker):
+        ...     name = "kept"
+        ...     def __init__(self) -> None:
+        ...         self.rows: list[Any] = []
+        ...     @property
+        ...     def tracker(self) -> list[Any]:
+        ...         return self.rows
+        ...     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        ...         self.rows.append((step, dict(values)))
+        >>> kept = Kept()
+        >>> kept(Metric({"loss": 0.5}, step=3))
+        >>> kept.tracker
+        [(3, {'loss': 0.5})]
     """
 
     name: str
@@ -116,20 +118,27 @@ class GeneralTracker(ABC):
         """Return the object that does the work: the run of wandb, the writer of TensorBoard."""
 
     def start(self) -> None:  # noqa: B027 - many trackers have nothing to open
-        """Open the destination. Called by `init_trackers`, in the process that will log."""
+        """Open the destination. `init_trackers` calls it, in the process that will log."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:  # noqa: B027 - or no place for it
-        """Store the run's configuration: hyperparameters by name."""
+        """Store the configuration of the run.
+
+        Args:
+            values: Hyperparameters by name.
+        """
 
     @abstractmethod
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Store numbers by name. Tensors have been read: those of one element are numbers, others are on the CPU.
+        """Store a row of values.
 
-        options: values that the program gave for this tracker as ``log_kwargs``.
+        Args:
+            values: Values by name. Tensors have been read: those of one element are numbers, others are on the CPU.
+            step: The step of the row.
+            **options: What the program gave for this tracker as ``log_kwargs``.
         """
 
     def finish(self) -> None:  # noqa: B027 - or nothing to close
-        """Write the rest of the data, and close. Called by `end_training`, at the latest when Python ends."""
+        """Write the rest of the data, and close. `end_training` calls it, or the end of Python."""
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Metric):
@@ -137,22 +146,27 @@ class GeneralTracker(ABC):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Return whether its package is installed; checked without importing it."""
+        """Return whether the package of the tracker is installed, without importing it."""
         return cls.package is None or find_spec(cls.package) is not None
 
 
 class BlankTracker(GeneralTracker):
     """The tracker that `get_tracker` returns on ranks that do not track: every attribute is a call that does nothing.
 
-    >>> BlankTracker().tracker.log_artifact("model.safetensors").wait()
-    BlankTracker()
+    Example:
+        >>> BlankTracker().tracker.log_artifact("model.safetensors").wait()
+        BlankTracker()
     """
 
     name = "blank"
 
     @classmethod
     def in_place_of(cls, tracker: GeneralTracker) -> Self:
-        """Return one that is found by the name of `tracker`."""
+        """Return a blank tracker that is found by the name of `tracker`.
+
+        Args:
+            tracker: The tracker of another rank.
+        """
         blank = cls()
         blank.name = tracker.name
         return blank
@@ -182,10 +196,15 @@ def tracker_names() -> list[str]:
 
 
 def find_tracker(name: str) -> type[GeneralTracker]:
-    """Return the class of the tracker called `name`, made with ``(project_name, logging_dir, **init_kwargs)``.
+    """Return the class of the tracker called `name`.
+
+    It is made with ``(project_name, logging_dir, **init_kwargs)``.
+
+    Args:
+        name: One of `tracker_names()`.
 
     Raises:
-        ValueError: no tracker of that name is registered.
+        ValueError: No tracker of that name is registered.
     """
     registered = _registered()
     if name not in registered and name in {*LoggerType}:
@@ -203,7 +222,12 @@ def find_tracker(name: str) -> type[GeneralTracker]:
 
 
 def on_main_process(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
-    """Make a method run on rank 0 and return None elsewhere; for trackers of one's own."""
+    """Return a method as one that runs on rank 0 and returns None elsewhere; a decorator for the program's own
+    trackers.
+
+    Args:
+        function: A method of a tracker.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
@@ -213,10 +237,14 @@ def on_main_process(function: Callable[_P, _T]) -> Callable[_P, _T | None]:
 
 
 def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` as a tracker gets them: a value logged as None is left out of this row.
+    """Return `values` as a tracker gets them: without those that are None.
 
-    >>> without_none({"loss": 0.5, "ema_decay": None})
-    {'loss': 0.5}
+    Args:
+        values: What was logged, by name.
+
+    Example:
+        >>> without_none({"loss": 0.5, "ema_decay": None})
+        {'loss': 0.5}
     """
     return {name: value for name, value in values.items() if value is not None}
 

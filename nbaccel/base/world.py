@@ -27,17 +27,23 @@ _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 
 @frozen
 class World:
-    """One process's position in a run.
+    """The position of one process in a run.
 
-    rank: global number, 0-based.  world_size: number of ranks on all nodes.
-    local_rank, local_world_size: the same within this node.  node_rank: number of this node.
-    launch_id: identifies the run; empty for a process that was not launched.
-    own_devices: the devices that this rank has for itself. With several it sees no others, and the first is number 0.
+    Args:
+        rank: The global number of the process, 0-based.
+        world_size: The number of ranks on all nodes.
+        local_rank: The number of the process on its node, 0-based.
+        local_world_size: The number of ranks on its node.
+        node_rank: The number of the node, 0-based.
+        launch_id: Identifies the run; empty for a process that was not launched.
+        own_devices: The number of devices that this rank has for itself. With several it sees no others, and its first
+            one is number 0.
 
-    >>> World().is_distributed
-    False
-    >>> World(rank=1, world_size=2, local_rank=1, local_world_size=2).is_main_process
-    False
+    Example:
+        >>> World().is_distributed
+        False
+        >>> World(rank=1, world_size=2, local_rank=1, local_world_size=2).is_main_process
+        False
     """
 
     rank: int = 0
@@ -63,8 +69,9 @@ class World:
     def place(self) -> str:
         """Return the rank in words, for errors and warnings.
 
-        >>> World(1, 2, 1, 2).place
-        'rank 1 of 2'
+        Example:
+            >>> World(1, 2, 1, 2).place
+            'rank 1 of 2'
         """
         return f"rank {self.rank} of {self.world_size}"
 
@@ -85,21 +92,26 @@ class World:
         return self.rank == self.world_size - 1
 
     def device_number(self, visible: int) -> int:
-        """Return the number of this rank's device, the first of its own, among `visible` ones of a kind.
+        """Return the number of this rank's device, the first of its own, among `visible` devices of a kind.
 
         A single visible device is this rank's own: a launcher may hide the others from it.
 
-        >>> World(1, 2, 1, 2).device_number(4), World(1, 2, 1, 2).device_number(1)
-        (1, 0)
-        >>> World(1, 2, 1, 2, own_devices=2).device_number(2)
-        0
+        Args:
+            visible: The number of devices of that kind that the process sees.
+
+        Example:
+            >>> World(1, 2, 1, 2).device_number(4), World(1, 2, 1, 2).device_number(1)
+            (1, 0)
+            >>> World(1, 2, 1, 2, own_devices=2).device_number(2)
+            0
         """
         return self.local_rank if self.own_devices == 1 and self.local_rank < visible else 0
 
     def environ(self, port: int = 29500) -> dict[str, str]:
-        """Return the variables by which torchrun programs recognise this world.
+        """Return the environment variables by which torchrun programs recognise this world.
 
-        port: written as MASTER_PORT for code that needs one; nbaccel's own ranks meet in a file.
+        Args:
+            port: Written as MASTER_PORT, for code that needs one. The ranks of nbaccel meet in a file.
         """
         return {
             "RANK": str(self.rank),
@@ -116,11 +128,14 @@ class World:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
-        """Return the world that this process's environment describes; a single process if it describes none.
+        """Return the world that the environment describes; a single process if it describes none.
 
-        Numbers that were set neither by nbaccel's launcher nor by torchrun are accepted in a script (mpirun and SLURM
-        wrappers set them by hand) and ignored in a notebook kernel, where ``WORLD_SIZE=2`` was left by an earlier
-        program and would make the first collective wait for a rank that does not exist.
+        Numbers that neither nbaccel's launcher nor torchrun has set are accepted in a script, since wrappers of mpirun
+        and SLURM set them. In a notebook kernel they are ignored: a ``WORLD_SIZE=2`` that an earlier program left would
+        make the first collective wait for a rank that does not exist.
+
+        Args:
+            environ: The variables; by default those of this process.
         """
         env = os.environ if environ is None else environ
         if "RANK" not in env or "WORLD_SIZE" not in env:

@@ -60,24 +60,35 @@ def notebook_launcher(
     oom: str = STOP,
     strategy: str | None = None,
 ) -> Any:
-    """Run ``function(*args)`` in `num_processes` processes, with Accelerate's signature; returns what rank 0 returned.
+    """Run a function in several processes, with Accelerate's signature.
 
     It works from a notebook and from a script, also when CUDA was used before, and raises the user's own error.
-    mixed_precision: "no", "fp16" or "bf16": the default of `Accelerator()` in the function.
-    strategy: "ddp", "fsdp", or another that is installed: the default of `Accelerator()` in the function, too.
-    num_processes: None for one per GPU, or one.
-    max_restarts: how often ranks that failed, whatever by, are started again; the function then begins anew.
-    oom: "stop", or "shrink" to start again with smaller batches when a rank dies of memory; see `launch`.
 
     One process is this one, as in Accelerate: the function is called here. What it changes is changed afterwards, and
-    what it returns is the object itself. The settings hold while it runs. An interrupt ends it before its next step,
-    the second one at once. What only a process of its own can have it does not get: restarts, also those for memory, a
-    watch for hangs, and a notebook whose device memory and CUDA are as before; ``launch(function, num_processes=1)``
-    has these, and so has ``oom="shrink"``.
+    what it returns is the object itself. The settings hold while it runs. An interrupt ends it before its next step; a
+    second one ends it at once. Restarts, a watch for hangs, and a notebook whose device memory stays as it is need a
+    process of their own: use ``launch(function, num_processes=1)`` or ``oom="shrink"`` for these.
 
-    The arguments on ports and rendezvous are accepted; they mean nothing here, and one line says so.
+    The arguments about ports and rendezvous have no meaning here; if they are given, one line says so.
 
-    >>> notebook_launcher(train, args=(3,), num_processes=2)  # doctest: +SKIP
+    Args:
+        function: Called as ``function(*args)`` in every rank.
+        args: Its arguments.
+        num_processes: The number of ranks. None is one per GPU, or one.
+        mixed_precision: "no", "fp16" or "bf16": the default of `Accelerator()` in the function.
+        use_port, master_addr, node_rank, num_nodes, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id: Accepted as by
+            Accelerate, without effect.
+        max_restarts: How often ranks that failed, for whatever reason, are started again. The function then begins
+            anew.
+        monitor_interval, log_line_prefix_template: Accepted as by Accelerate, without effect.
+        oom: "stop"; or "shrink": start again with smaller batches when a rank runs out of memory, see `launch`.
+        strategy: "ddp", "fsdp" or the name of an installed strategy: the default of `Accelerator()` in the function.
+
+    Returns:
+        What rank 0 returned.
+
+    Example:
+        >>> notebook_launcher(train, args=(3,), num_processes=2)  # doctest: +SKIP
     """
     if num_nodes != 1 or node_rank != 0:
         raise ValueError(
@@ -102,7 +113,16 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
-    """Run ``function(*args)`` in `num_processes` CPU ranks, whatever devices there are; return the value of rank 0."""
+    """Run a function in several CPU ranks, whatever devices there are.
+
+    Args:
+        function: Called as ``function(*args)`` in every rank.
+        args: Its arguments.
+        num_processes: The number of ranks.
+
+    Returns:
+        What rank 0 returned.
+    """
     from nbaccel.launching.api import launch
 
     return launch(function, num_processes, args, cpu=True).value

@@ -82,30 +82,44 @@ def launch(
     free_kernel: bool = False,
     check: bool = True,
 ) -> Run:
-    """Run ``function(*args, **kwargs)`` in every rank of a new group of processes and return the result.
+    """Run a function in every rank of a new group of processes.
 
-    num_processes: ranks to start; None for one per GPU, or one.
-    start_method: "fork", "zygote", "inline" or "auto" (see docs/cells.md); the choice and its reason are in the `Run`.
-    devices: GPUs to use, "2,3"; if they are more than ranks, each rank has an equal share.  cpu: use none.
-    timeout_s: stop the run after this number of seconds.
-    hang_timeout_s: end the run when no rank has entered a step or a collective for this long; the error says where each
-    rank is.
-    setup: "module:function" called in every rank first; "nbaccel.train.setup:setup_rank" makes the process group.
-    strategy: "ddp", "fsdp", or another that is installed: the default of `Accelerator()` in the function.
-    independent: each rank trains its own model on purpose: the parameters that optimizers step are not compared.
-    oom: "stop", or "shrink": when a rank dies of memory, start again with every batch of a prepared training loader cut
-    into parts, see docs/memory.md. Everything before the loop is then done again.
-    free_kernel: move models that are variables of the notebook, and their optimizers, to the host while the ranks run.
-    check: raise the run's error; with False it is in `Run.error`.
+    Args:
+        function: Called as ``function(*args, **kwargs)`` in every rank.
+        num_processes: The number of ranks. None is one per GPU, or one.
+        args, kwargs: The arguments of `function`.
+        mixed_precision, gradient_accumulation_steps: Defaults of `Accelerator()` in the function.
+        strategy: "ddp", "fsdp" or the name of an installed strategy: the default of `Accelerator()` in the function.
+        seed: The generators of rank r start at seed + r. None does not seed.
+        devices: The GPUs to use, such as "2,3". If they are more than ranks, each rank has an equal share.
+        cpu: Use no GPU.
+        debug: Check every collective, not only the first ones.
+        independent: Each rank trains its own model on purpose: the parameters that optimizers step are not compared.
+        start_method: "fork", "zygote", "inline" or "auto" (see docs/cells.md). The `Run` holds the choice and its
+            reason.
+        setup: "module:function", called in every rank first. "nbaccel.train.setup:setup_rank" makes the process group.
+        timeout_s: Stop the run after this number of seconds.
+        hang_timeout_s: End the run when no rank has entered a step or a collective for this number of seconds. The
+            error says where each rank is.
+        oom: "stop"; or "shrink": when a rank runs out of memory, start again with every batch of a prepared training
+            loader cut into parts, see docs/memory.md. Everything before the loop is then done again.
+        free_kernel: Move models that are variables of the notebook, and their optimizers, to the host while the ranks
+            run.
+        check: Raise the error of the run. With False it is in `Run.error`.
+
+    Returns:
+        The run: the values that the ranks returned, its curves, and how it ended.
 
     Raises:
-        The error of the first rank that failed, in its own class, with the rank's traceback.
-        KeyboardInterrupt: the run was interrupted, or models were coming back after it; TimeoutError: `timeout_s` was
-            over. (The `time_limit` of an Accelerator in the function raises nothing: `Run.stopped` reports it.)
-        LaunchRefused: nothing was started; the message says why.
+        Exception: The error of the first rank that failed, in its own class, with the traceback of the rank.
+        KeyboardInterrupt: The run was interrupted, or models were coming back after it.
+        TimeoutError: `timeout_s` was over. (The `time_limit` of an Accelerator in the function raises nothing:
+            `Run.stopped` reports it.)
+        LaunchRefused: No rank was started. The message says why.
 
-    >>> launch(pow, 2, args=(2, 5)).values  # doctest: +SKIP
-    [32, 32]
+    Example:
+        >>> launch(pow, 2, args=(2, 5)).values  # doctest: +SKIP
+        [32, 32]
     """
     kwargs = dict(kwargs or {})
     _check_call(function, args, kwargs)
@@ -177,7 +191,8 @@ def _show(
 ) -> tuple[RunView, str]:
     """Begin to show a run, with the warnings to read before; return the shown run, and the run in words.
 
-    aside: the objects that the notebook moves off the GPUs during the run.
+    Args:
+        aside: The objects that the notebook moves off the GPUs during the run.
     """
     assert isinstance(spec.task, FunctionTask)
     title = _describe_call(spec.task.function, spec.task.args, spec.task.kwargs)
@@ -196,7 +211,9 @@ def show_run(
 ) -> RunView:
     """Begin to show a run under its name, with the warnings to read before; return the shown run.
 
-    aside: the objects that the notebook moves off the GPUs during the run.  frames, screen: see `Views.show`.
+    Args:
+        aside: The objects that the notebook moves off the GPUs during the run.
+        frames, screen: See `Views.show`.
     """
     devices = spec.devices
     facts = RunFacts(title, str(devices), devices.names())
@@ -267,8 +284,9 @@ def how_it_ended(outcome: LaunchResult, seconds: float) -> tuple[BaseException |
 def _describe_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Format the call of a function.
 
-    >>> _describe_call(pow, (2, 5), {"mod": 7})
-    'pow(2, 5, mod=7)'
+    Example:
+        >>> _describe_call(pow, (2, 5), {"mod": 7})
+        'pow(2, 5, mod=7)'
     """
     values = [*map(_briefly, args), *(f"{name}={_briefly(value)}" for name, value in kwargs.items())]
     return f"{getattr(function, '__name__', type(function).__name__)}({', '.join(values)})"

@@ -29,11 +29,11 @@ _POINTS = 120
 
 
 class Runs(Sequence[Run]):
-    """The runs of this notebook that are over, oldest first.
+    """The runs of this notebook that are over, the oldest first.
 
-    There is one for each `%%accelerate` cell, `launch`, `notebook_launcher`, `map` and `sweep`; the runs of a sweep are
-    its `.runs`. The latest 1,000 are there. They keep nothing else alive: see `Run`. The last four are whole, those
-    before have curves of at most 256 points and only short values.
+    There is one for each ``%%accelerate`` cell, `launch`, `notebook_launcher`, `map` and `sweep`; the runs of a sweep
+    are its `.runs`. The latest 1,000 are kept. They keep nothing else alive, see `Run`. The last four are whole; older
+    ones have curves of at most 256 points and only short values.
 
         runs = nbaccel.runs
         runs                         # as the last line of a cell: a table, one line for each run
@@ -43,8 +43,12 @@ class Runs(Sequence[Run]):
         runs.compare(metric=["loss", "acc"])  # those of all runs, one below the other
         runs.to_pandas()             # the table, as numbers
 
-    >>> len(Runs()), Runs()
-    (0, no run yet)
+    Args:
+        runs: The runs to begin with.
+
+    Example:
+        >>> len(Runs()), Runs()
+        (0, no run yet)
     """
 
     def __init__(self, runs: Iterable[Run] = ()) -> None:
@@ -57,8 +61,11 @@ class Runs(Sequence[Run]):
     def add(self, run: Run) -> None:
         """Add a run that is over, and give it the next number; append it to the file, if there is one.
 
+        Args:
+            run: The run.
+
         Raises:
-            OSError: the file cannot be written; the run was added even so.
+            OSError: The file cannot be written. The run was added even so.
         """
         if not run.origin.began:
             run.origin = replace(run.origin, began=time.time() - run.seconds)
@@ -80,16 +87,20 @@ class Runs(Sequence[Run]):
         run.goes_on_from = 0 if earlier is None else earlier.number
 
     def keep_in(self, path: str | None) -> str:
-        """Keep the runs from now on in the file at `path`; return a notice on damaged lines in it, or "".
+        """Keep the runs from now on in a file.
 
-        The first time that a file is named, its runs are placed before those of this kernel, all are numbered anew, and
-        those of this kernel are appended to it. Each later time, those that other kernels have added to it meanwhile
-        are added here, with the next numbers.
+        When a file is named for the first time, its runs are placed before those of this kernel, all runs are numbered
+        anew, and those of this kernel are appended to the file. Later calls add the runs that other kernels have
+        appended meanwhile, with the next numbers.
 
-        path: None for no file.
+        Args:
+            path: The file; None for no file.
+
+        Returns:
+            A notice about damaged lines in the file; "" if there are none.
 
         Raises:
-            OSError: the file cannot be read or written.
+            OSError: The file cannot be read or written.
         """
         if path is None:
             self._file = None
@@ -142,10 +153,13 @@ class Runs(Sequence[Run]):
         return part
 
     def numbered(self, *numbers: int) -> Runs:
-        """Return the runs with these numbers, in this order.
+        """Return the runs with some numbers, in their order.
+
+        Args:
+            *numbers: The numbers, as in the table.
 
         Raises:
-            KeyError: there is none with such a number.
+            KeyError: No run has such a number.
         """
         known = {run.number: run for run in self._runs}
         for one in numbers:
@@ -199,7 +213,7 @@ class Runs(Sequence[Run]):
         """Return the table as a `pandas.DataFrame` with a row for each run.
 
         Raises:
-            ImportError: pandas is not installed; `table` works without it.
+            ImportError: Pandas is not installed; `table` works without it.
         """
         pandas = import_pandas("table() gives the same numbers")
         return pandas.DataFrame(self.table())
@@ -223,10 +237,12 @@ class Runs(Sequence[Run]):
     def compare(self, *numbers: int, metric: str | Sequence[str] = ()) -> Picture:
         """Return the curves of some runs in one axis, and the flags in which they differ.
 
-        numbers: those of the table; none for all runs.  metric: see `plot`, one or several.
+        Args:
+            metric: The name of a curve, or several; by default as for `plot`.
+            *numbers: The numbers of the runs, as in the table; none for all runs.
 
         Raises:
-            KeyError: no run has that number, or none has that metric.
+            KeyError: No run has that number, or no run has that metric.
         """
         chosen = [metric] if isinstance(metric, str) else metric
         return (self.numbered(*numbers) if numbers else self).plot(*chosen)
@@ -234,14 +250,16 @@ class Runs(Sequence[Run]):
     def plot(self, *metrics: str) -> Picture:
         """Return the curves of these runs in one axis, and the flags in which they differ.
 
-        A run that went on from another one continues its curve at the saved step; a sweep is drawn as its runs. Up to
-        eight runs have their curves of the same metric on held-out data, such as "val_loss" beside "loss", in the axis.
+        A run that continued another one continues its curve at the saved step. A sweep is drawn as its runs. Of up to
+        eight runs, the curves of the same metric on held-out data, such as "val_loss" beside "loss", are in the axis
+        too.
 
-        metrics: the curves to draw, several one below the other; by default the loss, or else the one that most runs
-        have first.
+        Args:
+            *metrics: The names of curves, drawn one below the other; by default the loss, or else the first metric of
+                most runs.
 
         Raises:
-            KeyError: no run has a curve of that name.
+            KeyError: No run has a curve of that name.
         """
         drawn = [*self._singles()]
         known = dict.fromkeys(name for _, run in drawn for name in run.history.phase.series)
@@ -337,8 +355,9 @@ def _as_dict(run: Run) -> dict[str, Any]:
 def _describe_differences(differ: dict[str, dict[str, str]]) -> str:
     """Return the flags in which runs differ, in one line.
 
-    >>> _describe_differences({"seed": {"3": "1", "5": "2"}})
-    'different: seed (run 3: 1, run 5: 2)'
+    Example:
+        >>> _describe_differences({"seed": {"3": "1", "5": "2"}})
+        'different: seed (run 3: 1, run 5: 2)'
     """
     if not differ:
         return "the same flags"

@@ -47,7 +47,9 @@ _CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 class AccelerateMagics(Magics):
     """The magics of one shell, and the other changes of the extension to it.
 
-    session: None to make one.  may_have_gpus: returns whether to look for GPUs when the extension is loaded.
+    Args:
+        session: None to make one.
+        may_have_gpus: Returns whether to look for GPUs when the extension is loaded.
     """
 
     def __init__(
@@ -183,7 +185,7 @@ def panel() -> None:
     """Show the form of `%accelerate config` in this notebook; load the extension if that was not done yet.
 
     Raises:
-        RuntimeError: there is no notebook.
+        RuntimeError: There is no notebook.
     """
     shell = get_ipython()
     if shell is None:

@@ -35,9 +35,13 @@ Action = Callable[[Any, str], Any]
 class Fault:
     """One thing that goes wrong.
 
-    point: name of the place; the program passes it.  rank: on which rank.  step: at which `Faults.step`.
-    passing: at which passing of that point within the step, 0-based.  None: at every one.
-    times: how often at most, in each process.
+    Args:
+        point: The name of the place, which the program passes.
+        action: Called with the value at the point and a text that says where; returns the value to continue with.
+        rank: On which rank; None on every one.
+        step: At which `Faults.step`; None at every one.
+        passing: At which passing of the point within the step, 0-based; None at every one.
+        times: How often at most, in each process.
     """
 
     point: str
@@ -48,6 +52,13 @@ class Fault:
     times: int = 1
 
     def is_due(self, rank: int, step: int, passing: int) -> bool:
+        """Return whether the fault happens at this passing of its point.
+
+        Args:
+            rank: The rank of this process.
+            step: The current `Faults.step`.
+            passing: The number of the passing within the step, 0-based.
+        """
         wanted = (self.rank, self.step, self.passing)
         return all(want in (None, is_) for want, is_ in zip(wanted, (rank, step, passing), strict=True))
 
@@ -61,19 +72,21 @@ class Faults:
     thread that entered the block), "sync" and "rename" (before a file or folder is flushed to the disk, or gets its
     final name, as every save does).
 
-    step: set this in the loop; a fault's `step` is compared with it. A new step resets the passings.
-    fired: the faults that have happened in this process, in order.
+    Attributes:
+        step: Set this in the loop; a fault's `step` is compared with it. A new step resets the passings.
+        fired: The faults that have happened in this process, in order.
 
-    >>> faults = Faults().raise_at("loading", KeyError("image"), step=1)
-    >>> with faults:
-    ...     for faults.step in range(3):
-    ...         try:
-    ...             _ = faults.at("loading")
-    ...         except KeyError as error:
-    ...             print(faults.step, error)
-    1 'image'
-    >>> faults.at("loading"), len(faults.fired)  # outside of the block nothing happens
-    (None, 1)
+    Example:
+        >>> faults = Faults().raise_at("loading", KeyError("image"), step=1)
+        >>> with faults:
+        ...     for faults.step in range(3):
+        ...         try:
+        ...             _ = faults.at("loading")
+        ...         except KeyError as error:
+        ...             print(faults.step, error)
+        1 'image'
+        >>> faults.at("loading"), len(faults.fired)  # outside of the block nothing happens
+        (None, 1)
     """
 
     def __init__(self) -> None:
@@ -86,35 +99,94 @@ class Faults:
     # -- what goes wrong
 
     def raise_at(self, point: str, error: BaseException, **when: int) -> Faults:
-        """Raise `error` at `point`. when: rank, step, passing, times, as in `Fault`; here and in the others."""
+        """Raise an error at a point.
+
+        Args:
+            point: The name of the place.
+            error: The error.
+            **when: `rank`, `step`, `passing` and `times`, as in `Fault`.
+
+        Returns:
+            This object, so that calls can be chained.
+        """
         return self.add(Fault(point, _Raise(error), **when))
 
     def oom_at(self, point: str, **when: int) -> Faults:
-        """Raise `torch.OutOfMemoryError`."""
+        """Raise `torch.OutOfMemoryError` at a point.
+
+        Args:
+            point, **when: As for `raise_at`.
+
+        Returns:
+            This object.
+        """
         return self.add(Fault(point, _run_out_of_memory, **when))
 
     def kill_at(self, point: str, **when: int) -> Faults:
-        """Kill the process with SIGKILL, as the host's out-of-memory killer does."""
+        """Kill the process with SIGKILL at a point, as the host's out-of-memory killer does.
+
+        Args:
+            point, **when: As for `raise_at`.
+
+        Returns:
+            This object.
+        """
         return self.add(Fault(point, _die, **when))
 
     def leave_at(self, point: str, exit_code: int = 0, **when: int) -> Faults:
-        """End the process without an error or a message, as ``os._exit(exit_code)`` does."""
+        """End the process at a point without an error or a message, as ``os._exit`` does.
+
+        Args:
+            point, **when: As for `raise_at`.
+            exit_code: The exit code of the process.
+
+        Returns:
+            This object.
+        """
         return self.add(Fault(point, _Leave(exit_code), **when))
 
     def hang_at(self, point: str, **when: int) -> Faults:
-        """Wait for ever; signal handlers still run, so that SIGINT raises KeyboardInterrupt."""
+        """Wait for ever at a point. Signal handlers still run, so SIGINT raises KeyboardInterrupt.
+
+        Args:
+            point, **when: As for `raise_at`.
+
+        Returns:
+            This object.
+        """
         return self.add(Fault(point, _hang, **when))
 
     def nan_at(self, point: str, **when: int) -> Faults:
-        """Make the tensor at that point NaN; the program, or the gradient, continues with that."""
+        """Replace the tensor at a point by NaN; the program, or the gradient, continues with that.
+
+        Args:
+            point, **when: As for `raise_at`.
+
+        Returns:
+            This object.
+        """
         return self.add(Fault(point, _spoil, **when))
 
     def enospc_at(self, point: str, **when: int) -> Faults:
-        """Raise what a full disk raises: OSError with ENOSPC."""
+        """Raise what a full disk raises, OSError with ENOSPC, at a point.
+
+        Args:
+            point, **when: As for `raise_at`.
+
+        Returns:
+            This object.
+        """
         return self.add(Fault(point, _find_the_disk_full, **when))
 
     def add(self, fault: Fault) -> Faults:
-        """Add `fault`, whose action may do anything else."""
+        """Add a fault whose action may do anything else.
+
+        Args:
+            fault: The fault.
+
+        Returns:
+            This object.
+        """
         self._faults.append(fault)
         return self
 
@@ -147,7 +219,15 @@ class Faults:
     # -- where
 
     def at(self, point: str, value: Any = None) -> Any:
-        """Pass `point`: apply the faults that are due there. Return `value`, changed if a fault changes it."""
+        """Pass a point: apply the faults that are due there.
+
+        Args:
+            point: The name of the place.
+            value: What the program has there.
+
+        Returns:
+            `value`, changed if a fault changes it.
+        """
         if not self._is_active:
             return value
         passing = self._passings[point]
@@ -162,16 +242,24 @@ class Faults:
         return value
 
     def in_backward(self, tensor: torch.Tensor, point: str = "backward") -> torch.Tensor:
-        """Return `tensor` itself; when its gradient is known, the backward pass passes `point` with it."""
+        """Return `tensor` itself; once its gradient is known, the backward pass passes `point` with the gradient.
+
+        Args:
+            tensor: A tensor that requires gradients.
+            point: The name of the place.
+        """
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self.at(point, gradient))
         return tensor
 
     @contextmanager
     def in_model(self, model: torch.nn.Module) -> Iterator[None]:
-        """Add the points "forward", "output" and "backward" of `model` for the length of a block.
+        """Add the points "forward", "output" and "backward" of a model, inside this block.
 
-        The latter two are passed with the first floating-point tensor in the model's output.
+        "output" and "backward" are passed with the first floating-point tensor in the model's output.
+
+        Args:
+            model: Any module.
         """
         from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -195,7 +283,11 @@ class Faults:
 
     @contextmanager
     def in_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Add the points "optimizer" and "after optimizer" for the length of a block, around each of its steps."""
+        """Add the points "optimizer" and "after optimizer", around each step of an optimizer, inside this block.
+
+        Args:
+            optimizer: Any optimizer.
+        """
 
         def before(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
             self.at("optimizer")
@@ -212,7 +304,7 @@ class Faults:
 
     @contextmanager
     def in_collectives(self) -> Iterator[None]:
-        """Add the points "collective" and "after collective" for the length of a block, around each launch of one."""
+        """Add the points "collective" and "after collective", around each launch of a collective, inside this block."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         faults = self
@@ -236,7 +328,7 @@ class Faults:
 
     @contextmanager
     def in_saves(self) -> Iterator[None]:
-        """Add the points "sync" and "rename" for the length of a block, before each `os.fsync` and `os.rename`.
+        """Add the points "sync" and "rename", before each `os.fsync` and `os.rename`, inside this block.
 
         Saves in the background pass them too, since every thread of the process does.
         """

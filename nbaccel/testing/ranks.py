@@ -30,18 +30,28 @@ __all__ = ["run_ranks"]
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
-    """Run ``function(*args)`` in `world_size` forked gloo ranks; return their values, in the order of ranks.
+    """Run a function in several forked gloo ranks on the CPU.
+
+    Args:
+        world_size: The number of ranks.
+        function: Called as ``function(*args)`` in every rank.
+        timeout_s: The most seconds that all ranks may take.
+        *args: Its arguments.
+
+    Returns:
+        The values that the ranks returned, in the order of ranks.
 
     Raises:
-        RanksFailed: a rank failed; carries the traceback of the first one. The others are killed.
-        TimeoutError: not every rank was done after `timeout_s`; names those that were not.
+        RanksFailed: A rank failed. The error carries the traceback of the first one; the others are killed.
+        TimeoutError: Some ranks were not done after `timeout_s`. The message names them.
 
-    >>> def total():
-    ...     from nbaccel.train import PartialState
-    ...     import torch
-    ...     return int(PartialState().collectives.reduce(torch.ones(())))
-    >>> run_ranks(2, total)
-    [2, 2]
+    Example:
+        >>> def total():
+        ...     from nbaccel.train import PartialState
+        ...     import torch
+        ...     return int(PartialState().collectives.reduce(torch.ones(())))
+        >>> run_ranks(2, total)
+        [2, 2]
     """
     import torch._dynamo  # noqa: F401  # imported by every rank's first DDP otherwise, 0.8 s each
 

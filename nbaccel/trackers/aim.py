@@ -12,9 +12,14 @@ __all__ = ["Aim"]
 
 
 class Aim(GeneralTracker):
-    """A run called ``project_name`` in the repository ``logging_dir``; ``init_kwargs={"aim": {…}}`` goes to `aim.Run`.
+    """A tracker that keeps a run in a repository of Aim. `aim up --repo FOLDER` shows it.
 
-    `aim up --repo FOLDER` shows it. The `aim.Run` is `writer`, as in Accelerate.
+    The `aim.Run` is `writer`, as in Accelerate.
+
+    Args:
+        project_name: The name of the run.
+        logging_dir: The repository.
+        **options: Options of `aim.Run`, given as ``init_kwargs={"aim": {…}}``.
     """
 
     name = "aim"
@@ -50,9 +55,12 @@ class Aim(GeneralTracker):
         step: int | None = None,
         kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Keep pictures by name, each an array, a PIL image, or a tuple of one of them and its caption.
+        """Keep pictures.
 
-        kwargs: options for `aim.Image` under "aim_image", for `aim.Run.track` under "track".
+        Args:
+            values: By name an array, a PIL image, or a tuple of one of them and its caption.
+            step: The step of the pictures.
+            kwargs: Options for `aim.Image` under "aim_image", for `aim.Run.track` under "track".
         """
         import aim
 

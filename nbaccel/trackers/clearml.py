@@ -17,11 +17,16 @@ _SERIES = ("train", "eval", "test")
 
 
 class ClearML(GeneralTracker):
-    """A task of the project ``project_name``; ``init_kwargs={"clearml": {…}}`` goes to `clearml.Task.init`.
+    """A tracker that keeps a task of ClearML.
 
-    A task that the program has made itself is used, and left open at the end. For other tasks CLEARML_PROJECT and
-    CLEARML_TASK give the names, if they are set. The task is `task`, as in Accelerate. Only numbers are scalars there;
-    other values are left out, and a warning names them.
+    A task that the program has made itself is used, and left open at the end. For other tasks the variables
+    CLEARML_PROJECT and CLEARML_TASK give the names, if they are set. Only numbers are stored; other values are left
+    out, and a warning names them. The task is `task`, as in Accelerate.
+
+    Args:
+        project_name: The project of the task.
+        logging_dir: Not used.
+        **options: Options of `clearml.Task.init`, given as ``init_kwargs={"clearml": {…}}``.
     """
 
     name = "clearml"
@@ -62,7 +67,13 @@ class ClearML(GeneralTracker):
                 logger.report_scalar(**_place(name), value=value, iteration=step, **options)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Keep pictures by name, each an array or a PIL image. options: those of `clearml.Logger.report_image`."""
+        """Keep pictures.
+
+        Args:
+            values: By name an array or a PIL image.
+            step: The step of the pictures.
+            **options: Options of `clearml.Logger.report_image`.
+        """
         logger = self.task.get_logger()
         for name, image in values.items():
             logger.report_image(**_place(name), iteration=step, image=image, **options)
@@ -76,12 +87,18 @@ class ClearML(GeneralTracker):
         step: int | None = None,
         **options: Any,
     ) -> None:
-        """Keep a table: a DataFrame, or rows and the names of the columns; without `columns` the first row names them.
+        """Keep a table: a DataFrame, or rows and the names of the columns.
 
-        options: those of `clearml.Logger.report_table`.
+        Args:
+            table_name: The name of the table.
+            columns: The names of the columns; without them the first row names them.
+            data: The rows.
+            dataframe: A DataFrame, instead of rows.
+            step: The step of the table.
+            **options: Options of `clearml.Logger.report_table`.
 
         Raises:
-            ValueError: neither rows nor a DataFrame.
+            ValueError: Neither rows nor a DataFrame were given.
         """
         if dataframe is None and data is None:
             raise ValueError("log_table() needs data=, a list of rows, or dataframe=")
@@ -96,8 +113,9 @@ class ClearML(GeneralTracker):
 def _place(name: str) -> dict[str, str]:
     """Return the plot and the series for the value called `name`.
 
-    >>> _place("eval_loss")
-    {'title': 'loss', 'series': 'eval'}
+    Example:
+        >>> _place("eval_loss")
+        {'title': 'loss', 'series': 'eval'}
     """
     beginning, _, rest = name.partition("_")
     title, series = (rest, beginning) if beginning in _SERIES and rest else (name, _SERIES[0])

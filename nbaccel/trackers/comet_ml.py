@@ -13,10 +13,15 @@ __all__ = ["Comet"]
 
 
 class Comet(GeneralTracker):
-    """An experiment of the project ``project_name``; ``init_kwargs={"comet_ml": {…}}`` goes to `comet_ml.start`.
+    """A tracker that keeps an experiment of Comet.
 
-    A number becomes a metric, a mapping of numbers several; anything else is kept as text. The experiment is `writer`,
-    as in Accelerate.
+    A number becomes a metric, a mapping of numbers several metrics; anything else is kept as text. The experiment is
+    `writer`, as in Accelerate.
+
+    Args:
+        project_name: The project of the experiment.
+        logging_dir: Not used.
+        **options: Options of `comet_ml.start`, given as ``init_kwargs={"comet_ml": {…}}``.
     """
 
     name = "comet_ml"

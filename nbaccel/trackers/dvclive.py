@@ -13,10 +13,16 @@ __all__ = ["DVCLive"]
 
 
 class DVCLive(GeneralTracker):
-    """An experiment of DVC; ``init_kwargs={"dvclive": {…}}`` goes to `dvclive.Live`, or is ``{"live": one of yours}``.
+    """A tracker that keeps an experiment of DVC, in the folder `dvclive`.
 
-    It writes into the folder `dvclive`, or into that of ``{"dir": …}``; ``project_name`` is not used. Values that are
-    no metrics are left out, and a warning names them. The `dvclive.Live` is `live`, as in Accelerate.
+    Values that are no metrics are left out, and a warning names them. The `dvclive.Live` is `live`, as in Accelerate.
+
+    Args:
+        project_name: Not used.
+        logging_dir: Not used.
+        live: A `dvclive.Live` of the program, given as ``init_kwargs={"dvclive": {"live": …}}``.
+        **options: Options of `dvclive.Live`, such as ``dir`` for another folder, given as ``init_kwargs={"dvclive":
+            {…}}``.
     """
 
     name = "dvclive"

@@ -19,10 +19,15 @@ _PARAM_LENGTH = 6000
 
 
 class MLflow(GeneralTracker):
-    """A run of the experiment ``project_name``; ``init_kwargs={"mlflow": {…}}`` goes to `mlflow.start_run`.
+    """A tracker that keeps a run of MLflow, where MLFLOW_TRACKING_URI or `mlflow.set_tracking_uri` say.
 
-    It writes where MLFLOW_TRACKING_URI or `mlflow.set_tracking_uri` say. Only numbers are metrics there; other
-    values are left out, and one warning names them. The run is `active_run`, as in Accelerate.
+    Only numbers are metrics; other values are left out, and one warning names them. The run is `active_run`, as in
+    Accelerate.
+
+    Args:
+        project_name: The experiment of the run.
+        logging_dir: Not used.
+        **options: Options of `mlflow.start_run`, given as ``init_kwargs={"mlflow": {…}}``.
     """
 
     name = "mlflow"
@@ -57,15 +62,31 @@ class MLflow(GeneralTracker):
         self._mlflow.log_metrics(numbers, step=step, **options)
 
     def log_figure(self, figure: Any, artifact_file: str, **options: Any) -> None:
-        """Keep a figure of matplotlib or plotly as the file ``artifact_file`` of the run."""
+        """Keep a figure of matplotlib or plotly as a file of the run.
+
+        Args:
+            figure: The figure.
+            artifact_file: The name of the file.
+            **options: Options of `mlflow.log_figure`.
+        """
         self._mlflow.log_figure(figure=figure, artifact_file=artifact_file, **options)
 
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Keep a file, in the folder ``artifact_path`` of the run."""
+        """Keep a file in the run.
+
+        Args:
+            local_path: The file.
+            artifact_path: A folder of the run, by default its root.
+        """
         self._mlflow.log_artifact(local_path=local_path, artifact_path=artifact_path)
 
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Keep all files of a folder, in the folder ``artifact_path`` of the run."""
+        """Keep all files of a folder in the run.
+
+        Args:
+            local_dir: The folder.
+            artifact_path: A folder of the run, by default its root.
+        """
         self._mlflow.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
     def finish(self) -> None:

@@ -17,9 +17,12 @@ class TensorBoard(GeneralTracker):
     """A tracker that writes event files in ``<logging_dir>/<project_name>/``.
 
     A number becomes a scalar, a string a text, a mapping of numbers several scalars of one chart, a tensor or an array
-    a histogram. Other values, such as pictures of wandb, are left out, and a warning names them.
-    ``init_kwargs={"tensorboard": {…}}`` goes to `torch.utils.tensorboard.SummaryWriter`, which is `writer`, as in
-    Accelerate.
+    a histogram. Other values are left out, and a warning names them. The `SummaryWriter` is `writer`, as in Accelerate.
+
+    Args:
+        project_name: The name of the folder.
+        logging_dir: The folder in which it lies.
+        **options: Options of `torch.utils.tensorboard.SummaryWriter`, given as ``init_kwargs={"tensorboard": {…}}``.
     """
 
     name = "tensorboard"
@@ -60,7 +63,13 @@ class TensorBoard(GeneralTracker):
                 self.writer.add_histogram(name, value, step, **options)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Keep pictures by name: arrays of shape ``(N, 3, H, W)``, or as ``dataformats="NHWC"`` says."""
+        """Keep pictures.
+
+        Args:
+            values: Arrays by name, of shape ``(N, 3, H, W)``, or as the option ``dataformats="NHWC"`` says.
+            step: The step of the pictures.
+            **options: Options of ``SummaryWriter.add_images``.
+        """
         for name, images in values.items():
             self.writer.add_images(name, images, step, **options)
 

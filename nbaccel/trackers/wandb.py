@@ -13,11 +13,16 @@ __all__ = ["SwanLab", "Trackio", "WeightsAndBiases"]
 
 
 class WeightsAndBiases(GeneralTracker):
-    """A run of the project ``project_name``; ``init_kwargs={"wandb": {…}}`` goes to `wandb.init`.
+    """A tracker that keeps a run of Weights & Biases.
 
-    wandb chooses where the files go: WANDB_DIR, the current folder, or ``init_kwargs={"wandb": {"dir": …}}``.
     wandb numbers the rows unless the program gives a step, since it drops rows whose step is not above the one before.
-    The run is `run`, as in Accelerate.
+    The files go to WANDB_DIR, else to the working directory, or where the option ``dir`` says. The run is `run`, as in
+    Accelerate.
+
+    Args:
+        project_name: The project of the run.
+        logging_dir: Not used.
+        **options: Options of `wandb.init`, given as ``init_kwargs={"wandb": {…}}``.
     """
 
     name = "wandb"
@@ -44,7 +49,13 @@ class WeightsAndBiases(GeneralTracker):
         self.run.log(dict(values), step=step, **options)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Keep lists of pictures by name, each an array or a PIL image."""
+        """Keep pictures.
+
+        Args:
+            values: Lists of pictures by name, each an array or a PIL image.
+            step: The step of the pictures.
+            **options: Options of ``wandb.Run.log``.
+        """
         kind = self._library().Image
         self.log({name: [kind(image) for image in images] for name, images in values.items()}, step, **options)
 
@@ -61,7 +72,16 @@ class WeightsAndBiases(GeneralTracker):
         step: int | None = None,
         **options: Any,
     ) -> None:
-        """Keep a table: rows with the names of their columns, or a DataFrame."""
+        """Keep a table: rows with the names of their columns, or a DataFrame.
+
+        Args:
+            table_name: The name of the table.
+            columns: The names of the columns.
+            data: The rows.
+            dataframe: A DataFrame, instead of rows.
+            step: The step of the table.
+            **options: Options of ``wandb.Run.log``.
+        """
         table = self._library().Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step, **options)
 
@@ -70,9 +90,12 @@ class WeightsAndBiases(GeneralTracker):
 
 
 class Trackio(WeightsAndBiases):
-    """A run of the project ``project_name`` on this machine; ``init_kwargs={"trackio": {…}}`` goes to `trackio.init`.
+    """A tracker that keeps a run of trackio on this machine. `trackio show` shows it.
 
-    `trackio show` shows it.
+    Args:
+        project_name: The project of the run.
+        logging_dir: Not used.
+        **options: Options of `trackio.init`, given as ``init_kwargs={"trackio": {…}}``.
     """
 
     name = "trackio"
@@ -83,7 +106,13 @@ class Trackio(WeightsAndBiases):
 
 
 class SwanLab(WeightsAndBiases):
-    """A run of the project ``project_name``; ``init_kwargs={"swanlab": {…}}`` goes to `swanlab.init`."""
+    """A tracker that keeps a run of SwanLab.
+
+    Args:
+        project_name: The project of the run.
+        logging_dir: Not used.
+        **options: Options of `swanlab.init`, given as ``init_kwargs={"swanlab": {…}}``.
+    """
 
     name = "swanlab"
     package = pip_name = "swanlab"

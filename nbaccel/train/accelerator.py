@@ -89,61 +89,56 @@ __all__ = ["Accelerator"]
 
 
 class Accelerator(ProcessControl):
-    """Trains one model on every process of the run, with the loop written as for one.
+    """Train one model on every process of the run, with the loop written as for one process.
 
-    How it computes:
+    Every rank makes it with the same arguments. A choice that is left out is the launch's, if the launch made one.
 
-    mixed_precision: "no", "fp16" or "bf16"; by default the launch's choice, else "no".
-    gradient_accumulation_steps: batches per optimizer step; by default the launch's choice, else 1.
-    gradient_accumulation_plugin: that number and the other rules of accumulation, instead of the number.
-    cpu: stay on the CPU although there are devices.
-    device_placement: move prepared models and batches to the device.
-    step_scheduler_with_optimizer: prepared schedulers move with the optimizer; otherwise when they are called.
-    dynamo_backend: compile prepared models by this backend of ``torch.compile``, such as "inductor"; by default the
-        launch's choice, else none.
-    dynamo_plugin: the backend and its other options, as a `TorchDynamoPlugin`, instead of the name.
-    kwargs_handlers: options for DDP, GradScaler, autocast, the process group and the profiler, one of each at most.
-    on_nan: the reaction to a loss that is not finite. "warn" warns once, with step and rank; "skip" leaves out
-        steps whose gradients are not finite, on all ranks alike; "stop" raises FloatingPointError before such a step.
-        The latter two wait for the device in every step.
+    Args:
+        mixed_precision: "no", "fp16" or "bf16"; "no" where neither the program nor the launch chooses.
+        gradient_accumulation_steps: Batches per optimizer step; 1 where nobody chooses.
+        cpu: Stay on the CPU although there are devices.
+        split_batches: A batch of a loader is for all ranks together and is cut into parts. False: each rank gets whole
+            batches.
+        step_scheduler_with_optimizer: Prepared schedulers move with the optimizer. False: whenever they are called.
+        device_placement: Move prepared models and batches to the device.
+        even_batches: Fill the last round up with the first samples, so that all ranks get equally many batches.
+        log_with: Trackers for the values given to `log`: "jsonl", "csv", "tensorboard", "wandb", "mlflow", "all",
+            tracker objects, or a list of these.
+        project_dir: The folder for the files of trackers, and for checkpoints that `save_state` names itself.
+        project_config: `project_dir` and other options of folders and names, instead of it.
+        gradient_accumulation_plugin: The number of batches and the other rules of accumulation, instead of the number.
+        kwargs_handlers: Options for DDP, GradScaler, autocast, the process group and the profiler, one of each at most.
+        dynamo_backend: The backend of ``torch.compile`` for prepared models, such as "inductor". None does not compile.
+        dataloader_config: `split_batches`, `even_batches` and the other options of loaders, instead of these two.
+        on_nan: What happens at a loss that is not finite. "warn" warns once, with step and rank. "skip" leaves out
+            steps whose gradients are not finite, on all ranks alike. "stop" raises FloatingPointError before such a
+            step. "skip" and "stop" wait for the device in every step.
+        on_save_error: What happens when a checkpoint cannot be written. "raise" raises `CannotSave`; "warn" warns, and
+            the training continues.
+        checkpoint_every: Save in the background at this interval: steps (500, "500steps") or time ("10min").
+        checkpoint_dir: The folder of these checkpoints, which are called ``checkpoint_<step>``; by default
+            ``nbaccel_checkpoints`` in the working directory.
+        keep: Number of these checkpoints that are kept, the newest; 3 by default.
+        resume: True continues from the newest checkpoint in `checkpoint_dir`. A path continues from the checkpoint
+            there, which is only read.
+        time_limit: End the run this long after now ("11h30m", or seconds), before the next step on all ranks. With
+            `checkpoint_every` a last checkpoint is saved. The ``--time-limit`` of the run ends it too, if it is
+            earlier.
+        dynamo_plugin: The backend and its other options, instead of its name.
+        rng_types: Accepted with a warning. The order of samples is the same on all ranks in any case.
+        strategy: "ddp": every rank holds the whole model. "fsdp": each rank holds a part of it. "single": the run has
+            one process. Or the name of a strategy that another package installs. "auto" is "ddp" or "single".
+        fsdp_plugin: Options of "fsdp". It chooses that strategy as well.
+        **not_here: Options of Accelerate that nbaccel does not have. Each is refused by its name.
 
-    How the model is distributed:
-
-    strategy: "ddp", by which every rank holds the whole model; "fsdp", by which each holds a part of it; "single", the
-        one process that a run may have; or another one that is installed. By default the launch's choice, else "auto":
-        "ddp" or "single".
-    fsdp_plugin: options of "fsdp", as a `FullyShardedDataParallelPlugin`; it chooses that strategy as well.
-
-    How batches are distributed:
-
-    split_batches: a loader's batch is that of all ranks together, instead of each rank's.
-    even_batches: fill the last round up with the first samples, so that all ranks see equally many batches.
-    dataloader_config: these two and other options, as a `DataLoaderConfiguration`, instead of them.
-    rng_types: accepted with a warning: the order of samples is the same on all ranks in any case.
-
-    What is kept:
-
-    checkpoint_every: save in the background every so many steps (500, "500steps") or so much time ("10min").
-    checkpoint_dir: folder for these checkpoints, ``checkpoint_<step>``; by default ``nbaccel_checkpoints`` where the
-        program runs.
-    keep: how many of them stay, the newest; by default 3.
-    resume: continue from the newest checkpoint in `checkpoint_dir` (True), or from that of a path, which is only read.
-    time_limit: end the run in order this long after now ("11h30m", or seconds): before the next step, on all ranks,
-        with a last checkpoint where `checkpoint_every` saves. The run's `--time-limit` ends it too, if that is earlier.
-    on_save_error: the reaction to a checkpoint that cannot be written: "raise" raises `CannotSave`, "warn" lets the
-        training continue with a warning.
-    log_with: trackers for what is logged: "jsonl", "csv", "tensorboard", "wandb", "mlflow", "all", objects of one's
-        own, or several of those.
-    project_dir: folder for the files of trackers, and for checkpoints that `save_state` names by itself.
-    project_config: this folder and other options, as a `ProjectConfiguration`.
-
-    >>> accelerator = Accelerator()
-    >>> model = torch.nn.Linear(2, 1)
-    >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    >>> with accelerator.accumulate(model):
-    ...     accelerator.backward(model(torch.ones(4, 2)).mean())
-    ...     optimizer.step()
-    ...     optimizer.zero_grad()
+    Example:
+        >>> accelerator = Accelerator()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with accelerator.accumulate(model):
+        ...     accelerator.backward(model(torch.ones(4, 2)).mean())
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
     """
 
     # Programs ask how a model is distributed before they take another way, which is none of these here.
@@ -310,26 +305,37 @@ class Accelerator(ProcessControl):
         tries: int = 3,
         retry_failed: bool = False,
     ) -> Answers:
-        """Return the answers of `function` to all items, computed by all ranks. Every rank calls it, and gets all.
+        """Return the answers of `function` to all items, computed by all ranks.
 
-        It is `nbaccel.map` inside of a run: see there for the arguments, for items that fail, and for what belongs to
-        `out`; where ranks read other values, those of rank 0 count. The ranks claim chunks from files beside `out`, the
-        longest items first, and wait for each other only at the beginning and at the end. If a rank dies, the others
-        take its items; whether the run goes on then is the launcher's matter.
+        It is `nbaccel.map` inside of a run. Every rank calls it and gets all answers. The ranks claim chunks of items
+        from files beside `out`, those with long items first. They wait for each other only at the beginning and at the
+        end. If a rank dies, the others take its items; whether the run then continues is up to the launcher.
 
-        Each rank calls the function as often as it has items for it: prepared models that are replicated may be used in
-        it, with the buffers that rank 0 has at the beginning; models in shards (FSDP) and other collectives may not.
+        Where the ranks give different values for `batch_size`, `key`, `tries` and the like, those of rank 0 count. The
+        number of calls of `function` differs between ranks. So `function` may use prepared models that are replicated,
+        with the buffers that rank 0 has at the beginning; it may not use sharded models (FSDP) or other collectives.
 
-        items: the same in all ranks, and no prepared loader, which has a part of the data in each. The first ones are
-            compared; a stream is read by one rank afterwards.
-        setup: called once in each rank, with this Accelerator.
+        Args:
+            function: ``function(items)``, or ``function(state, items)`` with `setup`; returns a list of as many
+                answers.
+            items: The same on all ranks; the first ones are compared. No prepared loader, which has a part of the data
+                on each rank. A stream is read by one rank.
+            setup: ``setup(accelerator)``, called once on each rank with this Accelerator; returns `state`.
+            out: The file or folder of the answers, as for `nbaccel.map`. None keeps them in memory.
+            batch_size: The largest number of items in one call. None chooses it by time and memory.
+            key: What else the answers depend on, as for `nbaccel.map`.
+            overwrite: Drop answers in `out` that belong to something else.
+            tries: How often an item is tried alone before its answer is a `Failed`.
+            retry_failed: Try items again that failed in an earlier run.
 
         Raises:
-            ValueError: the ranks have different items.  CollectiveMismatch: the function waits for other ranks.
+            ValueError: The ranks have different items.
+            CollectiveMismatch: `function` waits for other ranks.
 
-        >>> from nbaccel import Accelerator
-        >>> Accelerator().map(lambda texts: [text.upper() for text in texts], ["a", "b"])
-        ['A', 'B']
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> Accelerator().map(lambda texts: [text.upper() for text in texts], ["a", "b"])
+            ['A', 'B']
         """
         if (swept := RunSettings.from_env().swept_values) is not None:  # answers of its model are not those of another
             key = {"key": key, "run": swept}
@@ -368,13 +374,16 @@ class Accelerator(ProcessControl):
         return self._context.accumulation.window.position
 
     def accumulate(self, *models: Module) -> AbstractContextManager[None]:
-        """Return a block for one batch of an accumulation window; gradients synchronise at the window's last batch.
+        """Return a block for one batch of an accumulation window.
 
-        That batch is the current one at the block's first backward, whether it was taken before the block or inside it.
-        The last batch of a prepared loader ends its window, unless the `GradientAccumulationPlugin` says otherwise.
-        Batches of several loaders that the same models train on in turn share one window; the last batch of any of
-        these loaders ends it. Models that have a block each on the same batch have windows of their own. Without
-        `models` the block is for all prepared ones.
+        Gradients are synchronised at the last batch of the window. The batch of the block is the current one at the
+        first backward inside it, whether it was taken before the block or inside. The last batch of a prepared loader
+        ends its window, unless the `GradientAccumulationPlugin` says otherwise. Loaders whose batches train the same
+        models in turn share one window, which ends at the last batch of any of them. Models that each have their own
+        block on the same batch have their own windows.
+
+        Args:
+            *models: The models that are trained in the block; all prepared ones if none is given.
         """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("accumulate", models)
@@ -383,9 +392,10 @@ class Accelerator(ProcessControl):
         return block
 
     def no_sync(self, model: Module | None = None, *models: Module) -> AbstractContextManager[None]:
-        """Let backward leave gradients unsynchronised while entered, for windows that the program counts itself.
+        """Return a block in which backward leaves gradients unsynchronised, for windows that the program counts itself.
 
-        model, models: the models concerned; None for all prepared ones.
+        Args:
+            model, *models: The models that are concerned; all prepared ones if none is given.
         """
         named = models if model is None else (model, *models)
         if not self._lifecycle.is_ready:
@@ -393,38 +403,50 @@ class Accelerator(ProcessControl):
         return self._gradients.no_sync(named)
 
     def hold_gradients(self, model: Module) -> AbstractContextManager[None]:
-        """Return `no_sync` for trainings that exchange parameters instead: the steps inside count as steps."""
+        """Return the block of `no_sync` for trainings that exchange parameters instead: the steps inside count as
+        steps.
+
+        Args:
+            model: The prepared model.
+        """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("hold_gradients", [model])
         return self._gradients.hold(model)
 
     def trigger_sync_in_backward(self, model: Module) -> AbstractContextManager[None]:
-        """Let backward synchronise all gradients of `model` while entered, also of forwards made under `no_sync`.
+        """Return a block in which backward synchronises all gradients of `model`, also of forwards made under
+        `no_sync`.
 
-        For several forwards whose backwards come later: the last backward must synchronise. Collective.
+        It is for several forwards whose backwards come later; the last of these has to synchronise. Collective.
 
-        >>> from nbaccel import Accelerator
-        >>> accelerator = Accelerator()
-        >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
-        >>> with accelerator.no_sync(model):
-        ...     losses = [model(torch.ones(1, 1)).sum() for _ in range(2)]
-        ...     accelerator.backward(losses[0])
-        >>> with accelerator.trigger_sync_in_backward(model):
-        ...     accelerator.backward(losses[1])
+        Args:
+            model: The prepared model.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> with accelerator.no_sync(model):
+            ...     losses = [model(torch.ones(1, 1)).sum() for _ in range(2)]
+            ...     accelerator.backward(losses[0])
+            >>> with accelerator.trigger_sync_in_backward(model):
+            ...     accelerator.backward(losses[1])
         """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("trigger_sync_in_backward", [model])
         return self._context.strategy.sync_in_backward(model)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Call ``loss.backward()``, scaled for fp16 and divided by the length of the accumulation window.
+        """Call ``loss.backward()``, with the loss scaled for fp16 and divided by the length of the accumulation window.
 
-        A loop that calls ``loss.backward()`` itself trains too, without these two: its steps are counted where a
-        prepared optimizer takes them, and a warning says what is missed. Under fp16, and while batches come in parts,
-        it is refused.
+        At the end of a window it is collective. A loss that is NaN or infinite is handled as `on_nan` says. A loop that
+        calls ``loss.backward()`` itself trains without the scaling and the division: its steps are counted when a
+        prepared optimizer takes them, and a warning says what is missed. Such a call is refused under fp16 and while
+        batches come in parts.
 
-        kwargs go to ``loss.backward``. A loss that is NaN or infinite is reported, see `Accelerator`'s `on_nan`.
-        Collective at a window's end.
+        Args:
+            loss: The loss of this rank's batch, a tensor of one element.
+            **kwargs: Arguments of ``loss.backward``.
         """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("backward")
@@ -445,10 +467,13 @@ class Accelerator(ProcessControl):
             window.after_backward()
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Refuse LOMO, which steps inside of its backward, before ranks could exchange gradients.
+        """Refuse LOMO, whose steps happen inside of its backward, before ranks can exchange gradients.
+
+        Args:
+            loss, learning_rate: As Accelerate takes them; not used.
 
         Raises:
-            NotImplementedError: always; names an alternative.
+            NotImplementedError: Always. The message names an alternative.
         """
         raise NotImplementedError(
             "accelerator.lomo_backward: nbaccel does not train with LOMO, which steps inside of its backward. In one "
@@ -459,15 +484,19 @@ class Accelerator(ProcessControl):
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None, *, enabled: bool = True
     ) -> AbstractContextManager[Any]:
-        """Return the context of the run's precision, for code outside of a prepared model's forward; it nests.
+        """Return a block that computes in the run's precision, for code outside of a prepared model's forward.
 
-        autocast_handler: options of this block; by default those of ``kwargs_handlers``.
-        enabled: False is short for ``AutocastKwargs(enabled=False)``.
+        Blocks may be nested.
 
-        >>> from nbaccel import Accelerator
-        >>> with Accelerator(mixed_precision="bf16").autocast():
-        ...     torch.nn.Linear(1, 1)(torch.ones(1, 1)).dtype
-        torch.bfloat16
+        Args:
+            autocast_handler: Options of this block; by default those of `kwargs_handlers`.
+            enabled: False is short for ``AutocastKwargs(enabled=False)``.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> with Accelerator(mixed_precision="bf16").autocast():
+            ...     torch.nn.Linear(1, 1)(torch.ones(1, 1)).dtype
+            torch.bfloat16
         """
         self._lifecycle.equip()
         if autocast_handler is None and not enabled:
@@ -489,25 +518,41 @@ class Accelerator(ProcessControl):
         self._context.precision.take_scaler(scaler)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Unscale the gradients of `optimizer` (one, several, or None for all prepared ones).
+        """Divide gradients by the loss scale of fp16; with other precisions nothing happens.
 
-        Only fp16 scales them. They are unscaled once per step, however often this is called; clipping does it too. Call
-        it where `sync_gradients` is true.
+        Gradients are unscaled once per step, however often this is called. Clipping does it too. Call it where
+        `sync_gradients` is true.
+
+        Args:
+            optimizer: One prepared optimizer, several, or None for all.
         """
         self._lifecycle.equip()
         self._gradients.unscale(optimizer)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip the gradients of the whole window to `max_norm`; return their norm before, a 0-d tensor.
+        """Clip the gradients of the whole accumulation window by their norm.
 
-        Inside a window, where gradients are not complete, nothing is clipped; the norm so far is returned.
+        Inside a window, where gradients are not complete, nothing is clipped. Every rank calls it.
+
+        Args:
+            parameters: The parameters whose gradients are clipped together.
+            max_norm: The largest norm afterwards.
+            norm_type: The order p of the norm; 2 is the Euclidean norm, ``inf`` the maximum.
+
+        Returns:
+            The norm before clipping, a 0-d tensor; inside a window the norm so far.
         """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("clip_grad_norm_")
         return self._gradients.clip_norm(parameters, max_norm, norm_type, self.sync_gradients)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clip each gradient of the whole window to +-`clip_value`; inside a window nothing happens."""
+        """Clip each gradient value of the whole accumulation window; inside a window nothing happens.
+
+        Args:
+            parameters: The parameters whose gradients are clipped.
+            clip_value: Values are clipped to the range from -`clip_value` to `clip_value`.
+        """
         if not self._lifecycle.is_ready:
             self._lifecycle.make_ready("clip_grad_value_")
         self._gradients.clip_values(parameters, clip_value, self.sync_gradients)
@@ -527,56 +572,66 @@ class Accelerator(ProcessControl):
         split_fn: SplitFunction | None = None,
         samples: int | None = None,
     ) -> Tensor:
-        """Run forward and backward of `batch`, in micro-batches that fit into memory; the effective batch is the same.
+        """Run forward and backward of a batch in micro-batches that fit into memory.
 
-        It replaces the forward and `backward`; clipping, accumulation, the optimizer and the scheduler
-        do not change. A rank that runs out of memory continues in smaller micro-batches; its peers wait in the
-        exchange of gradients, as they would in any case. Sizes grow back after 200 batches that fitted. Each rank
-        has its own. Of a sharded model (FSDP) every forward waits for all ranks: there all ranks repeat the batch, in
-        as many micro-batches as the one that needs most (on CPUs; on GPUs that is refused until it has been seen).
+        The effective batch does not change. The call replaces the forward and `backward`; clipping, accumulation, the
+        optimizer and the scheduler stay as they are. It is collective where the batch ends a step.
 
-        loss_fn: ``loss_fn(micro_batch)`` runs the prepared model and returns the mean loss, one element. It is called
-        once per micro-batch, again for those that did not fit; it changes nothing but random generators and buffers
-        of the model, which are restored before a repetition. It may not wait for other ranks.
-        weight: the units of that mean: "samples"; "tokens", the entries of ``batch["labels"]`` that are not -100
-        (without the first of each sequence, where the model is a causal language model of transformers); or a function
-        of a batch that counts its units. With it gradients are exact for any sizes: those of one step on all samples
-        of all ranks at once, sum(w * grad) / sum(w).
-        micro_batch_size: no micro-batch is larger. "auto": the first batch is used for a few trial steps, each rank
-            for itself, which find the largest micro-batch that fits and are undone, as in `find_batch_size`.
-        samples: how many `batch` has, where its lengths allow several numbers. Without it that is the common first
-            dimension of its tensors, or the length of its lists; with it, what is of another length belongs to all.
-        split_fn: ``split_fn(batch, start, stop)``, with `samples`, for batches other than tensors and arrays with the
-            samples in the first dimension, and lists with an entry for each, in any nesting of tuples, lists, dicts,
-            mappings and dataclasses. Numbers, strings and 0-d tensors are copied into every micro-batch.
+        A rank that runs out of memory continues in smaller micro-batches. Its peers wait for it in the exchange of
+        gradients, as they would in any case. Each rank has its own size, which grows again after 200 batches that
+        fitted. In a sharded model (FSDP) every forward waits for all ranks. There all ranks repeat the batch, in as
+        many micro-batches as the rank that needs most; this works on CPUs and is refused on GPUs.
 
-        Returns the mean loss of this rank's batch, detached, as one forward of the whole batch would give it.
         Parameters that no rank used keep ``grad`` None. BatchNorm normalises each micro-batch by itself and counts each
-        sample once; all ranks get rank 0's running statistics, as under DDP. The first call frees DDP's buckets and
-        makes its own; a forward with gradients outside of `forward_backward` goes back to DDP. Collective where the
-        batch ends a step.
+        sample once; all ranks get the running statistics of rank 0, as under DDP. The first call frees DDP's buckets
+        and makes its own. A forward with gradients outside of `forward_backward` returns to DDP.
+
+        After an error no weight has changed. The next step works if all ranks begin it with the same batch. The one
+        exception is an error in the forward or the backward of a sharded model, which ends its process group.
+
+        Args:
+            loss_fn: ``loss_fn(micro_batch)`` runs the prepared model and returns the mean loss, a tensor of one
+                element. It is called once per micro-batch, and again for those that did not fit. It may change only
+                random generators and buffers of the model, which are restored before a repetition. It may not wait for
+                other ranks.
+            batch: The batch of this rank, on its device.
+            weight: What the mean of `loss_fn` is taken over. "samples"; "tokens": the entries of ``batch["labels"]``
+                that are not -100, without the first of each sequence where the model is a causal language model of
+                transformers; or a function that returns the number for a batch. With it gradients are exact for any
+                sizes: those of one step on all samples of all ranks, sum(w * grad) / sum(w).
+            micro_batch_size: The largest micro-batch. "auto" finds the largest one that fits by a few trial steps on
+                the first batch, which are undone; each rank for itself, as in `find_batch_size`.
+            split_fn: ``split_fn(batch, start, stop)`` returns the samples from `start` to `stop`; `samples` must be
+                given too. Without it a batch is made of tensors and arrays with the samples in the first dimension and
+                lists with an entry for each, in any nesting of tuples, lists, dicts, mappings and dataclasses. Numbers,
+                strings and 0-d tensors are copied into every micro-batch.
+            samples: The number of samples in `batch`. By default the common first dimension of its tensors, or the
+                length of its lists. If it is given, tensors and lists of another length belong to every micro-batch.
+
+        Returns:
+            The mean loss of this rank's batch, detached, as one forward of the whole batch would give it.
 
         Raises:
-            torch.OutOfMemoryError: the smallest micro-batch does not fit. On all ranks, if on one: where there are
-                several, in the call that ends the accumulation window; until then that rank's calls return NaN.
-            PeerFailed: `loss_fn` raised on another rank in this step. There: its own error, in that call.
-            CannotSplit: the batch, or the model (SyncBatchNorm, FSDP on GPUs or of its own), cannot be split.
+            torch.OutOfMemoryError: The smallest micro-batch does not fit on some rank. All ranks raise it. With several
+                ranks they do so in the call that ends the accumulation window; until then the calls of the rank
+                concerned return NaN.
+            PeerFailed: `loss_fn` raised on another rank in this step. That rank raises its own error, in that call.
+            CannotSplit: The batch cannot be split, or the model cannot (SyncBatchNorm; FSDP on GPUs or of the program's
+                own).
 
-        In none of these cases has a weight changed, and the next step works, begun on all ranks with the same batch;
-        only an error in the forward or the backward of a sharded model ends its process group.
-
-        >>> import torch
-        >>> from nbaccel import Accelerator
-        >>> accelerator = Accelerator()
-        >>> model = torch.nn.Linear(2, 1)
-        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> batch = {"x": torch.ones(4, 2), "y": torch.zeros(4, 1)}
-        >>> with accelerator.accumulate(model):
-        ...     loss = accelerator.forward_backward(
-        ...         lambda b: torch.nn.functional.mse_loss(model(b["x"]), b["y"]), batch
-        ...     )
-        ...     optimizer.step()
-        ...     optimizer.zero_grad()
+        Example:
+            >>> import torch
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = torch.nn.Linear(2, 1)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> batch = {"x": torch.ones(4, 2), "y": torch.zeros(4, 1)}
+            >>> with accelerator.accumulate(model):
+            ...     loss = accelerator.forward_backward(
+            ...         lambda b: torch.nn.functional.mse_loss(model(b["x"]), b["y"]), batch
+            ...     )
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
         """
         step_back()
         if not self._lifecycle.is_ready:
@@ -603,14 +658,19 @@ class Accelerator(ProcessControl):
         device_placement: Sequence[bool] | None = None,
         device_map: str | Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return models, optimizers, loaders and schedulers prepared for this run, in the order given; collective.
+        """Prepare models, optimizers, loaders and schedulers for this run; collective.
 
-        Other objects are returned unchanged, and so is what is prepared already. One argument gives one object.
-        device_placement: for each object, whether to move it to the device.
-        device_map: places for the parts of the one model of this call, as `dispatch_model` takes them, or "auto". What
-            waits on the host or on the disk cannot be trained; adapters beside it can. With several processes and no
-            optimizer in the call the model is for inference, as by `prepare_model` with evaluation_mode: it keeps its
-            methods (``model.generate``).
+        Args:
+            device_placement: For each object, whether it is moved to the device.
+            device_map: Places for the parts of the one model of this call, as `dispatch_model` takes them, or "auto".
+                Parts that wait on the host or on the disk cannot be trained; adapters beside them can. With several
+                processes and no optimizer in the call the model is for inference, as by `prepare_model` with
+                `evaluation_mode`, and keeps its methods (``model.generate``).
+            *objects: What is to be prepared. Other objects, and those that are prepared already, are returned
+                unchanged.
+
+        Returns:
+            The prepared objects in the order given; one object for one argument.
         """
         if device_placement is not None and len(device_placement) != len(objects):
             raise ValueError(f"device_placement has {len(device_placement)} entries for {len(objects)} objects")
@@ -626,14 +686,21 @@ class Accelerator(ProcessControl):
     def prepare_model(
         self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Module:
-        """Return `model` on the device, in the run's precision and strategy. Collective where there are peers.
+        """Prepare a model: on the device, in the run's precision and strategy. Collective where there are several
+        ranks.
 
-        device_placement: whether to move it; by default the Accelerator's choice. Quantised models and those
-        on several devices are not moved.
-        evaluation_mode: for inference only: gradients will not synchronise, and no rank waits for another.
+        Args:
+            model: The model, the same on every rank.
+            device_placement: Whether it is moved; by default as the Accelerator was told. Quantised models and models
+                on several devices are not moved.
+            evaluation_mode: The model is for inference only: gradients are not synchronised, and no rank waits for
+                another.
+
+        Returns:
+            The model to call in the training loop.
 
         Raises:
-            ValueError: the model is spread over several devices, and there are several processes.
+            ValueError: The model is spread over several devices, and there are several processes.
         """
         self._lifecycle.join()
         move = self.device_placement if device_placement is None else device_placement
@@ -642,9 +709,11 @@ class Accelerator(ProcessControl):
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """Return `optimizer` as one that steps when gradients are synchronised. Every rank calls it.
+        """Return an optimizer that steps when gradients are synchronised. Every rank calls it.
 
-        device_placement: accepted as by Accelerate; an optimizer's state follows its parameters.
+        Args:
+            optimizer: The program's optimizer, of a model that is prepared, or is prepared in the same call.
+            device_placement: Accepted as by Accelerate. The state of an optimizer follows its parameters.
         """
         self._lifecycle.join()
         prepared = self._preparer.prepare_optimizer(optimizer)
@@ -673,7 +742,12 @@ class Accelerator(ProcessControl):
             feature("a model with weights on the meta device")(optimizers, models)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
-        """Return `scheduler` as one that moves when its optimizer steps; prepare the optimizer first. On every rank."""
+        """Return a scheduler that moves when its optimizer steps. Every rank calls it, after `prepare` of the
+        optimizer.
+
+        Args:
+            scheduler: The program's scheduler.
+        """
         self._lifecycle.join()
         prepared: PreparedScheduler = self._preparer.prepare_scheduler(scheduler, self._scheduler_moves)
         self._resuming.resume_if_complete()
@@ -725,22 +799,25 @@ class Accelerator(ProcessControl):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: SliceFunction | None = None,
     ) -> PreparedLoader:
-        """Return `data_loader` as this rank sees it: its share of the batches, on its device. Collective.
+        """Return a loader over this rank's share of the batches, on its device. Collective.
 
-        In rounds of one batch per rank, rank r gets batches r, r + n, r + 2n, ...; the last round is filled up with the
-        first samples. See `DataLoaderConfiguration` for other ways.
+        In rounds of one batch per rank, rank r of n gets the batches r, r + n, r + 2n and so on. The last round is
+        filled up with the first samples. See `DataLoaderConfiguration` for other ways.
 
-        device_placement: whether batches are moved to the device; by default the Accelerator's choice.
-        slice_fn_for_dispatch: where rank 0 reads for all, cuts a round's whole batch for one rank:
-        ``slice_fn(batch, data_slice, process_index=r, num_processes=n)``; called on rank 0.
+        Args:
+            data_loader: The program's loader, over the same dataset on every rank.
+            device_placement: Whether batches are moved to the device; by default as the Accelerator was told.
+            slice_fn_for_dispatch: ``slice_fn(batch, data_slice, process_index=r, num_processes=n)`` cuts one rank's
+                part out of the batch of a whole round. It is called on rank 0, where rank 0 reads for all.
 
         Raises:
-            ValueError: an empty dataset, ranks with different datasets, or a batch size that cannot be split.
+            ValueError: The dataset is empty, differs between ranks, or has a batch size that cannot be split.
 
-        >>> from nbaccel import Accelerator
-        >>> loader = Accelerator().prepare_data_loader(DataLoader(range(4), batch_size=2))
-        >>> [batch.tolist() for batch in loader]
-        [[0, 1], [2, 3]]
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> loader = Accelerator().prepare_data_loader(DataLoader(range(4), batch_size=2))
+            >>> [batch.tolist() for batch in loader]
+            [[0, 1], [2, 3]]
         """
         self._lifecycle.join()
         move = self.device_placement if device_placement is None else device_placement
@@ -749,85 +826,106 @@ class Accelerator(ProcessControl):
         return prepared
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """Return `dataloader` without this rank's first `num_batches`; its length shrinks by as many. On every rank.
+        """Return a loader without this rank's first batches; its length is shorter by as many. Every rank calls it.
 
-        The order is that of the same epoch without it, and epochs are counted in `dataloader` itself. It replaces a
-        position that `load_state` has set.
+        The order is that of the same epoch of `dataloader`, which also counts the epochs. A position that `load_state`
+        has set is dropped.
 
-        >>> from nbaccel import Accelerator
-        >>> accelerator = Accelerator()
-        >>> loader = accelerator.prepare(DataLoader(range(6), batch_size=2))
-        >>> [batch.tolist() for batch in accelerator.skip_first_batches(loader, 2)]
-        [[4, 5]]
+        Args:
+            dataloader: A prepared loader.
+            num_batches: The number of batches to leave out, per rank.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> loader = accelerator.prepare(DataLoader(range(6), batch_size=2))
+            >>> [batch.tolist() for batch in accelerator.skip_first_batches(loader, 2)]
+            [[4, 5]]
         """
         rest: DataLoader[Any] = skip_first_batches(dataloader, num_batches)
         return rest
 
     def total_steps(self, loader: DataLoader[Any], epochs: int = 1) -> int:
-        """Return the optimizer steps of `epochs` passes over `loader`, prepared or not: each pass ends with a step.
+        """Return the number of optimizer steps in `epochs` passes over `loader`; each pass ends with a step.
 
-        A prepared scheduler moves `num_processes` times per optimizer step (once with `split_batches`), so that it
-        is at its end when as many batches were seen as a single process would see. The number for such a scheduler
-        is `total_scheduler_steps`.
+        A prepared scheduler moves more often: see `total_scheduler_steps`.
+
+        Args:
+            loader: The loader, prepared or not.
+            epochs: The number of passes.
 
         Raises:
             TypeError: `loader` has no length.
 
-        >>> from nbaccel import Accelerator
-        >>> accelerator = Accelerator(gradient_accumulation_steps=4)
-        >>> accelerator.total_steps(DataLoader(range(20), batch_size=2), epochs=3)  # 10 batches: 4 + 4 + 2
-        9
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator(gradient_accumulation_steps=4)
+            >>> accelerator.total_steps(DataLoader(range(20), batch_size=2), epochs=3)  # 10 batches: 4 + 4 + 2
+            9
         """
         self._lifecycle.join()
         return self._preparer.total_steps(loader, epochs, self.dataloader_config)
 
     def total_scheduler_steps(self, loader: DataLoader[Any], epochs: int = 1) -> int:
-        """Return how often a prepared scheduler moves in `epochs` passes over `loader`: the scheduler's total_steps.
+        """Return how often a prepared scheduler moves in `epochs` passes over `loader`: its ``total_steps``.
 
-        >>> from nbaccel import Accelerator
-        >>> Accelerator().total_scheduler_steps(DataLoader(range(20), batch_size=2), epochs=3)
-        30
+        A prepared scheduler moves `num_processes` times per optimizer step (once with `split_batches`), so that it is
+        at its end after as many batches as a single process would see.
+
+        Args:
+            loader: The loader, prepared or not.
+            epochs: The number of passes.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> Accelerator().total_scheduler_steps(DataLoader(range(20), batch_size=2), epochs=3)
+            30
         """
         return self.total_steps(loader, epochs) * (1 if self.split_batches else self.num_processes)
 
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Let ranks with fewer batches take part in the others' last steps, with zero gradients. Collective.
+        """Return a block in which ranks without data take part in the last steps of the others, with zero gradients.
 
-        joinables: the prepared models that are trained inside, and other `Joinable` objects.
-        even_batches: replaces that choice for prepared loaders inside; loaders over streams keep theirs.
+        Collective; in one process nothing happens. Gradients are divided by the number of ranks also in the steps for
+        which only some ranks have data. Other collectives than those of the models (`gather`, `check_trigger`) must not
+        be called inside: a rank without data does not answer them.
 
-        Gradients are divided by the number of ranks also in the steps for which only some have data. Collectives other
-        than those of the models (`gather`, `check_trigger`, ...) must not be called inside: a rank that has joined
-        does not answer them. In one process nothing happens.
+        Args:
+            joinables: The prepared models that are trained inside, and other `Joinable` objects.
+            even_batches: Replaces this choice for prepared loaders inside. Loaders over streams keep theirs.
 
-        >>> import torch
-        >>> from nbaccel import Accelerator
-        >>> accelerator = Accelerator()
-        >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
-        >>> with accelerator.join_uneven_inputs([model], even_batches=False):
-        ...     pass
+        Example:
+            >>> import torch
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> with accelerator.join_uneven_inputs([model], even_batches=False):
+            ...     pass
         """
         return self._preparer.joined(joinables, even_batches)
 
     # -- what a program writes, and continues from
 
     def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole model's state dict, without prefixes of DDP and ``torch.compile``. Tensors are not copied.
+        """Return the state dict of the whole model, without the prefixes of DDP and ``torch.compile``.
 
-        Its names are those of a model of which nothing is compiled, also where a part is.
+        Tensors are not copied. The names are those of a model of which nothing is compiled. The tensors of a sharded
+        model are gathered one at a time into the host memory of rank 0 (of each node, with `save_on_each_node`); the
+        other ranks get an empty dict, and the call is collective.
 
-        Of a sharded model, the tensors are gathered into the host memory of rank 0 (of each node, with
-        `save_on_each_node`), one at a time, and other ranks get an empty dict. Collective then.
-        unwrap: False returns that of the module as it is.
+        Args:
+            model: The model, prepared or not.
+            unwrap: False returns the state dict of the module as it is.
 
-        >>> import torch
-        >>> from nbaccel import Accelerator
-        >>> accelerator = Accelerator()
-        >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
-        >>> list(accelerator.get_state_dict(model))
-        ['weight', 'bias']
+        Example:
+            >>> import torch
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
+            >>> list(accelerator.get_state_dict(model))
+            ['weight', 'bias']
         """
         if not unwrap:
             return model.state_dict()
@@ -842,39 +940,49 @@ class Accelerator(ProcessControl):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write `model` as Hugging Face libraries expect it: ``model.safetensors``, or shards and their index.
+        """Write the weights of a model as Hugging Face libraries expect them: ``model.safetensors``, or shards and an
+        index.
 
-        Rank 0 writes; the others do nothing, but every rank calls it where the model is sharded: its tensors are
-        gathered, one at a time, into rank 0's host memory. `nbaccel.utils.load_model` reads it, and so does
-        ``from_pretrained`` where there is a config.json beside it.
-        Of a quantised model with adapters, the trained tensors are written: its base stays in the files it came from.
-        max_shard_size: of one file, in bytes or as "10GB"; a larger tensor has a file of its own.
-        safe_serialization: False writes ``pytorch_model.bin``, a pickle.
+        Rank 0 writes. Every rank calls it where the model is sharded: its tensors are gathered, one at a time, into the
+        host memory of rank 0. `nbaccel.utils.load_model` reads the result, and so does ``from_pretrained`` where a
+        config.json lies beside it. Of a quantised model with adapters only the trained tensors are written.
+
+        Args:
+            model: The model, prepared or not.
+            save_directory: The folder; it is made if it does not exist.
+            max_shard_size: The largest size of a file, in bytes or as "10GB". A larger tensor has its own file.
+            safe_serialization: False writes ``pytorch_model.bin``, a pickle.
 
         Raises:
             NotADirectoryError: `save_directory` is a file.
-            CannotSave: no space, or no right to write there.
+            CannotSave: There is no space, or no right to write there.
 
-        >>> import os, tempfile, torch
-        >>> from nbaccel import Accelerator
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Accelerator().save_model(torch.nn.Linear(2, 1), folder)
-        ...     os.listdir(folder)
-        ['model.safetensors']
+        Example:
+            >>> import os, tempfile, torch
+            >>> from nbaccel import Accelerator
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     Accelerator().save_model(torch.nn.Linear(2, 1), folder)
+            ...     os.listdir(folder)
+            ['model.safetensors']
         """
         state = self._checkpoints.without_base(model, self.get_state_dict(model))
         if self._checkpoints.writes:
             save_weights(state, Path(save_directory), max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False, *, save_on_each_node: bool = False) -> None:
-        """Call ``torch.save(obj, f)`` on the main process only; a path is written under a temporary name and renamed.
+        """Call ``torch.save(obj, f)`` on the main process only.
 
-        save_on_each_node: on the first rank of each node.
-        safe_serialization: `obj` is a dict of tensors; write it as safetensors.
+        A path is written under a temporary name and then renamed.
+
+        Args:
+            obj: Anything that ``torch.save`` takes.
+            f: A path or an open file.
+            safe_serialization: `obj` is a dict of tensors; write it as safetensors.
+            save_on_each_node: Save on the first rank of each node.
 
         Raises:
-            CannotSave: no space, or no right to write there; or `obj` holds sharded tensors, as ``model.state_dict()``
-                of a sharded model does, of which a rank has its own rows only.
+            CannotSave: There is no space, or no right to write there; or `obj` holds sharded tensors, of which each
+                rank has only its rows, as ``model.state_dict()`` of a sharded model does.
         """
         obj = unsharded(obj, "accelerator.save")
         if self._checkpoints.writes or (save_on_each_node and self.is_local_main_process):
@@ -914,37 +1022,44 @@ class Accelerator(ProcessControl):
         blocking: bool = True,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Write everything prepared and registered, and the random states, into a folder; return its name.
+        """Write everything that is prepared and registered, and the states of random generators, into a checkpoint.
 
-        No collective: call it on all ranks, or on the main process only (the other ranks' random numbers are then
-        derived at load). All ranks call it where the model is sharded, since each writes its rows: rank 0 commits the
-        checkpoint once all are on the disk, or all ranks raise the same error. Blocks these ranks until the disk has
-        it; a checkpoint of that name is replaced, and the older one deleted only after that.
+        Call it on all ranks, or on the main process only; it is no collective. In the second case the random numbers of
+        the other ranks are derived from those of rank 0 at load. A sharded model needs all ranks, since each writes its
+        rows: rank 0 completes the checkpoint once all rows are on the disk, or all ranks raise the same error. The call
+        returns when the disk has the checkpoint. An older checkpoint of that name is deleted only after that.
 
-        output_dir: the folder. Where it holds other things too, these stay, and the checkpoint is a subfolder
-        ``nbaccel_checkpoint``, which `load_state` finds. None, with ``automatic_checkpoint_naming=True`` in the
-        project's configuration, for ``<project_dir>/checkpoints/checkpoint_<n>``, of which `total_limit` are kept.
-        Numbers continue after the newest existing one; a printed line says so where another run has left it.
-        safe_serialization: for Accelerate's programs; a checkpoint is always safetensors and JSON. Only a state
-        that is more than data (of a registered object, for example) becomes a pickle, with a warning.
-        blocking: False copies the state, into memory of the host that is kept for the next time, and writes it in
-        the background; the next save, `load_state`, `end_training` and the end of the process wait for it. Not with
-        hooks of the program, which may look at the models.
-        save_model_func_kwargs: accepted with a warning; in Accelerate they are for DeepSpeed.
+        Args:
+            output_dir: The folder. If it holds other files, these stay, and the checkpoint becomes its subfolder
+                ``nbaccel_checkpoint``, which `load_state` finds. None is for ``automatic_checkpoint_naming=True`` in
+                the project's configuration: the folder is then ``<project_dir>/checkpoints/checkpoint_<n>``, and
+                `total_limit` of them are kept. Numbers continue after the newest existing one; a printed line says so
+                if another run has left it.
+            safe_serialization: Accepted as by Accelerate. A checkpoint is always safetensors and JSON. Only a state
+                that is more than data, for example of a registered object, becomes a pickle, with a warning.
+            blocking: False copies the state into host memory, which is kept for the next save, and writes it in the
+                background. The next save, `load_state`, `end_training` and the end of the process wait for it. It
+                cannot be combined with hooks of the program, which may read the models.
+            **save_model_func_kwargs: Accepted with a warning; in Accelerate they are for DeepSpeed.
+
+        Returns:
+            The name of the folder.
 
         Raises:
-            ValueError: no folder, or the number that was set by hand exists; or hooks, and not `blocking`.
-            CannotSave: no space, or no right to write there. The older checkpoint does not change. With
-                ``on_save_error="warn"`` it is a warning, and the training continues. The error of a save in the
-                background is raised by the call that waits for it.
+            ValueError: There is no folder; or the number that was set by hand exists; or there are hooks and `blocking`
+                is False.
+            CannotSave: There is no space, or no right to write there. The older checkpoint is unchanged. With
+                ``on_save_error="warn"`` it is a warning instead. The error of a save in the background is raised by the
+                call that waits for it.
 
-        >>> import tempfile
-        >>> from nbaccel import Accelerator
-        >>> accelerator = Accelerator()
-        >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = accelerator.save_state(f"{folder}/last")
-        ...     accelerator.load_state(f"{folder}/last")
+        Example:
+            >>> import tempfile
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     _ = accelerator.save_state(f"{folder}/last")
+            ...     accelerator.load_state(f"{folder}/last")
         """
         self._lifecycle.equip()
         return self._checkpoints.save_state(output_dir, blocking, save_model_func_kwargs)
@@ -957,92 +1072,121 @@ class Accelerator(ProcessControl):
         trust: bool = False,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Continue from a checkpoint, in this or another number of ranks. Collective.
+        """Continue from a checkpoint, with this or another number of ranks. Collective.
 
         Everything that was prepared and registered when it was written must be so now, in the same order. Prepared
-        loaders continue at the batch after the last one that was trained on, so a program need not skip any itself
-        (`skip_first_batches` replaces that position). Folders that Accelerate wrote load too; they have no position.
+        loaders continue after the last batch that was trained on, so the program need not skip any
+        (`skip_first_batches` replaces that position). Folders that Accelerate wrote can be loaded too; they have no
+        position.
 
-        input_dir: the folder; None for the newest complete one of those that are named automatically. Damaged ones
-        are skipped with a warning, and the numbering of `save_state` continues after the newest.
-        trust: load pickles too, which can run any code; ``load_kwargs={"weights_only": False}`` does the same, and the
-        other `load_kwargs` of Accelerate have no effect here.
-        load_model_func_kwargs: for each model's ``load_state_dict``, such as ``strict=False`` for a checkpoint with
-        more or fewer weights. A `map_location` is accepted: tensors are loaded to the devices of their objects.
+        Args:
+            input_dir: The folder. None is the newest complete checkpoint of those that are named automatically; damaged
+                ones are skipped with a warning, and `save_state` numbers on after the newest.
+            load_kwargs: ``{"weights_only": False}`` is the same as `trust`. Other entries have no effect.
+            trust: Load pickles too, which can run any code.
+            **load_model_func_kwargs: For each model's ``load_state_dict``, such as ``strict=False`` for a checkpoint
+                with more or fewer weights. A `map_location` is accepted; tensors are loaded to the devices of their
+                objects.
 
         Raises:
-            FileNotFoundError: there is no checkpoint.
-            CheckpointCorrupt: it is damaged; the error names the file, and what was expected and found.
-            UntrustedPickle: one of its files is a pickle that could run code, and `trust` is not given.
-            ValueError: other models, optimizers or schedulers are prepared. RuntimeError: other objects registered.
+            FileNotFoundError: There is no checkpoint.
+            CheckpointCorrupt: It is damaged. The error names the file, and what was expected and found.
+            UntrustedPickle: One of its files is a pickle that could run code, and `trust` is not given.
+            ValueError: Other models, optimizers or schedulers are prepared.
+            RuntimeError: Other objects are registered.
         """
         self._lifecycle.join()
         self._checkpoints.load_state(input_dir, load_kwargs or {}, trust, load_model_func_kwargs)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Add `objects` to what `save_state` and `load_state` handle, in this order. Every rank calls it.
+        """Add objects to what `save_state` and `load_state` handle, in this order. Every rank calls it.
+
+        Args:
+            *objects: Objects with `state_dict` and `load_state_dict`.
 
         Raises:
-            ValueError: one of them lacks `state_dict` or `load_state_dict`; nothing is registered then.
+            ValueError: One of them lacks `state_dict` or `load_state_dict`. Nothing is registered then.
 
-        >>> from nbaccel import Accelerator
-        >>> average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 1))
-        >>> Accelerator().register_for_checkpointing(average)
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 1))
+            >>> Accelerator().register_for_checkpointing(average)
         """
         self._checkpoints.registered.add(objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Call ``hook(models, weights, folder)`` in every `save_state`, before anything is written.
+        """Register a function that every `save_state` calls before anything is written.
 
-        models: the program's own, as it passed them to `prepare`: without DDP, so ``isinstance`` and
-        ``save_pretrained`` work on them as in one process. weights: their state dicts; those that the hook removes
-        are not saved by nbaccel.
-        folder: on rank 0 the unfinished folder that becomes the checkpoint, for files of the hook's own; on other
-        ranks the checkpoint's final name, which may not exist yet.
-        Returns a handle whose `remove()` removes the hook.
+        Args:
+            hook: ``hook(models, weights, folder)``. `models` are the program's own, as it passed them to `prepare`,
+                without DDP: ``isinstance`` and ``save_pretrained`` work on them as in one process. `weights` are their
+                state dicts; those that the hook removes are not saved. `folder` is, on rank 0, the unfinished folder
+                that becomes the checkpoint, for files of the hook's own; on other ranks it is the final name of the
+                checkpoint, which may not exist yet.
 
-        >>> from nbaccel import Accelerator
-        >>> handle = Accelerator().register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
-        >>> handle.remove()
+        Returns:
+            A handle whose `remove()` removes the hook.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> handle = Accelerator().register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
+            >>> handle.remove()
         """
         return self._checkpoints.registered.add_hook(self._checkpoints.registered.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Call ``hook(models, folder)`` in every `load_state`, on every rank, before anything is loaded.
+        """Register a function that every `load_state` calls, on every rank, before anything is loaded.
 
-        models: the program's own, as it passed them to `prepare`; those that the hook removes from the list are not
-        loaded by nbaccel.
-        Returns a handle whose `remove()` removes the hook.
+        Args:
+            hook: ``hook(models, folder)``. `models` are the program's own, as it passed them to `prepare`; those that
+                the hook removes from the list are not loaded.
 
-        >>> from nbaccel import Accelerator
-        >>> handle = Accelerator().register_load_state_pre_hook(lambda models, folder: models.clear())
-        >>> handle.remove()
+        Returns:
+            A handle whose `remove()` removes the hook.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> handle = Accelerator().register_load_state_pre_hook(lambda models, folder: models.clear())
+            >>> handle.remove()
         """
         return self._checkpoints.registered.add_hook(self._checkpoints.registered.load_hooks, hook)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield ``range(count)`` for epochs; after a resume begin at the epoch that was in progress. On every rank.
+        """Yield the numbers of epochs, after a resume from the epoch that was in progress. Every rank calls it.
 
-        Its training loader continues where it was, so the loop is written as if nothing had happened. An epoch is done
-        when its training loader is exhausted and no loader is being iterated: a checkpoint that is written then
-        resumes at the next one. What follows the training in an epoch (an evaluation) is repeated if it was not over.
+        The training loader of that epoch continues where it was, so the loop is written as if nothing had happened. An
+        epoch is over when its training loader is exhausted and no loader is being iterated; a checkpoint written after
+        that resumes at the next epoch. What follows the training in an epoch, such as an evaluation, is repeated if it
+        was not over.
 
-        >>> from nbaccel import Accelerator
-        >>> list(Accelerator().epochs(3))
-        [0, 1, 2]
+        Args:
+            count: The number of epochs of the whole training.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> list(Accelerator().epochs(3))
+            [0, 1, 2]
         """
         return self._checkpoints.epochs.run(count, self._lifecycle.accumulation)
 
     def remember(self, **defaults: Any) -> Remembered:
-        """Keep values of the program's own in checkpoints too; return them as attributes. Every rank calls it.
+        """Keep values of the program in checkpoints. Every rank calls it.
 
-        A value that a loaded checkpoint has, or an earlier call gave, stays; the checkpoint is that of rank 0. Plain
-        data and tensors: anything else becomes a pickle, as with `register_for_checkpointing`.
+        A value from a loaded checkpoint or from an earlier call replaces the default. The checkpoint holds the values
+        of rank 0.
 
-        >>> from nbaccel import Accelerator
-        >>> memory = Accelerator().remember(best=0.0, history=[])
-        >>> memory.best = max(memory.best, 0.9)
-        >>> memory.history.append(0.9)
+        Args:
+            **defaults: The first value for each name: plain data or tensors. Anything else becomes a pickle, as with
+                `register_for_checkpointing`.
+
+        Returns:
+            An object with the values as attributes, which the program reads and sets.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> memory = Accelerator().remember(best=0.0, history=[])
+            >>> memory.best = max(memory.best, 0.9)
+            >>> memory.history.append(0.9)
         """
         self._checkpoints.remembered.keep(**defaults)
         return self._checkpoints.remembered
@@ -1076,20 +1220,23 @@ class Accelerator(ProcessControl):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Open the trackers of ``log_with``, on rank 0. Every rank may call it; no rank waits for another.
+        """Open the trackers of `log_with`, on rank 0. Every rank may call it; no rank waits for another.
 
-        config: hyperparameters to keep with the run.
-        init_kwargs: options for each tracker's library, by the tracker's name: ``{"wandb": {"tags": ["first"]}}``.
+        A process that is forked or unpickled from this one opens them again at its first `log`.
 
-        A process that was forked or unpickled from this one opens them again at its first `log`.
+        Args:
+            project_name: The name under which the trackers keep the run.
+            config: Hyperparameters to keep with the run.
+            init_kwargs: Options for each tracker's library, by the tracker's name: ``{"wandb": {"tags": ["first"]}}``.
 
         Raises:
-            ModuleNotFoundError: a tracker's package is not installed; the message is the command that installs it.
-            ValueError: a tracker writes files, and there is no ``project_dir``.
+            ModuleNotFoundError: A tracker's package is not installed; the message is the command that installs it.
+            ValueError: A tracker writes files, and there is no ``project_dir``.
 
-        >>> from nbaccel import Accelerator
-        >>> accelerator = Accelerator(log_with="jsonl", project_dir="runs")
-        >>> accelerator.init_trackers("digits", config={"lr": 0.1})  # doctest: +SKIP
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator(log_with="jsonl", project_dir="runs")
+            >>> accelerator.init_trackers("digits", config={"lr": 0.1})  # doctest: +SKIP
         """
         plan = TrackingPlan(project_name, dict(config or {}), dict(init_kwargs or {}), self.logging_dir)
         self._trackers.open(plan, self.is_main_process)
@@ -1101,21 +1248,23 @@ class Accelerator(ProcessControl):
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         average: bool = False,
     ) -> None:
-        """Report numbers: this rank's to the notebook, rank 0's to the trackers.
-
-        values: numbers, strings or tensors by name. None is no value, and trackers do not get it. Tensors are detached
-            and do not make the step wait: a tensor on a GPU is copied in its stream and read when the copy has
-            arrived, once, at the latest at the end.
-        step: the step of the row; by default the current optimizer step (wandb then counts by itself).
-        log_kwargs: more arguments for a tracker by its name, ``{"wandb": {"commit": False}}``.
-        average: report the mean of all ranks of every number and one-element tensor. Collective then: every rank
-            logs the same names.
+        """Report numbers: those of this rank to the notebook, those of rank 0 to the trackers.
 
         Without `init_trackers` the values go to the notebook only. An object that is no mapping goes to the trackers
-        unchanged; without trackers it is not logged, with a warning.
+        unchanged; without trackers it is not logged, and a warning says so.
 
-        >>> from nbaccel import Accelerator
-        >>> Accelerator().log({"loss": torch.tensor(0.5)}, step=3)
+        Args:
+            values: Numbers, strings or tensors by name. A value of None is not passed to trackers. Tensors are
+                detached. A tensor on a GPU is copied in its stream and read once the copy has arrived, so the step does
+                not wait for it.
+            step: The step of the row; by default the current optimizer step (wandb then counts by itself).
+            log_kwargs: More arguments for a tracker by its name, ``{"wandb": {"commit": False}}``.
+            average: Report the mean over all ranks of each number and each tensor of one element. It makes the call
+                collective: every rank logs the same names.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> Accelerator().log({"loss": torch.tensor(0.5)}, step=3)
         """
         if type(values) is not dict and not isinstance(values, Mapping):  # the abstract class's check costs a call
             self._trackers.log_as_it_is(values, step, log_kwargs or {}, self.trackers)
@@ -1124,44 +1273,55 @@ class Accelerator(ProcessControl):
         self._trackers.log(values, at, step, log_kwargs or {}, self.state, average)
 
     def phase(self, name: str) -> None:
-        """Begin a phase, which is shown separately, with new curves and a new time estimate. On any rank.
+        """Begin a phase of the run, which is shown separately, with new curves and a new time estimate. Any rank may
+        call it.
 
-        name: the name that is shown: a fold, a stage, a model of several.
+        Args:
+            name: The name that is shown, such as a fold, a stage, or one of several models.
 
-        >>> from nbaccel import Accelerator
-        >>> accelerator = Accelerator()
-        >>> for fold in range(2):
-        ...     accelerator.phase(f"fold {fold}")
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> for fold in range(2):
+            ...     accelerator.phase(f"fold {fold}")
         """
         emit(Phase(name))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker called `name`, for its own methods; on other ranks a blank one, whose calls do nothing.
+        """Return the tracker called `name`, for its own methods.
 
-        unwrap: return the object of its library instead: the `wandb.Run`, the `SummaryWriter`.
+        On ranks that do not track it is a blank one, whose calls do nothing.
+
+        Args:
+            name: The tracker's name, such as "wandb".
+            unwrap: Return the object of its library instead: the `wandb.Run`, the `SummaryWriter`.
 
         Raises:
-            ValueError: no such tracker was opened.
+            ValueError: No such tracker was opened.
 
-        >>> from nbaccel import Accelerator
-        >>> accelerator = Accelerator(log_with="wandb")
-        >>> accelerator.get_tracker("wandb").log_artifact("model.safetensors")  # doctest: +SKIP
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator(log_with="wandb")
+            >>> accelerator.get_tracker("wandb").log_artifact("model.safetensors")  # doctest: +SKIP
         """
         return self._trackers.get(name, self.trackers, unwrap) if self.is_main_process else BlankTracker()
 
     # -- measuring, and searching for sizes
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[profile]:
-        """Profile the block; yields ``torch.profiler.profile``, whose ``step()`` ends a step of a schedule.
+        """Return a block that is profiled; it gives the ``torch.profiler.profile``, whose ``step()`` ends a step of a
+        schedule.
 
-        profile_handler: by default the `ProfileKwargs` of ``kwargs_handlers``. With its `output_trace_dir`, rank r
-        writes ``profile_{r}.json`` there and all ranks wait for each other at the end: collective then.
+        Args:
+            profile_handler: Options; by default the `ProfileKwargs` of `kwargs_handlers`. With an `output_trace_dir`
+                rank r writes ``profile_{r}.json`` there, and the end of the block is collective.
 
-        >>> from nbaccel import Accelerator
-        >>> with Accelerator().profile() as profiler:
-        ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)
-        >>> any(row.key == "aten::mm" for row in profiler.key_averages())
-        True
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> with Accelerator().profile() as profiler:
+            ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)
+            >>> any(row.key == "aten::mm" for row in profiler.key_averages())
+            True
         """
         options = profile_handler or self._handlers.profile
         return profiling(options, self.process_index, self.wait_for_everyone)
@@ -1175,43 +1335,48 @@ class Accelerator(ProcessControl):
         cache: str | os.PathLike[str] | None = None,
         meter: PeakGauge | None = None,
     ) -> int:
-        """Return the largest batch per rank whose training step fits in memory, on every rank. Collective.
+        """Return the largest batch size per rank whose training step fits in memory, the same on every rank.
+        Collective.
 
-        Runs some four to eight trials of two whole steps each, forward, backward and optimizer; most searches never
-        run out of memory. Afterwards models, optimizers and random generators are bit by bit as before, and no loader
-        has moved. The size returned was run on every rank, whatever the prediction said; it is within about 3 % of
-        the largest possible one, and a multiple of eight where that costs nothing.
+        It runs four to eight trials of two whole steps each: forward, backward and optimizer. Most searches never run
+        out of memory. Afterwards models, optimizers and random generators are bit by bit as before, and no loader has
+        moved. The size returned was run on every rank. It is within about 3 % of the largest possible one, and a
+        multiple of eight where that costs nothing.
 
-        Of a sharded model all ranks run each trial together, so running out of memory in one is an error. The sizes
-        tried are those that the trial before shows to fit; there are more of them, and the last takes some 95 %.
+        All ranks run each trial of a sharded model together, so running out of memory in one would be an error. The
+        sizes tried are therefore those that the trial before shows to fit; there are more of them, and the last takes
+        some 95 % of the memory.
 
-        loss_fn: from a batch on this rank's device to its loss, ``lambda batch: F.cross_entropy(model(batch[0]),
-            batch[1])``, with prepared models. State that it keeps itself is not restored.
-        example: the loader that will train, of which some hundred samples are read to find the longest ones; or one
-            batch. A sample longer than those can still be too large: see `forward_backward`, which survives it.
-        max_batch_size: the largest useful size, such as a rank's share of a small dataset.
-        cache: a folder where sizes are kept from run to run. Without it they are kept as long as this Accelerator.
-            A size found before is tried once more instead of searched for.
-        meter: measures memory, instead of the device's own measure: torch's allocator on CUDA; on the CPU the
-            `nbaccel.testing.MemLimit` that is entered, else the bytes of tensors, against ``ulimit`` and 80 % of the
-            free memory, which does not see everything: leave some memory free there. Where nothing can be measured
-            (mps), sizes are tried until one does not fit, which takes more trials.
+        Args:
+            loss_fn: Returns the loss for a batch on this rank's device, with prepared models: ``lambda batch:
+                F.cross_entropy(model(batch[0]), batch[1])``. State that it keeps itself is not restored.
+            example: The loader that will train, of which some hundred samples are read to find the longest ones; or one
+                batch. A sample longer than those may still be too large: see `forward_backward`, which survives it.
+            max_batch_size: The largest useful size, such as a rank's share of a small dataset.
+            cache: A folder in which sizes are kept from run to run; by default they are kept as long as this
+                Accelerator. A size found before is tried once instead of searched for.
+            meter: Measures memory, instead of the device's own measure. That is torch's allocator on CUDA. On the CPU
+                it is the `nbaccel.testing.MemLimit` that is entered, else the bytes of tensors against ``ulimit`` and
+                80 % of the free memory; it does not see everything, so leave some memory free. Where nothing can be
+                measured (mps), sizes are tried until one does not fit, which takes more trials.
 
         Raises:
-            torch.OutOfMemoryError: not even one sample fits; gives the memory one needs, and the limit. On every rank.
-            NotPrepared: no model or no optimizer is prepared; both are part of what has to fit.
+            torch.OutOfMemoryError: Not even one sample fits. The error gives the memory that one sample needs, and the
+                limit. On every rank.
+            NotPrepared: No model or no optimizer is prepared. Both are part of what has to fit.
             PeerFailed: `loss_fn` failed on another rank.
 
-        >>> import torch
-        >>> from nbaccel import Accelerator
-        >>> from nbaccel.testing import MemLimit
-        >>> accelerator = Accelerator()
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1000), torch.nn.GELU(), torch.nn.Linear(1000, 1))
-        >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        >>> with MemLimit(2_000_000) as memory:  # a small device
-        ...     memory.count(model)
-        ...     accelerator.find_batch_size(lambda x: model(x).mean(), torch.ones(8, 4))
-        157
+        Example:
+            >>> import torch
+            >>> from nbaccel import Accelerator
+            >>> from nbaccel.testing import MemLimit
+            >>> accelerator = Accelerator()
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1000), torch.nn.GELU(), torch.nn.Linear(1000, 1))
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+            >>> with MemLimit(2_000_000) as memory:  # a small device
+            ...     memory.count(model)
+            ...     accelerator.find_batch_size(lambda x: model(x).mean(), torch.ones(8, 4))
+            157
         """
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
@@ -1230,24 +1395,26 @@ class Accelerator(ProcessControl):
     ) -> MemoryEstimate:
         """Return the memory that training `model` takes on one rank, by strategy and number of ranks; prints a table.
 
-        Nothing is computed, no device is used and no rank waits for another. Its last sentence names the strategy of
-        the least communication that fits on the devices of this machine, or says what would.
+        Nothing is computed, no device is used and no rank waits for another. The last sentence of the table names the
+        strategy with the least communication that fits on the devices of this machine, or says what would fit.
 
-        model: prepared or not, also on the meta device.
-        optimizer: one of the model, prepared or not; or a class, or the name of one in ``torch.optim``.
-        batch: an example, with as many samples as a rank will get; without it activations are not counted.
-        loss_fn: ``loss_fn(model, batch)`` returns the loss; it gets a copy of the model whose tensors have no memory.
-            Without it the model is called as ``model(**batch)`` or ``model(inputs)``.
-        ranks: the numbers of ranks; by default those of this run or its devices, and twice as many.
+        Args:
+            model: Prepared or not, also on the meta device.
+            optimizer: The model's optimizer, prepared or not; or a class, or the name of one in ``torch.optim``.
+            batch: An example with as many samples as a rank will get. Without it activations are not counted.
+            loss_fn: ``loss_fn(model, batch)`` returns the loss. It gets a copy of the model whose tensors have no
+                memory. Without it the model is called as ``model(**batch)`` or ``model(inputs)``.
+            ranks: The numbers of ranks to show; by default those of this run or its devices, and twice as many.
 
         Raises:
-            ValueError: there is no optimizer of that name, or the model has parameters without a shape.
+            ValueError: There is no optimizer of that name, or the model has parameters without a shape.
 
-        >>> from nbaccel import Accelerator
-        >>> model = torch.nn.Sequential(torch.nn.Linear(1000, 1000), torch.nn.ReLU(), torch.nn.Linear(1000, 10))
-        >>> estimate = Accelerator().estimate(model, "AdamW", torch.ones(8, 1000), ranks=[2])
-        >>> estimate.of("fsdp", 2).peak < estimate.of("ddp", 2).peak
-        True
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> model = torch.nn.Sequential(torch.nn.Linear(1000, 1000), torch.nn.ReLU(), torch.nn.Linear(1000, 10))
+            >>> estimate = Accelerator().estimate(model, "AdamW", torch.ones(8, 1000), ranks=[2])
+            >>> estimate.of("fsdp", 2).peak < estimate.of("ddp", 2).peak
+            True
         """
         self._lifecycle.equip()
         setting = {
@@ -1271,29 +1438,42 @@ class Accelerator(ProcessControl):
     # -- models, memory, the end
 
     def gradient_checkpointing(self, model: Module, blocks: Iterable[Module] | None = None) -> Module:
-        """Let `model` compute activations again in its backward instead of keeping them; return the same `model`.
+        """Let a model compute activations again in its backward instead of keeping them.
 
-        A model that can do so itself (transformers) is told to. In others each of `blocks` is recomputed as a
-        whole: by default the members of their outermost ``ModuleList``s and
-        ``Sequential``s. Before or after `prepare`; works with DDP and accumulation, since nothing is reentrant.
+        A model that can do so itself (transformers) is told to. Call it before or after `prepare`. It works with DDP
+        and accumulation, since the recomputation is not reentrant.
+
+        Args:
+            model: The model, prepared or not.
+            blocks: The modules that are recomputed, each as a whole; by default the members of the outermost
+                ``ModuleList`` and ``Sequential`` objects.
+
+        Returns:
+            The same `model`.
 
         Raises:
-            ValueError: no blocks were given, and none were found.
+            ValueError: No blocks were given, and none were found.
         """
         self._lifecycle.equip()
         recompute_activations(self._context.strategy.unwrap(model), blocks)
         return model
 
     def verify_device_map(self, model: Module) -> bool:
-        """Return whether `model`, or a module in it, is on several devices, as with ``device_map="auto"``."""
+        """Return whether a model, or a module in it, is on several devices, as with ``device_map="auto"``.
+
+        Args:
+            model: The model, prepared or not.
+        """
         return any(is_spread(module) for module in model.modules() if hasattr(module, "hf_device_map"))
 
     def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Module:
-        """Return the user's own module, without DDP and ``nn.DataParallel``; `model` itself does not change.
+        """Return the program's own module, without DDP and ``nn.DataParallel``; `model` itself does not change.
 
-        keep_fp32_wrapper: False also removes autocast from the module's forward, permanently.
-        keep_torch_compile: return a compiled model compiled; False returns the bare module, whose state has no
-        ``_orig_mod.`` in its names.
+        Args:
+            model: The model, prepared or not.
+            keep_fp32_wrapper: False also removes autocast from the module's forward, permanently.
+            keep_torch_compile: A compiled model is returned compiled. False returns the module that was compiled, whose
+                state has no ``_orig_mod.`` in its names.
         """
         self._lifecycle.equip()
         inner = extract_model_from_parallel(self._context.strategy.unwrap(model), keep_torch_compile=False)
@@ -1308,21 +1488,33 @@ class Accelerator(ProcessControl):
         self.print(line)
 
     def free_memory(self, *objects: Any, history: bool = False) -> list[None]:
-        """Forget everything prepared and release what nothing needs any more; return one None per object.
+        """Forget everything prepared and release memory that nothing needs any more.
 
-        Only what the program registered (`register_for_checkpointing`, hooks) or asked to `remember` stays. Objects
-        that a failed cell had made are released too. `last_free` lists what is still held, and by which names.
-        history: also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
+        What the program registered (`register_for_checkpointing`, hooks) or asked to `remember` stays. Objects that a
+        failed cell had made are released too. `last_free` lists what is still held, and by which names.
 
-        >>> model = optimizer = None
-        >>> model, optimizer = Accelerator().free_memory(model, optimizer)
+        Args:
+            history: Also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
+            *objects: The program's own references, to be replaced by the result: ``model, optimizer =
+                accelerator.free_memory(model, optimizer)``.
+
+        Returns:
+            One None per object.
+
+        Example:
+            >>> model = optimizer = None
+            >>> model, optimizer = Accelerator().free_memory(model, optimizer)
         """
         self._lifecycle.forget()
         self.last_free = free(objects, history)
         return [None] * len(objects)
 
     def clear(self, *objects: Any, history: bool = False) -> list[None]:
-        """Call `free_memory`; a second name for it."""
+        """Return the result of `free_memory`; a second name for it.
+
+        Args:
+            *objects, history: As for `free_memory`.
+        """
         return self.free_memory(*objects, history=history)
 
     def end_training(self) -> None:
@@ -1373,7 +1565,11 @@ class Accelerator(ProcessControl):
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> AbstractContextManager[None]:
-        """Return a block in which nothing changes: sequences are not split over the ranks."""
+        """Return a block in which nothing changes: nbaccel does not split sequences over the ranks.
+
+        Args:
+            buffers, buffer_seq_dims, no_restore_buffers: As Accelerate takes them; not used.
+        """
         return nullcontext()
 
     @property

@@ -23,20 +23,24 @@ _GROUP_BYTES = 64 << 20
 
 
 class LocalSGD:
-    """While entered, gradients of `model` stay in their rank; every `local_sgd_steps` steps parameters are averaged.
+    """Let each rank train by itself and average the parameters every `local_sgd_steps` steps, inside this block.
 
-    accelerator, model: the model prepared by this accelerator, replicated on every rank.
-    local_sgd_steps: calls of `step` between two averages. The last average is taken when the block is left.
-    enabled: False trains as without this block.
-
-    Entering needs no other rank; `step` is collective at every `local_sgd_steps`-th call, and so is leaving
+    Entering needs no other rank. `step` is collective at every `local_sgd_steps`-th call, and so is leaving the block
     without an exception.
 
-    >>> from nbaccel import Accelerator
-    >>> accelerator = Accelerator()
-    >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
-    >>> with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
-    ...     local_sgd.step()
+    Args:
+        accelerator: The Accelerator that prepared the model.
+        model: The prepared model, replicated on every rank.
+        local_sgd_steps: The number of calls of `step` between two averages. The last average is taken at the end of the
+            block.
+        enabled: False trains as without this block.
+
+    Example:
+        >>> from nbaccel import Accelerator
+        >>> accelerator = Accelerator()
+        >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+        >>> with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
+        ...     local_sgd.step()
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Call once per batch, after ``optimizer.step()``."""
+        """Count a step; call it once per batch, after ``optimizer.step()``."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

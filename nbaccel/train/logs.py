@@ -22,11 +22,15 @@ _CALLER = 2
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger whose calls take two more keywords.
 
-    main_process_only: True by default: only rank 0 logs, once for all. False: every rank logs, and with several
-        ranks the line begins with its rank.
-    in_order: every rank logs, one after the other. Collective: all of them make the call.
+    `main_process_only`: True, the default, logs on rank 0 only, once for all. False logs on every rank, and with
+    several ranks the line begins with the rank. `in_order`: every rank logs, one after the other. Collective: all of
+    them make the call.
 
     A `stacklevel` counts as in Accelerate: 2, the default, is the line of the call.
+
+    Args:
+        logger: The logger of Python's `logging`.
+        extra: Passed on to `logging.LoggerAdapter`.
     """
 
     def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
@@ -34,6 +38,12 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         self._said: set[str] = set()
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log a message, on the ranks that the keywords name.
+
+        Args:
+            level: The level, as in `logging`.
+            msg: The message, with the arguments of a call of `logging` after it.
+        """
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         kwargs.setdefault("stacklevel", _CALLER)
@@ -64,7 +74,11 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         self.logger.log(level, msg if rank is None else f"[rank {rank}] {msg}", *args, **kwargs)
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log a warning the first time that this logger is given this text and these arguments."""
+        """Log a warning the first time that this logger gets this message with these arguments.
+
+        Args:
+            msg: The message, with the arguments of a call of `logging` after it.
+        """
         text = repr((msg, args))
         if text not in self._said:
             self._said.add(text)
@@ -72,15 +86,18 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:
-    """Return a logger that logs once for all ranks; it works before there is any state or process group.
+    """Return a logger that logs once for all ranks. It works before there is any state or process group.
 
-    log_level: "DEBUG", "INFO", …: the lowest level that is shown; by default the variable ACCELERATE_LOG_LEVEL, else
-        the level that the program gave to Python's `logging`.
+    Args:
+        name: The name of the logger, as for `logging.getLogger`.
+        log_level: The lowest level that is shown: "DEBUG", "INFO" and so on. By default the variable
+            ACCELERATE_LOG_LEVEL, else the level that the program gave to Python's `logging`.
 
-    >>> logger = get_logger(__name__)
-    >>> logger.info("once")
-    >>> logger.info("on every rank", main_process_only=False)
-    >>> logger.debug("rank after rank", in_order=True)
+    Example:
+        >>> logger = get_logger(__name__)
+        >>> logger.info("once")
+        >>> logger.info("on every rank", main_process_only=False)
+        >>> logger.debug("rank after rank", in_order=True)
     """
     logger = logging.getLogger(name)
     level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")

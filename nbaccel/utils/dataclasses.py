@@ -46,8 +46,9 @@ __all__ = [
 class PrecisionType(StrEnum):
     """Values that ``Accelerator(mixed_precision=…)`` takes; plain strings work as well.
 
-    >>> PrecisionType.BF16 in PrecisionType.list()
-    True
+    Example:
+        >>> PrecisionType.BF16 in PrecisionType.list()
+        True
     """
 
     NO = "no"
@@ -56,6 +57,7 @@ class PrecisionType(StrEnum):
 
     @classmethod
     def list(cls) -> list[str]:
+        """Return the names."""
         return [kind.value for kind in cls]
 
 

@@ -80,7 +80,7 @@ def _installed(package: str) -> Callable[[], bool]:
     def is_installed() -> bool:
         return importlib.util.find_spec(package) is not None
 
-    is_installed.__doc__ = f"Whether the package {package} is installed; it is not imported."
+    is_installed.__doc__ = f"Return whether the package {package} is installed; it is not imported."
     return is_installed
 
 
@@ -126,13 +126,21 @@ def is_cuda_available() -> bool:
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Return whether the package bitsandbytes is installed, in this version or a later one; it is not imported."""
+    """Return whether the package bitsandbytes is installed; it is not imported.
+
+    Args:
+        min_version: The lowest version that counts; None for any.
+    """
     there = importlib.util.find_spec("bitsandbytes") is not None
     return there and (min_version is None or compare_versions("bitsandbytes", ">=", min_version))
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Return whether torch, of this version or a later one, can compute on an Apple GPU."""
+    """Return whether torch can compute on an Apple GPU.
+
+    Args:
+        min_version: The lowest version of torch that counts.
+    """
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
 
@@ -142,7 +150,11 @@ def is_rocm_available() -> bool:
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """Return whether torch sees an Intel GPU."""
+    """Return whether torch sees an Intel GPU.
+
+    Args:
+        check_device: Accepted as by Accelerate, without effect.
+    """
     return torch.xpu.is_available()
 
 
@@ -155,7 +167,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _unknown_device(check_device: bool = False) -> bool:
-    """Return False: nbaccel does not know these devices."""
+    """Return False: nbaccel does not know these devices.
+
+    Args:
+        check_device: Accepted as by Accelerate, without effect.
+    """
     return False
 
 
@@ -180,17 +196,29 @@ def is_fp8_available() -> bool:
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """Return False: nbaccel does not know these devices."""
+    """Return False: nbaccel does not know these devices.
+
+    Args:
+        check_device: Accepted as by Accelerate, without effect.
+    """
     return False
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether the package torch_xla is installed; it is not imported."""
+    """Return whether the package torch_xla is installed; it is not imported.
+
+    Args:
+        check_is_tpu, check_is_gpu: Accepted as by Accelerate, without effect.
+    """
     return importlib.util.find_spec("torch_xla") is not None
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Return whether the device that this process would compute on supports bfloat16 natively. Makes a CUDA context."""
+    """Return whether the device that this process would compute on supports bfloat16 natively. Makes a CUDA context.
+
+    Args:
+        ignore_tpu: Accepted as by Accelerate, without effect.
+    """
     return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True
 
 

@@ -20,14 +20,19 @@ __all__ = [
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Return whether `exception` says that memory ran out, so that a smaller batch may help."""
+    """Return whether an error says that memory ran out, so that a smaller batch may help.
+
+    Args:
+        exception: The error.
+    """
     return can_retry(exception)
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Return the device's unused memory, which other processes can then take.
+    """Free the unused device memory that torch's allocator keeps, so that other processes can take it.
 
-    garbage_collection: run Python's garbage collection first.
+    Args:
+        garbage_collection: Run Python's garbage collection first.
     """
     if garbage_collection:
         gc.collect()

@@ -49,18 +49,27 @@ _P = ParamSpec("_P")
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Return whether `tensor` is a torch tensor."""
+    """Return whether a value is a torch tensor.
+
+    Args:
+        tensor: Any value.
+    """
     return isinstance(tensor, Tensor)
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Return batches of one structure as one batch, their tensors joined along `dim`. A single one is returned itself.
+    """Return batches of one structure as one batch. A single batch is returned itself.
+
+    Args:
+        data: The batches: tensors in any nesting, the same for all.
+        dim: The dimension along which their tensors are joined.
 
     Raises:
-        TypeError: a batch contains something that is no tensor.
+        TypeError: A batch contains something that is no tensor.
 
-    >>> concatenate([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}])["x"].shape
-    torch.Size([3, 2])
+    Example:
+        >>> concatenate([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}])["x"].shape
+        torch.Size([3, 2])
     """
     strange = next((leaf for batch in data for leaf in leaves(batch) if not is_torch_tensor(leaf)), None)
     if len(data) > 1 and strange is not None:
@@ -76,12 +85,18 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return `data` rebuilt with ``func(leaf, *args, **kwargs)`` in the place of every leaf that passes `test_type`.
+    """Return `data` with the result of a function in the place of every leaf of a kind.
 
-    error_on_other_type: raise TypeError for a leaf that does not pass, instead of keeping it.
+    Args:
+        func: Called as ``func(leaf, *args, **kwargs)``.
+        data: Leaves in any nesting of lists, tuples and mappings.
+        test_type: Says whether a leaf is of the kind; by default whether it is a tensor.
+        error_on_other_type: Raise TypeError for another leaf, instead of keeping it.
+        *args, **kwargs: More arguments of `func`.
 
-    >>> recursively_apply(lambda tensor, by: tensor * by, {"x": torch.ones(2), "name": "a"}, 3)
-    {'x': tensor([3., 3.]), 'name': 'a'}
+    Example:
+        >>> recursively_apply(lambda tensor, by: tensor * by, {"x": torch.ones(2), "name": "a"}, 3)
+        {'x': tensor([3., 3.]), 'name': 'a'}
     """
     if test_type(data):
         return func(data, *args, **kwargs)
@@ -104,13 +119,17 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """Return `tensor` with everything in it that has a ``to`` moved to `device`.
+    """Return `tensor` with everything in it that has a ``to`` moved to a device.
 
-    non_blocking: do not wait for the copy; it overlaps where the source is in pinned memory.
-    skip_keys: keys of mappings whose values stay where they are.
+    Args:
+        tensor: Tensors in any nesting.
+        device: The device.
+        non_blocking: Do not wait for the copy. It overlaps where the source is in pinned memory.
+        skip_keys: Keys of mappings whose values stay where they are.
 
-    >>> send_to_device({"x": torch.ones(1), "id": 7}, "cpu")
-    {'x': tensor([1.]), 'id': 7}
+    Example:
+        >>> send_to_device({"x": torch.ones(1), "id": 7}, "cpu")
+        {'x': tensor([1.]), 'id': 7}
     """
     skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
 
@@ -129,13 +148,17 @@ def send_to_device(
 
 
 def find_batch_size(data: Any) -> int:
-    """Return how many samples a batch holds: the first dimension of the first tensor in it.
+    """Return the number of samples in a batch: the first dimension of the first tensor in it.
+
+    Args:
+        data: The batch: tensors in any nesting.
 
     Raises:
-        ValueError: no tensor in it has a dimension.
+        ValueError: No tensor in it has a dimension.
 
-    >>> find_batch_size({"ids": ["a", "b"], "x": torch.ones(2, 3)})
-    2
+    Example:
+        >>> find_batch_size({"ids": ["a", "b"], "x": torch.ones(2, 3)})
+        2
     """
     for leaf in leaves(data):
         if isinstance(leaf, Tensor) and leaf.ndim:
@@ -146,32 +169,48 @@ def find_batch_size(data: Any) -> int:
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Return `data` with every tensor in it sliced by `tensor_slice`.
+    """Return `data` with every tensor in it sliced along its first dimension.
 
-    process_index, num_processes: accepted and not used; `slice_fn_for_dispatch` is called with them.
+    Args:
+        data: Tensors in any nesting.
+        tensor_slice: The slice.
+        process_index, num_processes: Not used; a `slice_fn_for_dispatch` gets them.
 
-    >>> slice_tensors({"x": torch.arange(4), "name": "a"}, slice(2))
-    {'x': tensor([0, 1]), 'name': 'a'}
+    Example:
+        >>> slice_tensors({"x": torch.arange(4), "name": "a"}, slice(2))
+        {'x': tensor([0, 1]), 'name': 'a'}
     """
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
 def listify(data: Any) -> Any:
-    """Return `data` with every tensor as plain Python numbers in lists.
+    """Return a value with every tensor in it as plain Python numbers in lists.
 
-    >>> listify({"x": torch.ones(2)})
-    {'x': [1.0, 1.0]}
+    Args:
+        data: Tensors in any nesting.
+
+    Example:
+        >>> listify({"x": torch.ones(2)})
+        {'x': [1.0, 1.0]}
     """
     return recursively_apply(Tensor.tolist, data)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Return `tensor` with the fp16 and bf16 tensors anywhere in it as fp32; everything else is unchanged."""
+    """Return a value with the fp16 and bf16 tensors anywhere in it as fp32; everything else is unchanged.
+
+    Args:
+        tensor: Tensors in any nesting.
+    """
     return to_fp32(tensor)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[_P, Any]) -> Callable[_P, Any]:
-    """Wrap `model_forward` so that its result is converted by `convert_to_fp32`. A prepared model does so by itself."""
+    """Return `model_forward` with its result converted by `convert_to_fp32`. A prepared model does so by itself.
+
+    Args:
+        model_forward: The forward of a model.
+    """
 
     @functools.wraps(model_forward)
     def in_fp32(*args: _P.args, **kwargs: _P.kwargs) -> Any:
@@ -181,22 +220,39 @@ def convert_outputs_to_fp32(model_forward: Callable[_P, Any]) -> Callable[_P, An
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor in `data`; None without a tensor."""
+    """Return the device of the first tensor in a value; None without a tensor.
+
+    Args:
+        data: Tensors in any nesting.
+    """
     return next((leaf.device for leaf in leaves(data) if isinstance(leaf, Tensor)), None)
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Return whether `data` is a named tuple."""
+    """Return whether a value is a named tuple.
+
+    Args:
+        data: Any value.
+    """
     return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """Return what `generator` yields as a list, tuple or named tuple of the type of `obj`."""
+    """Return what `generator` yields as a list, tuple or named tuple.
+
+    Args:
+        obj: An object of the type that is wanted.
+        generator: Yields the members.
+    """
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return `find_batch_size(data)`, or None where that is an error."""
+    """Return `find_batch_size(data)`, or None where that is an error.
+
+    Args:
+        data: The batch.
+    """
     try:
         return find_batch_size(data)
     except (ValueError, TypeError):
@@ -204,10 +260,17 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Return `tensor` with the last row of every tensor repeated, until `batch_size` divides by `num_processes`.
+    """Return `tensor` with the last row of every tensor in it repeated until the batch divides by the number of ranks.
 
-    >>> pad_input_tensors(torch.arange(3), 3, 2)
-    tensor([0, 1, 2, 2])
+    Args:
+        tensor: Tensors in any nesting.
+        batch_size: The number of rows.
+        num_processes: The number of ranks.
+        dim: Accepted as by Accelerate, without effect.
+
+    Example:
+        >>> pad_input_tensors(torch.arange(3), 3, 2)
+        tensor([0, 1, 2, 2])
     """
 
     def pad(one: Tensor) -> Tensor:
@@ -219,62 +282,96 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def gather(tensor: Any) -> Any:
-    """Gather every tensor in `tensor`, those of all ranks joined along the first dimension, on every rank. Collective.
+    """Gather every tensor in `tensor` from all ranks. Collective.
+
+    Args:
+        tensor: Tensors of equal shapes on all ranks, in any nesting.
+
+    Returns:
+        The same structure on every rank, with the tensors of all ranks joined along the first dimension.
 
     Raises:
-        CollectiveMismatch: the ranks called it with different structures or shapes.
-        TypeError: tensors mixed with something else; see `gather_object`.
+        CollectiveMismatch: The ranks called it with different structures or shapes.
+        TypeError: Tensors are mixed with something else; see `gather_object`.
 
-    >>> import torch
-    >>> gather({"loss": torch.tensor([0.5])})
-    {'loss': tensor([0.5000])}
+    Example:
+        >>> import torch
+        >>> gather({"loss": torch.tensor([0.5])})
+        {'loss': tensor([0.5000])}
     """
     return PartialState().gather(tensor)
 
 
 def gather_object(object: Any) -> Any:
-    """Gather picklable values of all ranks, on every rank: lists joined, mappings joined by key. Collective.
+    """Gather values of all ranks by pickle. Collective.
 
-    >>> gather_object(["a", "b"])
-    ['a', 'b']
+    Args:
+        object: A value that can be pickled.
+
+    Returns:
+        On every rank: lists joined, mappings joined by key, other values as a list by rank.
+
+    Example:
+        >>> gather_object(["a", "b"])
+        ['a', 'b']
     """
     return PartialState().collectives.gather_objects(object)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Return `tensor` with every tensor in it reduced over the ranks; `tensor` is not changed. Collective.
+    """Return `tensor` with every tensor in it reduced over the ranks; `tensor` itself is not changed. Collective.
 
-    reduction: "mean" here and "sum" in `Accelerator.reduce`, as in Accelerate; "max" and "min" too.
-    scale: factor of the result.
+    Args:
+        tensor: Tensors of equal shapes on all ranks, in any nesting.
+        reduction: "mean", "sum", "max" or "min". The default is "mean" here and "sum" in `Accelerator.reduce`, as in
+            Accelerate.
+        scale: A factor of the result.
     """
     return PartialState().reduce(tensor, reduction, scale)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Return every tensor in `tensor` as rank `from_process` has it; shapes and dtypes must agree. Collective."""
+    """Return `tensor` with every tensor in it as one rank has it. Collective.
+
+    Args:
+        tensor: Tensors in any nesting, of equal shapes and dtypes on all ranks.
+        from_process: The rank whose values count.
+    """
     return PartialState().collectives.broadcast(tensor, from_process)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Fill `object_list`, in place, with the picklable objects that rank `from_process` has in its own. Collective.
+    """Fill a list, in place, with the objects that one rank has in its own list. Collective.
 
-    >>> broadcast_object_list(["a", 1])
-    ['a', 1]
+    Args:
+        object_list: Objects that can be pickled; as many on every rank.
+        from_process: The rank whose objects count.
+
+    Returns:
+        The same list.
+
+    Example:
+        >>> broadcast_object_list(["a", 1])
+        ['a', 1]
     """
     object_list[:] = PartialState().collectives.broadcast_objects(object_list, from_process)
     return object_list
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
-    """Return the tensor that one rank has and the others leave out, on every rank and its device. Collective.
+    """Return the tensor that one rank has, on every rank and its device. Collective.
 
-    Unlike `broadcast`, the others need to know neither its shape nor which rank has it.
+    Unlike in `broadcast`, the other ranks need to know neither its shape nor which rank has it.
+
+    Args:
+        tensor: The tensor, on the one rank that has it; None on the others.
 
     Raises:
-        ValueError: no rank has a tensor, or several have one.
+        ValueError: No rank has a tensor, or several have one.
 
-    >>> copy_tensor_to_devices(torch.ones(2))
-    tensor([1., 1.])
+    Example:
+        >>> copy_tensor_to_devices(torch.ones(2))
+        tensor([1., 1.])
     """
     state = PartialState()
     mine = [] if tensor is None else [(state.process_index, tensor.shape, tensor.dtype)]
@@ -293,9 +390,13 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Return `tensor` with every tensor in it padded along `dim` to the longest of all ranks. Collective.
+    """Return `tensor` with every tensor in it padded along a dimension to the longest of all ranks. Collective.
 
-    pad_index: the value of the padding, which is at the front with `pad_first`, else at the end.
+    Args:
+        tensor: Tensors in any nesting.
+        dim: The dimension.
+        pad_index: The value of the padding.
+        pad_first: Put the padding at the front instead of the end.
     """
     return PartialState().pad_across_processes(tensor, dim, pad_index, pad_first)
 

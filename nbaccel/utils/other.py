@@ -49,19 +49,25 @@ __all__ = [
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Call ``torch.save(obj, f)`` on the main process only; a path is written under a temporary name and renamed.
+    """Call ``torch.save(obj, f)`` on the main process only.
 
-    save_on_each_node: on the first rank of each node.
-    safe_serialization: `obj` is a dict of tensors; write it as safetensors.
+    A path is written under a temporary name and then renamed.
+
+    Args:
+        obj: Anything that ``torch.save`` takes.
+        f: A path or an open file.
+        save_on_each_node: Save on the first rank of each node.
+        safe_serialization: `obj` is a dict of tensors; write it as safetensors.
 
     Raises:
-        CannotSave: no space, or no right to write there.
+        CannotSave: There is no space, or no right to write there.
 
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save({"epoch": 3}, f"{folder}/state.pt")
-    ...     load(f"{folder}/state.pt")
-    {'epoch': 3}
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save({"epoch": 3}, f"{folder}/state.pt")
+        ...     load(f"{folder}/state.pt")
+        {'epoch': 3}
     """
     world = current_world()
     if world.is_main_process or (save_on_each_node and world.is_local_main_process):
@@ -71,18 +77,28 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """Call ``torch.load`` for tensors and plain data. A file that holds other objects is refused, as torch does.
 
-    kwargs: for `torch.load`; ``weights_only=False`` runs code from the file, so use that only with files of your own.
+    Args:
+        f, map_location: As ``torch.load`` takes them.
+        **kwargs: More arguments of ``torch.load``. ``weights_only=False`` runs code from the file, so use it only with
+            files of your own.
+
+    Returns:
+        What the file holds.
     """
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 
 def wait_for_everyone() -> None:
-    """Wait until every rank calls this. Collective."""
+    """Wait until every rank has called this. Collective."""
     PartialState().wait_for_everyone()
 
 
 def is_peft_model(model: Module) -> bool:
-    """Return whether `model`, inside of the wrappers that training put around it, is a model of peft."""
+    """Return whether a model, inside of the wrappers that training put around it, is a model of peft.
+
+    Args:
+        model: The model.
+    """
     if importlib.util.find_spec("peft") is None:
         return False
     from peft import PeftModel
@@ -91,13 +107,18 @@ def is_peft_model(model: Module) -> bool:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Return 1 for "y", "yes", "t", "true", "on", "1", and 0 for their opposites; a bool with `to_bool`.
+    """Return 1 for "y", "yes", "t", "true", "on", "1", and 0 for their opposites.
+
+    Args:
+        value: The text, in upper or lower case.
+        to_bool: Return a bool instead.
 
     Raises:
-        ValueError: another text.
+        ValueError: Another text.
 
-    >>> str_to_bool("Yes"), str_to_bool("off", to_bool=True)
-    (1, False)
+    Example:
+        >>> str_to_bool("Yes"), str_to_bool("off", to_bool=True)
+        (1, False)
     """
     word = value.lower()
     if word not in ("y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0"):
@@ -107,10 +128,18 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """Fill `destination` with the contents of `source`, and return it; dicts in both are merged.
+    """Merge a dict into another one, which is changed; dicts in both are merged too.
 
-    >>> merge_dicts({"a": {"x": 1}}, {"a": {"y": 2}})
-    {'a': {'y': 2, 'x': 1}}
+    Args:
+        source: The dict whose values count.
+        destination: The dict that is changed.
+
+    Returns:
+        `destination`.
+
+    Example:
+        >>> merge_dicts({"a": {"x": 1}}, {"a": {"y": 2}})
+        {'a': {'y': 2, 'x': 1}}
     """
     for key, value in source.items():
         if isinstance(value, dict):
@@ -121,7 +150,11 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return `state_dict` with each storage under its first name alone, and contiguous tensors."""
+    """Return a state dict with each storage under its first name alone, and with contiguous tensors.
+
+    Args:
+        state_dict: The state dict.
+    """
     seen: set[tuple[Any, ...]] = set()
     kept: dict[str, Any] = {}
     for name, value in state_dict.items():
@@ -137,10 +170,14 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
 
 def convert_bytes(size: float) -> str:
-    """Return `size`, in bytes, as a text in the largest unit of which there is at least one.
+    """Return a size as a text in the largest unit of which there is at least one.
 
-    >>> convert_bytes(3 * 2**20)
-    '3.0 MB'
+    Args:
+        size: The size in bytes.
+
+    Example:
+        >>> convert_bytes(3 * 2**20)
+        '3.0 MB'
     """
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
@@ -150,7 +187,11 @@ def convert_bytes(size: float) -> str:
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Return whether a process listens on `port` of this machine; by default on 29500, torchrun's."""
+    """Return whether a process listens on a port of this machine.
+
+    Args:
+        port: The port; by default 29500, torchrun's.
+    """
     with socket.socket() as probe:
         return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
 
@@ -163,38 +204,60 @@ def get_free_port() -> int:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the name of a class or function; for another object, the name of its class."""
+    """Return the name of a class or function; for another object, the name of its class.
+
+    Args:
+        obj: Any object.
+    """
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Return ``obj.a.b`` for "a.b"."""
+    """Return an attribute of an attribute: ``obj.a.b`` for "a.b".
+
+    Args:
+        obj: Any object.
+        attr: The names, joined by dots.
+    """
     return reduce(getattr, attr.split("."), obj)
 
 
 def get_module_children_bottom_up(model: Module, return_fqns: bool = False) -> list[Any]:
-    """Return `model` and all modules in it, each after those inside of it.
+    """Return a model and all modules in it, each after those inside of it.
 
-    return_fqns: return pairs of name and module.
+    Args:
+        model: The model.
+        return_fqns: Return pairs of name and module.
 
-    >>> names = get_module_children_bottom_up(torch.nn.Sequential(torch.nn.ReLU()), return_fqns=True)
-    >>> [name for name, _ in names]
-    ['0', '']
+    Example:
+        >>> names = get_module_children_bottom_up(torch.nn.Sequential(torch.nn.ReLU()), return_fqns=True)
+        >>> [name for name, _ in names]
+        ['0', '']
     """
     named = sorted(model.named_modules(), key=lambda pair: -len(pair[0].split(".")) if pair[0] else 1)
     return named if return_fqns else [module for _, module in named]
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return a gradient scaler of torch for this process's device."""
+    """Return a gradient scaler of torch for this process's device.
+
+    Args:
+        distributed_type: Accepted as by Accelerate, without effect.
+        **kwargs: Options of the scaler.
+    """
     return torch.amp.GradScaler(AcceleratorState().device.type, **kwargs)
 
 
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """Return the autocast context of this process's precision; without `native_amp` that of full precision."""
+    """Return the autocast context of this process's precision.
+
+    Args:
+        native_amp: False gives the context of full precision.
+        autocast_kwargs: Options of the context.
+    """
     state = AcceleratorState()
     name = state.mixed_precision if native_amp else "no"
     return make_precision(name, state.device, Handlers.of([autocast_kwargs or AutocastKwargs()])).autocast()
@@ -204,25 +267,35 @@ def get_mixed_precision_context_manager(
 def GatheredParameters(  # noqa: N802 - DeepSpeed's name
     params: Any, modifier_rank: int | None = None, fwd_module: Module | None = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Do nothing: parameters are whole on every rank here."""
+    """Do nothing: parameters are whole on every rank here.
+
+    Args:
+        params, modifier_rank, fwd_module, enabled: As Accelerate takes them; not used.
+    """
     yield
 
 
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> Path | Literal[False]:
-    """Write a configuration file, unless there is one; return its path, or False if it exists already.
+    """Write a configuration file, unless there is one.
 
-    mixed_precision: "no", "fp16" or "bf16". The number of devices is not written: every run counts those that it sees.
-    save_location: by default `nbaccel.toml` in the working directory, which is what notebooks in it read.
+    Args:
+        mixed_precision: "no", "fp16" or "bf16". The number of devices is not written: every run counts those that it
+            sees.
+        save_location: The file; by default `nbaccel.toml` in the working directory, which notebooks in it read.
+
+    Returns:
+        The path of the file, or False if it exists already.
 
     Raises:
-        ValueError: another precision, or a file that cannot be written.
+        ValueError: Another precision, or a file that cannot be written.
 
-    >>> from tempfile import TemporaryDirectory
-    >>> with TemporaryDirectory() as folder:
-    ...     write_basic_config("fp16", Path(folder, "nbaccel.toml")).read_text().splitlines()[-1]
-    'mixed-precision = "fp16"'
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     write_basic_config("fp16", Path(folder, "nbaccel.toml")).read_text().splitlines()[-1]
+        'mixed-precision = "fp16"'
     """
     precision = RunSettings(mixed_precision=mixed_precision.lower()).mixed_precision or "no"
     file = ConfigFile(Path(FILE_NAME if save_location is None else save_location))

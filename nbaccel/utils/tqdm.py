@@ -15,10 +15,13 @@ __all__ = [
 def tqdm(*args: Any, main_process_only: bool = True, **options: Any) -> Any:
     """Return a progress bar of `tqdm.auto`, shown on the first rank of each machine.
 
-    main_process_only: False shows a bar on every rank.
+    Args:
+        main_process_only: False shows a bar on every rank.
+        *args, **options: Arguments of `tqdm.auto.tqdm`.
 
-    >>> list(tqdm(range(2), disable=True))
-    [0, 1]
+    Example:
+        >>> list(tqdm(range(2), disable=True))
+        [0, 1]
     """
     from tqdm.auto import tqdm as bar
 

@@ -17,16 +17,20 @@ __all__ = [
 
 
 def compare_versions(library_or_version: str, operation: str, requirement_version: str) -> bool:
-    """Return whether the installed version of a package stands in that relation to `requirement_version`.
+    """Return whether a version stands in a relation to another one.
 
-    library_or_version: a package, or a version itself.  operation: one of ``>``, ``>=``, ``==``, ``!=``, ``<=``, ``<``.
+    Args:
+        library_or_version: A package, whose installed version is compared, or a version itself.
+        operation: One of ``>``, ``>=``, ``==``, ``!=``, ``<=``, ``<``.
+        requirement_version: The version on the right side.
 
     Raises:
-        ValueError: an unknown relation.
-        importlib.metadata.PackageNotFoundError: no such package is installed.
+        ValueError: The relation is unknown.
+        importlib.metadata.PackageNotFoundError: No such package is installed.
 
-    >>> compare_versions("torch", ">=", "2.0"), compare_versions("1.10.0", "<", "1.9")
-    (True, False)
+    Example:
+        >>> compare_versions("torch", ">=", "2.0"), compare_versions("1.10.0", "<", "1.9")
+        (True, False)
     """
     if operation not in STR_OPERATION_TO_FUNC:
         raise ValueError(f"operation must be one of {', '.join(STR_OPERATION_TO_FUNC)}, got {operation!r}")
@@ -36,10 +40,15 @@ def compare_versions(library_or_version: str, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Return whether torch's version stands in that relation to ``version``; local parts such as ``+cpu`` are ignored.
+    """Return whether torch's version stands in a relation to another one; local parts such as ``+cpu`` are ignored.
 
-    >>> is_torch_version(">=", "2.0")
-    True
+    Args:
+        operation: One of ``>``, ``>=``, ``==``, ``!=``, ``<=``, ``<``.
+        version: The version on the right side.
+
+    Example:
+        >>> is_torch_version(">=", "2.0")
+        True
     """
     return compare_versions(torch.__version__.partition("+")[0], operation, version)
 

@@ -53,22 +53,27 @@ def load_checkpoint_and_dispatch(
     broadcast_from_rank0: bool = False,
     reserve: int | str | Mapping[Any, int | str] | None = None,
 ) -> Module:
-    """Load a checkpoint into `model`, which may be on the meta device, and let it run on the devices of a map.
+    """Load a checkpoint into a model and let it run on the devices of a map.
 
-    checkpoint: a folder of Hugging Face's layout, its index, or a file of weights.
-    device_map: a map, or "auto" and "balanced" (each accelerator gets about as much), "balanced_low_0" (the first only
-        what the others have no room for) or "sequential" (one after the other is filled). None loads only.
-    max_memory, no_split_module_classes, reserve: for a map that is made here, see `infer_auto_device_map`.
-    dtype: convert floating-point weights to this type; those on the disk each time that they are read.
-    strict: refuse a checkpoint that has tensors the model does not, or lacks some of the model's.
-    offload_folder, offload_state_dict, full_state_dict, broadcast_from_rank0: accepted; the weights are read from the
-        checkpoint itself, by every rank, so nothing is written and nothing has to be sent.
-    Other arguments as for `dispatch_model`.
+    Args:
+        model: The model, which may be on the meta device.
+        checkpoint: A folder of Hugging Face's layout, its index, or a file of weights.
+        device_map: A map; or "auto" and "balanced": each accelerator gets about as much; "balanced_low_0": the first
+            gets only what the others have no room for; "sequential": one after the other is filled. None loads only.
+        max_memory, no_split_module_classes, reserve: For a map that is made here, as for `infer_auto_device_map`.
+        offload_folder, offload_state_dict, full_state_dict, broadcast_from_rank0: Accepted as by Accelerate. Every rank
+            reads the weights from the checkpoint itself, so nothing is written or sent.
+        offload_buffers, skip_keys, preload_module_classes, force_hooks: As for `dispatch_model`.
+        dtype: Convert floating-point weights to this type; those on the disk each time that they are read.
+        strict: Refuse a checkpoint that lacks tensors of the model, or has tensors that the model does not have.
+
+    Returns:
+        The same `model`.
 
     Raises:
-        FileNotFoundError: there are no weights.
-        CheckpointCorrupt: a file is damaged.
-        ValueError: a tensor has another shape, no value, or no place.
+        FileNotFoundError: There are no weights.
+        CheckpointCorrupt: A file is damaged.
+        ValueError: A tensor has another shape, no value, or no place.
     """
     if isinstance(device_map, str):
         device_map = automatic_map(
@@ -133,16 +138,25 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint into `model`, each tensor to its place in `device_map`; to the CPU without one.
+    """Load a checkpoint into a model, each tensor to its place in a map.
 
     What a map puts on the disk stays on the meta device until `dispatch_model`, which is to be called next.
-    keep_in_fp32_modules: names, in whatever names of tensors, of modules that stay float32 although `dtype` is float16.
-    Other arguments as for `load_checkpoint_and_dispatch`.
+
+    Args:
+        model: The model, which may be on the meta device.
+        checkpoint: A folder of Hugging Face's layout, its index, or a file of weights.
+        device_map: The place of each part, as for `dispatch_model`. None loads to the CPU.
+        offload_folder, offload_state_dict, offload_buffers, full_state_dict, broadcast_from_rank0: Accepted as by
+            Accelerate, without effect.
+        dtype: Convert floating-point weights to this type.
+        keep_in_fp32_modules: Modules that stay float32 although `dtype` is float16: parts of the names of tensors.
+        offload_8bit_bnb: Refused: transformers loads 8-bit weights of bitsandbytes.
+        strict: Refuse a checkpoint that lacks tensors of the model, or has tensors that the model does not have.
 
     Raises:
-        FileNotFoundError: there are no weights.
-        CheckpointCorrupt: a file is damaged.
-        ValueError: a tensor has another shape, no value, or no place.
+        FileNotFoundError: There are no weights.
+        CheckpointCorrupt: A file is damaged.
+        ValueError: A tensor has another shape, no value, or no place.
     """
     if offload_8bit_bnb:
         raise NotImplementedError(
@@ -233,7 +247,8 @@ class _Loading:
     def run(self, device_map: DeviceMap, moves: bool, offload_buffers: bool) -> None:
         """Give each tensor its numbers at its place.
 
-        moves: put tensors that have numbers already where the map says, too.
+        Args:
+            moves: Put tensors that have numbers already where the map says, too.
         """
         buffers = {name for name, _ in self._model.named_buffers(remove_duplicate=False)}
         left: dict[str, Stored] = {}

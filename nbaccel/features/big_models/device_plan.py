@@ -61,7 +61,9 @@ _HALVINGS = 40
 class Part:
     """A module that stays whole, or one tensor of a module that does not.
 
-    tensors: the bytes of each tensor by its identity.  buffer_bytes: the buffers among them.
+    Args:
+        tensors: The bytes of each tensor by its identity.
+        buffer_bytes: The buffers among them.
     """
 
     name: str
@@ -77,8 +79,10 @@ class Part:
 class Wholes:
     """The modules of a model that are never divided.
 
-    names: classes that stay whole.  members: so do the members of lists (`ModuleList`, `Sequential`), the blocks of
-    most models.  most: with `members`, they may be divided where they are larger than this.
+    Args:
+        names: Classes that stay whole.
+        members: So do the members of lists (`ModuleList`, `Sequential`), the blocks of most models.
+        most: With `members`, they may be divided where they are larger than this.
     """
 
     names: Collection[str] = ()
@@ -89,7 +93,8 @@ class Wholes:
     def of(cls, model: Module, names: Any = None, most: float = float("inf")) -> Wholes:
         """Return the choice for `model`: `names` if there are any, else those that transformers' models carry.
 
-        names: a class's name or several, in any collection; classes count by their names.
+        Args:
+            names: A class's name or several, in any collection; classes count by their names.
         """
         given = [names] if isinstance(names, str | type) else [*(names or ())]
         chosen = {name if isinstance(name, str) else name.__name__ for name in given}
@@ -134,11 +139,12 @@ def plan(
 ) -> tuple[dict[str, Device], int]:
     """Return the place of each part, and the bytes that are kept on the first device for parts that are fetched.
 
-    limits: bytes for each device, the preferred first; "cpu" and "disk" hold what is fetched.
-    keeps_buffers: buffers of such parts stay where the part computes.
+    Args:
+        limits: Bytes for each device, the preferred first; "cpu" and "disk" hold what is fetched.
+        keeps_buffers: Buffers of such parts stay where the part computes.
 
     Raises:
-        ValueError: a part finds no place.
+        ValueError: A part finds no place.
     """
     groups = list(_tied(parts))
     fast = {device: limit for device, limit in limits.items() if device not in (HOST, DISK)}
@@ -232,24 +238,31 @@ def infer_auto_device_map(
     fallback_allocation: bool = False,
     reserve: int | str | Mapping[Any, int | str] | None = None,
 ) -> dict[str, Device]:
-    """Return a device map for `model`, which may be on the meta device, in the form that `dispatch_model` takes.
+    """Return a device map for `model`, in the form that `dispatch_model` takes.
 
-    max_memory: for each device that may be used, bytes or text such as "10GiB"; devices are numbers, names ("cuda:1",
-        "cpu", "disk") or `torch.device`. By default what is free, see `get_max_memory`. "disk" has no limit by default.
-    no_split_module_classes: names of classes, or classes, that stay whole; one or several. By default those that a
-        model of transformers carries, else the members of its lists.
-    dtype, special_dtypes: the types as which weights will be loaded; all of them, and some by their names.
-    clean_result: name a module instead of all the modules below it, where these have one place.
-    offload_buffers: buffers are fetched with the weights, and take no room otherwise.
-    reserve: bytes or text that stay free on each accelerator (or on one, by device), for activations and caches.
-    verbose, fallback_allocation: accepted, unused: a part that is too large for a device does not close it.
+    Args:
+        model: The model, which may be on the meta device.
+        max_memory: For each device that may be used, bytes or a text such as "10GiB". Devices are numbers, names
+            ("cuda:1", "cpu", "disk") or `torch.device`. By default what is free, see `get_max_memory`. "disk" has no
+            limit by default.
+        no_split_module_classes: Classes, or names of classes, that stay whole; one or several. By default those that a
+            model of transformers names, else the members of its lists.
+        dtype: The type as which weights will be loaded.
+        special_dtypes: The same for single tensors, by name.
+        verbose, fallback_allocation: Accepted as by Accelerate, without effect: a part that is too large for a device
+            does not end the use of that device.
+        clean_result: Name a module instead of all modules below it, where these have one place.
+        offload_buffers: Buffers are fetched with the weights, and otherwise take no room.
+        reserve: Bytes, or a text, that stay free on each accelerator for activations and caches; or a mapping by
+            device.
 
     Raises:
-        ValueError: a size or a device cannot be read, or a part finds no place.
+        ValueError: A size or a device cannot be read, or a part finds no place.
 
-    >>> model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 10))
-    >>> infer_auto_device_map(model, max_memory={0: 440, 1: "1KB"})
-    {'0': 0, '1': 1}
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 10))
+        >>> infer_auto_device_map(model, max_memory={0: 440, 1: "1KB"})
+        {'0': 0, '1': 1}
     """
     limits = _limits(get_max_memory(max_memory), reserve)
     fast = [limit for device, limit in limits.items() if device not in (HOST, DISK)] or [limits.get(HOST, 0)]
@@ -300,7 +313,9 @@ def get_balanced_memory(
 
     It is the least limit per accelerator with which the model is still on accelerators alone; where it is not, they
     are filled, and `max_memory` is returned as it is. Arguments as for `infer_auto_device_map`.
-    low_zero: put on device 0 only what finds no place on the others.
+
+    Args:
+        low_zero: Put on device 0 only what finds no place on the others.
     """
     limits = _limits(get_max_memory(max_memory), reserve)
     fast = {device: limit for device, limit in limits.items() if device not in (HOST, DISK)}
@@ -346,10 +361,11 @@ def device_key(device: Any) -> Device:
     """Return a device as maps name it: the number of a CUDA device, or the name of another one.
 
     Raises:
-        ValueError: it is none.
+        ValueError: It is none.
 
-    >>> device_key("cuda:1"), device_key(torch.device("cuda")), device_key("3"), device_key("disk")
-    (1, 0, 3, 'disk')
+    Example:
+        >>> device_key("cuda:1"), device_key(torch.device("cuda")), device_key("3"), device_key("disk")
+        (1, 0, 3, 'disk')
     """
     if isinstance(device, int) and not isinstance(device, bool):
         return device
@@ -369,12 +385,14 @@ def device_key(device: Any) -> Device:
 def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Device, int]:
     """Return the bytes that a model may take on each device, accelerators first, in their order.
 
-    max_memory: bytes or text by device, which is only read and ordered then. Without it, what is free: on each GPU less
-    the room for a context and for activations (a tenth, and at least 1 GiB), and on the host. The GPUs are asked by
-    their driver, so no context is made.
+    Args:
+        max_memory: Bytes or text by device, which is only read and ordered then. Without it, what is free: on each GPU
+            less the room for a context and for activations (a tenth, and at least 1 GiB), and on the host. The GPUs are
+            asked by their driver, so no context is made.
 
-    >>> get_max_memory({"cpu": "1GB", 1: "10GiB", 0: 500})
-    {0: 500, 1: 10737418240, 'cpu': 1000000000}
+    Example:
+        >>> get_max_memory({"cpu": "1GB", 1: "10GiB", 0: 500})
+        {0: 500, 1: 10737418240, 'cpu': 1000000000}
     """
     if max_memory is None:
         return _free_memory()
@@ -440,7 +458,7 @@ def check_device_map(model: Module, device_map: DeviceMap) -> None:
     """Check that `device_map` has a place for every tensor of `model`; warn of names that the model does not have.
 
     Raises:
-        ValueError: tensors without a place, or places that are none.
+        ValueError: Tensors without a place, or places that are none.
     """
     for place in device_map.values():
         device_key(place)
@@ -458,7 +476,8 @@ def check_device_map(model: Module, device_map: DeviceMap) -> None:
 def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: DeviceMap) -> None:
     """Warn of tensors that are one and have several places in `device_map`; `dispatch_model` takes the fastest.
 
-    tied_params: the names of each such tensor, as `find_tied_parameters` returns them.
+    Args:
+        tied_params: The names of each such tensor, as `find_tied_parameters` returns them.
     """
     for names in tied_params:
         places = {name: place_of(name, device_map) for name in names}
@@ -470,8 +489,9 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
 def clean_device_map(device_map: Mapping[str, Any], module_name: str = "") -> dict[str, Any]:
     """Return `device_map` with a module's name for those of all the modules below it, where these have one place.
 
-    >>> clean_device_map({"a.0": 0, "a.1": 0, "b": 1})
-    {'a': 0, 'b': 1}
+    Example:
+        >>> clean_device_map({"a.0": 0, "a.1": 0, "b": 1})
+        {'a': 0, 'b': 1}
     """
     prefix = f"{module_name}." if module_name else ""
     inside = {name: place for name, place in device_map.items() if name == module_name or name.startswith(prefix)}

@@ -73,25 +73,31 @@ def dispatch_model(
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
 ) -> Module:
-    """Put the parts of `model` where `device_map` says, and return it: it is called as before.
+    """Put the parts of a model on the devices of a map. The model is called as before.
 
-    device_map: the place of each module or tensor by its name; a name stands for all below it, "" for everything.
-        Places are numbers of devices, devices, "cpu" and "disk".
-    main_device: where parts on the host and on the disk compute; by default the first accelerator of the map, else the
-        CPU, where parts on the host stay and need no hook.
-    state_dict: the tensors of the parts on the host, if the model does not have them.
-    offload_dir: a folder (or file) with the weights of the parts on the disk; weights that are in memory are written
-        there. It is not needed after `load_checkpoint_in_model`.
-    offload_index: instead, for each name the file that has it, as transformers and Accelerate write it.
-    offload_buffers: fetch buffers with the weights; by default they stay where their part computes.
-    skip_keys: names of arguments that are not moved.
-    preload_module_classes: classes whose weights are fetched together, if their forward uses those of modules inside.
-    force_hooks: move inputs to the device also where the map has only one.
+    Args:
+        model: The model.
+        device_map: The place of each module or tensor by its name. A name stands for all below it, "" for everything.
+            Places are numbers of devices, devices, "cpu" and "disk".
+        main_device: Where parts on the host and on the disk compute; by default the first accelerator of the map.
+            Without an accelerator it is the CPU, where parts on the host stay.
+        state_dict: The tensors of the parts on the host, if the model does not have them.
+        offload_dir: A folder or a file with the weights of the parts on the disk. Weights that are in memory are
+            written there. Not needed after `load_checkpoint_in_model`.
+        offload_index: Instead of `offload_dir`, the file of each name, as transformers and Accelerate write it.
+        offload_buffers: Fetch buffers with the weights. By default they stay where their part computes.
+        skip_keys: Names of arguments that are not moved.
+        preload_module_classes: Classes whose weights are fetched together, if their forward uses weights of modules
+            inside.
+        force_hooks: Move inputs to the device also where the map has only one device.
+
+    Returns:
+        The same `model`.
 
     Raises:
-        ValueError: a tensor has no place or no numbers, or the model is dispatched already.
-        NoSuchDevice: the machine does not have a device of the map.
-        CannotSave: no space for the weights that would have to be written.
+        ValueError: A tensor has no place or no numbers, or the model is dispatched already.
+        NoSuchDevice: The machine does not have a device of the map.
+        CannotSave: There is no space for the weights that have to be written.
     """
     _refuse_dispatched(model)
     check_device_map(model, device_map)
@@ -112,9 +118,15 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Sequence[str] | None = None,
 ) -> Module:
-    """Keep all weights of `model` on the host, and bring each block to `execution_device` for its forward.
+    """Keep all weights of a model on the host, and bring each block to a device for its forward.
 
-    execution_device: by default that of the first parameter. Other arguments as for `dispatch_model`.
+    Args:
+        model: The model.
+        execution_device: The device; by default that of the first parameter.
+        offload_buffers, state_dict, preload_module_classes: As for `dispatch_model`.
+
+    Returns:
+        The same `model`.
     """
     main = _first_device(model) if execution_device is None else execution_device
     return _offload(model, HOST, main, offload_buffers, preload_module_classes, state_dict=state_dict)
@@ -127,10 +139,16 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Sequence[str] | None = None,
 ) -> Module:
-    """Keep all weights of `model` on the disk, and read each block for its forward on `execution_device`.
+    """Keep all weights of a model on the disk, and read each block for its forward on a device.
 
-    offload_dir: a checkpoint of the model, if it is on the meta device; else the folder to write its weights into.
-    execution_device: by default that of the first parameter. Other arguments as for `dispatch_model`.
+    Args:
+        model: The model.
+        offload_dir: A checkpoint of the model, if it is on the meta device; else the folder to write its weights into.
+        execution_device: The device; by default that of the first parameter.
+        offload_buffers, preload_module_classes: As for `dispatch_model`.
+
+    Returns:
+        The same `model`.
     """
     main = _first_device(model) if execution_device is None else execution_device
     return _offload(model, DISK, main, offload_buffers, preload_module_classes, offload_dir=offload_dir)
@@ -196,7 +214,8 @@ def take_back(model: Module) -> None:
 class _Dispatching:
     """The work of one `dispatch_model`.
 
-    wholes: modules whose tensors are fetched together.
+    Args:
+        wholes: Modules whose tensors are fetched together.
     """
 
     def __init__(

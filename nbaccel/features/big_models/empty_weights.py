@@ -24,12 +24,15 @@ __all__ = ["init_empty_weights", "init_on_device"]
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     """Make the models of this block on the meta device: they have shapes and types, and take no memory.
 
-    include_buffers: their buffers too. Otherwise these are real, as a model needs those that no checkpoint has.
+    Args:
+        include_buffers: Buffers are on the meta device too. Otherwise they are real, since a model needs those that no
+            checkpoint has.
 
-    >>> with init_empty_weights():
-    ...     model = torch.nn.Linear(10_000, 10_000)
-    >>> model.weight.device, model.weight.shape
-    (device(type='meta'), torch.Size([10000, 10000]))
+    Example:
+        >>> with init_empty_weights():
+        ...     model = torch.nn.Linear(10_000, 10_000)
+        >>> model.weight.device, model.weight.shape
+        (device(type='meta'), torch.Size([10000, 10000]))
     """
     with init_on_device(torch.device("meta"), include_buffers):
         yield
@@ -37,9 +40,11 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Put the parameters of the models of this block on `device`, each as soon as its module has it.
+    """Put the parameters of the models of this block on a device, each as soon as its module has it.
 
-    include_buffers: their buffers too.
+    Args:
+        device: The device.
+        include_buffers: Put buffers there too.
     """
     chosen = torch.device(device)
     with ExitStack() as stack:

@@ -43,7 +43,8 @@ __all__ = [
 class ModelHook:
     """Base of hooks; it changes nothing.
 
-    no_grad: run the forward under ``torch.no_grad``.
+    Attributes:
+        no_grad: Run the forward under ``torch.no_grad``.
     """
 
     no_grad = False
@@ -95,11 +96,15 @@ class SequentialHook(ModelHook):
 class AlignDevicesHook(ModelHook):
     """Brings inputs, and offloaded weights, to a device for the forward.
 
-    execution_device: that device; None moves nothing.  offload: take the weights away after each forward.
-    io_same_device: bring the output to where the inputs were.
-    weights_map: the offloaded weights by name; by default those of the module, kept on the host.
-    offload_buffers: buffers too.  place_submodules: the tensors below the module, too.
-    skip_keys: names of arguments that are not moved.  tied_params_map: accepted, unused.
+    Args:
+        execution_device: That device; None moves nothing.
+        offload: Take the weights away after each forward.
+        io_same_device: Bring the output to where the inputs were.
+        weights_map: The offloaded weights by name; by default those of the module, kept on the host.
+        offload_buffers: Buffers too.
+        place_submodules: The tensors below the module, too.
+        skip_keys: Names of arguments that are not moved.
+        tied_params_map: Accepted, unused.
     """
 
     def __init__(
@@ -176,8 +181,9 @@ class AlignDevicesHook(ModelHook):
 class CpuOffload(ModelHook):
     """Keeps a model on the host until its forward; it stays on the device until `UserCpuOffloadHook.offload`.
 
-    execution_device: by default the accelerator of this machine, else the CPU.
-    prev_module_hook: the hook of another model, which leaves the device before this one comes.
+    Args:
+        execution_device: By default the accelerator of this machine, else the CPU.
+        prev_module_hook: The hook of another model, which leaves the device before this one comes.
     """
 
     def __init__(
@@ -221,15 +227,24 @@ def cpu_offload_with_hook(
     execution_device: int | str | torch.device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[Module, UserCpuOffloadHook]:
-    """Keep `model` on the host until it is called, for pipelines of models that take turns; return it with its hook.
+    """Keep a model on the host until it is called, for pipelines of models that take turns.
 
-    Called once, it stays on `execution_device` until ``hook.offload()``, or until the model is called that was given
-    this hook as `prev_module_hook`.
+    Once called, it stays on its device until ``hook.offload()``, or until the model is called that was given this hook
+    as `prev_module_hook`.
 
-    >>> first, hook = cpu_offload_with_hook(torch.nn.Linear(2, 2), "cpu")
-    >>> second, hook = cpu_offload_with_hook(torch.nn.Linear(2, 2), "cpu", prev_module_hook=hook)
-    >>> second(first(torch.ones(1, 2))).shape
-    torch.Size([1, 2])
+    Args:
+        model: The model.
+        execution_device: Where it computes; by default the accelerator of this machine, else the CPU.
+        prev_module_hook: The hook of the model that goes back to the host when this one is called.
+
+    Returns:
+        The model and its hook.
+
+    Example:
+        >>> first, hook = cpu_offload_with_hook(torch.nn.Linear(2, 2), "cpu")
+        >>> second, hook = cpu_offload_with_hook(torch.nn.Linear(2, 2), "cpu", prev_module_hook=hook)
+        >>> second(first(torch.ones(1, 2))).shape
+        torch.Size([1, 2])
     """
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
@@ -255,7 +270,8 @@ class _Hooked:
 def add_hook_to_module(module: Module, hook: ModelHook, append: bool = False) -> Module:
     """Let `hook` act around the forward of `module`, and return the module.
 
-    append: after the hook that the module has; otherwise in place of it.
+    Args:
+        append: After the hook that the module has; otherwise in place of it.
     """
     marks = vars(module)
     if append and marks.get("_hf_hook") is not None:
@@ -273,7 +289,8 @@ def add_hook_to_module(module: Module, hook: ModelHook, append: bool = False) ->
 def remove_hook_from_module(module: Module, recurse: bool = False) -> Module:
     """Remove the hook of `module`, and what `dispatch_model` did to it; return the module, as it was before.
 
-    recurse: the hooks of the modules below it, too.
+    Args:
+        recurse: The hooks of the modules below it, too.
     """
     take_back(module)
     marks = vars(module)
@@ -304,7 +321,9 @@ def has_offloaded_params(module: Module) -> bool:
 def align_module_device(module: Module, execution_device: int | str | torch.device | None = None) -> Iterator[None]:
     """Have the tensors of `module` itself in memory while entered, for programs that read or change them.
 
-    execution_device: where; by default where the module computes. What is changed of offloaded weights is lost after.
+    Args:
+        execution_device: Where; by default where the module computes. What is changed of offloaded weights is lost
+            after.
     """
     read, before = _reads(module), dict(module._parameters)
     try:

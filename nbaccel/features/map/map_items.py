@@ -72,54 +72,62 @@ def map(  # the name of the same thing; it is left out of `from nbaccel import *
     hang_timeout_s: float | None = None,
     background: bool = False,
 ) -> Answers:
-    """Call a function with all items, some at a time, on all GPUs; return the answers in the order of the items.
+    """Call a function with all items, some at a time, on all GPUs.
 
-    The ranks claim items as they become free, long ones first. One that runs out of memory goes on with fewer items at
-    once, one that dies is started again, and an item that fails `tries` times alone has a `Failed` as its answer.
+    The ranks claim items as they become free, long ones first. A rank that runs out of memory continues with fewer
+    items at once; a rank that dies is started again.
 
-    With `out` each answer is on the disk soon after it is there: after a stop, a crash, a kill or the end of a session
-    the same line goes on, and a second notebook with the same line joins in. The function may run twice for an item,
-    and the first answer counts. What is in `out` belongs to these items, to the source of `function` and `setup`, with
-    the helpers and constants that they read of the notebook or of their file, and to `key`. Changed weights, data, and
-    other files are seen by `key` only: put their name or version there.
+    With `out` each answer is written to the disk soon after it is computed. After a stop, a crash, a kill or the end of
+    a session the same line continues, and a second notebook with the same line takes part. The function may run twice
+    for an item; the first answer counts. The content of `out` belongs to these items, to `key`, and to the source of
+    `function` and `setup`, with the helpers and constants of the notebook or of their file that they read. Changes of
+    weights, data and other files are not seen: put their name or version into `key`.
 
-    function: ``function(items)``, or ``function(state, items)`` with `setup`; items is a list, the result a list of as
-        many answers. Numbers, texts, lists, dicts, arrays and tensors can be answers.
-    items: a list, or anything with a length and numbers; a generator is read once, by one of the ranks, and again when
-        the answers are there, to compare. Items in memory are compared one by one, of a data set about 32 of them.
-    setup: ``setup(accelerator)``, called once in each process; returns the state, such as a model on
-        ``accelerator.device``. There is no process group: a collective ends the run when a rank has died.
-    out: "answers.jsonl", or "answers.parquet" for a folder of Parquet files; None keeps the answers in memory.
-    num_processes, devices, cpu: as for `launch`; by default one rank for each GPU, or one.
-    batch_size: most items in one call of the function; None to choose it by time and memory.
-    key: what the answers also depend on: a text, a number, None, or a list, a tuple or a dict of these.
-    overwrite: drop what is in `out`, where it belongs to other items, another function or another key, was changed, or
-        comes from elsewhere; it stays until all new answers are there. What this call has done itself is kept: another
-        key, or deleting the file, does it again.
-    retry_failed: try the items again that failed in an earlier run; the function may have been mended since, and the
-        answers that there are stay.
-    time_limit_s: stop after these seconds; what is done by then stays.
-    hang_timeout_s: a call of the function that takes longer counts as the death of its process: it is started again,
-        and an item that does so `tries` times alone, three times at most, is a `Failed`.
-    background: return once the processes have been started. What is returned are the answers to come, a `LaterAnswers`:
-        its length, an item, a loop, `wait()` wait for the end, and an interrupt ends this waiting alone; `stop()` ends
-        the map, `is_over` and its text say how far it is, and the commands of ``%%accelerate --bg`` reach it.
+    Args:
+        function: ``function(items)``, or ``function(state, items)`` with `setup`. It gets a list and returns a list of
+            as many answers: numbers, texts, lists, dicts, arrays or tensors.
+        items: A list, or anything with a length and indices. Items in memory are compared one by one with those of an
+            earlier call, of a data set about 32. A generator is read once by one rank, and again at the end to compare.
+        setup: ``setup(accelerator)``, called once in each process; returns `state`, such as a model on
+            ``accelerator.device``. There is no process group: a collective ends the run when a rank has died.
+        out: "answers.jsonl", or "answers.parquet" for a folder of Parquet files. None keeps the answers in memory.
+        num_processes, devices, cpu: As for `launch`; by default one rank for each GPU, or one.
+        batch_size: The largest number of items in one call. None chooses it by time and memory.
+        key: What else the answers depend on: a text, a number, None, or a list, tuple or dict of these.
+        overwrite: Drop the answers in `out` if they belong to other items, another function or another key, were
+            changed, or come from elsewhere. They stay until all new answers exist. Answers of this same call are kept;
+            to compute them again, change `key` or delete the file.
+        tries: How often an item is tried alone before its answer is a `Failed`.
+        retry_failed: Try items again that failed in an earlier run, for example after the function was mended. Other
+            answers stay.
+        time_limit_s: Stop after this number of seconds. The answers so far stay.
+        hang_timeout_s: A call of the function that takes more seconds counts as the death of its process. An item that
+            does so `tries` times alone, three times at most, is a `Failed`.
+        background: Return once the processes have been started.
+
+    Returns:
+        The answers in the order of the items. With `background` a `LaterAnswers`: its length, an item, a loop and
+        `wait()` wait for the end, and an interrupt ends only this waiting. `stop()` ends the map, and `is_over` says
+        whether it has ended. The commands of ``%%accelerate --bg`` reach it.
 
     Raises:
-        The error of `setup`, or of `function` where it fails alike with the first items of all ranks.
-        KeyboardInterrupt: it was stopped, before each item had its answer.  TimeoutError: `time_limit_s` was over.
-            The calls under way have returned by then; a second interrupt does not wait for them. Both say what is done.
-        CannotContinue: `out` has answers to something else.  CannotSave: the disk is full, or `out` cannot be written.
-        RankDied: a rank died four times without finishing an item in between.
-        LaunchRefused: nothing was started; the message says why.
+        Exception: The error of `setup`; or of `function`, if it fails alike with the first items of all ranks.
+        KeyboardInterrupt: The map was stopped before each item had its answer. Calls that run are waited for, unless
+            there is a second interrupt. The message says what is done.
+        TimeoutError: `time_limit_s` was over. The message says what is done.
+        CannotContinue: `out` has answers to something else.
+        CannotSave: The disk is full, or `out` cannot be written.
+        RankDied: A rank died four times without finishing an item in between.
+        LaunchRefused: No rank was started. The message says why.
 
-    >>> def load(accelerator):
-    ...     return pipeline("text-generation", model="gpt2", device=accelerator.device)
-    >>> answers = nbaccel.map(
-    ...     lambda pipe, texts: pipe(texts), prompts, setup=load, out="answers.jsonl", key="gpt2"
-    ... )  # doctest: +SKIP
-    >>> answers.failed  # doctest: +SKIP
-    []
+    Example:
+        >>> def load(accelerator):
+        ...     return pipeline("text-generation", model="gpt2", device=accelerator.device)
+        >>> answers = nbaccel.map(
+        ...     lambda pipe, texts: pipe(texts), prompts, setup=load, out="answers.jsonl", key="gpt2"
+        ... )  # doctest: +SKIP
+        >>> answers.failed  # doctest: +SKIP
+        []
     """
     _refuse_in_ranks()
     _check_call(function, setup)
@@ -266,8 +274,10 @@ def _closed_after(job: MapJob) -> Iterator[None]:
 class _End:
     """The end of one run of ranks.
 
-    word: "done", "failed" or "stopped".  error: the exception that the call raises.
-    limit_s: the time limit of the call; 0 for none.
+    Args:
+        word: "done", "failed" or "stopped".
+        error: The exception that the call raises.
+        limit_s: The time limit of the call; 0 for none.
     """
 
     run: Run
@@ -280,9 +290,11 @@ class _End:
 class MapRun:
     """The run of a map, planned in the main thread; `show` and `go` do it. See also `BackgroundWork`.
 
-    out: the file of answers; None for answers in memory.
-    closing: lets go of the job at the end of `go`, where the caller has left that to the run.
-    shown: the view of the run.  error, end: its exception, and its end in one word; valid after `go`.
+    Attributes:
+        out: The file of answers; None for answers in memory.
+        closing: Lets go of the job at the end of `go`, where the caller has left that to the run.
+        shown: The view of the run.
+        error, end: Its exception, and its end in one word; valid after `go`.
     """
 
     ending = "finishes the calls under way"
@@ -331,7 +343,7 @@ class MapRun:
         """Run ranks until each item has an answer or an error, most often once. The run's own error is kept.
 
         Raises:
-            LaunchRefused, CannotSend, CannotFork: nothing was started.
+            LaunchRefused, CannotSend, CannotFork: Nothing was started.
         """
         with self.closing:
             for number in range(_MOST_ROUNDS):
@@ -382,7 +394,9 @@ class MapRun:
 def _leave(run: MapRun, place: Background | None, closing: ExitStack) -> LaterAnswers:
     """Start a map in the background; return the answers to come. Where it cannot go on there, wait for its end.
 
-    place: of the notebook; None in a script.  closing: handed to the run.
+    Args:
+        place: Of the notebook; None in a script.
+        closing: Handed to the run.
     """
     launcher = default_launcher()
     if why := why_not_in_the_background(run.spec.start.method, shell_here(), run.survey.platform):
@@ -488,7 +502,8 @@ def _say_end(job: MapJob, end: _End, launcher: Launcher, shown: RunView) -> None
 def _finished(answers: Answers, seconds: float, before: int) -> str:
     """Return the last line of a map: "1,000 items in 42 s (23.8/s), 3 failed (answers.failed)".
 
-    before: items that were finished before this call.
+    Args:
+        before: Items that were finished before this call.
     """
     done = len(answers) - before
     pace = f" ({rate(done / seconds, 'items').split()[0]}/s)" if done > 0 and seconds > 0 else ""

@@ -72,31 +72,40 @@ def sweep(
     start_method: str = "auto",
     **values: Any,
 ) -> SweepRuns:
-    """Run `function` once for each combination of `values`, some of them side by side, and return the runs.
+    """Run a function once for each combination of values, some runs side by side.
 
-    Each run has ranks of its own, and gets its values by keyword, and the rank's `accelerator` if it has a parameter of
-    that name. The order is that of nested loops: the last name varies fastest. A run that an earlier sweep has finished
-    (same source, values and seed) is not done again. The source is the text of the function and of the functions and
-    classes that it uses of the notebook or of its own file, with the plain values that these read; data, models and
-    other files do not count: take another `folder` after a change of them.
+    Each run has its own ranks. The function gets the values by keyword, and the rank's `accelerator` if it has a
+    parameter of that name. The order is that of nested loops: the last name varies fastest.
 
-    values: a list, tuple, range, iterator or array of values for each name; any other object is one value.
-    slots: runs that go side by side; None for as many as there are free cards over `gpus_per_run`, or one on CPUs.
-    gpus_per_run: cards, and ranks, of each run; on CPUs the ranks alone.  devices: cards to use, "2,3"; None for all
-    that no other process uses.  cpu: use none.
-    seed: of every run; several values are swept like all others. A parameter `seed` of the function gets it if that has
-    no default, or if it is not 0 here. None for no seed: then no run is found again.
-    folder: for what the runs print, for their checkpoints and trackers, and for what has been finished.
-    check: raise the error of the first failed run after all are over; otherwise it is in its `Run.error`.
-    hang_timeout_s, start_method: of each run, see `launch`.
+    A run that an earlier sweep has finished, with the same source, values and seed, is not done again. The source is
+    the text of the function, and of the functions and classes of the notebook or of its own file that it uses, with the
+    plain values that these read. Data, models and other files do not count: take another `folder` after a change of
+    them.
+
+    Args:
+        function: Called as ``function(**values)`` in every rank of a run.
+        slots: The number of runs side by side. None is the number of free cards over `gpus_per_run`; on CPUs it is one.
+        gpus_per_run: The number of cards, and of ranks, of each run; on CPUs the number of ranks.
+        devices: The cards to use, such as "2,3". None is all that no other process uses.
+        cpu: Use no card.
+        seed: The seed of every run; several values are swept like all others. A parameter `seed` of the function gets
+            it if it has no default, or if this is not 0. With None no run is seeded, and none is found again.
+        folder: The folder for what the runs print, for their checkpoints and trackers, and for what is finished.
+        check: Raise the error of the first failed run after all are over. Otherwise it is in its `Run.error`.
+        hang_timeout_s, start_method: For each run, as for `launch`.
+        **values: For each parameter a list, tuple, range, iterator or array of values; any other object is one value.
+
+    Returns:
+        The runs, in the order of the combinations.
 
     Raises:
-        LaunchRefused, TypeError, ValueError: nothing was started; the message says why.
-        KeyboardInterrupt: the sweep was interrupted; `nbaccel.last_run.runs` has what there is.
+        LaunchRefused, TypeError, ValueError: Nothing was started. The message says why.
+        KeyboardInterrupt: The sweep was interrupted. `nbaccel.last_run.runs` has the runs so far.
 
-    >>> runs = nbaccel.sweep(train, lr=[1e-3, 1e-4], fold=range(5))  # doctest: +SKIP
-    >>> runs[0].config, runs[0].value  # doctest: +SKIP
-    ({'lr': 0.001, 'fold': 0}, 0.91)
+    Example:
+        >>> runs = nbaccel.sweep(train, lr=[1e-3, 1e-4], fold=range(5))  # doctest: +SKIP
+        >>> runs[0].config, runs[0].value  # doctest: +SKIP
+        ({'lr': 0.001, 'fold': 0}, 0.91)
     """
     _refuse_in_ranks()
     own = {"slots": slots, "gpus_per_run": gpus_per_run, "devices": devices, "cpu": cpu, "folder": folder,
@@ -152,7 +161,7 @@ def _refuse_wrong_kinds(own: Mapping[str, Any], configs: Sequence[Mapping[str, A
     """Refuse arguments of `sweep` itself, and seeds, of a wrong kind.
 
     Raises:
-        TypeError: with the argument.
+        TypeError: With the argument.
     """
     needs: dict[str, tuple[Callable[[Any], bool], str]] = {
         "slots": (lambda value: value is None or hasattr(value, "__index__"), "a whole number, or None"),
@@ -182,12 +191,13 @@ def configurations(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return every combination of `values`, the last name varying fastest.
 
     Raises:
-        ValueError: a name has no value at all.
+        ValueError: A name has no value at all.
 
-    >>> configurations({"lr": (0.1, 0.2), "fold": range(2)})[:3]
-    [{'lr': 0.1, 'fold': 0}, {'lr': 0.1, 'fold': 1}, {'lr': 0.2, 'fold': 0}]
-    >>> configurations({"epochs": 3})
-    [{'epochs': 3}]
+    Example:
+        >>> configurations({"lr": (0.1, 0.2), "fold": range(2)})[:3]
+        [{'lr': 0.1, 'fold': 0}, {'lr': 0.1, 'fold': 1}, {'lr': 0.2, 'fold': 0}]
+        >>> configurations({"epochs": 3})
+        [{'epochs': 3}]
     """
     lists = {name: _several(value) for name, value in values.items()}
     for name, each in lists.items():
@@ -226,7 +236,7 @@ def refuse_a_full_host(plan: LaunchPlan, slots: int, survey: Survey) -> None:
     notebook has.
 
     Raises:
-        LaunchRefused: the runs of all slots do not fit.
+        LaunchRefused: The runs of all slots do not fit.
     """
     ranks, available = plan.devices.num_processes, survey.ram.available_bytes
     copies = plan.bytes_to_copy + ranks * plan.bytes_of_each if plan.start.method == "zygote" else 0
@@ -253,7 +263,9 @@ def line_on_copies(plan: LaunchPlan, slots: int, task: Task, survey: Survey, hel
     Python counts the references to an object in the object, so a rank that reads lists or dicts of the notebook copies
     their pages one by one (pytorch#13246); tensors and arrays stay shared.
 
-    held_bytes: resident memory of this process, which is no less than the values: if that fits, they are not weighed.
+    Args:
+        held_bytes: Resident memory of this process, which is no less than the values: if that fits, they are not
+            weighed.
     """
     processes, available = slots * plan.devices.num_processes, survey.ram.available_bytes
     if plan.start.method != "fork" or not 0 < available < processes * held_bytes:
@@ -301,10 +313,11 @@ class _SweptFunction:
     def refuse_names_of_ours(self, own: Mapping[str, Any]) -> None:
         """Refuse a parameter that has the name of an argument of `sweep`, which gets its values.
 
-        own: these arguments.
+        Args:
+            own: These arguments.
 
         Raises:
-            TypeError: the function would not get what it needs, or what was given for it.
+            TypeError: The function would not get what it needs, or what was given for it.
         """
         for name, value in own.items():
             parameter = self._parameters.get(name)
@@ -318,7 +331,7 @@ class _SweptFunction:
         """Refuse names that the function does not take, and a call without a value that it needs.
 
         Raises:
-            TypeError: it could not be called so.
+            TypeError: It could not be called so.
         """
         names = configs[0].keys()
         takes = [name for name in self._parameters if name != _ACCELERATOR]

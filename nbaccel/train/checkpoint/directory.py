@@ -59,8 +59,9 @@ _LOOK_BACK = 100
 class FoundCheckpoint:
     """A checkpoint to load.
 
-    manifest: None for a folder of Accelerate's, which has none.
-    passed_over: the errors of newer checkpoints that are damaged.
+    Args:
+        manifest: None for a folder of Accelerate's, which has none.
+        passed_over: The errors of newer checkpoints that are damaged.
     """
 
     folder: Path
@@ -71,8 +72,9 @@ class FoundCheckpoint:
 class CheckpointDirectory:
     """The checkpoints of one project.
 
-    latest: the checkpoint that this process has written or loaded last, if any.
-    lineage: of the run that saves here.
+    Attributes:
+        latest: The checkpoint that this process has written or loaded last, if any.
+        lineage: Of the run that saves here.
     """
 
     def __init__(self, project: ProjectConfiguration) -> None:
@@ -107,7 +109,8 @@ class CheckpointDirectory:
     def label(self, moment: tuple[int, int], line: str) -> str:
         """Return a text that tells a numbered save from others of this run at the same `moment`, equal on all ranks.
 
-        line: the program's line. It distinguishes a save on the main process only from the next one, by all ranks.
+        Args:
+            line: The program's line. It distinguishes a save on the main process only from the next one, by all ranks.
         """
         if moment != self._saves_of:
             self._saves_of = moment
@@ -118,9 +121,11 @@ class CheckpointDirectory:
     def next_folder(self, output_dir: str | os.PathLike[str] | None, stamp: str, writes: bool = True) -> Path:
         """Return the folder of the next checkpoint: `output_dir`, or the next number in the project's folder.
 
-        writes: this rank makes it; the other ranks look for the folder that it has made of this save.
+        Args:
+            writes: This rank makes it; the other ranks look for the folder that it has made of this save.
+
         Raises:
-            ValueError: neither was given, or a checkpoint with the number that was set by hand exists.
+            ValueError: Neither was given, or a checkpoint with the number that was set by hand exists.
         """
         if output_dir is not None:
             return place_for(output_dir)
@@ -167,7 +172,8 @@ class CheckpointDirectory:
     def news(self, folder: Path) -> str:
         """Return, once, a message that other runs have saved here before; otherwise an empty text.
 
-        folder: the checkpoint that is about to be made.
+        Args:
+            folder: The checkpoint that is about to be made.
         """
         if self._has_told:
             return ""
@@ -183,7 +189,9 @@ class CheckpointDirectory:
     def shortage(self, folder: Path, nbytes: int) -> str:
         """Return, once, a message that the disk has not enough space for the checkpoints to keep; else an empty text.
 
-        folder: the checkpoint that is about to be made.  nbytes: its size.
+        Args:
+            folder: The checkpoint that is about to be made.
+            nbytes: Its size.
         """
         if self._has_weighed or not nbytes:
             return ""
@@ -232,9 +240,9 @@ class CheckpointDirectory:
         """Return the checkpoint in `input_dir`; without one, the newest numbered checkpoint that is complete.
 
         Raises:
-            FileNotFoundError: there is no checkpoint.
-            CheckpointCorrupt: none is complete.
-            ValueError: no folder was given, and checkpoints are not numbered.
+            FileNotFoundError: There is no checkpoint.
+            CheckpointCorrupt: None is complete.
+            ValueError: No folder was given, and checkpoints are not numbered.
         """
         if input_dir is not None:
             return _complete_at(place_of(input_dir))
@@ -298,7 +306,7 @@ class Timeline(CheckpointDirectory):
         """Return the checkpoint `place`, or the newest complete one in the folder `place`.
 
         Raises:
-            FileNotFoundError, CheckpointCorrupt: see `choose`.
+            FileNotFoundError, CheckpointCorrupt: See `choose`.
         """
         if (place / MANIFEST).exists() or (place.is_dir() and is_foreign(place)):
             return self.choose(place)
@@ -332,7 +340,7 @@ def _complete_at(folder: Path) -> FoundCheckpoint:
     """Return `folder`, if it is complete; else a complete leftover of a killed process beside it.
 
     Raises:
-        FileNotFoundError, CheckpointCorrupt: neither exists.
+        FileNotFoundError, CheckpointCorrupt: Neither exists.
     """
     try:
         return FoundCheckpoint(folder, _verified(folder))
@@ -360,20 +368,25 @@ class Counted(int):
 
 @dataclass(slots=True)
 class ProjectConfiguration:
-    """Folders of checkpoints and logs, and the names of checkpoints. The same fields as Accelerate's.
+    """Folders of checkpoints and logs, and the names of checkpoints. The fields are Accelerate's.
 
-    project_dir: the project's folder.  logging_dir: where trackers write; by default the project's folder.
-    automatic_checkpoint_naming: `save_state()` without a name writes ``<project_dir>/checkpoints/checkpoint_<n>``.
-    total_limit: how many of those are kept; the oldest are deleted once a new one is complete. Those of this run count,
-    and those that it continues after `load_state`; what another run has saved there stays.
-    iteration: the number of the next one; each save increases it. By default numbers continue after the newest existing
-    one; a number that is set is used, or refused where it exists.
-    save_on_each_node: the first rank of each node writes, for nodes without a common file system.
+    It is not frozen: programs written for Accelerate set `iteration` to continue a numbering.
 
-    Not frozen: programs written for Accelerate set `iteration` to continue a numbering.
+    Args:
+        project_dir: The project's folder.
+        logging_dir: Where trackers write; by default the project's folder.
+        automatic_checkpoint_naming: ``save_state()`` without a name writes
+            ``<project_dir>/checkpoints/checkpoint_<n>``.
+        total_limit: The number of these checkpoints that are kept. The oldest are deleted once a new one is complete.
+            Checkpoints of this run count, and those that it continues after `load_state`; what another run has saved
+            there stays.
+        iteration: The number of the next checkpoint; each save increases it. By default numbers continue after the
+            newest existing one. A number that is set is used, or refused if it exists.
+        save_on_each_node: The first rank of each node writes, for nodes without a common file system.
 
-    >>> ProjectConfiguration("runs/1", automatic_checkpoint_naming=True).logging_dir
-    'runs/1'
+    Example:
+        >>> ProjectConfiguration("runs/1", automatic_checkpoint_naming=True).logging_dir
+        'runs/1'
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -389,7 +402,11 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Make `project_dir` the project's folder, and the logs' folder unless one is set."""
+        """Set the project's folder, and the logs' folder unless one is set.
+
+        Args:
+            project_dir: The project's folder.
+        """
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir

@@ -56,8 +56,9 @@ _NAMES = {True: "model.safetensors", False: "pytorch_model.bin"}
 def parse_size(size: int | str) -> int:
     """Return a size in bytes; "10GB" is decimal, "10GiB" binary, as Hugging Face reads them.
 
-    >>> parse_size("10GB"), parse_size("1.5KiB"), parse_size(7)
-    (10000000000, 1536, 7)
+    Example:
+        >>> parse_size("10GB"), parse_size("1.5KiB"), parse_size(7)
+        (10000000000, 1536, 7)
     """
     if isinstance(size, int):
         return size
@@ -72,8 +73,8 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | s
 
     Raises:
         NotADirectoryError: `folder` is a file.
-        CannotPack: with `safe`, the state holds what is no tensor, or one of a type that safetensors does not have.
-        CannotSave: no space, or no right to write there.
+        CannotPack: With `safe`, the state holds what is no tensor, or one of a type that safetensors does not have.
+        CannotSave: No space, or no right to write there.
     """
     if folder.is_file():
         raise NotADirectoryError(f"save_model writes into a folder, and {folder} is a file: give it another name")
@@ -109,9 +110,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """Read the state dict in a folder that `save_weights` or a Hugging Face library wrote, or in one weights file.
 
     Raises:
-        FileNotFoundError: there are no weights at `path`.
-        CheckpointCorrupt: a file is damaged or missing.
-        UntrustedPickle: a .bin file contains more than tensors.
+        FileNotFoundError: There are no weights at `path`.
+        CheckpointCorrupt: A file is damaged or missing.
+        UntrustedPickle: A .bin file contains more than tensors.
     """
     if path.is_file():
         return _read_file(path)
@@ -137,8 +138,9 @@ def load_weights(model: Module, state: dict[str, Tensor], strict: bool = True) -
     """Load `state` into `model`; return the names of the model that `state` did not hold.
 
     A name that is missing because its weight is tied to another one is filled through that one.
+
     Raises:
-        RuntimeError: with `strict`, other names or shapes; torch's own message.
+        RuntimeError: With `strict`, other names or shapes; torch's own message.
     """
     state = with_tied(model, without_prefix(state))
     if base := base_of(model):
@@ -151,9 +153,12 @@ def load_trained(
 ) -> list[str]:
     """Load into `model` a state that was saved without the base; return the names of the model that it did not hold.
 
-    base: names of the tensors of `model` that stay as they are.  options: for its ``load_state_dict``.
+    Args:
+        base: Names of the tensors of `model` that stay as they are.
+        **options: For its ``load_state_dict``.
+
     Raises:
-        RuntimeError: with `strict`, a trained tensor has no place in the model, or one is missing.
+        RuntimeError: With `strict`, a trained tensor has no place in the model, or one is missing.
     """
     own = model.state_dict()
     missing = sorted(name for name in trained_state(model, own, base) if name not in state)
@@ -175,7 +180,7 @@ def without_base(model: Module, state: dict[str, Any], base: frozenset[str]) -> 
     """Return what is trained in a state of a quantised `model`, which other libraries save with the base.
 
     Raises:
-        RuntimeError: the base in `state` is another one, as its tensors that are not packed show.
+        RuntimeError: The base in `state` is another one, as its tensors that are not packed show.
     """
     if base.isdisjoint(state):
         return state
@@ -198,23 +203,32 @@ def _differs(own: Any, stored: Any) -> bool:
 
 
 def load_model(model: Module, path: str | os.PathLike[str], strict: bool = True) -> list[str]:
-    """Load the weights that `Accelerator.save_model` wrote into `model`; called on every rank that has the model.
+    """Load the weights that `Accelerator.save_model` wrote. Every rank that has the model calls it.
 
     Trained tensors of a quantised model are loaded beside the base that `model` has.
-    path: the folder, or one .safetensors or .bin file. Returns the names that were not in it.
-    Raises:
-        FileNotFoundError: there are no weights at `path`.
-        RuntimeError: with `strict`, other names or shapes than the model's.
 
-    >>> import tempfile
-    >>> from nbaccel import Accelerator
-    >>> model, copy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     Accelerator().save_model(model, folder)
-    ...     load_model(copy, folder)
-    []
-    >>> torch.equal(model.weight, copy.weight)
-    True
+    Args:
+        model: The model, which gets the weights.
+        path: The folder, or one .safetensors or .bin file.
+        strict: The names must be those of the model.
+
+    Returns:
+        The names of the model that were not in it.
+
+    Raises:
+        FileNotFoundError: There are no weights at `path`.
+        RuntimeError: With `strict`, names or shapes differ from the model's.
+
+    Example:
+        >>> import tempfile
+        >>> from nbaccel import Accelerator
+        >>> model, copy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Accelerator().save_model(model, folder)
+        ...     load_model(copy, folder)
+        []
+        >>> torch.equal(model.weight, copy.weight)
+        True
     """
     return load_weights(model, read_weights(Path(path)), strict)
 

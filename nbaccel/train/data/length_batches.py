@@ -21,7 +21,8 @@ _T = TypeVar("_T")
 class LengthBatches(list[list[int]]):
     """Indices of inputs by batch; `restore` returns results to the order of the inputs.
 
-    lengths: of all inputs, in their own order.
+    Args:
+        lengths: Of all inputs, in their own order.
     """
 
     def __init__(self, batches: Iterable[list[int]], lengths: list[int]) -> None:
@@ -32,8 +33,9 @@ class LengthBatches(list[list[int]]):
     def padding(self) -> float:
         """Share of the padded batches that is padding.
 
-        >>> batches_by_length([3, 4], batch_size=2).padding
-        0.125
+        Example:
+            >>> batches_by_length([3, 4], batch_size=2).padding
+            0.125
         """
         padded = sum(_padded(batch, self.lengths) for batch in self)
         return 1 - sum(self.lengths) / padded if padded else 0.0
@@ -41,14 +43,16 @@ class LengthBatches(list[list[int]]):
     def restore(self, results: Iterable[Iterable[_T]]) -> list[_T]:
         """Return the results of the inputs in the order of the inputs.
 
-        results: for every batch, in the order of the batches, one result for each of its inputs: a list, or a tensor
-        with the inputs in its first dimension.
+        Args:
+            results: For every batch, in the order of the batches, one result for each of its inputs: a list, or a
+                tensor with the inputs in its first dimension.
 
         Raises:
-            ValueError: results are missing, or there are too many, as with ``apply_padding=True``.
+            ValueError: Results are missing, or there are too many, as with ``apply_padding=True``.
 
-        >>> batches_by_length([5, 9], batch_size=1).restore([["long"], ["short"]])
-        ['short', 'long']
+        Example:
+            >>> batches_by_length([5, 9], batch_size=1).restore([["long"], ["short"]])
+            ['short', 'long']
         """
         given = [list(result) for result in results]
         if len(given) != len(self):
@@ -67,26 +71,29 @@ class LengthBatches(list[list[int]]):
 def batches_by_length(lengths: Iterable[int], batch_size: int, max_tokens: int | None = None) -> LengthBatches:
     """Return batches of indices, each of inputs of about equal length. Any rank may call this alone; no communication.
 
-    lengths: of the inputs, in any unit, such as tokens.  batch_size: inputs in a batch at most.
-    max_tokens: the largest total length of a batch, its padding included; short inputs then come in larger batches
-        than long ones. An input that is longer than that is a batch by itself.
+    The longest batch is the first, so that one which does not fit into memory fails at once. After it long and short
+    batches alternate, so that each rank's share of `split_between_processes` takes about as long.
 
-    The longest batch is the first, so that one which does not fit into memory fails at once. Long and short ones
-    alternate after it in such a way that each rank's share of `split_between_processes` takes about as long.
+    Args:
+        lengths: The lengths of the inputs, in any unit, such as tokens.
+        batch_size: The largest number of inputs in a batch.
+        max_tokens: The largest total length of a batch with its padding. Short inputs then come in larger batches than
+            long ones; a longer input is a batch by itself.
 
     Raises:
-        ValueError: a `batch_size` or `max_tokens` below 1.
+        ValueError: `batch_size` or `max_tokens` is below 1.
 
-    >>> from nbaccel import PartialState
-    >>> from nbaccel.utils import gather_object
-    >>> texts = ["to be", "or", "not to be that is", "the", "question"]
-    >>> batches = batches_by_length(map(len, texts), batch_size=2)
-    >>> batches
-    [[2], [1, 3], [0, 4]]
-    >>> with PartialState().split_between_processes(batches) as mine:
-    ...     results = [[texts[index].upper() for index in batch] for batch in mine]  # the model is called here
-    >>> batches.restore(gather_object(results))
-    ['TO BE', 'OR', 'NOT TO BE THAT IS', 'THE', 'QUESTION']
+    Example:
+        >>> from nbaccel import PartialState
+        >>> from nbaccel.utils import gather_object
+        >>> texts = ["to be", "or", "not to be that is", "the", "question"]
+        >>> batches = batches_by_length(map(len, texts), batch_size=2)
+        >>> batches
+        [[2], [1, 3], [0, 4]]
+        >>> with PartialState().split_between_processes(batches) as mine:
+        ...     results = [[texts[index].upper() for index in batch] for batch in mine]  # the model is called here
+        >>> batches.restore(gather_object(results))
+        ['TO BE', 'OR', 'NOT TO BE THAT IS', 'THE', 'QUESTION']
     """
     if batch_size < 1 or (max_tokens is not None and max_tokens < 1):
         raise ValueError(f"batch_size and max_tokens must be at least 1, got {batch_size} and {max_tokens}")
@@ -111,8 +118,9 @@ def _spread(count: int) -> list[int]:
 
     (Van der Corput's sequence.) The halves are the even and the odd numbers, the quarters every fourth one, and so on.
 
-    >>> _spread(6)
-    [0, 4, 2, 1, 5, 3]
+    Example:
+        >>> _spread(6)
+        [0, 4, 2, 1, 5, 3]
     """
     bits = max(count - 1, 0).bit_length()
     turned = (int(f"{place:0{bits}b}"[::-1], 2) if bits else 0 for place in range(1 << bits))

@@ -37,13 +37,17 @@ class PreparedLoader(DataLoader[Any]):
 
     Attributes it does not define are those of the user's loader, which is available as `loader`.
 
-    loader: the user's own.  end_of_dataloader: the current batch is the last one.
-    iteration: the number of the current epoch, or of the next one. An iteration counts as an epoch, and the next one
-    has another order, once it has trained, the ranks have met in it (a gather, a barrier), or it has run to its end
-    on all ranks. One that is dropped before uses no order up: the next one begins with the same batches. That all ranks
-    have run to the end is found out when they meet in the next one. Iterations without gradients that neither
-    trained nor met are counted apart, so that one rank alone may evaluate.
-    is_bound: it must be iterated in the world it was prepared for; False for loaders of a simulated rank.
+    Args:
+        loader: The user's own.
+
+    Attributes:
+        end_of_dataloader: The current batch is the last one.
+        iteration: The number of the current epoch, or of the next one. An iteration counts as an epoch, and the next
+            one has another order, once it has trained, the ranks have met in it (a gather, a barrier), or it has run to
+            its end on all ranks. One that is dropped before uses no order up: the next one begins with the same
+            batches. That all ranks have run to the end is found out when they meet in the next one. Iterations without
+            gradients that neither trained nor met are counted apart, so that one rank alone may evaluate.
+        is_bound: It must be iterated in the world it was prepared for; False for loaders of a simulated rank.
     """
 
     def __init__(
@@ -79,7 +83,15 @@ class PreparedLoader(DataLoader[Any]):
         accumulation: Accumulation,
         device: torch.device | None,
     ) -> Self:
-        """Make a loader of a subclass, whose constructor takes what programs pass."""
+        """Return a loader of a subclass, whose constructor takes what programs pass.
+
+        Args:
+            loader: The program's own loader.
+            source: Where the batches of this rank come from.
+            world: The position of this process.
+            accumulation: The windows that the loader's end closes.
+            device: Where batches go; None leaves them.
+        """
         prepared = cls.__new__(cls)
         PreparedLoader.__init__(prepared, loader, source, world, accumulation, device)
         return prepared
@@ -89,7 +101,11 @@ class PreparedLoader(DataLoader[Any]):
         return self.loader
 
     def move_to(self, device: torch.device | None) -> None:
-        """Set the device for batches from now on; batches for the CPU are not moved."""
+        """Set the device for the next batches.
+
+        Args:
+            device: The device. None, or the CPU, does not move batches.
+        """
         self._device = None if device is None or device.type == "cpu" else device
 
     # -- iterating
@@ -185,7 +201,9 @@ class PreparedLoader(DataLoader[Any]):
     def _end(self, this: Iteration, meetings: CollectivesSince, is_whole: bool, is_resumed: bool) -> None:
         """Record the end of an iteration, and count it if it was an epoch.
 
-        is_whole: no batch is left.  is_resumed: its position was set by `load_state_dict`, or left by a look.
+        Args:
+            is_whole: No batch is left.
+            is_resumed: Its position was set by `load_state_dict`, or left by a look.
         """
         progress, clock, position = self._progress, self.accumulation.clock, this.position
         if this not in progress.open:  # another loop is over that began after it
@@ -261,9 +279,12 @@ class PreparedLoader(DataLoader[Any]):
         self._progress.enter_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration the first one of `epoch`; without this they count up from 0. Every rank calls it.
+        """Make the next iteration the first one of `epoch`. Every rank calls it.
 
-        A position inside another epoch, which `load_state_dict` has set, is dropped.
+        Without it epochs count up from 0. A position inside another epoch, which `load_state_dict` has set, is dropped.
+
+        Args:
+            epoch: The number of the epoch, 0-based.
         """
         progress = self._progress
         progress.enter_epoch(epoch)
@@ -273,12 +294,15 @@ class PreparedLoader(DataLoader[Any]):
         tell_epoch(epoch, loader.dataset, *samplers_of(loader))
 
     def state_dict(self, unseen: int = 0) -> dict[str, Any]:
-        """Return the position of the loop: epoch, its batches had so far, and what its order follows from; plain data.
+        """Return the position of the loop as plain data: the epoch, the batches that it has yielded, and the seed of
+        its order.
 
-        The current batch counts as had; `unseen` of this rank's last batches do not (those of an accumulation window
-        that is still open, whose gradients are in no checkpoint). The state of rank 0 is valid for all ranks, for
-        another number of them, and for another batch size if it divides the samples had so far. Reads nothing and
-        waits for no rank.
+        It reads no sample and waits for no rank. The state of rank 0 is valid for all ranks and for another number of
+        ranks. It is valid for another batch size if that divides the number of samples yielded.
+
+        Args:
+            unseen: The number of this rank's last batches that do not count as yielded: those of an open accumulation
+                window, whose gradients are in no checkpoint. The current batch counts.
         """
         this = self._progress.current
         if this is not None:
@@ -295,10 +319,14 @@ class PreparedLoader(DataLoader[Any]):
         return replace(reached, batch_size=self._batch_size).state_dict()
 
     def state_in_epoch(self, since: int, unseen: int) -> dict[str, Any]:
-        """Return `state_dict` for an epoch of the program that continues, and began `since` passes after the first.
+        """Return `state_dict` for an epoch of the program that is not over.
 
-        A loader that has trained in it and is exhausted is at its end, not before the next epoch. One that is being
-        iterated and has not trained is at its beginning: an evaluation is repeated as a whole.
+        A loader that has trained in the epoch and is exhausted is at its end, not before the next epoch. A loader that
+        is being iterated and has not trained is at its beginning: an evaluation is repeated as a whole.
+
+        Args:
+            since: The number of passes that this loader had made when the epoch began.
+            unseen: As for `state_dict`.
         """
         progress = self._progress
         if progress.current is not None:
@@ -309,19 +337,23 @@ class PreparedLoader(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the next iteration at the position that `state_dict` describes. Every rank calls it.
 
-        Samples of a dataset with indices that were had are not read again; a stream continues from its dataset's own
-        state, or is read again up to there if it has none (`state_dict` and `load_state_dict`, without worker
-        processes). An iteration that was at its end yields nothing; the epoch after it is whole again. Random numbers
-        that worker processes draw start again.
+        Samples that were yielded before are not read again if the dataset has indices. A stream continues from the
+        state of its dataset. If the dataset has no `state_dict` and `load_state_dict`, or the loader has worker
+        processes, the stream is read again up to the position. An iteration that was at its end yields nothing; the
+        epoch after it is whole. Random numbers that worker processes draw start again.
 
-        >>> from nbaccel import Accelerator
-        >>> loader = Accelerator().prepare(DataLoader(range(8), 2))
-        >>> for batch in loader:
-        ...     state = loader.state_dict()
-        ...     break
-        >>> loader.load_state_dict(state)
-        >>> [batch.tolist() for batch in loader]
-        [[2, 3], [4, 5], [6, 7]]
+        Args:
+            state: What `state_dict` returned.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> loader = Accelerator().prepare(DataLoader(range(8), 2))
+            >>> for batch in loader:
+            ...     state = loader.state_dict()
+            ...     break
+            >>> loader.load_state_dict(state)
+            >>> [batch.tolist() for batch in loader]
+            [[2, 3], [4, 5], [6, 7]]
         """
         position = LoaderPosition.from_state(state, self._batch_size)
         if not self.world.is_main_process:
@@ -346,7 +378,11 @@ class PreparedLoader(DataLoader[Any]):
 
     @contextmanager
     def joined(self, even_batches: bool | None = None) -> Iterator[None]:
-        """Let ranks run out of batches one after the other while entered; apply `even_batches` unless None."""
+        """Let ranks run out of batches one after the other, inside this block.
+
+        Args:
+            even_batches: Replaces this choice inside the block; None keeps it.
+        """
         even, was_joined = self.even_batches, self._progress.is_joined
         self._progress.is_joined = True
         if even_batches is not None:
@@ -357,9 +393,13 @@ class PreparedLoader(DataLoader[Any]):
             self.even_batches, self._progress.is_joined = even, was_joined
 
     def without_first(self, batches: int) -> PreparedLoader:
-        """Return this loader without this rank's first `batches`, in every iteration; both count epochs together.
+        """Return this loader without this rank's first batches, in every iteration.
 
-        It replaces a position that `load_state_dict` has set; the order of that epoch stays.
+        Both loaders count epochs together. A position that `load_state_dict` has set is dropped; the order of that
+        epoch stays.
+
+        Args:
+            batches: The number of batches to leave out.
         """
         if batches < 0:
             raise ValueError(f"num_batches must be at least 0, got {batches}")
@@ -415,7 +455,7 @@ class PreparedLoader(DataLoader[Any]):
         return self._source.may_be_uneven
 
     def lengths(self) -> list[int] | None:
-        """Return the batches of each rank in an epoch, one number if all have equally many; None where unknown."""
+        """Return the batches of each rank in an epoch, one number if all have equally many; None if unknown."""
         return self._source.lengths(self._skip * self._source.stride)
 
     def _name(self) -> str:
@@ -449,7 +489,7 @@ class PreparedLoader(DataLoader[Any]):
         """Refuse a gather in each batch where ranks get different numbers of batches: the last gather would not end.
 
         Raises:
-            ValueError: the numbers differ.
+            ValueError: The numbers differ.
         """
         lengths = self.lengths()
         if lengths is not None and len(set(lengths)) > 1:

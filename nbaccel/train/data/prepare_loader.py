@@ -52,13 +52,19 @@ _SHOWN = 6
 class DataLoaderShard(PreparedLoader):
     """A prepared loader whose ranks read for themselves; made directly, one process's loader over `dataset`.
 
-    device: where batches go.  skip_batches: left out by every iteration.  iteration: the number of the first epoch.
-    options: of the `DataLoader`.
-    The other arguments are accepted as by Accelerate, and have no effect here.
+    Args:
+        dataset: The dataset.
+        device: Where batches go; None leaves them.
+        rng_types, synchronized_generator, use_stateful_dataloader, torch_device_mesh: Accepted as by Accelerate,
+            without effect.
+        skip_batches: The number of batches that every iteration leaves out.
+        iteration: The number of the first epoch.
+        **options: Options of `DataLoader`.
 
-    >>> loader = DataLoaderShard(range(4), batch_size=2)
-    >>> [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
-    [([0, 1], False), ([2, 3], True)]
+    Example:
+        >>> loader = DataLoaderShard(range(4), batch_size=2)
+        >>> [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
+        [([0, 1], False), ([2, 3], True)]
     """
 
     def __init__(
@@ -81,11 +87,16 @@ class DataLoaderShard(PreparedLoader):
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """A prepared loader whose rank 0 reads for all; made directly, one over `dataset` in this run. Collective then.
+    """A prepared loader whose rank 0 reads for all; made directly, a loader over `dataset` in this run. Collective
+    then.
 
-    split_batches: a batch is that of all ranks together.  skip_batches: left out by every iteration.
-    slice_fn: cuts a round's batch for one rank, see `Accelerator.prepare_data_loader`.  options: of the `DataLoader`.
-    The other arguments are accepted as by Accelerate, and have no effect here.
+    Args:
+        dataset: The dataset, which rank 0 reads.
+        split_batches: A batch is for all ranks together.
+        skip_batches: The number of batches that every iteration leaves out.
+        use_stateful_dataloader, torch_device_mesh, iteration: Accepted as by Accelerate, without effect.
+        slice_fn: Cuts one rank's part out of the batch of a round, see `Accelerator.prepare_data_loader`.
+        **options: Options of `DataLoader`.
     """
 
     def __init__(
@@ -113,11 +124,14 @@ class DataLoaderDispatcher(PreparedLoader):
 class LoaderFacts:
     """Facts of one rank about its loader; -1 for what is not known.
 
-    seed: of the data order.  samples: in the dataset.  batches: of the user's loader.
-    share, shares: its data are dealt to ranks already, and are this share of so many; 0 and 0 where they are not.
-    rows, order: digests of the rows that the dataset takes, and of the indices of an epoch; see `shares`. Of a stream,
-    `rows` is that of what it holds.
-    asks: 1 for a stream that asks for the number of ranks.
+    Args:
+        seed: Of the data order.
+        samples: In the dataset.
+        batches: Of the user's loader.
+        share, shares: Its data are dealt to ranks already, and are this share of so many; 0 and 0 where they are not.
+        rows, order: Digests of the rows that the dataset takes, and of the indices of an epoch; see `shares`. Of a
+            stream, `rows` is that of what it holds.
+        asks: 1 for a stream that asks for the number of ranks.
     """
 
     seed: int
@@ -148,7 +162,7 @@ class LoaderFacts:
         """Return the facts of every rank. Collective; with one more exchange where they differ in rows or order.
 
         Raises:
-            ValueError: they differ, and are no shares either.
+            ValueError: They differ, and are no shares either.
         """
         mine = cls.of(loader)
         held = held_by(loader.dataset) if isinstance(loader.dataset, IterableDataset) and not mine.shares else {}
@@ -232,10 +246,14 @@ def prepare_loader(
 ) -> PreparedLoader:
     """Return the loader as this rank of `world` sees it.
 
-    facts: of every rank, in their order.  device: of the rank, from which its process group can send.
-    moves: batches go to that device.  slice_function: how rank 0 cuts the batches it sends, if it does.
+    Args:
+        facts: Of every rank, in their order.
+        device: Of the rank, from which its process group can send.
+        moves: Batches go to that device.
+        slice_function: How rank 0 cuts the batches it sends, if it does.
+
     Raises:
-        ValueError: an empty dataset, ranks with different datasets, or a batch size that cannot be split.
+        ValueError: An empty dataset, ranks with different datasets, or a batch size that cannot be split.
     """
     choice = LoaderChoice(loader, world, configuration, facts)
     source = choice.source(device, slice_function, keeps_on_host=not moves)
@@ -291,7 +309,7 @@ class LoaderChoice:
         """True if every rank has its share of the data already.
 
         Raises:
-            ValueError: they are shares of another number of ranks.
+            ValueError: They are shares of another number of ranks.
         """
         shares, ranks = [fact.shares for fact in self.facts], self.world.world_size
         if ranks == 1 or not any(shares):
@@ -402,13 +420,18 @@ class LoaderChoice:
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """Return `dataloader` without the first `num_batches` of every iteration; its length shrinks by as many.
+    """Return a loader without the first batches of every iteration; its length is shorter by as many.
 
-    For a prepared loader they are this rank's batches, in the same order as without, and its epochs are counted in the
-    original. Datasets with indices do not read what is left out; streams do.
+    Of a prepared loader, this rank's batches are left out; the order is that of the whole loader, which also counts the
+    epochs. Datasets with indices do not read what is left out; streams do.
 
-    >>> [batch.tolist() for batch in skip_first_batches(DataLoader(range(6), 2), 2)]
-    [[4, 5]]
+    Args:
+        dataloader: A loader, prepared or not.
+        num_batches: The number of batches to leave out.
+
+    Example:
+        >>> [batch.tolist() for batch in skip_first_batches(DataLoader(range(6), 2), 2)]
+        [[4, 5]]
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader.without_first(num_batches)
@@ -472,23 +495,25 @@ def _iterates_itself(loader: DataLoader[Any]) -> bool:
 
 @dataclass
 class DataLoaderConfiguration:
-    """Rules by which loaders that an Accelerator prepares are dealt to the ranks.
+    """Rules by which the loaders that an Accelerator prepares are dealt to the ranks.
 
-    split_batches: a loader's batch is that of all ranks together and is cut into equal parts; otherwise each rank
-        takes whole batches of it. It must divide by the number of ranks.
-    dispatch_batches: rank 0 alone reads and sends the others their batches; every batch is then a collective. None:
-        True for an `IterableDataset`, whose ranks need not read the same stream, and False for others.
-    even_batches: fill the last round up with the epoch's first samples, so that all ranks see equally many batches.
-        Otherwise the last ranks may get fewer, or none.
-    use_seedable_sampler: the order of epoch e is that of ``torch.randperm`` after ``manual_seed(seed + e)``, in one
-        process too: Accelerate's numbers. Otherwise one process has plain PyTorch's order, and several ranks an order
-        that follows from (seed, e).
-    data_seed: that seed; None: the seed of rank 0's generator when the loader was prepared.
-    non_blocking: accepted. Here copies to CUDA never wait for the host; they overlap if the loader pins memory.
-    use_stateful_dataloader: accepted. Here every prepared loader has `state_dict`; torchdata is not needed.
+    Args:
+        split_batches: A batch of a loader is for all ranks together and is cut into equal parts; its size must divide
+            by the number of ranks. Otherwise each rank takes whole batches.
+        dispatch_batches: Rank 0 alone reads, and sends the others their batches; every batch is then a collective. None
+            is True for an `IterableDataset`, whose ranks need not read the same stream, and False for others.
+        even_batches: Fill the last round up with the first samples of the epoch, so that all ranks get equally many
+            batches. Otherwise the last ranks may get fewer, or none.
+        use_seedable_sampler: The order of epoch e is that of ``torch.randperm`` after ``manual_seed(seed + e)``, also
+            in one process: the same order as Accelerate's. Otherwise one process has plain PyTorch's order, and several
+            ranks have an order that follows from (seed, e).
+        data_seed: The seed of this order; None is the seed of rank 0's generator when the loader was prepared.
+        non_blocking: Accepted. Copies to CUDA never wait for the host; they overlap if the loader pins memory.
+        use_stateful_dataloader: Accepted. Every prepared loader has `state_dict`; torchdata is not needed.
 
-    >>> DataLoaderConfiguration(split_batches=True).even_batches
-    True
+    Example:
+        >>> DataLoaderConfiguration(split_batches=True).even_batches
+        True
     """
 
     split_batches: bool = False
@@ -505,8 +530,12 @@ class DataLoaderConfiguration:
     ) -> DataLoaderConfiguration:
         """Return `configuration`, or one made of the two choices that an Accelerator also takes by themselves.
 
+        Args:
+            configuration: What the program gave, or None.
+            split_batches, even_batches: The choices beside it.
+
         Raises:
-            ValueError: both were given.
+            ValueError: The program gave both.
         """
         if configuration is None:
             return cls(split_batches=split_batches, even_batches=even_batches)

@@ -52,8 +52,9 @@ class Shard(Iterable[Any]):
       - otherwise the ranks get what is left, the last ones nothing.
     Batches without a known size are repeated whole where the round is filled.
 
-    skip: how many of the batches (not of this rank's alone) the next iteration leaves out.
-    tell_first: called with the first round of an iteration before it is dealt; None: nobody wants to know.
+    Attributes:
+        skip: How many of the batches (not of this rank's alone) the next iteration leaves out.
+        tell_first: Called with the first round of an iteration before it is dealt; None: nobody wants to know.
     """
 
     def __init__(
@@ -89,11 +90,22 @@ class Shard(Iterable[Any]):
         return self.lengths(self.skip)[self.rank]
 
     def lengths(self, skip: int = 0) -> list[int]:
-        """Return how many batches each rank gets without the first `skip`; TypeError if the batches have no length."""
+        """Return the number of batches that each rank gets.
+
+        Args:
+            skip: The number of batches that are left out before.
+
+        Raises:
+            TypeError: The batches have no length.
+        """
         return self.lengths_of(len(self.batches) - skip)  # type: ignore[arg-type]
 
     def lengths_of(self, batches: int) -> list[int]:
-        """Return how many of `batches` batches each rank gets."""
+        """Return the number of batches that each rank gets.
+
+        Args:
+            batches: The number of batches that are dealt.
+        """
         rounds, extra = divmod(max(0, batches), self.stride)
         if self.split:
             return [rounds - (rounds > 0 and self._is_left_out(rank)) for rank in range(self.world_size)]
@@ -112,7 +124,7 @@ class Shard(Iterable[Any]):
                     yield batch
 
     def deal(self) -> Iterator[tuple[Any, bool]]:
-        """Yield this rank's batches, and whether each is its last one."""
+        """Yield this rank's batches, each with a bool that says whether it is the last one."""
         if self.even or self.drop_last:
             return ((self.part(*round_, self.rank), round_[2]) for round_ in self.rounds())
         return look_ahead(self)  # a rank that gets nothing in the last round must know in the one before
@@ -120,7 +132,7 @@ class Shard(Iterable[Any]):
     def rounds(self) -> Iterator[tuple[list[Any], list[Any], bool]]:
         """Yield for each round its batches, the batches that complete it, and whether it is the last one.
 
-        A round is one batch for every rank. The last one may lack some.
+        A round is one batch for every rank. The last one may have fewer.
         """
         self.remainder = -1
         batches = self._begin()
@@ -143,7 +155,14 @@ class Shard(Iterable[Any]):
             yield members, first, following is None
 
     def part(self, members: list[Any], first: list[Any], is_last: bool, rank: int) -> Any:
-        """Return the share of `rank` of a round; NOTHING where it gets none."""
+        """Return the share of one rank of a round; NOTHING where it gets none.
+
+        Args:
+            members: The batches of the round.
+            first: The batches that complete it.
+            is_last: Whether it is the last round.
+            rank: The rank.
+        """
         if is_last and not self._is_complete(members):
             return self._last_parts(members, first)[rank]
         return self._piece(members[0], rank) if self.split else self._whole(members[rank])
@@ -254,6 +273,11 @@ class BatchShard(Shard, Sampler[Any]):
         )
 
     def set_epoch(self, epoch: int) -> None:
+        """Pass the number of the next epoch on to the batches that are dealt, if they take one.
+
+        Args:
+            epoch: The number of the epoch, 0-based.
+        """
         if hasattr(self.batches, "set_epoch"):
             self.batches.set_epoch(epoch)
 
@@ -273,7 +297,8 @@ class StreamShard(Shard):
 
     The first round stays in memory while the stream is read, for filling up the last one.
 
-    states: of the dataset, noted after each round.
+    Args:
+        states: Of the dataset, noted after each round.
     """
 
     def __init__(
@@ -338,7 +363,7 @@ class StreamShard(Shard):
         For batches that do not fit together, as those which are each padded to their longest text (accelerate#3614).
 
         Raises:
-            CannotSplit: it is not known what of the last batch belongs to which sample.
+            CannotSplit: It is not known what of the last batch belongs to which sample.
         """
         last, length = as_counted(members[-1], self.batch_size), self.batch_size
         if last is None or length is None or any(self._size(batch) != length for batch in members[:-1]):
@@ -422,7 +447,7 @@ def refuse_uneven(lengths: list[int]) -> None:
     the most batches would wait for the others for ever, so the first backward is refused.
 
     Raises:
-        ValueError: always.
+        ValueError: Always.
     """
     raise ValueError(
         f"the ranks would see different numbers of batches ({counted(lengths)}), and rank "

@@ -30,18 +30,20 @@ __all__ = [
 
 
 class PartialState(ProcessControl):
-    """The place of this process in a run.
+    """The position of this process in a run, and its process group.
 
-    cpu: stay on the CPU although there are devices; by default as the process group, or as the launcher was told.
-    backend, timeout, init_method: of the process group, if it is formed here, as ``init_process_group`` takes them;
-    by default the backend that fits the device, torch's timeout, and the rendezvous of the launcher.
+    In a rank the process group is formed here, by all ranks together. If the ranks are independent (``--independent``)
+    it is formed at the first collective. A group that the program made itself is used, and left alone at the end.
 
-    In a rank the process group is formed here, by all ranks together, or at the first collective where the ranks are
-    independent (``--independent``); a group that the program made itself is used, and left alone at the end.
+    Args:
+        cpu: Stay on the CPU although there are devices; by default as the process group, or as the launcher was told.
+        backend, timeout, init_method: Of the process group, if it is formed here, as ``init_process_group`` takes them.
+            By default the backend that fits the device, torch's timeout, and the rendezvous of the launcher.
 
-    >>> state = PartialState()
-    >>> state.num_processes, state.is_main_process
-    (1, True)
+    Example:
+        >>> state = PartialState()
+        >>> state.num_processes, state.is_main_process
+        (1, True)
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class PartialState(ProcessControl):
         return _choose_device(self.world)
 
     def set_device(self) -> None:
-        """Make `device` torch's current one; for programs that call it, since ours is chosen at first use."""
+        """Make `device` torch's current device, for programs that call this; ours is chosen at first use."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -119,7 +121,7 @@ class PartialState(ProcessControl):
         self.collectives.debug = debug
 
     def look_again(self) -> None:
-        """Find out again who this process is, since the program may have made a process group in the meantime."""
+        """Read the position of this process again, since the program may have made a process group in the meantime."""
         if self._world != current_world():
             self._pid = 0
 
@@ -130,7 +132,8 @@ class PartialState(ProcessControl):
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave the process group that we made; a later collective forms a new one. Every rank should call it.
 
-        group: another group of torch's, which is destroyed instead.
+        Args:
+            group: Another group of torch's, which is destroyed instead.
         """
         if group is None:
             process_group.leave()
@@ -152,11 +155,13 @@ class PartialState(ProcessControl):
 class AcceleratorState(PartialState):
     """A `PartialState` that also knows the precision; available as ``accelerator.state``.
 
-    mixed_precision: "no", "fp16" or "bf16"; by default the launch's choice, else "no".
-    The other arguments are `PartialState`'s.
+    Args:
+        mixed_precision: "no", "fp16" or "bf16"; by default the launch's choice, else "no".
+        cpu, **options: As for `PartialState`.
 
-    >>> AcceleratorState(mixed_precision="bf16").mixed_precision
-    'bf16'
+    Example:
+        >>> AcceleratorState(mixed_precision="bf16").mixed_precision
+        'bf16'
     """
 
     _was_made: ClassVar[bool] = False  # of a kernel, too, whose ranks inherit or unpickle its states
@@ -193,7 +198,7 @@ class AcceleratorState(PartialState):
 
 
 def is_initialized() -> bool:
-    """Return whether this process has made an Accelerator, or an `AcceleratorState`, which needs none before it."""
+    """Return whether this process has made an Accelerator or an `AcceleratorState`."""
     return AcceleratorState._was_made
 
 

@@ -96,29 +96,45 @@ class ProcessControl(ABC):
     # -- only some processes
 
     def on_main_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
-        """Decorate a function to run on rank 0 and return None elsewhere.
+        """Return `function` as one that runs on rank 0 and returns None elsewhere; a decorator.
 
-        >>> from nbaccel import PartialState
-        >>> @PartialState().on_main_process
-        ... def report() -> str:
-        ...     return "done"
-        >>> report()
-        'done'
+        Args:
+            function: Any function.
+
+        Example:
+            >>> from nbaccel import PartialState
+            >>> @PartialState().on_main_process
+            ... def report() -> str:
+            ...     return "done"
+            >>> report()
+            'done'
         """
         return _only_where(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
-        """Decorate a function to run on the first process of each node and return None elsewhere."""
+        """Return `function` as one that runs on the first process of each node and returns None elsewhere; a decorator.
+
+        Args:
+            function: Any function.
+        """
         return _only_where(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
-        """Decorate a function to run on the last rank and return None elsewhere."""
+        """Return `function` as one that runs on the last rank and returns None elsewhere; a decorator.
+
+        Args:
+            function: Any function.
+        """
         return _only_where(lambda: self.is_last_process, function)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Decorate, with an argument, ``@state.on_process(process_index=1)``, a function to run on that rank.
+        """Return a decorator for a function that runs on one rank and returns None elsewhere.
 
         A single process runs it whatever the number, as in Accelerate.
+
+        Args:
+            function: Left out where it is used as a decorator: ``@state.on_process(process_index=1)``.
+            process_index: The rank.
         """
         index = _required("process_index", process_index)
         return _decorator(lambda: not self.use_distributed or self.process_index == index, function)
@@ -126,37 +142,46 @@ class ProcessControl(ABC):
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Decorate, with an argument, a function to run on the process of that local number, on each node.
+        """Return a decorator for a function that runs on one process of each node and returns None elsewhere.
 
         A single process runs it whatever the number, as in Accelerate.
+
+        Args:
+            function: Left out where it is used as a decorator.
+            local_process_index: The local number of that process.
         """
         index = _required("local_process_index", local_process_index)
         return _decorator(lambda: not self.use_distributed or self.local_process_index == index, function)
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print on the main process of each node."""
+        """Print on the main process of each node.
+
+        Args:
+            *values, **options: Arguments of Python's `print`.
+        """
         if self.is_local_main_process:
             print(*values, **options)
 
     # -- one after the other, or all at once
 
     def wait_for_everyone(self) -> None:
-        """Wait until every rank is here. Collective.
+        """Wait until every rank has called this. Collective.
 
-        Ranks with GPUs in one machine meet on the host, and do not wait for the pending work of their devices;
-        for measuring time call `torch.cuda.synchronize()`, which does.
+        Ranks with GPUs in one machine meet on the host and do not wait for pending work of their devices. To measure
+        time, call `torch.cuda.synchronize()` as well.
         """
         self.collectives.barrier()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a block that rank 0 runs first, and the others afterwards; for caches and downloads. Collective.
+        """Return a block that rank 0 runs first and the other ranks afterwards, for caches and downloads. Collective.
 
         Raises:
-            PeerFailed: on the other ranks, which do not enter the block, if it failed on rank 0.
+            PeerFailed: The block failed on rank 0. The other ranks raise it and do not enter the block.
 
-        >>> from nbaccel import PartialState
-        >>> with PartialState().main_process_first():
-        ...     data = list(range(3))  # a download; the other ranks find it in the cache
+        Example:
+            >>> from nbaccel import PartialState
+            >>> with PartialState().main_process_first():
+            ...     data = list(range(3))  # a download; the other ranks find it in the cache
         """
         return self._first("main_process_first", self.is_main_process)
 
@@ -186,13 +211,15 @@ class ProcessControl(ABC):
         self._is_triggered = True
 
     def check_trigger(self) -> bool:
-        """Return whether any rank has set its flag since the last check; clear it. Collective, in every step or none.
+        """Return whether any rank has set its flag since the last check, and clear it. Collective, in every step or
+        none.
 
-        >>> from nbaccel import Accelerator
-        >>> accelerator = Accelerator()
-        >>> accelerator.set_trigger()
-        >>> accelerator.check_trigger(), accelerator.check_trigger()
-        (True, False)
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> accelerator.set_trigger()
+            >>> accelerator.check_trigger(), accelerator.check_trigger()
+            (True, False)
         """
         mine, self._is_triggered = self._is_triggered, False
         return self.collectives.any(mine, "check_trigger")
@@ -201,19 +228,24 @@ class ProcessControl(ABC):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this rank's share of `inputs`; the first ranks get one more when they do not divide evenly.
+        """Yield this rank's share of `inputs`.
 
-        inputs: a list, tuple, range, tensor, array, data frame, dataset, or a mapping of those with equal lengths
-        (each rank gets a new mapping); other iterables are read into a list, the same one on every rank.
-        apply_padding: repeat the last element so that every rank has equally many.
+        Where they do not divide evenly, the first ranks get one more.
+
+        Args:
+            inputs: A list, tuple, range, tensor, array, data frame or dataset, the same on every rank; or a mapping of
+                those with equal lengths, of which each rank gets a new mapping. Other iterables are read into a list.
+            apply_padding: Repeat the last element so that every rank has equally many.
+
         Raises:
-            TypeError: a string, a set, or something else that cannot be cut into parts.
-            ValueError: values of a mapping with different lengths.
+            TypeError: `inputs` cannot be cut into parts: a string or a set, for example.
+            ValueError: The values of a mapping have different lengths.
 
-        >>> from nbaccel import PartialState
-        >>> with PartialState().split_between_processes(["a", "b"]) as mine:
-        ...     mine
-        ['a', 'b']
+        Example:
+            >>> from nbaccel import PartialState
+            >>> with PartialState().split_between_processes(["a", "b"]) as mine:
+            ...     mine
+            ['a', 'b']
         """
         world = self.world
         yield share(inputs, world.rank, world.world_size, apply_padding) if world.is_distributed else inputs
@@ -221,32 +253,46 @@ class ProcessControl(ABC):
     # -- values of all ranks
 
     def gather(self, tensor: Any) -> Any:
-        """Gather every tensor in `tensor` on every rank: all ranks' joined along the first dimension. Collective.
+        """Gather every tensor in `tensor` from all ranks. Collective.
 
-        tensor: tensors in any nesting, of equal shapes on all ranks; scalars give one entry per rank, None stays
-        None. A value without any tensor, such as a list of generated texts, is gathered by pickle: lists joined,
-        mappings joined by key, other values listed by rank.
+        Args:
+            tensor: Tensors of equal shapes on all ranks, in any nesting; None stays None. A value without any tensor,
+                such as a list of generated texts, is gathered by pickle.
+
+        Returns:
+            The same structure on every rank, with the tensors of all ranks joined along the first dimension; 0-d
+            tensors become one entry per rank. Without tensors: lists joined, mappings joined by key, other values as a
+            list by rank.
+
         Raises:
-            CollectiveMismatch: the ranks called it with different structures, dtypes or shapes.
-            TypeError: tensors mixed with something else, or an object that cannot be pickled on some rank.
+            CollectiveMismatch: The ranks called it with different structures, dtypes or shapes.
+            TypeError: Tensors are mixed with something else, or an object cannot be pickled on some rank.
 
-        >>> from nbaccel import Accelerator
-        >>> Accelerator().gather({"loss": torch.ones(2)})
-        {'loss': tensor([1., 1.])}
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> Accelerator().gather({"loss": torch.ones(2)})
+            {'loss': tensor([1., 1.])}
         """
         return self.collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather without the samples that only fill up the loader's last round: each sample once. Collective.
+        """Gather values from all ranks, each sample once: without those that fill up the last round of a loader.
+        Collective.
 
-        What holds one row, or one list entry, for each sample of this rank's batch is returned without repetitions.
-        One number per rank, such as a mean loss, comes from every rank. Objects other than tensors are gathered by
-        pickle.
-        use_gather_object: use pickle for tensors too, whose shapes may then differ between samples.
+        Objects other than tensors are gathered by pickle.
 
-        >>> from nbaccel import Accelerator
-        >>> Accelerator().gather_for_metrics(["cat", "dog"])
-        ['cat', 'dog']
+        Args:
+            input_data: Tensors with one row, or lists with one entry, for each sample of this rank's batch, in any
+                nesting. One number per rank, such as a mean loss, is gathered from every rank.
+            use_gather_object: Use pickle for tensors too; their shapes may then differ between samples.
+
+        Returns:
+            The same structure on every rank, with the rows of all ranks joined along the first dimension.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> Accelerator().gather_for_metrics(["cat", "dog"])
+            ['cat', 'dog']
         """
         last = self._last_round()
         if self._counts_nothing():
@@ -257,27 +303,42 @@ class ProcessControl(ABC):
         return last.of_tensors(gather(input_data), input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce every tensor in `tensor` over the ranks by "sum", "mean", "max" or "min". Collective.
+        """Reduce every tensor in `tensor` over the ranks; `tensor` itself is not changed. Collective.
 
-        scale: factor of the result.  `tensor` is not changed; booleans are counted.
+        Args:
+            tensor: Tensors of equal shapes on all ranks, in any nesting. Booleans are counted.
+            reduction: "sum", "mean", "max" or "min".
+            scale: A factor of the result.
+
+        Returns:
+            The same structure on every rank, with the reduced tensors.
+
         Raises:
-            CollectiveMismatch: the ranks called it with different structures, dtypes or shapes.
+            CollectiveMismatch: The ranks called it with different structures, dtypes or shapes.
 
-        >>> from nbaccel import Accelerator
-        >>> Accelerator().reduce(torch.tensor([2.0, 4.0]), "mean", scale=0.5)
-        tensor([1., 2.])
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> Accelerator().reduce(torch.tensor([2.0, 4.0]), "mean", scale=0.5)
+            tensor([1., 2.])
         """
         return self.collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Pad every tensor in `tensor` along `dim` to the longest of all ranks. Collective.
+        """Pad every tensor in `tensor` along a dimension to the longest of all ranks. Collective.
 
-        pad_index: the value of the padding.  pad_first: at the front instead of the end.
-        A tensor without that dimension is not changed.
+        Args:
+            tensor: Tensors in any nesting. One without the dimension `dim` is not changed.
+            dim: The dimension.
+            pad_index: The value of the padding.
+            pad_first: Put the padding at the front instead of the end.
 
-        >>> from nbaccel import Accelerator
-        >>> Accelerator().pad_across_processes(torch.ones(2)).shape
-        torch.Size([2])
+        Returns:
+            The same structure, with the padded tensors.
+
+        Example:
+            >>> from nbaccel import Accelerator
+            >>> Accelerator().pad_across_processes(torch.ones(2)).shape
+            torch.Size([2])
         """
         return self.collectives.pad(tensor, dim, pad_index, pad_first)
 
@@ -314,10 +375,11 @@ def _required(name: str, value: int | None) -> int:
 class LastRound:
     """Samples that the ranks hold in the round that they are in.
 
-    may_be_uneven: they may hold different numbers of them.
-    held, real: of all ranks together, where the round was filled up: `held` of which the first `real` are no
-    repetition. None where that does not matter, or is not known.
-    ranks: how many there are.
+    Args:
+        may_be_uneven: They may hold different numbers of them.
+        held, real: Of all ranks together, where the round was filled up: `held` of which the first `real` are no
+            repetition. None where that does not matter, or is not known.
+        ranks: How many there are.
     """
 
     may_be_uneven: bool = False
@@ -328,7 +390,8 @@ class LastRound:
     def of_tensors(self, joined: Any, own: Any) -> Any:
         """Return the tensors of all ranks without repeated samples.
 
-        own: what this rank gave for them. A tensor without dimensions stands for the rank, not for a sample.
+        Args:
+            own: What this rank gave for them. A tensor without dimensions stands for the rank, not for a sample.
         """
         if self.real is None or own is None:
             return joined
@@ -340,7 +403,8 @@ class LastRound:
     def of_objects(self, joined: Any, own: Any) -> Any:
         """Return the objects of all ranks without repeated samples; a list of a rank has an entry for each of its own.
 
-        own: what this rank gave for them.
+        Args:
+            own: What this rank gave for them.
         """
         if self.real is None:
             return joined
@@ -379,8 +443,9 @@ class DistributedType(StrEnum):
     nbaccel uses NO (one process), MULTI_CPU, MULTI_GPU, MULTI_XPU (replicas on devices of that kind), FSDP, DEEPSPEED
     and XLA. The other names exist because programs compare with them; no run has them.
 
-    >>> DistributedType.NO == "NO"
-    True
+    Example:
+        >>> DistributedType.NO == "NO"
+        True
     """
 
     NO = "NO"
@@ -400,7 +465,12 @@ class DistributedType(StrEnum):
 
     @classmethod
     def of(cls, world: World, device: torch.device) -> DistributedType:
-        """Return the type of replicas, which holds for a run whose strategy defines no other."""
+        """Return the type of a run with replicas on devices of one kind, unless its strategy has its own type.
+
+        Args:
+            world: The position of this process.
+            device: Its device.
+        """
         if device.type == "xla":
             return cls.XLA
         if not world.is_distributed:

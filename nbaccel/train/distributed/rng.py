@@ -37,17 +37,20 @@ class RNGType(StrEnum):
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python's, NumPy's and torch's generators. Every rank calls it; no rank waits.
 
-    device_specific: add this process's rank, so that ranks draw different numbers (dropout, augmentation).
-    deterministic: also refuse operations whose result depends on their timing. They raise in torch, and some are
-        slower; https://pytorch.org/docs/stable/notes/randomness.html names them.
-
     Without `device_specific` all ranks draw the same numbers: models that they build are equal, and so is noise.
 
-    >>> set_seed(7)
-    >>> first = torch.rand(3)
-    >>> set_seed(7)
-    >>> torch.equal(first, torch.rand(3))
-    True
+    Args:
+        seed: The seed.
+        device_specific: Add the rank of this process, so that ranks draw different numbers (dropout, augmentation).
+        deterministic: Refuse operations whose result depends on their timing. They raise in torch, and some are slower;
+            https://pytorch.org/docs/stable/notes/randomness.html names them.
+
+    Example:
+        >>> set_seed(7)
+        >>> first = torch.rand(3)
+        >>> set_seed(7)
+        >>> torch.equal(first, torch.rand(3))
+        True
     """
     if device_specific:
         seed += current_world().rank
@@ -67,17 +70,24 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
     """Set each of these generators to the state of rank 0's generator. Collective.
 
-    rng_types: "torch" (the CPU's), "cuda" (this rank's device's), "generator" (the one that is given).
+    Args:
+        rng_types: "torch" (the CPU's), "cuda" (that of this rank's device), "generator" (the one that is given).
+        generator: The generator for "generator".
 
     Raises:
-        ValueError: an unknown name, or "generator" without a generator.
+        ValueError: A name is unknown, or "generator" comes without a generator.
     """
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)
 
 
 def synchronize_rng_state(rng_type: str | RNGType, generator: torch.Generator | None = None) -> None:
-    """Set one of the generators of `synchronize_rng_states` to rank 0's state. Collective."""
+    """Set one of the generators of `synchronize_rng_states` to the state of rank 0's generator. Collective.
+
+    Args:
+        rng_type: "torch", "cuda" or "generator".
+        generator: The generator for "generator".
+    """
     kinds = [kind.value for kind in RNGType]
     if rng_type not in kinds:
         raise ValueError(f"rng_types must be of {', '.join(map(repr, kinds))}, got {rng_type!r}")

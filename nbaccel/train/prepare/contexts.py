@@ -88,8 +88,9 @@ class Accumulating:
     A block decides when it is entered, by the current batch. If a batch is handed out inside of the block, before its
     first backward, the block trains on that batch, and decides again.
 
-    models: those of the block about to be entered. They are dropped when it is left.
-    is_settled: the first backward of the block needs nothing more.
+    Attributes:
+        models: Those of the block about to be entered. They are dropped when it is left.
+        is_settled: The first backward of the block needs nothing more.
     """
 
     __slots__ = (
@@ -220,16 +221,20 @@ def _gradients(models: Iterable[Module]) -> Iterator[Tensor | None]:
 class GradientState:
     """Read-only view of an accumulation, as ``accelerator.gradient_state``. Reading it changes nothing.
 
-    >>> from nbaccel import Accelerator
-    >>> Accelerator(gradient_accumulation_steps=4).gradient_state.num_steps
-    4
+    Args:
+        accumulation: The accumulation of an Accelerator; None is that of the Accelerator that was made last.
+
+    Example:
+        >>> from nbaccel import Accelerator
+        >>> Accelerator(gradient_accumulation_steps=4).gradient_state.num_steps
+        4
     """
 
     def __init__(self, accumulation: Accumulation | None = None) -> None:
         """Show `accumulation`, an accelerator's; None is that of the accelerator that was made last.
 
         Raises:
-            RuntimeError: there is no accelerator yet.
+            RuntimeError: There is no accelerator yet.
         """
         if accumulation is None:
             newest = next(reversed(list(process_group.users)), None)
@@ -293,7 +298,8 @@ class GradientState:
 def profiling(options: ProfileKwargs, process_index: int, wait: Callable[[], None]) -> Iterator[profile]:
     """Profile a block, and write its trace where `options` name a folder.
 
-    wait: waits for all ranks; called after the trace was written.
+    Args:
+        wait: Waits for all ranks; called after the trace was written.
     """
     with _make(options) as profiler:
         yield profiler

@@ -41,11 +41,12 @@ _NOWHERE = frozenset({"meta", "disk"})
 def admit(model: Module, world: World, device: torch.device, trains: bool = True, shards: bool = False) -> Module:
     """Return `model` as it can be prepared in this rank: without ``nn.DataParallel``.
 
-    trains: its gradients will be synchronised. Then parts that wait on the host or on the disk have to be frozen.
-    shards: the strategy cuts it into rows, for which all of it has to be present.
+    Args:
+        trains: Its gradients will be synchronised. Then parts that wait on the host or on the disk have to be frozen.
+        shards: The strategy cuts it into rows, for which all of it has to be present.
 
     Raises:
-        ValueError: the model is spread over several devices, and there are several ranks.
+        ValueError: The model is spread over several devices, and there are several ranks.
     """
     if isinstance(model, DataParallel):
         if world.is_main_process:
@@ -86,11 +87,15 @@ def keep_compiled(model: Module, inner: Module) -> Module:
 
 
 def is_compiled_module(module: Module) -> bool:
-    """Return whether ``module`` is what ``torch.compile`` returned.
+    """Return whether a module is what ``torch.compile`` returned.
 
-    >>> layer = torch.nn.Linear(1, 1)
-    >>> is_compiled_module(layer), is_compiled_module(torch.compile(layer, backend="eager"))
-    (False, True)
+    Args:
+        module: Any module.
+
+    Example:
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> is_compiled_module(layer), is_compiled_module(torch.compile(layer, backend="eager"))
+        (False, True)
     """
     return "_orig_mod" in module._modules
 
@@ -167,14 +172,18 @@ _DEFAULT_MODE = "default"
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Arguments of ``torch.compile``, for ``Accelerator(dynamo_plugin=…)``. None: the launch's choice.
+    """Arguments of ``torch.compile``, for ``Accelerator(dynamo_plugin=…)``. None is the launch's choice.
 
-    backend: a backend's name, such as "inductor"; None or "no" compiles nothing.
-    mode, fullgraph, dynamic, options, disable: as ``torch.compile`` takes them.
-    use_regional_compilation: compile blocks that a model repeats (a ``ModuleList`` of one class) instead of the whole.
+    Args:
+        backend: The name of a backend, such as "inductor". "no" compiles nothing, and so does None without a launch's
+            choice.
+        mode, fullgraph, dynamic, options, disable: As ``torch.compile`` takes them.
+        use_regional_compilation: Compile the blocks that a model repeats (a ``ModuleList`` of one class) instead of the
+            whole.
 
-    >>> TorchDynamoPlugin(backend="eager", dynamic=True).to_kwargs()
-    {'backend': 'eager', 'dynamic': True}
+    Example:
+        >>> TorchDynamoPlugin(backend="eager", dynamic=True).to_kwargs()
+        {'backend': 'eager', 'dynamic': True}
     """
 
     backend: str | None = None
@@ -186,7 +195,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def settings(self) -> RunSettings:
-        """Return the choices that a launch can make too."""
+        """Return those of these choices that a launch can make too."""
         return RunSettings(
             dynamo_backend=None if self.backend is None else _backend_name(self.backend),
             dynamo_mode=self.mode,
@@ -272,17 +281,20 @@ def _repeated(model: Module) -> Iterator[Module]:
 def extract_model_from_parallel(
     model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Module:
-    """Return the user's own module, out of DDP, ``nn.DataParallel`` and ``torch.compile``.
+    """Return the program's own module, out of DDP, ``nn.DataParallel`` and ``torch.compile``.
 
-    keep_fp32_wrapper: False also removes autocast from the module's forward, and restores the forward that the program
-        (or Accelerate) has kept as ``_original_forward``.
-    keep_torch_compile: a compiled model stays compiled; False returns the module below.
-    recursive: accepted; every layer is removed in any case.
+    Args:
+        model: The model.
+        keep_fp32_wrapper: False also removes autocast from the module's forward, and restores the forward that the
+            program (or Accelerate) has kept as ``_original_forward``.
+        keep_torch_compile: A compiled model stays compiled. False returns the module that was compiled.
+        recursive: Accepted as by Accelerate; every layer is removed in any case.
 
-    >>> import torch
-    >>> layer = torch.nn.Linear(1, 1)
-    >>> extract_model_from_parallel(torch.nn.DataParallel(layer)) is layer
-    True
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> extract_model_from_parallel(torch.nn.DataParallel(layer)) is layer
+        True
     """
     inner = without_compile(model)
     while isinstance(inner, DistributedDataParallel | DataParallel):

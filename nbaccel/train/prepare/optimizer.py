@@ -56,7 +56,13 @@ Guard = Callable[[Optimizer, Callable[[], tuple[Any, Taken]], str, int], tuple[A
 class PreparedOptimizer(Optimizer):
     """An optimizer whose `step` and `zero_grad` do nothing inside an accumulation window.
 
-    optimizer: the user's own.  guard: takes its steps where a lack of memory is survived.
+    Args:
+        optimizer: The program's own optimizer.
+        accumulation: Says whether the current batch ends a step.
+        precision, strategy: Take the step.
+        watch: Reports losses that are not finite.
+        raw_steps: Counts steps whose gradients come from the program's own ``loss.backward()``.
+        guard: Takes the steps where a lack of memory is survived.
     """
 
     def __init__(
@@ -107,6 +113,14 @@ class PreparedOptimizer(Optimizer):
         return getattr(self._precision, "scaler", None)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step, if the current batch ends its accumulation window; otherwise do nothing.
+
+        Args:
+            closure: Computes the loss again, as torch's optimizers take it.
+
+        Returns:
+            What the program's optimizer returned; None without a step.
+        """
         window = self.accumulation.window
         if not window.sync:
             if window.comes_in_parts:
@@ -276,15 +290,23 @@ def _brought(device: torch.device, value: Any) -> Any:
 class PreparedScheduler:
     """A learning-rate scheduler that moves only when its optimizer really stepped.
 
-    One optimizer step on n ranks consumes n batches, so a schedule that was counted in batches of one process
-    is moved n times per step, unless the loader split its batches among the ranks (Accelerate's rule). One that watches
+    One optimizer step on n ranks consumes n batches. So a schedule that was counted in batches of one process is moved
+    n times per step, unless the loader split its batches among the ranks (Accelerate's rule). A scheduler that watches
     a metric moves once: the second time it would take the same number for a step without an improvement.
+
+    Args:
+        scheduler: The program's own scheduler.
+        optimizers: The prepared optimizers.
+        accumulation: Says whether the current batch ends a step.
+        moves_per_step: The number of ranks, or 1 with split batches. 0 follows every call of the program.
     """
 
     def __init__(
         self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], accumulation: Accumulation, moves_per_step: int
     ) -> None:
-        """moves_per_step: ranks, or 1 with split batches; 0 to follow the user's calls in any case."""
+        """Args:
+        moves_per_step: Ranks, or 1 with split batches; 0 to follow the user's calls in any case.
+        """
         own = [prepared for prepared in optimizers if prepared.optimizer is getattr(scheduler, "optimizer", None)]
         self.scheduler = scheduler
         self.optimizers = own or list(optimizers)
@@ -295,6 +317,11 @@ class PreparedScheduler:
         self._left_out = 0  # moves beyond the end of a OneCycleLR
 
     def step(self, *args: Any, **kwargs: Any) -> None:
+        """Move the scheduler, if its optimizer has stepped.
+
+        Args:
+            *args, **kwargs: Arguments of the program's scheduler, such as a metric.
+        """
         if self.accumulation.window.has_more:
             return
         if self._moves_per_step == 0:
@@ -326,10 +353,16 @@ class PreparedScheduler:
                 warn_user(schedule_length.warning(type(self.scheduler).__name__, moves, per_step))
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the program's scheduler."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that `state_dict` returned.
+
+        Args:
+            state_dict: The state.
+        """
         self.scheduler.load_state_dict(state_dict)
         # The loaded state has the schedule's length, too.
         self._schedule_length = schedule_length_of(self.scheduler) if self._moves_per_step > 1 else None
@@ -371,10 +404,10 @@ class RawSteps:
         """Prepare a raw step that `optimizer` is about to take.
 
         Raises:
-            CannotCut: batches come in parts, and each part would weigh like a whole batch.
-            RuntimeError: fp16, and the loss was not scaled.
-            NotPrepared: every rank would train a model of its own.
-            RunStopped: the run ends before this step.
+            CannotCut: Batches come in parts, and each part would weigh like a whole batch.
+            RuntimeError: Fp16, and the loss was not scaled.
+            NotPrepared: Every rank would train a model of its own.
+            RunStopped: The run ends before this step.
         """
         window = self._accumulation.window
         if window.comes_in_parts:
@@ -393,7 +426,7 @@ class RawSteps:
         """Refuse, under fp16, gradients of a loss that was not scaled, since they would be divided by the scale.
 
         Raises:
-            RuntimeError: the precision is fp16, and it expects scaled losses.
+            RuntimeError: The precision is fp16, and it expects scaled losses.
         """
         if self._precision.expects_scaled:
             raise RuntimeError(

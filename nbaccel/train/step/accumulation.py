@@ -31,20 +31,22 @@ _NO_LOOP = LoopEntered(obstacle="no loop over a prepared loader was under way")
 
 @dataclass(slots=True)
 class GradientAccumulationPlugin:
-    """Rules of accumulation; the names are Accelerate's, except `scale_last_window`.
+    """Rules of accumulation. The names are Accelerate's, except `scale_last_window`.
 
-    num_steps: batches per optimizer step; None is the launch's choice, else 1.
-    adjust_scheduler: accepted, and without effect as in Accelerate 1.15: prepared schedulers move with their
-    optimizer's steps.
-    sync_with_dataloader: the last batch of a loader ends its window. False: windows continue from one epoch into the
-    next, as if the loader had no end.
-    sync_each_batch: exchange gradients at every batch, which needs less memory with sharded models and more time;
-    optimizers still step once per window.
-    scale_last_window: a last window of m < N batches is divided by m, so that each of its samples has the same weight
-    as the others. False divides by N as Accelerate does: the same numbers, under-scaled.
+    Args:
+        num_steps: Batches per optimizer step. None is the launch's choice, else 1.
+        adjust_scheduler: Accepted, without effect as in Accelerate 1.15: prepared schedulers move with the steps of
+            their optimizer.
+        sync_with_dataloader: The last batch of a loader ends its window. False: windows continue from one epoch into
+            the next.
+        sync_each_batch: Exchange gradients at every batch, which needs less memory with sharded models and more time.
+            Optimizers still step once per window.
+        scale_last_window: A last window of m < N batches is divided by m, so that each of its samples has the same
+            weight as the others. False divides by N as Accelerate does, which gives its samples less weight.
 
-    >>> GradientAccumulationPlugin(num_steps=4).scale_last_window
-    True
+    Example:
+        >>> GradientAccumulationPlugin(num_steps=4).scale_last_window
+        True
     """
 
     num_steps: int | None = None
@@ -64,7 +66,8 @@ class Saver:
     def enter(self, step: int, may_save: bool) -> None:
         """Handle a step boundary, with `step` training steps complete; may raise `RunStopped`.
 
-        may_save: the boundary lies between two training steps of one loop.
+        Args:
+            may_save: The boundary lies between two training steps of one loop.
         """
 
     def keep(self) -> Any:
@@ -94,10 +97,11 @@ class StepClock:
     makes the ranks equal again. When the outermost prepared loader is exhausted or closed, ``StepsEnded`` is
     emitted. The outlet may raise `RunStopped` from a boundary; the clock is consistent by then.
 
-    saver: is told every boundary; it may save once per step, between two training steps of one loop. At the first
-    boundary of a loop it may not: that loop may be an evaluation inside of another loop, and a program that resumes
-    there would leave the evaluation out. Where a whole loop had only one step, the only possible place is the first
-    boundary of the next.
+    Attributes:
+        saver: Is told every boundary; it may save once per step, between two training steps of one loop. At the first
+            boundary of a loop it may not: that loop may be an evaluation inside of another loop, and a program that
+            resumes there would leave the evaluation out. Where a whole loop had only one step, the only possible place
+            is the first boundary of the next.
     """
 
     __slots__ = (
@@ -198,21 +202,25 @@ class StepClock:
 class Window:
     """The accumulation windows of one loader iteration, one after the other.
 
-    source: the prepared loader; None for loops over anything else.
-    batches_left: batches this rank will still see, the current one included; None where that is unknown.
-    is_last: the current batch is the loader's last one.
-    is_spent: that one was trained on.  ends_too: the last batch of another loader is trained on with the current one.
-    position: batches of the open window before the current one; 0 when no window is open.
-    divisor: the number that divides the losses of the open window.
-    is_told: the program has read the divisor of the open window, and may have multiplied its losses by it.
-    about: the ids of the models that `position`, `divisor` and `is_told` belong to.
-    sync: the backward of this batch synchronises gradients, and optimizers step.
-    is_scaled: a window is divided by its real length, not by its planned one.
-    ends_with_source: the loader's last batch ends the window.
-    began: training steps that were complete when the iteration began.
-    loop: the event that was emitted when the iteration began.
-
     Batches are not split here; see `nbaccel.train.oom.split_batches` for windows over batches in parts.
+
+    Args:
+        source: The prepared loader; None for loops over anything else.
+        batches_left: Batches this rank will still see, the current one included; None where that is unknown.
+
+    Attributes:
+        is_last: The current batch is the loader's last one.
+        is_spent: That one was trained on.
+        ends_too: The last batch of another loader is trained on with the current one.
+        position: Batches of the open window before the current one; 0 when no window is open.
+        divisor: The number that divides the losses of the open window.
+        is_told: The program has read the divisor of the open window, and may have multiplied its losses by it.
+        about: The ids of the models that `position`, `divisor` and `is_told` belong to.
+        sync: The backward of this batch synchronises gradients, and optimizers step.
+        is_scaled: A window is divided by its real length, not by its planned one.
+        ends_with_source: The loader's last batch ends the window.
+        began: Training steps that were complete when the iteration began.
+        loop: The event that was emitted when the iteration began.
     """
 
     __slots__ = (
@@ -302,7 +310,9 @@ class Window:
         That factor is 1 except where the window turns out to be shorter or longer than planned when it was
         opened (a loader without length that ended): then each of its losses must weigh one over its real length. Where
         the program was told the divisor, it stays.
-        has_more: parts of the batch are still to come; the batch counts with the last one.
+
+        Args:
+            has_more: Parts of the batch are still to come; the batch counts with the last one.
         """
         if steps == 1 and not (has_more or self.position):  # every batch is a window, as in most trainings
             self.divisor, self.sync = 1, True
@@ -341,7 +351,8 @@ class Gate:
 class Block(Protocol):
     """A block of `accumulate` that has seen no backward: the batch it trains on may still be handed out inside it.
 
-    is_settled: its first backward needs nothing beyond what was decided.
+    Attributes:
+        is_settled: Its first backward needs nothing beyond what was decided.
     """
 
     is_settled: bool
@@ -365,16 +376,22 @@ class Accumulation:
     A block of `accumulate` trains on the batch that is current at its first backward, wherever that was taken. Batches
     of several loaders that are trained on in turn, by the same models, share one window.
 
-    steps: batches per optimizer step; may be changed between windows.  rules: the other choices.
-    window: the window of the loader that handed out the current batch; the one to ask ``window.sync``.
-    outside: the window of loops over anything else than a prepared loader.
-    counted: the window in which the last block has counted its batch.  block: the block that awaits its batch, if any.
-    depth: how many `accumulate` blocks are entered.  is_held: inside `no_sync`.
-    gate: how batches reach the loops.
-    epoch, epochs: the current epoch, and how many the program has announced; None where it has not.
-    backwards: how many backwards have run through `accelerator.backward`.
-    is_local: inside `hold_gradients`, where ranks exchange parameters instead.
-    rates: the learning rates of the optimizers that step with these windows.
+    Args:
+        steps: Batches per optimizer step; may be changed between windows.
+        rules: The other choices.
+
+    Attributes:
+        window: The window of the loader that handed out the current batch; the one to ask ``window.sync``.
+        outside: The window of loops over anything else than a prepared loader.
+        counted: The window in which the last block has counted its batch.
+        block: The block that awaits its batch, if any.
+        depth: How many `accumulate` blocks are entered.
+        is_held: Inside `no_sync`.
+        gate: How batches reach the loops.
+        epoch, epochs: The current epoch, and how many the program has announced; None where it has not.
+        backwards: How many backwards have run through `accelerator.backward`.
+        is_local: Inside `hold_gradients`, where ranks exchange parameters instead.
+        rates: The learning rates of the optimizers that step with these windows.
     """
 
     def __init__(self, steps: int = 1, rules: GradientAccumulationPlugin | None = None) -> None:

@@ -22,11 +22,15 @@ _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set variables of the environment, with upper-case names, for the length of the block.
+    """Set environment variables, with upper-case names, inside this block.
 
-    >>> with patch_environment(my_variable=3):
-    ...     os.environ["MY_VARIABLE"]
-    '3'
+    Args:
+        **kwargs: The value of each variable; it is converted to a text.
+
+    Example:
+        >>> with patch_environment(my_variable=3):
+        ...     os.environ["MY_VARIABLE"]
+        '3'
     """
     before = os.environ.copy()
     names = {name.upper(): str(value) for name, value in kwargs.items()}
@@ -41,11 +45,12 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Remove all variables of the environment for the length of the block; what the block sets is gone afterwards.
+    """Remove all environment variables, inside this block. What the block sets is removed at its end.
 
-    >>> with clear_environment():
-    ...     len(os.environ)
-    0
+    Example:
+        >>> with clear_environment():
+        ...     len(os.environ)
+        0
     """
     before = os.environ.copy()
     os.environ.clear()
@@ -75,7 +80,8 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
     """Decorate tests so that variables that begin with ``ACCELERATE_`` have their old values afterwards.
 
-    func_or_cls: a function; or a class, whose tests and those of its later subclasses are decorated.
+    Args:
+        func_or_cls: A function; or a class, whose tests and those of its later subclasses are decorated.
     """
     if isinstance(func_or_cls, type):
         cls: Any = func_or_cls

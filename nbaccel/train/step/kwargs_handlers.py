@@ -47,8 +47,9 @@ class KwargsHandler:
     def to_kwargs(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name.
 
-        >>> GradScalerKwargs(growth_interval=100).to_kwargs()
-        {'growth_interval': 100}
+        Example:
+            >>> GradScalerKwargs(growth_interval=100).to_kwargs()
+            {'growth_interval': 100}
         """
         standard = type(self)()
         options = [option.name for option in fields(self)]  # type: ignore[arg-type]  # every subclass is a dataclass
@@ -78,14 +79,18 @@ def _hook_type(
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of torch's `DistributedDataParallel`; used with more than one process.
 
-    dim, broadcast_buffers, bucket_cap_mb (MiB), find_unused_parameters, check_reduction, gradient_as_bucket_view,
-    static_graph: as torch documents them. `gradient_as_bucket_view` saves a copy of all gradients, in programs that
-    do not use a ``parameter.grad`` after the next backward, which overwrites it in place.
-    comm_hook: how gradients are sent.  comm_wrapper: NO, FP16 or BF16, the precision in which `comm_hook` sends.
-    comm_state_option: arguments of torch's `PowerSGDState`, such as ``{"matrix_approximation_rank": 2}``.
+    Args:
+        dim, broadcast_buffers, find_unused_parameters, check_reduction, static_graph: As torch documents them.
+        bucket_cap_mb: The size of a bucket in MiB.
+        gradient_as_bucket_view: Gradients are views of the buckets, which saves a copy of all gradients. For programs
+            that do not use a ``parameter.grad`` after the next backward, which overwrites it in place.
+        comm_hook: How gradients are sent.
+        comm_wrapper: NO, FP16 or BF16: the precision in which `comm_hook` sends.
+        comm_state_option: Arguments of torch's `PowerSGDState`, such as ``{"matrix_approximation_rank": 2}``.
 
-    >>> DistributedDataParallelKwargs(comm_hook="fp16").comm_hook
-    <DDPCommunicationHookType.FP16: 'fp16'>
+    Example:
+        >>> DistributedDataParallelKwargs(comm_hook="fp16").comm_hook
+        <DDPCommunicationHookType.FP16: 'fp16'>
     """
 
     dim: int = 0
@@ -110,11 +115,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
 class GradScalerKwargs(KwargsHandler):
     """Options of torch's `GradScaler`; used with ``mixed_precision="fp16"``.
 
-    min_scale: lower limit of the scale. torch's own scale would reach 0.0 after 166 skipped steps, and training would
-    continue without gradients.
+    Args:
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: As torch documents them.
+        min_scale: The lower limit of the scale. Without it the scale reaches 0.0 after 166 skipped steps, and training
+            continues without gradients.
 
-    >>> GradScalerKwargs(init_scale=1024.0).growth_interval
-    2000
+    Example:
+        >>> GradScalerKwargs(init_scale=1024.0).growth_interval
+        2000
     """
 
     init_scale: float = 65536.0
@@ -134,7 +142,9 @@ class GradScalerKwargs(KwargsHandler):
 class AutocastKwargs(KwargsHandler):
     """Options of ``torch.autocast``, for prepared models and for `Accelerator.autocast`.
 
-    enabled: False computes in full precision.  cache_enabled: None leaves torch's choice.
+    Args:
+        enabled: False computes in full precision.
+        cache_enabled: Whether casts of weights are cached; None leaves torch's choice.
     """
 
     enabled: bool = True
@@ -143,11 +153,12 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass(slots=True)
 class InitProcessGroupKwargs(KwargsHandler):
-    """Options of ``torch.distributed.init_process_group``, where we form the group.
+    """Options of ``torch.distributed.init_process_group``, where nbaccel forms the group.
 
-    backend: "gloo", "nccl", ...; None chooses by device.
-    init_method: where the ranks meet; None is the way in which they were launched.
-    timeout: of a collective; None is torch's.
+    Args:
+        backend: "gloo", "nccl" and so on; None chooses by device.
+        init_method: Where the ranks meet; None is as they were launched.
+        timeout: The longest time of a collective; None is torch's.
     """
 
     backend: str | None = None
@@ -162,11 +173,12 @@ Activity = Literal["cpu", "cuda", "xpu", "mtia", "hpu"]
 class ProfileKwargs(KwargsHandler):
     """Options of ``torch.profiler.profile``, for `Accelerator.profile`.
 
-    activities: "cpu", "cuda", "xpu", ...; None is what torch finds.
-    schedule_option: arguments of ``torch.profiler.schedule``: wait, warmup, active, repeat, skip_first (in steps).
-    on_trace_ready: called with the profiler after each cycle of the schedule.
-    record_shapes, profile_memory, with_stack, with_flops, with_modules: as torch documents them.
-    output_trace_dir: a folder, made if missing, for ``profile_{rank}.json`` (open it in chrome://tracing).
+    Args:
+        activities: "cpu", "cuda", "xpu" and so on; None is what torch finds.
+        schedule_option: Arguments of ``torch.profiler.schedule``, in steps: wait, warmup, active, repeat, skip_first.
+        on_trace_ready: Called with the profiler after each cycle of the schedule.
+        record_shapes, profile_memory, with_stack, with_flops, with_modules: As torch documents them.
+        output_trace_dir: A folder, made if missing, for ``profile_{rank}.json`` (open it in chrome://tracing).
     """
 
     activities: Sequence[Activity] | None = None
@@ -195,8 +207,8 @@ class Handlers:
         """Return the handlers of ``kwargs_handlers=[...]``, in any order.
 
         Raises:
-            TypeError: an object is no handler of ours.
-            ValueError: two handlers of one class.
+            TypeError: An object is no handler of ours.
+            ValueError: Two handlers of one class.
         """
         places: dict[Any, str] = {known.default_factory: known.name for known in fields(cls)}
         chosen: dict[str, KwargsHandler] = {}
@@ -251,13 +263,15 @@ _BY_VARIABLE = {
 def refuse_plugins(given: Mapping[str, Any], known: Collection[str]) -> None:
     """Check the constructor arguments that are not nbaccel's.
 
-    known: the names of nbaccel's arguments, to suggest one for a mistyped name.
+    Args:
+        known: The names of nbaccel's arguments, to suggest one for a mistyped name.
 
     Raises:
-        NotImplementedError: an argument of Accelerate that has no counterpart here.
-        TypeError: neither library has such an argument.
+        NotImplementedError: An argument of Accelerate that has no counterpart here.
+        TypeError: Neither library has such an argument.
 
-    >>> refuse_plugins({"deepspeed_plugin": None}, ())
+    Example:
+        >>> refuse_plugins({"deepspeed_plugin": None}, ())
     """
     for name, value in given.items():
         if name not in _INSTEAD:
@@ -272,7 +286,7 @@ def refuse_plugins_of_the_environment() -> None:
     """Check what `accelerate launch` has chosen for this program, which would otherwise silently train by DDP.
 
     Raises:
-        NotImplementedError: a plugin that has no counterpart here, or a device.
+        NotImplementedError: A plugin that has no counterpart here, or a device.
     """
     for variable, name in _BY_VARIABLE.items():
         if parse_flag_from_env(variable):

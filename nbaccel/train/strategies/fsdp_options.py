@@ -64,31 +64,40 @@ _FSDP1_ONLY = (
 class FullyShardedDataParallelPlugin(KwargsHandler):
     """Options of ``Accelerator(strategy="fsdp", fsdp_plugin=…)``: parameters, gradients and optimizer states in shards.
 
-    reshard_after_forward: True frees gathered parameters after the forward and gathers them again for the backward;
-        False keeps them until then: faster, and with more memory.
-    sharding_strategy: FSDP1's word for it, a name, a number or torch's `ShardingStrategy`: FULL_SHARD is True,
-        SHARD_GRAD_OP is False.
-    mixed_precision_policy: torch's `MixedPrecisionPolicy`, a dictionary of its fields, or "bf16", "fp16" or "fp32" for
-        all of them; None follows from the Accelerator's ``mixed_precision``.
-    auto_wrap_policy: the modules that are gathered together. "transformer_based_wrap": those whose class
-        `transformer_cls_names_to_wrap` names, by default the model's ``_no_split_modules``; "size_based_wrap": those of
-        `min_num_params` parameters, by default 100 million; "no_wrap": the model as one; or a function of a module.
-        By default "auto", which takes the classes that are named, else the model's own, else the members of its lists.
-    cpu_offload: the shards are in the host's memory while nothing computes with them.
-    ignored_modules: modules to leave whole on every rank, or a regular expression for all of their names.
-    state_dict_type: "SHARDED_STATE_DICT" or "FULL_STATE_DICT", for programs that read it; what is saved does not depend
-        on it.
-    activation_checkpointing: compute the activations of these modules again in the backward, instead of keeping them.
-    cpu_ram_efficient_loading: transformers loads weights on rank 0 alone, and the others get them when the model is
-        prepared. It does so in runs of ``--use_fsdp``, and after `enable_fsdp_ram_efficient_loading`.
-    fsdp_version: accepted; 2 is what runs.
+    Options that are FSDP1's, or have no counterpart, are accepted; one warning names those that were given. Fields may
+    be assigned until an Accelerator is made with the plugin.
 
-    The other options are FSDP1's, or have no counterpart; one warning names those that were given. Fields may be
-    assigned until an Accelerator is made with the plugin.
+    Args:
+        fsdp_version: Accepted; FSDP2 runs in any case.
+        sharding_strategy: FSDP1's word for `reshard_after_forward`, a name, a number or torch's `ShardingStrategy`:
+            FULL_SHARD is True, SHARD_GRAD_OP is False.
+        reshard_after_forward: True frees gathered parameters after the forward and gathers them again for the backward.
+            False keeps them until then: faster, and with more memory.
+        backward_prefetch, forward_prefetch, limit_all_gathers: FSDP1's; accepted, without effect.
+        mixed_precision_policy: torch's `MixedPrecisionPolicy`, a dictionary of its fields, or "bf16", "fp16" or "fp32"
+            for all of them. None follows from the Accelerator's ``mixed_precision``.
+        auto_wrap_policy: The modules that are gathered together. "transformer_based_wrap": those of the classes in
+            `transformer_cls_names_to_wrap`. "size_based_wrap": those with `min_num_params` parameters. "no_wrap": the
+            model as one. Or a function of a module. "auto", the default, takes the classes that are named, else the
+            model's own, else the members of its lists.
+        cpu_offload: The shards are in host memory while nothing computes with them.
+        ignored_modules: Modules that stay whole on every rank, or a regular expression for all of their names.
+        state_dict_type: "SHARDED_STATE_DICT" or "FULL_STATE_DICT", for programs that read it. What is saved does not
+            depend on it.
+        state_dict_config, optim_state_dict_config, activation_checkpointing_offload: Accepted, without effect.
+        use_orig_params, param_init_fn, sync_module_states: FSDP1's; accepted, without effect.
+        activation_checkpointing: Compute the activations of these modules again in the backward, instead of keeping
+            them.
+        cpu_ram_efficient_loading: transformers loads weights on rank 0 alone, and the others get them when the model is
+            prepared. It does so in runs of ``--use_fsdp``, and after `enable_fsdp_ram_efficient_loading`.
+        transformer_cls_names_to_wrap: The classes for "transformer_based_wrap"; by default the model's
+            ``_no_split_modules``.
+        min_num_params: The number of parameters for "size_based_wrap"; by default 100 million.
 
-    >>> plugin = FullyShardedDataParallelPlugin("2", "SHARD_GRAD_OP", transformer_cls_names_to_wrap="Block")
-    >>> plugin.reshard_after_forward, plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap
-    (False, 'transformer_based_wrap', ['Block'])
+    Example:
+        >>> plugin = FullyShardedDataParallelPlugin("2", "SHARD_GRAD_OP", transformer_cls_names_to_wrap="Block")
+        >>> plugin.reshard_after_forward, plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap
+        (False, 'transformer_based_wrap', ['Block'])
     """
 
     # Typed as any: what a program gives has more forms than what is read afterwards, which the docstring describes.
@@ -140,7 +149,8 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Set `state_dict_type`, also after an Accelerator was made with this plugin.
 
-        state_dict_type: "SHARDED_STATE_DICT", "FULL_STATE_DICT" or torch's `StateDictType`; None leaves it as it is.
+        Args:
+            state_dict_type: "SHARDED_STATE_DICT", "FULL_STATE_DICT" or torch's `StateDictType`. None changes nothing.
         """
         chosen = self._open("state_dict_type") if state_dict_type is None else state_dict_type
         if chosen is None:
@@ -155,8 +165,10 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Set the precision policy unless the program gave one.
 
-        mixed_precision: "bf16", "fp16" or "fp32", or one of these types of torch.  buffer_autocast: without effect.
-        override: replace also a policy that the program gave.
+        Args:
+            mixed_precision: "bf16", "fp16" or "fp32", or one of these types of torch.
+            buffer_autocast: Accepted, without effect.
+            override: Replace also a policy that the program gave.
         """
         if self.mixed_precision_policy is None or override:
             names = {dtype: name for name, dtype in _DTYPES.items()}
@@ -309,7 +321,7 @@ def _precision(policy: Any) -> tuple[Any, list[str]]:
     """Return `policy` as torch's `MixedPrecisionPolicy`, and the names of what it has beyond that; None stays.
 
     Raises:
-        ValueError, TypeError: it is no policy; the message says which there are.
+        ValueError, TypeError: It is no policy; the message says which there are.
     """
     if policy is None:
         return None, []

@@ -46,12 +46,14 @@ found in it by then."""
 class Freed:
     """Memory of this process before and after a release.
 
-    before, after: bytes by device, "cuda:0": its living tensors; "cpu": resident memory of the process.
-    held: names that keep tensors alive, the largest first.
+    Args:
+        before, after: Bytes by device, "cuda:0": its living tensors; "cpu": resident memory of the process.
+        held: Names that keep tensors alive, the largest first.
 
-    >>> before, after = {"cpu": 2_000_000_000, "cuda:0": 900_000_000}, {"cpu": 2_000_000_000, "cuda:0": 420_000_000}
-    >>> print(Freed(before, after, (Holding("model", 412_000_000, "cuda:0"),)))
-    cuda:0: 480 MB freed, 420 MB in use, 8 MB of it under no name; cpu: 0 bytes freed, 2 GB in use; held by model 412 MB
+    Example:
+        >>> before, after = {"cuda:0": 900_000_000}, {"cuda:0": 420_000_000}
+        >>> print(Freed(before, after, (Holding("model", 412_000_000, "cuda:0"),)))
+        cuda:0: 480 MB freed, 420 MB in use, 8 MB of it under no name; held by model 412 MB
     """
 
     before: Mapping[str, int]
@@ -86,8 +88,10 @@ class Freed:
 def release_unused(only_young: bool = False) -> None:
     """Collect garbage, then return the caching allocators' unused blocks to their devices.
 
-    only_young: only check recently made objects, which takes no time; all of a large program's take half a second.
     Call it outside of `except`, or after `forget_frames`: the exception's frames hold the failed attempt's tensors.
+
+    Args:
+        only_young: Only check recently made objects, which takes no time; all of a large program's take half a second.
     """
     if only_young:
         gc.collect(1)
@@ -99,8 +103,9 @@ def release_unused(only_young: bool = False) -> None:
 def free(handed_in: tuple[Any, ...] = (), history: bool = False) -> Freed:
     """Release failed calls' variables, garbage, and the allocators' caches; return what is still held.
 
-    handed_in: objects that the caller will drop; names of them are not reported.
-    history: also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
+    Args:
+        handed_in: Objects that the caller will drop; names of them are not reported.
+        history: Also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
     """
     before = bytes_in_use()
     forget_all_frames()
@@ -126,19 +131,23 @@ class _Weighing:
 
 
 def free_memory(*objects: Any, history: bool = False) -> list[None]:
-    """Release what nothing needs any more; return one None per object, to be assigned to the names.
+    """Release memory that nothing needs any more.
 
     In a notebook, what a failed cell had made is freed too, although IPython still holds its exception. What your own
-    names hold stays: `Accelerator.last_free`, or `%accelerate memory`, reports which and how much.
+    names hold stays: `Accelerator.last_free`, or ``%accelerate memory``, reports which names and how much. Nothing is
+    moved to another device; for the time of a run, ``--free-kernel`` does that.
 
-    Nothing is moved to another device: a cell's `--free-kernel` does that, for the time of its run.
+    Args:
+        history: Also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
+        *objects: The program's own references, which every Accelerator of this process forgets. To forget everything
+            that one has prepared, call ``accelerator.free_memory()``.
 
-    objects: every Accelerator of this process forgets them. Others that it has prepared stay prepared;
-    ``accelerator.free_memory()`` forgets all of them.
-    history: also drop the notebook's outputs (`Out[7]`, `_7`, `_`) that hold tensors.
+    Returns:
+        One None per object, to be assigned to the names.
 
-    >>> model, optimizer = object(), object()
-    >>> model, optimizer = free_memory(model, optimizer)
+    Example:
+        >>> model, optimizer = object(), object()
+        >>> model, optimizer = free_memory(model, optimizer)
     """
     _let_go(objects)
     free(objects, history)
@@ -148,8 +157,15 @@ def free_memory(*objects: Any, history: bool = False) -> list[None]:
 def release_memory(*objects: Any) -> list[None]:
     """Call `free_memory`; this is Accelerate's name.
 
-    >>> model, optimizer = object(), object()
-    >>> model, optimizer = release_memory(model, optimizer)
+    Args:
+        *objects: As for `free_memory`.
+
+    Returns:
+        One None per object, to be assigned to the names.
+
+    Example:
+        >>> model, optimizer = object(), object()
+        >>> model, optimizer = release_memory(model, optimizer)
     """
     return free_memory(*objects)
 
@@ -262,16 +278,17 @@ def forget_frames(error: BaseException) -> None:
     Call it where the exception is caught, before trying again: the locals of the failed attempt are freed at once,
     without a garbage collection.
 
-    >>> def fail():
-    ...     large = [0] * 1000
-    ...     raise MemoryError
-    >>> try:
-    ...     fail()
-    ... except MemoryError as error:
-    ...     failed = error
-    >>> forget_frames(failed)
-    >>> failed.__traceback__.tb_next.tb_frame.f_locals
-    {}
+    Example:
+        >>> def fail():
+        ...     large = [0] * 1000
+        ...     raise MemoryError
+        >>> try:
+        ...     fail()
+        ... except MemoryError as error:
+        ...     failed = error
+        >>> forget_frames(failed)
+        >>> failed.__traceback__.tb_next.tb_frame.f_locals
+        {}
     """
     _forget(trace for link in _chain(error) for trace in _traces(link.__traceback__))
 

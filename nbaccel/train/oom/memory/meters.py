@@ -44,8 +44,9 @@ _SHARE_OF_ULIMIT = 0.9
 class PeakGauge(Protocol):
     """Interface of a measure that a program may give instead; `nbaccel.testing.MemLimit` is one.
 
-    limit_bytes: what the training may hold at a time; None for no limit.
-    peak_bytes: the most that it held since `reset_peak`.
+    Attributes:
+        limit_bytes: What the training may hold at a time; None for no limit.
+        peak_bytes: The most that it held since `reset_peak`.
     """
 
     limit_bytes: int | None
@@ -57,8 +58,9 @@ class PeakGauge(Protocol):
 class Meter:
     """A device without memory reports (mps, xla).
 
-    limit_bytes, peak_bytes: as in `PeakGauge`; None where that is unknown.
-    source: a description of the limit.
+    Attributes:
+        limit_bytes, peak_bytes: As in `PeakGauge`; None where that is unknown.
+        source: A description of the limit.
     """
 
     limit_bytes: int | None = None
@@ -147,7 +149,8 @@ class HostMeter(Meter):
     enforces the limit: what the process may have by its own limits (``ulimit -d``, ``ulimit -v``), and a
     share of what the machine or its container has available, divided among the ranks.
 
-    things: models and optimizers that exist already and are counted too.
+    Args:
+        things: Models and optimizers that exist already and are counted too.
     """
 
     def __init__(self, things: Sequence[Any], world: World) -> None:
@@ -235,35 +238,40 @@ _COUNTED = (torch.Tensor, torch.nn.Parameter)
 
 
 class MemLimit(TorchDispatchMode):
-    """While entered, tensors on the CPU may hold `limit_bytes` together; one that would exceed it is out of memory.
+    """Limit the bytes of the tensors on the CPU, inside this block. A tensor that would exceed the limit is out of
+    memory.
 
-    It counts the bytes of the tensors that exist and refuses the one that would not fit, in the operation that makes
-    it: in forward, in backward, in the optimizer, in a collective. Not counted: what an operation allocates and frees
-    internally, tensors on devices, and what other threads than the one that entered it make (of a loader).
+    The limit counts the bytes of the tensors that exist and refuses the one that would not fit, in the operation that
+    makes it: in forward, in backward, in the optimizer, in a collective. It does not count what an operation allocates
+    and frees internally, tensors on devices, and what other threads make than the one that entered the block (those of
+    a loader).
 
-    Exact to the byte: storages are counted once, whatever views there are, from the operation that makes them until
-    their last tensor is freed. Each process counts for itself, so ranks can have limits of their own. It may be
-    entered several times, also inside another one, and read at any time.
+    It is exact to the byte: storages are counted once, whatever views there are, from the operation that makes them
+    until their last tensor is freed. Each process counts for itself, so ranks can have their own limits. Blocks may be
+    nested, also of one object, and read at any time. Of a sharded model (FSDP) the rows of this rank are counted, and
+    gathered parameters for as long as they are gathered.
 
-    Of a sharded model (FSDP) it counts the rows that this rank holds, and gathered parameters for as long as they are
-    gathered.
+    Args:
+        limit_bytes: The limit, which may be changed inside the block. None only counts.
 
-    limit_bytes: may be changed while it is entered; None only counts.
-    live_bytes: held now.  peak_bytes: the most that was held since the start or `reset_peak`.
-    refusals: how many times it raised.
+    Attributes:
+        live_bytes: The bytes that are held now.
+        peak_bytes: The most bytes that were held since the start or `reset_peak`.
+        refusals: How many times the limit raised.
 
     Raises:
-        torch.OutOfMemoryError: from any operation in the block, as a full device does.
+        torch.OutOfMemoryError: From any operation in the block, as a full device does.
 
-    >>> with MemLimit(1000) as limit:
-    ...     kept = torch.zeros(100)
-    ...     try:
-    ...         torch.zeros(200)
-    ...     except torch.OutOfMemoryError as error:
-    ...         print(error)
-    CPU out of memory. Tried to allocate 800 bytes; MemLimit allows 1000 bytes, of which 600 bytes are free.
-    >>> limit.live_bytes, limit.peak_bytes, limit.refusals
-    (400, 400, 1)
+    Example:
+        >>> with MemLimit(1000) as limit:
+        ...     kept = torch.zeros(100)
+        ...     try:
+        ...         torch.zeros(200)
+        ...     except torch.OutOfMemoryError as error:
+        ...         print(error)
+        CPU out of memory. Tried to allocate 800 bytes; MemLimit allows 1000 bytes, of which 600 bytes are free.
+        >>> limit.live_bytes, limit.peak_bytes, limit.refusals
+        (400, 400, 1)
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -285,7 +293,7 @@ class MemLimit(TorchDispatchMode):
 
     @classmethod
     def innermost(cls) -> MemLimit | None:
-        """Return the limiting instance that this thread has entered last; None outside of any."""
+        """Return the limiting object that this thread has entered last; None outside of any block."""
         entered = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, cls)]
         return next((mode for mode in reversed(entered) if mode.limit_bytes is not None), None)
 
@@ -294,12 +302,16 @@ class MemLimit(TorchDispatchMode):
         self.peak_bytes = self.live_bytes
 
     def count(self, *objects: Any) -> None:
-        """Count what was made before the block: tensors, modules with their gradients, optimizers, containers.
+        """Count what was made before the block.
 
-        A sharded module counts with its rows. What a forward has left gathered is to be freed before (``reshard()``).
+        What a forward of a sharded model has left gathered must be freed before (``reshard()``).
+
+        Args:
+            *objects: Tensors, modules with their gradients, optimizers, or containers of these. A sharded module counts
+                with its rows.
 
         Raises:
-            torch.OutOfMemoryError: the objects do not fit.
+            torch.OutOfMemoryError: The objects do not fit.
         """
         self._admit(_tensors(objects))
 

@@ -37,35 +37,42 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[..., Any]:
-    """Run `function` again with a smaller batch size whenever memory runs out, equally on all ranks.
+    """Run a function again with a smaller batch size whenever memory runs out, with the same size on all ranks.
 
-    function: takes a batch size (per rank) as its first argument, which callers leave out. It is run from its
-    beginning in each attempt, so it should make its model, optimizer and loaders itself; an Accelerator may be made
-    outside. Without it, a decorator is returned.
-    starting_batch_size: the first size of the first call. Later calls begin with the size that fitted, or with a larger
-    one if the allocator's numbers show that it fits.
-    reduce_batch_size_fn: takes nothing and returns the next, smaller size; called on every rank after each failure.
-    By default the error itself decides, mostly for the half; `nbaccel.train.oom.retry.search.ByRule` is the rule.
+    Collective: with several ranks all of them call it. When memory runs out on one of them, all give up the attempt,
+    form the process group again, and continue with the same smaller size. The call returns on all ranks once all are
+    done. Accelerators and their collectives keep working, and DDP modules made outside join the new group. Process
+    groups that the program made (``new_group``, a device mesh) and FSDP modules are lost; if they were made outside of
+    the function, the error says so and there is no further attempt.
 
-    Collective: with several ranks all of them call it. When memory runs out on one of them, at any place, all give
-    up the attempt, form the process group again, and continue with the same smaller size; it returns on all of them
-    once all are done. Accelerators and their collectives keep working, and DDP modules made outside join the new group.
-    Process groups that the program itself made (``new_group``, a device mesh) and FSDP modules are lost: where
-    they were made outside of the function, the error says so and there is no further attempt.
+    Args:
+        function: Takes a batch size (per rank) as its first argument, which callers leave out. Each attempt runs it
+            from its beginning, so it should make its model, optimizer and loaders itself; an Accelerator may be made
+            outside. Without it, a decorator is returned.
+        starting_batch_size: The first size of the first call. Later calls begin with the size that fitted, or with a
+            larger one if the numbers of the allocator show that it fits.
+        reduce_batch_size_fn: Takes nothing and returns the next, smaller size; called on every rank after each failure.
+            By default the error itself decides, mostly for the half; `nbaccel.train.oom.retry.search.ByRule` is the
+            rule.
+
+    Returns:
+        The function without its first argument. It returns what `function` returns.
 
     Raises:
-        NoBatchSizeFits: a ``RuntimeError``; not even 1 fitted.
-        PeerFailed: another rank's function raised an error that is not about memory; that rank has it.
-        TypeError: the call gave the batch size itself; or `function` is a generator function or a coroutine function,
+        NoBatchSizeFits: Not even size 1 fitted. It is a ``RuntimeError``.
+        PeerFailed: The function raised an error that is not about memory on another rank, which raises that error
+            itself.
+        TypeError: The call gave the batch size itself; or `function` is a generator function or a coroutine function,
             whose body runs after its call. A warning says that where it is decorated.
 
-    >>> @find_executable_batch_size(starting_batch_size=100)
-    ... def train(batch_size, limit):
-    ...     if batch_size > limit:
-    ...         raise MemoryError
-    ...     return batch_size
-    >>> train(30)
-    25
+    Example:
+        >>> @find_executable_batch_size(starting_batch_size=100)
+        ... def train(batch_size, limit):
+        ...     if batch_size > limit:
+        ...         raise MemoryError
+        ...     return batch_size
+        >>> train(30)
+        25
     """
     if function is None:
         return functools.partial(
@@ -238,13 +245,15 @@ class ByRule:
     def after(self, batch_size: int, shortage: AttemptShortage | None) -> int:
         """Return the size to try when `batch_size` did not fit; 0 when there is none.
 
-        shortage: what was missing here; None where another rank ran out of memory, and its shortage decides.
+        Args:
+            shortage: What was missing here; None where another rank ran out of memory, and its shortage decides.
 
-        >>> rule = ByRule()
-        >>> rule.after(128, AttemptShortage("CUDA out of memory"))
-        64
-        >>> rule.after(64, AttemptShortage("", ShortagePlace.BACKWARD))
-        57
+        Example:
+            >>> rule = ByRule()
+            >>> rule.after(128, AttemptShortage("CUDA out of memory"))
+            64
+            >>> rule.after(64, AttemptShortage("", ShortagePlace.BACKWARD))
+            57
         """
         if shortage is None:
             return batch_size
@@ -270,7 +279,7 @@ class ByUser:
         """Return the next size, as `ByRule.after` does.
 
         Raises:
-            ValueError: the function does not reduce, so that the search would never end.
+            ValueError: The function does not reduce, so that the search would never end.
         """
         size = int(self._function())
         if size >= batch_size:
@@ -287,7 +296,9 @@ class Sizes:
     Later calls start from the size that fitted. They start higher where the allocator's peak of that run shows that
     more fits; see `grown`.
 
-    starting: where the first search begins.  reduce: the user's rule, None for the default one.
+    Args:
+        starting: Where the first search begins.
+        reduce: The user's rule, None for the default one.
     """
 
     def __init__(self, starting: int, reduce: Callable[[], Any] | None = None) -> None:
@@ -321,8 +332,9 @@ def grown(batch_size: int, used: float) -> int:
 
     Memory is a + b n with a >= 0, hence at most proportional to n. A growth below a tenth is not worth an attempt.
 
-    >>> grown(64, used=0.5), grown(64, used=0.9), grown(64, used=1.0)
-    (124, 64, 64)
+    Example:
+        >>> grown(64, used=0.5), grown(64, used=0.9), grown(64, used=1.0)
+        (124, 64, 64)
     """
     size = int(batch_size * _FILLED / used)
     return size if size >= _WORTH * batch_size else batch_size
