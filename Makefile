@@ -45,7 +45,7 @@ unit: $(VENV)/.dev $(COLAB)/.stamp $(KAGGLE)/.stamp $(VENV)/.chromium
 TORCH ?=
 FRONT_END ?=
 TORCH_ENV = .venv-torch-$(notdir $(PYTHON))-$(or $(TORCH),newest)$(FRONT_END:%=-%)
-TORCH_TESTS ?= tests/train tests/launching tests/output tests/kernel tests/notebook tests/testing tests/test_private_torch.py
+TORCH_TESTS ?= tests/train tests/launching tests/features tests/output tests/kernel tests/notebook tests/testing tests/test_private_torch.py
 
 test-torch: $(TORCH_ENV)/.stamp
 	$(TORCH_ENV)/bin/python tests/suite.py -rs -m "not gpu and not soak and not full and not browser" -k "not colab" \

@@ -35,6 +35,9 @@ gc.disable()
 # import torch anew. Kernels, zygotes and programs that tests start have Python's own default.
 multiprocessing.set_start_method("fork")
 
+pytest_plugins = ["fixtures.kernels", "fixtures.launchers", "fixtures.shells"]
+"""Kernels, a launcher and notebooks without a kernel, for the tests of their folders and of features."""
+
 _NOT_BY_TESTS = frozenset(
     {
         "PYTEST_CURRENT_TEST",  # pytest, around each phase
@@ -101,9 +104,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-@pytest.fixture(params=ENVIRONMENTS, ids=lambda environment: environment.name)
+@pytest.fixture(scope="session", params=ENVIRONMENTS, ids=lambda environment: environment.name)
 def environment(request: pytest.FixtureRequest) -> Environment:
-    """Each environment in turn: the newest front-end packages, then Colab's."""
+    """Each environment in turn, the newest first; all tests run in one before they run in the next."""
     if not request.param.exists:
         pytest.skip(f"{request.param.python} is not there; `make test` builds it")
     return request.param

@@ -38,7 +38,7 @@ MOST_SLOW = 2
 
 _LEFT_OUT = ("full", "gpu", "soak")
 
-_FIRST = ("browser", "hosted", "test_notebooks", "compat", "kernel", "cli", "launching")
+_FIRST = ("browser", "hosted", "test_notebooks", "compat", "kernel", "features", "cli", "launching")
 """Folders and files that take longest."""
 
 _WHOLE_FOLDERS = ("browser",)

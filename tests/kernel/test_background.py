@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kernel.conftest import Kernels
+from fixtures.kernels import Kernels
 from kernel.harness import Cell, Execution, RealKernel, accelerate
 from kernel.test_stop_button import FALLS_ASLEEP, TRAINS, FrontEnd, sleeps
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from environments import Environment
-from kernel.conftest import Kernels
+from fixtures.kernels import Kernels
 from kernel.harness import RealKernel, accelerate
 
 WIDGET = "application/vnd.jupyter.widget-view+json"

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kernel.conftest import Kernels
+from fixtures.kernels import Kernels
 from kernel.harness import RealKernel, accelerate
 
 CLINGS = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kernel.conftest import Kernels
+from fixtures.kernels import Kernels
 from kernel.harness import RealKernel, accelerate
 from kernel.sockets import listening_addresses
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kernel.conftest import Kernels
+from fixtures.kernels import Kernels
 from kernel.harness import RealKernel, accelerate
 from kernel.sockets import is_loopback, listening_addresses
 

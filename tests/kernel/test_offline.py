@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kernel.conftest import Kernels
+from fixtures.kernels import Kernels
 from kernel.foreign_programs import in_one_environment
 from kernel.harness import RealKernel, accelerate
 

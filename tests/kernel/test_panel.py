@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from kernel.conftest import Kernels
+from fixtures.kernels import Kernels
 from kernel.harness import Cell, RealKernel, accelerate
 
 TRAINS = """

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from environments import NEWEST, Environment
-from kernel.conftest import Kernels
+from fixtures.kernels import Kernels
 from kernel.harness import RealKernel, accelerate
 from nbaccel.train.checkpoint.manifest import Manifest
 

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from kernel.conftest import Kernels
+from fixtures.kernels import Kernels
 from kernel.harness import accelerate
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(240)]

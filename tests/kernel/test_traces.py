@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from environments import NEWEST, Environment
+from fixtures.kernels import STARTS, Kernels
 from kernel import notebook_state
-from kernel.conftest import STARTS, Kernels
 from kernel.harness import RealKernel, accelerate
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kernel.conftest import Kernels
+from fixtures.kernels import Kernels
 from kernel.harness import RealKernel, accelerate
 
 WARMS_UP = """

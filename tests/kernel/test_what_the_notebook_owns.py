@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kernel.conftest import Kernels
+from fixtures.kernels import Kernels
 from kernel.harness import RealKernel, accelerate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
