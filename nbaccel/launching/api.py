@@ -12,6 +12,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import fields
 from operator import index
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 from nbaccel.base.hardware import Survey
 from nbaccel.base.notices import without_our_frames
 from nbaccel.base.settings import STOP, RunSettings
-from nbaccel.display.history import History
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.display.summary import RunFacts
 from nbaccel.errors import ResultsMissing, RunStopped
@@ -29,18 +29,18 @@ from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.inline import ends_its_group, post_mortem_here, run_inline
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launching.kernel_models import CudaMemory, ModelsOnHost, kernel_freed
-from nbaccel.launching.launcher import Launcher, LaunchResult, default_launcher, refuse_nested_launch
+from nbaccel.launching.launcher import Launcher, default_launcher, refuse_nested_launch
 from nbaccel.launching.plan import LaunchPlan, devices_of
 from nbaccel.launching.preflight import ProcessState
+from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.supervisor import RunObservers
-from nbaccel.launching.run import NO_ORIGIN, Run, RunOrigin
+from nbaccel.launching.run import NO_ORIGIN, Run, RunOrigin, seen
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.painter import Screen
 from nbaccel.output.screens import shell_here
 
 __all__ = [
     "Run",
-    "as_run",
     "how_it_ended",
     "keep_run",
     "launch",
@@ -146,15 +146,16 @@ def launch(
     aside = _set_aside(spec) if free_kernel else None
     launcher = default_launcher()
     shown, title = _show(launcher, spec, survey, aside)
-    outcome = None
+    ended = None
     try:
         with contextlib.ExitStack() as block:
             if aside is not None:
                 block.enter_context(kernel_freed(aside, lambda line: shown.write("stdout", f"{line}\n")))
-            outcome = launcher.run(spec, RunObservers(shown, listeners=[shown]))
+            run, ended = launcher.run(spec, RunObservers(shown, listeners=[shown]))
     finally:
-        if outcome is not None:  # also after an interrupt while models came back, which is raised behind it
-            run = _conclude(outcome, spec, launcher, shown, title, _origin(options))
+        if ended is not None:  # also after an interrupt while models came back, which is raised behind it
+            run.origin = _origin(options)
+            _conclude(run, ended, launcher, shown, title)
             if run.error is not None and check:
                 raise run.error
     return run
@@ -227,30 +228,23 @@ def show_run(
     return shown
 
 
-def _conclude(
-    outcome: LaunchResult, spec: LaunchSpec, launcher: Launcher, shown: RunView, title: str, origin: RunOrigin
-) -> Run:
-    """Return the result of a run, after it was stored and shown."""
-    seconds = shown.elapsed_s
-    try:
-        values = [outcome.values(rank).get("value") for rank in range(spec.world_size)]
-        error, word = how_it_ended(outcome, seconds)
-        post_mortem = PostMortem.of(title, word, error, outcome.ended)
-        run = as_run(outcome, values, shown.history, error, seconds)
-        run.origin = origin
-    finally:
-        outcome.close()
+def _conclude(run: Run, ended: RankResults, launcher: Launcher, shown: RunView, title: str) -> None:
+    """Complete the record of a run, show its end, and store it."""
+    seen(run, shown)
+    with closing(ended):
+        run.values = [ended.values(rank).get("value") for rank in range(len(ended.reports))]
+        run.error, word = how_it_ended(run, ended)
+        post_mortem = PostMortem.of(title, word, run.error, ended)
     if run.stopped:
         shown.write("stdout", f"{run.stopped}\n")
-    shown.end(word, run.seconds, error, None if failed_alike(outcome.ended) else outcome.ended.first_failed)
-    return keep_run(run, post_mortem, shown, launcher)
+    shown.end(word, run.seconds, run.error, None if failed_alike(ended) else ended.first_failed)
+    keep_run(run, post_mortem, shown, launcher)
 
 
-def keep_run(run: Run, post_mortem: PostMortem | None, shown: RunView, launcher: Launcher) -> Run:
-    """Return the run with the facts and the state that were shown; it becomes `nbaccel.last_run`."""
+def keep_run(run: Run, post_mortem: PostMortem | None, shown: RunView, launcher: Launcher) -> None:
+    """Complete the record by the facts and the state that were shown; it becomes `nbaccel.last_run`."""
     run.facts, run.state = shown.facts, shown.state
     launcher.remember(run.light(), post_mortem)
-    return run
 
 
 def _uses_cuda() -> bool:
@@ -263,9 +257,10 @@ def _without_gpus(devices: Devices) -> list[str]:
     return [str(devices)] if devices.why_no_gpu else []
 
 
-def how_it_ended(outcome: LaunchResult, seconds: float) -> tuple[BaseException | None, str]:
-    """Return the exception that the run raises, and its end in one word."""
-    ended = outcome.ended
+def how_it_ended(run: Run, ended: RankResults) -> tuple[BaseException | None, str]:
+    """Return the exception that a run of a function raises, and its end in one word; note the limit that ended it."""
+    if ended.is_own_limit:
+        run.stopped = ended.at_the_limit(run.history, run.checkpoint)
     if ended.raised is not None:
         return ended.raised, "stopped"
     if ended.is_interrupted:
@@ -273,11 +268,11 @@ def how_it_ended(outcome: LaunchResult, seconds: float) -> tuple[BaseException |
     if ended.is_timed_out and ended.is_own_limit:
         return None, "stopped"
     if ended.is_timed_out:
-        return TimeoutError(f"the run was stopped after its time limit, {seconds:.1f} s"), "stopped"
+        return TimeoutError(f"the run was stopped after its time limit, {run.seconds:.1f} s"), "stopped"
     stopped = [rank for rank, report in enumerate(ended.reports) if report is not None and report.status == "stopped"]
-    if stopped and outcome.error is None:  # the code raises it, or somebody has sent the signal to the process
+    if stopped and run.error is None:  # the code raises it, or somebody has sent the signal to the process
         return KeyboardInterrupt(f"rank {stopped[0]} of {len(ended.reports)} ended by a KeyboardInterrupt"), "stopped"
-    error = outcome.error or _missing_value(outcome)
+    error = run.error or _missing_value(ended)
     return error, "done" if error is None else "failed"
 
 
@@ -296,35 +291,8 @@ def _briefly(value: Any) -> str:
     return repr(value) if isinstance(value, int | float | str) and len(repr(value)) < _LONGEST_ARGUMENT else "…"
 
 
-def as_run(
-    outcome: LaunchResult, values: list[Any], history: History, error: BaseException | None, seconds: float
-) -> Run:
-    """Return the record of a run that ended with `error`, or well.  values: of its function, by rank."""
-    ended = outcome.ended
-    return Run(
-        values=values,
-        history=history,
-        error=error,
-        start_method=outcome.start.method,
-        start_reason=outcome.start.reason,
-        log_path=outcome.log_path,
-        seconds=seconds,
-        restarts=outcome.restarts,
-        checkpoint=outcome.checkpoint,
-        stopped=outcome.at_the_limit(
-            0.0,
-            "resume=True",
-            "checkpoint_every",
-            history.first_step,
-            None if history.items is None else history.items.done,
-        )
-        if ended.is_own_limit
-        else "",
-    )
-
-
-def _missing_value(outcome: LaunchResult) -> ResultsMissing | None:
-    report = outcome.ended.reports[0]
+def _missing_value(ended: RankResults) -> ResultsMissing | None:
+    report = ended.reports[0]
     if report is None or not report.missing:
         return None
     reason = next(iter(report.missing.values()))

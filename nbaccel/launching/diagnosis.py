@@ -20,7 +20,7 @@ from nbaccel.launching.ipc.dead_loader_workers import WorkerEnd
 from nbaccel.launching.ipc.reports import ErrorLink, Naming, RankFailure, RankReport, StackSnapshot, signal_name
 from nbaccel.launching.ipc.spec import Task
 from nbaccel.launching.oom_restart import OomKillWatch
-from nbaccel.launching.processes.supervisor import RunResult
+from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.namespace.payload import unpack_what_can_be_rebuilt
 
 __all__ = [
@@ -33,15 +33,15 @@ __all__ = [
 
 
 def diagnose(
-    ended: RunResult, task: Task, started_clean: bool, host: OomKillWatch, cell_name: Naming, memory_report: str = ""
+    ended: RankResults, started_clean: bool, host: OomKillWatch, cell_name: Naming, memory_report: str = ""
 ) -> BaseException | None:
     """Return the error of the run, or None if no rank failed.
 
     started_clean: the ranks came from the zygote and know only the names that were sent to them.
     memory_report: the text to add if memory was the cause.
     """
-    rank = ended.first_failed
-    if rank is None or ended.is_interrupted or ended.is_timed_out:
+    task, rank = ended.task, ended.ended_by
+    if rank is None:
         return None
     if ended.hang is not None:
         text = str(ended.hang)
@@ -74,7 +74,7 @@ def diagnose(
     return RankFailure(rank, world_size, report.links, error, peers, failed_alike(ended)).exception(cell_name, hint)
 
 
-def _what_is_left(ended: RunResult) -> str:
+def _what_is_left(ended: RankResults) -> str:
     if ended.stays:
         return "Its variables are gone, those of ranks that live are not."
     return "Variables in the ranks are gone; the next launch starts fresh ones."
@@ -121,19 +121,19 @@ def _death(exit_code: int, host: OomKillWatch) -> str:
     return f"{text}: {host.explain_kill()}"
 
 
-def failed_alike(ended: RunResult) -> bool:
+def failed_alike(ended: RankResults) -> bool:
     """Return whether all of several ranks failed with the same error, so that none of them is the one to name."""
     cause = ended.first_failed
     return cause is not None and 1 < len(ended.reports) == 1 + len(_alike(ended, cause))
 
 
-def _alike(ended: RunResult, cause: int) -> list[int]:
+def _alike(ended: RankResults, cause: int) -> list[int]:
     """Return the other ranks that failed with the same error as `cause`."""
     headline = _headline(ended.reports[cause])
     return [rank for rank in _others(ended, cause) if headline and _headline(ended.reports[rank]) == headline]
 
 
-def _peers(ended: RunResult, cause: int) -> str:
+def _peers(ended: RankResults, cause: int) -> str:
     """Return one clause on the other ranks: which failed too, which had to be stopped; empty if all failed alike."""
     if failed_alike(ended):
         return ""
@@ -147,7 +147,7 @@ def _peers(ended: RunResult, cause: int) -> str:
     return "; ".join(parts)
 
 
-def _others(ended: RunResult, cause: int) -> Sequence[int]:
+def _others(ended: RankResults, cause: int) -> Sequence[int]:
     return [rank for rank in range(len(ended.reports)) if rank != cause]
 
 
@@ -380,7 +380,7 @@ class PostMortem:
     is_everyones: bool = False
 
     @classmethod
-    def of(cls, title: str, end: str, error: BaseException | None, ended: RunResult) -> PostMortem | None:
+    def of(cls, title: str, end: str, error: BaseException | None, ended: RankResults) -> PostMortem | None:
         """Return the record of a run; None without an error."""
         if error is None:
             return None
@@ -388,7 +388,7 @@ class PostMortem:
             title,
             end,
             _headline_of_error(error),
-            None if ended.is_interrupted or ended.is_timed_out else ended.first_failed,
+            ended.ended_by,
             tuple(map(_fate, ended.reports, ended.exit_codes, ended.killed_by_us)),
             {rank: report.snapshot for rank, report in enumerate(ended.reports) if report is not None},
             failed_alike(ended),

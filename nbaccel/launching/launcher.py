@@ -49,19 +49,18 @@ from nbaccel.launching.oom_restart import (
 )
 from nbaccel.launching.persistent_workers import PersistentWorkers
 from nbaccel.launching.processes.attached_debugger import undebugged, untrace
-from nbaccel.launching.processes.launch_result import LaunchResult
+from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.run_coroutine import RunCoroutine, driven
 from nbaccel.launching.processes.start import ForkStart, StartMethod, ZygoteStart
-from nbaccel.launching.processes.supervisor import BadFork, RunObservers, RunResult, open_log
+from nbaccel.launching.processes.supervisor import BadFork, RunObservers, open_log
 from nbaccel.launching.processes.workers import WorkerGroup
 from nbaccel.launching.processes.zygote import Zygote
-from nbaccel.launching.run import Run
+from nbaccel.launching.run import Run, record_of
 from nbaccel.launching.runs import Runs
 from nbaccel.namespace.inventory import no_collections
 from nbaccel.output.router import Screen
 
 __all__ = [
-    "LaunchResult",
     "Launcher",
     "LauncherResources",
     "default_launcher",
@@ -98,8 +97,10 @@ class Launcher:
         """Return the purpose of each helper process, see `LauncherResources.helpers`."""
         return self.resources.helpers() if "resources" in self.__dict__ else {}
 
-    def run(self, spec: LaunchSpec, watching: RunObservers, occupied: str = "") -> LaunchResult:
+    def run(self, spec: LaunchSpec, watching: RunObservers, occupied: str = "") -> tuple[Run, RankResults]:
         """Start the ranks, show their output, and return when no process of the run is left.
+
+        It returns the record of the run, and what its ranks have left, which the caller closes.
 
         watching: the observers of the run; those of a run that is started again observe both attempts.
         occupied: see `turn`.
@@ -154,7 +155,9 @@ class Launcher:
         """Return the run that was remembered last; None before the first."""
         return self.runs.newest
 
-    def as_coroutine(self, spec: LaunchSpec, watching: RunObservers, log_path: str = "") -> RunCoroutine[LaunchResult]:
+    def as_coroutine(
+        self, spec: LaunchSpec, watching: RunObservers, log_path: str = ""
+    ) -> RunCoroutine[tuple[Run, RankResults]]:
         """Do one run, see `run`, beside others that the calling thread watches; the caller holds the `turn` of all.
 
         log_path: the file that gets all output; empty for one that lasts as long as this process.
@@ -188,12 +191,12 @@ class Launcher:
         told, hint = whole.the_one_to_tell(attempt)
         ended, recorder, spec = told.ended, told.recorder, told.spec
         report = hint or decision.report
-        error = diagnose(ended, spec.task, spec.start.method == "zygote", told.host, cell_name, report)
-        return LaunchResult(spec.task, ended, spec.start, error, log_path, recorder.checkpoint, restarts)
+        error = diagnose(ended, spec.start.method == "zygote", told.host, cell_name, report)
+        return record_of(ended, spec.start, error, log_path, recorder.checkpoint, restarts), ended
 
     def _attempt(
         self, spec: LaunchSpec, watching: RunObservers, log: BinaryIO, recorder: RunRecorder
-    ) -> RunCoroutine[RunResult]:
+    ) -> RunCoroutine[RankResults]:
         with closing(self._worker_group(spec, watching)) as worker_group:
             self._side_by_side.append(worker_group)
             try:
@@ -226,7 +229,7 @@ class Launcher:
         host, worker_group = OomKillWatch(), self._worker_group(spec, watching)
         try:
             with open_log(self.resources.new_log()) as log, closing(watching.watch(worker_group, spec, log)) as ended:
-                error = diagnose(ended, spec.task, spec.start.method == "zygote", host, cell_name)
+                error = diagnose(ended, spec.start.method == "zygote", host, cell_name)
                 if ended.is_interrupted:
                     raise ended.raised or KeyboardInterrupt
                 if error is not None:

@@ -28,7 +28,7 @@ from nbaccel.base.settings import SHRINK, WHOLE, RunSettings
 from nbaccel.launching.ipc.reports import ErrorLink, Place, signal_name
 from nbaccel.launching.ipc.spec import LaunchSpec
 from nbaccel.launching.kernel_models import KernelHolding
-from nbaccel.launching.processes.supervisor import RunResult
+from nbaccel.launching.processes.rank_results import RankResults
 
 __all__ = [
     "GiveUp",
@@ -70,7 +70,7 @@ class LaunchAttempt:
     """One ended run of a spec, and the observations of it."""
 
     spec: LaunchSpec
-    ended: RunResult
+    ended: RankResults
     recorder: RunRecorder
     host: OomKillWatch
 
@@ -280,7 +280,7 @@ class OomRestartPolicy:
         return said
 
 
-def wait_for_memory(gpus: Sequence[Gpu], ended: RunResult, look: Callable[[], Sequence[Gpu]]) -> None:
+def wait_for_memory(gpus: Sequence[Gpu], ended: RankResults, look: Callable[[], Sequence[Gpu]]) -> None:
     """Wait until the driver has freed the memory of killed ranks, for at most 2 s.
 
     It frees the memory of a killed process some 100 ms late, and the next attempt would find it taken.
@@ -296,7 +296,7 @@ def wait_for_memory(gpus: Sequence[Gpu], ended: RunResult, look: Callable[[], Se
         time.sleep(_RELEASE_LOOK_S)
 
 
-def _smaller(spec: LaunchSpec, ended: RunResult, loop: LoopEntered, checkpoint: str) -> LaunchSpec:
+def _smaller(spec: LaunchSpec, ended: RankResults, loop: LoopEntered, checkpoint: str) -> LaunchSpec:
     settings = RunSettings(split=_parts_of_next(loop), resume=checkpoint or None).over(spec.settings)
     left_s = None if spec.timeout_s is None else max(0.0, spec.timeout_s - ended.seconds)
     return replace(spec, settings=settings, timeout_s=left_s, program_limit=ended.program_limit)

@@ -22,10 +22,11 @@ from nbaccel.launching.ipc.user_code import cell_name
 from nbaccel.launching.kernel_models import held_here
 from nbaccel.launching.oom_restart import LaunchAttempt, OomKillWatch, OomRestartPolicy, RunRecorder
 from nbaccel.launching.processes.handle import WorkerHandle
-from nbaccel.launching.processes.launch_result import LaunchResult
+from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.shutdown import endable
-from nbaccel.launching.processes.supervisor import RunObservers, RunResult, open_log
+from nbaccel.launching.processes.supervisor import RunObservers, open_log
 from nbaccel.launching.processes.workers import WorkerGroup
+from nbaccel.launching.run import Run, record_of
 
 __all__ = [
     "CollectivePosition",
@@ -46,7 +47,7 @@ class PersistentWorkers:
         spec: LaunchSpec,
         worker_group: WorkerGroup,
         home: SharedNamespace,
-        ended: RunResult,
+        ended: RankResults,
         *,
         turn: Callable[[str], AbstractContextManager[None]],
         new_log: Callable[[], str],
@@ -80,8 +81,8 @@ class PersistentWorkers:
         timeout_s: float | None = None,
         hang_timeout_s: float | None = None,
         occupied: str = "",
-    ) -> LaunchResult:
-        """Run a task in the ranks; return when all have reported, and wait again.
+    ) -> tuple[Run, RankResults]:
+        """Run a task in the ranks; return when all have reported, and wait again. Returns what `Launcher.run` does.
 
         title: the task in words.  excluded_ranks: ranks that take no part.  The limits are those of `LaunchSpec`.
         occupied: see `Launcher.turn`.
@@ -122,8 +123,8 @@ class PersistentWorkers:
                 os.close(payload.fd)
             self._compare(ended, absent, title)
         over = OomRestartPolicy(lambda: held_here(task.namespace)).after(LaunchAttempt(spec, ended, recorder, host))
-        error = diagnose(ended, task, True, host, cell_name, getattr(over, "report", ""))
-        return LaunchResult(task, ended, spec.start, error, log_path, recorder.checkpoint)
+        error = diagnose(ended, True, host, cell_name, getattr(over, "report", ""))
+        return record_of(ended, spec.start, error, log_path, recorder.checkpoint), ended
 
     def close(self, watching: RunObservers) -> None:
         """End the ranks as at the end of a run; no process of theirs is left."""
@@ -179,7 +180,7 @@ class PersistentWorkers:
         gone = "; ".join(f"rank {rank} of {of} {how}" for rank, how in sorted(self._gone.items()))
         return gone or self._out_of_step
 
-    def _compare(self, ended: RunResult, excluded_ranks: Collection[int], title: str) -> None:
+    def _compare(self, ended: RankResults, excluded_ranks: Collection[int], title: str) -> None:
         """Record the state of each rank after a task, and compare them."""
         for member in self._worker_group.members:
             report = ended.reports[member.rank]
@@ -199,7 +200,7 @@ class PersistentWorkers:
                 f"the ranks are out of step since {title}, and the next collective could hang ({places})"
             )
 
-    def _is_cut(self, ended: RunResult) -> bool:
+    def _is_cut(self, ended: RankResults) -> bool:
         """Return whether exchanges over a device were aborted in this task, or before it and are not restored yet."""
         cuts = [report.cut for report in ended.reports if report is not None and report.cut is not None]
         return (
@@ -208,7 +209,7 @@ class PersistentWorkers:
             or (self._worker_group.page.is_cut and bool(cuts))
         )
 
-    def _mend(self, ended: RunResult, title: str) -> None:
+    def _mend(self, ended: RankResults, title: str) -> None:
         """Decide how ranks with aborted exchanges can go on; all of them have to abort theirs."""
         cuts = {rank: report.cut for rank, report in enumerate(ended.reports) if report is not None and report.cut}
         if self._source is not None and len(cuts) < self.spec.world_size:
@@ -237,7 +238,7 @@ class PersistentWorkers:
         spoilt = f"; until then pull from rank {self._source}" if self._spoilt else ""
         return f"the next cell connects them anew, and trains on from what rank {self._source} has{spoilt}"
 
-    def _position(self, rank: int, issued: int | None, ended: RunResult, is_partial: bool) -> CollectivePosition:
+    def _position(self, rank: int, issued: int | None, ended: RankResults, is_partial: bool) -> CollectivePosition:
         """Return the standing of a rank.
 
         Steps count only after a failure: in a good run a rank may have its own loop.

@@ -6,16 +6,18 @@ Pure data and pictures of it; in the kernel.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.display.figure import Bundle, Picture, draw
 from nbaccel.display.history import History
 from nbaccel.display.panel import Panel
-from nbaccel.display.run_view import kept
+from nbaccel.display.run_view import RunView, kept
 from nbaccel.display.series import Line
 from nbaccel.display.summary import RunFacts, RunState, line, text
+from nbaccel.launching.ipc.spec import Start
+from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.namespace.nbytes import size_of
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ __all__ = [
     "NO_ORIGIN",
     "Run",
     "RunOrigin",
+    "record_of",
+    "seen",
 ]
 
 _MOST_BYTES, _MOST_BYTES_LATER = 1_000_000, 10_000
@@ -211,6 +215,38 @@ class Run:
         word = "stopped" if has_stopped else "done" if error is None else "failed"
         why = f"{type(error).__name__}: {error}".partition("\n")[0] if word == "failed" else ""
         return RunState.ended(word, self.seconds, history.steps, why, history.attempts, history.kept_steps)
+
+
+def record_of(
+    ended: RankResults,
+    start: Start,
+    error: BaseException | None,
+    log_path: str,
+    checkpoint: str,
+    restarts: Sequence[str] = (),
+) -> Run:
+    """Return the record of a run whose ranks have ended, without values yet.
+
+    ended: of the last attempt.  error: that of the rank that failed, if one did.
+    """
+    ended.joined.checkpoint = checkpoint
+    size = len(ended.reports)
+    return Run(
+        [None] * size,
+        History(size),
+        error,
+        start.method,
+        start.reason,
+        log_path,
+        ended.seconds,
+        list(restarts),
+        checkpoint=checkpoint,
+    )
+
+
+def seen(run: Run, shown: RunView) -> None:
+    """Complete the record of a run that has just ended by what its view has gathered."""
+    run.history, run.facts, run.seconds, run.state = shown.history, shown.facts, shown.elapsed_s, None
 
 
 def light_value(value: Any) -> Any:

@@ -25,9 +25,9 @@ from nbaccel.launching.ipc.kernel_state import are_here, set_random_states
 from nbaccel.launching.ipc.spec import LaunchSpec
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.processes.interaction import Pollable
-from nbaccel.launching.processes.launch_result import LaunchResult, Returned
+from nbaccel.launching.processes.rank_results import RankResults, Returned
 from nbaccel.launching.processes.supervisor import RunObservers
-from nbaccel.launching.run import NO_ORIGIN, Run, RunOrigin, light_value
+from nbaccel.launching.run import NO_ORIGIN, Run, RunOrigin, light_value, seen
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import RANDOM, RESULT, CellTask
 from nbaccel.namespace.install import install
@@ -62,7 +62,7 @@ class DisplayData:
 class Host(Protocol):
     """Runs a spec by ranks: a `Launcher`, or persistent ranks."""
 
-    def run(self, spec: LaunchSpec, watching: RunObservers, occupied: str = "") -> LaunchResult:
+    def run(self, spec: LaunchSpec, watching: RunObservers, occupied: str = "") -> tuple[Run, RankResults]:
         """Run the spec, see `Launcher.run`."""
 
 
@@ -70,7 +70,7 @@ class CellRun:
     """The run of `source` according to `plan`.
 
     shown: the view of the run.  error, end, seconds: its exception, its end in one word, and the duration of all its
-    attempts together; valid after `go`.
+    attempts together; valid after `go`.  ended: how its ranks ended, and what they sent.
     told: see `LeftByCell`.
     remember: gets the run that becomes `nbaccel.last_run`, and its post-mortem, once the ranks have ended; its value
     comes with `conclude`.
@@ -96,11 +96,10 @@ class CellRun:
         self._told = told
         self.error: BaseException | None = None
         self.end = ""
-        self.seconds = 0.0
         self._remember = remember
         self._origin = origin
         self._kept: Run | None = None
-        self._outcome: LaunchResult | None = None
+        self._ended: RankResults | None = None
 
     @property
     def is_over(self) -> bool:
@@ -108,9 +107,15 @@ class CellRun:
         return bool(self.end)
 
     @property
-    def outcome(self) -> LaunchResult:
-        assert self._outcome is not None, "the run has not ended"
-        return self._outcome
+    def ended(self) -> RankResults:
+        assert self._ended is not None, "the run has not ended"
+        return self._ended
+
+    @property
+    def kept(self) -> Run:
+        """Return the record of the run, as `nbaccel.last_run` has it."""
+        assert self._kept is not None, "the run has not ended"
+        return self._kept
 
     def go(
         self, host: Host, *, listeners: Sequence[Listener] = (), beside: Sequence[Pollable] = (), occupied: str = ""
@@ -125,11 +130,13 @@ class CellRun:
         shown_ranks = self.plan.options.shown_ranks(self.spec.world_size)
         watching = RunObservers(self.shown, shown_ranks, listeners=[self.shown, *listeners], beside=beside)
         with interrupts_in_one_line():
-            self._outcome = host.run(self.spec, watching, occupied)
-        self.seconds = self.shown.elapsed_s
-        self.error, self.end = how_a_cell_ended(self._outcome, self.plan, self.seconds, self.shown.history.first_step)
-        self._kept = self._as_run(self._outcome).light()
-        self._remember(self._kept, PostMortem.of(self.source.name, self.end, self.error, self._outcome.ended))
+            run, self._ended = host.run(self.spec, watching, occupied)
+        seen(run, self.shown)
+        run.origin = self._origin
+        run.error, self.end = how_a_cell_ended(run, self._ended, self.plan)
+        self.error = run.error
+        self._kept = run.light()
+        self._remember(self._kept, PostMortem.of(self.source.name, self.end, self.error, self._ended))
 
     ending = "finishes its step"
 
@@ -140,7 +147,7 @@ class CellRun:
     @property
     def has_left_something(self) -> bool:
         """Return whether names or changes wait for `conclude`; leftovers of loops do not count."""
-        report = self.outcome.ended.reports[self.task.result_rank]
+        report = self.ended.reports[self.task.result_rank]
         return bool(self.task.out) or (report is not None and bool(report.facts.get("leaves")))
 
     @property
@@ -148,11 +155,9 @@ class CellRun:
         return ["what it left"] if self.task.leaves_all and self.has_left_something else self.task.out
 
     def show_end(self) -> None:
-        ended = self.outcome.ended
-        rank = None if failed_alike(ended) else ended.first_failed
-        self.shown.end(self.end, self.seconds, self.error, rank)
-        if self._kept is not None:
-            self._kept.state = self.shown.state
+        rank = None if failed_alike(self.ended) else self.ended.first_failed
+        self.shown.end(self.end, self.kept.seconds, self.error, rank)
+        self.kept.state = self.shown.state
 
     def conclude(self, namespace: dict[str, Any], say: Callable[[str], None]) -> Any:
         """Bring values into `namespace`, pass messages to `say`, and return the last expression's value; called once.
@@ -164,44 +169,19 @@ class CellRun:
         try:
             return self._conclude(namespace, say)
         finally:
-            self.outcome.close()
-
-    def _as_run(self, outcome: LaunchResult) -> Run:
-        """Return the run as `launch` would return it, without values yet."""
-        ended = outcome.ended
-        return Run(
-            values=[None] * self.spec.world_size,
-            history=self.shown.history,
-            error=self.error,
-            start_method=outcome.start.method,
-            start_reason=outcome.start.reason,
-            log_path=outcome.log_path,
-            seconds=self.seconds,
-            restarts=outcome.restarts,
-            stopped=self._at_the_limit(outcome) if ended.is_timed_out and self.error is None else "",
-            checkpoint=outcome.checkpoint,
-            facts=self.shown.facts,
-            origin=self._origin,
-        )
-
-    def _at_the_limit(self, outcome: LaunchResult) -> str:
-        history = self.shown.history
-        items = None if history.items is None else history.items.done
-        limit_s = self.plan.options.time_limit or 0.0
-        return outcome.at_the_limit(limit_s, "--resume", "--checkpoint-every", history.first_step, items)
+            self.ended.close()
 
     def _conclude(self, namespace: dict[str, Any], say: Callable[[str], None]) -> Any:
-        outcome, ended, error = self.outcome, self.outcome.ended, self.error
+        run, ended, error = self.kept, self.ended, self.error
         result_rank = self.task.result_rank
         report = ended.reports[result_rank]
-        if ended.is_timed_out and error is None:
-            say(self._at_the_limit(outcome))
-        if outcome.start.method != self.plan.start.method:
-            say(f"started by {outcome.start.method} after all: {outcome.start.reason}")
-        returned = _returned(outcome)
+        if run.stopped:
+            say(run.stopped)
+        if run.start_method != self.plan.start.method:
+            say(f"started by {run.start_method} after all: {run.start_reason}")
+        returned = _returned(ended)
         result = returned.values.pop(RESULT, None)
-        if self._kept is not None:
-            self._kept.values[result_rank] = light_value(result)
+        run.values[result_rank] = light_value(result)
         if self.task.random is not None and not are_here(self.task.random):
             returned.values.pop(RANDOM, None)  # cells that ran meanwhile have drawn or seeded
         facts = {} if report is None else report.facts
@@ -253,7 +233,7 @@ class CellRun:
         whence: str,
     ) -> None:
         """Bring back the names in `--out`, and report on the rest."""
-        values, error, ended = returned.values, self.error, self.outcome.ended
+        values, error, ended = returned.values, self.error, self.ended
         if (states := values.pop(RANDOM, None)) is not None:
             set_random_states(states)
         _ = left.trained  # before anything comes
@@ -294,18 +274,14 @@ def interrupts_in_one_line() -> Iterator[None]:
         raise briefly(KeyboardInterrupt(str(interrupt) or "interrupted while no rank was running.")) from None
 
 
-def how_a_cell_ended(
-    outcome: LaunchResult, plan: LaunchPlan, seconds: float, first_step: int
-) -> tuple[BaseException | None, str]:
-    """Return the exception that the cell raises, and the run's end in one word.
-
-    seconds: of all its attempts.  first_step: steps that the program had done when the run began.
-    """
-    ended = outcome.ended
+def how_a_cell_ended(run: Run, ended: RankResults, plan: LaunchPlan) -> tuple[BaseException | None, str]:
+    """Return the exception that the cell raises, and the run's end in one word; note the limit that ended it well."""
     limit = plan.options.limit
     if ended.raised is not None:
         return ended.raised, "stopped"
     if ended.is_timed_out and (ended.is_own_limit or limit is None or limit.ends_well):
+        limit_s = plan.options.time_limit or 0.0
+        run.stopped = ended.at_the_limit(run.history, run.checkpoint, limit_s, "--resume", "--checkpoint-every")
         return None, "stopped"
     if ended.is_timed_out and limit is not None:
         text = f"the run was stopped at its time limit of {limit.seconds:g} s ({limit.flag})."
@@ -313,19 +289,20 @@ def how_a_cell_ended(
     has_stopped = any(report is not None and report.status == "stopped" for report in ended.reports)
     # Peers of a failed rank are interrupted too: their state does not show how the run ended.
     if ended.is_interrupted or (has_stopped and ended.first_failed is None):
-        steps = "" if ended.steps is None else f"; every rank had done {max(0, ended.steps - first_step)} steps"
-        return briefly(KeyboardInterrupt(f"the run was interrupted after {seconds:.1f} s{steps}.")), "stopped"
-    return outcome.error, "done" if outcome.error is None else "failed"
+        done = None if ended.steps is None else max(0, ended.steps - run.history.first_step)
+        steps = "" if done is None else f"; every rank had done {done} steps"
+        return briefly(KeyboardInterrupt(f"the run was interrupted after {run.seconds:.1f} s{steps}.")), "stopped"
+    return run.error, "done" if run.error is None else "failed"
 
 
-def _returned(outcome: LaunchResult) -> Returned:
+def _returned(ended: RankResults) -> Returned:
     try:
-        return outcome.returned()
+        return ended.returned()
     except Exception as error:  # a user's class may raise anything when it is rebuilt
         raise ResultsMissing(
-            f"rank {outcome.task.result_rank} sent its results, but they cannot be rebuilt in the notebook "
+            f"rank {ended.task.result_rank} sent its results, but they cannot be rebuilt in the notebook "
             f"({type(error).__name__}: {error}): import what they need in a cell before this one.",
-            dict.fromkeys(outcome.task.out, str(error)) if isinstance(outcome.task, CellTask) else {},
+            dict.fromkeys(ended.task.out, str(error)) if isinstance(ended.task, CellTask) else {},
         ) from error
 
 

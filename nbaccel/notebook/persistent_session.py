@@ -30,8 +30,9 @@ from nbaccel.launching.launcher import Launcher, refuse_nested_launch
 from nbaccel.launching.persistent_workers import PersistentWorkers
 from nbaccel.launching.plan import LaunchPlan, draws_as_here
 from nbaccel.launching.preflight import ProcessState
-from nbaccel.launching.processes.launch_result import LaunchResult
+from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.run import Run
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.launching.tasks.namespace_tasks import InitTask, Pull, Push
@@ -307,18 +308,18 @@ class PersistentSession:
             raise LaunchRefused(f"rank {rank} has nothing to bring back: {what}.")
         others = [other for other in range(size) if other != rank]
         pull = Pull(persistent.home, names, rank)
-        outcome = self._do(pull, "%accelerate pull", others)
-        report = outcome.ended.reports[rank]
+        ended = self._do(pull, "%accelerate pull", others)
+        report = ended.reports[rank]
         try:
-            if outcome.needs_rows(rank) and set(others) & set(persistent.alive):
+            if ended.needs_rows(rank) and set(others) & set(persistent.alive):
                 with closing(self._do(pull, "%accelerate pull", [rank])) as rest:
-                    outcome.join(rest)
-                    values = outcome.values()
+                    ended.join(rest)
+                    values = ended.values()
             else:
-                values = outcome.values()
+                values = ended.values()
             arrivals = install(values, self._notebook, report.facts.get("sizes", {}) if report else {})
         finally:
-            outcome.close()
+            ended.close()
         for name in values:
             persistent.home.unpulled.pop(name, None)
         if arrivals:
@@ -327,16 +328,16 @@ class PersistentSession:
             reasons = ", ".join(f"{name} ({reason})" for name, reason in report.missing.items())
             raise ResultsMissing(f"not brought back from rank {rank}: {reasons}.", report.missing)
 
-    def _do(self, task: Task, title: str, excluded_ranks: Collection[int] = ()) -> LaunchResult:
+    def _do(self, task: Task, title: str, excluded_ranks: Collection[int] = ()) -> RankResults:
         """Run a task that is no cell; it succeeds or raises."""
-        outcome = self.persistent.run(task, RunObservers(ConsoleScreen()), title=title, excluded_ranks=excluded_ranks)
-        ended = outcome.ended
-        error = ended.raised or (KeyboardInterrupt() if ended.is_interrupted else outcome.error)
+        watching = RunObservers(ConsoleScreen())
+        run, ended = self.persistent.run(task, watching, title=title, excluded_ranks=excluded_ranks)
+        error = ended.raised or (KeyboardInterrupt() if ended.is_interrupted else run.error)
         if error is not None:
-            outcome.close()
+            ended.close()
             self.after(error)
             raise error
-        return outcome
+        return ended
 
     # --- words -------------------------------------------------------------------------------------------------
 
@@ -391,7 +392,7 @@ class PersistentRun:
     def ranks(self) -> list[int]:
         return [rank for rank in range(self.persistent.spec.world_size) if rank not in self.excluded_ranks]
 
-    def run(self, spec: LaunchSpec, watching: RunObservers, occupied: str = "") -> LaunchResult:
+    def run(self, spec: LaunchSpec, watching: RunObservers, occupied: str = "") -> tuple[Run, RankResults]:
         """Run the spec, see `PersistentWorkers.run`."""
         return self.persistent.run(
             spec.task,

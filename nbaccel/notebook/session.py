@@ -315,11 +315,11 @@ class Session:
 
     def conclude(self, run: CellRun) -> Any:
         """Conclude a run that is over: bring its values back, raise its error, and record how it went."""
-        self.last_run = LastRun(run.source.name, run.end, run.seconds)
+        self.last_run = LastRun(run.source.name, run.end, run.kept.seconds)
         try:
             return run.conclude(self.shell.user_ns, self.say)
         finally:
-            if run.outcome.ended.stays:
+            if run.ended.stays:
                 self.stay.after(run.error)
 
     def conclude_and_show(self, run: CellRun) -> Any:

@@ -49,12 +49,12 @@ class Panel(Listener):
 def show(train, press_at=None):
     panel = Panel(press_at)
     spec = LaunchSpec(FunctionTask(train), Devices(2), Start("fork", ""), threads=1)
-    outcome = default_launcher().run(spec, RunObservers(ConsoleScreen(), listeners=[panel]))
+    run, ended = default_launcher().run(spec, RunObservers(ConsoleScreen(), listeners=[panel]))
     facts = {"losses": panel.losses, "rows": panel.rows, "progress": panel.progress,
-             "stopped_after": outcome.ended.steps,
-             "values": [outcome.values(rank).get("value") for rank in range(2)],
-             "status": [report.status for report in outcome.ended.reports], "error": str(outcome.error)}
-    outcome.close()
+             "stopped_after": ended.steps,
+             "values": [ended.values(rank).get("value") for rank in range(2)],
+             "status": [report.status for report in ended.reports], "error": str(run.error)}
+    ended.close()
     print(json.dumps(facts))
 """
 

@@ -142,13 +142,13 @@ def in_ranks(launcher: Launcher, program: Callable[[], Any], own_devices: bool) 
 
     cards = Devices(2, tuple(Gpu(number, f"GPU-{name}", "Tesla T4", 16 * 10**9) for number, name in enumerate("ab")))
     spec = LaunchSpec(FunctionTask(task), cards, Start("fork", "a test"), own_devices=own_devices)
-    outcome = launcher.run(spec, RunObservers(ConsoleScreen()))
+    run, ended = launcher.run(spec, RunObservers(ConsoleScreen()))
     try:
-        if outcome.error is not None:
-            raise outcome.error
-        return [outcome.values(rank)["value"] for rank in range(2)]
+        if run.error is not None:
+            raise run.error
+        return [ended.values(rank)["value"] for rank in range(2)]
     finally:
-        outcome.close()
+        ended.close()
 
 
 @pytest.mark.parametrize("sees", ["its own", "all"])

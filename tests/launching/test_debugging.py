@@ -13,8 +13,10 @@ import pytest
 
 from nbaccel.errors import NoInput
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
-from nbaccel.launching.launcher import Launcher, LaunchResult
+from nbaccel.launching.launcher import Launcher
+from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.run import Run
 from nbaccel.output.screens import ConsoleScreen
 
 Answer = str | Callable[[], str]
@@ -34,16 +36,17 @@ class Typist:
 
 
 @pytest.fixture
-def debug(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[LaunchResult, Typist]]:
+def debug(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Run, RankResults, Typist]]:
     """Runs a function in two ranks, debugs rank 1 with the answers given, and returns how it went."""
 
     def run(
         function: Callable[..., Any], answers: Iterable[Answer], *, start: str = "fork", **limits: float
-    ) -> tuple[LaunchResult, Typist]:
+    ) -> tuple[Run, RankResults, Typist]:
         typist = Typist(answers)
         monkeypatch.setattr(builtins, "input", typist)
         spec = LaunchSpec(FunctionTask(function, debugged=1), Devices(2), Start(start, "a test"), **limits)  # type: ignore[arg-type]
-        return launcher.run(spec, RunObservers(ConsoleScreen())), typist
+        run, ended = launcher.run(spec, RunObservers(ConsoleScreen()))
+        return run, ended, typist
 
     return run
 
@@ -66,9 +69,9 @@ def add_ranks() -> int:
 
 
 def test_the_run_goes_on_with_what_the_debugger_has_changed(debug: Any, start_method: str, capfd: Any) -> None:
-    outcome, typist = debug(add_ranks, ["p own", "own += 10", "c"], start=start_method)
-    assert outcome.error is None
-    assert [outcome.values(rank)["value"] for rank in range(2)] == [13, 13]
+    run, ended, typist = debug(add_ranks, ["p own", "own += 10", "c"], start=start_method)
+    assert run.error is None
+    assert [ended.values(rank)["value"] for rank in range(2)] == [13, 13]
     assert typist.prompts == ["[rank 1] (Pdb) "] * 3
     out, err = capfd.readouterr()
     assert "test_debugging.py" in out
@@ -76,25 +79,25 @@ def test_the_run_goes_on_with_what_the_debugger_has_changed(debug: Any, start_me
     assert "tensor(2)" in out
     assert "rank 1 is in the debugger, and the others wait for it: c goes on, q ends the run." in err
     assert err.count("default 30 minutes") == 1
-    outcome.close()
+    ended.close()
 
 
 def test_the_stack_begins_where_the_users_code_does(debug: Any, capfd: Any) -> None:
-    outcome, _ = debug(add_ranks, ["where", "c"])
+    _, ended, _ = debug(add_ranks, ["where", "c"])
     out = capfd.readouterr().out
     assert "worker.py" not in out
     assert "pytest" not in out.replace("[pytest", "")
     assert out.count("add_ranks()") == 2  # when it stops, and as the whole of `where`
-    outcome.close()
+    ended.close()
 
 
 @pytest.mark.parametrize("leave", ["q", interrupt], ids=["q", "interrupt"])
 def test_leaving_the_debugger_ends_the_run_as_an_interrupt_does(debug: Any, leave: Answer) -> None:
-    outcome, typist = debug(add_ranks, [leave])
-    assert outcome.ended.is_interrupted
-    assert outcome.error is None
+    run, ended, typist = debug(add_ranks, [leave])
+    assert ended.is_interrupted
+    assert run.error is None
     assert len(typist.prompts) == 1
-    outcome.close()
+    ended.close()
 
 
 def fail_alike() -> None:
@@ -103,15 +106,15 @@ def fail_alike() -> None:
 
 
 def test_an_error_of_every_rank_opens_a_post_mortem_in_the_one_that_is_debugged(debug: Any, capfd: Any) -> None:
-    outcome, typist = debug(fail_alike, ["p secret", "q"])
+    run, ended, typist = debug(fail_alike, ["p secret", "q"])
     assert len(typist.prompts) == 2
     out = capfd.readouterr().out
     assert "ValueError: no 0\n" in out
     assert "This is the debugger after the error, with the values that it left; q ends the run." in out
     assert "\n42\n" in out.replace("[rank 1] ", "")
-    assert isinstance(outcome.error, ValueError)
-    assert not outcome.ended.is_interrupted
-    outcome.close()
+    assert isinstance(run.error, ValueError)
+    assert not ended.is_interrupted
+    ended.close()
 
 
 def fail_in_a_library() -> None:
@@ -122,13 +125,13 @@ def fail_in_a_library() -> None:
 
 
 def test_a_post_mortem_begins_at_the_users_line_and_not_inside_a_library(debug: Any, capfd: Any) -> None:
-    outcome, _ = debug(fail_in_a_library, ["p text", "down", "q"])
+    _, ended, _ = debug(fail_in_a_library, ["p text", "down", "q"])
     out = capfd.readouterr().out.replace("[rank 1] ", "")
     assert "fail_in_a_library()" in out
     assert "'{no json'\n" in out
     assert "json/__init__.py" in out.partition("'{no json'")[2]
     assert "json/__init__.py" not in out.partition("'{no json'")[0]
-    outcome.close()
+    ended.close()
 
 
 def rank_0_is_killed() -> None:
@@ -143,10 +146,10 @@ def rank_0_is_killed() -> None:
 
 
 def test_a_lost_peer_opens_no_debugger(debug: Any) -> None:
-    outcome, typist = debug(rank_0_is_killed, [])
+    _, ended, typist = debug(rank_0_is_killed, [])
     assert typist.prompts == []
-    assert outcome.ended.first_failed == 0
-    outcome.close()
+    assert ended.first_failed == 0
+    ended.close()
 
 
 def rank_0_fails_while_rank_1_is_looked_at() -> None:
@@ -158,10 +161,10 @@ def rank_0_fails_while_rank_1_is_looked_at() -> None:
 
 @pytest.mark.slow
 def test_a_peers_error_ends_the_run_and_the_debugger_with_it(debug: Any) -> None:
-    outcome, _ = debug(rank_0_fails_while_rank_1_is_looked_at, ["c"])
-    assert isinstance(outcome.error, ValueError)
-    assert outcome.ended.first_failed == 0
-    outcome.close()
+    run, ended, _ = debug(rank_0_fails_while_rank_1_is_looked_at, ["c"])
+    assert isinstance(run.error, ValueError)
+    assert ended.first_failed == 0
+    ended.close()
 
 
 def ask_for_a_name() -> str:
@@ -169,10 +172,10 @@ def ask_for_a_name() -> str:
 
 
 def test_input_of_that_rank_asks_too(debug: Any) -> None:
-    outcome, typist = debug(ask_for_a_name, ["Ada"])
-    assert outcome.values(1)["value"] == "Ada"
+    _, ended, typist = debug(ask_for_a_name, ["Ada"])
+    assert ended.values(1)["value"] == "Ada"
     assert typist.prompts == ["[rank 1] name? "]
-    outcome.close()
+    ended.close()
 
 
 class Samples:
@@ -191,12 +194,12 @@ def load_in_another_process() -> list[Any]:
 
 
 def test_a_breakpoint_in_a_loaders_process_says_where_it_can_be_debugged(debug: Any) -> None:
-    outcome, typist = debug(load_in_another_process, ["q"])
-    assert isinstance(outcome.error, NoInput)
-    assert "a child process of rank 1 asked for keyboard input" in str(outcome.error)
-    assert "a loader with num_workers=0 reads its data in the rank" in str(outcome.error)
+    run, ended, typist = debug(load_in_another_process, ["q"])
+    assert isinstance(run.error, NoInput)
+    assert "a child process of rank 1 asked for keyboard input" in str(run.error)
+    assert "a loader with num_workers=0 reads its data in the rank" in str(run.error)
     assert typist.prompts == ["[rank 1] (Pdb) "]  # the post-mortem of what came of it
-    outcome.close()
+    ended.close()
 
 
 @pytest.mark.slow
@@ -207,8 +210,8 @@ def test_time_at_the_prompt_counts_for_no_limit(debug: Any) -> None:
         threading.Event().wait(limit_s + 0.5)
         return "c"
 
-    outcome, _ = debug(add_ranks, [think], timeout_s=limit_s, hang_timeout_s=limit_s)
-    assert outcome.error is None
-    assert not outcome.ended.is_timed_out
-    assert outcome.values(0)["value"] == 3
-    outcome.close()
+    run, ended, _ = debug(add_ranks, [think], timeout_s=limit_s, hang_timeout_s=limit_s)
+    assert run.error is None
+    assert not ended.is_timed_out
+    assert ended.values(0)["value"] == 3
+    ended.close()

@@ -90,13 +90,13 @@ def in_ranks(
         parts=() if shield is None else (("nbaccel.features.check.shield.shielded:Shielded", shield.entry),),
         meeting_folder=None if shield is None else shield.meeting_folder,
     )
-    result = launcher.run(spec, RunObservers(ConsoleScreen()))
+    run, ended = launcher.run(spec, RunObservers(ConsoleScreen()))
     try:
-        if result.error is not None:
-            raise result.error
-        return [result.values(rank)["value"] for rank in range(2)]
+        if run.error is not None:
+            raise run.error
+        return [ended.values(rank)["value"] for rank in range(2)]
     finally:
-        result.close()
+        ended.close()
 
 
 def state_of(folder: Path) -> dict[str, str]:

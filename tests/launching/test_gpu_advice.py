@@ -8,7 +8,7 @@ from nbaccel.launching.diagnosis import advice, diagnose
 from nbaccel.launching.ipc.reports import ErrorLink, RankReport
 from nbaccel.launching.ipc.spec import FunctionTask
 from nbaccel.launching.oom_restart import OomKillWatch
-from nbaccel.launching.processes.supervisor import RunResult
+from nbaccel.launching.processes.rank_results import RankResults
 
 BAD_FORK = "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must …"
 
@@ -77,9 +77,16 @@ def test_memory_and_mistakes_are_left_to_those_who_know_more() -> None:
 @pytest.mark.parametrize(("started_clean", "move"), [(False, "is a fork of the notebook"), (True, "does not let this")])
 def test_a_failed_run_says_it_by_how_its_ranks_started(started_clean: bool, move: str) -> None:
     text = "RuntimeError: CUDA driver initialization failed, you might not have a CUDA gpu."
-    ended = RunResult(
-        [RankReport("failed", -1, links=[ErrorLink("RuntimeError", [text], [])])], [1], [False], 0, False, False, 1.0
+    ended = RankResults(
+        FunctionTask(print),
+        [RankReport("failed", -1, links=[ErrorLink("RuntimeError", [text], [])])],
+        [1],
+        [False],
+        0,
+        False,
+        False,
+        1.0,
     )
-    error = diagnose(ended, FunctionTask(print), started_clean, OomKillWatch(), lambda name: None)
+    error = diagnose(ended, started_clean, OomKillWatch(), lambda name: None)
     assert error is not None
     assert move in error.__notes__[-1]

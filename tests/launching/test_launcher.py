@@ -313,7 +313,7 @@ def test_what_a_rank_has_written_last_is_shown_when_it_is_gone(
         os.kill(os.getpid(), signal.SIGKILL)
 
     spec = LaunchSpec(FunctionTask(dies), Devices(1), Start("fork", "a test"))
-    launcher.run(spec, RunObservers(BusyUntil(*os.pipe()))).close()
+    launcher.run(spec, RunObservers(BusyUntil(*os.pipe())))[1].close()
     shown = capfd.readouterr().out.splitlines()
     assert [shown[0], shown[-1]] == ["begins", "last words"]
 

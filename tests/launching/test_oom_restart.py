@@ -27,7 +27,7 @@ from nbaccel.launching.oom_restart import (
     RunRecorder,
     wait_for_memory,
 )
-from nbaccel.launching.processes.supervisor import RunResult
+from nbaccel.launching.processes.rank_results import RankResults
 
 GB = 1_000_000_000
 SPEC = LaunchSpec(FunctionTask(print), Devices(2), Start("fork", "a test"), RunSettings(seed=7), oom="shrink")
@@ -60,7 +60,7 @@ def attempt(
     recorder = RunRecorder()
     for event in events:
         recorder.feed(1, 0.0, event)
-    how = RunResult([None, report], [-signal.SIGTERM, exit_code], [True, False], 1, False, False, 12.0)
+    how = RankResults(SPEC.task, [None, report], [-signal.SIGTERM, exit_code], [True, False], 1, False, False, 12.0)
     return LaunchAttempt(spec, replace(how, **ended), recorder, OomKillWatch())
 
 
@@ -260,7 +260,7 @@ def test_a_run_that_was_stopped_is_over(how: dict[str, Any]) -> None:
 def test_a_rank_that_died_says_why_it_was_not_started_again() -> None:
     dead = attempt(None, exit_code=-signal.SIGKILL)
     report = stopped(OomRestartPolicy().after(dead))
-    error = diagnose(dead.ended, SPEC.task, False, dead.host, lambda name: None, report)
+    error = diagnose(dead.ended, False, dead.host, lambda name: None, report)
     assert isinstance(error, RankDied)
     assert "not started again: nothing of ours can be cut" in str(error)
 
@@ -346,7 +346,7 @@ def waited(gpus: tuple[Gpu, ...], exit_codes: list[int], *used_bytes: int) -> in
         count += 1
         return [replace(T4, used_bytes=next(looks)), replace(OTHER_T4, uuid="GPU-of-others", used_bytes=9 * GB)]
 
-    ended = RunResult([None, None], exit_codes, [True, False], 1, False, False, 12.0)
+    ended = RankResults(SPEC.task, [None, None], exit_codes, [True, False], 1, False, False, 12.0)
     wait_for_memory(gpus, ended, look)
     return count
 

@@ -20,10 +20,11 @@ from nbaccel.errors import CannotSend, RankDied
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.reaper import session_members
 from nbaccel.launching.ipc.spec import Devices, LaunchSpec, SharedNamespace, Start
-from nbaccel.launching.launcher import Launcher, LaunchResult
+from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.persistent_workers import PersistentWorkers
 from nbaccel.launching.processes import shutdown
 from nbaccel.launching.processes.interaction import Pollable
+from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import CellTask
@@ -52,7 +53,7 @@ class Ranks:
         )
         self.persistent: PersistentWorkers = launcher.start(spec, ConsoleScreen())
         self.error: BaseException | None = None
-        self.outcome: LaunchResult | None = None
+        self.ended: RankResults | None = None
 
     def cell(
         self,
@@ -78,12 +79,12 @@ class Ranks:
         return self._run(Pull(self.home, names, rank), RunObservers(ConsoleScreen()), without)
 
     def _run(self, task: Any, watching: RunObservers, without: Sequence[int] = (), **limits: float) -> dict[str, Any]:
-        outcome = self.persistent.run(task, watching, title="Cell In[1]", excluded_ranks=without, **limits)
+        run, ended = self.persistent.run(task, watching, title="Cell In[1]", excluded_ranks=without, **limits)
         try:
-            self.outcome, self.error = outcome, outcome.error
-            return outcome.values()
+            self.ended, self.error = ended, run.error
+            return ended.values()
         finally:
-            outcome.close()
+            ended.close()
 
 
 @pytest.fixture
@@ -282,8 +283,8 @@ class _PressAtOnce(Pollable):
 def test_a_press_stops_the_cell_and_the_names_stay(ranks: Make) -> None:
     us = ranks(y=1)
     us.cell("import threading\ny += 1\nthreading.Event().wait()", beside=[_PressAtOnce(1)])
-    assert us.outcome is not None
-    assert us.outcome.ended.is_interrupted
+    assert us.ended is not None
+    assert us.ended.is_interrupted
     assert us.cell("y += 1", out=("y",)) == {"y": 3}
 
 
@@ -323,8 +324,8 @@ def test_training_that_is_stopped_goes_on_in_the_next_cell(ranks: Make) -> None:
         "        accelerator.backward(model(x).sum()); optimizer.step(); optimizer.zero_grad(); steps += 1\n"
     )
     us.cell("while True: epoch()", timeout_s=0.2)
-    assert us.outcome is not None
-    assert us.outcome.ended.is_timed_out
+    assert us.ended is not None
+    assert us.ended.is_timed_out
     assert us.persistent.trouble == ""
     done = [us.pull("steps", rank=rank)["steps"] for rank in range(WORLD_SIZE)]
     assert done[0] == done[1]
@@ -390,7 +391,7 @@ def test_ranks_that_fail_to_settle_leave_nothing(launcher: Launcher, start_metho
 
 
 def _missing(us: Ranks) -> dict[str, str]:
-    report = us.outcome.ended.reports[0] if us.outcome else None
+    report = us.ended.reports[0] if us.ended else None
     return {} if report is None else report.missing
 
 

@@ -18,9 +18,11 @@ from nbaccel.base.settings import RunSettings
 from nbaccel.errors import PeerFailed, RankDied
 from nbaccel.launching.ipc.reaper import session_members
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
-from nbaccel.launching.launcher import Launcher, LaunchResult
+from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes.rank_losses import MOST_RESTARTS
+from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.run import Run
 from nbaccel.output.screens import ConsoleScreen
 
 
@@ -45,20 +47,21 @@ def run_restartable(
     n: int = 2,
     start: str = "fork",
     seed: int | None = None,
-) -> tuple[LaunchResult, Told]:
+) -> tuple[Run, RankResults, Told]:
     told = Told()
     settings = RunSettings(cpu=True, independent=True, seed=seed)
     spec = LaunchSpec(FunctionTask(function, args), Devices(n), Start(start, "a test"), settings, restarts_ranks=True)
     watching = RunObservers(ConsoleScreen(), notice=told.lines.append, listeners=[told])
-    return launcher.run(spec, watching), told
+    run, ended = launcher.run(spec, watching)
+    return run, ended, told
 
 
-def values(result: LaunchResult) -> list[Any]:
-    assert result.error is None, result.error
+def values(run: Run, ended: RankResults) -> list[Any]:
+    assert run.error is None, run.error
     try:
-        return [result.values(rank)["value"] for rank in range(len(result.ended.reports))]
+        return [ended.values(rank)["value"] for rank in range(len(ended.reports))]
     finally:
-        result.close()
+        ended.close()
 
 
 def tries_of(folder: str) -> int:
@@ -88,8 +91,8 @@ def dies_once(folder: str) -> tuple[int, int]:
 def test_a_killed_rank_is_started_again_while_the_others_work(
     launcher: Launcher, tmp_path: Path, start_method: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    result, told = run_restartable(launcher, dies_once, str(tmp_path), start=start_method)
-    assert values(result) == [(0, 1), (1, 2)]
+    run, ended, told = run_restartable(launcher, dies_once, str(tmp_path), start=start_method)
+    assert values(run, ended) == [(0, 1), (1, 2)]
     line = "rank 1 was killed by SIGKILL; started again, its items go to the others meanwhile"
     assert told.lines == [line]
     assert (1, RankRestarted(line)) in told.events
@@ -112,8 +115,8 @@ def dies_twice(folder: str) -> tuple[int, int]:
 def test_no_two_processes_of_a_run_draw_the_same_random_numbers(
     launcher: Launcher, tmp_path: Path, start_method: str
 ) -> None:
-    result, _ = run_restartable(launcher, dies_twice, str(tmp_path), start=start_method, seed=100)
-    assert values(result) == [(3, 104), (3, 105)]
+    run, ended, _ = run_restartable(launcher, dies_twice, str(tmp_path), start=start_method, seed=100)
+    assert values(run, ended) == [(3, 104), (3, 105)]
     assert sorted((tmp_path / "seeds").read_text().split()) == ["100", "101", "102", "103", "104", "105"]
 
 
@@ -124,8 +127,8 @@ def test_a_rank_that_leaves_by_an_exit_code_is_started_again_too(launcher: Launc
             os._exit(3)
         return tries
 
-    result, told = run_restartable(launcher, leaves_once)
-    assert values(result) == [2, 2]
+    run, ended, told = run_restartable(launcher, leaves_once)
+    assert values(run, ended) == [2, 2]
     assert sorted(told.lines)[1].startswith("rank 1 ended with exit code 3; started again")
 
 
@@ -138,13 +141,13 @@ def test_a_rank_without_progress_ends_the_run_after_three_restarts(launcher: Lau
         emit(ItemsDone())  # a report without an item is no progress
         os.kill(os.getpid(), signal.SIGKILL)
 
-    result, told = run_restartable(launcher, always_dies)
-    assert isinstance(result.error, RankDied)
-    assert "rank 1 of 2 was killed by SIGKILL" in str(result.error)
-    assert "started again 3 times, and finished no item in between" in str(result.error)
+    run, ended, told = run_restartable(launcher, always_dies)
+    assert isinstance(run.error, RankDied)
+    assert "rank 1 of 2 was killed by SIGKILL" in str(run.error)
+    assert "started again 3 times, and finished no item in between" in str(run.error)
     assert len(told.lines) == MOST_RESTARTS
     assert (tmp_path / "1").read_text() == "x" * (MOST_RESTARTS + 1)
-    result.close()
+    ended.close()
 
 
 def test_progress_allows_as_many_restarts_again(launcher: Launcher, tmp_path: Path) -> None:
@@ -157,8 +160,8 @@ def test_progress_allows_as_many_restarts_again(launcher: Launcher, tmp_path: Pa
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
-    result, told = run_restartable(launcher, works_and_dies, n=1)
-    assert values(result) == [2 * MOST_RESTARTS + 1]
+    run, ended, told = run_restartable(launcher, works_and_dies, n=1)
+    assert values(run, ended) == [2 * MOST_RESTARTS + 1]
     assert len(told.lines) == 2 * MOST_RESTARTS
 
 
@@ -168,10 +171,10 @@ def test_a_rank_that_raises_ends_the_run_as_ever(launcher: Launcher, start_metho
             raise ValueError("boom")
         time.sleep(60)
 
-    result, told = run_restartable(launcher, fails, start=start_method)
-    assert isinstance(result.error, ValueError)
+    run, ended, told = run_restartable(launcher, fails, start=start_method)
+    assert isinstance(run.error, ValueError)
     assert told.lines == []
-    result.close()
+    ended.close()
 
 
 def test_no_process_of_a_dead_rank_is_left(launcher: Launcher, tmp_path: Path) -> None:
@@ -184,8 +187,8 @@ def test_no_process_of_a_dead_rank_is_left(launcher: Launcher, tmp_path: Path) -
             os.kill(os.getpid(), signal.SIGKILL)
         return os.getpid()
 
-    result, _ = run_restartable(launcher, leaves_a_child, n=1)
-    (pid,) = values(result)
+    run, ended, _ = run_restartable(launcher, leaves_a_child, n=1)
+    (pid,) = values(run, ended)
     assert not session_members([pid, int((tmp_path / "child").read_text())])
 
 
@@ -207,8 +210,8 @@ def test_ranks_form_a_group_at_the_first_collective(launcher: Launcher) -> None:
         assert (Accelerator().num_processes, PartialState().num_processes) == (2, 2)
         return dist.is_initialized(), meets()
 
-    result, _ = run_restartable(launcher, meets_late)
-    assert values(result) == [(False, 2.0), (False, 2.0)]
+    run, ended, _ = run_restartable(launcher, meets_late)
+    assert values(run, ended) == [(False, 2.0), (False, 2.0)]
 
 
 def test_a_death_after_ranks_have_met_ends_the_run_in_one_sentence(launcher: Launcher) -> None:
@@ -218,11 +221,11 @@ def test_a_death_after_ranks_have_met_ends_the_run_in_one_sentence(launcher: Lau
             os.kill(os.getpid(), signal.SIGKILL)
         meets()
 
-    result, told = run_restartable(launcher, meets_and_dies)
-    assert isinstance(result.error, RankDied)
-    assert "have formed a process group, so none of them can be started again alone" in str(result.error)
+    run, ended, told = run_restartable(launcher, meets_and_dies)
+    assert isinstance(run.error, RankDied)
+    assert "have formed a process group, so none of them can be started again alone" in str(run.error)
     assert told.lines == []
-    result.close()
+    ended.close()
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -238,18 +241,18 @@ def test_a_collective_after_a_death_is_an_error_and_no_hang(launcher: Launcher, 
             meets()
         time.sleep(60)
 
-    result, told = run_restartable(launcher, meets_after_a_death)
-    assert isinstance(result.error, PeerFailed)
-    assert f"rank {who} of 2 was about to form a process group, and a rank of this run has died" in str(result.error)
+    run, ended, told = run_restartable(launcher, meets_after_a_death)
+    assert isinstance(run.error, PeerFailed)
+    assert f"rank {who} of 2 was about to form a process group, and a rank of this run has died" in str(run.error)
     assert len(told.lines) == 1
-    result.close()
+    ended.close()
 
 
 def test_a_dead_zygote_is_replaced_when_a_rank_is_started_again(tmp_path: Path) -> None:
     with closing(Launcher()) as launcher:
         zygote = launcher.resources.zygote()
-        result, told = run_restartable(launcher, kills_the_zygote, str(tmp_path), zygote.pid, start="zygote")
-        assert values(result) == [1, 2]
+        run, ended, told = run_restartable(launcher, kills_the_zygote, str(tmp_path), zygote.pid, start="zygote")
+        assert values(run, ended) == [1, 2]
         assert len(told.lines) == 1
         assert launcher.resources.zygote() is not zygote
 

@@ -32,9 +32,10 @@ from nbaccel.launching.inline import run_inline
 from nbaccel.launching.ipc.ring import RingWriter
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
 from nbaccel.launching.ipc.telemetry import Rings, Telemetry, write_event, write_loss
-from nbaccel.launching.launcher import Launcher, LaunchResult
+from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.preflight import threads_per_rank
 from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.run import Run
 from nbaccel.output.screens import ConsoleScreen
 
 
@@ -65,13 +66,13 @@ class _Broken(_Heard):
 
 def run(
     launcher: Launcher, function: Any, *listeners: Listener, world_size: int = 2, start_method: str = "fork"
-) -> LaunchResult:
+) -> Run:
     spec = LaunchSpec(
         FunctionTask(function), Devices(world_size), Start(start_method, ""), threads=threads_per_rank(2, world_size)
     )
-    outcome = launcher.run(spec, RunObservers(ConsoleScreen(), listeners=listeners))
-    outcome.close()
-    return outcome
+    record, ended = launcher.run(spec, RunObservers(ConsoleScreen(), listeners=listeners))
+    ended.close()
+    return record
 
 
 def test_every_rank_is_heard_in_its_order_with_the_time(launcher: Launcher, start_method: str) -> None:
@@ -169,8 +170,8 @@ def test_the_last_records_of_a_rank_that_was_killed_are_read(launcher: Launcher,
         os.kill(os.getpid(), signal.SIGKILL)
 
     heard = _Heard()
-    outcome = run(launcher, die, heard, world_size=1, start_method=start_method)
-    assert outcome.error is not None
+    record = run(launcher, die, heard, world_size=1, start_method=start_method)
+    assert record.error is not None
     assert [loss.step for loss in heard.of(Loss)] == list(range(100))
     assert heard.of(Metric) == [Metric({"accuracy": 0.5}, 99)]
 
@@ -201,8 +202,8 @@ def test_a_listener_that_fails_is_left_out_and_the_run_goes_on(
         return 7
 
     broken, heard = _Broken(), _Heard()
-    outcome = run(launcher, train, broken, heard)
-    assert outcome.error is None
+    record = run(launcher, train, broken, heard)
+    assert record.error is None
     assert len(broken.all) == 1
     assert len(heard.of(Loss, 0)) == len(heard.of(Loss, 1)) == 10
     assert capfd.readouterr().err == (
@@ -279,6 +280,7 @@ from nbaccel.launching.ipc.spec import Start
 from nbaccel.output.screens import ConsoleScreen
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec
 from nbaccel.launching.processes.supervisor import RunObservers
+from nbaccel.launching.run import Run
 
 go, done = map(int, sys.argv[1:])
 
@@ -302,7 +304,7 @@ class Count:
 
 count = Count()
 spec = LaunchSpec(FunctionTask(train), Devices(2), Start("fork", ""))
-default_launcher().run(spec, RunObservers(ConsoleScreen(), listeners=[count])).close()
+default_launcher().run(spec, RunObservers(ConsoleScreen(), listeners=[count]))[1].close()
 print(count.arrived, sum(count.lost.values()))
 """
 

@@ -13,11 +13,13 @@ import pytest
 from nbaccel.base.settings import RunSettings
 from nbaccel.launching.ipc.control import ControlPage, RankPosition
 from nbaccel.launching.ipc.spec import Devices, LaunchSpec, Start
-from nbaccel.launching.launcher import Launcher, LaunchResult
+from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes import shutdown
 from nbaccel.launching.processes.interaction import Pollable
+from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.launching.rank.lifetime import SPOILT
+from nbaccel.launching.run import Run
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.output.screens import ConsoleScreen
@@ -59,8 +61,8 @@ class InterruptOnce(Pollable):
 
 def run(
     launcher: Launcher, of_rank_0: str, of_rank_1: str, out: tuple[str, ...] | None = None, *beside: Pollable
-) -> tuple[LaunchResult, float]:
-    """The outcome of a cell whose ranks do different things, and its seconds."""
+) -> tuple[Run, RankResults, float]:
+    """The end of a cell whose ranks do different things, and its seconds."""
     lines = [
         *HEAD.splitlines(),
         "if accelerator.process_index == 0:",
@@ -78,14 +80,14 @@ def run(
         setup="devicelike:setup_reading_rank",
     )
     began = time.monotonic()
-    outcome = launcher.run(spec, RunObservers(ConsoleScreen(), beside=beside))
+    record, ended = launcher.run(spec, RunObservers(ConsoleScreen(), beside=beside))
     seconds = time.monotonic() - began
     print(f"{seconds:.2f} s")
-    return outcome, seconds
+    return record, ended, seconds
 
 
-def missing(outcome: LaunchResult) -> dict[str, str]:
-    report = outcome.ended.reports[0]
+def missing(ended: RankResults) -> dict[str, str]:
+    report = ended.reports[0]
     return {"rank 0": "did not report"} if report is None else report.missing
 
 
@@ -94,27 +96,27 @@ def missing(outcome: LaunchResult) -> dict[str, str]:
 def test_a_rank_that_waits_in_its_device_for_one_that_failed_says_what_does_not_come(
     launcher: Launcher, wait: str
 ) -> None:
-    outcome, seconds = run(launcher, f"{SOONER}\n{BEGINS_A_SUM}\n{WAITS[wait]}", "1 / 0")
+    record, ended, seconds = run(launcher, f"{SOONER}\n{BEGINS_A_SUM}\n{WAITS[wait]}", "1 / 0")
     try:
-        assert isinstance(outcome.error, ZeroDivisionError)
-        assert missing(outcome) == dict.fromkeys(["net", "first", "group", "total", "known"], SPOILT)
-        assert outcome.values() == {}
-        assert outcome.ended.killed_by_us == [False, False]
+        assert isinstance(record.error, ZeroDivisionError)
+        assert missing(ended) == dict.fromkeys(["net", "first", "group", "total", "known"], SPOILT)
+        assert ended.values() == {}
+        assert ended.killed_by_us == [False, False]
         assert seconds < SOON_S
     finally:
-        outcome.close()
+        ended.close()
 
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_one_that_was_killed_says_what_does_not_come(launcher: Launcher) -> None:
     body = f"{SOONER}\n{BEGINS_A_SUM}\ngroup.drain()"
-    outcome, seconds = run(launcher, body, "os.kill(os.getpid(), 9)", ("net", "first"))
+    _, ended, seconds = run(launcher, body, "os.kill(os.getpid(), 9)", ("net", "first"))
     try:
-        assert missing(outcome) == {"net": SPOILT, "first": SPOILT}
-        assert outcome.ended.first_failed == 1
+        assert missing(ended) == {"net": SPOILT, "first": SPOILT}
+        assert ended.first_failed == 1
         assert seconds < SOON_S
     finally:
-        outcome.close()
+        ended.close()
 
 
 @pytest.mark.slow
@@ -123,28 +125,28 @@ def test_a_stop_ends_a_wait_for_a_rank_that_was_stopped_before(launcher: Launche
     here = f"pathlib.Path({str(tmp_path)!r}, str(accelerator.process_index)).touch()"
     rank_0 = f"{SOONER}\n{BEGINS_A_SUM}\n{here}\n{WAITS[wait]}"
     interrupt = InterruptOnce(tmp_path / "0", tmp_path / "1")
-    outcome, seconds = run(launcher, rank_0, f"{here}\ntime.sleep(60)", ("net",), interrupt)
+    _, ended, seconds = run(launcher, rank_0, f"{here}\ntime.sleep(60)", ("net",), interrupt)
     try:
-        assert outcome.ended.is_interrupted
-        assert missing(outcome) == {"net": SPOILT}
-        assert outcome.ended.killed_by_us == [False, False]
+        assert ended.is_interrupted
+        assert missing(ended) == {"net": SPOILT}
+        assert ended.killed_by_us == [False, False]
         assert seconds < SOON_S
     finally:
-        outcome.close()
+        ended.close()
 
 
 @pytest.mark.slow
 def test_what_a_device_is_still_computing_when_another_rank_fails_comes(launcher: Launcher) -> None:
     """It is given some time before it is taken for one that waits."""
     slow = "group.later(lambda: time.sleep(1.2))\ngroup.later(lambda: net.weight.data.add_(1))\ntime.sleep(60)"
-    outcome, _ = run(launcher, slow, "1 / 0", ("net", "first"))
+    record, ended, _ = run(launcher, slow, "1 / 0", ("net", "first"))
     try:
-        values = outcome.values()
-        assert isinstance(outcome.error, ZeroDivisionError)
-        assert missing(outcome) == {}
+        values = ended.values()
+        assert isinstance(record.error, ZeroDivisionError)
+        assert missing(ended) == {}
         assert (values["net"].weight - values["first"]).flatten().tolist() == pytest.approx([1] * 4)
     finally:
-        outcome.close()
+        ended.close()
 
 
 @pytest.mark.slow
@@ -153,62 +155,62 @@ def test_what_a_device_is_still_computing_at_a_stop_comes(launcher: Launcher, tm
     here = f"pathlib.Path({str(tmp_path)!r}, str(accelerator.process_index)).touch()"
     slow = f"group.later(lambda: time.sleep(5))\ngroup.later(lambda: net.weight.data.add_(1))\n{here}\ntime.sleep(60)"
     interrupt = InterruptOnce(tmp_path / "0", tmp_path / "1")
-    outcome, _ = run(launcher, slow, f"{here}\ntime.sleep(60)", ("net", "first"), interrupt)
+    _, ended, _ = run(launcher, slow, f"{here}\ntime.sleep(60)", ("net", "first"), interrupt)
     try:
-        values = outcome.values()
-        assert missing(outcome) == {}
+        values = ended.values()
+        assert missing(ended) == {}
         assert (values["net"].weight - values["first"]).flatten().tolist() == pytest.approx([1] * 4)
     finally:
-        outcome.close()
+        ended.close()
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_through_waits_for_a_sum_as_long_as_there_is_a_peer_to_join_it(launcher: Launcher) -> None:
-    outcome, seconds = run(launcher, f"cut._ALONE_S = 1\n{BEGINS_A_SUM}", "pass", ("net",))
+    record, ended, seconds = run(launcher, f"cut._ALONE_S = 1\n{BEGINS_A_SUM}", "pass", ("net",))
     try:
-        assert outcome.error is None
-        assert missing(outcome) == {"net": SPOILT}
+        assert record.error is None
+        assert missing(ended) == {"net": SPOILT}
         assert seconds < SOON_S
     finally:
-        outcome.close()
+        ended.close()
 
 
 @pytest.mark.slow
 def test_a_device_that_computes_for_long_at_the_end_of_a_run_is_waited_for(launcher: Launcher) -> None:
     late = "group.later(lambda: time.sleep(0.5))"
     body = f"cut._HUNG_S = cut._FAILED_S = 0.05\n{BEGINS_A_SUM}"
-    outcome, _ = run(launcher, body, f"{late}\n{BEGINS_A_SUM}", ("net", "first"))
+    record, ended, _ = run(launcher, body, f"{late}\n{BEGINS_A_SUM}", ("net", "first"))
     try:
-        values = outcome.values()
-        assert outcome.error is None
+        values = ended.values()
+        assert record.error is None
         assert (values["net"].weight - values["first"]).flatten().tolist() == pytest.approx([2] * 4)
     finally:
-        outcome.close()
+        ended.close()
 
 
 @pytest.mark.slow
 def test_a_rank_that_failed_behind_a_wait_without_end_says_so(launcher: Launcher) -> None:
     """Its peer waits for it on the host, and the kernel does not know that anything is wrong."""
     fails = "cut._FAILED_S = 0.2\ngroup.later(group.wait_for_abort)\n1 / 0"
-    outcome, seconds = run(launcher, fails, "time.sleep(60)", ("net",))
+    record, ended, seconds = run(launcher, fails, "time.sleep(60)", ("net",))
     try:
-        assert isinstance(outcome.error, ZeroDivisionError)
-        assert missing(outcome) == {"net": SPOILT}
+        assert isinstance(record.error, ZeroDivisionError)
+        assert missing(ended) == {"net": SPOILT}
         assert seconds < SOON_S
     finally:
-        outcome.close()
+        ended.close()
 
 
 @pytest.mark.slow
 def test_a_device_that_an_abort_does_not_free_is_not_read(launcher: Launcher) -> None:
     stuck = f"{SOONER}\ncut._FREE_S = 0.2\ngroup.later(lambda: time.sleep(1000))\ntime.sleep(60)"
-    outcome, seconds = run(launcher, stuck, "1 / 0", ("net",))
+    record, ended, seconds = run(launcher, stuck, "1 / 0", ("net",))
     try:
-        assert isinstance(outcome.error, ZeroDivisionError)
-        assert missing(outcome) == {"the results": SPOILT}
+        assert isinstance(record.error, ZeroDivisionError)
+        assert missing(ended) == {"the results": SPOILT}
         assert seconds < SOON_S
     finally:
-        outcome.close()
+        ended.close()
 
 
 class Ranks:

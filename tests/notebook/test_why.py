@@ -14,7 +14,8 @@ import torch
 from nbaccel.errors import CannotSend, RanksFailed
 from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.ipc.reports import ErrorLink, RankReport
-from nbaccel.launching.processes.supervisor import RunResult
+from nbaccel.launching.ipc.spec import FunctionTask
+from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.notebook.why import why_report
 
 MISMATCH = """%%accelerate --cpu -n 2
@@ -201,6 +202,6 @@ def test_an_error_that_all_ranks_had_is_said_of_all_of_them(messages: list[str],
     links = [[ErrorLink("ValueError", [f"ValueError: {message}"], [])] for message in messages]
     reports: list[RankReport | None] = [RankReport("failed", -1, links=chain) for chain in links]
     ranks = len(reports)
-    ended = RunResult(reports, [1] * ranks, [False] * ranks, ranks - 1, False, False, 1.0)
+    ended = RankResults(FunctionTask(print), reports, [1] * ranks, [False] * ranks, ranks - 1, False, False, 1.0)
     told = PostMortem.of("Cell In[1]", "failed", ValueError("no room"), ended)
     assert why_report(told, str).splitlines()[0] == f"Cell In[1] failed {where}: ValueError: no room"

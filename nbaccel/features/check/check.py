@@ -130,13 +130,14 @@ class CellCheck:
     def _run(self, place: DryRunRanks, plan: LaunchPlan, spec: LaunchSpec, noise: float = 0.0) -> DryRunResult:
         began = time.monotonic()
         tree, namespace = self._source.parsed(), self._cell.namespace
-        outcome = self._launcher.run(spec, unseen(plan, self._source.name))
+        run, ended = self._launcher.run(spec, unseen(plan, self._source.name))
         try:
-            if outcome.ended.is_interrupted:
+            if ended.is_interrupted:
                 raise interrupted("the check was", [*self._changed_later, *place.changed_files()])
             return DryRunResult.of(
-                [read_records(place.records, rank) for rank in range(len(outcome.ended.reports))],
-                outcome,
+                [read_records(place.records, rank) for rank in range(len(ended.reports))],
+                run,
+                ended,
                 seconds=time.monotonic() - began,
                 noise=noise,
                 free_bytes=place.shield.free_bytes,
@@ -145,4 +146,4 @@ class CellCheck:
                 incomparable=incomparable_names(tree, namespace),
             )
         finally:
-            outcome.close()
+            ended.close()

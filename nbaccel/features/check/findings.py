@@ -16,7 +16,8 @@ from nbaccel.features.check.forecasts.trainer_counts import SAVE
 from nbaccel.launching.diagnosis import failed_alike
 from nbaccel.launching.ipc.reports import ErrorLink
 from nbaccel.launching.ipc.user_code import cell_name
-from nbaccel.launching.processes.launch_result import LaunchResult
+from nbaccel.launching.processes.rank_results import RankResults
+from nbaccel.launching.run import Run
 
 __all__ = ["DryRunResult", "FoundError", "LineOfSaves", "error_of"]
 
@@ -99,7 +100,8 @@ class DryRunResult:
     def of(
         cls,
         records: Sequence[Sequence[Record]],
-        outcome: LaunchResult,
+        run: Run,
+        ended: RankResults,
         *,
         seconds: float,
         noise: float,
@@ -108,20 +110,19 @@ class DryRunResult:
         incomparable: Set[str] = frozenset(),
         room_bytes: int = 0,
     ) -> DryRunResult:
-        ended = outcome.ended
         reports = ended.reports
-        speaker = reports[outcome.task.result_rank]
+        speaker = reports[ended.task.result_rank]
         return cls(
             [_of_last_attempt(each) for each in records],
             [{} if report is None else report.facts for report in reports],
-            error_of(outcome),
+            error_of(run, ended),
             seconds,
             noise,
             free_bytes,
-            outcome.log_path,
+            run.log_path,
             ended.hang is not None,
             {} if speaker is None else speaker.missing,
-            outcome.restarts,
+            run.restarts,
             trained,
             incomparable,
             ended.is_timed_out,
@@ -275,9 +276,9 @@ def _line_of(records: Sequence[Record], left: Set[str], trainer_keeps: int | Non
     )
 
 
-def error_of(outcome: LaunchResult) -> FoundError | None:
+def error_of(run: Run, ended: RankResults) -> FoundError | None:
     """Return the error that ended a run; None if it ended well."""
-    ended, error = outcome.ended, outcome.error
+    error = run.error
     if error is None:
         return None
     rank = ended.first_failed

@@ -11,7 +11,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from operator import index
 from textwrap import shorten
@@ -29,14 +29,14 @@ from nbaccel.errors import CannotSave, CannotSend, LaunchRefused, NestedLaunch
 from nbaccel.features.map import Answers, MapJob
 from nbaccel.features.map.later_answers import FinishedMap, LaterAnswers
 from nbaccel.features.map.map_job import as_items
-from nbaccel.launching.api import as_run, keep_run, planned, show_run
+from nbaccel.launching.api import keep_run, planned, show_run
 from nbaccel.launching.diagnosis import PostMortem
 from nbaccel.launching.inline import ends_its_group, post_mortem_here, run_inline
 from nbaccel.launching.ipc.spec import FunctionTask, LaunchSpec, load_named
-from nbaccel.launching.launcher import Launcher, LaunchResult, default_launcher
+from nbaccel.launching.launcher import Launcher, default_launcher
 from nbaccel.launching.processes.interaction import Pollable
 from nbaccel.launching.processes.supervisor import RunObservers
-from nbaccel.launching.run import Run
+from nbaccel.launching.run import Run, seen
 from nbaccel.namespace.names import codes_of, names_read, says_first_card, with_their_own
 from nbaccel.namespace.payload import Payload, pack
 from nbaccel.notebook.background import Background, BackgroundRun, background_here, why_not_in_the_background
@@ -276,14 +276,12 @@ class _End:
 
     Args:
         word: "done", "failed" or "stopped".
-        error: The exception that the call raises.
         limit_s: The time limit of the call; 0 for none.
     """
 
     run: Run
     post_mortem: PostMortem | None
     word: str
-    error: BaseException | None
     limit_s: float = 0.0
 
 
@@ -356,7 +354,7 @@ class MapRun:
                     observers = RunObservers(self.shown, listeners=[self.shown, *listeners], beside=beside)
                     end = _run_in_ranks(self._job, self.spec, self._task, host, observers, self.shown, occupied)
                 _say_end(self._job, end, host, self.shown)
-                self.error, self.end = end.error, end.word
+                self.error, self.end = end.run.error, end.word
                 if self.error is not None:
                     return
                 if self._job.is_finished:
@@ -428,19 +426,17 @@ def _run_in_ranks(
     shown: RunView,
     occupied: str,
 ) -> _End:
-    outcome: LaunchResult | None = None
-    try:
-        outcome = launcher.run(spec, observers, occupied)
-        ended, error = outcome.ended, outcome.error
-        word = "done" if error is None else "failed"
+    run, ended = launcher.run(spec, observers, occupied)
+    with closing(ended):
+        seen(run, shown)
+        word = "done" if run.error is None else "failed"
         if (ended.is_interrupted or ended.is_timed_out) and not _is_finished(job):
-            word, error = "stopped", ended.raised or (KeyboardInterrupt() if ended.is_interrupted else TimeoutError())
-        post_mortem = PostMortem.of(task.title, word, error, ended)
-        run = as_run(outcome, [None] * spec.world_size, shown.history, error, shown.elapsed_s)
-    finally:
-        if outcome is not None:
-            outcome.close()
-    return _End(run, post_mortem, word, error, spec.timeout_s or 0.0)
+            word = "stopped"
+            run.error = ended.raised or (KeyboardInterrupt() if ended.is_interrupted else TimeoutError())
+        if ended.is_own_limit:
+            run.stopped = ended.at_the_limit(run.history, run.checkpoint)
+        post_mortem = PostMortem.of(task.title, word, run.error, ended)
+    return _End(run, post_mortem, word, spec.timeout_s or 0.0)
 
 
 def _run_here(job: MapJob, spec: LaunchSpec, task: MapTask, launcher: Launcher, shown: RunView) -> _End:
@@ -464,7 +460,7 @@ def _run_here(job: MapJob, spec: LaunchSpec, task: MapTask, launcher: Launcher, 
         error = post_mortem = None
     word = "done" if error is None else "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
     run = Run([None], shown.history, error, spec.start.method, spec.start.reason, "", shown.elapsed_s)
-    return _End(run, post_mortem, word, error)
+    return _End(run, post_mortem, word)
 
 
 def _is_finished(job: MapJob) -> bool:
@@ -480,22 +476,20 @@ def _is_finished(job: MapJob) -> bool:
 
 def _say_end(job: MapJob, end: _End, launcher: Launcher, shown: RunView) -> None:
     """Show how a run ended, and complete the text of an error that only says that it was stopped."""
-    seconds, items = end.run.seconds, shown.history.items
+    seconds, error, items = end.run.seconds, end.run.error, shown.history.items
     sentence = ""
-    if end.error is None and job.is_finished:
+    if error is None and job.is_finished:
         sentence = _finished(job.answers(), seconds, 0 if items is None else items.before)
-    elif end.error is not None:
+    elif error is not None:
         kept = _what_stays(job)
-        why = f"{type(end.error).__name__}: {end.error}".partition("\n")[0]
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
         if end.word == "stopped":
-            why = (
-                f"at its time limit, {said(end.limit_s)}" if isinstance(end.error, TimeoutError) else "by an interrupt"
-            )
-            end.error.args = (f"stopped {why}: {kept}",)
+            why = f"at its time limit, {said(end.limit_s)}" if isinstance(error, TimeoutError) else "by an interrupt"
+            error.args = (f"stopped {why}: {kept}",)
         else:
             job.discard()
         sentence = f"{end.word} after {_time(seconds)}, {shorten(why, _LONGEST_WHY, placeholder=' …')}: {kept}"
-    shown.end(end.word, seconds, end.error, None, sentence)
+    shown.end(end.word, seconds, error, None, sentence)
     keep_run(end.run, end.post_mortem, shown, launcher)
 
 

@@ -25,7 +25,8 @@ from nbaccel.features.speed.speed_comparison import SpeedComparison, SpeedRow, S
 from nbaccel.features.speed.trial_task import TrialTask
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.plan import LaunchPlan
-from nbaccel.launching.processes.launch_result import LaunchResult
+from nbaccel.launching.processes.rank_results import RankResults
+from nbaccel.launching.run import Run
 from nbaccel.launching.tasks.cell_task import CellTask
 
 __all__ = ["SpeedSearch"]
@@ -265,29 +266,29 @@ class SpeedSearch:
             if change.precision:
                 spec = replace(spec, settings=replace(spec.settings, mixed_precision=change.precision))
             began = time.monotonic()
-            outcome = self._launcher.run(spec, unseen(self._plan, cell.source.name))
+            run, ended = self._launcher.run(spec, unseen(self._plan, cell.source.name))
             try:
                 seconds = time.monotonic() - began
-                ranks = range(len(outcome.ended.reports))
+                ranks = range(len(ended.reports))
                 records = [read_records(place.records, rank) for rank in ranks]
             finally:
-                outcome.close()
+                ended.close()
                 self._changed_files |= dict.fromkeys(place.changed_files())
-        if outcome.ended.is_interrupted:
+        if ended.is_interrupted:
             raise KeyboardInterrupt
-        if outcome.ended.is_timed_out:
+        if ended.is_timed_out:
             raise TimeoutError
-        if outcome.error is not None:
+        if run.error is not None:
             if is_first:
-                raise outcome.error
-            return SpeedTrial(seconds=seconds, why_not=_why_not(outcome))
+                raise run.error
+            return SpeedTrial(seconds=seconds, why_not=_why_not(run, ended))
         trials = [record for rank in records for record in rank if record["kind"] == "trial"]
         return SpeedTrial.of(trials, seconds) if trials else SpeedTrial(seconds=seconds, why_not="no optimizer stepped")
 
 
-def _why_not(outcome: LaunchResult) -> str:
+def _why_not(run: Run, ended: RankResults) -> str:
     """Return why a trial has failed, in a few words."""
-    error = error_of(outcome)
+    error = error_of(run, ended)
     if error is None:
         return "failed"
     if error.is_memory:

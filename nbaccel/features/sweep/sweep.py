@@ -18,7 +18,6 @@ from nbaccel.base.notices import without_our_frames
 from nbaccel.base.quantities import amount, plural
 from nbaccel.base.settings import STOP
 from nbaccel.base.world import World
-from nbaccel.display.history import History
 from nbaccel.errors import LaunchRefused, NestedLaunch
 from nbaccel.features.source.source_mark import SourceMark
 from nbaccel.features.sweep.finished_runs import FinishedRuns, describe_configuration, describe_value
@@ -32,8 +31,8 @@ from nbaccel.launching.ipc.spec import FunctionTask, Task
 from nbaccel.launching.launcher import default_launcher, refuse_nested_launch
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.preflight import ProcessState
-from nbaccel.launching.processes.launch_result import LaunchResult
-from nbaccel.launching.run import RunOrigin
+from nbaccel.launching.processes.rank_results import RankResults
+from nbaccel.launching.run import Run, RunOrigin
 from nbaccel.namespace.nbytes import bytes_by_sharing
 from nbaccel.options.run_options import RunOptions
 from nbaccel.output.screens import ConsoleScreen, shell_here
@@ -365,9 +364,9 @@ class _SweptFunction:
     def seed_of(self, config: Mapping[str, Any]) -> int | None:
         return index(config[_SEED]) if _SEED in config else self._seed
 
-    def results(self, outcome: LaunchResult) -> tuple[list[Any], dict[str, Any]]:
-        ranks = range(len(outcome.ended.reports))
-        return [outcome.values(rank).get("value") for rank in ranks], {}
+    def results(self, ended: RankResults) -> tuple[list[Any], dict[str, Any]]:
+        ranks = range(len(ended.reports))
+        return [ended.values(rank).get("value") for rank in ranks], {}
 
-    def end(self, outcome: LaunchResult, seconds: float, history: History) -> tuple[BaseException | None, str]:
-        return how_it_ended(outcome, seconds)
+    def end(self, run: Run, ended: RankResults) -> tuple[BaseException | None, str]:
+        return how_it_ended(run, ended)

@@ -17,12 +17,11 @@ from dataclasses import replace
 from typing import Any
 
 from nbaccel.base.quantities import plural
-from nbaccel.display.history import History
 from nbaccel.errors import LaunchRefused, ResultsMissing
 from nbaccel.features.source.source_mark import SourceMark
 from nbaccel.launching.ipc.spec import Task
 from nbaccel.launching.plan import LaunchPlan
-from nbaccel.launching.processes.launch_result import LaunchResult
+from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.run import Run
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import RESULT, CellTask
@@ -60,7 +59,7 @@ class SweptCell:
         options: RunOptions,
         configs: Sequence[Mapping[str, Any]],
         setup: str | None,
-        how_it_ended: Callable[[LaunchResult, LaunchPlan, float, int], tuple[BaseException | None, str]],
+        how_it_ended: Callable[[Run, RankResults, LaunchPlan], tuple[BaseException | None, str]],
     ) -> None:
         names = configs[0].keys()
         refuse_bound_names(source.code, names)
@@ -86,10 +85,10 @@ class SweptCell:
     def seed_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config[_SEED]) if _SEED in config else self._seed
 
-    def results(self, outcome: LaunchResult) -> tuple[list[Any], dict[str, Any]]:
-        values = outcome.returned().values
+    def results(self, ended: RankResults) -> tuple[list[Any], dict[str, Any]]:
+        values = ended.returned().values
         left = {name: values[name] for name in self._out if name in values}
-        return [values.get(RESULT), *[None] * (len(outcome.ended.reports) - 1)], left
+        return [values.get(RESULT), *[None] * (len(ended.reports) - 1)], left
 
     def notes(self) -> Iterator[str]:
         """Yield lines before the runs on names whose values may not be meant so."""
@@ -110,10 +109,10 @@ class SweptCell:
         """Yield the lines on what came back, see `lines_of_lists`."""
         return lines_of_lists(runs, left, self._out, self._cell.code, self._namespace)
 
-    def end(self, outcome: LaunchResult, seconds: float, history: History) -> tuple[BaseException | None, str]:
+    def end(self, run: Run, ended: RankResults) -> tuple[BaseException | None, str]:
         assert self.plan is not None, "a cell is planned before it runs"
-        error, word = self._how_it_ended(outcome, self.plan, seconds, history.first_step)
-        report = outcome.ended.reports[outcome.task.result_rank]
+        error, word = self._how_it_ended(run, ended, self.plan)
+        report = ended.reports[ended.task.result_rank]
         missing = {} if report is None else {name: report.missing[name] for name in self._out if name in report.missing}
         if error is None and word == "done" and missing:
             reasons = ", ".join(f"{name} ({why})" for name, why in missing.items())

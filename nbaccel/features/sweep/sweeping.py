@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,6 @@ from nbaccel.features.sweep.shared_files import SharedFiles
 from nbaccel.features.sweep.slots import SweepSlot
 from nbaccel.features.sweep.sweep_runs import SweepRuns, counted
 from nbaccel.features.sweep.sweep_table import SweepRow, SweepTable, SweepView, view_of
-from nbaccel.launching.api import as_run
 from nbaccel.launching.diagnosis import PostMortem, failed_alike
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.ipc.spec import LaunchSpec, Task
@@ -34,10 +34,10 @@ from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.plan import LaunchPlan
 from nbaccel.launching.preflight import ProcessState, threads_per_rank
 from nbaccel.launching.processes.interaction import Pollable
-from nbaccel.launching.processes.launch_result import LaunchResult
+from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.run_coroutine import InterruptRelay, RunCoroutine, side_by_side
 from nbaccel.launching.processes.supervisor import RunObservers
-from nbaccel.launching.run import NO_ORIGIN, Run, RunOrigin
+from nbaccel.launching.run import NO_ORIGIN, Run, RunOrigin, seen
 from nbaccel.output.screens import SilentScreen
 
 __all__ = [
@@ -68,10 +68,10 @@ class SweepWork(Protocol):
     def seed_of(self, config: Mapping[str, Any]) -> int | None:
         """Return the seed of a run; None if it is not seeded."""
 
-    def results(self, outcome: LaunchResult) -> tuple[list[Any], dict[str, Any]]:
+    def results(self, ended: RankResults) -> tuple[list[Any], dict[str, Any]]:
         """Return the values of a run by rank, and what it has left by name."""
 
-    def end(self, outcome: LaunchResult, seconds: float, history: History) -> tuple[BaseException | None, str]:
+    def end(self, run: Run, ended: RankResults) -> tuple[BaseException | None, str]:
         """Return the error of a run, and its end in one word."""
 
 
@@ -314,7 +314,7 @@ class _QueuedRun:
         self.is_found = found is not None
         if found is not None:
             run, self.left = found
-            self._take(run, "done", run.history, run.seconds)
+            self._take(run, "done")
             self.row.is_found = True
 
     def interrupt(self) -> None:
@@ -329,7 +329,7 @@ class _QueuedRun:
         row = self.row
         row.word, row.place, row.facts, row.history = "running", str(slot), facts, shown.history
         row.began_at = time.monotonic()
-        outcome: LaunchResult | None = None
+        run: Run | None = None
         try:
             has_key = bool(self.key) and not self.is_repeated
             folder = sweeping.finished.begin(self.config, self.key if has_key else f"{self._number}")
@@ -338,35 +338,31 @@ class _QueuedRun:
             watching = RunObservers(
                 shown, notice=lambda line: None, listeners=[shown], beside=[self._relay], hears_signals=False
             )
-            outcome = yield from self._launcher.as_coroutine(spec, watching, FinishedRuns.log_in(folder))
+            run, ended = yield from self._launcher.as_coroutine(spec, watching, FinishedRuns.log_in(folder))
         except LaunchRefused as refusal:
             if self.is_first:
                 raise
             self._failed_to_start(refusal, shown)
         sweeping.files.end(self._number + 1)
-        if outcome is not None:
-            self._conclude(outcome, shown)
+        if run is not None:
+            self._conclude(run, ended, shown)
         assert self.view is not None
         self.view.ended(self._number + 1)
 
     def _failed_to_start(self, error: Exception, shown: RunView) -> None:
         run = Run([None], shown.history, error, "", "", "", shown.elapsed_s)
-        self._take(run, "failed", shown.history, run.seconds, error)
+        self._take(run, "failed")
 
-    def _conclude(self, outcome: LaunchResult, shown: RunView) -> None:
-        seconds = shown.elapsed_s
-        try:
-            error, word = self._sweeping.work.end(outcome, seconds, shown.history)
-            values, left = self._sweeping.work.results(outcome)
-            run = as_run(outcome, values, shown.history, error, seconds)
-            self.left = left
-            is_alone = failed_alike(outcome.ended) or len(outcome.ended.reports) == 1
-            rank = None if is_alone else outcome.ended.first_failed
-            self.post_mortem = PostMortem.of(self.row.title, word, error, outcome.ended)
-        finally:
-            outcome.close()
-        shown.end(word, seconds, error, rank)
-        self._take(run, word, shown.history, seconds, error, rank)
+    def _conclude(self, run: Run, ended: RankResults, shown: RunView) -> None:
+        seen(run, shown)
+        with closing(ended):
+            run.error, word = self._sweeping.work.end(run, ended)
+            run.values, self.left = self._sweeping.work.results(ended)
+            is_alone = failed_alike(ended) or len(ended.reports) == 1
+            rank = None if is_alone else ended.first_failed
+            self.post_mortem = PostMortem.of(self.row.title, word, run.error, ended)
+        shown.end(word, run.seconds, run.error, rank)
+        self._take(run, word, rank)
         finished = self._sweeping.finished
         if word == "done" and not self._sweeping.files.is_alone(self._number + 1):
             finished.unkept.append(
@@ -374,26 +370,18 @@ class _QueuedRun:
             )
         elif word == "done" and not self.is_repeated:
             finished.keep(run, self.left, self.key)
-        elif word == "failed" and error is not None:
-            FinishedRuns.add_traceback(run.log_path, error)
+        elif word == "failed" and run.error is not None:
+            FinishedRuns.add_traceback(run.log_path, run.error)
 
-    def _take(
-        self,
-        run: Run,
-        word: str,
-        history: History,
-        seconds: float,
-        error: BaseException | None = None,
-        rank: int | None = None,
-    ) -> None:
-        """Note the run as over.  error, rank: see `RunView.end`."""
+    def _take(self, run: Run, word: str, rank: int | None = None) -> None:
+        """Note the run as over.  rank: see `RunView.end`."""
         run.config = dict(self.config)
         run.origin = replace(self._sweeping.origin, flags=describe_configuration(self.config), seed=self._seed)
         run.facts = self.row.facts
-        why = "" if error is None or word != "failed" else failure_in_a_line(error, rank)
-        run.state = RunState.ended(word, seconds, history.steps, why)
+        why = "" if run.error is None or word != "failed" else failure_in_a_line(run.error, rank)
+        run.state = RunState.ended(word, run.seconds, run.history.steps, why)
         self.run, row = run, self.row
-        row.word, row.history, row.seconds, row.why = word, history, seconds, why
+        row.word, row.history, row.seconds, row.why = word, run.history, run.seconds, why
 
     def taken(self) -> Run:
         """Return the run; of one that has not begun, or was cut off, that it was stopped."""
@@ -402,7 +390,7 @@ class _QueuedRun:
             words = "was ended before its result came" if has_begun else "had not begun when the sweep was stopped"
             seconds = time.monotonic() - self.row.began_at if has_begun else 0.0
             run = Run([None], self.row.history, KeyboardInterrupt(f"this run {words}"), "", "", "", seconds)
-            self._take(run, "stopped", self.row.history, seconds)
+            self._take(run, "stopped")
             if not has_begun:
                 run.state = RunState("stopped", "not begun")
         assert self.run is not None

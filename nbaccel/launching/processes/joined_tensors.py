@@ -29,7 +29,7 @@ class JoinedTensors:
 
     def __init__(self, reports: Sequence[RankReport | None], checkpoint: str = "") -> None:
         self._reports = reports
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._rows: list[Mapping[str, tuple[memoryview, Piece]]] | None = None
         self._whole: dict[str, Any] = {}
 
@@ -61,7 +61,7 @@ class JoinedTensors:
             if report is not None and report.payload_fd >= 0
         }
         absent = [rank for rank in range(len(self._reports)) if rank not in told]
-        newest = f"; newest checkpoint: {self._checkpoint}" if self._checkpoint else ""
+        newest = f"; newest checkpoint: {self.checkpoint}" if self.checkpoint else ""
         if absent:
             return f"{_ranks(absent)} sent no rows of it, having ended or taken no part{newest}"
         if inside := [rank for rank, rows in told.items() if rows.is_inside]:

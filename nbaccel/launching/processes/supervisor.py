@@ -13,7 +13,7 @@ import selectors
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
 
@@ -22,13 +22,14 @@ from nbaccel.base.world import is_notebook_kernel
 from nbaccel.launching.ipc.channel import PROMPT, MarkedPipe
 from nbaccel.launching.ipc.control import SAVE_GRACE_S
 from nbaccel.launching.ipc.reports import RankReport
-from nbaccel.launching.ipc.spec import LaunchSpec, ProgramLimit
+from nbaccel.launching.ipc.spec import LaunchSpec
 from nbaccel.launching.ipc.telemetry import Telemetry
 from nbaccel.launching.processes.handle import WorkerHandle
 from nbaccel.launching.processes.hangs import Hang, HangWatch
 from nbaccel.launching.processes.interaction import DebuggerPrompt, Interrupts, Pollable, stopped_before_termination
 from nbaccel.launching.processes.notebook_queues import NotebookQueues
 from nbaccel.launching.processes.rank_losses import reaction_to_losses, restart_line
+from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.run_coroutine import RunCoroutine, Wait, driven
 from nbaccel.launching.processes.shutdown import (
     HANDED_OVER,
@@ -50,7 +51,6 @@ __all__ = [
     "BadFork",
     "FirstFailure",
     "RunObservers",
-    "RunResult",
     "Supervisor",
     "open_log",
 ]
@@ -60,48 +60,6 @@ _DRAIN_S = 0.2
 
 class BadFork(Exception):
     """The reason why forked ranks would fail, as half a sentence: a rank found it, and no code of the user has run."""
-
-
-@dataclass(slots=True)
-class RunResult:
-    """The result of a run.
-
-    reports: by rank; None for a rank that died without one.
-    exit_codes: by rank, negative for signals.  first_failed: the rank whose failure was the cause, if any.
-    is_interrupted, is_timed_out: the user, or the time limit, ended it.
-    raised: the exception in the kernel that ended it, as an interrupt does; it is the caller's.
-    program_limit: the limit that the program had set itself, if any.  is_own_limit: this limit ended it.
-    saves_itself: ranks save the training, also when they are stopped.
-    steps: training steps that every rank had done when the run was stopped at a step; None otherwise.
-    open_files: files that ranks were writing when the first of them failed.  has_written: they have written some.
-    hang: the hang that ended the run.
-    stays: ranks that have not died stay after the run.
-    why_not_again: why the rank that failed first was not started again, see `RestartRanks`; empty in other runs.
-    """
-
-    reports: list[RankReport | None]
-    exit_codes: list[int]
-    killed_by_us: list[bool]
-    first_failed: int | None
-    is_interrupted: bool
-    is_timed_out: bool
-    seconds: float
-    steps: int | None = None
-    open_files: list[str] = field(default_factory=list)
-    hang: Hang | None = None
-    stays: bool = False
-    program_limit: ProgramLimit | None = None
-    is_own_limit: bool = False
-    saves_itself: bool = False
-    why_not_again: str = ""
-    raised: BaseException | None = None
-    has_written: bool = False
-
-    def close(self) -> None:
-        """Release the data that the ranks sent."""
-        for report in self.reports:
-            if report is not None:
-                report.close()
 
 
 class Supervisor:
@@ -151,7 +109,7 @@ class Supervisor:
         self._queues = NotebookQueues()
         self._has_grace = False  # whether the reaper lets the ranks outlive the kernel
 
-    def as_coroutine(self, begin: Callable[[Collection[int]], None] | None = None) -> RunCoroutine[RunResult]:
+    def as_coroutine(self, begin: Callable[[Collection[int]], None] | None = None) -> RunCoroutine[RankResults]:
         """Run to the end; afterwards no process of the run exists except persistent ranks, which are idle.
 
         It waits for nothing itself: it yields what it waits for, so that one thread can watch several runs. If it is
@@ -431,12 +389,13 @@ class Supervisor:
             if pipe.rank in gone:
                 self._close_pipe(pipe)
 
-    def _ended(self, seconds: float) -> RunResult:
+    def _ended(self, seconds: float) -> RankResults:
         self._see_out([member for member in self._members if member.has_ended or not member.stays])
         self._interrupts.read()
         # After a hang, later failures come from the interrupt.
         first = self._causes.first if self._hang is None else self._hang.rank
-        return RunResult(
+        return RankResults(
+            task=self._spec.task,
             reports=[member.report for member in self._members],
             exit_codes=self._worker_group.exit_codes,
             killed_by_us=[member.was_killed for member in self._members],
@@ -536,7 +495,7 @@ class RunObservers:
         recorder: Listener | None = None,
         begin: Callable[[Collection[int]], None] | None = None,
         excluded_ranks: Collection[int] = (),
-    ) -> RunResult:
+    ) -> RankResults:
         """Watch one run of a `WorkerGroup`, from its beginning to its end; see `as_coroutine`."""
         return driven(self.as_coroutine(worker_group, spec, log, recorder, begin, excluded_ranks))
 
@@ -548,7 +507,7 @@ class RunObservers:
         recorder: Listener | None = None,
         begin: Callable[[Collection[int]], None] | None = None,
         excluded_ranks: Collection[int] = (),
-    ) -> RunCoroutine[RunResult]:
+    ) -> RunCoroutine[RankResults]:
         """Watch one run of a `WorkerGroup`, from its beginning to its end, beside others.
 
         log: gets all output.  recorder: gets each report before the listeners.  begin: see `Supervisor.as_coroutine`.

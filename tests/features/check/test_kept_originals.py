@@ -55,12 +55,12 @@ def run(launcher: Launcher, originals: Path, start_method: str) -> Callable[[Cal
             RunSettings(cpu=True),
             parts=(("nbaccel.features.check.redirected_saves:RedirectedSaves", str(originals.with_name("saves"))),),
         )
-        result = launcher.run(spec, RunObservers(ConsoleScreen()))
+        run, ended = launcher.run(spec, RunObservers(ConsoleScreen()))
         try:
-            if result.error is not None:
-                raise result.error
+            if run.error is not None:
+                raise run.error
         finally:
-            result.close()
+            ended.close()
 
     return run
 

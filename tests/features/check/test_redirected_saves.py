@@ -59,13 +59,13 @@ def run(launcher: Launcher, elsewhere: Path, start_method: str) -> Run:
             RunSettings(cpu=True),
             parts=(("nbaccel.features.check.redirected_saves:RedirectedSaves", str(elsewhere)),),
         )
-        result = launcher.run(spec, RunObservers(ConsoleScreen()))
+        run, ended = launcher.run(spec, RunObservers(ConsoleScreen()))
         try:
-            if result.error is not None:
-                raise result.error
-            return [result.values(rank)["value"] for rank in range(2)]
+            if run.error is not None:
+                raise run.error
+            return [ended.values(rank)["value"] for rank in range(2)]
         finally:
-            result.close()
+            ended.close()
 
     return run
 

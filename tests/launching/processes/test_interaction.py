@@ -10,8 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from nbaccel.launching.ipc.spec import Devices, FunctionTask, LaunchSpec, Start
-from nbaccel.launching.launcher import Launcher, LaunchResult
+from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.processes.interaction import Interrupts, Pollable, uninterrupted
+from nbaccel.launching.processes.rank_results import RankResults
 from nbaccel.launching.processes.supervisor import RunObservers
 from nbaccel.output.screens import ConsoleScreen
 
@@ -20,11 +21,11 @@ def wait_for_ever() -> None:
     threading.Event().wait()
 
 
-def run(launcher: Launcher, function: Callable[[], None], *beside: Pollable) -> LaunchResult:
+def run(launcher: Launcher, function: Callable[[], None], *beside: Pollable) -> RankResults:
     spec = LaunchSpec(FunctionTask(function), Devices(2), Start("fork", "a test"))
-    outcome = launcher.run(spec, RunObservers(ConsoleScreen(), beside=beside))
-    outcome.close()
-    return outcome
+    _, ended = launcher.run(spec, RunObservers(ConsoleScreen(), beside=beside))
+    ended.close()
+    return ended
 
 
 class AtOnce(Pollable):
@@ -44,9 +45,9 @@ class AtOnce(Pollable):
 
 
 def test_what_is_beside_a_run_can_stop_it(launcher: Launcher) -> None:
-    outcome = run(launcher, wait_for_ever, AtOnce(lambda interrupt: interrupt()))
-    assert outcome.ended.is_interrupted
-    assert [report and report.status for report in outcome.ended.reports] == ["stopped", "stopped"]
+    ended = run(launcher, wait_for_ever, AtOnce(lambda interrupt: interrupt()))
+    assert ended.is_interrupted
+    assert [report and report.status for report in ended.reports] == ["stopped", "stopped"]
 
 
 def test_another_thread_can_stop_a_run_and_a_press_after_its_end_does_nothing(launcher: Launcher) -> None:
@@ -58,9 +59,9 @@ def test_another_thread_can_stop_a_run_and_a_press_after_its_end_does_nothing(la
         thread.start()
         thread.join()
 
-    assert run(launcher, wait_for_ever, AtOnce(press_from_a_thread)).ended.is_interrupted
+    assert run(launcher, wait_for_ever, AtOnce(press_from_a_thread)).is_interrupted
     kept[0]()
-    assert not run(launcher, lambda: None, AtOnce(lambda interrupt: None)).ended.is_interrupted
+    assert not run(launcher, lambda: None, AtOnce(lambda interrupt: None)).is_interrupted
 
 
 def test_two_presses_end_ranks_that_do_not_listen(launcher: Launcher) -> None:
@@ -73,9 +74,9 @@ def test_two_presses_end_ranks_that_do_not_listen(launcher: Launcher) -> None:
         interrupt()
         interrupt()
 
-    outcome = run(launcher, be_deaf, AtOnce(press_twice))
-    assert outcome.ended.is_interrupted
-    assert outcome.ended.killed_by_us == [True, True]
+    ended = run(launcher, be_deaf, AtOnce(press_twice))
+    assert ended.is_interrupted
+    assert ended.killed_by_us == [True, True]
 
 
 def test_what_a_handler_of_the_notebook_raises_ends_a_run_as_a_press_does() -> None:

@@ -134,12 +134,12 @@ def test_a_rank_sees_its_own_device_or_all(
         Start(start_method, "a test"),
         own_devices=own_devices,
     )
-    outcome = launcher.run(spec, RunObservers(ConsoleScreen()))
+    _, ended = launcher.run(spec, RunObservers(ConsoleScreen()))
     try:
-        values = [outcome.values(rank)["value"] for rank in range(2)]
+        values = [ended.values(rank)["value"] for rank in range(2)]
         assert values == [(device, str(rank)) for rank, device in enumerate(seen)]
     finally:
-        outcome.close()
+        ended.close()
 
 
 def test_each_rank_has_two_devices_of_its_own(monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:

@@ -140,11 +140,11 @@ def cells() -> Iterator[Callable[..., Any]]:
 
     def run(code: str, without: Sequence[int] = ()) -> Any:
         task = CellTask(CellSource(code, "Cell In[1]"), home.namespace, ("told",), home=home)
-        outcome = persistent.run(task, RunObservers(ConsoleScreen()), title="Cell In[1]", excluded_ranks=without)
+        _, ended = persistent.run(task, RunObservers(ConsoleScreen()), title="Cell In[1]", excluded_ranks=without)
         try:
-            return outcome.values().get("told")
+            return ended.values().get("told")
         finally:
-            outcome.close()
+            ended.close()
 
     yield run
     persistent.close(RunObservers(ConsoleScreen()))

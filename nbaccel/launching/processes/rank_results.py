@@ -1,4 +1,8 @@
-"""LaunchResult: a finished run, with the values that its ranks sent back. Pure data; runs in the kernel."""
+"""RankResults: how the ranks of a run ended, and what they sent back. Runs in the kernel.
+
+It holds descriptors, and the task with the notebook's names, so it lasts only until a run is concluded. What stays of a
+run is its record, `launching/run.Run`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbaccel.base.quantities import plural, said
-from nbaccel.launching.ipc.spec import Start, Task
+from nbaccel.display.history import History
+from nbaccel.launching.ipc.reports import RankReport
+from nbaccel.launching.ipc.spec import ProgramLimit, Task
+from nbaccel.launching.processes.hangs import Hang
 from nbaccel.launching.processes.joined_tensors import JoinedTensors
-from nbaccel.launching.processes.supervisor import RunResult
 from nbaccel.namespace.kind import Change
 from nbaccel.namespace.payload import rows_in, unpack_what_can_be_rebuilt
 
 __all__ = [
-    "LaunchResult",
+    "RankResults",
     "Returned",
 ]
 
@@ -32,38 +38,62 @@ class Returned:
 
 
 @dataclass(slots=True)
-class LaunchResult:
-    """A finished run: its end, and the values that its ranks sent back.
+class RankResults:
+    """How the ranks of a run ended, and what they sent; of several attempts the last.
 
-    error: the exception that the run raises; None if no rank failed.  start: the final start method, and its reason.
-    checkpoint: the newest that it has written; empty for none.
-    restarts: a line for each time that it ran out of memory and was started again; everything else is of the last
-    attempt.
+    reports: by rank; None for a rank that died without one.
+    exit_codes: by rank, negative for signals.  first_failed: the rank whose failure was the cause, if any.
+    is_interrupted, is_timed_out: the user, or the time limit, ended it.
+    seconds: of this attempt.
+    raised: the exception in the kernel that ended it, as an interrupt does; it is the caller's.
+    program_limit: the limit that the program had set itself, if any.  is_own_limit: this limit ended it.
+    saves_itself: ranks save the training, also when they are stopped.
+    steps: training steps that every rank had done when the run was stopped at a step; None otherwise.
+    open_files: files that ranks were writing when the first of them failed.  has_written: they have written some.
+    hang: the hang that ended the run.
+    stays: ranks that have not died stay after the run.
+    why_not_again: why the rank that failed first was not started again, see `RestartRanks`; empty in other runs.
     joined: the sharded tensors of which its ranks have sent rows.
     """
 
     task: Task
-    ended: RunResult
-    start: Start
-    error: BaseException | None
-    log_path: str
-    checkpoint: str = ""
-    restarts: list[str] = field(default_factory=list)
+    reports: list[RankReport | None]
+    exit_codes: list[int]
+    killed_by_us: list[bool]
+    first_failed: int | None
+    is_interrupted: bool
+    is_timed_out: bool
+    seconds: float
+    steps: int | None = None
+    open_files: list[str] = field(default_factory=list)
+    hang: Hang | None = None
+    stays: bool = False
+    program_limit: ProgramLimit | None = None
+    is_own_limit: bool = False
+    saves_itself: bool = False
+    why_not_again: str = ""
+    raised: BaseException | None = None
+    has_written: bool = False
     joined: JoinedTensors = field(init=False)
 
     def __post_init__(self) -> None:
-        self.joined = JoinedTensors(self.ended.reports, self.checkpoint)
+        self.joined = JoinedTensors(self.reports)
+
+    @property
+    def ended_by(self) -> int | None:
+        """Return the rank whose failure ended the run; None if none failed, or the run was ended otherwise."""
+        return None if self.is_interrupted or self.is_timed_out else self.first_failed
 
     def needs_rows(self, rank: int) -> bool:
         """Return whether `rank` has sent rows of sharded tensors, so that those of the other ranks are needed too."""
-        report = self.ended.reports[rank]
+        report = self.reports[rank]
         return report is not None and report.payload_fd >= 0 and bool(rows_in(report.payload_fd))
 
-    def join(self, others: LaunchResult) -> None:
+    def join(self, others: RankResults) -> None:
         """Take rows from another run, in which those ranks took part that had no part in this one."""
-        pairs = zip(self.ended.reports, others.ended.reports, strict=True)
+        pairs = zip(self.reports, others.reports, strict=True)
         reports = [theirs if mine is None or mine.payload_fd < 0 else mine for mine, theirs in pairs]
-        self.joined = JoinedTensors(reports, self.checkpoint)
+        self.joined = JoinedTensors(reports, self.joined.checkpoint)
 
     def values(self, rank: int | None = None) -> dict[str, Any]:
         """Return the names and objects that `rank`, by default the task's result rank, sent back; empty if it died."""
@@ -74,7 +104,7 @@ class LaunchResult:
 
         Values that cannot be rebuilt here are missing, and are added to the rank's report as missing.
         """
-        report = self.ended.reports[self.task.result_rank if rank is None else rank]
+        report = self.reports[self.task.result_rank if rank is None else rank]
         if report is None or report.payload_fd < 0:
             return Returned()
         task = self.task
@@ -88,7 +118,7 @@ class LaunchResult:
                 joined=self.joined,
             )
         except Exception:
-            if self.error is None:
+            if self.ended_by is None:
                 raise
             return Returned()
         report.missing |= {name.removeprefix("out:"): why for name, why in refused.items() if name.startswith("out:")}
@@ -99,27 +129,34 @@ class LaunchResult:
         )
 
     def at_the_limit(
-        self, launch_s: float, resume: str, checkpoint_every: str, first_step: int, items: int | None = None
+        self,
+        history: History,
+        checkpoint: str,
+        launch_s: float = 0.0,
+        resume: str = "resume=True",
+        checkpoint_every: str = "checkpoint_every",
     ) -> str:
         """Return the line for a run that a time limit ended at a step.
 
-        launch_s: the limit of the launch.  resume, checkpoint_every: the names of these options for the caller's users.
-        first_step: steps that the program had done before the run began.
-        items: those that a map in the run has finished; None without a map.
+        history, checkpoint: of the run, see `Run`.  launch_s: the limit of the launch.
+        resume, checkpoint_every: the names of these options for the caller's users.
         """
-        ended = self.ended
-        own = ended.program_limit if ended.is_own_limit else None
-        done = "" if ended.steps is None else f" after {plural(max(0, ended.steps - first_step), 'step')}"
-        if self.checkpoint:
+        own = self.program_limit if self.is_own_limit else None
+        done = "" if self.steps is None else f" after {plural(max(0, self.steps - history.first_step), 'step')}"
+        if checkpoint:
             then = f"{resume} goes on from its checkpoint"
-        elif ended.saves_itself:
+        elif self.saves_itself:
             then = "it has saved nothing new"
-        elif items is not None:
+        elif history.items is not None:
+            items = history.items.done
             then = f"{plural(items, 'item')} of a map {'is' if items == 1 else 'are'} done, and a map with out= goes on"
         else:
             then = f"nothing was saved, which {checkpoint_every} does at a limit too"
         return f"stopped{done} at the time limit of {said(launch_s if own is None else own.seconds)}; {then}"
 
     def close(self) -> None:
+        """Release the data that the ranks sent."""
         self.joined.close()
-        self.ended.close()
+        for report in self.reports:
+            if report is not None:
+                report.close()
