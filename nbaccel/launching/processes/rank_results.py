@@ -1,4 +1,4 @@
-"""RankResults: how the ranks of a run ended, and what they sent back. Runs in the kernel.
+"""RankResults: the end of each rank of a run, and the values that ranks sent back. Runs in the kernel.
 
 It holds descriptors, and the task with the notebook's names, so it lasts only until a run is concluded. What stays of a
 run is its record, `launching/run.Run`.
@@ -39,7 +39,7 @@ class Returned:
 
 @dataclass(slots=True)
 class RankResults:
-    """How the ranks of a run ended, and what they sent; of several attempts the last.
+    """The ends of a run's ranks, and what they sent; of several attempts the last.
 
     reports: by rank; None for a rank that died without one.
     exit_codes: by rank, negative for signals.  first_failed: the rank whose failure was the cause, if any.
