@@ -6,12 +6,16 @@ The form is that of the Google Python style guide, section 3.8, as torch and Lig
 
 from __future__ import annotations
 
+import ast
 import builtins
 import doctest
+import functools
 import inspect
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +23,14 @@ import pytest
 import public_surface
 from environments import REPOSITORY
 
+PACKAGE = REPOSITORY / "nbaccel"
+
+REWRITTEN = tomllib.loads((REPOSITORY / "tests" / "rewritten_sentences.toml").read_text(encoding="utf-8"))
+"""Sentences and names that were replaced, with what replaced them."""
+
 MODULES = [
     ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
-    for path in sorted((REPOSITORY / "nbaccel").rglob("*.py"))
+    for path in sorted(PACKAGE.rglob("*.py"))
     if ">>> " in path.read_text(encoding="utf-8")
 ]
 
@@ -124,3 +133,59 @@ def _returns(value: Any) -> bool:
 def _says_what_it_returns(value: Any) -> bool:
     text = inspect.getdoc(value) or ""
     return bool(re.match(r"Returns? |Yields? ", text) or re.search(r"^(Returns|Yields):$", text, re.M))
+
+
+def test_sentences_that_were_hard_to_read_stay_replaced() -> None:
+    wrong = []
+    for each in REWRITTEN["sentence"]:
+        wrong += [f"{name} has again: {each['old']}" for name, text in _prose().items() if each["old"] in text]
+        if each["new"] and each["new"] not in _prose().get(each["file"], ""):
+            wrong.append(f"{each['file']} lacks: {each['new']}")
+    assert not wrong, "see tests/rewritten_sentences.toml\n" + "\n".join(wrong)
+
+
+def test_names_that_were_given_up_for_the_fields_words_are_not_defined_again() -> None:
+    names = "|".join(REWRITTEN["names"])
+    defined = re.compile(rf"\b(?:class|def) ({names})\b|^ *(?:self\.)?({names}) *(?:=|:)", re.M)
+    wrong = [
+        f"{path.relative_to(PACKAGE)}: {match[0].strip()}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for match in defined.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_each_folder_says_what_it_is_who_runs_it_and_what_it_may_import() -> None:
+    """In the docstring of its `__init__`, which names the folders that its modules import, or says "every folder"."""
+    wrong = []
+    for folder in sorted({path.parent for path in PACKAGE.rglob("*.py")} - {PACKAGE}):
+        name = str(folder.relative_to(PACKAGE))
+        start = folder / "__init__.py"
+        text = (ast.get_docstring(ast.parse(start.read_text(encoding="utf-8"))) or "") if start.is_file() else ""
+        if not re.search(r"\b[Rr]uns? (in|it)\b|\b[Ii]n (ranks|kernel)\b", text):
+            wrong.append(f"{name} does not say who runs it")
+        if not (said := re.search(r"\b([Mm]ay import|[Ii]mports?)\s.*", text, re.S)):
+            wrong.append(f"{name} does not say what it may import")
+        elif "every folder" not in said[0]:
+            named = {each.partition("/")[0] for each in re.findall(r"`([a-z_/]+)`", said[0])}
+            wrong += [f"{name} imports {each}" for each in sorted(_imported(folder) - named - {name.partition("/")[0]})]
+    assert not wrong, "\n".join(wrong)
+
+
+@functools.cache
+def _prose() -> dict[str, str]:
+    """Return the text of each file by its path, on one line and without the marks of comments."""
+    return {
+        str(path.relative_to(PACKAGE)): " ".join(path.read_text(encoding="utf-8").replace("# ", "").split())
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
+def _imported(folder: Path) -> set[str]:
+    """Return the other folders of the package whose modules are imported by those of `folder`."""
+    found = set()
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nbaccel."):
+                found.add((node.module or "").split(".")[1])
+    return {name for name in found if (PACKAGE / name).is_dir()}

@@ -1,8 +1,8 @@
-"""The command `nbaccel`, with `doctor`, `config`, `demo`, `estimate-memory` and `launch`. Runs in a terminal.
+"""The command `nbaccel`: `doctor`, `config`, `demo`, `estimate-memory` and `launch`. Runs in a terminal.
 
 `doctor` reports on this machine, `config` shows and changes the choices of a folder's notebooks, `demo` executes a
 notebook that trains, `estimate-memory` says what a training would take, and `launch` runs a script on every device of
-one or several machines. Each command calls the same code as the notebook; the longer ones have a file each.
+one or several machines. Each command calls the same code as the notebook. May import every folder.
 """
 
 from __future__ import annotations

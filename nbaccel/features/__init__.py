@@ -1,7 +1,8 @@
-"""Features: what stands outside of the core. One table of their names; each is loaded when it is first asked for.
+"""Features: what stands outside of the core. One table of their names; each is loaded at its first use.
 
 The core imports no folder below this one. It names a feature by its flag, command or method, and this table says where
-that is; whoever deletes a folder loses what it has, and the core works on. Used anywhere.
+that is. Whoever deletes a folder loses what it has, and the core still works. The table runs in every process; a
+feature may import every folder below it, `notebook` included.
 
 Reasons: docs/design/layout.md
 """

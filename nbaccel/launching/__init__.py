@@ -1,1 +1,4 @@
-"""Starts, watches, interrupts and ends worker processes; it runs any torch code, ours or not."""
+"""Starts, watches, interrupts and ends the processes of a run; runs any torch code. Runs in the kernel and in ranks.
+
+Imports `namespace`, `display`, `output`, `options` and `base`; never `train`, which ranks load by a string.
+"""

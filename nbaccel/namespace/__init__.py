@@ -1,3 +1,4 @@
-"""What a notebook holds: its names, what a cell has changed of them, and how that travels. Used in the kernel and
-ranks.
+"""What a notebook holds: its names, what a cell has changed of them, and how that travels. In kernel and ranks.
+
+Imports `base`.
 """

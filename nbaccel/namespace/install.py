@@ -22,7 +22,13 @@ __all__ = ["Arrival", "install"]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One variable that came back: how it got into the notebook, in words that may be empty, and its size."""
+    """A variable that came back from the ranks.
+
+    Args:
+        name: Its name in the notebook.
+        how: How its value was entered, such as "updated in place"; may be empty.
+        nbytes: Its size.
+    """
 
     name: str
     how: str
@@ -31,8 +37,9 @@ class Arrival:
     def __str__(self) -> str:
         """Return the arrival as one entry of a list.
 
-        >>> str(Arrival("model", "updated in place", 44_700_000))
-        'model (updated in place, 44.7 MB)'
+        Example:
+            >>> str(Arrival("model", "updated in place", 44_700_000))
+            'model (updated in place, 44.7 MB)'
         """
         return f"{self.name} ({', '.join(filter(None, [self.how, amount(self.nbytes)]))})"
 
@@ -59,8 +66,9 @@ def _size(value: Any, size: int) -> int:
 class _Moving:
     """The objects handled so far.
 
-    stays: by the id of a new object, the notebook's object that took its state (parameters among them).
-    replaces: ids of new objects that are the notebook's from now on.
+    Args:
+        stays: By the id of a new object, the notebook's object that took its state (parameters among them).
+        replaces: Ids of new objects that are the notebook's from now on.
     """
 
     stays: dict[int, Any] = field(default_factory=dict)

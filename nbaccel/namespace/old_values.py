@@ -37,16 +37,20 @@ class OldValues:
     Numbers and texts that the code does not read are taken out of the namespace while it runs: Python has one 5, so
     afterwards nobody could see that the code has bound a 5 to a name that had one.
 
-    code, parts: the cell, and what it compiles to.
-    is_strict: a run that has come to its end, too, leaves only what it has bound or read: each run of a sweep.
-    untouched: the names that the code has neither bound nor changed; known after `compared`.
+    Args:
+        code, parts: The cell, and what it compiles to.
+        is_strict: A run that has come to its end, too, leaves only what it has bound or read: each run of a sweep.
 
-    >>> space = {"score": 5, "best": 3}
-    >>> old = OldValues(["score", "best"], space, code := "best = max(best, 2)", [compile(code, "", "exec")], True)
-    >>> with old.compared():
-    ...     exec(code, space)
-    >>> old.untouched
-    {'score'}
+    Attributes:
+        untouched: The names that the code has neither bound nor changed; known after `compared`.
+
+    Example:
+        >>> space = {"score": 5, "best": 3}
+        >>> old = OldValues(["score", "best"], space, code := "best = max(best, 2)", [compile(code, "", "exec")], True)
+        >>> with old.compared():
+        ...     exec(code, space)
+        >>> old.untouched
+        {'score'}
     """
 
     def __init__(
@@ -74,10 +78,10 @@ class OldValues:
 
     @contextmanager
     def compared(self) -> Iterator[None]:
-        """Find out which names the block, in which the code runs, leaves untouched, also if it ends by an error.
+        """Record in `untouched` the names that the code in this block leaves as they were, also if it raises.
 
-        If it comes to its end, a value that it has read and not replaced is what it leaves; so is, unless it is strict,
-        any value that is there.
+        If the block ends without an error, `untouched` is empty. With `is_strict` it then has the names that were taken
+        out of the namespace, or deleted, and that the code has not bound again.
         """
         has_finished = False
         try:

@@ -1,6 +1,6 @@
-"""Turns the bytes that ranks write into the output that a person sees.
+"""Turns the bytes that ranks write into the output that a person sees. Runs in the kernel.
 
-Runs in the kernel; knows nothing of processes.
+Knows nothing of processes; imports nothing of the project.
 """
 
 from __future__ import annotations

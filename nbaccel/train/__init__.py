@@ -1,4 +1,7 @@
-"""The training package: runs in ranks, under our launcher, under torchrun, or alone in a script. Needs torch only."""
+"""The Accelerator and its parts. Runs in ranks, under our launcher, under torchrun, or alone in a script.
+
+Imports torch, `base` and the table of `features`; never `launching` or `notebook`.
+"""
 
 from __future__ import annotations
 

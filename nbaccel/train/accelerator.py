@@ -141,7 +141,7 @@ class Accelerator(ProcessControl):
         ...     optimizer.zero_grad()
     """
 
-    # Programs ask how a model is distributed before they take another way, which is none of these here.
+    # Programs written for Accelerate read these to find out how a model is distributed. nbaccel has none of these ways.
     deepspeed_plugin: None = None
     fp8_backend: None = None
     parallelism_config: None = None

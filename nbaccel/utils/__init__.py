@@ -1,6 +1,7 @@
-"""Names that programs import from ``accelerate.utils``; its modules define them. Used anywhere.
+"""Names that programs import from ``accelerate.utils``; its modules define them. Runs in any process.
 
 `notebooks/03_accelerate_compatibility.ipynb` lists which of Accelerate's names are here, and what differs on purpose.
+Imports `train`, `base`, `options` and the table of `features`.
 """
 
 from __future__ import annotations

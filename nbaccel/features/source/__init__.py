@@ -1,4 +1,4 @@
-"""Is it the same function, with the same values? Marks of sources, and fingerprints of values. Used anywhere.
+"""Marks of sources and fingerprints of values: is it the same function, with the same values? Runs in any process.
 
-Maps and sweeps go on where an earlier one has ended if these are alike. It hooks in nowhere.
+Maps and sweeps go on where an earlier one has ended if these are alike. It hooks in nowhere. Imports `base`.
 """

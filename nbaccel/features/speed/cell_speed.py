@@ -38,9 +38,12 @@ _NOTHING, _NOTHING_SURE = "nothing helps", "nothing is sure to help"
 class SpeedReport:
     """The report.
 
-    comparison: of all rows.  advised: the row whose lines are to be pasted; None if nothing helps.
-    lines: these lines.  now: what is tried at present; empty at the end.
-    remarks: what else there is to say, a line each.
+    Args:
+        comparison: Of all rows.
+        advised: The row whose lines are to be pasted; None if nothing helps.
+        lines: These lines.
+        now: What is tried at present; empty at the end.
+        remarks: What else there is to say, a line each.
     """
 
     comparison: SpeedComparison
@@ -121,7 +124,10 @@ _CELL = re.compile(r"Cell In\[(\d+)\]")
 class CellSpeed:
     """The search for faster settings of one cell.
 
-    task: the cell as it would run.  setup: see `Session`.  say: prints a line of the project.
+    Args:
+        task: The cell as it would run.
+        setup: See `Session`.
+        say: Prints a line of the project.
     """
 
     def __init__(
@@ -147,9 +153,9 @@ class CellSpeed:
         """Run the trials, and return the report, which has been shown.
 
         Raises:
-            LaunchRefused: nothing was started, or the cell has no training that could be measured.
-            KeyboardInterrupt: it was interrupted; the report of the trials until then has been shown.
-            The cell's own error, if it fails as it is.
+            LaunchRefused: Nothing was started, or the cell has no training that could be measured.
+            KeyboardInterrupt: It was interrupted; the report of the trials until then has been shown. The cell's own
+                error, if it fails as it is.
         """
         try:
             self._trials.run()
@@ -192,7 +198,7 @@ class CellSpeed:
 
 
 def machine_of(plan: LaunchPlan, survey: Survey) -> Machine:
-    """Return what the ranks of a plan have."""
+    """Return the processors, threads and GPUs that one rank of a plan has."""
     ranks, gpus = plan.devices.num_processes, plan.devices.gpus
     capability = min((gpu.compute_capability for gpu in gpus), default=None)
     return Machine(ranks, max(1, survey.cpu_count // ranks), plan.threads, capability)

@@ -1,3 +1,6 @@
-"""Communication between the kernel and its ranks: frames, a shared page, payloads, the kernel's state. Both run it."""
+"""Communication between the kernel and its ranks: frames, a shared page, payloads, the kernel's state. Both run it.
+
+Imports `namespace` and `base`.
+"""
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A simple stop flag would leave ranks alone in a collective: one rank reads the flag a moment before its peer enters the
 step. So the ranks and the kernel use a handshake, without a collective: see `ControlPage`. The page also counts the
-collectives that each rank has entered, with a mark of the latest, and marks the ranks that have finished. A rank that
-waits in a collective which a finished rank has not entered waits in vain, and so does one whose peer is in another
-collective, or has left one half-way (`PeerWatch`). It also holds the step before which all ranks save, set by rank 0,
-and each rank's own time limit, if its program sets one.
+collectives that each rank has entered, with a mark of the latest, and marks the ranks that have finished. From these
+`PeerWatch` sees that a collective can never end: a rank has finished without it, is in another one, or has left it
+half-way. The page also holds the step before which all ranks save, set by rank 0, and each rank's own time limit, if
+its program sets one.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def position_number(step: int, substep: int = 0) -> int:
 class RankPosition:
     """The position of a rank: about to enter `entered` (parked), inside it (in_step), or in no step at all.
 
-    previous: the position before; -1 if there was none.  last_step_s: duration of the last whole step.
+    Args:
+        previous: The position before; -1 if there was none.
+        last_step_s: Duration of the last whole step.
     """
 
     entered: int
@@ -147,10 +149,10 @@ class ControlPage:
         return page
 
     def begin(self, excluded_ranks: Sequence[int] = ()) -> None:
-        """Reset the page for a new run; kernel side, while no rank works.
+        """Reset the page for a new run. The kernel calls it while no rank works.
 
-        excluded_ranks: ranks that take no part in it. A rank that waits for them waits in vain, as for ranks that have
-        finished.
+        Args:
+            excluded_ranks: Ranks that take no part in the run. They count as finished ranks: they answer no collective.
         """
         # One flag is set once and for good; idle ranks read the other, too.
         saves_itself, is_cut = self.saves_itself, self.is_cut
@@ -399,7 +401,8 @@ class ControlPage:
 
         It takes a millisecond. A second call returns the first answer again.
 
-        hands_over: they call their program's own handler of SIGINT there, and go on.
+        Args:
+            hands_over: They call their program's own handler of SIGINT there, and go on.
         """
         if (answer := self.stop_after) is not None and self.hands_over == hands_over:
             return answer

@@ -4,7 +4,7 @@ Nothing is imported here that the program does not import: a trainer's class is 
 the kernel had loaded it. Its training method then first adds a callback of the project to the trainer, through the
 trainer's own list of callbacks. If a version of a library does not fit, the program runs as it would without the
 callback. A run in the kernel's own process makes them report while it lasts, and leaves classes and trainers as they
-were.
+were. Imports `launching/ipc`, `namespace` and `base`.
 """
 
 from __future__ import annotations

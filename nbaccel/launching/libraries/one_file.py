@@ -62,8 +62,9 @@ _KNOW_RANKS = (
 def write_one_file(world: World, store_path: str, written: Sequence[Any] = ()) -> None:
     """Let rank 0 alone write the files that this rank and rank 0 save. Called once per process.
 
-    store_path: a path that is the same in all ranks of the run, in a folder of the run's own.
-    written: files that the notebook has open for writing.
+    Args:
+        store_path: A path that is the same in all ranks of the run, in a folder of the run's own.
+        written: Files that the notebook has open for writing.
     """
     journal = _Journal(f"{store_path}.files")
     files = _Writer(journal, world.world_size) if world.is_main_process else _Follower(journal, world)
@@ -151,7 +152,8 @@ class _Removals:
 class _Writer:
     """Rank 0: saves and removes, and writes it into the journal.
 
-    world_size: of the run.
+    Args:
+        world_size: Of the run.
     """
 
     def __init__(self, journal: _Journal, world_size: int) -> None:
@@ -218,7 +220,11 @@ class _Writer:
 
 
 class _Follower:
-    """Another rank: its k-th save of a path is rank 0's k-th save of it, and so is its k-th load."""
+    """A rank other than 0: skips the saves that rank 0 makes too, and waits for rank 0's file before it loads one.
+
+    Saves of a path are matched by their number: the second save of a path here is the second one on rank 0. Loads are
+    matched in the same way.
+    """
 
     def __init__(self, journal: _Journal, world: World) -> None:
         self._journal = journal
@@ -350,7 +356,9 @@ class _OpenedFiles:
     def watch(self, file: Any) -> None:
         """Record the first write to a file that the notebook has open, whatever writes: a handler, a `csv.writer`.
 
-        file: of Python's own classes. All of them call the `write` of the file below, which writes to the descriptor.
+        Args:
+            file: Of Python's own classes. All of them call the `write` of the file below, which writes to the
+                descriptor.
         """
         with suppress(Exception):  # a file without one is not watched
             while not isinstance(file, io.FileIO):
@@ -490,10 +498,14 @@ def is_private_file(path: str, home: str = "", temporary: str = "") -> bool:
     """Return whether `path` is in a place for devices, temporary files or caches, which no user reads as a result.
 
     A folder is opened for a temporary file without a name (`tempfile.TemporaryFile`).
-    home: a folder whose files count even if it is among the temporary ones.  temporary: by default `tempfile`'s folder.
 
-    >>> is_private_file("/dev/null"), is_private_file("/content/best.pt")
-    (True, False)
+    Args:
+        home: A folder whose files count even if it is among the temporary ones.
+        temporary: By default `tempfile`'s folder.
+
+    Example:
+        >>> is_private_file("/dev/null"), is_private_file("/content/best.pt")
+        (True, False)
     """
     is_at_home = bool(home) and path.startswith(home + os.sep)
     below = path.removeprefix(home) if is_at_home else path  # home itself may lie below a hidden folder

@@ -1,3 +1,6 @@
-"""The inside of a rank: its runtime from start to end, and its changes to the notebook that it was copied from."""
+"""The inside of a rank: its runtime before, around and after the user's code. Runs in ranks.
+
+Imports `launching/ipc`, `launching/libraries`, `namespace` and `base`.
+"""
 
 from __future__ import annotations

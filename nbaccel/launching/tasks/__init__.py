@@ -1,1 +1,4 @@
-"""Tasks: what ranks run, and what goes back. A cell, a part of a namespace, the dry run of a cell."""
+"""Tasks: what ranks run, and what goes back: a cell, a function, a part of a namespace. Kernel and ranks run it.
+
+Imports `launching/ipc`, `namespace` and `base`.
+"""

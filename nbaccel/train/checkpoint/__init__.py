@@ -11,10 +11,11 @@
       manifest.json                          written last: size and CRC32 of every file, and where the training stood
 
 Nothing in it is a pickle, unless a registered object's state is more than data. Other files in it are those of the
-program's hooks. The modules from bottom to top: `files` (sealed JSON), `manifest`, `folder` (atomic replacement),
-`place` (other people's files stay), `recycling` (deletes or reuses old folders), `frozen` (weights that do not change),
-`shards` (a rank's rows of a sharded tensor), `save_agreement` (how the ranks that write them agree), `packing` and
-`parts` (states to files), `content` (the states in a checkpoint), `generators`, `foreign` (Accelerate's folders),
-`dcp_format` (those that it writes under FSDP), `directory` (names, choice, limits), `training` (the parts of an
-Accelerator). `weights` is the other format, one model for Hugging Face's libraries.
+program's hooks. From bottom to top: `manifest` (the file that makes a folder a checkpoint), `serialization` (states to
+files), `atomic_folder` (complete or absent), `shards` (a rank's rows of a sharded tensor), `save_agreement` (how the
+ranks that write them agree), `rng_files`, `content` (the states in a checkpoint), `accelerate_format` and `dcp_format`
+(folders of others), `directory` (names, choice, limits), `training_state`, `writer`, `manager` and `resume` (parts of
+an Accelerator), `autosave`. `model_weights` is the other format, one model for Hugging Face's libraries.
+
+Imports `base` and other folders of `train`.
 """

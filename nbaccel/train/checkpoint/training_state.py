@@ -130,10 +130,12 @@ class TrainingState:
     def take(self, content: Content, models: Sequence[Module], options: Mapping[str, Any]) -> None:
         """Continue from `content`.
 
-        models: those that its model states belong to; a hook may have filled the others already.
-        options: for their ``load_state_dict``.
+        Args:
+            models: Those that its model states belong to; a hook may have filled the others already.
+            options: For their ``load_state_dict``.
+
         Raises:
-            ValueError: other objects were prepared when it was written.
+            ValueError: Other objects were prepared when it was written.
         """
         self._load(content, models, options)
         progress = content.progress
@@ -149,7 +151,7 @@ class TrainingState:
         """Return the names of the base of `model`, if `content` has been saved without it; empty if it is whole.
 
         Raises:
-            ValueError: it was saved without another base than that of `model`.
+            ValueError: It was saved without another base than that of `model`.
         """
         bases = content.progress.get("bases", ())
         pairs = zip(self.prepared.models, bases, strict=False)
@@ -175,7 +177,7 @@ class TrainingState:
         """Load the states of prepared objects; the arguments are those of `take`.
 
         Raises:
-            ValueError: the number of objects differs.
+            ValueError: The number of objects differs.
         """
         prepared, strategy = self.prepared, self.strategy
         for kind, things, states in (
@@ -226,11 +228,12 @@ def describe_position(step: int, loaders: Sequence[PreparedLoader]) -> str:
 class Remembered(SimpleNamespace):
     """Values of the program's own, as attributes; `Accelerator.remember` makes it.
 
-    >>> memory = Remembered()
-    >>> memory.keep(best=0.0, history=[])
-    >>> memory.history.append(0.5)
-    >>> memory.state_dict()
-    {'best': 0.0, 'history': [0.5]}
+    Example:
+        >>> memory = Remembered()
+        >>> memory.keep(best=0.0, history=[])
+        >>> memory.history.append(0.5)
+        >>> memory.state_dict()
+        {'best': 0.0, 'history': [0.5]}
     """
 
     def keep(self, **defaults: Any) -> None:
@@ -249,9 +252,10 @@ class Remembered(SimpleNamespace):
 class Epochs:
     """Epochs of a program that can be resumed: the loop's number, and whether its training is done.
 
-    under_way: the epoch that the loop is in, or will begin with.
-    is_used: the program has such a loop.
-    passes_before: iterations that had trained when the epoch began, by the clock's count.
+    Attributes:
+        under_way: The epoch that the loop is in, or will begin with.
+        is_used: The program has such a loop.
+        passes_before: Iterations that had trained when the epoch began, by the clock's count.
     """
 
     def __init__(self) -> None:
@@ -280,7 +284,7 @@ class Epochs:
         self.passes_before = clock.passes
 
     def next(self, clock: StepClock) -> int:
-        """Return the epoch with which a resumed program begins: an epoch whose training is over is done."""
+        """Return the epoch in which a resumed program begins. An epoch whose training is complete is not repeated."""
         return self.under_way + int(clock.passes > self.passes_before)
 
     def load(self, epoch: int, clock: StepClock) -> None:

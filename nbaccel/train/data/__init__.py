@@ -1,8 +1,9 @@
-"""Data: distributes batches to ranks, and reports the loader's position to training loops. Runs in ranks.
+"""Loaders: deal batches to ranks, and report the loader's position to training loops. Runs in ranks.
 
-`prepare` chooses a source (`sources`, `dispatch`), which deals by a shard (`shard`) in an order that all ranks share
-(`order`); the loop iterates a `loader`, `position` is the progress of an epoch, `placement` moves batches to the
-device. `lengths` makes batches for inference, without a loader.
+`prepare_loader` chooses a source (`sources`, `dispatch`), which deals by a shard (`shard`) in an order that all ranks
+share (`order`); the loop iterates a `loader`, `position` is the progress of an epoch, `placement` moves batches to the
+device. `length_batches` makes batches for inference, without a loader. Imports `base`, `train/distributed` and
+`train/step`.
 """
 
 from __future__ import annotations

@@ -1,3 +1,6 @@
-"""Communication between ranks: process group, collectives over nested containers, objects, and checks of agreement."""
+"""Communication between ranks: process group, collectives over nested containers, checks of agreement. In ranks.
+
+Imports `base` and torch.
+"""
 
 from __future__ import annotations

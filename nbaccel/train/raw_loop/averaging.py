@@ -56,17 +56,21 @@ _LOOKS = 16
 class Averaging:
     """Averages the gradients of one rank's task with its peers'.
 
-    deferred: keeps back what waits for the last part of a batch.  watch: knows what is computed of a batch.
-    collectives: returns the ranks' collectives; formed at the first call, by all ranks together.
-    on_trained: called after each backward that was averaged, with the loss of the whole batch, if it is one number,
-    without the factor of a scaler.
-    on_registered: called when new models are known.  on_parts_shown: called where a loss keeps its part's
-    value.  on_compiled: called where parts went through a compiled model.  on_buffers: called with the name of a buffer
-    that a forward changes differently between ranks.  on_lengths: called where samples are padded to other lengths than
-    in other ranks.
-    step_back: called where the program has prepared its model.
+    Args:
+        deferred: Keeps back what waits for the last part of a batch.
+        watch: Knows what is computed of a batch.
+        collectives: Returns the ranks' collectives; formed at the first call, by all ranks together.
+        on_trained: Called after each backward that was averaged, with the loss of the whole batch, if it is one number,
+            without the factor of a scaler.
+        on_registered: Called when new models are known.
+        on_parts_shown: Called where a loss keeps its part's value.
+        on_compiled: Called where parts went through a compiled model.
+        on_buffers: Called with the name of a buffer that a forward changes differently between ranks.
+        on_lengths: Called where samples are padded to other lengths than in other ranks.
+        step_back: Called where the program has prepared its model.
 
-    meetings: number of headers that were exchanged.
+    Attributes:
+        meetings: Number of headers that were exchanged.
     """
 
     def __init__(
@@ -122,7 +126,7 @@ class Averaging:
         return self._is_inside
 
     def begin(self) -> None:
-        """Begin a task: nothing is known."""
+        """Begin a task: forget the models, losses and decisions of the task before."""
         self.models.forget()
         self.rest()
         self._begin()
@@ -139,7 +143,9 @@ class Averaging:
     def run(self, real: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a graph backwards, averaged; ``torch.autograd.backward`` and ``grad`` call this.
 
-        args: gradients of the outputs, whether the graph is kept, whether a graph of the gradients is made, the inputs.
+        Args:
+            *args: Gradients of the outputs, whether the graph is kept, whether a graph of the gradients is made, the
+                inputs.
         """
         with self._watch.paused():
             return self._run(real, outputs, *args, **kwargs)
@@ -246,7 +252,7 @@ class Averaging:
         """Agree with all ranks on what is summed, and on its weights.
 
         Raises:
-            NotPrepared: the ranks do not train one model any more, or their batches cannot be combined.
+            NotPrepared: The ranks do not train one model any more, or their batches cannot be combined.
         """
         self._steps.enter()  # may raise RunStopped
         readings = [read(root, is_scaled) for root in roots]
@@ -284,7 +290,7 @@ class Averaging:
         """Decide by the numbers of all ranks.
 
         Raises:
-            NotPrepared: the ranks do not train one model any more, or their batches cannot be combined.
+            NotPrepared: The ranks do not train one model any more, or their batches cannot be combined.
         """
         self._steps.agree(int(max(each.at for each in header.says)))
         givers, handed = self._agree(header, obstacle), self._passes.handed
@@ -312,10 +318,11 @@ class Averaging:
 
         New leaves of any rank are registered in all ranks, which then exchange their numbers again.
 
-        shown: losses whose values the ranks exchange.
+        Args:
+            shown: Losses whose values the ranks exchange.
 
         Raises:
-            NotPrepared: another rank's program is over.
+            NotPrepared: Another rank's program is over.
         """
         gives, told, rates, handed = True, None, self._steps.take_rates(), self._passes.handed
         is_uneven = handed.is_part and len(handed.sizes) > 1
@@ -373,7 +380,7 @@ class Averaging:
         """Return the ranks whose gradients count.
 
         Raises:
-            NotPrepared: their programs have taken different ways.
+            NotPrepared: Their programs have taken different ways.
         """
         says, world = header.says, self._world
         here = [rank for rank, say in enumerate(says) if not say.done]

@@ -81,7 +81,7 @@ class BatchSplitter:
 
     batches: how many were handed out in this task.  has_split: ranks got different ones.
     is_shared_out: a sampler, or a data set, gives each rank samples of its own.
-    drawn: a digest of the indices of batches that were cut by them; 0 for none.
+    drawn: a digest of the sample numbers of all batches that were cut, compared between ranks; 0 before the first one.
     """
 
     needs_order = True

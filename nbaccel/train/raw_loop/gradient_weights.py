@@ -156,9 +156,10 @@ class References:
         return bool(count) and rows != count and math.isclose(here, constant * rows / count, rel_tol=_NEAR)
 
     def adds_up_alone(self, term: Hashable, constants: Sequence[float], rows: Sequence[float]) -> bool | None:
-        """Return the same for a term of parameters alone, such as a penalty that is divided by ``len(x)``.
+        """Return whether the divisors of a term of parameters alone add up over the ranks to that of the whole batch.
 
-        None where it was taken for a constant of the program, and depends on the samples after all.
+        An example is a penalty that is divided by ``len(x)``. Return None if the divisor was taken for a constant of
+        the program before, and depends on the number of samples after all.
         """
         if differ(constants):
             self._additive.add(term)
@@ -195,7 +196,8 @@ class References:
     def _was_taken_wrongly(self, term: Hashable, is_it: bool, here: float, rows: float, rate: float) -> bool:
         """Return whether a number was taken for the program's in batches without evidence, and depends on the samples.
 
-        rate: a value that stays the same if it does.
+        Args:
+            rate: A value that stays the same if it does.
         """
         if term in self._found or term in self._of_program:
             return False
@@ -224,8 +226,9 @@ def factors(
 ) -> list[list[float]] | None:
     """Return for each rank the weights of its terms' gradients; None where they are unknown.
 
-    givers: ranks whose gradients count; those of others do not.
-    of_parameters: by term, whether it is without a batch.
+    Args:
+        givers: Ranks whose gradients count; those of others do not.
+        of_parameters: By term, whether it is without a batch.
     """
     says, first = header.says, header.says[givers[0]]
     size, count = len(says), int(first.terms)
@@ -287,7 +290,8 @@ def _without_empty(
 ) -> Sequence[float]:
     """Return the ranks' divisors, with 0 for a 1 of an empty mask: ``m.sum().clamp(min=1)``. Its sum is 0, too.
 
-    values: the loss of each rank, where it is this term alone.
+    Args:
+        values: The loss of each rank, where it is this term alone.
     """
     if not values:
         return divisors
@@ -310,15 +314,27 @@ VALUES = 5
 class Say:
     """Numbers of one rank.
 
-    done: its program is over.  new: leaves to be registered.  leaves: a digest of those that it reaches.
-    extras: a backward runs others inside.  shape: a digest of the loss's terms; 0 where they are not known.
-    terms: how many.  part: its batch is a part of one.  own: each rank has another batch.
-    rows: samples of its batch.  whole: of all of that batch.
-    obstacle: the loss is no sum over samples.  gives: its gradient counts.  at: its step.
-    steps: of optimizers, so far.  batches: that were handed out, where they are cut; else 0.
-    drawn: a digest of the indices of these, before they were cut.  noise: of the states of other random numbers, there.
-    lengths: of those below the loss, in the first batches that are cut, and now and then.
-    rates: of learning rates, since the last one.  check: a sum of weights, now and then.
+    Args:
+        done: Its program is over.
+        new: Leaves to be registered.
+        leaves: A digest of those that it reaches.
+        extras: A backward runs others inside.
+        shape: A digest of the loss's terms; 0 where they are not known.
+        terms: How many.
+        part: Its batch is a part of one.
+        own: Each rank has another batch.
+        rows: Samples of its batch.
+        whole: Of all of that batch.
+        obstacle: The loss is no sum over samples.
+        gives: Its gradient counts.
+        at: Its step.
+        steps: Of optimizers, so far.
+        batches: That were handed out, where they are cut; else 0.
+        drawn: A digest of the indices of these, before they were cut.
+        noise: Of the states of other random numbers, there.
+        lengths: Of those below the loss, in the first batches that are cut, and now and then.
+        rates: Of learning rates, since the last one.
+        check: A sum of weights, now and then.
     """
 
     done: float = 0
@@ -360,8 +376,9 @@ class Header:
     They are a few numbers of each rank in one small collective. They detect ranks whose programs have taken different
     ways before anything is summed.
 
-    counts, constants: of each term, as `Term` has them; for a sum of n numbers a count of -1 - n.
-    values: of losses, before the backward.
+    Args:
+        counts, constants: Of each term, as `Term` has them; for a sum of n numbers a count of -1 - n.
+        values: Of losses, before the backward.
     """
 
     says: list[Say]
@@ -387,7 +404,8 @@ class Header:
 class Told:
     """Numbers that the ranks have sent at one meeting, a row for each, as they came.
 
-    pairs: count and constant of each term, by rank.
+    Args:
+        pairs: Count and constant of each term, by rank.
     """
 
     def __init__(self, rows: list[list[float]], pairs: list[list[float]]) -> None:
@@ -436,8 +454,9 @@ def exchange(
 ) -> Told:
     """Send `say` to all ranks, and return what all of them sent. Collective.
 
-    terms: count and constant of each; where there are more than `TERMS` a second collective follows.
-    values: at most `VALUES`.
+    Args:
+        terms: Count and constant of each; where there are more than `TERMS` a second collective follows.
+        values: At most `VALUES`.
     """
     say.terms, say.values = len(terms), len(values)
     short = [number for pair in terms[:TERMS] for number in pair] + [0.0] * (2 * max(0, TERMS - len(terms)))

@@ -1,6 +1,6 @@
-"""Strategies: distribute one model over the ranks of a run. Each is imported when it is chosen.
+"""Strategies: distribute one model over the ranks of a run. A registry of strings, imported when chosen. In ranks.
 
-"single" and "ddp" stand here, others are features ("fsdp") or installed packages.
+Imports `base`, `train/distributed`, `train/step` and the table of `features`.
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ class Strategy:
     def __init__(
         self, world: World, device: torch.device, handlers: Handlers | None = None, plugin: Any = None
     ) -> None:
-        """plugin: options of this way alone, as the program gave them; None: its defaults."""
+        """Args:
+        plugin: Options of this way alone, as the program gave them; None: its defaults.
+        """
         self.world = world
         self.device = device
         self.handlers = handlers or Handlers()
@@ -87,9 +89,10 @@ class Strategy:
     def setup(self, models: Sequence[Module], optimizers: Sequence[Optimizer], moves: Sequence[bool]) -> list[Module]:
         """Return `models` as part of this strategy, on the device. Collective.
 
-        optimizers: all that are prepared, of this call and of earlier ones; they follow their parameters. An optimizer
-            may come before its model, or after it, in a call of its own without models.
-        moves: for each model, whether it may be moved; otherwise it stays on the devices where it is.
+        Args:
+            optimizers: All that are prepared, of this call and of earlier ones; they follow their parameters. An
+                optimizer may come before its model, or after it, in a call of its own without models.
+            moves: For each model, whether it may be moved; otherwise it stays on the devices where it is.
         """
         for model, move in zip(models, moves, strict=True):
             if move:
@@ -97,7 +100,7 @@ class Strategy:
         return list(models)
 
     def keeps_together(self, model: Module) -> bool:
-        """Return whether training `model` on every rank is one training. Always so on a single device."""
+        """Return whether all ranks train `model` as one model, not each its own. Always true on a single device."""
         return True
 
     def finds_parallel(self) -> bool:
@@ -116,7 +119,7 @@ class Strategy:
         """Let neither a forward nor a backward of `model` wait for another rank, unless each does, while entered.
 
         Raises:
-            NotImplementedError: no trial step of `model` can be run and undone.
+            NotImplementedError: No trial step of `model` can be run and undone.
         """
         return nullcontext()
 
@@ -151,7 +154,7 @@ class Strategy:
         This strategy has them again as soon as the program runs a forward of its own.
 
         Raises:
-            CannotSplit: a model that exchanges something in its forward, or whose gradients are not ours to lend.
+            CannotSplit: A model that exchanges something in its forward, or whose gradients are not ours to lend.
         """
         return Gradients([self.unwrap(model) for model in models])
 
@@ -216,8 +219,9 @@ def without_compile(model: Module) -> Module:
 def plain_name(name: str) -> str:
     """Return the name of a tensor in a model as it is without ``torch.compile``, of which any part may be compiled.
 
-    >>> plain_name("_orig_mod.body._orig_mod.0.weight")
-    'body.0.weight'
+    Example:
+        >>> plain_name("_orig_mod.body._orig_mod.0.weight")
+        'body.0.weight'
     """
     return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
 
@@ -246,7 +250,7 @@ def lendable(models: Sequence[Module], kind: type[_M]) -> list[_M]:
     """Return those of `models` that exchange gradients, without ``torch.compile``; all are of the class `kind`.
 
     Raises:
-        CannotSplit: one of them cannot run in micro-batches; gives the reason, and an alternative.
+        CannotSplit: One of them cannot run in micro-batches; gives the reason, and an alternative.
     """
     found: list[_M] = []
     for model in map(without_compile, models):

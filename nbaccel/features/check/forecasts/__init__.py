@@ -1,3 +1,6 @@
-"""The time of a whole run, from the records of a dry run. Used in the kernel; runs no code of a user."""
+"""Computes the time of a whole run from the records of a dry run. Runs in the kernel, and runs no code of a user.
+
+Imports `base`.
+"""
 
 from __future__ import annotations

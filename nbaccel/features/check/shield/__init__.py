@@ -1,1 +1,4 @@
-"""A layer over the file systems, which takes what the ranks of a check write. Runs in the kernel and in ranks."""
+"""A layer over the file systems that takes what the ranks of a check write. Runs in the kernel and in ranks.
+
+Imports `launching` and `base`.
+"""

@@ -1,7 +1,7 @@
-"""Micro-batches: one batch of the loader in several forward passes, with recovery from out-of-memory. Runs in ranks.
+"""Cuts one batch of the loader into micro-batches that train the same. Runs in ranks.
 
-`StepEngine` runs a step; the other modules are its parts: samples, their weights, gradients, and sizes that have
-fitted so far. None of them knows the Accelerator.
+It cuts samples and weighs their gradients; a restart after an out-of-memory error uses it, and so does the feature
+`micro_batches`. Imports `base` and other folders of `train`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""find_executable_batch_size: runs a function again at smaller batch sizes until it fits, equally on all ranks."""
+"""`find_executable_batch_size`: run a function again at smaller sizes until it fits, equally on all ranks.
+
+Runs in ranks and scripts. Imports the rest of `train` and `base`.
+"""
 
 from __future__ import annotations
 

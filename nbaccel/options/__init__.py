@@ -1,0 +1,4 @@
+"""What a person may choose for a run: flags, forms and nbaccel.toml become one value. In kernel and terminal.
+
+Imports `base`.
+"""
