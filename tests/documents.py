@@ -52,10 +52,18 @@ def links(page: Path) -> list[str]:
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors that a Markdown renderer makes of the page's headings."""
-    return {
-        re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-")
-        for title in _HEADING.findall(_without_code(page))
-    }
+    return {_anchor(title) for title in _HEADING.findall(_without_code(page))}
+
+
+def below(folder: Path, link: str) -> str:
+    """Return the text between the heading that a link leads to and the next heading."""
+    path, _, anchor = link.partition("#")
+    parts = re.split(r"^#+ (.*)$", (folder / path).read_text(), flags=re.M)
+    return next((text for title, text in zip(parts[1::2], parts[2::2], strict=True) if _anchor(title) == anchor), "")
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-")
 
 
 def _without_code(page: Path) -> str:

@@ -19,7 +19,7 @@ import nbformat
 import pytest
 
 import nbaccel
-from documents import ADDRESS, PAGES, README, anchors, blocks, links
+from documents import ADDRESS, PAGES, README, anchors, below, blocks, links
 from environments import REPOSITORY
 from nbaccel.cli import main
 from nbaccel.options.flags import flags_parser
@@ -87,10 +87,15 @@ def _complaint_about(link: str, page: Path) -> str | None:
 def test_ten_questions_have_a_page_a_heading_and_a_name_in_the_code() -> None:
     """That files and headings exist, the test of links finds out."""
     text = (DESIGN / "README.md").read_text()
-    rows = re.findall(r"^\| .* \| \[.*?\]\((\S+#\S+)\) \| \[.*?\]\((\S+\.py)\) \| `(\w+)` \|$", text, re.M)
-    assert len(rows) == 10
-    wrong = [row for row in rows if not re.search(rf"^(class|def) {row[2]}\b", (DESIGN / row[1]).read_text(), re.M)]
-    assert not wrong
+    tables = text.split("## Ten questions")[1].split("\nAnd six more:")
+    row = re.compile(r"^\| .* \| \[.*?\]\((\S+#\S+)\) \| \[.*?\]\((\S+\.py)\) \| `(\w+)` \|$", re.M)
+    assert [len(row.findall(table)) for table in tables] == [10, 6]
+    for heading, file, name in row.findall(text):
+        source = (DESIGN / file).resolve()
+        assert re.search(rf"^ *(class|def) {name}\b", source.read_text(), re.M), f"{file} has no {name}"
+        answer = below(DESIGN, heading)
+        module = str(source.relative_to(REPOSITORY / "nbaccel").with_suffix(""))
+        assert name in answer or f"`{module}`" in answer, f"{heading} names neither {name} nor {module}"
 
 
 def test_modules_that_pages_of_the_design_name_exist_with_the_names_beside_them() -> None:
