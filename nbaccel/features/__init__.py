@@ -33,6 +33,9 @@ _TABLE = {  # "module:object", below this package
     "Accelerator.forward_backward(micro_batch_size='auto')": "batch_size.planner:find_micro_batch_size",
     "Accelerator.map": "map.map_worker:map_in_ranks",
     "Accelerator.prepare(device_map=...)": "big_models.map_of_rank:place_for_rank",
+    # folders that `load_state` may find
+    "a checkpoint of Accelerate": "accelerate_checkpoints.accelerate_format:read_foreign",
+    "random states of Accelerate": "accelerate_checkpoints.accelerate_format:restore_foreign_generators",
     # what a program may hand to `prepare`
     "a model on several devices": "big_models.map_of_rank:refuse_unexchanged",
     "a model with weights on the meta device": "big_models.map_of_rank:refuse_waiting",

@@ -19,7 +19,6 @@ from typing import Self
 from nbaccel.base.quantities import in_gb
 from nbaccel.base.values import frozen
 from nbaccel.errors import CheckpointCorrupt
-from nbaccel.train.checkpoint.accelerate_format import is_foreign
 from nbaccel.train.checkpoint.atomic_folder import (
     complete_leftovers,
     delete_dead,
@@ -38,10 +37,21 @@ __all__ = [
     "FoundCheckpoint",
     "ProjectConfiguration",
     "Timeline",
+    "is_by_accelerate",
     "is_of",
 ]
 
 _NAME = r"checkpoint_(\d+)"
+
+_BY_ACCELERATE = (
+    "optimizer.bin",
+    "scheduler.bin",
+    "pytorch_model.bin",
+    "random_states_0.pkl",
+    "pytorch_model_fsdp_0",
+    "pytorch_model_fsdp.bin",
+)
+"""Files and folders by which a folder of Accelerate's is known."""
 
 _STEP = r"checkpoint_(\d+)(?:_\d+)?"
 
@@ -308,7 +318,7 @@ class Timeline(CheckpointDirectory):
         Raises:
             FileNotFoundError, CheckpointCorrupt: See `choose`.
         """
-        if (place / MANIFEST).exists() or (place.is_dir() and is_foreign(place)):
+        if (place / MANIFEST).exists() or (place.is_dir() and is_by_accelerate(place)):
             return self.choose(place)
         return Timeline(place).choose(None)
 
@@ -326,6 +336,11 @@ def _saved_at(folder: Path) -> float:
         return Manifest.read(folder).saved_at
     except (CheckpointCorrupt, TypeError):
         return 0.0
+
+
+def is_by_accelerate(folder: Path) -> bool:
+    """Return whether `folder` looks like one that ``accelerate.Accelerator.save_state`` writes."""
+    return not (folder / MANIFEST).exists() and any((folder / name).exists() for name in _BY_ACCELERATE)
 
 
 def is_of(folder: Path, stamp: str) -> bool:
@@ -353,7 +368,7 @@ def _complete_at(folder: Path) -> FoundCheckpoint:
 def _verified(folder: Path) -> Manifest | None:
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no checkpoint {folder}: no such folder")
-    if is_foreign(folder):
+    if is_by_accelerate(folder):
         return None
     if not (folder / MANIFEST).exists() and not any(folder.iterdir()):
         raise FileNotFoundError(f"there is no checkpoint in {folder}: the folder is empty")

@@ -28,8 +28,8 @@ from nbaccel.base.aborting import refuse_if_aborted
 from nbaccel.base.quantised import trained_state
 from nbaccel.base.quantities import plural
 from nbaccel.errors import CannotSave
+from nbaccel.features import feature
 from nbaccel.train.checkpoint import rng_files
-from nbaccel.train.checkpoint.accelerate_format import read_foreign, restore_foreign_generators
 from nbaccel.train.checkpoint.atomic_folder import SUBFOLDER, as_cannot_save, may_write_below
 from nbaccel.train.checkpoint.autosave import CheckpointPolicy
 from nbaccel.train.checkpoint.content import Content, ObjectState, Staging
@@ -463,7 +463,7 @@ class Checkpoints:
         """Restore this rank's random states; return for each rank why they had to be derived, or an empty text."""
         rank, device = self._context.state.process_index, training.device
         if choice.manifest is None:
-            reason = restore_foreign_generators(choice.folder, rank, device, trust)
+            reason = feature("random states of Accelerate")(choice.folder, rank, device, trust)
         else:
             state, reason = rng_files.find(choice.folder, rank, choice.manifest)
             if state is not None:
@@ -508,7 +508,8 @@ def _named(options: Mapping[str, Any]) -> str:
 
 def _read(choice: FoundCheckpoint, trust: bool, by_rows: bool) -> Content:
     if choice.manifest is None:
-        return read_foreign(choice.folder, trust)
+        content: Content = feature("a checkpoint of Accelerate")(choice.folder, trust)
+        return content
     return Content.read(choice.folder, choice.manifest, trust, by_rows)
 
 

@@ -17,10 +17,11 @@ import torch
 
 from nbaccel import Accelerator
 from nbaccel.errors import CheckpointCorrupt, UntrustedPickle
+from nbaccel.features.accelerate_checkpoints import dcp_format
+from nbaccel.features.accelerate_checkpoints.dcp_format import read_dcp
 from nbaccel.testing import run_ranks
-from nbaccel.train.checkpoint import dcp_format, shards
-from nbaccel.train.checkpoint.accelerate_format import is_foreign
-from nbaccel.train.checkpoint.dcp_format import read_dcp
+from nbaccel.train.checkpoint import shards
+from nbaccel.train.checkpoint.directory import is_by_accelerate
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -111,7 +112,7 @@ def _go_on(folder: Path, is_sharded: bool) -> tuple[Any, Any]:
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_training_continues_where_accelerate_left_it_under_fsdp(tmp_path: Path, kind: str) -> None:
     saved, expected = run_ranks(2, _write, tmp_path, kind)[0]
-    assert is_foreign(tmp_path)
+    assert is_by_accelerate(tmp_path)
     for world, is_sharded in ((2, True), (1, False), (4, True), (2, False)):
         for loaded, after in run_ranks(world, _go_on, tmp_path, is_sharded):
             assert loaded == saved

@@ -16,31 +16,16 @@ from typing import Any
 import torch
 
 from nbaccel.errors import CheckpointCorrupt, UntrustedPickle
+from nbaccel.features.accelerate_checkpoints.dcp_format import by_position, read_dcp
 from nbaccel.train.checkpoint.content import Content, load_pickle, load_tensors, numbered
-from nbaccel.train.checkpoint.dcp_format import by_position, read_dcp
-from nbaccel.train.checkpoint.manifest import MANIFEST
 from nbaccel.train.checkpoint.model_weights import without_prefix
 
 __all__ = [
-    "is_foreign",
     "read_foreign",
     "restore_foreign_generators",
 ]
 
 _FSDP_MODEL = "pytorch_model_fsdp"
-_SIGNS = (
-    "optimizer.bin",
-    "scheduler.bin",
-    "pytorch_model.bin",
-    "random_states_0.pkl",
-    f"{_FSDP_MODEL}_0",
-    f"{_FSDP_MODEL}.bin",
-)
-
-
-def is_foreign(folder: Path) -> bool:
-    """Return whether `folder` looks like one that ``accelerate.Accelerator.save_state`` writes."""
-    return not (folder / MANIFEST).exists() and any((folder / name).exists() for name in _SIGNS)
 
 
 def read_foreign(folder: Path, trust: bool) -> Content:
