@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nbaccel.base.missing_names import AbsentModules, missing_from
+from nbaccel.base.missing_names import missing_from
 
 if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal to the table below
     from types import FrameType, ModuleType
@@ -195,8 +195,6 @@ _MODULES = frozenset(
 """Modules that ``import accelerate`` makes available."""
 
 _missing = missing_from(__name__, "nbaccel.utils")
-
-sys.meta_path.append(AbsentModules("nbaccel.utils"))
 
 __all__ = sorted(_HOME.keys() - {"map"})  # a star import must not replace Python's own map
 

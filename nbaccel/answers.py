@@ -5,13 +5,9 @@ It defines nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from nbaccel.features import module_of
-
-if TYPE_CHECKING:
-    from nbaccel.features.map import Answers, Failed
-else:
-    Answers, Failed = (getattr(module_of(__name__, "nbaccel.features.map"), name) for name in ("Answers", "Failed"))
+from nbaccel.features import needed_by
 
 __all__ = ["Answers", "Failed"]
+
+with needed_by(__name__):
+    from nbaccel.features.map import Answers, Failed

@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 from nbaccel.base.missing_names import missing_from
-from nbaccel.features.big_models.model_hooks import (
-    AlignDevicesHook,
-    CpuOffload,
-    ModelHook,
-    SequentialHook,
-    UserCpuOffloadHook,
-    add_hook_to_module,
-    remove_hook_from_module,
-    remove_hook_from_submodules,
-)
+from nbaccel.features import shown_by
 
 __all__ = [
     "AlignDevicesHook",
@@ -26,3 +17,15 @@ __all__ = [
 ]
 
 __getattr__ = missing_from(__name__, "nbaccel.utils")
+
+with shown_by(__name__):
+    from nbaccel.features.big_models.model_hooks import (
+        AlignDevicesHook,
+        CpuOffload,
+        ModelHook,
+        SequentialHook,
+        UserCpuOffloadHook,
+        add_hook_to_module,
+        remove_hook_from_module,
+        remove_hook_from_submodules,
+    )

@@ -41,19 +41,22 @@ ACCELERATES_MODULES = {
     "accelerator.py",
     "answers.py",
     "big_modeling.py",
+    "checkpointing.py",
     "data_loader.py",
     "errors.py",
     "hooks.py",
+    "inference.py",
     "launchers.py",
     "local_sgd.py",
     "logging.py",
     "memory_utils.py",
     "optimizer.py",
+    "parallelism_config.py",
     "scheduler.py",
     "state.py",
     "tracking.py",
 }
-"""Files that exist because programs import Accelerate's module names; all of utils, too."""
+"""Files that exist because programs import Accelerate's module names; so do those of utils, commands and test_utils."""
 
 STARTS_WORKERS = ("start", "zygote", "inline", "elastic", "ranks")
 """Stems of the files that run the code of workers, or hand it to a process that does."""
@@ -376,7 +379,7 @@ def stems_used_twice(layout: Layout) -> Iterator[str]:
     for source in layout.files:
         if (
             source.name not in ACCELERATES_MODULES
-            and source.folder != "utils"
+            and source.folder not in ("utils", "commands", "test_utils")
             and source.stem not in ("__main__", *SEAMS)
         ):
             stems[source.stem].append(source.name)

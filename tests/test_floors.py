@@ -24,7 +24,8 @@ FLOORS = {
     # the top, whose files see each other too; "" is nbaccel/__init__.py
     **dict.fromkeys(["", "__main__", "utils", "logging", "data_loader", "launchers", "local_sgd", "state"], 6),
     **dict.fromkeys(["accelerator", "memory_utils", "optimizer", "scheduler", "cli", "testing"], 6),
-    **dict.fromkeys(["answers", "big_modeling", "hooks", "tracking"], 6),
+    **dict.fromkeys(["answers", "big_modeling", "hooks", "tracking", "checkpointing", "commands", "inference"], 6),
+    **dict.fromkeys(["parallelism_config", "test_utils"], 6),
 }
 """Each part of the package and its layer. A part sees the layers below it; the ground and the top also see
 their neighbours."""

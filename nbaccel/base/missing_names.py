@@ -1,9 +1,8 @@
 """Names and modules of Accelerate that nbaccel lacks, and the alternative to each. Runs anywhere; imports no torch.
 
 The modules of this package that stand for one of Accelerate's end with ``__getattr__ = missing_from(__name__)``, so
-that an import of such a name fails with one sentence. `AbsentModules` makes modules that have no file here. Classes and
-functions that programs import at their top and use only under a flag (``if args.deepspeed:``) can be imported, and
-refuse when they are called: more programs run that way.
+that an import of such a name fails with one sentence. Classes and functions that programs import at their top and use
+only under a flag (``if args.deepspeed:``) can be imported, and refuse when they are called: more programs run that way.
 """
 
 from __future__ import annotations
@@ -12,41 +11,52 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.machinery import ModuleSpec
 from opcode import opmap
 from types import ModuleType
 from typing import Any, NoReturn
 
-__all__ = ["AbsentModules", "missing_from"]
+__all__ = [
+    "BESIDE",
+    "FOLDER",
+    "FP8",
+    "FROM_ACCELERATE",
+    "LAUNCH",
+    "NO_SUCH_DEVICES",
+    "ONE_DEVICE",
+    "missing_from",
+    "refuse_module",
+]
 
-_BESIDE = "it works on models, whoever trains them: import it from accelerate, which may be installed beside nbaccel"
-_ONE_DEVICE = (
+FROM_ACCELERATE = "import it from accelerate, which may be installed beside nbaccel"
+BESIDE = f"it works on models, whoever trains them: {FROM_ACCELERATE}"
+ONE_DEVICE = (
     'it has no counterpart here. To make a model fit: Accelerator(strategy="fsdp"), by which each rank holds a part of '
     "it, mixed_precision, gradient_accumulation_steps with a smaller batch, accelerator.gradient_checkpointing(model)"
 )
-_FP8 = 'there is no fp8 here: use mixed_precision="bf16" or "fp16"'
+FP8 = 'there is no fp8 here: use mixed_precision="bf16" or "fp16"'
 _TRACKER = (
     "hand an object on nbaccel.tracking.GeneralTracker to log_with, or log by the library itself on the main process"
 )
-_FOLDER = "use accelerator.save_state(folder), load_state(folder) and register_for_checkpointing(...)"
-_LAUNCH = "use `nbaccel launch` on the command line, or nbaccel.launch(function, num_processes=...) in Python"
+FOLDER = "use accelerator.save_state(folder), load_state(folder) and register_for_checkpointing(...)"
+LAUNCH = "use `nbaccel launch` on the command line, or nbaccel.launch(function, num_processes=...) in Python"
+NO_SUCH_DEVICES = "nbaccel does not know these devices"
 _PLAIN = "a few lines of Python do the same"
 _INNER = "it is a part of Accelerate's inside; nbaccel has no counterpart"
 
 _UNDER_A_FLAG: dict[str, str] = {
-    _ONE_DEVICE: """
+    ONE_DEVICE: """
         DeepSpeedPlugin MegatronLMPlugin TorchTensorParallelPlugin ParallelismConfig
         TorchContextParallelConfig TorchTensorParallelConfig DeepSpeedSequenceParallelConfig
         DummyOptim DummyScheduler DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper
         HfDeepSpeedConfig get_active_deepspeed_plugin MegatronLMDummyDataLoader MegatronLMDummyScheduler
     """,
-    _FOLDER: "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer merge_fsdp_weights",
-    _FP8: "FP8RecipeKwargs AORecipeKwargs TERecipeKwargs MSAMPRecipeKwargs",
+    FOLDER: "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer merge_fsdp_weights",
+    FP8: "FP8RecipeKwargs AORecipeKwargs TERecipeKwargs MSAMPRecipeKwargs",
 }
 """Names that can be imported and refuse when they are called, by the alternative."""
 
 _NOT_HERE: dict[str, str] = {
-    _BESIDE: """
+    BESIDE: """
         attach_layerwise_casting_hooks LayerwiseCastingHook attach_execution_device_hook
         attach_align_device_hook attach_align_device_hook_on_blocks
         extract_submodules_state_dict OffloadedWeightsLoader quantize_and_offload_8bit get_parameter_device
@@ -56,12 +66,12 @@ _NOT_HERE: dict[str, str] = {
         compile_regions_fsdp2 has_compiled_regions has_repeated_blocks is_repeated_blocks convert_model
         has_transformer_engine_layers
     """,
-    _FP8: """
+    FP8: """
         contextual_fp8_autocast apply_fp8_autowrap convert_model_to_fp8_ao has_ao_layers FP8BackendType
         filter_first_and_last_linear_layers check_cuda_fp8_capability torchao_required
         is_transformer_engine_mxfp8_available
     """,
-    _ONE_DEVICE: """
+    ONE_DEVICE: """
         fsdp2_load_full_state_dict fsdp2_switch_optimizer_parameters fsdp2_prepare_model AbstractTrainStep BertTrainStep
         GPTTrainStep T5TrainStep avg_losses_across_data_parallel_group get_module_class_from_name
         map_pytorch_optim_to_deepspeed deepspeed_required fsdp2_apply_ac fsdp2_canonicalize_names get_fsdp2_grad_scaler
@@ -72,8 +82,8 @@ _NOT_HERE: dict[str, str] = {
         register_tracker_class
         LOGGER_TYPE_TO_CLASS filter_trackers get_available_trackers
     """,
-    _FOLDER: "save_accelerator_state load_accelerator_state save_custom_state load_custom_state",
-    _LAUNCH: """
+    FOLDER: "save_accelerator_state load_accelerator_state save_custom_state load_custom_state",
+    LAUNCH: """
         launch_command launch_command_parser test_launch PrepareForLaunch prepare_simple_launcher_cmd_env
         prepare_multi_gpu_env prepare_deepspeed_cmd_env prepare_tpu prepare_sagemager_args_inputs
     """,
@@ -81,7 +91,7 @@ _NOT_HERE: dict[str, str] = {
         DataLoaderStateMixin DataLoaderAdapter MpDeviceLoaderWrapper
     """,
     "use `taskset` or `numactl` around the program": "set_numa_affinity override_numa_affinity",
-    "nbaccel does not know these devices": "install_xla is_tpu_available is_habana_gaudi1 get_current_device_type",
+    NO_SUCH_DEVICES: "install_xla is_tpu_available is_habana_gaudi1 get_current_device_type",
     "`nbaccel doctor` shows the machine; torch.cuda and psutil are asked for the rest": """
         get_gpu_info get_driver_version check_cuda_p2p_ib_support get_cpu_distributed_information CPUInformation
         is_xccl_available
@@ -98,42 +108,19 @@ _NOT_HERE: dict[str, str] = {
 }
 """Names that cannot be imported, by the alternative."""
 
-_ABSENT: dict[str, str] = {
-    "checkpointing": _FOLDER,
-    "commands": _LAUNCH,
-    "inference": _BESIDE,
-    "parallelism_config": _ONE_DEVICE,
-    "test_utils": "import it from accelerate, which may be installed beside nbaccel",
-    "utils.ao": _FP8,
-    "utils.deepspeed": _ONE_DEVICE,
-    "utils.fsdp_utils": _ONE_DEVICE,
-    "utils.launch": _LAUNCH,
-    "utils.megatron_lm": _ONE_DEVICE,
-    "utils.rich": "import rich",
-    "utils.torch_xla": "nbaccel does not know these devices",
-    "utils.transformer_engine": _FP8,
-}
-"""Modules of Accelerate, with everything in them, and the alternative to each."""
 
-_ABSENT_PACKAGES = ("commands", "test_utils")
-
-
-def missing_from(module: str, *elsewhere: str, inside: Sequence[str] = ()) -> Callable[[str], Any]:
+def missing_from(module: str, *elsewhere: str, inside: Sequence[str] = (), instead: str = "") -> Callable[[str], Any]:
     """Return the ``__getattr__`` of `module`, which stands for one of Accelerate's.
 
     elsewhere: modules in which a name is looked up first, since Accelerate shows most names in several places.
     inside: submodules whose names the package shows, too. They look up others in the package: only their own count.
+    instead: the alternative to the whole module, where nbaccel has nothing of it.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         if not name.startswith("__"):
             for submodule in inside:
-                try:
-                    other = import_module(f"{module}.{submodule}")
-                except ModuleNotFoundError as error:
-                    if not str(error.name).startswith("nbaccel.features."):
-                        raise
-                    continue  # it names what a feature has that is not there
+                other = import_module(f"{module}.{submodule}")
                 if name in other.__all__:
                     return getattr(other, name)
             for other in map(import_module, elsewhere):
@@ -141,42 +128,16 @@ def missing_from(module: str, *elsewhere: str, inside: Sequence[str] = ()) -> Ca
                     return found
         if name in _refusing():
             return _refused(name)
-        instead = _instead().get(name, _absent(module))
-        if instead:
-            _refuse(f"{module} has no {name}: {instead}.", module, name)
+        if alternative := _instead().get(name, instead):
+            _refuse(f"{module} has no {name}: {alternative}.", module, name)
         _refuse(f"module {module!r} has no attribute {name!r}", module, name)
 
     return __getattr__
 
 
-class AbsentModules:
-    """Makes the modules of Accelerate that have no file here, so that imports from them name the alternative.
-
-    A finder and loader of `importlib`, whose base classes take milliseconds to import. It is asked last, when no other
-    finder has found the module.
-    elsewhere: modules in which their names are looked up first.
-    """
-
-    def __init__(self, *elsewhere: str) -> None:
-        self._elsewhere = elsewhere
-
-    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        instead = _absent(fullname) if fullname.startswith("nbaccel.") else ""
-        if not instead:
-            return None
-        inside = fullname.removeprefix("nbaccel.")
-        if inside not in _ABSENT:
-            raise ModuleNotFoundError(f"{fullname} is not here: {instead}.", name=fullname)
-        loader: Any = self  # it has a loader's methods
-        return ModuleSpec(fullname, loader, is_package=inside in _ABSENT_PACKAGES)
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Return None: Python's own kind of module is made."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        module.__doc__ = f"Not here: {_absent(name)}."
-        module.__getattr__ = missing_from(name, *self._elsewhere)  # type: ignore[method-assign]
+def refuse_module(module: str, instead: str) -> NoReturn:
+    """Raise the error of a module of Accelerate that is not here, whatever is imported from it, or that is run."""
+    raise ModuleNotFoundError(f"{module} is not here: {instead}.", name=module)
 
 
 _NOWHERE = object()
@@ -191,15 +152,6 @@ def _shown(module: ModuleType, name: str) -> Any:
         return _NOWHERE if look_elsewhere is None else look_elsewhere(name)
     except AttributeError:
         return _NOWHERE
-
-
-def _absent(module: str) -> str:
-    """Return the alternative to `module`, or to the module that contains it; empty if it exists here."""
-    inside = module.removeprefix("nbaccel.")
-    for known, instead in _ABSENT.items():
-        if inside == known or inside.startswith(f"{known}."):
-            return instead
-    return ""
 
 
 def _refuse(sentence: str, module: str, name: str) -> NoReturn:

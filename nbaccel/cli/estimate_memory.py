@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.cli.launch import failed
+from nbaccel.errors import FeatureMissing
+from nbaccel.features import needed_by
 
 __all__ = ["add_arguments", "estimate_memory_of"]
 
@@ -56,9 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def estimate_memory_of(arguments: argparse.Namespace) -> int:
     """Print a table for each precision; return the exit status."""
-    from nbaccel.features.batch_size.estimate import EstimatedDevices, EstimateSetting, estimate_memory
-
     try:
+        with needed_by("nbaccel estimate-memory"):
+            from nbaccel.features.batch_size.estimate import EstimatedDevices, EstimateSetting, estimate_memory
+
         if unusable := [dtype for dtype in arguments.dtypes if dtype not in _PRECISIONS]:
             raise _Wrong(f"{', '.join(unusable)}: a training computes in float32, float16 or bfloat16")
         devices = _devices(arguments) or EstimatedDevices.here()
@@ -75,7 +78,7 @@ def estimate_memory_of(arguments: argparse.Namespace) -> int:
             )
             print(f"{arguments.model_name}, {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}")
             print(estimate)
-    except (_Wrong, ValueError, TypeError) as error:
+    except (_Wrong, ValueError, TypeError, FeatureMissing) as error:
         return failed(f"estimate-memory: {error}")
     return 0
 

@@ -10,12 +10,15 @@ Reasons: docs/design/layout.md
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 from nbaccel.errors import FeatureMissing
 
-__all__ = ["feature", "mode_flag", "module_of", "named"]
+__all__ = ["feature", "mode_flag", "module_of", "named", "needed_by", "shown_by"]
 
 _TABLE = {  # "module:object", below this package
     # modes of a cell, by their flag
@@ -68,13 +71,52 @@ def module_of(name: str, module: str) -> ModuleType:
     Raises:
         FeatureMissing: It belongs to a feature that is not there.
     """
-    try:
+    with needed_by(name):
         return importlib.import_module(module)
+
+
+@contextmanager
+def needed_by(name: str) -> Iterator[None]:
+    """Around imports of features that `name` cannot do without.
+
+    Raises:
+        FeatureMissing: One of them is not there.
+    """
+    try:
+        yield
     except ModuleNotFoundError as error:
-        folder = ".".join(module.split(".")[:3])
-        if not folder.startswith(f"{__name__}.") or not f"{error.name}.".startswith(f"{folder}."):
-            raise
-        raise FeatureMissing(
-            f"{name} belongs to {folder}, which this installation of nbaccel lacks: install nbaccel as a whole, or "
-            "leave it out."
-        ) from None
+        raise _missing(name, _folder(error)) from None
+
+
+@contextmanager
+def shown_by(face: str) -> Iterator[None]:
+    """Around the imports of what the module `face` shows of features, at its end.
+
+    Where their folder is not there, `face` can be imported, and whoever asks for one of its names is told so.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        folder, module = _folder(error), sys.modules[face]
+        others = module.__getattr__
+
+        def __getattr__(name: str) -> Any:  # noqa: N807
+            if name in module.__all__:
+                raise _missing(f"{face}.{name}", folder)
+            return others(name)
+
+        module.__getattr__ = __getattr__  # type: ignore[method-assign]
+
+
+def _folder(error: ModuleNotFoundError) -> str:
+    """Return the folder of features that is not there; raise `error` if it is about anything else."""
+    if not str(error.name).startswith(f"{__name__}."):
+        raise error
+    return ".".join(str(error.name).split(".")[:3])
+
+
+def _missing(name: str, folder: str) -> FeatureMissing:
+    return FeatureMissing(
+        f"{name} belongs to {folder}, which this installation of nbaccel lacks: install nbaccel as a whole, or leave "
+        "it out."
+    )

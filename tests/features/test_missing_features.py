@@ -30,8 +30,22 @@ accelerator.load_state("checkpoint")
 print(nbaccel.launch(int, 2, cpu=True).values)
 """
 
+SHOWN = [
+    ("nbaccel", "map"),
+    ("nbaccel", "sweep"),
+    ("nbaccel", "init_empty_weights"),
+    ("nbaccel.answers", "Failed"),
+    ("nbaccel.big_modeling", "dispatch_model"),
+    ("nbaccel.hooks", "CpuOffload"),
+    ("nbaccel.utils", "infer_auto_device_map"),
+    ("nbaccel.utils.bnb", "load_and_quantize_model"),
+    ("nbaccel.utils.modeling", "dtype_byte_size"),
+    ("nbaccel.utils.offload", "offload_weight"),
+]
+"""Names of features, and public modules that show them."""
+
 ASKS = """
-import nbaccel, torch
+import importlib, nbaccel, torch
 from nbaccel.errors import FeatureMissing
 from nbaccel.features import _TABLE, feature
 for name, reference in _TABLE.items():
@@ -39,11 +53,13 @@ for name, reference in _TABLE.items():
         feature(name)
     except FeatureMissing as error:
         print(error)
-for name in ("map", "sweep", "init_empty_weights"):
+print("names:")
+for module, name in {names}:
     try:
-        getattr(nbaccel, name)
-    except ImportError as error:
-        print(type(error).__name__, error)
+        getattr(importlib.import_module(module), name)
+    except FeatureMissing as error:
+        print(error)
+assert nbaccel.utils.gather and nbaccel.utils.AutocastKwargs
 try:
     nbaccel.Accelerator(cpu=True).find_batch_size(lambda batch: batch, torch.ones(1))
 except FeatureMissing as error:
@@ -82,12 +98,16 @@ def test_the_core_trains_saves_and_launches_without_any_feature(without: Path) -
 
 @pytest.mark.slow
 def test_whoever_asks_for_a_missing_feature_is_told_which_it_is(without: Path) -> None:
-    lines = said(without, ASKS)
-    assert len(lines) == len(features._TABLE) + 4
+    lines = said(without, ASKS.replace("{names}", repr(SHOWN)))
     asked = "belongs to nbaccel.features.check, which this installation of nbaccel lacks: install nbaccel as a whole"
     assert any(line.startswith(f"--check {asked}") for line in lines)
-    assert lines[-2].startswith("FeatureMissing nbaccel.init_empty_weights belongs to nbaccel.features.big_models, ")
-    assert lines[-1].startswith("in a program: Accelerator.find_batch_size belongs to nbaccel.features.batch_size, ")
+    *table, _ = lines[: lines.index("names:") + 1]
+    *names, in_a_program = lines[len(table) + 1 :]
+    assert len(table) == len(features._TABLE)
+    assert [line.partition(" belongs to nbaccel.features.")[0].rpartition(".")[2] for line in names] == [
+        "answers" if module == "nbaccel.answers" else name for module, name in SHOWN
+    ]
+    assert in_a_program.startswith("in a program: Accelerator.find_batch_size belongs to nbaccel.features.batch_size, ")
 
 
 def test_an_import_that_fails_inside_of_a_feature_is_that_error() -> None:

@@ -1,0 +1,9 @@
+"""Not here: ``accelerate.test_utils``. An import from it says what to use instead. Used anywhere."""
+
+from __future__ import annotations
+
+from nbaccel.base.missing_names import FROM_ACCELERATE, missing_from
+
+__all__: list[str] = []
+
+__getattr__ = missing_from(__name__, "nbaccel.utils", instead=FROM_ACCELERATE)
