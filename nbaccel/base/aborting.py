@@ -125,7 +125,8 @@ def abort_device_groups(limit_s: float = _ABORT_S, *, spoils: bool = True) -> bo
     It never raises. Return whether all aborts have returned within `limit_s`; the others continue in their own threads.
     Nothing happens without a group of `DEVICE_BACKENDS`.
 
-    spoils: False if nothing was under way, so that all values of this rank are whole.
+    Args:
+        spoils: False if nothing was under way, so that all values of this rank are whole.
     """
     if not uses_device():
         return True
@@ -156,7 +157,9 @@ def can_renew() -> bool:
 def renew(source: int, number: int) -> None:
     """Form the default group of this process anew, after it was aborted. Collective.
 
-    source: the rank whose state counts.  number: a number that no earlier renewal had, equal on all ranks.
+    Args:
+        source: The rank whose state counts.
+        number: A number that no earlier renewal had, equal on all ranks.
     """
     assert _abort_of_this_process.renewal is not None, "renew() without on_renewal()"
     _abort_of_this_process.renewal(source, number)
@@ -175,7 +178,11 @@ def leave_device_errors_to_the_program() -> None:
 # NCCL reports an aborted collective as done: https://github.com/meta-pytorch/torchft/pull/147, and torch asks
 # only communicators that are not aborted for errors: https://github.com/pytorch/pytorch/pull/124466.
 def refuse_if_aborted(what: str) -> None:
-    """Raise PeerFailed if this rank's groups were aborted.  what: the action that would use incomplete values."""
+    """Raise PeerFailed if this rank's groups were aborted.
+
+    Args:
+        what: The action that would use incomplete values.
+    """
     if _abort_of_this_process.holds:
         raise PeerFailed(
             f"this rank's exchange with its peers was cut short, since one failed, ran out of memory or was "
@@ -184,7 +191,12 @@ def refuse_if_aborted(what: str) -> None:
 
 
 class _LeftExchange:
-    """The first exchange that this rank has left half-way.  call: empty if there is none.  why: the exception."""
+    """The first exchange that this rank has left half-way.
+
+    Attributes:
+        call: Empty if there is none.
+        why: The exception.
+    """
 
     def __init__(self) -> None:
         self.call = self.why = ""
@@ -196,7 +208,10 @@ _left_exchange = _LeftExchange()
 def leave_exchange(call: str, error: BaseException) -> None:
     """Record that `error` has ended this rank's part in an exchange with its peers, who may wait for the rest of it.
 
-    The peers are told by an `ExchangeLeft`, if anyone listens to it.  call: the exchange in words.
+    The peers are told by an `ExchangeLeft`, if anyone listens to it.
+
+    Args:
+        call: The exchange in words.
     """
     if not _left_exchange.call:
         _left_exchange.call = call
@@ -210,7 +225,11 @@ def forget_left_exchange() -> None:
 
 
 def refuse_if_exchange_was_left(call: str) -> None:
-    """Raise CollectiveMismatch if this rank has left an exchange half-way.  call: the one that it is about to enter."""
+    """Raise CollectiveMismatch if this rank has left an exchange half-way.
+
+    Args:
+        call: The one that it is about to enter.
+    """
     if _left_exchange.call:
         raise CollectiveMismatch(
             f"this rank goes on after an exception ({_left_exchange.why}) has ended its {_left_exchange.call} "
@@ -295,7 +314,8 @@ def end_device_groups(limit_s: float, do_peers_come: Callable[[], bool]) -> bool
     nothing. It waits for the peers first: an abort cannot overtake an end that waits for them, because torch's
     ``ProcessGroupNCCL.shutdown`` holds the locks of the group and of its communicators meanwhile.
 
-    do_peers_come: returns whether they do, within `limit_s`. Called in a thread; no answer, or an error, means no.
+    Args:
+        do_peers_come: Returns whether they do, within `limit_s`. Called in a thread; no answer, or an error, means no.
     """
     if not _is_true(do_peers_come, limit_s + _ANSWER_S):
         return abort_device_groups(limit_s, spoils=False)
@@ -341,10 +361,14 @@ def _places() -> Iterator[tuple[Any, str]]:
 
 
 def _devices_in(config: str) -> list[str]:
-    """Return the devices on which a group works by one of `DEVICE_BACKENDS`.  config: in torch's format.
+    """Return the devices on which a group works by one of `DEVICE_BACKENDS`.
 
-    >>> _devices_in("cpu:gloo,cuda:nccl"), _devices_in("cpu:gloo,cuda:gloo"), _devices_in("nccl")
-    (['cuda'], [], ['cuda'])
+    Args:
+        config: In torch's format.
+
+    Example:
+        >>> _devices_in("cpu:gloo,cuda:nccl"), _devices_in("cpu:gloo,cuda:gloo"), _devices_in("nccl")
+        (['cuda'], [], ['cuda'])
     """
     entries = [entry.rpartition(":") for entry in config.split(",")]
     return [device or "cuda" for device, _, backend in entries if backend in DEVICE_BACKENDS]

@@ -48,9 +48,11 @@ Device = tuple[str, str, int, tuple[int, int]]
 class CudaAnswer:
     """The result of asking.
 
-    devices: in CUDA's order.  error: why there are none.
-    torch_version, flags: of the torch that was asked, and the kinds of GPU that it has code for ("sm_75",
-    "compute_90"); empty if it could not be asked, or is not built for CUDA.
+    Args:
+        devices: In CUDA's order.
+        error: Why there are none.
+        torch_version, flags: Those of the torch that was asked, and the kinds of GPU that it has code for ("sm_75",
+            "compute_90"); empty if it could not be asked, or is not built for CUDA.
     """
 
     devices: tuple[Device, ...] = ()

@@ -56,8 +56,9 @@ def canonical(node: Any) -> str:
     A docstring is left out, since few functions read theirs; behind a decorator or a base class it stays, as libraries
     that take it for a prompt get it through these.
 
-    >>> canonical(ast.parse("x = f'{a}' 'b'", mode="exec").body[0])
-    "Assign(targets=[Name(id=x)],value=JoinedStr(values=[FormattedValue(value=Name(id=a),conversion=-1),'b']))"
+    Example:
+        >>> canonical(ast.parse("x = f'{a}' 'b'", mode="exec").body[0])
+        "Assign(targets=[Name(id=x)],value=JoinedStr(values=[FormattedValue(value=Name(id=a),conversion=-1),'b']))"
     """
     if isinstance(node, ast.Constant):
         return _constant(node.value)
@@ -132,7 +133,7 @@ def parsed(text: str) -> ast.Module:
     """Return the tree of a text, without the warnings that Python gave when the user's code was compiled.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: It is no Python.
     """
     with _no_warnings():
         return ast.parse(text)
@@ -158,7 +159,8 @@ class CodeTexts:
     def tree_of(self, code: types.CodeType, names: Mapping[str, Any]) -> _Function | None:
         """Return the tree of a function's code; None if there is no text that gives this code.
 
-        names: the globals of the function; the loader of a module in an archive is found there.
+        Args:
+            names: The globals of the function; the loader of a module in an archive is found there.
         """
         key = code.co_filename, code.co_flags & _FUTURE
         text = self._texts.get(key) or _Text(_lines_of(code, names), key[1])
@@ -179,7 +181,11 @@ def _lines_of(code: types.CodeType, names: Mapping[str, Any]) -> list[str]:
 
 
 class _Text:
-    """One file or cell, and its functions.  flags: of `from __future__` imports."""
+    """One file or cell, and its functions.
+
+    Args:
+        flags: The flags of `from __future__` imports.
+    """
 
     def __init__(self, lines: list[str], flags: int) -> None:
         self.lines = lines
@@ -289,7 +295,11 @@ def names_read(parts: Sequence[types.CodeType]) -> set[str]:
 
 
 def names_used(code: types.CodeType, kinds: frozenset[str], nested: bool) -> Iterator[str]:
-    """Yield the names of all instructions of these kinds.  nested: of functions inside the code, too."""
+    """Yield the names of all instructions of these kinds.
+
+    Args:
+        nested: The nested of functions inside the code, too.
+    """
     for instruction in dis.get_instructions(code):
         if instruction.opname in kinds:
             yield str(instruction.argval)

@@ -160,14 +160,16 @@ _TABLE = (
 def classify(type_name: str, message: str, used_fraction: float | None = None) -> Failure:
     """Return the kind of a failure, from its class name and text.
 
-    used_fraction: share of the memory that was in use when it failed; None if unknown.
+    Args:
+        used_fraction: Share of the memory that was in use when it failed; None if unknown.
 
-    >>> classify("RuntimeError", "[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:3").name
-    'PEER_LOST'
-    >>> classify("ValueError", "expected 10 classes, got 11").name
-    'USER'
-    >>> classify("RuntimeError", "could not create a primitive", used_fraction=0.99).name
-    'OUT_OF_MEMORY'
+    Example:
+        >>> classify("RuntimeError", "[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:3").name
+        'PEER_LOST'
+        >>> classify("ValueError", "expected 10 classes, got 11").name
+        'USER'
+        >>> classify("RuntimeError", "could not create a primitive", used_fraction=0.99).name
+        'OUT_OF_MEMORY'
     """
     symptom = _find(frozenset([type_name.rpartition(".")[2]]), message)
     if symptom is None:
@@ -182,14 +184,15 @@ def recovery_of(error: BaseException) -> Recovery:
 
     Only ``raise … from`` counts: an error that was merely being handled when `error` was raised is not its cause.
 
-    >>> recovery_of(MemoryError()).name
-    'RETRY'
-    >>> recovery_of(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")).name
-    'RETRY_IF_NEARLY_FULL'
-    >>> recovery_of(RuntimeError("CUDA error: device-side assert triggered")).name
-    'RESTART'
-    >>> recovery_of(RuntimeError("we ran out of memory. sorry")).name
-    'NO'
+    Example:
+        >>> recovery_of(MemoryError()).name
+        'RETRY'
+        >>> recovery_of(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")).name
+        'RETRY_IF_NEARLY_FULL'
+        >>> recovery_of(RuntimeError("CUDA error: device-side assert triggered")).name
+        'RESTART'
+        >>> recovery_of(RuntimeError("we ran out of memory. sorry")).name
+        'NO'
     """
     symptom = _symptom_of(error)
     return Recovery.NO if symptom is None else symptom.recovery
@@ -198,8 +201,9 @@ def recovery_of(error: BaseException) -> Recovery:
 def is_of_host(error: BaseException) -> bool:
     """Return whether `error`, if it is about memory, is about the host's memory and not a device's.
 
-    >>> is_of_host(RuntimeError("could not create a primitive")), is_of_host(RuntimeError("HIP out of memory."))
-    (True, False)
+    Example:
+        >>> is_of_host(RuntimeError("could not create a primitive")), is_of_host(RuntimeError("HIP out of memory."))
+        (True, False)
     """
     symptom = _symptom_of(error)
     return symptom is not None and symptom.is_of_host
@@ -208,11 +212,13 @@ def is_of_host(error: BaseException) -> bool:
 def can_retry(error: BaseException, used_fraction: float | None = None) -> bool:
     """Return whether the same work may succeed in smaller pieces, in this process.
 
-    used_fraction: share of the memory that was in use when it failed; None if unknown.
+    Args:
+        used_fraction: Share of the memory that was in use when it failed; None if unknown.
 
-    >>> error = RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")
-    >>> can_retry(error, used_fraction=0.95), can_retry(error, used_fraction=0.5), can_retry(error)
-    (True, False, False)
+    Example:
+        >>> error = RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")
+        >>> can_retry(error, used_fraction=0.95), can_retry(error, used_fraction=0.5), can_retry(error)
+        (True, False, False)
     """
     match recovery_of(error):
         case Recovery.RETRY:
@@ -230,8 +236,9 @@ _ASKED = rf"(?i:tried to allocate|unable to allocate) ([\d.]+) ?({'|'.join(_UNIT
 def in_bytes(number: str, unit: str) -> int:
     """Return a size of torch's error texts in bytes.
 
-    >>> in_bytes("2.50", "KiB")
-    2560
+    Example:
+        >>> in_bytes("2.50", "KiB")
+        2560
     """
     return int(float(number) * _UNITS[unit])
 
@@ -239,8 +246,9 @@ def in_bytes(number: str, unit: str) -> int:
 def asked_bytes(text: str) -> int:
     """Return the size of the allocation that failed, by the text of the error; 0 if the text does not give it.
 
-    >>> asked_bytes("CUDA out of memory. Tried to allocate 2.00 GiB."), asked_bytes("you tried to allocate 64 bytes.")
-    (2147483648, 64)
+    Example:
+        >>> asked_bytes("Tried to allocate 2.00 GiB."), asked_bytes("you tried to allocate 64 bytes.")
+        (2147483648, 64)
     """
     found = re.search(_ASKED, text)
     return 0 if found is None else in_bytes(found[1], found[2])

@@ -62,11 +62,14 @@ class ComputeMode(StrEnum):
 class Gpu:
     """One device as CUDA will show it to a new process.
 
-    index: its number there, `cuda:<index>`.  uuid: accepted by CUDA_VISIBLE_DEVICES at any place of the device.
-    number: its number in CUDA_VISIBLE_DEVICES, in an environment like this one; None if that is a guess.
-    used_bytes: taken by all processes together.  compute_capability: (7, 5) is a T4.
-    processes: process id and bytes of each holder; bytes are None if the driver does not report them, and process
-    ids are those of the host, so in a container they may name nothing.
+    Args:
+        index: Its number there, `cuda:<index>`.
+        uuid: Accepted by CUDA_VISIBLE_DEVICES at any place of the device.
+        used_bytes: Taken by all processes together.
+        compute_capability: (7, 5) is a T4.
+        processes: Process id and bytes of each holder; bytes are None if the driver does not report them, and process
+            ids are those of the host, so in a container they may name nothing.
+        number: Its number in CUDA_VISIBLE_DEVICES, in an environment like this one; None if that is a guess.
     """
 
     index: int
@@ -89,11 +92,12 @@ class Gpu:
 class Driver:
     """Reports of NVIDIA's driver, besides the GPUs that CUDA shows.
 
-    silence: why NVML gave no answer although there is a driver; empty if it did.
-    refusal: why CUDA, which was asked instead, gave none either.
-    names: of all the GPUs of the driver.
-    uncut: names of those in MIG mode that have no instance, on which nothing can compute.
-    misread: where CUDA stops reading CUDA_VISIBLE_DEVICES, and why; empty if it reads all of it.
+    Args:
+        silence: Why NVML gave no answer although there is a driver; empty if it did.
+        refusal: Why CUDA, which was asked instead, gave none either.
+        names: The names of all the GPUs of the driver.
+        uncut: Names of those in MIG mode that have no instance, on which nothing can compute.
+        misread: Where CUDA stops reading CUDA_VISIBLE_DEVICES, and why; empty if it reads all of it.
     """
 
     silence: str = ""
@@ -139,10 +143,13 @@ class MemoryInfo:
 class Survey:
     """The resources of this machine for a run, at one moment.
 
-    gpus: in CUDA's order, after CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.  driver: further reports on them.
-    cpu_count: cores this process may keep busy (affinity and container quota).
-    shm_bytes: size of /dev/shm, through which data loader workers pass batches; None if there is none.
-    system, kernel_release: "Linux", "6.1.85".  cuda_environ: the CUDA variables that are set.
+    Args:
+        gpus: In CUDA's order, after CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
+        cpu_count: Cores this process may keep busy (affinity and container quota).
+        shm_bytes: Size of /dev/shm, through which data loader workers pass batches; None if there is none.
+        system, kernel_release: "Linux", "6.1.85".
+        cuda_environ: The CUDA variables that are set.
+        driver: Further reports on them.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -167,8 +174,10 @@ class Survey:
     ) -> Survey:
         """Examine the machine; takes less than a millisecond, and tens of them if it looks for GPUs and finds some.
 
-        nvml: replaces the module `pynvml`, in tests.  root: replaces the root of the file system.
-        ask: function that asks CUDA if NVML does not answer.
+        Args:
+            nvml: Replaces the module `pynvml`, in tests.
+            root: Replaces the root of the file system.
+            ask: Function that asks CUDA if NVML does not answer.
         """
         env = os.environ if environ is None else environ
         gpus, driver = _look_for_gpus(nvml, env, root, ask) if looks_for_gpus else ((), Driver())
@@ -212,10 +221,11 @@ def best_precision(gpu: Gpu | None) -> tuple[str, str]:
     The hardware decides, not `torch.cuda.is_bf16_supported()`: that is true on a T4, whose bf16 is emulated and
     slow, and asking it initialises CUDA.
 
-    >>> best_precision(Gpu(0, "GPU-1", "Tesla T4", 16 * 10**9, compute_capability=(7, 5)))
-    ('fp16', 'Tesla T4 has no bf16 units')
-    >>> best_precision(None)
-    ('no', 'a CPU gains nothing from half precision')
+    Example:
+        >>> best_precision(Gpu(0, "GPU-1", "Tesla T4", 16 * 10**9, compute_capability=(7, 5)))
+        ('fp16', 'Tesla T4 has no bf16 units')
+        >>> best_precision(None)
+        ('no', 'a CPU gains nothing from half precision')
     """
     if gpu is None:
         return "no", "a CPU gains nothing from half precision"
@@ -296,9 +306,12 @@ def _ask_nvml_within(seconds: float, nvml: Any, visible: str | None, order: str)
 def _ask_nvml(nvml: Any, visible: str | None, order: str) -> tuple[tuple[Gpu, ...], Driver]:
     """Return the devices that a new CUDA process would see, in its order, and what else the driver says.
 
-    visible: the value of CUDA_VISIBLE_DEVICES, None when unset.  order: that of CUDA_DEVICE_ORDER.
     CUDA shows a process either whole GPUs or a single MIG device, and this one if there is any ("CUDA Device
     Enumeration" in NVIDIA's guide to MIG); a list that starts with one has no second entry.
+
+    Args:
+        visible: The value of CUDA_VISIBLE_DEVICES, None when unset.
+        order: That of CUDA_DEVICE_ORDER.
     """
     with _connected(nvml) as (connected, silence):
         boards, is_complete = ([], True) if connected is None else _boards(connected, order)
@@ -324,8 +337,9 @@ def _ask_nvml(nvml: Any, visible: str | None, order: str) -> tuple[tuple[Gpu, ..
 def _numbers(visible: str | None, count: int) -> Sequence[int]:
     """Return the numbers by which CUDA_VISIBLE_DEVICES means the first `count` devices; empty if it does not use them.
 
-    >>> _numbers(None, 2), _numbers("2, 3,-1", 2), _numbers("GPU-aaaa1111", 1)
-    (range(0, 2), [2, 3], [])
+    Example:
+        >>> _numbers(None, 2), _numbers("2, 3,-1", 2), _numbers("GPU-aaaa1111", 1)
+        (range(0, 2), [2, 3], [])
     """
     if visible is None:
         return range(count)
@@ -335,7 +349,12 @@ def _numbers(visible: str | None, count: int) -> Sequence[int]:
 
 @frozen
 class _Board:
-    """A physical GPU. is_cut: it is in MIG mode.  slices: its MIG devices, if there are some."""
+    """A physical GPU.
+
+    Args:
+        is_cut: It is in MIG mode.
+        slices: Its MIG devices, if there are some.
+    """
 
     gpu: Gpu
     bus_id: str

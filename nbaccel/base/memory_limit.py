@@ -28,8 +28,9 @@ _STATUS_BYTES = 8192
 class MemoryLimit:
     """The limit of one kind of memory, and the part of it that a process holds.
 
-    limit_bytes: 0 if so little was left that it could not be read.
-    peak_bytes: maximum that was held shortly before; `used_bytes` counts if it is unknown.
+    Args:
+        limit_bytes: 0 if so little was left that it could not be read.
+        peak_bytes: Maximum that was held shortly before; `used_bytes` counts if it is unknown.
     """
 
     used_bytes: int
@@ -40,8 +41,9 @@ class MemoryLimit:
     def share(self) -> float:
         """Return the fraction of the limit that was in use.
 
-        >>> MemoryLimit(80, 100).share, MemoryLimit(80, 100, peak_bytes=99).share, MemoryLimit(0, 0).share
-        (0.8, 0.99, 1.0)
+        Example:
+            >>> MemoryLimit(80, 100).share, MemoryLimit(80, 100, peak_bytes=99).share, MemoryLimit(0, 0).share
+            (0.8, 0.99, 1.0)
         """
         if not self.limit_bytes:
             return 1.0
@@ -53,8 +55,9 @@ def is_shortage(error: BaseException) -> bool:
 
     Call it where the error was caught, before anything is freed.
 
-    >>> is_shortage(MemoryError()), is_shortage(ValueError("expected 10 classes"))
-    (True, False)
+    Example:
+        >>> is_shortage(MemoryError()), is_shortage(ValueError("expected 10 classes"))
+        (True, False)
     """
     return can_retry(error, fullness(error))
 
@@ -73,7 +76,8 @@ def fullness(error: BaseException) -> float | None:
 def host_limit(root: Path = Path("/")) -> MemoryLimit | None:
     """Return the tightest of the host's limits for this process; None if the system does not report them.
 
-    root: replaces the root of the file system, in tests.
+    Args:
+        root: Replaces the root of the file system, in tests.
     """
     try:
         return max(_host_limits(root), key=lambda room: room.share, default=None)

@@ -43,9 +43,13 @@ _MOST_VALUES = 1000
 class MemoryRequest:
     """The requested and the available memory.
 
-    asked_bytes: 0 if the error does not say.  used_bytes: in use without the request.  limit_bytes: 0 if unknown.
-    fullness: see `nbaccel.base.memory_limit.fullness`.
-    parameters_bytes, gradients_bytes, states_bytes: of the models and optimizers that the frames of the error mention.
+    Args:
+        asked_bytes: 0 if the error does not say.
+        used_bytes: In use without the request.
+        limit_bytes: 0 if unknown.
+        fullness: See `nbaccel.base.memory_limit.fullness`.
+        parameters_bytes, gradients_bytes, states_bytes: Those of the models and optimizers that the frames of the error
+            mention.
     """
 
     asked_bytes: int = 0
@@ -84,14 +88,18 @@ class MemoryRequest:
     def needed_for_one(self, samples: float, larger: MemoryRequest, larger_samples: float) -> int:
         """Return the bytes that would be in use for one sample, by the line through two demands.
 
-        samples: of the forward that asked for this.  larger: an earlier demand, of a forward of `larger_samples`.
         The kept bytes do not depend on the batch, but on the progress of the step: the second part of a batch finds the
         gradients of the first. So the line is drawn through the other bytes.
 
-        >>> first = MemoryRequest(8, 50, 60, parameters_bytes=10)
-        >>> second = MemoryRequest(8, 40, 60, 10, parameters_bytes=10)
-        >>> second.needed_for_one(51, first, 101)
-        38
+        Args:
+            samples: The samples of the forward that asked for this.
+            larger: An earlier demand, of a forward of `larger_samples`.
+
+        Example:
+            >>> first = MemoryRequest(8, 50, 60, parameters_bytes=10)
+            >>> second = MemoryRequest(8, 40, 60, 10, parameters_bytes=10)
+            >>> second.needed_for_one(51, first, 101)
+            38
         """
         rest, larger_rest = self.used_bytes - self.kept_bytes, larger.used_bytes - larger.kept_bytes
         slope = max(0.0, (larger_rest - rest) / (larger_samples - samples))
@@ -115,8 +123,9 @@ class MemoryRequest:
 def describe_size(size: int) -> str:
     """Format a number of bytes; gigabytes with two digits after the point, unlike `quantities.amount`.
 
-    >>> describe_size(64_000_000), describe_size(1_234_000_000), describe_size(3_400), describe_size(800)
-    ('64.0 MB', '1.23 GB', '3.4 kB', '800 bytes')
+    Example:
+        >>> describe_size(64_000_000), describe_size(1_234_000_000), describe_size(3_400), describe_size(800)
+        ('64.0 MB', '1.23 GB', '3.4 kB', '800 bytes')
     """
     for unit, digits, name in ((1e9, 2, "GB"), (1e6, 1, "MB"), (1e3, 1, "kB")):
         if size >= unit:
@@ -127,8 +136,9 @@ def describe_size(size: int) -> str:
 def total_and_free(text: str) -> tuple[int, int] | None:
     """Return the total and the free bytes that an allocator's text states; None if it states none.
 
-    >>> total_and_free("GPU 0 has a total capacity of 8.00 GiB of which 2.00 GiB is free.")
-    (8589934592, 2147483648)
+    Example:
+        >>> total_and_free("GPU 0 has a total capacity of 8.00 GiB of which 2.00 GiB is free.")
+        (8589934592, 2147483648)
     """
     state = _TOTAL_AND_FREE.search(text)
     return None if state is None else (in_bytes(state[1], state[2]), in_bytes(state[3], state[4]))
@@ -139,8 +149,9 @@ def _stated(text: str) -> MemoryLimit | None:
 
     Memory that the caching allocator has reserved and not handed out counts as free, too.
 
-    >>> _stated("GPU 0 has a total capacity of 8.00 GiB of which 2.00 GiB is free.").share
-    0.75
+    Example:
+        >>> _stated("GPU 0 has a total capacity of 8.00 GiB of which 2.00 GiB is free.").share
+        0.75
     """
     found = {
         name: in_bytes(match[1], match[2])

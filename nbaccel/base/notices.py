@@ -99,7 +99,8 @@ def show_as(error: BaseException, lines: list[str], brief: list[str]) -> None:
 
     A class that says by itself how its errors are shown is asked, as for an error of the kernel (ipython#10516).
 
-    brief: shown instead after ``%xmode Minimal``.
+    Args:
+        brief: Shown instead after ``%xmode Minimal``.
     """
     # IPython asks for this method before it formats a traceback itself.
     if not hasattr(type(error), "_render_traceback_"):

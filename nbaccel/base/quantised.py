@@ -80,7 +80,8 @@ def base_of(model: Any, kept: Collection[int] = ()) -> frozenset[str]:
     These are the parameters that need no gradient, also those that are not quantised, and the buffers of layers that
     keep packed weights. Empty for a model without quantised weights.
 
-    kept: ids of parameters that count as trained although they need no gradient now.
+    Args:
+        kept: Ids of parameters that count as trained although they need no gradient now.
     """
     if not is_quantised(model):
         return frozenset()
@@ -120,11 +121,13 @@ def trained_state(model: Any, state: Mapping[str, Any], base: Collection[str]) -
 class TrainedTensors(dict[str, Any]):
     """The trained tensors of a quantised model, by name: what a run brings back of it. The base stays in the ranks.
 
-    model: the name of its class.
+    Args:
+        model: The name of its class.
 
-    >>> import torch
-    >>> TrainedTensors("PeftModel", {"adapter.weight": torch.zeros(4, 2)})
-    TrainedTensors of PeftModel: 1 tensor, 32 bytes
+    Example:
+        >>> import torch
+        >>> TrainedTensors("PeftModel", {"adapter.weight": torch.zeros(4, 2)})
+        TrainedTensors of PeftModel: 1 tensor, 32 bytes
     """
 
     def __init__(self, model: str, tensors: Mapping[str, Any]) -> None:
@@ -146,7 +149,7 @@ class TrainedTensors(dict[str, Any]):
         """Load the tensors into `model`, made as the one in the ranks; its base may have another precision.
 
         Raises:
-            ValueError: a trained tensor has no place in `model`, one that `model` trains is missing, or shapes differ.
+            ValueError: A trained tensor has no place in `model`, one that `model` trains is missing, or shapes differ.
         """
         own = model.state_dict()
         trained = {name for name, each in model.named_parameters() if each.requires_grad}

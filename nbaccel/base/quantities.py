@@ -59,10 +59,11 @@ def parse_interval(text: str | int) -> Steps | Period:
     """Read an interval: steps or a time.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: It is neither.
 
-    >>> parse_interval("500steps"), parse_interval("1h30min")
-    (Steps(count=500), Period(seconds=5400.0))
+    Example:
+        >>> parse_interval("500steps"), parse_interval("1h30min")
+        (Steps(count=500), Period(seconds=5400.0))
     """
     steps = re.fullmatch(_STEPS, str(text).strip(), re.IGNORECASE)
     if steps and int(steps[1]) > 0:
@@ -77,10 +78,11 @@ def parse_seconds(text: str) -> float:
     """Read a time in seconds; units are h, min or m, s, one after the other.
 
     Raises:
-        ValueError: it is none, or is 0.
+        ValueError: It is none, or is 0.
 
-    >>> parse_seconds("11h30m")
-    41400.0
+    Example:
+        >>> parse_seconds("11h30m")
+        41400.0
     """
     parts = re.findall(_PART, text, re.IGNORECASE)
     seconds = float(sum(float(number) * _UNITS_S[unit.lower()] for number, unit in parts))
@@ -93,10 +95,11 @@ def seconds_of(time: str | float | timedelta) -> float:
     """Return a time that a program gives: in words, as a number of seconds, or as a timedelta.
 
     Raises:
-        ValueError: it is none, or not above 0.
+        ValueError: It is none, or not above 0.
 
-    >>> seconds_of("1h30m"), seconds_of(90), seconds_of(timedelta(minutes=1))
-    (5400.0, 90.0, 60.0)
+    Example:
+        >>> seconds_of("1h30m"), seconds_of(90), seconds_of(timedelta(minutes=1))
+        (5400.0, 90.0, 60.0)
     """
     if isinstance(time, str):
         return parse_seconds(time)
@@ -109,8 +112,9 @@ def seconds_of(time: str | float | timedelta) -> float:
 def said(seconds: float) -> str:
     """Format a time with its units.
 
-    >>> said(41400.0), said(90), said(0.5)
-    ('11 h 30 min', '1 min 30 s', '0.5 s')
+    Example:
+        >>> said(41400.0), said(90), said(0.5)
+        ('11 h 30 min', '1 min 30 s', '0.5 s')
     """
     hours, rest = divmod(seconds, 3600)
     minutes, rest = divmod(rest, 60)
@@ -124,8 +128,9 @@ _DIGITS = 4
 def number(value: float) -> str:
     """Format a number with four significant digits, so that columns keep their width, or an integer with all digits.
 
-    >>> number(0.41234), number(0.5), number(12345.6), number(3.2e-05), number(2.0), number(float("nan"))
-    ('0.4123', '0.5000', '12,346', '3.2e-05', '2', 'nan')
+    Example:
+        >>> number(0.41234), number(0.5), number(12345.6), number(3.2e-05), number(2.0), number(float("nan"))
+        ('0.4123', '0.5000', '12,346', '3.2e-05', '2', 'nan')
     """
     if not math.isfinite(value):
         return str(value)
@@ -139,8 +144,9 @@ def number(value: float) -> str:
 def ticks(low: float, high: float) -> tuple[str, str]:
     """Format the ends of an axis: at most eight characters each, unless they would then be equal.
 
-    >>> ticks(0.0069321, 2.30259), ticks(1.00001, 1.00002), ticks(-12345.6, 3.2e-05)
-    (('0.00693', '2.3'), ('1.00001', '1.00002'), ('-12,346', '3.2e-05'))
+    Example:
+        >>> ticks(0.0069321, 2.30259), ticks(1.00001, 1.00002), ticks(-12345.6, 3.2e-05)
+        (('0.00693', '2.3'), ('1.00001', '1.00002'), ('-12,346', '3.2e-05'))
     """
     short = _tick(low), _tick(high)
     return short if low == high or short[0] != short[1] else (f"{low:.8g}", f"{high:.8g}")
@@ -156,8 +162,9 @@ def _tick(value: float) -> str:
 def duration(seconds: float) -> str:
     """Format a duration.
 
-    >>> duration(0.42), duration(12), duration(75), duration(3725), duration(90000)
-    ('0.4 s', '0:12', '1:15', '1:02:05', '25:00:00')
+    Example:
+        >>> duration(0.42), duration(12), duration(75), duration(3725), duration(90000)
+        ('0.4 s', '0:12', '1:15', '1:02:05', '25:00:00')
     """
     if seconds < 9.95:
         return f"{max(seconds, 0.0):.1f} s"
@@ -169,8 +176,9 @@ def duration(seconds: float) -> str:
 def gigabytes(nbytes: float) -> str:
     """Format a number of bytes in gigabytes; below one with two digits after the point.
 
-    >>> gigabytes(9_100_000_000), gigabytes(14_700_000_000), gigabytes(120_000_000), gigabytes(0)
-    ('9.1 GB', '14.7 GB', '0.12 GB', '0 GB')
+    Example:
+        >>> gigabytes(9_100_000_000), gigabytes(14_700_000_000), gigabytes(120_000_000), gigabytes(0)
+        ('9.1 GB', '14.7 GB', '0.12 GB', '0 GB')
     """
     size = nbytes / 1e9
     return f"{size:.1f} GB" if size >= 1 else f"{size:.2f} GB" if size else "0 GB"
@@ -179,8 +187,9 @@ def gigabytes(nbytes: float) -> str:
 def in_gb(nbytes: float) -> str:
     """Format a number of bytes in gigabytes with one digit after the point, however few they are.
 
-    >>> in_gb(9_100_000_000), in_gb(120_000_000), in_gb(0)
-    ('9.1 GB', '0.1 GB', '0.0 GB')
+    Example:
+        >>> in_gb(9_100_000_000), in_gb(120_000_000), in_gb(0)
+        ('9.1 GB', '0.1 GB', '0.0 GB')
     """
     return f"{nbytes / 1e9:.1f} GB"
 
@@ -188,8 +197,9 @@ def in_gb(nbytes: float) -> str:
 def span(sizes: Sequence[int]) -> str:
     """Format the smallest and the largest of `sizes`, in bytes.
 
-    >>> span([11_200_000_000, 11_200_000_000]), span([9_000_000_000, 11_200_000_000])
-    ('11.2 GB', '9.0 to 11.2 GB')
+    Example:
+        >>> span([11_200_000_000, 11_200_000_000]), span([9_000_000_000, 11_200_000_000])
+        ('11.2 GB', '9.0 to 11.2 GB')
     """
     low, high = gigabytes(min(sizes)), gigabytes(max(sizes))
     return high if low == high else f"{low.removesuffix(' GB')} to {high}"
@@ -198,8 +208,9 @@ def span(sizes: Sequence[int]) -> str:
 def rate(per_s: float, noun: str) -> str:
     """Format a rate per second.
 
-    >>> rate(12.44, "steps"), rate(0.05, "steps"), rate(1840.2, "samples")
-    ('12.4 steps/s', '0.05 steps/s', '1,840 samples/s')
+    Example:
+        >>> rate(12.44, "steps"), rate(0.05, "steps"), rate(1840.2, "samples")
+        ('12.4 steps/s', '0.05 steps/s', '1,840 samples/s')
     """
     if per_s >= 100:
         return f"{per_s:,.0f} {noun}/s"
@@ -209,8 +220,9 @@ def rate(per_s: float, noun: str) -> str:
 def amount(nbytes: int) -> str:
     """Format a number of bytes with one digit after the point; `three_digits` counts from the first digit instead.
 
-    >>> amount(44_700_000), amount(2_100), amount(12)
-    ('44.7 MB', '2 kB', '12 bytes')
+    Example:
+        >>> amount(44_700_000), amount(2_100), amount(12)
+        ('44.7 MB', '2 kB', '12 bytes')
     """
     for unit, scale, digits in (("GB", 1e9, 1), ("MB", 1e6, 1), ("kB", 1e3, 0)):
         if nbytes >= scale:
@@ -221,8 +233,9 @@ def amount(nbytes: int) -> str:
 def three_digits(nbytes: int) -> str:
     """Format a number of bytes with three significant digits: for amounts that are compared with each other.
 
-    >>> three_digits(1_234_567), three_digits(44_700_000), three_digits(1_500), three_digits(999)
-    ('1.23 MB', '44.7 MB', '1.5 kB', '999 bytes')
+    Example:
+        >>> three_digits(1_234_567), three_digits(44_700_000), three_digits(1_500), three_digits(999)
+        ('1.23 MB', '44.7 MB', '1.5 kB', '999 bytes')
     """
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= scale:
@@ -233,8 +246,9 @@ def three_digits(nbytes: int) -> str:
 def plural(count: int, noun: str) -> str:
     """Format a count with its noun in the singular or plural.
 
-    >>> plural(1, "step"), plural(1200, "step")
-    ('1 step', '1,200 steps')
+    Example:
+        >>> plural(1, "step"), plural(1200, "step")
+        ('1 step', '1,200 steps')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
@@ -242,8 +256,9 @@ def plural(count: int, noun: str) -> str:
 def short_count(count: int) -> str:
     """Format a count, such as that of a model's parameters, with one digit after the point.
 
-    >>> short_count(1_234_000), short_count(12_300), short_count(500)
-    ('1.2 M', '12.3 k', '500')
+    Example:
+        >>> short_count(1_234_000), short_count(12_300), short_count(500)
+        ('1.2 M', '12.3 k', '500')
     """
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= scale:
@@ -254,8 +269,9 @@ def short_count(count: int) -> str:
 def listed(texts: Sequence[str], most: int = 6) -> str:
     """Join `texts` by commas; beyond `most`, say how many more there are.
 
-    >>> listed(["a", "b"]), listed(["a", "b", "c", "d"], most=2)
-    ('a, b', 'a, b and 2 more')
+    Example:
+        >>> listed(["a", "b"]), listed(["a", "b", "c", "d"], most=2)
+        ('a, b', 'a, b and 2 more')
     """
     more = len(texts) - most
     return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
@@ -264,8 +280,9 @@ def listed(texts: Sequence[str], most: int = 6) -> str:
 def numbers_in_order(numbers: Iterable[int]) -> str:
     """Join numbers, such as ranks, by commas in ascending order.
 
-    >>> numbers_in_order({2, 0, 10})
-    '0, 2, 10'
+    Example:
+        >>> numbers_in_order({2, 0, 10})
+        '0, 2, 10'
     """
     return ", ".join(map(str, sorted(numbers)))
 
@@ -273,8 +290,9 @@ def numbers_in_order(numbers: Iterable[int]) -> str:
 def number_spans(numbers: Sequence[int]) -> str:
     """Join ascending numbers, such as ranks or GPUs, by commas; more than two in a row are the first and the last.
 
-    >>> number_spans([0, 1]), number_spans([0, 1, 2, 3]), number_spans([1, 3, 4])
-    ('0, 1', '0-3', '1, 3, 4')
+    Example:
+        >>> number_spans([0, 1]), number_spans([0, 1, 2, 3]), number_spans([1, 3, 4])
+        ('0, 1', '0-3', '1, 3, 4')
     """
     is_row = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
     return f"{numbers[0]}-{numbers[-1]}" if is_row else ", ".join(map(str, numbers))
@@ -283,8 +301,9 @@ def number_spans(numbers: Sequence[int]) -> str:
 def length_or_none(sized: Any) -> int | None:
     """Return ``len(sized)``; None if that raises.
 
-    >>> length_or_none([1, 2]), length_or_none(iter([1, 2]))
-    (2, None)
+    Example:
+        >>> length_or_none([1, 2]), length_or_none(iter([1, 2]))
+        (2, None)
     """
     with suppress(Exception):  # of the program's own classes, or where there is none
         return len(sized)
@@ -294,7 +313,8 @@ def length_or_none(sized: Any) -> int | None:
 def with_article(noun: str) -> str:
     """Put "a" or "an" before `noun`.
 
-    >>> with_article("Lock"), with_article("Accelerator")
-    ('a Lock', 'an Accelerator')
+    Example:
+        >>> with_article("Lock"), with_article("Accelerator")
+        ('a Lock', 'an Accelerator')
     """
     return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"

@@ -45,7 +45,9 @@ def _mounts() -> Iterable[Mount]:
 class Fate:
     """The fate of files at the end of a session.
 
-    outlives: files stay.  reason: why, or under which condition; half a sentence.
+    Args:
+        outlives: Files stay.
+        reason: Why, or under which condition; half a sentence.
     """
 
     outlives: bool
@@ -59,7 +61,9 @@ class Fate:
 class Storage:
     """The file system of one folder, which may not exist yet.
 
-    folder: absolute, links followed.  kind: of its file system, "ext4" or "fuse.drive"; "" if it is not in the table.
+    Args:
+        folder: Absolute, links followed.
+        kind: The kind of its file system, "ext4" or "fuse.drive"; "" if it is not in the table.
     """
 
     folder: Path
@@ -69,8 +73,9 @@ class Storage:
     def of(cls, folder: Path, mounts: Callable[[], Iterable[Mount]] = _mounts) -> Storage:
         """Return the storage of the innermost mount that contains `folder`; of several on one place the last one.
 
-        >>> Storage.of(Path("/dev/shm/runs")).kind
-        'tmpfs'
+        Example:
+            >>> Storage.of(Path("/dev/shm/runs")).kind
+            'tmpfs'
         """
         resolved = folder.expanduser().resolve()
         kind, depth = "", 0
@@ -92,8 +97,9 @@ class Storage:
     def fate(self, platform: Platform) -> Fate:
         """Return what happens to files in the folder when a session on `platform` ends.
 
-        >>> print(Storage(Path("/content/runs"), "overlay").fate(Platform.COLAB))
-        does NOT outlive the session: Colab deletes its machine; mount Google Drive, and save there
+        Example:
+            >>> print(Storage(Path("/content/runs"), "overlay").fate(Platform.COLAB))
+            does NOT outlive the session: Colab deletes its machine; mount Google Drive, and save there
         """
         if self.is_drive:
             return Fate(True, f"it is on a mounted drive ({self.kind})")
