@@ -62,8 +62,9 @@ def default_path() -> Path | None:
 class AccelerateConfig:
     """The contents of one file.
 
-    flags: flags of `accelerate launch`, as the file spells them, and their values; none that means "not chosen".
-    unknown: keys that Accelerate does not know.
+    Args:
+        flags: Flags of `accelerate launch`, as the file spells them, and their values; none that means "not chosen".
+        unknown: Keys that Accelerate does not know.
     """
 
     flags: Mapping[str, Any] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class AccelerateConfig:
         """Read the file.
 
         Raises:
-            ValueError: one sentence on why the file cannot be used.
+            ValueError: One sentence on why the file cannot be used.
         """
         try:
             text = path.read_text(encoding="utf-8")
@@ -97,7 +98,7 @@ def _flags(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the flags of the file, with their values.
 
     Raises:
-        ValueError: the file is about runs that are not supported here.
+        ValueError: The file is about runs that are not supported here.
     """
     if (place := values.get("compute_environment") or "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise ValueError(f"compute_environment is {place}, and ranks are started on this machine alone.")
@@ -141,7 +142,7 @@ def _parsed(text: str, is_json: bool) -> dict[str, Any]:
     """Parse the text into a table of settings.
 
     Raises:
-        ValueError: one sentence on the mistake.
+        ValueError: One sentence on the mistake.
     """
     try:
         values = json.loads(text) if is_json else _yaml(text)
@@ -177,10 +178,11 @@ def read_plain_yaml(text: str) -> dict[str, Any]:
     """Read the part of YAML that `accelerate config` writes: keys with plain values, and tables and lists of these.
 
     Raises:
-        ValueError: the text contains more than that.
+        ValueError: The text contains more than that.
 
-    >>> read_plain_yaml("num_processes: 2\\nfsdp_config:\\n  fsdp_version: 2\\ngpu_ids: '0,1'\\nuse_cpu: false")
-    {'num_processes': 2, 'fsdp_config': {'fsdp_version': 2}, 'gpu_ids': '0,1', 'use_cpu': False}
+    Example:
+        >>> read_plain_yaml("num_processes: 2\\nfsdp_config:\\n  fsdp_version: 2\\ngpu_ids: '0,1'\\nuse_cpu: false")
+        {'num_processes': 2, 'fsdp_config': {'fsdp_version': 2}, 'gpu_ids': '0,1', 'use_cpu': False}
     """
     lines = [
         (number, len(line) - len(line.lstrip(" ")), line.strip())

@@ -51,8 +51,10 @@ _DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune")
 class Row:
     """Flags without a meaning here.
 
-    names: as a configuration file spells them, separated by blanks; a star stands for any ending.
-    why: the end of a sentence on them; empty if there is nothing to report, since the run is as if the flag were given.
+    Args:
+        names: As a configuration file spells them, separated by blanks; a star stands for any ending.
+        why: The end of a sentence on them; empty if there is nothing to report, since the run is as if the flag were
+            given.
     """
 
     names: str
@@ -93,8 +95,9 @@ _TABLE = (
 def spelled(flag: str) -> str:
     """Return a flag with dashes: `--num_processes` becomes `--num-processes`; the text after `=` stays.
 
-    >>> spelled("--log_dir=my_logs"), spelled("-n"), spelled("my_script.py")
-    ('--log-dir=my_logs', '-n', 'my_script.py')
+    Example:
+        >>> spelled("--log_dir=my_logs"), spelled("-n"), spelled("my_script.py")
+        ('--log-dir=my_logs', '-n', 'my_script.py')
     """
     if not flag.startswith("--"):
         return flag
@@ -109,7 +112,11 @@ def is_elsewhere(flag: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A flag that was given and has no effect. why: see `Row`."""
+    """A flag that was given and has no effect.
+
+    Args:
+        why: See `Row`.
+    """
 
     flag: str
     why: str
@@ -118,10 +125,12 @@ class Idle:
     def lines(given: Iterable[Idle], place: str = "") -> list[str]:
         """Return one line for all flags that share a reason.
 
-        place: where they were found, if not in the command.
+        Args:
+            place: Where they were found, if not in the command.
 
-        >>> Idle.lines([Idle("--zero_stage", "it goes with --use_deepspeed")])
-        ['--zero_stage has no effect here: it goes with --use_deepspeed.']
+        Example:
+            >>> Idle.lines([Idle("--zero_stage", "it goes with --use_deepspeed")])
+            ['--zero_stage has no effect here: it goes with --use_deepspeed.']
         """
         by_reason: dict[str, list[str]] = {}
         for idle in given:
@@ -136,7 +145,7 @@ def take(words: Sequence[str]) -> tuple[int, list[Idle]]:
     """Return how many of the first `words` are a flag without a meaning here and its value, and the notes on it.
 
     Raises:
-        UsageError: the flag is refused, or its value is missing.
+        UsageError: The flag is refused, or its value is missing.
     """
     flag = words[0].partition("=")[0]
     row = _row(flag)

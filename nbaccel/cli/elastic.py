@@ -29,7 +29,8 @@ _SIGNAL = 128  # what a shell adds to a signal's number
 class Program:
     """The program of every rank: a script, or with `is_module` a module as `python -m` runs it; and its own arguments.
 
-    is_executable: the program is an executable of the system, which Python does not run.
+    Args:
+        is_executable: The program is an executable of the system, which Python does not run.
     """
 
     name: str
@@ -42,9 +43,12 @@ class Program:
 class Nodes:
     """The machines of a launch, and the number of this one.
 
-    count: number of machines.  rank: number of this one, 0-based.
-    master_addr, master_port: the address on which node 0 listens for the others.
-    rdzv_backend, rdzv_conf: the rendezvous of the machines, and its options, as torchrun takes them; None for "static".
+    Args:
+        count: Number of machines.
+        rank: Number of this one, 0-based.
+        master_addr, master_port: The address on which node 0 listens for the others.
+        rdzv_backend, rdzv_conf: The rendezvous of the machines, and its options, as torchrun takes them; None for
+            "static".
     """
 
     count: int = 1
@@ -58,7 +62,7 @@ class Nodes:
         """Refuse an incomplete or contradictory description.
 
         Raises:
-            LaunchRefused: the description is incomplete or contradictory.
+            LaunchRefused: The description is incomplete or contradictory.
         """
         if self.count == 1:
             given = [flag for flag, value in self._flags() if value is not None]
@@ -89,7 +93,7 @@ class Nodes:
         """Return the network interface that gloo and NCCL have to use.
 
         Raises:
-            LaunchRefused: no other machine could reach it.
+            LaunchRefused: No other machine could reach it.
         """
         if self.count == 1:
             return loopback_interface()
@@ -120,9 +124,11 @@ class ScriptExit:
 class Elastic:
     """One launch.
 
-    num_processes: ranks on this machine.  threads: CPU threads of each.
-    environ: variables that are set in every rank (settings, devices); they override the caller's environment.
-    torchrun: more words for torchrun, on how it watches and shows the ranks.
+    Args:
+        num_processes: Ranks on this machine.
+        threads: CPU threads of each.
+        environ: Variables that are set in every rank (settings, devices); they override the caller's environment.
+        torchrun: More words for torchrun, on how it watches and shows the ranks.
     """
 
     program: Program
@@ -153,7 +159,7 @@ class Elastic:
         """Return the variables in which a rank's environment differs from the caller's.
 
         Raises:
-            LaunchRefused: see `Nodes.interface`.
+            LaunchRefused: See `Nodes.interface`.
         """
         interface = self.nodes.interface()
         defaults = {
@@ -177,7 +183,7 @@ class Elastic:
         """Run to the end in this process, whose environment it changes; no rank of this machine is left afterwards.
 
         Raises:
-            LaunchRefused: see `Nodes.interface`.
+            LaunchRefused: See `Nodes.interface`.
         """
         os.environ.update(self.changes())
         from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -232,7 +238,7 @@ def interface_to(host: str, port: int) -> str:
     It asks the system's routes by a datagram socket that is connected and never written to.
 
     Raises:
-        LaunchRefused: the name is unknown here, means this machine itself, or no route leads there.
+        LaunchRefused: The name is unknown here, means this machine itself, or no route leads there.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

@@ -121,7 +121,7 @@ def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[
     A flag whose value is optional (`--resume`) takes one by `=` only: the next word may be the script.
 
     Raises:
-        UsageError: a flag of Accelerate's that is refused.
+        UsageError: A flag of Accelerate's that is refused.
     """
     mine, idle, rest = [], [], list(words)
     while rest and rest[0].startswith("-") and rest[0] != "--":
@@ -147,7 +147,7 @@ def _program(words: Sequence[str], asked: argparse.Namespace) -> Program:
     """Return the program to run.
 
     Raises:
-        UsageError: there is nothing that could run.
+        UsageError: There is nothing that could run.
     """
     if asked.module and asked.no_python:
         raise UsageError("-m runs a module of Python, and --no_python what is none: leave one of them out.")
@@ -173,8 +173,9 @@ def _program(words: Sequence[str], asked: argparse.Namespace) -> Program:
 class _Choices:
     """The choices of flags and files.
 
-    options: those that a cell can make too; its `num_processes` are the ranks of this machine.
-    others: everything else, by the destinations of the parser.
+    Args:
+        options: Those that a cell can make too; its `num_processes` are the ranks of this machine.
+        others: Everything else, by the destinations of the parser.
     """
 
     options: RunOptions
@@ -186,7 +187,7 @@ def _choices(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> _Cho
     """Return the choices: flags, over the file that they name, over nbaccel.toml, over the file of `accelerate config`.
 
     Raises:
-        UsageError, LaunchRefused: a file that cannot be used, or choices that contradict each other.
+        UsageError, LaunchRefused: A file that cannot be used, or choices that contradict each other.
     """
     file = _of_file(parser, asked)
     both = argparse.Namespace(
@@ -209,7 +210,7 @@ def _of_file(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> argp
     Settings that the flags contradict are left out: the distribution of the run, and its devices.
 
     Raises:
-        UsageError: the file cannot be used.
+        UsageError: The file cannot be used.
     """
     path = default_path() if asked.config_file is None else Path(asked.config_file)
     if path is None or (asked.config_file is None and asked.cpu):
@@ -254,7 +255,7 @@ def _nodes(asked: argparse.Namespace) -> Nodes:
     """Return the machines of the launch.
 
     Raises:
-        UsageError, LaunchRefused: an incomplete or contradictory description.
+        UsageError, LaunchRefused: An incomplete or contradictory description.
     """
     count = asked.nnodes or asked.num_machines or 1
     backend = None if asked.rdzv_backend == "static" else asked.rdzv_backend
@@ -279,10 +280,13 @@ def _nodes(asked: argparse.Namespace) -> Nodes:
 
 
 def _options(asked: argparse.Namespace, share: int) -> RunOptions:
-    """Return the options that a cell has too.  share: number of machines that `num_processes` is for.
+    """Return the options that a cell has too.
+
+    Args:
+        share: Number of machines that `num_processes` is for.
 
     Raises:
-        UsageError: the machines cannot have equally many ranks, or two flags name two strategies.
+        UsageError: The machines cannot have equally many ranks, or two flags name two strategies.
     """
     options = RunOptions(**{field.name: getattr(asked, field.name, None) for field in fields(RunOptions)})
     if asked.use_fsdp:
@@ -308,7 +312,7 @@ def _elastic(choices: _Choices, program: Program) -> Elastic:
     """Return the launch by torch elastic.
 
     Raises:
-        UsageError, LaunchRefused: in one sentence, why this cannot be launched.
+        UsageError, LaunchRefused: In one sentence, why this cannot be launched.
     """
     options, others = choices.options, choices.others
     if options.cpu and others.multi_gpu:
