@@ -44,10 +44,14 @@ _MOST_NUMBERS = 4
 class RunRow:
     """One run that is over.
 
-    number: 1 for the first run compared.  label: a name for it, shown instead of the number.
-    name: name of the curve, empty if there is none.  curve: the mean over ranks.
-    latest: the mean of the latest values of the ranks.  text, html: the row as text and as HTML.
-    held_out: the curves of the same metric on held-out data, by name.
+    Args:
+        number: 1 for the first run compared.
+        name: Name of the curve, empty if there is none.
+        curve: The mean over ranks.
+        latest: The mean of the latest values of the ranks.
+        text, html: The row as text and as HTML.
+        label: A name for it, shown instead of the number.
+        held_out: The curves of the same metric on held-out data, by name.
     """
 
     number: int
@@ -66,13 +70,16 @@ class RunRow:
 class RunComparison:
     """The runs of one cell, oldest first.
 
-    ends: number of runs by the word for how they ended.  rows: the first fifty and the latest fifty of these runs.
+    Attributes:
+        ends: Number of runs by the word for how they ended.
+        rows: The first fifty and the latest fifty of these runs.
 
-    >>> from nbaccel.display.history import History
-    >>> comparison = RunComparison()
-    >>> comparison.finish(Panel(History(1)), 2.0, RunState("done", "done in 2.0 s"))
-    >>> comparison.bundle()["text/plain"]
-    '1. run: done in 2.0 s'
+    Example:
+        >>> from nbaccel.display.history import History
+        >>> comparison = RunComparison()
+        >>> comparison.finish(Panel(History(1)), 2.0, RunState("done", "done in 2.0 s"))
+        >>> comparison.bundle()["text/plain"]
+        '1. run: done in 2.0 s'
     """
 
     def __init__(self) -> None:
@@ -171,11 +178,13 @@ _MOST_HELD_OUT = 8
 def draw_runs(comparison: RunComparison, title: str = "", more: Sequence[RunComparison] = ()) -> Figure:
     """Return a new figure of all runs of `comparison` that are over; at most 16 are named, the first and the latest.
 
-    title: written above; empty for their number and how they ended.  more: the same runs by other metrics, each drawn
-    below the one before.
+    Args:
+        title: Written above; empty for their number and how they ended.
+        more: The same runs by other metrics, each drawn below the one before.
 
-    >>> [axes.get_title(loc="left") for axes in draw_runs(RunComparison()).axes]
-    ['no numbers were logged', '']
+    Example:
+        >>> [axes.get_title(loc="left") for axes in draw_runs(RunComparison()).axes]
+        ['no numbers were logged', '']
     """
     drawn = [comparison, *more]
     height_in = max(_LEAST_IN, 0.7 + _LINE_IN * (len(_first_and_latest(comparison.rows)) + 1))

@@ -37,8 +37,9 @@ def _place(progress: Progress) -> float | None:
 class Left:
     """Time that a training still takes.
 
-    of_epoch: the number of epochs is unknown, and this is the time left in the present one.
-    is_least: an evaluation of unknown length is running, so this is a lower bound.
+    Args:
+        of_epoch: The number of epochs is unknown, and this is the time left in the present one.
+        is_least: An evaluation of unknown length is running, so this is a lower bound.
     """
 
     seconds: float
@@ -52,10 +53,11 @@ class StepCount:
     The steps of a persistent rank, or of one that resumed, do not begin at 0; those of a second trainer begin at 0
     again.
 
-    >>> count = StepCount()
-    >>> count.take(Progress(step=70, first=64))
-    >>> count.done
-    6
+    Example:
+        >>> count = StepCount()
+        >>> count.take(Progress(step=70, first=64))
+        >>> count.done
+        6
     """
 
     __slots__ = ("_before", "_by_losses", "_newest", "_trains", "first")
@@ -135,7 +137,9 @@ class _Outermost:
 class _Evaluation:
     """One running evaluation.
 
-    began_s: its beginning.  heard_s: the time of `newest`, the latest report.  Both in seconds since the run began.
+    Args:
+        began_s: Its beginning.
+        heard_s: The time of `newest`, the latest report.  Both in seconds since the run began.
     """
 
     began_s: float
@@ -159,12 +163,13 @@ class _Evaluation:
 class Course:
     """Reports of one rank in one phase.
 
-    training: the newest report of the outermost loop that trains; None before the first.
-    guess: the same for a loop that may turn out to train, while nothing else is known.
-    trainings: number of trainings; a new one begins where the announced epochs or the steps begin again.
-    passes: number of loops over a loader that trained.
-    said_at: when `training` was reported, in seconds since the run began.
-    pace: steps, and epochs, per second of training, evaluations excluded.
+    Attributes:
+        training: The newest report of the outermost loop that trains; None before the first.
+        guess: The same for a loop that may turn out to train, while nothing else is known.
+        trainings: Number of trainings; a new one begins where the announced epochs or the steps begin again.
+        passes: Number of loops over a loader that trained.
+        said_at: When `training` was reported, in seconds since the run began.
+        pace: Steps, and epochs, per second of training, evaluations excluded.
     """
 
     def __init__(self) -> None:
@@ -188,7 +193,8 @@ class Course:
     def take(self, at_s: float, event: Progress, began_s: float | None = None) -> None:
         """Take the `event` that a loop reported at `at_s`.
 
-        began_s: the time at which the loop began, if known.  Both in seconds since the run began.
+        Args:
+            began_s: The time at which the loop began, if known.  Both in seconds since the run began.
         """
         if event.is_guess:
             self.guess = event if self.training is None and self._evaluation is None else None
@@ -294,14 +300,17 @@ class Bar:
     The work is all epochs of a training, one epoch if their number is unknown, or an evaluation if nothing is trained.
     `of` names it.
 
-    value: None if unknown.  of: "", "this epoch" or "this evaluation".
+    Attributes:
+        value: None if unknown.
+        of: "", "this epoch" or "this evaluation".
 
-    >>> bar, course = Bar(), Course()
-    >>> for batch in (3, 2):
-    ...     course.take(0.0, Progress(batch=batch, batches=10, epochs=2))
-    ...     bar.follow(course)
-    >>> bar.value
-    0.15
+    Example:
+        >>> bar, course = Bar(), Course()
+        >>> for batch in (3, 2):
+        ...     course.take(0.0, Progress(batch=batch, batches=10, epochs=2))
+        ...     bar.follow(course)
+        >>> bar.value
+        0.15
     """
 
     __slots__ = ("_key", "of", "value")
@@ -343,11 +352,12 @@ _Sample = tuple[float, int, float | None]
 class Pace:
     """Steps and epochs per second, over the last 15 seconds; a step that takes longer is measured alone.
 
-    >>> pace = Pace()
-    >>> for step in range(11):
-    ...     pace.add(at_s=step * 0.5, step=step, place=step / 40)
-    >>> pace.steps_per_s, pace.seconds_for(0.75)
-    (2.0, 15.0)
+    Example:
+        >>> pace = Pace()
+        >>> for step in range(11):
+        ...     pace.add(at_s=step * 0.5, step=step, place=step / 40)
+        >>> pace.steps_per_s, pace.seconds_for(0.75)
+        (2.0, 15.0)
     """
 
     __slots__ = ("_newest", "_samples")

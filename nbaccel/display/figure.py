@@ -44,8 +44,11 @@ __all__ = [
 class Ground:
     """Background of a figure, and the colours that are visible on it.
 
-    paper: the background; "none" shows that of the page.  bad: colour of failures.  ranks: colours of the ranks'
-    curves.  held_out: colour of curves of held-out data.
+    Args:
+        paper: The background; "none" shows that of the page.
+        bad: Colour of failures.
+        ranks: Colours of the ranks' curves.
+        held_out: Colour of curves of held-out data.
     """
 
     paper: str
@@ -127,16 +130,19 @@ def draw(
 
     A row holds at most three curves. Memory and speed are left out until they have a second point.
 
-    names: the curves to draw; by default those of the panel, all phases one after the other.  size: in inches.
+    Args:
+        names: The curves to draw; by default those of the panel, all phases one after the other.
+        size: In inches.
 
     Raises:
-        KeyError: no curve has that name.
+        KeyError: No curve has that name.
 
-    >>> from nbaccel.base.events import Loss
-    >>> history = History(1)
-    >>> history.feed(0, 0.5, Loss(1.0, step=0))
-    >>> [axes.get_title(loc="left") for axes in draw(history).axes]
-    ['loss 1']
+    Example:
+        >>> from nbaccel.base.events import Loss
+        >>> history = History(1)
+        >>> history.feed(0, 0.5, Loss(1.0, step=0))
+        >>> [axes.get_title(loc="left") for axes in draw(history).axes]
+        ['loss 1']
     """
     facts = facts or RunFacts()
     known = dict.fromkeys(name for phase in history.phases for name in phase.series)
@@ -177,7 +183,8 @@ def draw(
 def sheet(size: tuple[float, float], ground: Ground, lines: Sequence[str]) -> Iterator[Figure]:
     """Yield a new figure of `size` in inches, for plots in one grid; meanwhile the project's own style applies.
 
-    lines: written above everything; a "$" in them, for example of an error, begins no formula.
+    Args:
+        lines: Written above everything; a "$" in them, for example of an error, begins no formula.
     """
     import matplotlib
 
@@ -227,7 +234,8 @@ def _width_pt(text: str) -> float:
 def picture(figure: Figure, text: str) -> Picture:
     """Return `figure` as a small PNG. The figure cannot be used afterwards.
 
-    text: the content of the figure in words.
+    Args:
+        text: The content of the figure in words.
     """
     from nbaccel.display.run_figure import png_of, size_px
 
@@ -408,7 +416,8 @@ Bundle = tuple[dict[str, Any], dict[str, Any]]
 class Picture:
     """A PNG of `width` times `height` CSS pixels; it has more pixels than that, for sharp screens.
 
-    text: the content in words.
+    Args:
+        text: The content in words.
     """
 
     png: bytes

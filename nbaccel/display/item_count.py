@@ -42,12 +42,15 @@ class _OfRank:
 class ItemCount:
     """Items of a map.
 
-    total: None for a stream, whose length is unknown.  before: those that an earlier run has finished.
+    Args:
+        total: None for a stream, whose length is unknown.
+        before: Those that an earlier run has finished.
 
-    >>> items = ItemCount(total=100)
-    >>> items.take(0, 0.0, ItemsDone(done=0)); items.take(0, 10.0, ItemsDone(done=24, failed=1))
-    >>> items.words(), items.times()
-    (['25 of 100 items', '25 %', '1 failed'], ['2.5 items/s', 'about 30 s left'])
+    Example:
+        >>> items = ItemCount(total=100)
+        >>> items.take(0, 0.0, ItemsDone(done=0)); items.take(0, 10.0, ItemsDone(done=24, failed=1))
+        >>> items.words(), items.times()
+        (['25 of 100 items', '25 %', '1 failed'], ['2.5 items/s', 'about 30 s left'])
     """
 
     def __init__(self, total: int | None = None, before: int = 0) -> None:
@@ -152,8 +155,9 @@ class ItemCount:
 def roughly(seconds: float) -> str:
     """Format an estimated time.
 
-    >>> roughly(12.3), roughly(100), roughly(3725), roughly(90_000)
-    ('12 s', '2 min', '1 h 2 min', '25 h')
+    Example:
+        >>> roughly(12.3), roughly(100), roughly(3725), roughly(90_000)
+        ('12 s', '2 min', '1 h 2 min', '25 h')
     """
     if seconds < 1.5 * _MINUTE_S:
         return said(round(seconds))

@@ -45,9 +45,10 @@ _BYTES_PER_S = 30_000
 class LivePanel(RunView):
     """Shows the run at `place` once it has numbers, or takes longer than two seconds.
 
-    frames: shows its states while the run goes on.
-    says_end: the end is also written as a line of text. Text in a picture is lost for people who do not see it, and
-    front ends do not read it to them.
+    Args:
+        frames: Shows its states while the run goes on.
+        says_end: The end is also written as a line of text. Text in a picture is lost for people who do not see it, and
+            front ends do not read it to them.
     """
 
     def __init__(
@@ -216,9 +217,12 @@ class Views:
     ) -> RunView:
         """Return the view of a run.
 
-        shell: IPython's, None in a script, which shows only the output of its ranks.  is_plain: show text only.
-        frames: shows the states of a panel.  screen: of a notebook; None for the cell that runs.
-        says_end: the end of a panel is also written as a line of text.
+        Args:
+            shell: IPython's, None in a script, which shows only the output of its ranks.
+            is_plain: Show text only.
+            says_end: The end of a panel is also written as a line of text.
+            frames: Shows the states of a panel.
+            screen: The screen of a notebook; None for the cell that runs.
         """
         if shell is None:
             return RunView(ConsoleScreen(), world_size, facts)
@@ -271,7 +275,9 @@ def runs_unattended(platform: Platform, parent: int | None = None, root: Path = 
 
     Kaggle states it; kernels of nbconvert, papermill and `jupyter execute` are their children.
 
-    parent: process id, by default that of this process's parent.  root: replaces the root of the file system, in tests.
+    Args:
+        parent: Process id, by default that of this process's parent.
+        root: Replaces the root of the file system, in tests.
     """
     if platform is Platform.KAGGLE_BATCH:
         return True

@@ -32,14 +32,20 @@ _NEAREST = 64
 class PhaseRecord:
     """The record of one phase.
 
-    name: given by the user; empty for a run without phases.  began_s: in seconds since the run began.
-    loss: the losses given to `backward`; None before the first.  metrics: the logged values, by name.
-    courses: the progress of each rank that reported.  counts: the steps of each.
-    logs_another_loss: a logged "loss" was not the one that `backward` was given.
-    recent: by rank, the latest losses of backward.  unmatched: by rank, the latest logged "loss" that was none of them.
-    waiting: logged losses that may be the mean of values that some ranks have not reported yet; each with its rank and
-    the number of backwards that rank had run.
-    bar: the fraction done, by the leader.  entered: when each rank named this phase, in seconds since the run began.
+    Args:
+        name: Given by the user; empty for a run without phases.
+        began_s: In seconds since the run began.
+        loss: The losses given to `backward`; None before the first.
+        metrics: The logged values, by name.
+        logs_another_loss: A logged "loss" was not the one that `backward` was given.
+        recent: By rank, the latest losses of backward.
+        unmatched: By rank, the latest logged "loss" that was none of them.
+        waiting: Logged losses that may be the mean of values that some ranks have not reported yet; each with its rank
+            and the number of backwards that rank had run.
+        courses: The progress of each rank that reported.
+        counts: The steps of each.
+        bar: The fraction done, by the leader.
+        entered: When each rank named this phase, in seconds since the run began.
     """
 
     name: str = ""
@@ -234,10 +240,11 @@ class PhaseRecord:
 class _Recent:
     """The latest losses of one rank.
 
-    >>> recent = _Recent()
-    >>> recent.add(0.5)
-    >>> recent.has(0.5), recent.has(0.5 + 1e-9), recent.has(0.6)
-    (True, True, False)
+    Example:
+        >>> recent = _Recent()
+        >>> recent.add(0.5)
+        >>> recent.has(0.5), recent.has(0.5 + 1e-9), recent.has(0.6)
+        (True, True, False)
     """
 
     __slots__ = ("_counts", "_losses", "count")
@@ -272,8 +279,9 @@ class _Recent:
 def _is_among(value: float, numbers: list[float]) -> bool:
     """Return whether one of the sorted `numbers` is the same.
 
-    >>> _is_among(0.5 + 1e-9, [0.25, 0.5]), _is_among(0.4, [0.25, 0.5])
-    (True, False)
+    Example:
+        >>> _is_among(0.5 + 1e-9, [0.25, 0.5]), _is_among(0.4, [0.25, 0.5])
+        (True, False)
     """
     at = bisect_left(numbers, value)
     return any(_are_same(value, near) for near in numbers[max(0, at - 1) : at + 1])

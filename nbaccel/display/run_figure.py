@@ -36,7 +36,8 @@ class Margins(LayoutEngine):
     matplotlib's own layout measures every text first, which means to lay out all ticks twice more: that took more than
     half of the time of a picture. The texts of our plots have known sizes.
 
-    head_in: height of the title above all plots.
+    Args:
+        head_in: Height of the title above all plots.
     """
 
     _adjust_compatible = False

@@ -47,9 +47,14 @@ _RIGHT = (0, 4, 6)
 class TableRow:
     """One run that is over.
 
-    number: its number among the runs of the notebook.  began: seconds since 1970, 0 if unknown.  cell: what ran.
-    flags: as typed.  curve, name: one curve to draw small, and its name; empty for none.
-    numbers: the last numbers in words.  word, ended: how it ended, in a word and in some.
+    Args:
+        number: Its number among the runs of the notebook.
+        began: Seconds since 1970, 0 if unknown.
+        cell: What ran.
+        flags: As typed.
+        curve, name: One curve to draw small, and its name; empty for none.
+        numbers: The last numbers in words.
+        word, ended: How it ended, in a word and in some.
     """
 
     number: int
@@ -78,10 +83,14 @@ class TableRow:
         began: float = 0.0,
         notes: Sequence[str] = (),
     ) -> TableRow:
-        """Return the row of the run with this history.  notes: said after how it ended.
+        """Return the row of the run with this history.
 
-        >>> TableRow.of(3, History(1), RunFacts("Cell In[5]"), RunState("done", "done in 2.0 s"), 2.0).text
-        ('3', '', 'Cell In[5]', '', '', '', '2.0 s', 'done')
+        Args:
+            notes: Said after how it ended.
+
+        Example:
+            >>> TableRow.of(3, History(1), RunFacts("Cell In[5]"), RunState("done", "done in 2.0 s"), 2.0).text
+            ('3', '', 'Cell In[5]', '', '', '', '2.0 s', 'done')
         """
         series = history.phase.series
         name = next((name for name in facts.shown(list(series)) if name in series), "")
@@ -148,8 +157,9 @@ def moment(began: float, now: float | None = None) -> str:
 def text_table(rows: Sequence[TableRow]) -> str:
     """Return a table with one line for each run, of which the latest forty are shown.
 
-    >>> text_table([])
-    'no run yet'
+    Example:
+        >>> text_table([])
+        'no run yet'
     """
     if not rows:
         return "no run yet"
@@ -203,8 +213,9 @@ def _left_out(rows: Sequence[TableRow]) -> Iterator[str]:
 def differences(choices: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
     """Return the choices in which runs differ, by name; each with the value of each run, "" where there is none.
 
-    >>> differences({"1": {"seed": "1", "cpu": "true"}, "2": {"seed": "2", "cpu": "true"}})
-    {'seed': {'1': '1', '2': '2'}}
+    Example:
+        >>> differences({"1": {"seed": "1", "cpu": "true"}, "2": {"seed": "2", "cpu": "true"}})
+        {'seed': {'1': '1', '2': '2'}}
     """
     names = dict.fromkeys(name for each in choices.values() for name in each)
     values = {name: {run: each.get(name, "") for run, each in choices.items()} for name in names}
@@ -214,8 +225,9 @@ def differences(choices: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str,
 def _unbroken(text: str, between: str) -> str:
     """Return escaped text as spans that may be broken into lines only where `between` stands.
 
-    >>> _unbroken("-n 2 --resume", " -")
-    '<span>-n 2 </span><span>--resume</span>'
+    Example:
+        >>> _unbroken("-n 2 --resume", " -")
+        '<span>-n 2 </span><span>--resume</span>'
     """
     kept = between.strip() if between.startswith(" ") else ""  # begins the next part, otherwise ends this one
     first, *others = text.split(between)

@@ -29,7 +29,9 @@ _NO_BUCKET = -(1 << 62)
 class Line:
     """The points of one curve, one for each bucket, oldest first.
 
-    step: the first step of the bucket.  mean, low, high: of its finite values; equal if it holds one value.
+    Args:
+        step: The first step of the bucket.
+        mean, low, high: Those of its finite values; equal if it holds one value.
     """
 
     step: tuple[int, ...] = ()
@@ -44,8 +46,9 @@ class Line:
 def are_equal(lines: Iterable[Line]) -> bool:
     """Return whether all `lines` are the same curve, for example if every rank logs a gathered value.
 
-    >>> are_equal([]), are_equal([Line((0,), (1.0,), (1.0,), (1.0,)), Line()])
-    (True, False)
+    Example:
+        >>> are_equal([]), are_equal([Line((0,), (1.0,), (1.0,), (1.0,)), Line()])
+        (True, False)
     """
     first, *others = list(lines) or [Line()]
     return all(line == first for line in others)
@@ -63,7 +66,8 @@ def _empty_columns() -> _Columns:
 class _Track:
     """The buckets of one rank: closed ones in columns, the newest in plain attributes, because it is written most.
 
-    lowest, highest: of all closed buckets; frames ask for them too often to search the columns.
+    Attributes:
+        lowest, highest: Those of all closed buckets; frames ask for them too often to search the columns.
     """
 
     __slots__ = ("_columns", "count", "high", "highest", "key", "low", "lowest", "step", "total")
@@ -175,15 +179,19 @@ class _Track:
 class Series:
     """A quantity that ranks report step by step.
 
-    capacity: number of buckets that a rank may have; beyond it they are merged.
-    last, newest: by rank, the latest value, finite or not, and its step.
-    not_finite: by rank, the first step with a value that was not finite.
+    Args:
+        capacity: Number of buckets that a rank may have; beyond it they are merged.
 
-    >>> loss = Series(capacity=4)
-    >>> for step in range(8):
-    ...     loss.add(0, step, 9.0 if step == 5 else 1.0)
-    >>> loss.line(0)
-    Line(step=(0, 2, 4, 6), mean=(1.0, 1.0, 5.0, 1.0), low=(1.0, 1.0, 1.0, 1.0), high=(1.0, 1.0, 9.0, 1.0))
+    Attributes:
+        last, newest: By rank, the latest value, finite or not, and its step.
+        not_finite: By rank, the first step with a value that was not finite.
+
+    Example:
+        >>> loss = Series(capacity=4)
+        >>> for step in range(8):
+        ...     loss.add(0, step, 9.0 if step == 5 else 1.0)
+        >>> loss.line(0)
+        Line(step=(0, 2, 4, 6), mean=(1.0, 1.0, 5.0, 1.0), low=(1.0, 1.0, 1.0, 1.0), high=(1.0, 1.0, 9.0, 1.0))
     """
 
     __slots__ = ("_shift", "_tracks", "capacity", "last", "newest", "not_finite")
@@ -240,11 +248,12 @@ class Series:
     def coarser(self, most: int) -> Series:
         """Return the present curves with at most `most` buckets for each rank; later values do not change them.
 
-        >>> loss = Series()
-        >>> for step in range(8):
-        ...     loss.add(0, step, float(step))
-        >>> loss.coarser(3).line(0).mean
-        (1.5, 5.5)
+        Example:
+            >>> loss = Series()
+            >>> for step in range(8):
+            ...     loss.add(0, step, float(step))
+            >>> loss.coarser(3).line(0).mean
+            (1.5, 5.5)
         """
         copy = Series(most)
         copy.last, copy.newest, copy.not_finite = dict(self.last), dict(self.newest), dict(self.not_finite)
@@ -261,10 +270,12 @@ class Series:
     def of(cls, line: Line, latest: float, newest: int) -> Series:
         """Return a series whose only rank, 0, has the curve `line`.
 
-        latest, newest: its latest value, and the step of that.
+        Args:
+            latest, newest: Its latest value, and the step of that.
 
-        >>> Series.of(Line((0, 2), (1.0, 0.5), (1.0, 0.5), (1.0, 0.5)), 0.5, 2).mean().mean
-        (1.0, 0.5)
+        Example:
+            >>> Series.of(Line((0, 2), (1.0, 0.5), (1.0, 0.5), (1.0, 0.5)), 0.5, 2).mean().mean
+            (1.0, 0.5)
         """
         series, track = cls(max(1, len(line))), _Track()
         for step, mean, low, high in zip(line.step, line.mean, line.low, line.high, strict=True):

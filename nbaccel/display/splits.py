@@ -31,8 +31,9 @@ _MOST_BESIDE = 2
 def _metric_and_part(name: str) -> tuple[str, bool]:
     """Return the metric in a name, and whether it is of held-out data.
 
-    >>> _metric_and_part("val_loss"), _metric_and_part("Loss/train"), _metric_and_part("train_loss_step")
-    (('loss', True), ('loss', False), ('loss', False))
+    Example:
+        >>> _metric_and_part("val_loss"), _metric_and_part("Loss/train"), _metric_and_part("train_loss_step")
+        (('loss', True), ('loss', False), ('loss', False))
     """
     words = [word for word in re.split(r"[/_\-.:\s]+", name.lower()) if word]
     if len(words) > 1 and words[-1] in _AVERAGED:
@@ -47,8 +48,9 @@ def _metric_and_part(name: str) -> tuple[str, bool]:
 def is_held_out(name: str) -> bool:
     """Return whether a name is that of a number on held-out data.
 
-    >>> is_held_out("eval/loss"), is_held_out("loss"), is_held_out("test")
-    (True, False, False)
+    Example:
+        >>> is_held_out("eval/loss"), is_held_out("loss"), is_held_out("test")
+        (True, False, False)
     """
     return _metric_and_part(name)[1]
 
@@ -56,8 +58,9 @@ def is_held_out(name: str) -> bool:
 def held_out_beside(name: str, names: Iterable[str]) -> list[str]:
     """Return those of `names` that are drawn in the plot of `name`: the same metric on held-out data, two at most.
 
-    >>> held_out_beside("loss", ["loss", "acc", "val_loss", "eval_acc"])
-    ['val_loss']
+    Example:
+        >>> held_out_beside("loss", ["loss", "acc", "val_loss", "eval_acc"])
+        ['val_loss']
     """
     metric, held_out = _metric_and_part(name)
     if held_out:
@@ -68,10 +71,13 @@ def held_out_beside(name: str, names: Iterable[str]) -> list[str]:
 def plots_of(shown: Sequence[str], names: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return the plots to draw: for each the name of its main curve, and those that share it.
 
-    shown: the curves that are to be drawn.  names: all curves of the run.
+    Args:
+        shown: The curves that are to be drawn.
+        names: All curves of the run.
 
-    >>> plots_of(["loss", "val_loss", "lr"], ["loss", "lr", "val_loss"])
-    [('loss', ['val_loss']), ('lr', [])]
+    Example:
+        >>> plots_of(["loss", "val_loss", "lr"], ["loss", "lr", "val_loss"])
+        [('loss', ['val_loss']), ('lr', [])]
     """
     beside = {name: held_out_beside(name, names) for name in shown}
     taken = {other for others in beside.values() for other in others}
@@ -92,11 +98,12 @@ def smoothed(line: Line) -> Line | None:
     three times the height of its plot. Each point becomes a mean of its neighbours on both sides, so that the curve
     does not lag behind; the weights fall exponentially.
 
-    >>> noise = tuple(float(step % 2) for step in range(40))
-    >>> [round(value, 1) for value in smoothed(Line(tuple(range(40)), noise, noise, noise)).mean[18:20]]
-    [0.5, 0.5]
-    >>> smoothed(Line(tuple(range(40)), *[tuple(map(float, range(40)))] * 3)) is None
-    True
+    Example:
+        >>> noise = tuple(float(step % 2) for step in range(40))
+        >>> [round(value, 1) for value in smoothed(Line(tuple(range(40)), noise, noise, noise)).mean[18:20]]
+        [0.5, 0.5]
+        >>> smoothed(Line(tuple(range(40)), *[tuple(map(float, range(40)))] * 3)) is None
+        True
     """
     values = line.mean
     if len(values) < _FEWEST:

@@ -74,8 +74,11 @@ def plot(
 ) -> str:
     """Return the SVG of `mean`, which has at least one point, and of the curves of `ranks`, drawn on `scale`.
 
-    label: the text for a screen reader.  marks: steps to mark by a vertical line.
-    smooth: a smooth curve over `mean`, which is drawn pale then.  beside: curves of held-out data; not empty.
+    Args:
+        label: The text for a screen reader.
+        marks: Steps to mark by a vertical line.
+        smooth: A smooth curve over `mean`, which is drawn pale then.
+        beside: Curves of held-out data; not empty.
     """
     # Sizes are styles, not attributes: JupyterLab gives every SVG in an output `height: auto`.
     first = min(line.step[0] for line in (mean, *beside))
