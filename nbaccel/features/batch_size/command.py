@@ -41,10 +41,12 @@ def _parser() -> argparse.ArgumentParser:
 def estimate_report(line: str, names: Mapping[str, Any], survey: Survey, config: RunOptions) -> str:
     """Return the table for `line`, the words after `%accelerate estimate`.
 
-    names: the notebook's variables.  config: its choices, which hold where the line says nothing.
+    Args:
+        names: The notebook's variables.
+        config: Its choices, which hold where the line says nothing.
 
     Raises:
-        UsageError: a name is unknown, is no model, or the line is wrong.
+        UsageError: A name is unknown, is no model, or the line is wrong.
     """
     words = _parser().parse_args(shlex.split(line))
     if not words.names:

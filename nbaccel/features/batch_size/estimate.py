@@ -57,8 +57,11 @@ _MOST_RANKS = 4096
 class EstimateSetting:
     """Choices of a run that change its memory.
 
-    views: DDP's gradients are views of its buckets.  keeps: gradients stay from one batch to the next (accumulation).
-    policy: of FSDP's groups.  device_type: where the optimizer steps.
+    Args:
+        views: DDP's gradients are views of its buckets.
+        keeps: Gradients stay from one batch to the next (accumulation).
+        policy: The policy of FSDP's groups.
+        device_type: Where the optimizer steps.
     """
 
     mixed_precision: str = "no"
@@ -72,8 +75,11 @@ class EstimateSetting:
 class EstimatedDevices:
     """Devices to fit on.
 
-    count: how many; 0 for the CPU, whose memory all ranks share.  nbytes: of each.
-    driver_bytes: CUDA's share of it.  nccl_bytes: more of it where there are several ranks.
+    Args:
+        count: How many; 0 for the CPU, whose memory all ranks share.
+        nbytes: The size in bytes of each.
+        driver_bytes: CUDA's share of it.
+        nccl_bytes: More of it where there are several ranks.
     """
 
     count: int
@@ -109,7 +115,8 @@ class EstimatedDevices:
 class StrategyUse:
     """Bytes of one rank under a strategy.
 
-    strategy: "single", "ddp", "fsdp", or "fsdp zero2", which is fsdp with ``reshard_after_forward=False``.
+    Args:
+        strategy: "single", "ddp", "fsdp", or "fsdp zero2", which is fsdp with ``reshard_after_forward=False``.
     """
 
     strategy: str
@@ -121,9 +128,11 @@ class StrategyUse:
 class MemoryEstimate:
     """Memory of a training by strategy and number of ranks; prints as a table with a sentence.
 
-    rows: from the least communication to the most.  notes: what was assumed, and what is not in it.
-    sample_bytes: of activations, for each sample of a batch; None where that is not known.
-    needed_ranks: with which fsdp would fit on devices like these; None where no number helps.
+    Args:
+        rows: From the least communication to the most.
+        notes: What was assumed, and what is not in it.
+        sample_bytes: The sample bytes of activations, for each sample of a batch; None where that is not known.
+        needed_ranks: With which fsdp would fit on devices like these; None where no number helps.
     """
 
     rows: tuple[StrategyUse, ...]
@@ -137,7 +146,7 @@ class MemoryEstimate:
         """Return the bytes of one rank.
 
         Raises:
-            KeyError: they were not estimated; names what was.
+            KeyError: They were not estimated; names what was.
         """
         for row in self.rows:
             if (row.strategy, row.ranks) == (strategy, ranks):
@@ -214,12 +223,14 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Return what training `model` takes; see `Accelerator.estimate`.
 
-    model: without DDP around it.  batch: also a loader, of which some samples are read.
-    ranks: numbers of ranks; by default those of the devices, and twice as many.
-    devices: by default this machine's.
+    Args:
+        model: Without DDP around it.
+        batch: Also a loader, of which some samples are read.
+        ranks: Numbers of ranks; by default those of the devices, and twice as many.
+        devices: By default this machine's.
 
     Raises:
-        ValueError: there is no such optimizer, or a number of ranks is not positive.
+        ValueError: There is no such optimizer, or a number of ranks is not positive.
         TypeError: `model` is no module.
     """
     if not isinstance(model, Module):

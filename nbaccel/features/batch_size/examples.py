@@ -52,8 +52,9 @@ class Examples:
 class Repeated(Examples):
     """The samples of one batch, repeated; values that are not per sample do not change.
 
-    >>> Repeated(Samples.of({"x": torch.tensor([1, 2]), "scale": 0.5})).take(3)
-    {'x': tensor([1, 2, 1]), 'scale': 0.5}
+    Example:
+        >>> Repeated(Samples.of({"x": torch.tensor([1, 2]), "scale": 0.5})).take(3)
+        {'x': tensor([1, 2, 1]), 'scale': 0.5}
     """
 
     samples: Samples
@@ -66,8 +67,9 @@ class Repeated(Examples):
 class Collated(Examples):
     """The samples of a dataset, repeated, and the function that collates them.
 
-    >>> Collated([torch.tensor(1), torch.tensor(2)], torch.stack).take(3)
-    tensor([1, 2, 1])
+    Example:
+        >>> Collated([torch.tensor(1), torch.tensor(2)], torch.stack).take(3)
+        tensor([1, 2, 1])
     """
 
     samples: Sequence[Any]
@@ -81,8 +83,8 @@ def examples_of(source: Any) -> Examples:
     """Return the examples of a loader, prepared or not, or of a batch.
 
     Raises:
-        TypeError: a loader whose samples cannot be read without moving it; one batch of it can be given.
-        CannotSplit: a batch whose samples cannot be told apart; its loader can be given.
+        TypeError: A loader whose samples cannot be read without moving it; one batch of it can be given.
+        CannotSplit: A batch whose samples cannot be told apart; its loader can be given.
     """
     loader = getattr(source, "loader", source)  # a prepared loader wraps its user's, for one rank
     if isinstance(loader, DataLoader):

@@ -44,8 +44,9 @@ class CannotFake(Exception):
 class ByteCount(MemLimit):
     """Counts the bytes that tensors without memory, of the meta device or fake, would have. Refuses nothing.
 
-    on_gpu: the output of attention counts twice. Kernels of a GPU keep it in their own order of dimensions for the
-        backward, and the next layer keeps a copy in its order; that of the CPU makes one tensor for both.
+    Args:
+        on_gpu: The output of attention counts twice. Kernels of a GPU keep it in their own order of dimensions for the
+            backward, and the next layer keeps a copy in its order; that of the CPU makes one tensor for both.
     """
 
     def __init__(self, on_gpu: bool = False) -> None:
@@ -76,11 +77,13 @@ class ByteCount(MemLimit):
 class FakeModel:
     """A copy of `model` on fake tensors, as `mixed_precision` and FSDP's groups would have it.
 
-    model: a bare module; its tensors may be anywhere, also on the meta device or in shards.
-    policy: of FSDP's groups.  on_gpu: the step is one on a GPU.
+    Args:
+        model: A bare module; its tensors may be anywhere, also on the meta device or in shards.
+        policy: The policy of FSDP's groups.
+        on_gpu: The step is one on a GPU.
 
     Raises:
-        ValueError: a parameter has no shape yet.
+        ValueError: A parameter has no shape yet.
     """
 
     def __init__(
@@ -120,11 +123,12 @@ class FakeModel:
     def schedule(self, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None, is_sharded: bool) -> StepSchedule:
         """Return what forward and backward of `batch` hold.
 
-        loss_fn: ``loss_fn(model, batch)``; None for the model's own loss, or one like a cross entropy.
-        is_sharded: compute with the weights that FSDP gathers, in half precision where there is a mixed precision.
+        Args:
+            loss_fn: ``loss_fn(model, batch)``; None for the model's own loss, or one like a cross entropy.
+            is_sharded: Compute with the weights that FSDP gathers, in half precision where there is a mixed precision.
 
         Raises:
-            CannotFake: the program needs values.
+            CannotFake: The program needs values.
         """
         half = _HALF.get(self._precision) if is_sharded else None
         before = [parameter.dtype for parameter in self.model.parameters()]

@@ -38,7 +38,9 @@ class CannotTry(Exception):
 class OptimizerUse:
     """Bytes of an optimizer on one rank.
 
-    states: kept from step to step.  temporaries: the most that a step holds besides, for its duration.
+    Args:
+        states: Kept from step to step.
+        temporaries: The most that a step holds besides, for its duration.
     """
 
     states: int
@@ -49,10 +51,11 @@ def optimizer_class(name: str) -> type[Optimizer]:
     """Return the optimizer of torch called `name`, in any case.
 
     Raises:
-        ValueError: there is none; the message names similar ones.
+        ValueError: There is none; the message names similar ones.
 
-    >>> optimizer_class("adamw").__name__
-    'AdamW'
+    Example:
+        >>> optimizer_class("adamw").__name__
+        'AdamW'
     """
     known = {
         each.lower(): kind
@@ -73,11 +76,12 @@ def try_optimizer(
 ) -> OptimizerUse:
     """Return what `optimizer` needs for `weights`: tensors as it knows them, the shape of a rank's rows, their dtype.
 
-    optimizer: one that exists, whose own parameters count, or what makes one from parameters.
-    device_type: where it will step; on CUDA torch steps all parameters at once, with temporaries as large as them.
+    Args:
+        optimizer: One that exists, whose own parameters count, or what makes one from parameters.
+        device_type: Where it will step; on CUDA torch steps all parameters at once, with temporaries as large as them.
 
     Raises:
-        CannotTry: it cannot step on the meta device.
+        CannotTry: It cannot step on the meta device.
     """
     try:
         return _tried_without_memory(optimizer, weights, device_type)

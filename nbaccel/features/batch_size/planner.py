@@ -65,9 +65,10 @@ _TEXT_CHARACTERS = 160
 class _Report:
     """Report of one rank to the others.
 
-    fits, used, held, needed_bytes, limit_bytes, source, complaint: of a `TrialResult`.
-    error: a mistake of the program, which ends the search.
-    known: the size that an earlier search has found; 0 for none.
+    Args:
+        fits, used, held, needed_bytes, limit_bytes, source, complaint: Those of a `TrialResult`.
+        error: A mistake of the program, which ends the search.
+        known: The size that an earlier search has found; 0 for none.
     """
 
     fits: bool = True
@@ -97,12 +98,14 @@ class _Report:
 def _search_batch_size(trial: TrialRun, cap: int, collectives: Collectives, found: SizeCache) -> int:
     """Return the largest size, at most `cap`, whose steps have run on every rank. Collective.
 
-    collectives: of the ranks that must agree. found: results of earlier searches; this one is added.
+    Args:
+        collectives: The collectives of the ranks that must agree.
+        found: Results of earlier searches; this one is added.
 
     Raises:
-        torch.OutOfMemoryError: not one sample fits; on every rank, with the numbers of the rank that needs most.
-        PeerFailed: another rank's program failed in a trial. On that rank: its own error.
-        NotImplementedError: trials run in lock step, and a rank has no limit; on every rank.
+        torch.OutOfMemoryError: Not one sample fits; on every rank, with the numbers of the rank that needs most.
+        PeerFailed: Another rank's program failed in a trial. On that rank: its own error.
+        NotImplementedError: Trials run in lock step, and a rank has no limit; on every rank.
     """
     with ExitStack() as stack:
         return _Planner(trial, collectives, found, stack).find(cap)
@@ -110,7 +113,11 @@ def _search_batch_size(trial: TrialRun, cap: int, collectives: Collectives, foun
 
 class _Planner:
     def __init__(self, trial: TrialRun, collectives: Collectives, found: SizeCache, stack: ExitStack) -> None:
-        """stack: closes what is opened for the search."""
+        """Make the object.
+
+        Args:
+            stack: Closes what is opened for the search.
+        """
         self._trial = trial
         self._collectives = collectives
         self._found = found
@@ -269,11 +276,12 @@ MOST_TRIALS = 12
 class Trial:
     """Result of one trial.
 
-    size: samples in its batch.
-    fits: it ran, within the limit.
-    used: the peak of what grows with the batch, as a share of the limit; None where it could not be measured.
-    whole: the peak of the whole step, with the optimizer's, likewise; 0 where it is not known.
-    sure: a size that fits by `sure_size`; 0 where nothing is known.
+    Args:
+        size: Samples in its batch.
+        fits: It ran, within the limit.
+        used: The peak of what grows with the batch, as a share of the limit; None where it could not be measured.
+        whole: The peak of the whole step, with the optimizer's, likewise; 0 where it is not known.
+        sure: A size that fits by `sure_size`; 0 where nothing is known.
     """
 
     size: int
@@ -288,15 +296,20 @@ class SizeSearch:
 
     Its state is `trials`. Everything else follows from them, so ranks that note the same trials choose the same sizes.
 
-    >>> plan = SizeSearch(cap=4096)
-    >>> while (size := plan.next_size()) is not None:
-    ...     plan.note(Trial(size, fits=size <= 1000, used=0.2 + 0.0008 * size))
-    >>> plan.best, [trial.size for trial in plan.trials]
-    (984, [2, 3, 48, 768, 984])
+    Example:
+        >>> plan = SizeSearch(cap=4096)
+        >>> while (size := plan.next_size()) is not None:
+        ...     plan.note(Trial(size, fits=size <= 1000, used=0.2 + 0.0008 * size))
+        >>> plan.best, [trial.size for trial in plan.trials]
+        (984, [2, 3, 48, 768, 984])
     """
 
     def __init__(self, cap: int) -> None:
-        """cap: the largest useful size, at least 1."""
+        """Make the object.
+
+        Args:
+            cap: The largest useful size, at least 1.
+        """
         if cap < 1:
             raise ValueError(f"cap must be at least 1, got {cap}")
         self.cap = cap
@@ -383,12 +396,13 @@ class CarefulSearch(SizeSearch):
     such a line is too flat. Each trial takes a size that the last one shows to fit (`sure_size`), so there are more of
     them. What an optimizer's step takes is a line. The search ends at `ENOUGH`, or where a trial would gain little.
 
-    >>> plan = CarefulSearch(cap=4096)
-    >>> while (size := plan.next_size()) is not None:
-    ...     used = 0.2 + 0.0008 * size
-    ...     plan.note(Trial(size, size <= 1000, used, sure=sure_size(size, used, held=0.1)))
-    >>> plan.best, [trial.size for trial in plan.trials]
-    (968, [2, 3, 21, 133, 488, 808, 936, 968])
+    Example:
+        >>> plan = CarefulSearch(cap=4096)
+        >>> while (size := plan.next_size()) is not None:
+        ...     used = 0.2 + 0.0008 * size
+        ...     plan.note(Trial(size, size <= 1000, used, sure=sure_size(size, used, held=0.1)))
+        >>> plan.best, [trial.size for trial in plan.trials]
+        (968, [2, 3, 21, 133, 488, 808, 936, 968])
     """
 
     def next_size(self) -> int | None:
@@ -415,11 +429,13 @@ class CarefulSearch(SizeSearch):
 def sure_size(size: int, used: float, held: float) -> float:
     """Return a size that takes at most the share `_aim(used)`, by a trial of `size` that took `used` at its peak.
 
-    held: the share that was in use before its forward: weights and states. Whatever a step takes beside that is at most
-    proportional to the batch.
+    Args:
+        held: The share that was in use before its forward: weights and states. Whatever a step takes beside that is at
+            most proportional to the batch.
 
-    >>> sure_size(10, used=0.5, held=0.5)
-    inf
+    Example:
+        >>> sure_size(10, used=0.5, held=0.5)
+        inf
     """
     return size * (_aim(used) - held) / (used - held) if used > held else float("inf")
 
@@ -454,7 +470,8 @@ def find_micro_batch_size(
 ) -> int | None:
     """Return the largest part of a batch whose step fits on this rank; None where its samples cannot be separated.
 
-    read: returns the batch.
+    Args:
+        read: Returns the batch.
     """
     if strategy.forwards_are_collective:  # ranks do not search for themselves where they cannot step by themselves
         return None
@@ -488,7 +505,7 @@ class BatchSizePlanner:
         """Return the largest batch per rank whose step fits everywhere; see `Accelerator.find_batch_size`. Collective.
 
         Raises:
-            NotPrepared: no model or no optimizer is prepared.
+            NotPrepared: No model or no optimizer is prepared.
         """
         if not (self._context.prepared.models and self._context.prepared.optimizers):
             kind = "optimizer" if self._context.prepared.models else "model"

@@ -35,7 +35,9 @@ _FILE = "batch_sizes.json"
 class Size:
     """Result of a search.
 
-    size: samples per rank.  used: as `Trial.used`, of the trial that showed that the size fits.
+    Args:
+        size: Samples per rank.
+        used: As `Trial.used`, of the trial that showed that the size fits.
     """
 
     size: int
@@ -58,8 +60,9 @@ class SizeCache:
 class FoundInFolder(SizeCache):
     """Sizes in a file of `folder`, which is made if it does not exist; a person may read or delete the file.
 
-    is_writer: one rank writes for all. A file that cannot be read counts as empty; where none can be written there is
-    a warning.
+    Args:
+        is_writer: One rank writes for all. A file that cannot be read counts as empty; where none can be written there
+            is a warning.
     """
 
     def __init__(self, folder: str | os.PathLike[str], is_writer: bool = True) -> None:
@@ -99,10 +102,11 @@ def signature(
 ) -> str:
     """Return a short name for a search: models and optimizers by structure, samples by shape, device, torch, `others`.
 
-    >>> linear = torch.nn.Linear(1, 1)
-    >>> one, two = (signature([linear], [], [shape], torch.device("cpu"), []) for shape in ("int64[8]", "int64[16]"))
-    >>> one == two
-    False
+    Example:
+        >>> linear = torch.nn.Linear(1, 1)
+        >>> one, two = (signature([linear], [], [of], torch.device("cpu"), []) for of in ("int64[8]", "int64[16]"))
+        >>> one == two
+        False
     """
     parts: list[object] = [torch.__version__, device.type, *shapes, *others]
     if device.type == "cuda":

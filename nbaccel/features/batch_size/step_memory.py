@@ -28,8 +28,11 @@ threads of the process group hold them too: between equal steps of two ranks up 
 class Weight:
     """One parameter, counted once however many modules use it.
 
-    group: number of the FSDP group that gathers it.  item_bytes: of an element as it is kept, with its gradient.
-    gathered_item_bytes, reduced_item_bytes: of an element while FSDP computes with it, and sends its gradient.
+    Args:
+        group: Number of the FSDP group that gathers it.
+        item_bytes: The item bytes of an element as it is kept, with its gradient.
+        gathered_item_bytes, reduced_item_bytes: Those of an element while FSDP computes with it, and sends its
+            gradient.
     """
 
     shape: tuple[int, ...]
@@ -46,8 +49,9 @@ class Weight:
     def rows(self, ranks: int) -> tuple[int, ...]:
         """Return the shape of one rank's rows: the first dimension divided by `ranks`, rounded up.
 
-        >>> Weight((11, 3), True).rows(2)
-        (6, 3)
+        Example:
+            >>> Weight((11, 3), True).rows(2)
+            (6, 3)
         """
         return (-(-self.shape[0] // ranks), *self.shape[1:]) if self.shape else ()
 
@@ -60,10 +64,12 @@ class Weight:
 class Moment:
     """A moment of a step, and the bytes that autograd holds from then to the next one.
 
-    kind: "gather" and "free", before and after the forward of a group; "loss", after the whole forward; "backward",
-        before the backward of a group; "gradient", complete for one parameter; "reduce", after the backward of a group.
-    nbytes: of the gradient; for "free" of an output that FSDP has to copy.
-    activations: the most that is held until the next moment, without parameters and complete gradients.
+    Args:
+        kind: "gather" and "free", before and after the forward of a group; "loss", after the whole forward; "backward",
+            before the backward of a group; "gradient", complete for one parameter; "reduce", after the backward of a
+            group.
+        nbytes: The size in bytes of the gradient; for "free" of an output that FSDP has to copy.
+        activations: The most that is held until the next moment, without parameters and complete gradients.
     """
 
     kind: str
@@ -76,8 +82,11 @@ class Moment:
 class StepSchedule:
     """The moments of one step.
 
-    moments: in their order.  buffers: bytes of the model's buffers, whole on each rank.
-    root: number of the last group, which holds what no other one has.  batch: bytes that stay until the step ends.
+    Args:
+        moments: In their order.
+        root: Number of the last group, which holds what no other one has.
+        buffers: Bytes of the model's buffers, whole on each rank.
+        batch: Bytes that stay until the step ends.
     """
 
     moments: tuple[Moment, ...]
@@ -101,7 +110,9 @@ class StepSchedule:
 class StepUse:
     """Bytes of one rank: the most of each part, and the peak of a step, which is at most their sum, and cuBLAS.
 
-    exchange: buckets of DDP, or what FSDP has gathered and sends.  temporaries: of the optimizer's step.
+    Args:
+        exchange: Buckets of DDP, or what FSDP has gathered and sends.
+        temporaries: The temporaries of the optimizer's step.
     """
 
     parameters: int
@@ -115,7 +126,11 @@ class StepUse:
 
 
 def without_batch(weights: Sequence[Weight], root: int, buffers: int) -> StepSchedule:
-    """Return a step that computes group after group and holds no activations.  root, buffers: of a `StepSchedule`."""
+    """Return a step that computes group after group and holds no activations.
+
+    Args:
+        root, buffers: Those of a `StepSchedule`.
+    """
     moments = [Moment("gather", root)]
     for group in range(root):
         moments += [Moment("gather", group), Moment("free", group)]
@@ -138,8 +153,11 @@ def replicated(
 ) -> StepUse:
     """Return what a rank uses that holds the whole model.
 
-    states, temporaries: of the optimizer.  buckets: DDP's, as large as the gradients.  views: gradients are in them.
-    keeps: gradients are there from one batch to the next (accumulation).
+    Args:
+        states, temporaries: Those of the optimizer.
+        buckets: DDP's, as large as the gradients.
+        views: Gradients are in them.
+        keeps: Gradients are there from one batch to the next (accumulation).
     """
     parameters, gradients = schedule.parameters(), schedule.gradients()
     exchange = gradients if buckets else 0
@@ -175,9 +193,12 @@ def sharded(
 ) -> StepUse:
     """Return what one of `ranks` ranks uses under FSDP.
 
-    states, temporaries: of the optimizer of one rank's rows.  reshards: False keeps gathered groups until the backward
-    (ZeRO-2).  keeps: as in `replicated`.  on_cpu: gradients of half precision are cast in a tensor of their own there
-    before they are sent in fp32; CUDA has one kernel for both.
+    Args:
+        states, temporaries: Those of the optimizer of one rank's rows.
+        reshards: False keeps gathered groups until the backward (ZeRO-2).
+        keeps: As in `replicated`.
+        on_cpu: Gradients of half precision are cast in a tensor of their own there before they are sent in fp32; CUDA
+            has one kernel for both.
     """
     replay = _Replay(schedule, ranks, reshards, keeps, on_cpu)
     for moment in schedule.moments:

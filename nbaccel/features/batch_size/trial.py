@@ -40,13 +40,14 @@ __all__ = [
 class TrialResult:
     """Result of two steps, on one rank.
 
-    fits: they ran, within the limit.
-    used: the peak of forward and backward, the part that grows with the batch, as a share of the limit; None where
-        it could not be measured.
-    held: what was in use before the forward of the second step, likewise.
-    needed_bytes: the peak of the whole steps, and what was asked for when that failed. limit_bytes: what was allowed,
-        source: by what. None as above.
-    complaint: the device's error text when they did not fit.
+    Args:
+        fits: They ran, within the limit.
+        used: The peak of forward and backward, the part that grows with the batch, as a share of the limit; None where
+            it could not be measured.
+        held: What was in use before the forward of the second step, likewise.
+        needed_bytes: The peak of the whole steps, and what was asked for when that failed.
+        limit_bytes: What was allowed, source: by what. None as above.
+        complaint: The device's error text when they did not fit.
     """
 
     fits: bool
@@ -62,8 +63,10 @@ class TrialResult:
 class TrialSetup:
     """The training to try, as it is.
 
-    loss_fn: from a batch on the device to a loss.  read: makes the examples; called when the trial begins.
-    keeps_gradients: they stay allocated from one batch to the next (accumulation, `forward_backward`).
+    Args:
+        loss_fn: From a batch on the device to a loss.
+        read: Makes the examples; called when the trial begins.
+        keeps_gradients: They stay allocated from one batch to the next (accumulation, `forward_backward`).
     """
 
     loss_fn: Callable[[Any], Tensor]
@@ -77,8 +80,12 @@ class TrialSetup:
 class TrialRun:
     """Trial steps of one training, between ``with`` and its end.
 
-    gauge: measures memory; by default the meter of the device.
-    is_collective: all ranks run a trial together.  is_running: from the beginning of a trial's steps to their end.
+    Args:
+        gauge: Measures memory; by default the meter of the device.
+
+    Attributes:
+        is_collective: All ranks run a trial together.
+        is_running: From the beginning of a trial's steps to their end.
     """
 
     def __init__(self, scene: TrialSetup, gauge: PeakGauge | None = None) -> None:
@@ -118,7 +125,7 @@ class TrialRun:
         """Run steps with `size` samples; afterwards the training is as before, and unused memory is released.
 
         Raises:
-            Exception: the program's own errors, unless memory ran out; that too where all ranks run it together.
+            Exception: The program's own errors, unless memory ran out; that too where all ranks run it together.
         """
         self.is_running = True
         try:

@@ -41,10 +41,12 @@ def place_for_rank(
     takes whole ones, it is where parts of the model wait.
     A map with one accelerator means this rank's own one if there are several processes, or if the machine has none. In
     a rank that has several for itself, the numbers 0, 1, ... are these.
-    device_map: a map, or a name as `load_checkpoint_and_dispatch` takes it: made for what one process may use.
+
+    Args:
+        device_map: A map, or a name as `load_checkpoint_and_dispatch` takes it: made for what one process may use.
 
     Raises:
-        ValueError: no model or several; several processes, and a map over several devices; or an optimizer of weights
+        ValueError: No model or several; several processes, and a map over several devices; or an optimizer of weights
             that will wait.
     """
     models = [thing for thing in objects if isinstance(thing, Module)]
@@ -119,7 +121,7 @@ def refuse_waiting(optimizers: Iterable[Optimizer], models: Iterable[Module]) ->
     """Refuse optimizers of parameters of dispatched models that are on the meta device, which nothing would train.
 
     Raises:
-        ValueError: names the parameters.
+        ValueError: Names the parameters.
     """
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     empty = {id(each): each for parameters in groups for each in parameters if each.is_meta}
@@ -136,10 +138,11 @@ def refuse_unexchanged(
 ) -> None:
     """Refuse optimizers of models with a map that were prepared for inference: ranks would train apart, unnoticed.
 
-    models: as prepared.
+    Args:
+        models: As prepared.
 
     Raises:
-        ValueError: names the parameters.
+        ValueError: Names the parameters.
     """
     for model in models:
         is_mapped = "hf_device_map" in vars(without_compile(model))

@@ -41,10 +41,11 @@ def convert_file_size_to_int(size: int | float | str) -> int:
     """Return a size in bytes: "1GB" is decimal, "1GiB" binary, "1Gb" a gigabit; a number is in bytes.
 
     Raises:
-        ValueError: it is none.
+        ValueError: It is none.
 
-    >>> convert_file_size_to_int("1MiB"), convert_file_size_to_int("1.5 GB"), convert_file_size_to_int(7)
-    (1048576, 1500000000, 7)
+    Example:
+        >>> convert_file_size_to_int("1MiB"), convert_file_size_to_int("1.5 GB"), convert_file_size_to_int(7)
+        (1048576, 1500000000, 7)
     """
     if isinstance(size, int | float) and not isinstance(size, bool) and size >= 0:
         return int(size)
@@ -60,7 +61,7 @@ def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """Return a type that is given as itself or by its name, "float16" or "torch.float16".
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: There is none of that name.
     """
     if not isinstance(dtype, str):
         return dtype
@@ -73,8 +74,9 @@ def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
 def dtype_byte_size(dtype: torch.dtype) -> float:
     """Return the bytes that one element of this type takes.
 
-    >>> dtype_byte_size(torch.float32)
-    4
+    Example:
+        >>> dtype_byte_size(torch.float32)
+        4
     """
     return dtype.itemsize
 
@@ -95,7 +97,9 @@ def named_module_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of `module` with their names.
 
-    recurse: also those of the modules below.  remove_non_persistent: leave out buffers that no state dict has.
+    Args:
+        recurse: Also those of the modules below.
+        remove_non_persistent: Leave out buffers that no state dict has.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
@@ -106,7 +110,9 @@ def named_module_tensors(
 def get_non_persistent_buffers(module: Module, recurse: bool = False, fqns: bool = False) -> set[str]:
     """Return the names of the buffers that no state dict has.
 
-    recurse: also those of the modules below.  fqns: names from `module` on, otherwise each module's own.
+    Args:
+        recurse: Also those of the modules below.
+        fqns: Names from `module` on, otherwise each module's own.
     """
     found = set()
     for prefix, part in module.named_modules() if recurse else [("", module)]:
@@ -122,11 +128,14 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Return the bytes of every tensor of `model` and of every module, by name; "" is the model.
 
-    dtype: the floating-point type as which it will be loaded.  special_dtypes: the same for tensors by their names.
+    Args:
+        dtype: The floating-point type as which it will be loaded.
+        special_dtypes: The same for tensors by their names.
 
-    >>> sizes = compute_module_sizes(torch.nn.Sequential(torch.nn.Linear(2, 3)), dtype="float16")
-    >>> sizes[""], sizes["0"], sizes["0.weight"]
-    (18, 18, 12)
+    Example:
+        >>> sizes = compute_module_sizes(torch.nn.Sequential(torch.nn.Linear(2, 3)), dtype="float16")
+        >>> sizes[""], sizes["0"], sizes["0.weight"]
+        (18, 18, 12)
     """
     general, special = dtype_of(dtype), {name: dtype_of(kind) for name, kind in (special_dtypes or {}).items()}
     sizes: dict[str, int] = defaultdict(int)
@@ -145,7 +154,10 @@ def get_max_layer_size(
     """Return the bytes of the largest layer, and the names of all layers of that size.
 
     A layer has no modules below it, or its class is one of `no_split_module_classes`.
-    modules: names with modules or tensors.  module_sizes: by these names, from `compute_module_sizes`.
+
+    Args:
+        modules: Names with modules or tensors.
+        module_sizes: By these names, from `compute_module_sizes`.
     """
     largest, rest = 0, list(modules)
     names: list[str] = []
@@ -176,10 +188,11 @@ def calculate_maximum_sizes(model: Module) -> tuple[int, tuple[int, list[str]]]:
 def find_tied_parameters(model: Module, **kwargs: Any) -> list[list[str]]:
     """Return the names of parameters that are one tensor, a list for each such tensor. Keywords are accepted, unused.
 
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    >>> model[1].weight = model[0].weight
-    >>> find_tied_parameters(model)
-    [['0.weight', '1.weight']]
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        >>> model[1].weight = model[0].weight
+        >>> find_tied_parameters(model)
+        [['0.weight', '1.weight']]
     """
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -238,12 +251,14 @@ def set_module_tensor_to_device(
 ) -> None:
     """Put one parameter or buffer of `module` on `device`, with a new value if one is given.
 
-    tensor_name: from `module` on, "encoder.0.weight".  value: needed if the tensor is on the meta device.
-    dtype: of a floating-point value; without it the value gets the type that the tensor had.
-    tied_params_map, clear_cache: accepted, unused.
+    Args:
+        tensor_name: From `module` on, "encoder.0.weight".
+        value: Needed if the tensor is on the meta device.
+        dtype: The type of a floating-point value; without it the value gets the type that the tensor had.
+        tied_params_map, clear_cache: Accepted, unused.
 
     Raises:
-        ValueError: there is no such tensor, a value is needed, or it has another shape.
+        ValueError: There is no such tensor, a value is needed, or it has another shape.
         NotImplementedError: fp16_statistics, of weights that bitsandbytes has quantised.
     """
     if fp16_statistics is not None:

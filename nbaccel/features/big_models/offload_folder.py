@@ -40,16 +40,18 @@ def offload_weight(
 ) -> dict[str, Any] | None:
     """Write a tensor into the file ``<weight_name>.dat`` of a folder that exists.
 
-    index: gets an entry with the type and the shape of the tensor, and is returned.
+    Args:
+        index: Gets an entry with the type and the shape of the tensor, and is returned.
 
     Raises:
-        ValueError: the tensor has no numbers.
-        CannotSave: no space.
+        ValueError: The tensor has no numbers.
+        CannotSave: No space.
 
-    >>> import tempfile
-    >>> folder = tempfile.mkdtemp()
-    >>> offload_weight(torch.zeros(2, 3), "layer.weight", folder, index={})
-    {'layer.weight': {'dtype': 'float32', 'shape': [2, 3]}}
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> offload_weight(torch.zeros(2, 3), "layer.weight", folder, index={})
+        {'layer.weight': {'dtype': 'float32', 'shape': [2, 3]}}
     """
     if weight.is_meta:
         raise ValueError(f"{weight_name} is on the meta device and has no numbers to write")
@@ -66,11 +68,14 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
-    """Return the tensor in a file that `offload_weight` has written.  weight_info: its entry in the index.
+    """Return the tensor in a file that `offload_weight` has written.
+
+    Args:
+        weight_info: Its entry in the index.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointCorrupt: the file does not have the bytes of such a tensor.
+        FileNotFoundError: There is no such file.
+        CheckpointCorrupt: The file does not have the bytes of such a tensor.
     """
     stored = bytes_in(Path(weight_file), weight_info)
     return on_device(stored, stored.shape, stored.dtype, torch.device("cpu"), {})
@@ -79,10 +84,13 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 def load_offloaded_weights(
     model: Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Put the tensors of a folder into `model`, on the host.  index: their entries by name; nothing if it is empty.
+    """Put the tensors of a folder into `model`, on the host.
+
+    Args:
+        index: Their entries by name; nothing if it is empty.
 
     Raises:
-        ValueError: the model does not have such a tensor, or it has another shape.
+        ValueError: The model does not have such a tensor, or it has another shape.
     """
     for name, entry in (index or {}).items():
         value = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", entry)

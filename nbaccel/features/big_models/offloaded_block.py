@@ -31,7 +31,11 @@ _MOST_STAGED_BYTES = 1 << 30
 class OffloadedBlock:
     """A module with the tensors in it that are fetched for its forward. Its methods are hooks of the module.
 
-    slots: of all tensors below the module, or of those of its own.  device: where it computes.
+    Args:
+        slots: The slots of all tensors below the module, or of those of its own.
+
+    Attributes:
+        device: Where it computes.
     """
 
     def __init__(self, name: str, module: Module, slots: Sequence[Slot], offloading: Offloading) -> None:
@@ -124,7 +128,8 @@ class LonePart:
 class Offloading:
     """Fetches the blocks of one model that wait elsewhere, one ahead.
 
-    device: where they compute.
+    Args:
+        device: Where they compute.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -32,15 +32,18 @@ _USUAL_THRESHOLD = 6.0
 class BnbQuantizationConfig:
     """Choices for quantising by bitsandbytes: in 4 or in 8 bits, one of them.
 
-    llm_int8_threshold: of 8 bits: columns of inputs with larger numbers are computed in half precision.
-    bnb_4bit_quant_type: "fp4" or "nf4".  bnb_4bit_use_double_quant: quantise the scales, too.
-    bnb_4bit_compute_dtype: the type of products, "fp32", "fp16", "bf16" or torch's.
-    torch_dtype: the type of what is not quantised; by default that of products, and half precision with 8 bits.
-    skip_modules: names of modules that are not quantised; by default the head of the model, and what is tied to it.
-    keep_in_fp32_modules: names of modules that are not quantised, and stay in float32.
+    Args:
+        llm_int8_threshold: The llm int8 threshold of 8 bits: columns of inputs with larger numbers are computed in half
+            precision.
+        bnb_4bit_quant_type: "fp4" or "nf4".
+        bnb_4bit_use_double_quant: Quantise the scales, too.
+        bnb_4bit_compute_dtype: The type of products, "fp32", "fp16", "bf16" or torch's.
+        torch_dtype: The type of what is not quantised; by default that of products, and half precision with 8 bits.
+        skip_modules: Names of modules that are not quantised; by default the head of the model, and what is tied to it.
+        keep_in_fp32_modules: Names of modules that are not quantised, and stay in float32.
 
     Raises:
-        ValueError: both or none of the two widths, or a choice that there is not.
+        ValueError: Both or none of the two widths, or a choice that there is not.
     """
 
     load_in_8bit: bool = False
@@ -82,16 +85,17 @@ def load_and_quantize_model(
 ) -> Module:
     """Load a checkpoint into `model` with its linear layers quantised, and return the model, on the devices of a map.
 
-    model: on the meta device; or with numbers, which are quantised then.
-    weights_location: the checkpoint, as for `load_checkpoint_and_dispatch`; not for a model with numbers.
-    device_map: a map or its name; by default everything on this process's device. Layers that it puts on the host or on
-        the disk are not quantised.
-    no_split_module_classes, max_memory: for a map that is made here.
-    offload_folder, offload_state_dict: accepted; weights wait in the checkpoint.
+    Args:
+        model: On the meta device; or with numbers, which are quantised then.
+        weights_location: The checkpoint, as for `load_checkpoint_and_dispatch`; not for a model with numbers.
+        device_map: A map or its name; by default everything on this process's device. Layers that it puts on the host
+            or on the disk are not quantised.
+        no_split_module_classes, max_memory: For a map that is made here.
+        offload_folder, offload_state_dict: Accepted; weights wait in the checkpoint.
 
     Raises:
-        ImportError: there is no bitsandbytes.
-        ValueError: the model is empty and there is no checkpoint, or the checkpoint is another model's.
+        ImportError: There is no bitsandbytes.
+        ValueError: The model is empty and there is no checkpoint, or the checkpoint is another model's.
     """
     try:
         bnb: Any = importlib.import_module("bitsandbytes")
@@ -135,7 +139,11 @@ def load_and_quantize_model(
 
 
 def _packed(bnb: Any, config: BnbQuantizationConfig, layer: Linear, weight: Tensor, device: torch.device) -> Module:
-    """Return the quantised layer in place of `layer`.  weight: its numbers."""
+    """Return the quantised layer in place of `layer`.
+
+    Args:
+        weight: Its numbers.
+    """
     sizes, has_bias = (layer.in_features, layer.out_features), layer.bias is not None
     with torch.device("meta"):
         if config.load_in_4bit:

@@ -79,7 +79,8 @@ class Stored(Protocol):
     def read(self, opened: dict[str, Any]) -> Tensor:
         """Return the tensor, on the host unless it is kept elsewhere; it may be a view of what is stored.
 
-        opened: files that several readings one after the other share, by path.
+        Args:
+            opened: Files that several readings one after the other share, by path.
         """
 
     def fill(self, target: Tensor, opened: dict[str, Any]) -> None:
@@ -117,8 +118,9 @@ class KeptTensor:
 class MappedTensor:
     """A tensor in a file that has its bytes, in the machine's order, beginning at `begin`.
 
-    stamp: the file's size and time of change when it was looked at. A file that changes meanwhile is refused, since
-    the pages of a file that becomes shorter would end the process (SIGBUS).
+    Args:
+        stamp: The file's size and time of change when it was looked at. A file that changes meanwhile is refused, since
+            the pages of a file that becomes shorter would end the process (SIGBUS).
     """
 
     path: str
@@ -135,7 +137,7 @@ class MappedTensor:
         """Return a view of the file; what is written into it stays in this process.
 
         Raises:
-            CheckpointCorrupt: the file has changed, or is gone.
+            CheckpointCorrupt: The file has changed, or is gone.
         """
         if not self.nbytes:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
@@ -151,7 +153,7 @@ class MappedTensor:
         """Read the tensor into `target`.
 
         Raises:
-            CheckpointCorrupt: the file has changed, or is gone.
+            CheckpointCorrupt: The file has changed, or is gone.
         """
         if target.dtype != self.dtype:
             target.copy_(self.read(opened))
@@ -212,13 +214,14 @@ class PickledTensor:
 def weights_in(checkpoint: str | os.PathLike[str]) -> dict[str, Stored]:
     """Return the tensors of a checkpoint by name; nothing is read but the heads of its files.
 
-    checkpoint: a folder with ``model.safetensors`` or ``pytorch_model.bin``, whole or in shards with an index; one such
-    file; or an index.
+    Args:
+        checkpoint: A folder with ``model.safetensors`` or ``pytorch_model.bin``, whole or in shards with an index; one
+            such file; or an index.
 
     Raises:
-        FileNotFoundError: there are no weights, or a file that the index names is missing.
-        CheckpointCorrupt: a file is damaged.
-        UntrustedPickle: a file of PyTorch holds more than tensors.
+        FileNotFoundError: There are no weights, or a file that the index names is missing.
+        CheckpointCorrupt: A file is damaged.
+        UntrustedPickle: A file of PyTorch holds more than tensors.
     """
     found: dict[str, Stored] = {}
     for file in weight_files(Path(checkpoint)):
@@ -230,8 +233,8 @@ def weight_files(checkpoint: Path) -> list[Path]:
     """Return the files that have the weights of a checkpoint.
 
     Raises:
-        FileNotFoundError: there are no weights, or a file that the index names is missing.
-        ValueError: a folder has several indices, or an index points out of it.
+        FileNotFoundError: There are no weights, or a file that the index names is missing.
+        ValueError: A folder has several indices, or an index points out of it.
     """
     if checkpoint.is_dir():
         for name in _NAMES:
@@ -269,7 +272,8 @@ def from_offload_index(
 ) -> dict[str, Stored]:
     """Return the tensors that an index of Accelerate or transformers names: in safetensors files, or one file each.
 
-    folder: where the latter are, ``<name>.dat``.
+    Args:
+        folder: Where the latter are, ``<name>.dat``.
     """
     heads: dict[str, dict[str, Stored]] = {}
     found: dict[str, Stored] = {}
@@ -283,11 +287,14 @@ def from_offload_index(
 
 
 def bytes_in(path: Path, entry: Mapping[str, Any]) -> MappedTensor:
-    """Return the tensor in a file that has its bytes alone.  entry: its "shape" and its "dtype", a name of torch's.
+    """Return the tensor in a file that has its bytes alone.
+
+    Args:
+        entry: Its "shape" and its "dtype", a name of torch's.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointCorrupt: it has another number of bytes.
+        FileNotFoundError: There is no such file.
+        CheckpointCorrupt: It has another number of bytes.
     """
     shape, dtype = torch.Size(entry["shape"] or ()), getattr(torch, str(entry["dtype"]).removeprefix("torch."))
     stamp = _stamp(path)

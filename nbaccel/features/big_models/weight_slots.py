@@ -87,7 +87,11 @@ def _waiting(
 
 
 def waiting(tensor: Tensor, name: str, stored: Stored) -> Tensor:
-    """Return what stands for `tensor` between forwards.  name: in the model."""
+    """Return what stands for `tensor` between forwards.
+
+    Args:
+        name: In the model.
+    """
     if isinstance(tensor, Parameter):
         return _waiting(tensor.shape, tensor.dtype, tensor.requires_grad, name, stored)
     return torch.empty_like(tensor, device="meta")
@@ -170,7 +174,9 @@ def on_device(
 class Slot:
     """The place of one tensor in a model.
 
-    name: from the block on.  placeholder: what is there between forwards; shape and dtype are its own.
+    Args:
+        name: From the block on.
+        placeholder: What is there between forwards; shape and dtype are its own.
     """
 
     owner: Module
@@ -212,7 +218,9 @@ class Slot:
 class RecordedWeights:
     """The weights of one forward that autograd records.
 
-    block: its name, for errors.  slots, tensors: the places, and what is in them for this forward.
+    Args:
+        block: Its name, for errors.
+        slots, tensors: The places, and what is in them for this forward.
     """
 
     def __init__(self, block: str, slots: Sequence[Slot], tensors: Sequence[Tensor]) -> None:
@@ -252,7 +260,8 @@ class RecordedWeights:
 class _Reference:
     """A view of a weight that is read again in the backward.
 
-    offset: in elements, from where the weight begins.
+    Args:
+        offset: In elements, from where the weight begins.
     """
 
     slot: Slot

@@ -92,7 +92,7 @@ class WeightSources:
         """Return where the numbers of a tensor on the meta device are.
 
         Raises:
-            ValueError: they are nowhere, or have another shape.
+            ValueError: They are nowhere, or have another shape.
         """
         stored = self.find(name)
         if stored is None:

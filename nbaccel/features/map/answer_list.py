@@ -30,7 +30,9 @@ _READ_BYTES = 1 << 20
 class Failed:
     """The place of an answer to an item that failed each time it was tried.
 
-    index: the item's number.  error: the class and the text of its last error.
+    Args:
+        index: The item's number.
+        error: The class and the text of its last error.
     """
 
     index: int
@@ -47,7 +49,7 @@ class LinesOnDisk(Sequence[Any]):
     them. A pickle has the path, and is read again as long as that file is there.
 
     Raises:
-        CannotContinue: the file of a pickle was replaced or changed.
+        CannotContinue: The file of a pickle was replaced or changed.
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes], Any]) -> None:
@@ -110,12 +112,14 @@ class LinesOnDisk(Sequence[Any]):
 class Answers(Sequence[Any]):
     """The answers of a map, one for each item, in the order of the items; a `Failed` where there is none.
 
-    path: the file or folder that holds them; None for answers in memory.
-    failed: the `Failed` among them.
+    Args:
+        path: The file or folder that holds them; None for answers in memory.
+        failed: The `Failed` among them.
 
-    >>> answers = Answers(["Yes.", Failed(1, "ValueError: too long")])
-    >>> answers[0], answers.failed
-    ('Yes.', [Failed(index=1, error='ValueError: too long')])
+    Example:
+        >>> answers = Answers(["Yes.", Failed(1, "ValueError: too long")])
+        >>> answers[0], answers.failed
+        ('Yes.', [Failed(index=1, error='ValueError: too long')])
     """
 
     def __init__(self, values: Sequence[Any], path: Path | None = None, failed: Sequence[int] | None = None) -> None:
@@ -169,8 +173,9 @@ def _shortened(text: str) -> str:
 def read_line(line: bytes) -> Any:
     """Return the answer in a line of a file, or a `Failed`.
 
-    >>> read_line(b'{"index": 7, "answer": "Yes."}'), read_line(b'{"index": 8, "error": "ValueError: too long"}')
-    ('Yes.', Failed(index=8, error='ValueError: too long'))
+    Example:
+        >>> read_line(b'{"index": 7, "answer": "Yes."}'), read_line(b'{"index": 8, "error": "ValueError: too long"}')
+        ('Yes.', Failed(index=8, error='ValueError: too long'))
     """
     found = json.loads(line)
     return Failed(found["index"], found["error"]) if "error" in found else found["answer"]

@@ -34,7 +34,11 @@ class CallWatch(Protocol):
     """Limits the time of calls."""
 
     def over(self, indices: Sequence[int]) -> AbstractContextManager[None]:
-        """Return a block for one call.  indices: its items."""
+        """Return a block for one call.
+
+        Args:
+            indices: Its items.
+        """
 
     def explain(self, index: int, deaths: int) -> str:
         """Return why processes ended that worked on this item alone, if calls took too long; else empty."""
@@ -62,7 +66,8 @@ class _LimitedCalls:
     holds that lock. It writes all stacks into the file of this process, after a line with the items of the call, and
     ends the process with exit code 1.
 
-    folder: of such files; one process has one, ``RANK-...``.
+    Args:
+        folder: The folder of such files; one process has one, ``RANK-...``.
     """
 
     def __init__(self, folder: Path, limit_s: float, rank: int, counts: bool) -> None:
@@ -74,7 +79,11 @@ class _LimitedCalls:
         self._fd = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
 
     def _tell(self, rank: int, counts: bool) -> None:
-        """Say of the process before, if a call was its end.  counts: its death is not to end the run."""
+        """Say of the process before, if a call was its end.
+
+        Args:
+            counts: Its death is not to end the run.
+        """
         for path in self._folder.glob(f"{rank}-*"):
             _, count, stacks = _read(path)
             if stacks and path.suffix != _TOLD:
@@ -127,8 +136,9 @@ def _read(path: Path) -> tuple[int, int, str]:
 def _place(stacks: str) -> str:
     """Return where the user's function was, as ", in parse, line 3 of text.py"; empty if the stacks do not show it.
 
-    >>> _place('  File "/tmp/ipykernel_7/8.py", line 3 in parse\\n  ' + _OUR_CALL + ", line 9 in __call__")
-    ', in parse, line 3 of its cell'
+    Example:
+        >>> _place('  File "/tmp/ipykernel_7/8.py", line 3 in parse\\n  ' + _OUR_CALL + ", line 9 in __call__")
+        ', in parse, line 3 of its cell'
     """
     for stack in stacks.split("\n\n"):
         if _OUR_CALL in stack:
@@ -142,7 +152,9 @@ def _place(stacks: str) -> str:
 def watch_of_calls(folder: Path, limit_s: float | None, rank: int, counts: bool) -> CallWatch:
     """Return the watch of a worker.
 
-    folder: of the map.  limit_s: the longest that a call may take; None for no limit.
-    counts: the map has answers, so that a process which was ended by a call counts as progress of its rank.
+    Args:
+        folder: The folder of the map.
+        limit_s: The longest that a call may take; None for no limit.
+        counts: The map has answers, so that a process which was ended by a call counts as progress of its rank.
     """
     return Unwatched() if limit_s is None else _LimitedCalls(folder / "hangs", limit_s, rank, counts)

@@ -17,16 +17,18 @@ _SHARE_OF_REST = 2
 class ChunkSize:
     """The number of items in the next claim, by the time and the memory that earlier ones took.
 
-    batch_size: most items of one call, as the program chose; None: a claim is one call.
-    ranks: that share what is left.
+    Args:
+        batch_size: Most items of one call, as the program chose; None: a claim is one call.
+        ranks: That share what is left.
 
-    >>> size = ChunkSize(None, ranks=2)
-    >>> size.took(1, seconds=0.01, shortest=400)
-    >>> size.next(remaining=1000), size.next(remaining=4)
-    (2, 1)
-    >>> size.does_not_fit(64, longest=400)
-    >>> size.in_one_call
-    32
+    Example:
+        >>> size = ChunkSize(None, ranks=2)
+        >>> size.took(1, seconds=0.01, shortest=400)
+        >>> size.next(remaining=1000), size.next(remaining=4)
+        (2, 1)
+        >>> size.does_not_fit(64, longest=400)
+        >>> size.in_one_call
+        32
     """
 
     def __init__(self, batch_size: int | None, ranks: int) -> None:
@@ -45,12 +47,20 @@ class ChunkSize:
         return max(1, size)
 
     def next(self, remaining: int | None) -> int:
-        """Return how many items to claim.  remaining: those that all ranks have left; None if that is unknown."""
+        """Return how many items to claim.
+
+        Args:
+            remaining: Those that all ranks have left; None if that is unknown.
+        """
         size = self._size if self._batch_size else min(self._size, self.in_one_call)
         return size if remaining is None else max(1, min(size, remaining // (_SHARE_OF_REST * self._ranks)))
 
     def took(self, count: int, seconds: float, shortest: int) -> None:
-        """Learn from a claim of `count` items.  shortest: length of the shortest, which the next ones do not exceed."""
+        """Learn from a claim of `count` items.
+
+        Args:
+            shortest: Length of the shortest, which the next ones do not exceed.
+        """
         self._length = max(1, shortest)
         fitting = _MOST if seconds <= 0 else int(count * _TARGET_S / seconds)
         least = self._batch_size or 1

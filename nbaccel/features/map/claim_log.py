@@ -97,7 +97,7 @@ def locked(path: Path) -> Iterator[None]:
     """Hold the lock at `path` during the block; waits for the process that holds it, which may die meanwhile.
 
     Raises:
-        FileNotFoundError: its folder is gone.
+        FileNotFoundError: Its folder is gone.
     """
     while True:
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -111,7 +111,12 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class Leftover(NamedTuple):
-    """An item whose worker died.  deaths: workers that died with it.  alone: those that had claimed nothing else."""
+    """An item whose worker died.
+
+    Args:
+        deaths: Workers that died with it.
+        alone: Those that had claimed nothing else.
+    """
 
     item: int
     deaths: int = 0
@@ -122,8 +127,9 @@ class Leftover(NamedTuple):
 class Claim:
     """Items that one worker works on.
 
-    indices: their numbers; empty if others work on what is left, and this worker has to wait.
-    alone: how many workers have died with nothing but this one item.
+    Args:
+        indices: Their numbers; empty if others work on what is left, and this worker has to wait.
+        alone: How many workers have died with nothing but this one item.
     """
 
     indices: Sequence[int] = ()
@@ -134,12 +140,16 @@ class Claim:
 class _State:
     """The sum of all lines.
 
-    cursor: positions of the order before this one were claimed.  available: those before this one may be, in a stream.
-    open: the claim of each worker that has neither claimed something else nor ended; bare numbers are claimed first.
-    left: items of dead workers that nobody has claimed since, by deaths and by number.
-    round: how often failed items were asked again; tokens: the calls that asked.
-    blocks: those of a stream that were drawn, by their first item: the item after the last, checksum of the items.
-    stopped: the calls that were stopped.  finished: items with an answer or an error; those of open claims not yet.
+    Args:
+        cursor: Positions of the order before this one were claimed.
+        available: Those before this one may be, in a stream.
+        open: The claim of each worker that has neither claimed something else nor ended; bare numbers are claimed
+            first.
+        left: Items of dead workers that nobody has claimed since, by deaths and by number.
+        round: How often failed items were asked again; tokens: the calls that asked.
+        blocks: Those of a stream that were drawn, by their first item: the item after the last, checksum of the items.
+        stopped: The calls that were stopped.
+        finished: Items with an answer or an error; those of open claims not yet.
     """
 
     cursor: int = 0
@@ -178,9 +188,11 @@ class _State:
 class ClaimLog:
     """The claims of a map, as one worker or the kernel sees them.
 
-    folder: of the map.  total: number of items; None in a stream, whose items become available in blocks.
-    order: the items in the order in which they are claimed; None for their own.
-    call: equal in all ranks of one call, which stop together.
+    Args:
+        folder: The folder of the map.
+        total: Number of items; None in a stream, whose items become available in blocks.
+        order: The items in the order in which they are claimed; None for their own.
+        call: Equal in all ranks of one call, which stop together.
     """
 
     def __init__(self, folder: Path, total: int | None, order: Sequence[int] | None = None, call: str = "") -> None:
@@ -263,7 +275,8 @@ class ClaimLog:
         The log decides for all ranks alike: a rank that has left a finished map goes on to the next collective of its
         program, so no other rank may leave that map as one that was stopped.
 
-        unanswered: the items of this worker's claim that it leaves to others, as if it had not claimed them.
+        Args:
+            unanswered: The items of this worker's claim that it leaves to others, as if it had not claimed them.
         """
         with locked(self._lock):
             self._read()
@@ -336,7 +349,11 @@ class ClaimLog:
         return Claim([item.item for item in taken], taken[0].alone if len(taken) == 1 else 0)
 
     def _find_dead(self, deaths: int = 1) -> None:
-        """Give up the claims of workers that are dead.  deaths: 0 if their items are not to blame."""
+        """Give up the claims of workers that are dead.
+
+        Args:
+            deaths: 0 if their items are not to blame.
+        """
         for worker, claimed in list(self._state.open.items()):
             if worker == self._me or is_held(self._folder / "workers" / worker):
                 continue
@@ -375,7 +392,8 @@ class ClaimLog:
     def skip_to(self, total: int, blocks: Iterable[tuple[int, str]] = ()) -> None:
         """Count all items as claimed: their records are there.
 
-        blocks: of a stream: the number of the item after the last, and the checksum of its items.
+        Args:
+            blocks: Of a stream: the number of the item after the last, and the checksum of its items.
         """
         with locked(self._lock):
             self._read()
@@ -390,7 +408,7 @@ class ClaimLog:
         """Say that items of a stream were drawn.
 
         Raises:
-            CannotContinue: it had ended before them, in an earlier run.
+            CannotContinue: It had ended before them, in an earlier run.
         """
         with locked(self._lock):
             self._read()
@@ -438,7 +456,7 @@ class ClaimLog:
         """Count the lines that are new, and cut a torn one off the end. The lock is held.
 
         Raises:
-            FileNotFoundError: the map was joined, and its folder is gone, or is that of another map by now.
+            FileNotFoundError: The map was joined, and its folder is gone, or is that of another map by now.
         """
         if self._me and not (life := self._folder / "workers" / self._me).exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(life))

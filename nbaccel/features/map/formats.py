@@ -36,8 +36,8 @@ class Format(Protocol):
         """Return the bytes of an answer.
 
         Raises:
-            TypeError: this format cannot hold it.
-            ValueError: it is too large.
+            TypeError: This format cannot hold it.
+            ValueError: It is too large.
         """
 
     def pack_error(self, index: int, error: str) -> bytes: ...
@@ -80,7 +80,7 @@ class ParquetFormat:
     as JSON.
 
     Raises:
-        ModuleNotFoundError: there is no pyarrow.
+        ModuleNotFoundError: There is no pyarrow.
     """
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ def format_of(out: Path | None) -> Format:
     """Return the format that the name of `out` chooses.
 
     Raises:
-        ValueError: it chooses none.
+        ValueError: It chooses none.
     """
     if out is None:
         return InMemoryFormat()
@@ -216,7 +216,7 @@ def _fitting(answer: bytes) -> bytes:
     """Return an answer.
 
     Raises:
-        ValueError: it is longer than a record may be.
+        ValueError: It is longer than a record may be.
     """
     if len(answer) > LONGEST_ANSWER:
         raise ValueError(
@@ -229,7 +229,7 @@ def _check_keys(value: Any) -> None:
     """Refuse dicts whose keys JSON cannot hold, or not keep apart.
 
     Raises:
-        TypeError: there is one.
+        TypeError: There is one.
     """
     if isinstance(value, dict):
         if not all(type(key) is str for key in value):

@@ -36,7 +36,9 @@ _DEEPEST = 32
 class CallAnswers(NamedTuple):
     """The result of one call.
 
-    records: of the answers that can be written.  refused: the items whose answers cannot, each with the error.
+    Args:
+        records: The records of the answers that can be written.
+        refused: The items whose answers cannot, each with the error.
     """
 
     records: list[AnswerRecord]
@@ -46,7 +48,8 @@ class CallAnswers(NamedTuple):
 class ItemCall:
     """The function of a map, and the format that its answers are written in.
 
-    call: takes a list of items, and returns as many answers.
+    Args:
+        call: Takes a list of items, and returns as many answers.
     """
 
     def __init__(self, call: Callable[[list[Any]], Any], form: Format) -> None:
@@ -54,10 +57,14 @@ class ItemCall:
         self._format = form
 
     def __call__(self, indices: Sequence[int], items: Sequence[Any], round: int) -> CallAnswers:
-        """Call the function with copies of items.  indices: their numbers.  round: of the records.
+        """Call the function with copies of items.
+
+        Args:
+            indices: Their numbers.
+            round: The round of the records.
 
         Raises:
-            TypeError: it did not return one answer for each item.
+            TypeError: It did not return one answer for each item.
             What it raises; a RuntimeError where it leaves by ``sys.exit``, which is no end of the map.
         """
         answers = self._answers([own_copy(item) for item in items])
@@ -113,10 +120,11 @@ def _has_text(error: Exception) -> bool:
 def own_copy(item: Any) -> Any:
     """Return a copy of lists, dicts, sets, and of arrays and tensors on the host, at any depth; others as they are.
 
-    >>> item = {"ids": [1, 2]}
-    >>> own_copy(item)["ids"].append(3)
-    >>> item
-    {'ids': [1, 2]}
+    Example:
+        >>> item = {"ids": [1, 2]}
+        >>> own_copy(item)["ids"].append(3)
+        >>> item
+        {'ids': [1, 2]}
     """
     return _copied(item, 0)
 

@@ -27,7 +27,9 @@ _PLAIN = (str, bytes, int, float, type(None))
 class ItemMark:
     """The facts that tell items from others.
 
-    total: their number; None for a stream.  checksum: of all or some of them; empty for a stream.
+    Args:
+        total: Their number; None for a stream.
+        checksum: The checksum of all or some of them; empty for a stream.
     """
 
     total: int | None
@@ -37,8 +39,9 @@ class ItemMark:
     def of(cls, items: Any) -> Self:
         """Return the mark of items as `as_items` returns them.
 
-        >>> ItemMark.of(as_items(iter("ab")))
-        ItemMark(total=None, checksum='')
+        Example:
+            >>> ItemMark.of(as_items(iter("ab")))
+            ItemMark(total=None, checksum='')
         """
         if not hasattr(items, "__getitem__"):
             return cls(None, "")
@@ -48,8 +51,9 @@ class ItemMark:
 def is_read_whole(items: Any) -> bool:
     """Return whether all items are compared, and not some: they are in memory, or in an array or a tensor.
 
-    >>> is_read_whole(["a"]), is_read_whole(range(3))
-    (True, True)
+    Example:
+        >>> is_read_whole(["a"]), is_read_whole(range(3))
+        (True, True)
     """
     if isinstance(items, _IN_MEMORY) or type(items).__qualname__ == "TensorDataset":
         return True
@@ -61,11 +65,12 @@ def as_items(items: Any) -> Any:
     """Return items as a map reads them: something with a length and numbers, or an `ItemStream`.
 
     Raises:
-        TypeError: it is a text, a dict, a set or a table, of which it is not clear what an item is.
+        TypeError: It is a text, a dict, a set or a table, of which it is not clear what an item is.
 
-    >>> as_items("text")
-    Traceback (most recent call last):
-    TypeError: items is a list of items, got a str: for one item write [item]
+    Example:
+        >>> as_items("text")
+        Traceback (most recent call last):
+        TypeError: items is a list of items, got a str: for one item write [item]
     """
     kind = type(items).__qualname__
     if isinstance(items, str | bytes):
@@ -109,7 +114,11 @@ def longest_first(items: Sequence[Any]) -> Sequence[int] | None:
 class ItemStream:
     """Items without numbers: a generator, which is drawn once, or an object that gives them anew each time.
 
-    source: a loader may have a length, which is not needed.  drawn: items of a generator that were compared, and kept.
+    Args:
+        source: A loader may have a length, which is not needed.
+
+    Attributes:
+        drawn: Items of a generator that were compared, and kept.
     """
 
     def __init__(self, source: Iterable[Any]) -> None:
@@ -126,11 +135,13 @@ class ItemStream:
     def difference(self, blocks: Iterable[tuple[int, str]], keeps: bool = False) -> str:
         """Compare all items with those of an earlier stream; return in words what differs, empty if nothing does.
 
-        blocks: of the earlier one: the number of the item after the last, and the checksum of the items.
-        keeps: what a generator gives meanwhile comes again when the stream is read; it is in memory until then.
+        Args:
+            blocks: Of the earlier one: the number of the item after the last, and the checksum of the items.
+            keeps: What a generator gives meanwhile comes again when the stream is read; it is in memory until then.
 
-        >>> ItemStream(iter("abd")).difference([(2, checksum_of("ab")), (3, checksum_of("c"))])
-        'item 2 is another one'
+        Example:
+            >>> ItemStream(iter("abd")).difference([(2, checksum_of("ab")), (3, checksum_of("c"))])
+            'item 2 is another one'
         """
         stream = self._kept(iter(self._source)) if keeps and self.is_drawn_once else iter(self)
         start = 0

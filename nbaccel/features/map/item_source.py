@@ -49,19 +49,25 @@ class ItemSource(Protocol):
     """Gives items by their numbers."""
 
     def tend(self, size: int) -> None:
-        """Do what is due before a claim.  size: items that a claim has now.
+        """Do what is due before a claim.
+
+        Args:
+            size: Items that a claim has now.
 
         Raises:
-            UsersError: the stream has failed; this rank draws from it.
-            Exception: this rank cannot keep what it has drawn, or it is not the same as before.
+            UsersError: The stream has failed; this rank draws from it.
+            Exception: This rank cannot keep what it has drawn, or it is not the same as before.
         """
 
     def load(self, indices: Sequence[int], look: Callable[[], None]) -> None:
-        """Wait until the items of a claim are there.  look: called now and then; what it raises ends the wait.
+        """Wait until the items of a claim are there.
+
+        Args:
+            look: Called now and then; what it raises ends the wait.
 
         Raises:
             As `tend` does.
-            CannotContinue: they do not come.
+            CannotContinue: They do not come.
         """
 
     def get(self, indices: Sequence[int]) -> list[Any]:
@@ -106,7 +112,9 @@ class ListedItems:
 class StreamedItems:
     """Items of a stream, which one of the ranks draws.
 
-    stream: each rank has its own, with the same items.  claims: this rank's view of the map.
+    Args:
+        stream: Each rank has its own, with the same items.
+        claims: This rank's view of the map.
     """
 
     def __init__(self, job: MapJob, stream: Iterable[Any] | StreamReader, claims: ClaimLog, ranks: int) -> None:
@@ -174,7 +182,9 @@ class StreamedItems:
 class _Drawer(threading.Thread):
     """Draws a stream a few blocks ahead of the ranks, beside the function that works on earlier ones.
 
-    size: items of the next block.  error: of the stream; None so far.
+    Attributes:
+        size: Items of the next block.
+        error: The error of the stream; None so far.
     """
 
     def __init__(
@@ -267,7 +277,7 @@ def _packed(start: int, block: Sequence[Any]) -> bytes:
     """Return the items of a block as bytes, by which another rank gets them.
 
     Raises:
-        TypeError: an item cannot be pickled.
+        TypeError: An item cannot be pickled.
     """
     try:
         return _dumps(block)

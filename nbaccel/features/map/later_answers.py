@@ -35,7 +35,11 @@ class RunningMap(Protocol):
 
 
 class FinishedMap:
-    """A map that was over before anything was started.  words: how it ended."""
+    """A map that was over before anything was started.
+
+    Args:
+        words: How it ended.
+    """
 
     is_over = True
     error = None
@@ -63,7 +67,8 @@ class LaterAnswers(Answers):
     An interrupt ends the waiting, and not the map. Where the map has failed, or was stopped, reading raises its error.
     Its text (`str`, or the name alone in a cell) says how the map goes, without waiting.
 
-    path: the file or folder that will hold the answers; None for answers in memory.
+    Args:
+        path: The file or folder that will hold the answers; None for answers in memory.
     """
 
     def __init__(self, run: RunningMap, path: Path | None) -> None:
@@ -81,7 +86,7 @@ class LaterAnswers(Answers):
 
         Raises:
             The error that ended the map, as `nbaccel.map` raises it.
-            KeyboardInterrupt: the map was stopped, or the waiting was interrupted; the text says which.
+            KeyboardInterrupt: The map was stopped, or the waiting was interrupted; the text says which.
         """
         if not self._run.wait():
             raise briefly(

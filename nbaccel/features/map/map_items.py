@@ -276,6 +276,7 @@ class _End:
 
     Args:
         word: "done", "failed" or "stopped".
+        error: The exception that the call raises.
         limit_s: The time limit of the call; 0 for none.
     """
 
@@ -323,7 +324,11 @@ class MapRun:
         self.spec = replace(spec, settings=settings, oom=STOP, restarts_ranks=True)
 
     def show(self, **view: Any) -> None:
-        """Begin to show the run.  view: where, see `show_run`."""
+        """Begin to show the run.
+
+        Args:
+            **view: Where, see `show_run`.
+        """
         self._view = view
         self.shown = show_run(self._launcher, self.spec, self.survey, self.name, **view)
         self.shown.history.items = ItemCount(self._job.total, self._job.done())
@@ -393,7 +398,7 @@ def _leave(run: MapRun, place: Background | None, closing: ExitStack) -> LaterAn
     """Start a map in the background; return the answers to come. Where it cannot go on there, wait for its end.
 
     Args:
-        place: Of the notebook; None in a script.
+        place: The place of the notebook; None in a script.
         closing: Handed to the run.
     """
     launcher = default_launcher()

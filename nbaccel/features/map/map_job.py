@@ -56,8 +56,11 @@ _KEEPING = "retry_failed=True keeps them and does the rest by the new code; "
 class _Call:
     """The wishes of a call about answers that exist already.
 
-    stream: the items, if they are one.  overwrites: what is something else may be dropped.  retries: failed items.
-    is_watched: see `MapJob.open`.
+    Args:
+        stream: The items, if they are one.
+        overwrites: What is something else may be dropped.
+        retries: Failed items.
+        is_watched: See `MapJob.open`.
     """
 
     stream: ItemStream | None
@@ -78,10 +81,17 @@ class _Call:
 class MapJob:
     """A map and its files.
 
-    out: the file of answers; None for answers in memory.  folder: of what is not joined yet.
-    total: number of items; None for a stream.  order: the items by length, longest first; None for their own order.
-    tries: how often an item may fail alone.  batch_size: most items of one call of the function; None to choose.
-    call: equal in all ranks of one call.  news: what a person should read before it begins; most often empty.
+    Args:
+        out: The file of answers; None for answers in memory.
+        folder: The folder of what is not joined yet.
+        order: The items by length, longest first; None for their own order.
+        tries: How often an item may fail alone.
+        batch_size: Most items of one call of the function; None to choose.
+        call: Equal in all ranks of one call.
+
+    Attributes:
+        total: Number of items; None for a stream.
+        news: What a person should read before it begins; most often empty.
     """
 
     def __init__(
@@ -126,18 +136,20 @@ class MapJob:
     ) -> Self:
         """Return the map, its folder made or found. Several processes may open it at once.
 
-        items: as `as_items` returns them.
-        overwrite: begin anew where `out` has something else than the answers to this call.
-        token: equal in all ranks of one call, so that the first of them alone asks failed items again.
-        folder: of answers in memory, if several processes share it; it need not exist.
-        marks: the sources of `function` and `setup`, if another rank of the call has found them.
-        mark_of_items: that of `items`, if it is known already.
-        is_watched: a launcher starts ranks that die again, so a run that has ended as a whole was ended from outside.
+        Args:
+            items: As `as_items` returns them.
+            overwrite: Begin anew where `out` has something else than the answers to this call.
+            token: Equal in all ranks of one call, so that the first of them alone asks failed items again.
+            folder: The folder of answers in memory, if several processes share it; it need not exist.
+            marks: The sources of `function` and `setup`, if another rank of the call has found them.
+            mark_of_items: That of `items`, if it is known already.
+            is_watched: A launcher starts ranks that die again, so a run that has ended as a whole was ended from
+                outside.
 
         Raises:
             CannotContinue: `out` has other answers than those that the call asks for, or is used in another way.
-            CannotSave: the folder cannot be made.
-            ValueError, TypeError: an argument is not valid.
+            CannotSave: The folder cannot be made.
+            ValueError, TypeError: An argument is not valid.
         """
         _check_numbers(tries, batch_size)
         target = None if out is None else _absolute(Path(out))
@@ -229,7 +241,7 @@ class MapJob:
         Answers that are missing, since a disk lost them with its power, are asked again: then it returns False.
 
         Raises:
-            CannotSave: they are missing each time.
+            CannotSave: They are missing each time.
         """
         if self.is_finished:
             return True
@@ -296,7 +308,8 @@ class MapJob:
     def close(self, reader: int = 0, readers: int = 1) -> None:
         """Let other calls overwrite `out`; the last of `readers` removes the folder of answers in memory.
 
-        reader: the number of this process among them.
+        Args:
+            reader: The number of this process among them.
         """
         if self._presence is not None:
             self._presence.close()
@@ -412,7 +425,7 @@ class MapJob:
         """Empty a folder of something else, if nobody works in it and it may be dropped.
 
         Raises:
-            CannotContinue: not so.
+            CannotContinue: Not so.
         """
         is_alive = claims.anyone()
         if overwrites and is_alive:
@@ -545,7 +558,7 @@ def _names(folder: Path) -> Iterator[None]:
     """Let errors of files name a folder of answers; that it is not there is another matter.
 
     Raises:
-        CannotSave: it cannot be made, or not be written.
+        CannotSave: It cannot be made, or not be written.
     """
     try:
         yield

@@ -28,8 +28,11 @@ _DEEPEST_KEY = 32
 class MapManifest:
     """The facts that must be the same for answers to belong to a call.
 
-    total: number of items; None for a stream.  items: their checksum; empty for a stream, whose blocks have their own.
-    function, setup: the marks of their sources.  key: what the program says about weights and settings.
+    Args:
+        total: Number of items; None for a stream.
+        items: Their checksum; empty for a stream, whose blocks have their own.
+        function, setup: The marks of their sources.
+        key: What the program says about weights and settings.
     """
 
     total: int | None
@@ -47,7 +50,8 @@ class MapManifest:
     def difference(self, known: Mapping[str, Any], by_any_code: bool = False) -> str:
         """Return in words what is different in the facts of a file; empty if nothing is.
 
-        by_any_code: the function and its setup may have changed.
+        Args:
+            by_any_code: The function and its setup may have changed.
         """
         if self.total != (total := known["total"]):
             here = "a stream" if self.total is None else plural(self.total, "item")
@@ -76,10 +80,13 @@ def id_of(known: Mapping[str, Any]) -> str:
 
 
 def read_manifest(path: Path, is_joined: bool = False) -> dict[str, Any]:
-    """Return the facts in a file.  is_joined: it is about joined answers, of which there are more facts.
+    """Return the facts in a file.
+
+    Args:
+        is_joined: It is about joined answers, of which there are more facts.
 
     Raises:
-        CannotContinue: it is damaged, or of another version.
+        CannotContinue: It is damaged, or of another version.
     """
     try:
         found = json.loads(path.read_text())
@@ -104,10 +111,11 @@ def key_text(key: Any) -> str:
     """Return `key` as text, equal for equal keys in all processes.
 
     Raises:
-        TypeError: it is not plain.
+        TypeError: It is not plain.
 
-    >>> key_text("v1"), key_text({"b": 0.5, "a": [1, None]}), key_text((1, 2))
-    ("'v1'", "{'a': [1, None], 'b': 0.5}", '(1, 2)')
+    Example:
+        >>> key_text("v1"), key_text({"b": 0.5, "a": [1, None]}), key_text((1, 2))
+        ("'v1'", "{'a': [1, None], 'b': 0.5}", '(1, 2)')
     """
     return _text_of(key, 0)
 

@@ -73,8 +73,10 @@ def map_in_ranks(
     """Map in the ranks that call this together, and return the answers in each of them.
 
     One collective at the beginning tells the ranks that this is one call; afterwards none waits for another's share.
-    apart: a block in which prepared models wait for no other rank; see `Strategy.apart`.
-    options: as `MapJob.open` takes them.
+
+    Args:
+        apart: A block in which prepared models wait for no other rank; see `Strategy.apart`.
+        **options: As `MapJob.open` takes them.
     """
     world = accelerator.world
     refuse_parts(items, world)
@@ -173,13 +175,14 @@ def work(
 ) -> None:
     """Work on a map until each item has an answer or an error, and they are joined. No collective.
 
-    is_restarted: the launcher starts this rank again if it dies: it does so when it can no longer use its device.
-    hang_timeout_s: this process ends where a call of `function` takes longer; `is_restarted` is True then.
+    Args:
+        is_restarted: The launcher starts this rank again if it dies: it does so when it can no longer use its device.
+        hang_timeout_s: This process ends where a call of `function` takes longer; `is_restarted` is True then.
 
     Raises:
         What `setup` raises; what `function` raises, if the first items of all ranks fail alike; what a stream raises.
-        CannotSave: the disk is full, or the folder of the map cannot be written.
-        RunStopped: the run is being stopped, and items are left.
+        CannotSave: The disk is full, or the folder of the map cannot be written.
+        RunStopped: The run is being stopped, and items are left.
     """
     if job.is_finished:
         return
@@ -217,7 +220,8 @@ def work(
 class MapWorker:
     """One worker: its claims, its records, and what it has learned about the size of a call.
 
-    call: the function, which takes a list of items and returns as many answers.
+    Args:
+        call: The function, which takes a list of items and returns as many answers.
     """
 
     def __init__(
@@ -253,7 +257,7 @@ class MapWorker:
         """Work until there is nothing left to claim.
 
         Raises:
-            RunStopped: the run is being stopped.
+            RunStopped: The run is being stopped.
         """
         wait_s = _FIRST_WAIT_S
         try:
@@ -288,10 +292,11 @@ class MapWorker:
     def _enter_call(self, unanswered: Sequence[Sequence[int]]) -> None:
         """Come to the next call, or to the search for work; a run that is being stopped ends here.
 
-        unanswered: the items of the present claim, in parts.
+        Args:
+            unanswered: The items of the present claim, in parts.
 
         Raises:
-            RunStopped: it is.
+            RunStopped: It is.
         """
         emit(CallEntered(self._calls, self._note_stop))
         if self._is_stop_asked and self._claims.stop([index for part in unanswered for index in part]):

@@ -39,8 +39,11 @@ _MOST_OPEN = 64
 class AnswerRecord(NamedTuple):
     """The answer to one item.
 
-    item: its number, 0-based.  payload: the answer, or the error, as the format of the map writes it.
-    is_failed: the payload is an error.  round: how often the map had asked failed items again, see `ClaimLog`.
+    Args:
+        item: Its number, 0-based.
+        payload: The answer, or the error, as the format of the map writes it.
+        is_failed: The payload is an error.
+        round: How often the map had asked failed items again, see `ClaimLog`.
     """
 
     item: int
@@ -58,7 +61,7 @@ class RecordFile:
     """The file to which one worker appends its records. Closed by its owner.
 
     Raises:
-        OSError: the disk is full, or the folder is gone; what was complete before is still there.
+        OSError: The disk is full, or the folder is gone; what was complete before is still there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,7 +97,12 @@ class RecordFile:
 
 
 class _Place(NamedTuple):
-    """The place of a record in its file.  offset: of its header, in bytes.  size: of the payload."""
+    """The place of a record in its file.
+
+    Args:
+        offset: The offset of its header, in bytes.
+        size: The size of the payload.
+    """
 
     offset: int
     item: int
@@ -134,7 +142,10 @@ class AnswerIndex:
     """An index of the answers by item: where each one lies, in twelve bytes an item.
 
     An answer counts once: of several for one item the first, and any answer before an error; of errors the newest.
-    failed: how many items have an error and no answer.  answered: how many have an answer.
+
+    Attributes:
+        failed: How many items have an error and no answer.
+        answered: How many have an answer.
     """
 
     def __init__(self, total: int) -> None:
@@ -162,7 +173,11 @@ class AnswerIndex:
             self._offsets.frombytes(bytes(8 * more))
 
     def read(self, path: Path, grows: bool = False) -> None:
-        """Add the records of a file.  grows: items may have numbers beyond those that are known."""
+        """Add the records of a file.
+
+        Args:
+            grows: Items may have numbers beyond those that are known.
+        """
         number = len(self._paths)
         self._paths.append(path)
         for place in _scan_records(path):

@@ -36,7 +36,8 @@ class StreamReader(threading.Thread):
     A generator may open what only the thread may use that has opened it, as a connection to SQLite. Gradients are
     off there: a loader that is iterated so trains nothing.
 
-    stream: read once, by one reader.
+    Args:
+        stream: Read once, by one reader.
     """
 
     def __init__(self, stream: Iterable[Any]) -> None:
@@ -124,7 +125,7 @@ def refuse_parts(items: Any, world: World) -> None:
     """Refuse a loader that gives this rank its own part of the data.
 
     Raises:
-        ValueError: it does.
+        ValueError: It does.
     """
     if not world.is_distributed:
         return
@@ -144,8 +145,12 @@ def refuse_parts(items: Any, world: World) -> None:
 class FirstItems:
     """The facts about its items that a rank shows to the others.
 
-    mark: of the items.  checksums: of the first items, one each; empty for items that are no
-        sequence of Python's and no stream.  is_all: a stream has no others.  error: that they have raised, in words.
+    Args:
+        mark: The mark of the items.
+        checksums: The checksums of the first items, one each; empty for items that are no sequence of Python's and no
+            stream.
+        is_all: A stream has no others.
+        error: That they have raised, in words.
     """
 
     mark: ItemMark
@@ -174,7 +179,8 @@ class FirstItems:
 def first_items_of(items: Any, count: int = _COMPARED) -> tuple[FirstItems, BaseException | None]:
     """Return the facts that this rank shows to the others, and the error that its items have raised.
 
-    count: items of a stream that are waited for.
+    Args:
+        count: Items of a stream that are waited for.
     """
     try:
         if not isinstance(items, StreamReader):
@@ -193,10 +199,13 @@ def _checksums(items: Sequence[Any]) -> tuple[str, ...]:
 def refuse_different_items(found: Sequence[FirstItems], error: BaseException | None) -> None:
     """Refuse items that are not the same in all ranks; each of them raises.
 
-    found: of every rank.  error: that those of this rank have raised.
+    Args:
+        found: The found of every rank.
+        error: That those of this rank have raised.
 
     Raises:
-        ValueError: they are not.  PeerFailed: those of another rank have raised an error.
+        ValueError: They are not.
+        PeerFailed: Those of another rank have raised an error.
         The error that this rank's own have raised.
     """
     if error is not None:

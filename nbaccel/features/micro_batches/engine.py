@@ -50,9 +50,11 @@ __all__ = [
 class _Attempt(NamedTuple):
     """Result of running a batch once on this rank.
 
-    loss: the batch's mean loss.  weight: of the samples that took part.
-    needs_repeat: gradients that were sent are wrong, so all ranks repeat the batch.
-    is_unfit: not even the smallest micro-batch fits.
+    Args:
+        loss: The batch's mean loss.
+        weight: The weight of the samples that took part.
+        needs_repeat: Gradients that were sent are wrong, so all ranks repeat the batch.
+        is_unfit: Not even the smallest micro-batch fits.
     """
 
     loss: Tensor
@@ -70,7 +72,9 @@ def _unfit() -> _Attempt:
 class OpenWindow:
     """Contents of the open accumulation window on this rank: calls, batches (parts count as fractions), weight.
 
-    is_unfit: a batch of it did not fit. Peers are told at its end, where they exchange, so all raise in the same call.
+    Args:
+        is_unfit: A batch of it did not fit. Peers are told at its end, where they exchange, so all raise in the same
+            call.
     """
 
     calls: int = 0
@@ -96,7 +100,8 @@ class StepEngine:
     - A rank whose smallest micro-batch does not fit, or whose program raised, finishes the sequence too: all ranks
       raise in the same step.
 
-    sizes: micro-batch sizes that fit on this rank; a planner may set where they start.
+    Args:
+        sizes: Micro-batch sizes that fit on this rank; a planner may set where they start.
     """
 
     def __init__(
@@ -127,8 +132,8 @@ class StepEngine:
         Collective where the task ends a step. After it, gradients are those of all ranks' samples.
 
         Raises:
-            torch.OutOfMemoryError: the smallest micro-batch does not fit, on this rank or another one.
-            PeerFailed: another rank raised in this step.
+            torch.OutOfMemoryError: The smallest micro-batch does not fit, on this rank or another one.
+            PeerFailed: Another rank raised in this step.
         """
         gradients = self._take_gradients()
         try:
@@ -384,10 +389,12 @@ def judge(said: StepReport, world: World, step: int, least: int) -> None:
 
     Every rank reads the same sums, so all of them come to the same outcome; no rank has stepped by then.
 
-    least: samples of the smallest micro-batch.
+    Args:
+        least: Samples of the smallest micro-batch.
+
     Raises:
-        PeerFailed: a rank's program raised, or it could not read its batch.
-        torch.OutOfMemoryError: the smallest micro-batch does not fit on a rank; the same message on all ranks.
+        PeerFailed: A rank's program raised, or it could not read its batch.
+        torch.OutOfMemoryError: The smallest micro-batch does not fit on a rank; the same message on all ranks.
     """
     if said.failed:
         raise PeerFailed(
@@ -431,7 +438,8 @@ def forbid_collectives(
     dispatcher, ours and the program's own. Watching costs some microseconds per operation, so it is done in the first
     call only.
 
-    refusal: the error, by the name of the collective; `CannotSplit` for a loss function of `forward_backward`.
+    Args:
+        refusal: The error, by the name of the collective; `CannotSplit` for a loss function of `forward_backward`.
     """
 
     def run(*args: Any) -> Any:

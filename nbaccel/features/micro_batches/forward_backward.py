@@ -23,7 +23,8 @@ __all__ = [
 class StepRecovery:
     """Runs batches in micro-batches that fit, by a `StepEngine` that it makes when needed. A part of the Accelerator.
 
-    sizes: micro-batch sizes that fit on this rank.
+    Attributes:
+        sizes: Micro-batch sizes that fit on this rank.
     """
 
     def __init__(self, context: TrainingContext) -> None:

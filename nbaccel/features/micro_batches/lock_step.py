@@ -99,7 +99,11 @@ class LockStepEngine(StepEngine):
         return loss
 
     def tell(self, when: str, numbers: list[float]) -> Tensor:
-        """Return what each rank says, a row each. Collective.  when: in words."""
+        """Return what each rank says, a row each. Collective.
+
+        Args:
+            when: In words.
+        """
         said = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         return self._collectives.tell(f"{_CALL}, {when} of step {self._clock.step}", said)
 
@@ -154,7 +158,7 @@ class _Batch:
         """Return how many micro-batches all ranks run. Collective.
 
         Raises:
-            _Judged: a rank cannot read its batch, or cannot run its smallest micro-batch.
+            _Judged: A rank cannot read its batch, or cannot run its smallest micro-batch.
         """
         engine = self._engine
         rank, is_broken = engine._strategy.world.rank, self._error is not None
@@ -216,7 +220,11 @@ class _Batch:
         return outcome, weight()
 
     def forget(self, shortage: Shortage | None) -> None:
-        """Drop what the batch has so far.  shortage: of this rank; None where it was woken."""
+        """Drop what the batch has so far.
+
+        Args:
+            shortage: The shortage of this rank; None where it was woken.
+        """
         engine, work = self._engine, self.work
         if shortage is None:
             release_unused()

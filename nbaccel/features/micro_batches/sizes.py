@@ -26,9 +26,11 @@ GROW_AFTER = 200
 class _Fit:
     """Size that fits for one class of shapes.
 
-    size: the largest micro-batch to run now; None while nothing has failed.
-    clean: batches since the last failure or growth.  patience: how many are needed to grow.
-    is_trial: the size is a growth that has not been confirmed.
+    Args:
+        size: The largest micro-batch to run now; None while nothing has failed.
+        clean: Batches since the last failure or growth.
+        patience: How many are needed to grow.
+        is_trial: The size is a growth that has not been confirmed.
     """
 
     size: int | None = None
@@ -40,16 +42,18 @@ class _Fit:
 class MicroBatches:
     """Sizes of micro-batches of one rank. Each rank has its own; ranks never compare them.
 
-    ceiling: no micro-batch is larger; None to take whole batches as long as they fit.
+    Args:
+        ceiling: No micro-batch is larger; None to take whole batches as long as they fit.
 
-    >>> sizes = MicroBatches()
-    >>> image = ((3, 32, 32), ())
-    >>> sizes.next_part(left=64, shapes=image)
-    64
-    >>> sizes.failed(64, image)
-    32
-    >>> sizes.next_part(left=50, shapes=image)  # two parts of equal size, not 32 and 18
-    25
+    Example:
+        >>> sizes = MicroBatches()
+        >>> image = ((3, 32, 32), ())
+        >>> sizes.next_part(left=64, shapes=image)
+        64
+        >>> sizes.failed(64, image)
+        32
+        >>> sizes.next_part(left=50, shapes=image)  # two parts of equal size, not 32 and 18
+        25
     """
 
     def __init__(self, ceiling: int | None = None) -> None:
@@ -68,7 +72,8 @@ class MicroBatches:
     def next_part(self, left: int, shapes: Shapes, least: int = 1) -> int:
         """Return how many of the `left` samples of a batch to run next, so that all parts are about equally large.
 
-        least: the smallest part that the model accepts.
+        Args:
+            least: The smallest part that the model accepts.
         """
         largest = min(left, self._largest(shapes) or left)
         parts = max(1, min(-(-left // largest), left // least))

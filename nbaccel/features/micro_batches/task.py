@@ -36,10 +36,12 @@ LossFunction = Callable[[Any], Tensor]
 class MicroBatchTask:
     """The arguments of one call.
 
-    divisor: divides the loss of this batch in an accumulation window.
-    expected: samples that the loader has handed out to this rank; None where it does not know.
-    share: the fraction of the loader's batch; less than 1 where a gate hands batches out in parts.
-    ends_step: the window ends here.  exchanges: gradients of this window are exchanged with peers.
+    Args:
+        expected: Samples that the loader has handed out to this rank; None where it does not know.
+        divisor: Divides the loss of this batch in an accumulation window.
+        share: The fraction of the loader's batch; less than 1 where a gate hands batches out in parts.
+        ends_step: The window ends here.
+        exchanges: Gradients of this window are exchanged with peers.
     """
 
     loss_fn: LossFunction
@@ -65,7 +67,8 @@ class MicroBatchTask:
 class Work:
     """A task whose batch has been read.
 
-    shapes: the shapes that memory depends on, beside the number of samples.
+    Args:
+        shapes: The shapes that memory depends on, beside the number of samples.
     """
 
     task: MicroBatchTask
@@ -93,7 +96,9 @@ class Work:
 class Shortage:
     """A part that ran out of memory.
 
-    phase: "forward" or "backward".  message: the error's first line.
+    Args:
+        phase: "forward" or "backward".
+        message: The error's first line.
     """
 
     phase: str
@@ -104,11 +109,13 @@ class Shortage:
 class MicroBatch:
     """One micro-batch to run.
 
-    weight: returns its weight; called once, when its forward has fitted. A part of weight zero contributes nothing:
-    its mean loss, over nothing, is NaN.
-    unit: the weight of a loss that is not rescaled.  scale: the precision's scaling, for fp16.
-    before_backward: called when its forward has fitted.
-    is_joint: other ranks wait in its backward, which runs for a weight of zero too.
+    Args:
+        weight: Returns its weight; called once, when its forward has fitted. A part of weight zero contributes nothing:
+            its mean loss, over nothing, is NaN.
+        unit: The weight of a loss that is not rescaled.
+        scale: The precision's scaling, for fp16.
+        before_backward: Called when its forward has fitted.
+        is_joint: Other ranks wait in its backward, which runs for a weight of zero too.
     """
 
     loss_fn: LossFunction
@@ -153,7 +160,7 @@ def mean_loss(loss_fn: LossFunction, micro_batch: Any) -> Tensor:
     """Return the result of `loss_fn`, if that is a loss.
 
     Raises:
-        TypeError: the result is not one element.
+        TypeError: The result is not one element.
     """
     loss = loss_fn(micro_batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -160,8 +160,8 @@ class FullySharded(Strategy):
         """Refuse what would make ranks wait for each other for ever, or mix rows of different parameters. Collective.
 
         Raises:
-            CollectiveMismatch: the ranks' models differ.
-            ValueError: rank 0 has no weights, on every rank.
+            CollectiveMismatch: The ranks' models differ.
+            ValueError: Rank 0 has no weights, on every rank.
         """
         lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
@@ -306,7 +306,8 @@ def _group_of_all(description: str) -> Any:
 def _sync(model: Module, synchronised: bool, holding: weakref.WeakSet[Module]) -> Iterator[None]:
     """Let backward reduce the gradients of `model`, or keep them whole and unreduced, while entered.
 
-    holding: modules whose gradients are not reduced now.
+    Args:
+        holding: Modules whose gradients are not reduced now.
     """
 
     from torch.distributed.fsdp import FSDPModule

@@ -29,8 +29,11 @@ _NO_GROUPS = "no_wrap"
 class GroupPolicy:
     """The choice of blocks: the fields of `FullyShardedDataParallelPlugin` for it.
 
-    kind: "transformer_based_wrap", "size_based_wrap", "no_wrap", a function of a module, or None for what the model is.
-    class_names: of the blocks, for the first.  min_parameters: of a block, for the second.
+    Args:
+        kind: "transformer_based_wrap", "size_based_wrap", "no_wrap", a function of a module, or None for what the model
+            is.
+        class_names: The class names of the blocks, for the first.
+        min_parameters: The min parameters of a block, for the second.
     """
 
     kind: str | Callable[..., bool] | None = None
@@ -42,7 +45,9 @@ class GroupPolicy:
 class Groups:
     """Modules to shard, in the order in which torch has to be told: inner groups first, the model itself last.
 
-    groups: lists of modules, each sharded together.  blocks: those that were chosen by the policy.
+    Args:
+        groups: Lists of modules, each sharded together.
+        blocks: Those that were chosen by the policy.
     """
 
     groups: Sequence[Sequence[Module]]
@@ -54,10 +59,12 @@ def choose_groups(model: Module, policy: GroupPolicy, uniform_dtype: bool) -> Gr
 
     Modules that share a parameter (tied embeddings) go into one group wherever they are: sharded apart, the last rank's
     rows would silently never be trained in some versions of torch (pytorch#176076), and newer ones refuse them.
-    uniform_dtype: trainable parameters of a group must have one dtype, since gradients are reduced in theirs.
+
+    Args:
+        uniform_dtype: Trainable parameters of a group must have one dtype, since gradients are reduced in theirs.
 
     Raises:
-        ValueError: no module has a class that the policy names, or one module mixes trainable dtypes.
+        ValueError: No module has a class that the policy names, or one module mixes trainable dtypes.
     """
     blocks = [block for block in _blocks(model, policy) if block is not model]
     shared = list(_sharers(model, blocks))
@@ -213,7 +220,7 @@ def ignored(model: Module, chosen: Any) -> set[Parameter]:
     """Return the parameters of `chosen`: modules, or a regular expression over the names of modules.
 
     Raises:
-        ValueError: one of them is trained, which each rank would do by itself.
+        ValueError: One of them is trained, which each rank would do by itself.
     """
     if chosen is None:
         return set()

@@ -187,7 +187,7 @@ def _set_item(tensor: Any, index: Any, value: Any) -> None:
     torch would assign to a copy of the elements where they are chosen along the rows.
 
     Raises:
-        RuntimeError: it is a parameter, and gradients are recorded.
+        RuntimeError: It is a parameter, and gradients are recorded.
     """
     if tensor.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("elements of a sharded parameter are assigned to: do that under torch.no_grad()")
@@ -264,7 +264,7 @@ def _register_hook(tensor: Any, hook: Callable[[Tensor], Any]) -> Any:
     """Register `hook` as torch does, but on a parameter, whose gradient does not come by autograd.
 
     Raises:
-        NotImplementedError: it is a parameter.
+        NotImplementedError: It is a parameter.
     """
     if isinstance(tensor, torch.nn.Parameter):
         raise NotImplementedError(HOOK_IS_LOST)
@@ -275,7 +275,7 @@ def _refuse_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Call ``torch.autograd.grad``, which does not reach a sharded parameter: autograd knows what was gathered of it.
 
     Raises:
-        NotImplementedError: an input is a sharded parameter.
+        NotImplementedError: An input is a sharded parameter.
     """
     if not isinstance(inputs, Tensor | tuple | dict):
         inputs = list(inputs)
@@ -292,7 +292,7 @@ def _refuse_functional_call(module: Module, values: dict[str, Tensor], *args: An
     """Call `module` with `values` in place of its parameters, unless it is sharded: it gathers what it has itself.
 
     Raises:
-        NotImplementedError: a value is not the sharded parameter that it would replace.
+        NotImplementedError: A value is not the sharded parameter that it would replace.
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if hasattr(parameter, "full_tensor") and values.get(name, parameter) is not parameter:
@@ -311,7 +311,9 @@ def show_shards(model: Module, frees: bool) -> None:
     Between a forward and its backward, ``model.zero_grad()`` forgets the gradients of the shards too. After an
     evaluation, which no backward follows, the parameters of no block are freed: what a program writes into them by hand
     would be lost, and an optimizer that is made then would train them.
-    frees: False keeps what is gathered after an evaluation too, for further ones.
+
+    Args:
+        frees: False keeps what is gathered after an evaluation too, for further ones.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -24,7 +24,8 @@ _OLDEST = "2.10"
 def why_not(models: Sequence[Module], description: str) -> str:
     """Return the reason why a step of `models` cannot be abandoned; empty if it can.
 
-    description: of the process group in which their steps have to communicate.
+    Args:
+        description: The description of the process group in which their steps have to communicate.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -67,9 +68,11 @@ def abandon(model: Any) -> None:
 def move_to_groups(model: Module, steps: Any, reads: Any, only_mesh: Any = None) -> None:
     """Let the shards of `model` communicate in other process groups, of the same ranks in the same order.
 
-    steps: for forwards and backwards.  reads: for operations of the program on parameters. Their mesh is changed in
-    place, since each parameter, gradient and state of an optimizer refers to it.
-    only_mesh: leave shards of other meshes as they are: of blocks that the program has sharded by itself.
+    Args:
+        steps: For forwards and backwards.
+        reads: For operations of the program on parameters. Their mesh is changed in place, since each parameter,
+            gradient and state of an optimizer refers to it.
+        only_mesh: Leave shards of other meshes as they are: of blocks that the program has sharded by itself.
     """
     for group in groups_of(model):
         for info in {id(info): info for info in _infos(group)}.values():
@@ -89,7 +92,8 @@ def move_to_groups(model: Module, steps: Any, reads: Any, only_mesh: Any = None)
 def _reset(root: Any) -> None:
     """Bring torch's state of a sharded model back to that between two steps, as torch 2.13's `reset_iter_state` does.
 
-    root: torch's state of the outermost module.
+    Args:
+        root: torch's state of the outermost module.
     """
     root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
     root._comm_ctx.post_forward_order.clear()

@@ -29,8 +29,9 @@ _Write = Callable[[bytes], object]
 def checksum_of(items: Iterable[Any]) -> str:
     """Return a checksum of the items and their order.
 
-    >>> checksum_of(["a", {"b": 1}]) == checksum_of(["a", {"b": 1}]) != checksum_of([{"b": 1}, "a"])
-    True
+    Example:
+        >>> checksum_of(["a", {"b": 1}]) == checksum_of(["a", {"b": 1}]) != checksum_of([{"b": 1}, "a"])
+        True
     """
     checksum = hashlib.blake2b(digest_size=_BYTES)
     walk, write = _Walk(), checksum.update
@@ -50,8 +51,10 @@ def checksum_of_sample(items: Sequence[Any]) -> str:
 class _Walk:
     """The way from an item to the value that is being written.
 
-    around: the values that hold it, the item first.  left: objects of the item that may still be taken apart, so that
-    a graph of objects, with its many ways, takes no time.
+    Attributes:
+        around: The values that hold it, the item first.
+        left: Objects of the item that may still be taken apart, so that a graph of objects, with its many ways, takes
+            no time.
     """
 
     def __init__(self) -> None:
@@ -179,8 +182,9 @@ def _byte_type(tensor: Any) -> Any:
 def length_of(item: Any) -> int:
     """Return the length of a text, of a list of tokens, or of all texts in an item; 0 where it has none.
 
-    >>> length_of("four"), length_of({"question": "four", "id": 7}), length_of([1, 2, 3]), length_of(7)
-    (4, 4, 3, 0)
+    Example:
+        >>> length_of("four"), length_of({"question": "four", "id": 7}), length_of([1, 2, 3]), length_of(7)
+        (4, 4, 3, 0)
     """
     return _length(item, 0)
 

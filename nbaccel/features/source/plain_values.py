@@ -49,10 +49,13 @@ _LARGEST = 10**100
 def mark_of_value(name: str, value: Any, is_strict: bool) -> str:
     """Return the mark of a value; empty if it does not count.
 
-    name: under which code reads it.  is_strict: containers of any length, and places, count.
+    Args:
+        name: Under which code reads it.
+        is_strict: Containers of any length, and places, count.
 
-    >>> mark_of_value("MAX_TOKENS", 32, False), mark_of_value("device", "cuda:1", False)
-    ('= 32', '')
+    Example:
+        >>> mark_of_value("MAX_TOKENS", 32, False), mark_of_value("device", "cuda:1", False)
+        ('= 32', '')
     """
     is_hidden = type(value) in (str, bytes) and _SECRET.search(name) is not None
     if not is_strict and (is_secret(name, value) or is_place(value) or _is_data(value)):
@@ -99,8 +102,9 @@ def _is_tuple(value: Any) -> bool:
 def is_secret(name: str, value: Any) -> bool:
     """Return whether a value is a password or the like: it has no blanks, and its own name says so.
 
-    >>> is_secret("CFG.api_key", "abc"), is_secret("PASSWORD_PROMPT", "Say it."), is_secret("x of is_secret()", "abc")
-    (True, False, False)
+    Example:
+        >>> is_secret("api_key", "abc"), is_secret("PASSWORD_PROMPT", "Say it."), is_secret("x of is_secret()", "abc")
+        (True, False, False)
     """
     if type(value) not in (str, bytes):
         return False
@@ -112,8 +116,9 @@ def is_secret(name: str, value: Any) -> bool:
 def is_place(value: Any) -> bool:
     """Return whether a value says where something runs or lies: another session may have another one.
 
-    >>> is_place("cuda:1"), is_place(PurePath("data")), is_place("data")
-    (True, True, False)
+    Example:
+        >>> is_place("cuda:1"), is_place(PurePath("data")), is_place("data")
+        (True, True, False)
     """
     kind = type(value)
     if kind is str:
@@ -146,7 +151,7 @@ def _text_of(value: Any) -> str:
     """Return a value as text, equal for equal values in all processes and versions of Python.
 
     Raises:
-        _NotCounted: it holds something that does not count.
+        _NotCounted: It holds something that does not count.
     """
     kind = type(value)
     if kind is str:

@@ -97,8 +97,9 @@ _MADE = ("<string>", "<attrs")
 class SourceMark:
     """The marks of all that a function or a cell computes by.
 
-    names: a short text for each name; the function itself has the name "". Readable values stand there as they are.
-    uncounted: arguments of a partial, or attributes of a callable object, whose values do not count.
+    Args:
+        names: A short text for each name; the function itself has the name "". Readable values stand there as they are.
+        uncounted: Arguments of a partial, or attributes of a callable object, whose values do not count.
     """
 
     names: dict[str, str]
@@ -108,10 +109,12 @@ class SourceMark:
     def of(cls, function: Any, is_strict: bool = False) -> Self:
         """Return the mark of a function, a class, a partial, a method, or another object that can be called.
 
-        is_strict: containers of any length, and values that the code changes, count too.
+        Args:
+            is_strict: Containers of any length, and values that the code changes, count too.
 
-        >>> SourceMark.of(len).names
-        {'': 'name builtins.len'}
+        Example:
+            >>> SourceMark.of(len).names
+            {'': 'name builtins.len'}
         """
         if function is None:
             return cls({})
@@ -123,7 +126,10 @@ class SourceMark:
     def of_cell(cls, text: str, codes: Sequence[types.CodeType], names: Mapping[str, Any]) -> Self:
         """Return the mark of a cell, in which everything plain counts.
 
-        text: its Python.  codes: what it compiles to.  names: its globals, without those that it binds itself.
+        Args:
+            text: Its Python.
+            codes: What it compiles to.
+            names: Its globals, without those that it binds itself.
         """
         reading = _Reading(is_strict=True)
         reading.read_cell(text, codes, names)
@@ -147,7 +153,8 @@ class SourceMark:
         A name that only one of them has makes no difference: the code that reads it would differ too, or it is a place
         or a password. Data and other objects cannot be compared, but a number that has become data has changed.
 
-        earlier: its names; or a text alone, as the first version wrote it.
+        Args:
+            earlier: Its names; or a text alone, as the first version wrote it.
         """
         if self.is_another(earlier):
             marks = (self.names.get(_WHOLE, ""), "" if isinstance(earlier, str) else earlier.get(_WHOLE, ""))
@@ -165,8 +172,9 @@ class SourceMark:
 def _are_alike(then: str, now: str) -> bool:
     """Return whether nothing differs as far as is known: a model may not have been loaded when its name was None.
 
-    >>> _are_alike("= None", "uncounted an object"), _are_alike("= None", "uncounted data")
-    (True, False)
+    Example:
+        >>> _are_alike("= None", "uncounted an object"), _are_alike("= None", "uncounted data")
+        (True, False)
     """
     has_come_or_gone = {then, now} == {VALUE + "None", _OBJECT}
     return then == now or has_come_or_gone or (then.startswith(_UNCOUNTED) and now.startswith(_UNCOUNTED))
@@ -175,8 +183,9 @@ def _are_alike(then: str, now: str) -> bool:
 def _changed(name: str, then: str, now: str) -> str:
     """Return one difference in words.
 
-    >>> _changed("MAX_TOKENS", "= 32", "= 64"), _changed("clean", "code 1", "code 2")
-    ('MAX_TOKENS was 32 then, and is 64 now', 'clean() has changed')
+    Example:
+        >>> _changed("MAX_TOKENS", "= 32", "= 64"), _changed("clean", "code 1", "code 2")
+        ('MAX_TOKENS was 32 then, and is 64 now', 'clean() has changed')
     """
     if then.startswith(COMPILED) != now.startswith(COMPILED):
         return f"{name} has changed, or its text is not found and cannot be compared"
@@ -384,7 +393,8 @@ class _Reading:
     def _defaults_of(self, name: str, classes: Sequence[type]) -> dict[str, Any]:
         """Return the plain attributes that an object has of its class, until it gets its own.
 
-        name: of the object.
+        Args:
+            name: The name of the object.
         """
         found: dict[str, Any] = {}
         for kind in () if self._is_strict else classes[::-1]:  # a digest tells an attribute of its own anyway
@@ -421,8 +431,9 @@ def changed_in(tree: ast.AST) -> Iterator[str]:
 
     Names that a function within it binds are others, though they may be called alike.
 
-    >>> list(changed_in(ast.parse("def f(x):\\n    global n\\n    seen[x] = 1\\n    self.all.append(x)")))
-    ['n', 'seen', 'self.all']
+    Example:
+        >>> list(changed_in(ast.parse("def f(x):\\n    global n\\n    seen[x] = 1\\n    self.all.append(x)")))
+        ['n', 'seen', 'self.all']
     """
     no_names: frozenset[str] = frozenset()
     todo = deque([(tree, no_names)])

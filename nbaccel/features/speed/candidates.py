@@ -26,8 +26,11 @@ _MANY_TENSORS = 8
 class Machine:
     """The cores and devices of the ranks of a run.
 
-    ranks: their number.  cores: of each.  threads: of torch in each.
-    capability: compute capability of the weakest GPU; None without one.
+    Args:
+        ranks: Their number.
+        cores: The cores of each.
+        threads: The threads of torch in each.
+        capability: Compute capability of the weakest GPU; None without one.
     """
 
     ranks: int
@@ -39,8 +42,10 @@ class Machine:
 def candidates(facts: Mapping[str, Any], machine: Machine, precision: str, has_samples: bool) -> list[SpeedRow]:
     """Return a row for each change that is worth a trial, those first that help most often.
 
-    facts: see `TrainingParts.facts`, with the times of the trial.  precision: of the cell.
-    has_samples: the samples of a step are known, so that batch sizes can be compared.
+    Args:
+        facts: See `TrainingParts.facts`, with the times of the trial.
+        precision: The precision of the cell.
+        has_samples: The samples of a step are known, so that batch sizes can be compared.
     """
     rows: list[SpeedRow] = []
     if (loader := facts.get("loader")) is not None:

@@ -16,10 +16,13 @@ NEED_WORKERS = ("prefetch_factor", "persistent_workers")
 class SpeedChange:
     """The differences of a trial; none in the trial of the cell as it is.
 
-    loader, optimizer: keyword arguments with new values, of the training's loader and of its optimizers.
-    batch_factor: the batch size is this many times that of the cell.
-    compiles: ``model.compile()``.  channels_last: the memory format of the model.
-    threads: of torch in each rank; 0 for those of the launcher.  precision: that of `-p`; empty for the cell's.
+    Args:
+        loader, optimizer: Keyword arguments with new values, of the training's loader and of its optimizers.
+        batch_factor: The batch size is this many times that of the cell.
+        compiles: ``model.compile()``.
+        channels_last: The memory format of the model.
+        threads: The threads of torch in each rank; 0 for those of the launcher.
+        precision: That of `-p`; empty for the cell's.
     """
 
     loader: Mapping[str, Any] = field(default_factory=dict)
@@ -33,8 +36,10 @@ class SpeedChange:
     def with_(self, other: SpeedChange) -> SpeedChange:
         """Return both changes together; `other` decides where both change the same.
 
-        >>> str(SpeedChange(loader={"num_workers": 2}).with_(SpeedChange(loader={"pin_memory": True}, batch_factor=2)))
-        'num_workers=2, pin_memory=True, batch size x 2'
+        Example:
+            >>> faster = SpeedChange(loader={"pin_memory": True}, batch_factor=2)
+            >>> str(SpeedChange(loader={"num_workers": 2}).with_(faster))
+            'num_workers=2, pin_memory=True, batch size x 2'
         """
         loader = {**self.loader, **other.loader}
         if loader.get("num_workers") == 0:

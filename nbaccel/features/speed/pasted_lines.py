@@ -26,7 +26,10 @@ _MARK = "changes the training: {factor} times fewer steps"
 class PastedLine:
     """One statement to paste.
 
-    place: "Cell In[3], line 5".  text: as it must stand there.  remark: what else there is to know; may be empty.
+    Args:
+        place: "Cell In[3], line 5".
+        text: As it must stand there.
+        remark: What else there is to know; may be empty.
     """
 
     place: str
@@ -41,8 +44,10 @@ class PastedLine:
 class NotebookCells:
     """The cells of a notebook, as trees that may be changed.
 
-    texts: by number, as typed; that of the running one is `running`.  number_of: returns the number of the cell that a
-    file name of a traceback belongs to, None for a file that is no cell.
+    Args:
+        texts: By number, as typed; that of the running one is `running`.
+        number_of: Returns the number of the cell that a file name of a traceback belongs to, None for a file that is no
+            cell.
     """
 
     def __init__(self, texts: Mapping[int, str], running: int, number_of: Callable[[str], int | None]) -> None:
@@ -54,7 +59,9 @@ class NotebookCells:
     def call_of(self, part: Mapping[str, Any], word: str) -> tuple[int, ast.stmt, ast.Call] | None:
         """Return the cell, the statement and the call that has made a part of the training; None if it is not found.
 
-        part: its "name", or the "file" and "line" that have made it.  word: how the called name ends.
+        Args:
+            part: Its "name", or the "file" and "line" that have made it.
+            word: How the called name ends.
         """
         number = self._number_of(str(part["file"])) if part["file"] else None
         if number is not None and number in self._trees:
@@ -106,9 +113,12 @@ class NotebookCells:
 
 
 def lines_to_paste(change: SpeedChange, facts: Mapping[str, Any], cells: NotebookCells) -> list[PastedLine]:
-    """Return the lines that make `change`.  facts: of the training's parts, see `TrainingParts.facts`.
+    """Return the lines that make `change`.
 
     The trees of `cells` are changed.
+
+    Args:
+        facts: The facts of the training's parts, see `TrainingParts.facts`.
     """
     lines = [*_of_loader(change, facts.get("loader"), cells), *_of_optimizer(change, facts.get("optimizer"), cells)]
     lines = [*cells.changed(), *lines]
@@ -168,10 +178,11 @@ def set_arguments(
 ) -> None:
     """Give a call other arguments: instead of those of the same name or at the same position, or behind the others.
 
-    >>> call = ast.parse("DataLoader(data, 32, shuffle=True, **more)").body[0].value
-    >>> set_arguments(call, {"batch_size": 64, "num_workers": 2}, ("dataset", "batch_size"))
-    >>> ast.unparse(call)
-    "DataLoader(data, 64, shuffle=True, **{**more, 'num_workers': 2})"
+    Example:
+        >>> call = ast.parse("DataLoader(data, 32, shuffle=True, **more)").body[0].value
+        >>> set_arguments(call, {"batch_size": 64, "num_workers": 2}, ("dataset", "batch_size"))
+        >>> ast.unparse(call)
+        "DataLoader(data, 64, shuffle=True, **{**more, 'num_workers': 2})"
     """
     call.keywords = [each for each in call.keywords if each.arg not in removed]
     for name, value in options.items():
@@ -201,7 +212,11 @@ def _tree(text: str) -> ast.Module | None:
 
 
 def _statements(node: ast.AST, in_functions: bool = True) -> Iterator[ast.stmt]:
-    """Yield the statements of a cell.  in_functions: also those in functions and classes, which bind other names."""
+    """Yield the statements of a cell.
+
+    Args:
+        in_functions: Also those in functions and classes, which bind other names.
+    """
     for part in ast.iter_child_nodes(node):
         if isinstance(part, ast.stmt):
             yield part

@@ -37,10 +37,14 @@ _GROWTH = 5.0
 class SpeedTrial:
     """One trial.
 
-    steps_per_s: 0 if nothing was measured.  samples_per_step: of all ranks; 0 where they are not known.
-    losses: the first ones of each rank.  seconds: that it took, with the start of its ranks.
-    why_not: why nothing was measured, in a few words.  facts: of the parts of the training.
-    at: its number among all trials of the search.
+    Args:
+        steps_per_s: 0 if nothing was measured.
+        samples_per_step: The samples per step of all ranks; 0 where they are not known.
+        losses: The first ones of each rank.
+        seconds: That it took, with the start of its ranks.
+        why_not: Why nothing was measured, in a few words.
+        facts: The facts of the parts of the training.
+        at: Its number among all trials of the search.
     """
 
     steps_per_s: float = 0.0
@@ -74,7 +78,9 @@ class SpeedTrial:
 class SpeedRow:
     """One change with its trials.
 
-    family: changes of one family exclude each other.  note: why there are no trials, if there is a reason.
+    Args:
+        family: Changes of one family exclude each other.
+        note: Why there are no trials, if there is a reason.
     """
 
     change: SpeedChange
@@ -98,7 +104,9 @@ class SpeedRow:
 class SpeedComparison:
     """Rows beside the row of the cell as it is.
 
-    base: the cell as it is.  rows: of changes, in the order in which they were tried.
+    Attributes:
+        base: The cell as it is.
+        rows: Of changes, in the order in which they were tried.
     """
 
     def __init__(self) -> None:

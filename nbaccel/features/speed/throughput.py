@@ -46,11 +46,18 @@ class TrialEnded(BaseException):
 class Throughput:
     """Measures from `begin` to `end`; the program may end before there is enough.
 
-    wanted_s: time to measure.  decisions: of all ranks.  on_model: called once with the training's model, before it
-    is called for the first time, and returns whether its samples can be counted.
-    on_step: called at each step with the optimizer.
-    seconds, steps: that are measured.  samples_per_step: of this rank; 0 if no module was called.
-    losses: of the first backwards.  first_step_s: seconds from `begin` to the first step.
+    Args:
+        wanted_s: Time to measure.
+        decisions: The decisions of all ranks.
+        on_model: Called once with the training's model, before it is called for the first time, and returns whether its
+            samples can be counted.
+        on_step: Called at each step with the optimizer.
+
+    Attributes:
+        seconds, steps: That are measured.
+        samples_per_step: The samples per step of this rank; 0 if no module was called.
+        losses: The losses of the first backwards.
+        first_step_s: Seconds from `begin` to the first step.
     """
 
     def __init__(

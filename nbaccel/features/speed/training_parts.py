@@ -34,8 +34,12 @@ _PREPARED = "PreparedOptimizer"
 class TrainingParts:
     """Applies a change from `begin` to `end`, and describes the parts that train.
 
-    namespace: the program's.  loader_s: seconds that the program waited for batches.
-    draws: the data set draws random numbers in this process.
+    Args:
+        namespace: The program's.
+
+    Attributes:
+        loader_s: Seconds that the program waited for batches.
+        draws: The data set draws random numbers in this process.
     """
 
     def __init__(self, change: SpeedChange, namespace: Mapping[str, Any]) -> None:

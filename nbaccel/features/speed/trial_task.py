@@ -26,7 +26,9 @@ __all__ = ["RankTrial", "TrialTask"]
 class TrialTask(DiscardedTask):
     """Tries a cell with `change`.
 
-    wanted_s: seconds to measure.  compiled: the folder in which trials share what compilers make; may be empty.
+    Args:
+        wanted_s: Seconds to measure.
+        compiled: The folder in which trials share what compilers make; may be empty.
     """
 
     reference = "nbaccel.features.speed.trial_task:TrialTask"
@@ -63,8 +65,11 @@ class TrialTask(DiscardedTask):
 class RankTrial:
     """Changes and measures what runs while it is entered. An end by `TrialEnded` is no error.
 
-    folder: that the ranks share.  joint_ranks: ranks that train together, and so have to end at the same step.
-    namespace: of the cell.  wanted_s: seconds to measure.
+    Args:
+        folder: That the ranks share.
+        joint_ranks: Ranks that train together, and so have to end at the same step.
+        wanted_s: Seconds to measure.
+        namespace: The namespace of the cell.
     """
 
     def __init__(

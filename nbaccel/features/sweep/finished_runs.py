@@ -52,7 +52,8 @@ class _NotKept(Exception):
 class FinishedRuns:
     """The folder of the runs of sweeps; nothing is made before a run begins.
 
-    unkept: the values of each run that ended well and could not be kept, in words, with the reason.
+    Attributes:
+        unkept: The values of each run that ended well and could not be kept, in words, with the reason.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -68,7 +69,7 @@ class FinishedRuns:
         """Make the folder of a run that begins, and return it.
 
         Raises:
-            LaunchRefused: nothing can be written there.
+            LaunchRefused: Nothing can be written there.
         """
         folder = self.folder_of(config, key)
         try:
@@ -183,10 +184,11 @@ def _taken_apart(value: Any, tensors: dict[str, Any]) -> Any:
     """Return a value as JSON, and add its tensors and arrays to `tensors`, on the CPU.
 
     Raises:
-        _NotKept: it holds an object of another kind.
+        _NotKept: It holds an object of another kind.
 
-    >>> _taken_apart({"scores": (1, 2.5), "raw": b"a"}, {})
-    {'dict': ['scores', {'tuple': [1, 2.5]}, 'raw', {'bytes': ['61']}]}
+    Example:
+        >>> _taken_apart({"scores": (1, 2.5), "raw": b"a"}, {})
+        {'dict': ['scores', {'tuple': [1, 2.5]}, 'raw', {'bytes': ['61']}]}
     """
     kind = type(value)
     if kind in _SCALARS:
@@ -275,8 +277,9 @@ def _history_of(curves: Mapping[str, Any], rows: list[dict[str, Any]]) -> Histor
 def describe_configuration(config: Mapping[str, Any]) -> str:
     """Return values in words.
 
-    >>> describe_configuration({"fold": 0, "lr": 1e-3, "opt": "adam", "net": {"width": 8}})
-    'fold=0, lr=0.001, opt=adam, net={width=8}'
+    Example:
+        >>> describe_configuration({"fold": 0, "lr": 1e-3, "opt": "adam", "net": {"width": 8}})
+        'fold=0, lr=0.001, opt=adam, net={width=8}'
     """
     return ", ".join(f"{name}={describe_value(value)}" for name, value in config.items())
 
@@ -298,8 +301,9 @@ def describe_value(value: Any) -> str:
 def _in_a_row(text: str) -> str:
     """Return a text on one line, without its middle if it is long.
 
-    >>> _in_a_row("a\\nb"), _in_a_row("data/" + 90 * "x" + "/fold-1.csv")
-    ('a\\\\nb', 'data/xxxxxxxxxxxxxxx…xxxxxxxx/fold-1.csv')
+    Example:
+        >>> _in_a_row("a\\nb"), _in_a_row("data/" + 90 * "x" + "/fold-1.csv")
+        ('a\\\\nb', 'data/xxxxxxxxxxxxxxx…xxxxxxxx/fold-1.csv')
     """
     text = text if text.isprintable() else repr(text)[1:-1]
     half = _LONGEST_NAME // 4
@@ -309,7 +313,8 @@ def _in_a_row(text: str) -> str:
 def as_key(source: str, config: Mapping[str, Any], seed: int | None, settings: RunSettings, world_size: int) -> str:
     """Return the key of a run; empty if a value of `config` cannot be told from another of its kind, or without a seed.
 
-    source: the digest of what runs, see `SourceMark`.
+    Args:
+        source: The digest of what runs, see `SourceMark`.
     """
     values = {name: _mark_of(value) for name, value in config.items()}
     if None in values.values() or seed is None:
@@ -325,8 +330,9 @@ def as_key(source: str, config: Mapping[str, Any], seed: int | None, settings: R
 def as_one_of_a_sweep(config: Mapping[str, Any]) -> str:
     """Return values in words that differ for different values; empty if one cannot be told from another of its kind.
 
-    >>> as_one_of_a_sweep({"lr": 0.1}) == as_one_of_a_sweep({"lr": 0.1 + 1e-12})
-    False
+    Example:
+        >>> as_one_of_a_sweep({"lr": 0.1}) == as_one_of_a_sweep({"lr": 0.1 + 1e-12})
+        False
     """
     marks = {name: _mark_of(value) for name, value in config.items()}
     digest = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()

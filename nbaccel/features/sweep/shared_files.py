@@ -15,10 +15,14 @@ __all__ = ["FileList", "SharedFiles"]
 
 
 class FileList:
-    """The list of the files that one run has written, as far as it was read.  path: of the list.
+    """The list of the files that one run has written, as far as it was read.
 
-    >>> FileList("/nowhere/files").added()
-    set()
+    Args:
+        path: The path of the list.
+
+    Example:
+        >>> FileList("/nowhere/files").added()
+        set()
     """
 
     def __init__(self, path: str) -> None:
@@ -41,7 +45,11 @@ class FileList:
 
 @dataclass(slots=True)
 class _Run:
-    """The files of one run.  beside: numbers of the runs that went on at the same time."""
+    """The files of one run.
+
+    Args:
+        beside: Numbers of the runs that went on at the same time.
+    """
 
     source: FileList
     files: set[str] = field(default_factory=set)
@@ -57,7 +65,11 @@ class SharedFiles:
         self._said: set[str] = set()
 
     def begin(self, number: int, path: str) -> None:
-        """Take note that a run begins.  path: of its list."""
+        """Take note that a run begins.
+
+        Args:
+            path: The path of its list.
+        """
         beside = {other for other, run in self._runs.items() if not run.is_over}
         for other in beside:
             self._runs[other].beside.add(number)

@@ -27,7 +27,13 @@ _NOISE_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class SweepSlot:
-    """One place for a run.  number: 0 for the first.  devices: those of its ranks.  asked: they as `--devices`."""
+    """One place for a run.
+
+    Args:
+        number: 0 for the first.
+        devices: Those of its ranks.
+        asked: They as `--devices`.
+    """
 
     number: int
     devices: Devices
@@ -36,8 +42,9 @@ class SweepSlot:
     def __str__(self) -> str:
         """Return the slot in words.
 
-        >>> str(SweepSlot(1, Devices(1)))
-        'slot 2'
+        Example:
+            >>> str(SweepSlot(1, Devices(1)))
+            'slot 2'
         """
         gpus = [str(gpu.index) for gpu in self.devices.gpus]
         return f"GPU {', '.join(gpus)}" if gpus else f"slot {self.number + 1}"
@@ -45,7 +52,11 @@ class SweepSlot:
 
 @dataclass(frozen=True, slots=True)
 class SlotChoice:
-    """The slots of a sweep.  notes: a line for each card that is left out."""
+    """The slots of a sweep.
+
+    Args:
+        notes: A line for each card that is left out.
+    """
 
     slots: tuple[SweepSlot, ...]
     notes: tuple[str, ...] = ()
@@ -64,13 +75,16 @@ def choose_slots(
 ) -> SlotChoice:
     """Return the slots of a sweep.
 
-    slots: how many runs go side by side; None for as many as there are free cards over `gpus_per_run`, or one on CPUs.
-    devices: cards to use, "2,3", in use or not; None for all that are free.
-    ranks: processes of each run; None for one per card of it, or one.  most: there are no more runs than these.
-    name_of: see `gpu_trouble.troubles`.
+    Args:
+        slots: How many runs go side by side; None for as many as there are free cards over `gpus_per_run`, or one on
+            CPUs.
+        devices: Cards to use, "2,3", in use or not; None for all that are free.
+        ranks: Processes of each run; None for one per card of it, or one.
+        most: There are no more runs than these.
+        name_of: See `gpu_trouble.troubles`.
 
     Raises:
-        LaunchRefused: no card is free, there are fewer than asked for, or a number is below 1.
+        LaunchRefused: No card is free, there are fewer than asked for, or a number is below 1.
     """
     for name, count in (("slots", slots), ("gpus_per_run", gpus_per_run)):
         if count is not None and count < 1:

@@ -287,7 +287,11 @@ def own_bytes() -> int:
 
 
 class _SweptFunction:
-    """A function as the work of a sweep.  seed: of every run; None if it is swept."""
+    """A function as the work of a sweep.
+
+    Args:
+        seed: The seed of every run; None if it is swept.
+    """
 
     def __init__(self, function: Callable[..., Any], seed: int | None) -> None:
         if not callable(function):

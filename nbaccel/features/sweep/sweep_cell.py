@@ -48,8 +48,10 @@ _ADDS = frozenset({"append", "extend", "insert", "add", "update", "setdefault"})
 class SweptCell:
     """A cell as the work of a sweep.
 
-    options: with the seed of every run, unless it is swept.  setup: see `Session`.
-    how_it_ended: see `cell_run.how_a_cell_ended`.
+    Args:
+        options: With the seed of every run, unless it is swept.
+        setup: See `Session`.
+        how_it_ended: See `cell_run.how_a_cell_ended`.
     """
 
     def __init__(
@@ -123,8 +125,9 @@ class SweptCell:
 def with_values(code: str, config: Mapping[str, Any]) -> str:
     """Return the code of a cell with the values set before it, in the line of the notebook that has the magic.
 
-    >>> with_values("\\nprint(lr)\\n", {"lr": 0.1, "fold": 2})
-    'lr = 0.1; fold = 2\\nprint(lr)\\n'
+    Example:
+        >>> with_values("\\nprint(lr)\\n", {"lr": 0.1, "fold": 2})
+        'lr = 0.1; fold = 2\\nprint(lr)\\n'
     """
     first, _, rest = code.partition("\n")
     assert not first.strip(), "the first line of a cell of ranks is that of the magic"
@@ -134,8 +137,9 @@ def with_values(code: str, config: Mapping[str, Any]) -> str:
 def _as_literal(value: Any) -> str:
     """Return a value as Python that needs no name.
 
-    >>> _as_literal(float("inf")), _as_literal([1, 2])
-    ('1e999', '[1, 2]')
+    Example:
+        >>> _as_literal(float("inf")), _as_literal([1, 2])
+        ('1e999', '[1, 2]')
     """
     if type(value) is float and not math.isfinite(value):
         return {"inf": "1e999", "-inf": "-1e999"}.get(repr(value), "1e999 - 1e999")
@@ -146,7 +150,7 @@ def values_to_sweep(swept: Sequence[SweptName], namespace: Mapping[str, Any]) ->
     """Return the values of `--sweep` by name.
 
     Raises:
-        LaunchRefused: a word is the name of several values in the notebook.
+        LaunchRefused: A word is the name of several values in the notebook.
     """
     for name, values in swept:
         for value in values:
@@ -164,7 +168,8 @@ def values_to_sweep(swept: Sequence[SweptName], namespace: Mapping[str, Any]) ->
 def lists_of(runs: Sequence[Run], left: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
     """Return for each name of `--out` its values in the order of the runs, None for a run that failed or left none.
 
-    left: what each run has left, by name.
+    Args:
+        left: What each run has left, by name.
     """
     pairs = list(zip(runs, left, strict=True))
     return {name: [values.get(name) if run.error is None else None for run, values in pairs] for name in names}
@@ -179,7 +184,11 @@ def lines_of_lists(
 ) -> Iterator[str]:
     """Yield the lines on what came back, and on what a reader of the cell may miss.
 
-    left: what each run has left, by name.  names: those of `--out`.  code: the cell.  namespace: that of the notebook.
+    Args:
+        left: What each run has left, by name.
+        names: Those of `--out`.
+        code: The cell.
+        namespace: That of the notebook.
     """
     tree = ast.parse(code)
     if names:
@@ -223,8 +232,9 @@ def _last_assigned(tree: ast.Module) -> str:
 def changed_at(tree: ast.AST) -> list[str]:
     """Return the names whose lists, dicts or sets the top level of a module adds to.
 
-    >>> changed_at(ast.parse("scores.append(acc)\\nbest[fold] = acc\\ndef f(): inner.append(1)"))
-    ['scores', 'best']
+    Example:
+        >>> changed_at(ast.parse("scores.append(acc)\\nbest[fold] = acc\\ndef f(): inner.append(1)"))
+        ['scores', 'best']
     """
     found: list[str] = []
     for node in ast.iter_child_nodes(tree):
@@ -253,7 +263,8 @@ def refuse_bound_names(code: str, names: Collection[str]) -> None:
     """Refuse a cell whose top level binds a swept name: each run would compute with the cell's value.
 
     Raises:
-        LaunchRefused: with the line.  SyntaxError: it is no Python.
+        LaunchRefused: With the line.
+        SyntaxError: It is no Python.
     """
     tree = ast.parse(code)
     lines = code.splitlines()
@@ -274,8 +285,9 @@ def refuse_bound_names(code: str, names: Collection[str]) -> None:
 def bound_at(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Yield each name that the top level of a module binds or deletes, in any way, with its line.
 
-    >>> list(bound_at(ast.parse("for i in [(j := 2)]: pass\\ndef f(a): b = 1\\n[k for k in ()]")))
-    [('i', 1), ('j', 1), ('f', 2)]
+    Example:
+        >>> list(bound_at(ast.parse("for i in [(j := 2)]: pass\\ndef f(a): b = 1\\n[k for k in ()]")))
+        [('i', 1), ('j', 1), ('f', 2)]
     """
     for node in ast.iter_child_nodes(tree):
         match node:

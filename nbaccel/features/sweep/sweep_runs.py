@@ -23,10 +23,11 @@ class SweepRuns(Sequence[Run]):
 
     `run.config` has its values, `run.value` what rank 0 returned, `run.error` its error, None if it ended well.
 
-    >>> from nbaccel.display.history import History
-    >>> run = Run([0.9], History(1), None, "fork", "", "", seconds=2.0, config={"lr": 0.1})
-    >>> SweepRuns([run]).table()
-    [{'lr': 0.1, 'value': 0.9, 'seconds': 2.0, 'status': 'done', 'seed': None}]
+    Example:
+        >>> from nbaccel.display.history import History
+        >>> run = Run([0.9], History(1), None, "fork", "", "", seconds=2.0, config={"lr": 0.1})
+        >>> SweepRuns([run]).table()
+        [{'lr': 0.1, 'value': 0.9, 'seconds': 2.0, 'status': 'done', 'seed': None}]
     """
 
     def __init__(self, runs: Sequence[Run], title: str = "") -> None:
@@ -55,7 +56,7 @@ class SweepRuns(Sequence[Run]):
         """Return `table` as a `pandas.DataFrame`.
 
         Raises:
-            ImportError: pandas is not installed.
+            ImportError: Pandas is not installed.
         """
         pandas = import_pandas("table() gives the same rows")
         return pandas.DataFrame(self.table())
@@ -68,8 +69,9 @@ class SweepRuns(Sequence[Run]):
 def counted(runs: Sequence[Run]) -> str:
     """Return how many runs ended how.
 
-    >>> counted([])
-    '0 runs'
+    Example:
+        >>> counted([])
+        '0 runs'
     """
     ends = Counter(run.state.word for run in runs if run.state is not None)
     words = [f"{ends[word]} {word}" for word in ("done", "failed", "stopped") if ends[word]]

@@ -47,9 +47,14 @@ _ORDER = ("running", "waiting", "done", "failed", "stopped")
 class SweepRow:
     """One run of a sweep.
 
-    title: its values, "fold=0, lr=0.001".  word: "waiting", "running", "done", "failed" or "stopped".
-    place: what it runs on, "GPU 1" or "slot 2"; empty while it waits.  began_at: on the clock of the view.
-    seconds: its duration, once it is over.  why: how it failed, in one line.  is_found: an earlier sweep has done it.
+    Args:
+        title: Its values, "fold=0, lr=0.001".
+        word: "waiting", "running", "done", "failed" or "stopped".
+        place: What it runs on, "GPU 1" or "slot 2"; empty while it waits.
+        began_at: On the clock of the view.
+        seconds: Its duration, once it is over.
+        why: How it failed, in one line.
+        is_found: An earlier sweep has done it.
     """
 
     title: str
@@ -82,8 +87,9 @@ class SweepRow:
     def line(self, now: float) -> str:
         """Return the run in one line.
 
-        >>> SweepRow("lr=0.1", "done", "slot 1", seconds=2.0).line(9.0)
-        'lr=0.1: done on slot 1, 2.0 s'
+        Example:
+            >>> SweepRow("lr=0.1", "done", "slot 1", seconds=2.0).line(9.0)
+            'lr=0.1: done on slot 1, 2.0 s'
         """
         lasts = self.lasts(now)
         where = f" on {self.place}" if self.place and not self.is_found else ""
@@ -96,11 +102,14 @@ class SweepRow:
 class SweepTable:
     """All rows of a sweep, in the order of its configurations.
 
-    title: the sweep in words, "sweep of train".  began_at: on the clock of the view.
+    Args:
+        title: The sweep in words, "sweep of train".
+        began_at: On the clock of the view.
 
-    >>> table = SweepTable("sweep of train", [SweepRow("lr=0.1", "done"), SweepRow("lr=0.2")], began_at=0.0)
-    >>> table.counts
-    '1 waiting, 1 done'
+    Example:
+        >>> table = SweepTable("sweep of train", [SweepRow("lr=0.1", "done"), SweepRow("lr=0.2")], began_at=0.0)
+        >>> table.counts
+        '1 waiting, 1 done'
     """
 
     def __init__(self, title: str, rows: Sequence[SweepRow], began_at: float) -> None:
@@ -117,9 +126,10 @@ class SweepTable:
     def failures(self) -> Iterator[str]:
         """Yield a line for the first run that failed in each way, and one for others that failed so.
 
-        >>> rows = [SweepRow(f"lr={lr}", "failed", "slot 1", seconds=2.0, why="ValueError: no") for lr in range(5)]
-        >>> list(SweepTable("sweep", rows, 0.0).failures())
-        ['1. lr=0: failed on slot 1, 2.0 s: ValueError: no', '4 more runs failed alike']
+        Example:
+            >>> rows = [SweepRow(f"lr={lr}", "failed", "slot 1", seconds=2.0, why="ValueError: no") for lr in range(5)]
+            >>> list(SweepTable("sweep", rows, 0.0).failures())
+            ['1. lr=0: failed on slot 1, 2.0 s: ValueError: no', '4 more runs failed alike']
         """
         ways: dict[str, list[int]] = {}
         for at, row in enumerate(self.rows):
@@ -132,7 +142,11 @@ class SweepTable:
                 yield f"{plural(len(others), 'more run')} failed alike"
 
     def bundle(self, now: float, hint: str = "") -> dict[str, str]:
-        """Return the sweep at `now`, by MIME type.  hint: how to end it; empty if that is visible anyway."""
+        """Return the sweep at `now`, by MIME type.
+
+        Args:
+            hint: How to end it; empty if that is visible anyway.
+        """
         seconds = now - self.began_at
         lines = [f"{at}. {row.line(now)}" for at, row in self._shown()]
         return {
@@ -200,8 +214,11 @@ def _curve(row: SweepRow) -> str:
 class SweepView:
     """Shows a sweep on `screen`.
 
-    slot: the display of the cell, which holds the picture in the end; None where there is no display, but text only.
-    is_live: the display shows the table while the sweep goes on.  frames: shows its states then.
+    Args:
+        slot: The display of the cell, which holds the picture in the end; None where there is no display, but text
+            only.
+        is_live: The display shows the table while the sweep goes on.
+        frames: Shows its states then.
     """
 
     def __init__(

@@ -54,8 +54,10 @@ _MOST_LINES = 3
 class SweepWork(Protocol):
     """The thing that a sweep runs: a function, or a cell.
 
-    name: it in words, for the title.  source: a hash of what it does; empty if no run is to be found again.
-    setup: see `LaunchSpec`.
+    Attributes:
+        name: It in words, for the title.
+        source: A hash of what it does; empty if no run is to be found again.
+        setup: See `LaunchSpec`.
     """
 
     name: str
@@ -78,7 +80,8 @@ class SweepWork(Protocol):
 class _Ticking(Pollable):
     """Lets the view of a sweep show what is due, and says which files its runs write side by side.
 
-    example: a swept name, for the advice.
+    Args:
+        example: A swept name, for the advice.
     """
 
     def __init__(self, view: SweepView, files: SharedFiles, example: str) -> None:
@@ -120,12 +123,19 @@ _WRITTEN_FILES = "nbaccel.features.sweep.written_files:WrittenFiles"
 class Sweeping:
     """One sweep, from its first run to its last.
 
-    configs: the values of each run.  slots: where runs go, with the plan of a run at each.
-    finished: what earlier sweeps have done, and the folders of the runs.
-    checkpoint_dir: the folder in which each run has one for its checkpoints; None for the run's own.
-    plots: names of the curves to draw.  origin: the choices for the sweep.
-    runs: the result, also of a sweep that was interrupted; None before its end.  seconds: its duration.
-    left: what each run has left by name; also of a failed one.  files: those that the runs write.
+    Args:
+        configs: The values of each run.
+        slots: Where runs go, with the plan of a run at each.
+        finished: What earlier sweeps have done, and the folders of the runs.
+        checkpoint_dir: The folder in which each run has one for its checkpoints; None for the run's own.
+        plots: Names of the curves to draw.
+        origin: The choices for the sweep.
+
+    Attributes:
+        runs: The result, also of a sweep that was interrupted; None before its end.
+        seconds: Its duration.
+        left: What each run has left by name; also of a failed one.
+        files: Those that the runs write.
     """
 
     def __init__(
@@ -170,11 +180,14 @@ class Sweeping:
     ) -> SweepRuns:
         """Do all runs that are not finished, and return all, in the order of the configurations.
 
-        notes: lines to show first.  is_plain, frames: see `Views.show`.  beside: checked meanwhile.
+        Args:
+            notes: Lines to show first.
+            is_plain, frames: See `Views.show`.
+            beside: Checked meanwhile.
 
         Raises:
-            KeyboardInterrupt: it was interrupted; the run that is remembered has what there is.
-            NbaccelError: nothing has run, since the first run could not be started.
+            KeyboardInterrupt: It was interrupted; the run that is remembered has what there is.
+            NbaccelError: Nothing has run, since the first run could not be started.
         """
         queued = [_QueuedRun(self, number, config, launcher) for number, config in enumerate(self.configs)]
         for number, each in enumerate(queued):
@@ -272,7 +285,11 @@ class Sweeping:
         return next((each.post_mortem for each in queued if each.post_mortem is not None), None)
 
     def _last_lines(self, table: SweepTable, runs: SweepRuns, seconds: float, with_failures: bool) -> Iterator[str]:
-        """Yield the lines at the end.  with_failures: no line has said yet how each run ended."""
+        """Yield the lines at the end.
+
+        Args:
+            with_failures: No line has said yet how each run ended.
+        """
         side = f" on {plural(len(self.slots), 'slot')}" if len(self.slots) > 1 else ""
         yield f"{self.title}: {counted(runs)}{side}, {duration(seconds)}; what they printed: {self.finished.folder}"
         if with_failures:
@@ -288,9 +305,13 @@ class Sweeping:
 class _QueuedRun:
     """One run of a sweep: it waits, goes on, and is over.
 
-    run: its result; None before.  left: what it has left by name.  post_mortem: what is known of its end, if it failed.
-    is_first: nothing has run before it, so if it cannot be started, nothing can.
-    key: by which it is found again; empty if it is not.  is_repeated: an earlier run has the same values.
+    Attributes:
+        run: Its result; None before.
+        left: What it has left by name.
+        post_mortem: What is known of its end, if it failed.
+        is_first: Nothing has run before it, so if it cannot be started, nothing can.
+        key: By which it is found again; empty if it is not.
+        is_repeated: An earlier run has the same values.
     """
 
     def __init__(self, sweeping: Sweeping, number: int, config: dict[str, Any], launcher: Launcher) -> None:
@@ -374,7 +395,11 @@ class _QueuedRun:
             FinishedRuns.add_traceback(run.log_path, run.error)
 
     def _take(self, run: Run, word: str, rank: int | None = None) -> None:
-        """Note the run as over.  rank: see `RunView.end`."""
+        """Note the run as over.
+
+        Args:
+            rank: See `RunView.end`.
+        """
         run.config = dict(self.config)
         run.origin = replace(self._sweeping.origin, flags=describe_configuration(self.config), seed=self._seed)
         run.facts = self.row.facts
