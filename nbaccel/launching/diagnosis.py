@@ -37,8 +37,9 @@ def diagnose(
 ) -> BaseException | None:
     """Return the error of the run, or None if no rank failed.
 
-    started_clean: the ranks came from the zygote and know only the names that were sent to them.
-    memory_report: the text to add if memory was the cause.
+    Args:
+        started_clean: The ranks came from the zygote and know only the names that were sent to them.
+        memory_report: The text to add if memory was the cause.
     """
     task, rank = ended.task, ended.ended_by
     if rank is None:
@@ -301,16 +302,18 @@ _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal
 def advice(links: Sequence[ErrorLink], host: OomKillWatch, *, is_fork: bool = True) -> str:
     """Return one line of advice on an error, the last of `links`; empty if the error's own text is enough.
 
-    is_fork: the rank was a copy of the notebook's process.
+    Args:
+        is_fork: The rank was a copy of the notebook's process.
 
-    >>> host = OomKillWatch()
-    >>> advice([ErrorLink("OSError", ["OSError: [Errno 24] Too many open files"], [])], host)[:37]
-    'This process may open no more files, '
-    >>> replica = ErrorLink("AttributeError", ["AttributeError: 'Replica' object has no attribute 'generate'"], [])
-    >>> advice([replica], host)[-40:]
-    'accelerator.unwrap_model(model).generate'
-    >>> advice([ErrorLink("ValueError", ["ValueError: expected 10 classes, got 11"], [])], host)
-    ''
+    Example:
+        >>> host = OomKillWatch()
+        >>> advice([ErrorLink("OSError", ["OSError: [Errno 24] Too many open files"], [])], host)[:37]
+        'This process may open no more files, '
+        >>> replica = ErrorLink("AttributeError", ["AttributeError: 'Replica' object has no attribute 'generate'"], [])
+        >>> advice([replica], host)[-40:]
+        'accelerator.unwrap_model(model).generate'
+        >>> advice([ErrorLink("ValueError", ["ValueError: expected 10 classes, got 11"], [])], host)
+        ''
     """
     if not links:
         return ""
@@ -366,9 +369,12 @@ _WIDTH = 240
 class PostMortem:
     """The record of a run that ended badly.
 
-    title, end, headline: "Cell In[5]" or "train(2)", "failed", the error in one line.
-    first: the rank that failed first, if one did.  is_everyones: all of several ranks failed with the same error.
-    fates: the end of each rank, in words.  snapshots: by rank, of those that left one.
+    Args:
+        title, end, headline: "Cell In[5]" or "train(2)", "failed", the error in one line.
+        first: The rank that failed first, if one did.
+        fates: The end of each rank, in words.
+        snapshots: By rank, of those that left one.
+        is_everyones: All of several ranks failed with the same error.
     """
 
     title: str

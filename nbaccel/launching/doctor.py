@@ -44,12 +44,15 @@ FEW_OPEN_FILES = 1024
 class MachineFacts:
     """Facts about this process, besides those about the machine.
 
-    versions: those of the installed packages.  torch_is_imported: code in this process has imported torch.
-    why_forks_fail: the reason why ranks forked from this process would fail; None if they would not.
-    since: the origin of that reason, "cell [7]", if known.
-    limits: text of each limit by name.  holders: names of processes that hold GPU memory, by process id.
-    saves_to: the place to which a training that saves itself would write its checkpoints.
-    build: the GPUs for which torch was built; None if there are no GPUs, or if that is unknown.
+    Args:
+        versions: Those of the installed packages.
+        torch_is_imported: Code in this process has imported torch.
+        why_forks_fail: The reason why ranks forked from this process would fail; None if they would not.
+        since: The origin of that reason, "cell [7]", if known.
+        limits: Text of each limit by name.
+        holders: Names of processes that hold GPU memory, by process id.
+        saves_to: The place to which a training that saves itself would write its checkpoints.
+        build: The GPUs for which torch was built; None if there are no GPUs, or if that is unknown.
     """
 
     python: str = ""
@@ -72,8 +75,9 @@ class MachineFacts:
     ) -> MachineFacts:
         """Collect the facts of this process; it imports nothing that is not imported yet.
 
-        cell_of: returns the cell that a reason why forks fail comes from.  checkpoint_dir: the chosen folder; None for
-        the default.
+        Args:
+            cell_of: Returns the cell that a reason why forks fail comes from.
+            checkpoint_dir: The chosen folder; None for the default.
         """
         why = why_forks_fail()
         return cls(

@@ -62,11 +62,15 @@ class MadeAt:
 class EarlierModel:
     """A model that values of the notebook lead to, and that is on a device, quantised, or spread.
 
-    name: the variable that leads to it.  own_name: a variable that is the model itself; empty if there is none.
-    kind: its class.  is_loaded: the class has `from_pretrained`.
-    on_devices: its bytes by device that is not the host.
-    cards: the devices over which it is spread, or between which and the host it moves; empty for a model in one place.
-    is_quantised: its weights cannot be sent.
+    Args:
+        name: The variable that leads to it.
+        own_name: A variable that is the model itself; empty if there is none.
+        kind: Its class.
+        is_loaded: The class has `from_pretrained`.
+        on_devices: Its bytes by device that is not the host.
+        cards: The devices over which it is spread, or between which and the host it moves; empty for a model in one
+            place.
+        is_quantised: Its weights cannot be sent.
     """
 
     name: str
@@ -106,7 +110,8 @@ def models_in(values: Mapping[str, Any], variables: Mapping[str, Any] | None = N
     They are found in containers, in attributes of objects such as a Trainer, in closures and defaults of functions, and
     in attributes of classes of the notebook.
 
-    variables: the notebook's, among which a model that was found in another object may have a name of its own.
+    Args:
+        variables: The notebook's, among which a model that was found in another object may have a name of its own.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -148,7 +153,8 @@ def places_of(model: Any, on_devices: Mapping[str, int] | None = None) -> tuple[
     It is empty for a module in one place, and for one whose parts wait on the host and on the disk alone: each process
     may have such a model.
 
-    on_devices: its bytes by device, if the caller knows them.
+    Args:
+        on_devices: Its bytes by device, if the caller knows them.
     """
     parts = list(_parts(model))
     maps = (marks["hf_device_map"] for marks in map(vars, parts) if isinstance(marks.get("hf_device_map"), dict))
@@ -172,8 +178,9 @@ def _brings_weights(marks: Mapping[str, Any]) -> bool:
 def _device_name(place: Any) -> str:
     """Return torch's name of a place in a device map, where numbers are GPUs.
 
-    >>> _device_name(1), _device_name("cuda"), _device_name("disk")
-    ('cuda:1', 'cuda:0', 'disk')
+    Example:
+        >>> _device_name(1), _device_name("cuda"), _device_name("disk")
+        ('cuda:1', 'cuda:0', 'disk')
     """
     text = str(place)
     return f"cuda:{text}" if text.isdecimal() else "cuda:0" if text == "cuda" else text
@@ -204,11 +211,13 @@ def refuse_what_stays_here(
 ) -> None:
     """Refuse a run whose ranks would need a model that cannot leave this process.
 
-    history: the notebook's cells, as typed; a cell's number is its index.  where: what the ranks run, in words.
-    one: how to ask for one process.
+    Args:
+        history: The notebook's cells, as typed; a cell's number is its index.
+        where: What the ranks run, in words.
+        one: How to ask for one process.
 
     Raises:
-        LaunchRefused: with the lines that load the model in the ranks.
+        LaunchRefused: With the lines that load the model in the ranks.
     """
     model = next((model for model in models if model.stays_here), None)
     if model is None:
@@ -247,8 +256,9 @@ def _remedy(model: EarlierModel, history: Sequence[str], where: str) -> str:
 def where_made(name: str, history: Sequence[str]) -> MadeAt | None:
     """Return the last assignment to `name` in the notebook's cells; None if the text shows none.
 
-    >>> where_made("model", ["", "import torch", "x = 1\\nmodel = torch.nn.Linear(2, 1).cuda()"])
-    MadeAt(cell=2, line=2, text='model = torch.nn.Linear(2, 1).cuda()')
+    Example:
+        >>> where_made("model", ["", "import torch", "x = 1\\nmodel = torch.nn.Linear(2, 1).cuda()"])
+        MadeAt(cell=2, line=2, text='model = torch.nn.Linear(2, 1).cuda()')
     """
     return next((place for place, _ in _assignments(name, history)), None)
 

@@ -36,7 +36,8 @@ _INTEGRATED = {(5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0)}
 class TorchBuild:
     """The GPUs for which torch was built.
 
-    flags: ("sm_75", "compute_90"); empty for a build without CUDA.
+    Args:
+        flags: ("sm_75", "compute_90"); empty for a build without CUDA.
     """
 
     version: str
@@ -73,11 +74,12 @@ class TorchBuild:
         Machine code ("sm_86") runs on the same generation from its own number on, "compute" on all newer ones; with the
         suffix "a" either is for that one GPU, with "f" for its generation (CUDA programming guide, 5.1).
 
-        >>> build = TorchBuild("2.10.0+cu128", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
-        >>> [build.runs_on(gpu) for gpu in ((6, 0), (7, 0), (7, 5), (8, 9), (9, 0), (12, 0))]
-        [False, False, True, True, True, True]
-        >>> TorchBuild("", ("sm_90a", "compute_80")).runs_on((12, 0)), TorchBuild("", ("sm_90a",)).runs_on((9, 0))
-        (True, True)
+        Example:
+            >>> build = TorchBuild("2.10.0+cu128", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
+            >>> [build.runs_on(gpu) for gpu in ((6, 0), (7, 0), (7, 5), (8, 9), (9, 0), (12, 0))]
+            [False, False, True, True, True, True]
+            >>> TorchBuild("", ("sm_90a", "compute_80")).runs_on((12, 0)), TorchBuild("", ("sm_90a",)).runs_on((9, 0))
+            (True, True)
         """
         if capability == (0, 0) or capability in _INTEGRATED:
             return True
@@ -106,7 +108,8 @@ def _nothing(device: str) -> int:
 def before_a_run(gpus: Sequence[Gpu], freed_on: Callable[[str], int] = _nothing) -> list[str]:
     """Return the sentences about the GPUs that a run is about to use.
 
-    freed_on: returns the bytes that will be freed on a device before the run, by its name, "cuda:0".
+    Args:
+        freed_on: Returns the bytes that will be freed on a device before the run, by its name, "cuda:0".
     """
     return list(troubles(gpus, holder_name, TorchBuild.loaded(), freed_on))
 
@@ -119,9 +122,10 @@ def troubles(
 ) -> Iterator[str]:
     """Yield a sentence for each obstacle that will keep one of `gpus` from computing.
 
-    name_of: returns the program that holds memory, by its process id as the driver reports it; empty if it is not
-    visible.
-    freed_on: see `before_a_run`.
+    Args:
+        name_of: Returns the program that holds memory, by its process id as the driver reports it; empty if it is not
+            visible.
+        freed_on: See `before_a_run`.
     """
     if gpus and build is not None and not build.flags:
         yield (

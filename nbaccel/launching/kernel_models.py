@@ -47,7 +47,7 @@ def kernel_freed(aside: ModelsOnHost, say: Callable[[str], None]) -> Iterator[No
     """Keep models on the host during the block; `say` which these are, and afterwards if they could not be moved back.
 
     Raises:
-        KeyboardInterrupt: an interrupt came while they were moved back; raised when that is done, or has been given up.
+        KeyboardInterrupt: An interrupt came while they were moved back; raised when that is done, or has been given up.
     """
     try:
         with aside:
@@ -60,7 +60,11 @@ def kernel_freed(aside: ModelsOnHost, say: Callable[[str], None]) -> Iterator[No
 
 
 class CudaMemory:
-    """The memory of CUDA devices.  numbers: the devices that matter."""
+    """The memory of CUDA devices.
+
+    Args:
+        numbers: The devices that matter.
+    """
 
     def __init__(self, numbers: Collection[int]) -> None:
         self._numbers = numbers
@@ -99,7 +103,9 @@ class CudaMemory:
 class _Memory:
     """A storage and all tensors of the notebook's models that use it.
 
-    device: the GPU that it came from.  host: its copy on the host, once it was made.
+    Args:
+        device: The GPU that it came from.
+        host: Its copy on the host, once it was made.
     """
 
     storage: Any
@@ -147,10 +153,13 @@ class ModelsOnHost:
     afterwards they are back on the GPU. Everything else is left where it is: single tensors, models that are quantised
     or spread over devices, and models whose memory is used elsewhere too.
 
-    names: bytes on GPUs by name.  left: names of models on GPUs that cannot be moved, and why.  unread: names of models
-    and optimizers that could not be read.  trouble: the text to show after the block; empty if everything is as before.
-
     Objects that are sent to another process during the block arrive as if they were still on the GPU.
+
+    Attributes:
+        names: Bytes on GPUs by name.
+        left: Names of models on GPUs that cannot be moved, and why.
+        unread: Names of models and optimizers that could not be read.
+        trouble: The text to show after the block; empty if everything is as before.
     """
 
     def __init__(self, namespace: Mapping[str, Any], cards: CudaMemory) -> None:
@@ -394,11 +403,13 @@ _NAMES_SHOWN = 4
 class KernelHolding:
     """The memory that this process holds on one device.
 
-    nbytes: bytes taken from the device: tensors and the allocator's reserve.  names: variables and their bytes, largest
-    first.
+    Args:
+        nbytes: Bytes taken from the device: tensors and the allocator's reserve.
+        names: Variables and their bytes, largest first.
 
-    >>> str(KernelHolding("cuda:0", 3_000_000_000, 16_000_000_000, (("model", 2_000_000_000),)))
-    '3.0 of 16.0 GB on cuda:0 (model 2.0 GB)'
+    Example:
+        >>> str(KernelHolding("cuda:0", 3_000_000_000, 16_000_000_000, (("model", 2_000_000_000),)))
+        '3.0 of 16.0 GB on cuda:0 (model 2.0 GB)'
     """
 
     device: str
@@ -418,7 +429,11 @@ class KernelHolding:
 
 
 def held_here(namespace: Mapping[str, Any] | None) -> list[KernelHolding]:
-    """Return one holding for each CUDA device on which this process has memory. namespace: the notebook's variables."""
+    """Return one holding for each CUDA device on which this process has memory.
+
+    Args:
+        namespace: The notebook's variables.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return []

@@ -86,7 +86,11 @@ def _new_checkpoint(attempt: LaunchAttempt) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Decision to start the run again. line: the text for the user."""
+    """Decision to start the run again.
+
+    Args:
+        line: The text for the user.
+    """
 
     spec: LaunchSpec
     line: str
@@ -94,7 +98,11 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Decision that the run is over. report: the text on memory beside the error; empty if it has another cause."""
+    """Decision that the run is over.
+
+    Args:
+        report: The text on memory beside the error; empty if it has another cause.
+    """
 
     report: str = ""
 
@@ -103,7 +111,8 @@ class GiveUp:
 class _Refusal:
     """A request for memory that was refused.
 
-    places: the lines that led to it.
+    Args:
+        places: The lines that led to it.
     """
 
     rank: int
@@ -117,7 +126,9 @@ class _Refusal:
     def hopeless(self, loop: LoopEntered, earlier: Sequence[tuple[_Refusal, LoopEntered]]) -> str:
         """Return why no batch would fit, with sizes; empty if that is not known.
 
-        loop: the loop of the request.  earlier: the requests of earlier attempts, with their loops.
+        Args:
+            loop: The loop of the request.
+            earlier: The requests of earlier attempts, with their loops.
         """
         demand = self.demand
         if demand.is_beyond_the_limit:
@@ -146,9 +157,11 @@ class _Refusal:
 class _Death:
     """A rank's death of memory.
 
-    how: "ran out of memory".  why: the known or likely reason.
-    doubt: a sign against memory, or against smaller batches, if it occurs a second time; empty for none.
-    refusal: the request for memory that it died of, if one is known.
+    Args:
+        how: "ran out of memory".
+        why: The known or likely reason.
+        doubt: A sign against memory, or against smaller batches, if it occurs a second time; empty for none.
+        refusal: The request for memory that it died of, if one is known.
     """
 
     rank: int
@@ -186,7 +199,8 @@ class _Death:
 class OomRestartPolicy:
     """Restart policy of one run, asked after every attempt.
 
-    holdings: returns the memory that the notebook itself holds on devices.
+    Args:
+        holdings: Returns the memory that the notebook itself holds on devices.
     """
 
     def __init__(self, holdings: Callable[[], Sequence[KernelHolding]] = tuple) -> None:
@@ -284,7 +298,10 @@ def wait_for_memory(gpus: Sequence[Gpu], ended: RankResults, look: Callable[[], 
     """Wait until the driver has freed the memory of killed ranks, for at most 2 s.
 
     It frees the memory of a killed process some 100 ms late, and the next attempt would find it taken.
-    gpus: those of the attempt, as they were before it.  look: returns their present state.
+
+    Args:
+        gpus: Those of the attempt, as they were before it.
+        look: Returns their present state.
     """
     if not gpus or not any(code < 0 for code in ended.exit_codes):
         return
@@ -359,7 +376,8 @@ class PartsRestartPolicy:
     by labels that it has made before, fails on the first part. Nothing was trained on parts then, so the run
     starts again, once, with whole batches in every rank. Files that a rank has written would be written twice.
 
-    failed: the attempt that failed on its parts, and was followed by one with whole batches; None for none.
+    Args:
+        failed: The attempt that failed on its parts, and was followed by one with whole batches; None for none.
     """
 
     failed: LaunchAttempt | None = None
@@ -409,9 +427,11 @@ class PartsRestartPolicy:
 class RunRecorder:
     """Records the loop of each rank, its latest memory use, and the files that the run has written.
 
-    opened: trackers and checkpoints, by the names that a person would look for.
-    checkpoint: the newest complete one; empty for none.  announces_epochs: the program can begin in a later epoch.
-    smallest: samples of the micro-batch that `forward_backward` could not make smaller; 0 if that never happened.
+    Attributes:
+        opened: Trackers and checkpoints, by the names that a person would look for.
+        checkpoint: The newest complete one; empty for none.
+        announces_epochs: The program can begin in a later epoch.
+        smallest: Samples of the micro-batch that `forward_backward` could not make smaller; 0 if that never happened.
     """
 
     def __init__(self) -> None:
@@ -456,7 +476,8 @@ class RunRecorder:
 class OomKillWatch:
     """The state of the machine's memory when a run began, and what has changed since.
 
-    root: replaces the root of the file system, in tests.
+    Args:
+        root: Replaces the root of the file system, in tests.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:

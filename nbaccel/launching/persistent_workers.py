@@ -38,8 +38,12 @@ __all__ = [
 class PersistentWorkers:
     """The persistent ranks of one start. Their owner closes them.
 
-    spec: the specification of their start.  ended: the result of the start.  home: the kernel's record of their names.
-    turn: `Launcher.turn`.  new_log: returns the path of the next run's log.
+    Args:
+        spec: The specification of their start.
+        home: The kernel's record of their names.
+        ended: The result of the start.
+        turn: `Launcher.turn`.
+        new_log: Returns the path of the next run's log.
     """
 
     def __init__(
@@ -84,13 +88,16 @@ class PersistentWorkers:
     ) -> tuple[Run, RankResults]:
         """Run a task in the ranks; return when all have reported, and wait again. Returns what `Launcher.run` does.
 
-        title: the task in words.  excluded_ranks: ranks that take no part.  The limits are those of `LaunchSpec`.
-        occupied: see `Launcher.turn`.
         A rank that has to be killed, since it does not react, is gone; the others stay.
 
+        Args:
+            title: The task in words.
+            excluded_ranks: Ranks that take no part.  The limits are those of `LaunchSpec`.
+            occupied: See `Launcher.turn`.
+
         Raises:
-            LaunchRefused: a run of another thread goes on for which no caller should wait.
-            CannotSend: a name cannot be sent to the ranks; they have not been asked.
+            LaunchRefused: A run of another thread goes on for which no caller should wait.
+            CannotSend: A name cannot be sent to the ranks; they have not been asked.
             TimeoutError: `timeout_s` was over before all was packed; they have not been asked either.
         """
         alive = self.alive
@@ -289,13 +296,15 @@ def _end_of(member: WorkerHandle) -> str:
 class CollectivePosition:
     """The position of one rank.
 
-    issued: collectives that torch has issued in the default process group (gloo counts those of DDP too); None without
-        a group.
-    entered: collectives of the project that the rank has entered in its last task.  step: the step that it has not
-    finished; -1: none.
+    Args:
+        issued: Collectives that torch has issued in the default process group (gloo counts those of DDP too); None
+            without a group.
+        entered: Collectives of the project that the rank has entered in its last task.
+        step: The step that it has not finished; -1: none.
 
-    >>> str(CollectivePosition(12, 3)), str(CollectivePosition(None)), str(CollectivePosition(4, 1, 7))
-    ('12 collectives', 'no process group', '4 collectives, inside step 7')
+    Example:
+        >>> str(CollectivePosition(12, 3)), str(CollectivePosition(None)), str(CollectivePosition(4, 1, 7))
+        ('12 collectives', 'no process group', '4 collectives, inside step 7')
     """
 
     issued: int | None = None
@@ -314,10 +323,11 @@ def out_of_step(standings: Mapping[int, CollectivePosition]) -> str:
     Collectives have no names: the next one that a rank enters meets the next one of its peers. So after one rank has
     failed or was stopped between two collectives, the ranks must not enter another one, or they hang or mix up bytes.
 
-    >>> out_of_step({0: CollectivePosition(4), 1: CollectivePosition(4)})
-    ''
-    >>> out_of_step({0: CollectivePosition(4), 1: CollectivePosition(3)})
-    'rank 0: 4 collectives; rank 1: 3 collectives'
+    Example:
+        >>> out_of_step({0: CollectivePosition(4), 1: CollectivePosition(4)})
+        ''
+        >>> out_of_step({0: CollectivePosition(4), 1: CollectivePosition(3)})
+        'rank 0: 4 collectives; rank 1: 3 collectives'
     """
     if len(set(standings.values())) < 2:
         return ""

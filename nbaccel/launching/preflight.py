@@ -32,13 +32,14 @@ COPY_LIMIT_BYTES = 1_000_000_000
 def choose_devices(requested_processes: int | None, devices: str | None, cpu: bool, survey: Survey) -> Devices:
     """Return the number of ranks, and their devices.
 
-    requested_processes: None for as many as there are devices.
-    devices: numbers in CUDA's order or UUIDs, "2,3"; None for as many of the visible ones as there are ranks. If more
-        are named than there are ranks, each rank has an equal share of them.
+    Args:
+        requested_processes: None for as many as there are devices.
+        devices: Numbers in CUDA's order or UUIDs, "2,3"; None for as many of the visible ones as there are ranks. If
+            more are named than there are ranks, each rank has an equal share of them.
 
     Raises:
-        NoSuchDevice: more processes than GPUs, a GPU that does not exist, or named ones that have no equal shares.
-        LaunchRefused: fewer than one process, or a request that contradicts itself.
+        NoSuchDevice: More processes than GPUs, a GPU that does not exist, or named ones that have no equal shares.
+        LaunchRefused: Fewer than one process, or a request that contradicts itself.
     """
     if requested_processes is not None and requested_processes < 1:
         raise LaunchRefused(f"num_processes (-n) must be 1 or more, or auto; got {requested_processes}.")
@@ -78,17 +79,18 @@ def choose_start(
 ) -> Start:
     """Return the start method of the ranks.
 
-    requested: "auto", or the method that the user insists on.
-    platform_can_fork: false on macOS, and where MPS or XLA holds the device.
-    why_forks_fail: the reason why ranks forked from this process would fail; None if they would not.
-    since: the origin of that reason, "cell [7]", if known.
-    lacks: what a fork would lack of a library that the cell leads to, as half a sentence; None if nothing.
-    bytes_on_device: bytes on a device of the names that the cell reads.
-    stays_here: a model that it reads and that cannot be sent, in words; empty if there is none.
+    Args:
+        requested: "auto", or the method that the user insists on.
+        platform_can_fork: False on macOS, and where MPS or XLA holds the device.
+        why_forks_fail: The reason why ranks forked from this process would fail; None if they would not.
+        since: The origin of that reason, "cell [7]", if known.
+        lacks: What a fork would lack of a library that the cell leads to, as half a sentence; None if nothing.
+        bytes_on_device: Bytes on a device of the names that the cell reads.
+        stays_here: A model that it reads and that cannot be sent, in words; empty if there is none.
 
     Raises:
-        CannotFork: forked ranks were insisted on and could not work.
-        LaunchRefused: several ranks where only one process is possible.
+        CannotFork: Forked ranks were insisted on and could not work.
+        LaunchRefused: Several ranks where only one process is possible.
     """
     if requested not in START_METHODS:
         raise LaunchRefused(f"start must be one of {', '.join(START_METHODS)}; got {requested!r}.")
@@ -128,10 +130,12 @@ def choose_start(
 def threads_per_rank(cores: int, ranks: int, own: int | None = None) -> int:
     """Return the CPU threads of each rank: an equal share, at least one, and no more than the launching process has.
 
-    own: `ProcessState.threads`.
+    Args:
+        own: `ProcessState.threads`.
 
-    >>> threads_per_rank(cores=4, ranks=2), threads_per_rank(cores=2, ranks=3), threads_per_rank(4, 1, own=2)
-    (2, 1, 2)
+    Example:
+        >>> threads_per_rank(cores=4, ranks=2), threads_per_rank(cores=2, ranks=3), threads_per_rank(4, 1, own=2)
+        (2, 1, 2)
     """
     return max(1, min(cores // ranks, own or cores))
 
@@ -181,9 +185,10 @@ def _listed(gpus: tuple[Gpu, ...]) -> str:
 class ProcessState:
     """Facts of this process that preflight needs.
 
-    can_fork: ranks can be separate processes here.  why_forks_fail: the reason why forks would fail; None if they would
-    not.
-    threads: number of CPU threads that the user, the environment or torch has set; None if nothing has set it.
+    Args:
+        can_fork: Ranks can be separate processes here.
+        why_forks_fail: The reason why forks would fail; None if they would not.
+        threads: Number of CPU threads that the user, the environment or torch has set; None if nothing has set it.
     """
 
     can_fork: bool

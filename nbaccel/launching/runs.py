@@ -274,7 +274,11 @@ class Runs(Sequence[Run]):
     def _compared(
         self, drawn: Sequence[tuple[str, Run]], differ: Mapping[str, Mapping[str, str]], name: str
     ) -> RunComparison:
-        """Return runs, given with their numbers, as rows.  name: the curve of each; empty for the run's own choice."""
+        """Return runs, given with their numbers, as rows.
+
+        Args:
+            name: The curve of each; empty for the run's own choice.
+        """
         comparison = RunComparison()
         for at, (number, run) in enumerate(drawn, 1):
             words = [f"{key}={values[number]}" for key, values in differ.items() if values[number]]

@@ -38,11 +38,12 @@ _CHUNK = 1 << 18
 class Channel:
     """One end of the socketpair.
 
-    >>> here, there = Channel.pair()
-    >>> here.send({"op": "hello"})
-    >>> there.receive()
-    ({'op': 'hello'}, [])
-    >>> here.close(); there.close()
+    Example:
+        >>> here, there = Channel.pair()
+        >>> here.send({"op": "hello"})
+        >>> there.receive()
+        ({'op': 'hello'}, [])
+        >>> here.close(); there.close()
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -76,7 +77,7 @@ class Channel:
         """Send one frame; block while the other side is slow.
 
         Raises:
-            BrokenPipeError: the other side is gone.
+            BrokenPipeError: The other side is gone.
         """
         body = json.dumps(message).encode()
         data = memoryview(_HEAD.pack(len(body), len(fds)) + body)
@@ -89,7 +90,7 @@ class Channel:
         """Wait for the next frame; None when the other side is gone.
 
         Raises:
-            TimeoutError: nothing more came for `timeout_s` seconds.
+            TimeoutError: Nothing more came for `timeout_s` seconds.
         """
         while (frame := self._next()) is None:
             if timeout_s is not None and not select.select([self._socket], [], [], timeout_s)[0]:

@@ -251,9 +251,12 @@ class ControlPage:
         _STOPPED.pack_into(self._map, _HEADER + rank * _SLOT + _STOPPED_AT, steps + 1)
 
     def lay(self, rank: int, count: int, key: int, value: int) -> None:
-        """Write the fingerprint `value` of `key` for the other ranks.  count: number of earlier ones of `rank`.
+        """Write the fingerprint `value` of `key` for the other ranks.
 
         The last three of each rank are kept.
+
+        Args:
+            count: Number of earlier ones of `rank`.
         """
         where = _HEADER + rank * _SLOT + _LAID_AT + count % _LAID_COUNT * _LAID.size
         for at, number in ((0, 0), (8, value), (0, key)):  # `pack_into` would wipe a place before it writes
@@ -512,7 +515,11 @@ class StepGate:
 
 
 class _Calls:
-    """The calls of one map in this rank.  before: its position before the first one."""
+    """The calls of one map in this rank.
+
+    Args:
+        before: Its position before the first one.
+    """
 
     def __init__(self, before: RankPosition, done: int) -> None:
         self._before = before

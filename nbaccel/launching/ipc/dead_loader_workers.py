@@ -39,10 +39,12 @@ _MOST_OBJECTS = 100_000
 class WorkerEnd(NamedTuple):
     """The end of the first worker that died.
 
-    pid: its process.  exit_code: negative for a signal.  None: unknown.
-    start_method: "fork", "spawn" or "forkserver"; empty if unknown.
-    unknown_name: a class or function of the notebook that a worker with a new interpreter cannot import; empty if there
-    is none.
+    Args:
+        pid: Its process.
+        exit_code: Negative for a signal.  None: unknown.
+        start_method: "fork", "spawn" or "forkserver"; empty if unknown.
+        unknown_name: A class or function of the notebook that a worker with a new interpreter cannot import; empty if
+            there is none.
     """
 
     pid: int | None = None
@@ -54,8 +56,9 @@ class WorkerEnd(NamedTuple):
 def dead_worker(error: BaseException, text: str) -> WorkerEnd | None:
     """Return the end of the DataLoader worker that `error` is about; None if it is about something else.
 
-    text: that of the error. It is called in the rank, where the processes are known. It waits up to 5 s for a worker
-    that is about to end.
+    Args:
+        text: That of the error. It is called in the rank, where the processes are known. It waits up to 5 s for a
+            worker that is about to end.
     """
     told = _TOLD.search(text)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

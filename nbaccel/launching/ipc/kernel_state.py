@@ -75,7 +75,8 @@ class TorchFlags:
 class _Flag:
     """One switch.
 
-    read: returns its value, which can be pickled; raises if there is none.
+    Args:
+        read: Returns its value, which can be pickled; raises if there is none.
     """
 
     read: Callable[[Any], Any]
@@ -139,8 +140,9 @@ here, and a child is set only if it differs from the value of its parents.
 def _older(getter: str, setter: str, chosen: Mapping[str, str]) -> _Flag:
     """Return a switch of the interface before 2.9, which raises once the newer one has been used.
 
-    chosen: value of each attribute of the newer one while neither was used. The older one is not read then, since torch
-    2.9 warns of its use.
+    Args:
+        chosen: Value of each attribute of the newer one while neither was used. The older one is not read then, since
+            torch 2.9 warns of its use.
     """
     older = _functions(getter, setter) if setter else _attribute(getter)
 
@@ -340,7 +342,7 @@ class Surroundings:
         """Apply the path and the environment, then the directory.
 
         Raises:
-            OSError: the directory is gone.
+            OSError: The directory is gone.
         """
         sys.path[:] = self.sys_path
         present = dict(os.environ)
@@ -356,7 +358,8 @@ class Surroundings:
 class KernelState:
     """Random number generators, torch flags, warning filters and the source of the notebook's cells.
 
-    start_method: that of multiprocessing, if one has been chosen or used.
+    Args:
+        start_method: That of multiprocessing, if one has been chosen or used.
     """
 
     python_rng: Any
@@ -383,7 +386,11 @@ class KernelState:
         )
 
     def apply(self, when_loaded: _WhenLoaded) -> None:
-        """Apply the state.  when_loaded: calls a function with each named module, now or when it is imported."""
+        """Apply the state.
+
+        Args:
+            when_loaded: Calls a function with each named module, now or when it is imported.
+        """
         random.setstate(self.python_rng)
         filters: list[Any] = []
         later: dict[str, list[Any]] = {}

@@ -41,8 +41,12 @@ _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith(
 class LibrarySettings:
     """Values by module and setting.
 
-    process: of the process itself.  options: of packages.  loggers: by name.  levels: names of levels.
-    unsent: handlers that cannot be sent, in words.
+    Args:
+        process: The process of the process itself.
+        options: The options of packages.
+        loggers: By name.
+        levels: Names of levels.
+        unsent: Handlers that cannot be sent, in words.
     """
 
     process: Mapping[str, Any]
@@ -77,7 +81,8 @@ class LibrarySettings:
     def apply(self, when_loaded: _WhenLoaded) -> None:
         """Set all of it; that of a package when this process has imported the package.
 
-        when_loaded: calls a function with each named module, now or when it is imported.
+        Args:
+            when_loaded: Calls a function with each named module, now or when it is imported.
         """
         for name, value in self.process.items():
             with contextlib.suppress(Exception):
@@ -107,7 +112,12 @@ class LibrarySettings:
 
 @dataclass(frozen=True, slots=True)
 class _Logger:
-    """Settings of one logger.  handlers: pickled.  is_of_a_package: the kernel has imported the package of its name."""
+    """Settings of one logger.
+
+    Args:
+        handlers: Pickled.
+        is_of_a_package: The kernel has imported the package of its name.
+    """
 
     level: int = logging.NOTSET
     propagate: bool = True
@@ -154,7 +164,7 @@ def _pickled(handler: logging.Handler) -> bytes:
     """Return `handler` without its lock, and without its file: each rank opens it, and adds to it.
 
     Raises:
-        Exception: it cannot be pickled.
+        Exception: It cannot be pickled.
     """
     import cloudpickle
 
@@ -207,7 +217,11 @@ def _call(actions: list[Callable[[], object]], _: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """One setting.  read: returns its value, which can be pickled; raises if there is none."""
+    """One setting.
+
+    Args:
+        read: Returns its value, which can be pickled; raises if there is none.
+    """
 
     read: Callable[[], Any]
     write: Callable[[Any], object]

@@ -45,8 +45,11 @@ _SHOWN = 4
 class Patch:
     """A function or class of `package` in torch; "__main__" is a cell of the notebook.
 
-    module: of torch.  kind: the class in it, if it is in one.  name: of the attribute.  is_function: it is a function
-    of the module.
+    Args:
+        module: The module of torch.
+        kind: The class in it, if it is in one.
+        name: The name of the attribute.
+        is_function: It is a function of the module.
     """
 
     package: str
@@ -119,7 +122,12 @@ class PatchFinder:
 
 @dataclass(frozen=True, slots=True)
 class Patches:
-    """Patches of the kernel, and its packages.  found: the patches.  order: the packages, as they were imported."""
+    """Patches of the kernel, and its packages.
+
+    Args:
+        found: The patches.
+        order: The packages, as they were imported.
+    """
 
     found: list[Patch]
     order: list[str]

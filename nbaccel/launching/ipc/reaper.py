@@ -83,9 +83,11 @@ def _parent_and_session(pid: int) -> tuple[int, int] | None:
 def kill_session(*leaders: int, spare: int = 0, wait_s: float = 1.0) -> None:
     """Send SIGKILL to everything in the sessions of `leaders` (their pids) and everything descended from them.
 
-    spare: a pid that is left alone, for a process that ends itself afterwards.
     It repeats until nothing is left or `wait_s` is over: a process can be born while the others are being killed. The
     NCCL shared memory that they made is removed with them.
+
+    Args:
+        spare: A pid that is left alone, for a process that ends itself afterwards.
     """
     deadline = time.monotonic() + wait_s
     segments = segments_of(leaders)

@@ -47,7 +47,9 @@ _Slot = tuple[int, float, int, float, int, int, int, int, bytes, int]
 class Record(NamedTuple):
     """The record of one `RingWriter.write`.
 
-    at: `time.monotonic()` when it was written.  kind, step, value, text: the writer's own.
+    Args:
+        at: `time.monotonic()` when it was written.
+        kind, step, value, text: The writer's own.
     """
 
     at: float
@@ -74,12 +76,13 @@ def make_ring(slots: int = _SLOTS) -> int:
 class RingWriter:
     """The rank's end. A write takes less than a microsecond and waits for nothing.
 
-    >>> fd = make_ring()
-    >>> writer, reader = RingWriter(fd), RingReader(fd)
-    >>> writer.write(kind=1, step=7, value=0.5)
-    >>> [(record.step, record.value) for record in reader.read()]
-    [(7, 0.5)]
-    >>> writer.close(); reader.close(); os.close(fd)
+    Example:
+        >>> fd = make_ring()
+        >>> writer, reader = RingWriter(fd), RingReader(fd)
+        >>> writer.write(kind=1, step=7, value=0.5)
+        >>> [(record.step, record.value) for record in reader.read()]
+        [(7, 0.5)]
+        >>> writer.close(); reader.close(); os.close(fd)
     """
 
     def __init__(self, fd: int) -> None:
@@ -90,7 +93,8 @@ class RingWriter:
     def write(self, kind: int, step: int = 0, value: float = 0.0, text: bytes = b"", at: float | None = None) -> None:
         """Write one record. A text that would fill more than a quarter of the ring is left out, and counts as lost.
 
-        at: the time of the event, in `time.monotonic()`; None for now.
+        Args:
+            at: The time of the event, in `time.monotonic()`; None for now.
         """
         if at is None:
             at = time.monotonic()
@@ -128,7 +132,8 @@ class RingWriter:
 class RingReader:
     """The kernel's end.
 
-    lost: slots that were overwritten before they were read, or never written; a short record is one slot.
+    Attributes:
+        lost: Slots that were overwritten before they were read, or never written; a short record is one slot.
     """
 
     def __init__(self, fd: int) -> None:
@@ -145,7 +150,8 @@ class RingReader:
     def read(self, is_last: bool = False) -> Iterator[Record]:
         """Yield the records that have come since, oldest first; at most as many as fit, so that this ends.
 
-        is_last: no process writes any more; missing records will not come.
+        Args:
+            is_last: No process writes any more; missing records will not come.
         """
         taken = 0
         while taken < self._slots:

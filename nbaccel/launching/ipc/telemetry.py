@@ -60,8 +60,10 @@ class Rings:
 class Telemetry:
     """The reports of one run.
 
-    rings: those of its ranks; they still belong to the caller.  listeners: receive the events.  notice: shows one line
-    of the project to the user.
+    Args:
+        rings: Those of its ranks; they still belong to the caller.
+        listeners: Receive the events.
+        notice: Shows one line of the project to the user.
     """
 
     def __init__(self, rings: Rings, listeners: Sequence[Listener], notice: Callable[[str], None]) -> None:
@@ -93,7 +95,12 @@ class Telemetry:
         self._told_lost.pop(rank, None)
 
     def read(self, now: float, is_last: bool = False, ended: Collection[int] = ()) -> None:
-        """Read the new records. is_last: no rank is left that could write.  ended: ranks that cannot write any more."""
+        """Read the new records.
+
+        Args:
+            is_last: No rank is left that could write.
+            ended: Ranks that cannot write any more.
+        """
         for rank, ring in enumerate(self._rings):
             events: list[tuple[float, Event]] = [
                 (record.at, event)
@@ -138,14 +145,15 @@ def write_event(ring: RingWriter, event: Event, at: float | None = None) -> None
 
     A value that is no number, string or container of them becomes a string; if that fails, it counts as lost.
 
-    >>> from nbaccel.launching.ipc.ring import RingReader, make_ring
-    >>> import os
-    >>> fd = make_ring()
-    >>> writer, reader = RingWriter(fd), RingReader(fd)
-    >>> write_event(writer, events.Phase("fold 2"))
-    >>> [RecordReader().event(record) for record in reader.read()]
-    [Phase(name='fold 2')]
-    >>> writer.close(); reader.close(); os.close(fd)
+    Example:
+        >>> from nbaccel.launching.ipc.ring import RingReader, make_ring
+        >>> import os
+        >>> fd = make_ring()
+        >>> writer, reader = RingWriter(fd), RingReader(fd)
+        >>> write_event(writer, events.Phase("fold 2"))
+        >>> [RecordReader().event(record) for record in reader.read()]
+        [Phase(name='fold 2')]
+        >>> writer.close(); reader.close(); os.close(fd)
     """
     fields = {name: getattr(event, name) for name in event.__dataclass_fields__}
     try:

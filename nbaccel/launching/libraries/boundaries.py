@@ -23,10 +23,11 @@ __all__ = [
 class StepBoundaries:
     """The position of one training of a foreign trainer; it begins with `step`.
 
-    is_asked: the trainer was asked to stop.
+    Attributes:
+        is_asked: The trainer was asked to stop.
 
     Raises:
-        RunStopped: the run ends before this training begins.
+        RunStopped: The run ends before this training begins.
     """
 
     def __init__(self, step: int) -> None:
@@ -39,7 +40,7 @@ class StepBoundaries:
         """Enter `step`; return whether the trainer is to stop here by itself instead.
 
         Raises:
-            RunStopped: it was asked before, and goes on.
+            RunStopped: It was asked before, and goes on.
         """
         try:
             self._cross(step)
@@ -53,7 +54,7 @@ class StepBoundaries:
         """Enter a batch of an evaluation.
 
         Raises:
-            RunStopped: the run ends here; an evaluation cannot be asked to stop in its own way.
+            RunStopped: The run ends here; an evaluation cannot be asked to stop in its own way.
         """
         if not self.is_asked:  # else it is the trainer's final evaluation
             self._cross(self._step)
@@ -71,8 +72,10 @@ class StepBoundaries:
 class TrainerProgress:
     """A loop of a foreign trainer, shown until it is closed.
 
-    look: returns its progress; called from another thread.  step: the trainer's own when the loop began.  began: the
-    time of that, by `time.monotonic()`; None for now.
+    Args:
+        look: Returns its progress; called from another thread.
+        step: The trainer's own when the loop began.
+        began: The time of that, by `time.monotonic()`; None for now.
     """
 
     def __init__(self, look: Callable[[], Progress], step: int, began: float | None = None) -> None:

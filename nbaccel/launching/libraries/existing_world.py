@@ -209,9 +209,10 @@ class SetUpAnew:
     identity from the objects that this process makes: nothing is written into them, and pickles, copies and
     dictionaries of them are unchanged.
 
-    attributes: names in the dictionary of an object; an object that has none of them yet is being made here.
-    renew: called once with each object that came from the notebook, before the attribute is read or set. It may read
-    and set the attributes itself. If it raises, it is called again at the next use.
+    Args:
+        attributes: Names in the dictionary of an object; an object that has none of them yet is being made here.
+        renew: Called once with each object that came from the notebook, before the attribute is read or set. It may
+            read and set the attributes itself. If it raises, it is called again at the next use.
     """
 
     def __init__(self, attributes: Sequence[str], renew: Callable[[Any], None]) -> None:
@@ -247,7 +248,11 @@ class SetUpAnew:
 
 
 class _Watched:
-    """One attribute. default: that of the class, used if it is a cached property."""
+    """One attribute.
+
+    Args:
+        default: That of the class, used if it is a cached property.
+    """
 
     def __init__(self, anew: SetUpAnew, name: str, default: Any) -> None:
         self._anew = anew
@@ -279,7 +284,8 @@ class _Watched:
 def refuse(value: object, why: str) -> NoReturn:
     """Raise `NotInRanks` for an object of the notebook, with the line to move.
 
-    why: a clause that says what cannot be set up anew.
+    Args:
+        why: A clause that says what cannot be set up anew.
     """
     kind = type(value).__name__
     line = f"{name_of(value) or kind.lower()} = {kind}(...)"

@@ -85,7 +85,11 @@ def _here(world: World) -> str:
 
 
 def _instead(name: str | None) -> str:
-    """Return the line to change. name: of the function that was to run in every process."""
+    """Return the line to change.
+
+    Args:
+        name: The name of the function that was to run in every process.
+    """
     call = f"{name}(...)" if name else "the function"
     return (
         f"The processes are there already: call {call} directly. Or call the launcher in a cell without %%accelerate, "

@@ -24,7 +24,8 @@ __all__ = [
 class WorkerHandle:
     """One rank of a group: its process, its channel and its reports so far.
 
-    stays: it waits for another task after this one, instead of being released.
+    Args:
+        stays: It waits for another task after this one, instead of being released.
     """
 
     def __init__(self, rank: int, process: WorkerProcess, channel: Channel, stays: bool = False) -> None:
@@ -86,7 +87,8 @@ class WorkerHandle:
 class WorkerProcess:
     """A started rank: its pid, a pidfd that becomes readable when it ends, and a function for its exit code.
 
-    collect: blocks until the exit code is known; called once, after the pidfd has become readable.
+    Args:
+        collect: Blocks until the exit code is known; called once, after the pidfd has become readable.
     """
 
     def __init__(self, pid: int, pidfd: int, collect: Callable[[], int]) -> None:

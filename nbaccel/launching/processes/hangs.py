@@ -215,9 +215,13 @@ def _catches(pid: int, number: int) -> bool:
 class Hang:
     """Ranks that made no progress for `seconds`.
 
-    rank: the one to blame.  lines: the place of each rank.  is_certain: nobody can go on; else a guess.
-    is_alone: that rank waits in a sharded model, and others elsewhere.  is_elsewhere: it waits in one call, and others
-    in another one. Otherwise, if certain, it has finished.  is_first: no rank has done a step yet, and none computes.
+    Args:
+        rank: The one to blame.
+        lines: The place of each rank.
+        is_certain: Nobody can go on; else a guess.
+        is_alone: That rank waits in a sharded model, and others elsewhere.
+        is_elsewhere: It waits in one call, and others in another one. Otherwise, if certain, it has finished.
+        is_first: No rank has done a step yet, and none computes.
     """
 
     rank: int
@@ -261,7 +265,9 @@ class Hang:
 class HangWatch:
     """Watches the ranks of one run for hangs.
 
-    store_path: the file in which the ranks meet.  limit_s: seconds after which a hang ends the run; None for never.
+    Args:
+        store_path: The file in which the ranks meet.
+        limit_s: Seconds after which a hang ends the run; None for never.
     """
 
     def __init__(
@@ -347,7 +353,11 @@ class HangWatch:
         return None
 
     def _certain(self, stacks: Mapping[int, _Stack], gone: Sequence[int], quiet: float) -> Hang | None:
-        """Return the hang if no rank can go on.  gone: ranks that have finished."""
+        """Return the hang if no rank can go on.
+
+        Args:
+            gone: Ranks that have finished.
+        """
         if not stacks or not all(stack.is_in_collective for stack in stacks.values()):
             return None
         lines = self._lines(stacks)
@@ -374,7 +384,11 @@ class HangWatch:
         return None if self._question is None else max(0.0, self._question.due_at - now)
 
     def _hang(self, stacks: Mapping[int, _Stack], seconds: float, gone: Sequence[int] = ()) -> Hang:
-        """Return the hang.  gone: ranks that have finished; they are to blame before all others."""
+        """Return the hang.
+
+        Args:
+            gone: Ranks that have finished; they are to blame before all others.
+        """
         guilty = min(gone or stacks, key=lambda rank: (self._beats[rank], rank in stacks and stacks[rank].waits, rank))
         return Hang(guilty, seconds, self._lines(stacks))
 

@@ -32,15 +32,17 @@ __all__ = [
 class Interrupts:
     """Counts interrupts; readable by a selector when there are new ones.
 
-    count: the number of interrupts that have been read.  raised: an exception that asked for the end of the run, if
-    any.
+    Attributes:
+        count: The number of interrupts that have been read.
+        raised: An exception that asked for the end of the run, if any.
 
-    >>> interrupts = Interrupts()
-    >>> interrupts.interrupt(); interrupts.interrupt()
-    >>> interrupts.read()
-    >>> interrupts.count
-    2
-    >>> interrupts.close(); interrupts.interrupt()
+    Example:
+        >>> interrupts = Interrupts()
+        >>> interrupts.interrupt(); interrupts.interrupt()
+        >>> interrupts.read()
+        >>> interrupts.count
+        2
+        >>> interrupts.close(); interrupts.interrupt()
     """
 
     def __init__(self) -> None:
@@ -157,7 +159,8 @@ def stopped_before_termination(saves_itself: Callable[[], bool]) -> Iterator[Non
 
     Runs in the kernel's main thread, the only one that handles signals; in another thread it does nothing.
 
-    saves_itself: called when the signal comes; returns whether the run saves itself.
+    Args:
+        saves_itself: Called when the signal comes; returns whether the run saves itself.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -200,14 +203,16 @@ class Pollable:
     def begins(self, interrupt: Callable[[], None]) -> None:
         """Prepare for the packing of the names that the ranks need; called before it, in runs that pack.
 
-        interrupt: a function for any thread that ends the packing, and nothing after it.
+        Args:
+            interrupt: A function for any thread that ends the packing, and nothing after it.
         """
 
     def tick(self, now: float, interrupt: Callable[[], None]) -> None:
         """Do what is due; called whenever the run's loop is awake, never before the ranks have been started.
 
-        interrupt: a function that counts as one interrupt by the user. It may be kept, and called from any thread at
-        any time; once the run is over it does nothing.
+        Args:
+            interrupt: A function that counts as one interrupt by the user. It may be kept, and called from any thread
+                at any time; once the run is over it does nothing.
         """
 
     def interrupted(self, times: int) -> None:
@@ -227,7 +232,8 @@ class DebuggerPrompt:
     for it. The ranks wait meanwhile, and so does the loop that watches them: the limits of the run do not count that
     time.
 
-    notice: shows one line of the project to the user.
+    Args:
+        notice: Shows one line of the project to the user.
     """
 
     def __init__(self, notice: Callable[[str], None]) -> None:
@@ -237,8 +243,9 @@ class DebuggerPrompt:
     def answer(self, member: WorkerHandle, prompt: str, *, is_open: bool, interrupt: Callable[[], None]) -> float:
         """Ask, and send the answer to the rank; return the seconds that it took.
 
-        is_open: the run goes on; otherwise no question is asked, and the rank is told so.
-        interrupt: called when the user interrupts instead of answering.
+        Args:
+            is_open: The run goes on; otherwise no question is asked, and the rank is told so.
+            interrupt: Called when the user interrupts instead of answering.
         """
         began = time.monotonic()
         typed: str | None = None

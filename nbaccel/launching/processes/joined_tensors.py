@@ -24,7 +24,9 @@ class JoinedTensors:
 
     The values of several ranks that hold one sharded tensor share it here too: it was one tensor there.
 
-    reports: by rank.  checkpoint: the newest one of the run, which is named if ranks do not fit together.
+    Args:
+        reports: By rank.
+        checkpoint: The newest one of the run, which is named if ranks do not fit together.
     """
 
     def __init__(self, reports: Sequence[RankReport | None], checkpoint: str = "") -> None:
@@ -37,7 +39,7 @@ class JoinedTensors:
         """Return the tensor with this key.
 
         Raises:
-            CannotJoin: rows of it are missing, or do not belong together.
+            CannotJoin: Rows of it are missing, or do not belong together.
         """
         if key not in self._whole:
             if self._rows is None:

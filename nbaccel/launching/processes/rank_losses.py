@@ -111,8 +111,9 @@ def reaction_to_losses(spec: LaunchSpec, worker_group: WorkerGroup) -> EndOfRun:
 def restart_line(rank: int, exit_code: int) -> str:
     """Return the line about a rank that is started again.
 
-    >>> restart_line(1, -9)
-    'rank 1 was killed by SIGKILL; started again, its items go to the others meanwhile'
+    Example:
+        >>> restart_line(1, -9)
+        'rank 1 was killed by SIGKILL; started again, its items go to the others meanwhile'
     """
     how = f"was killed by {signal_name(-exit_code)}" if exit_code < 0 else f"ended with exit code {exit_code}"
     return f"rank {rank} {how}; started again, its items go to the others meanwhile"

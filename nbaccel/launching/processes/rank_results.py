@@ -28,8 +28,11 @@ __all__ = [
 class Returned:
     """The values that a rank sent back.
 
-    values: by name.  changes: of objects that the kernel has.
-    lost: other changes that cannot be rebuilt here: their numbers, in the order of the rank's, each with the reason.
+    Args:
+        values: By name.
+        changes: The changes of objects that the kernel has.
+        lost: Other changes that cannot be rebuilt here: their numbers, in the order of the rank's, each with the
+            reason.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -41,19 +44,25 @@ class Returned:
 class RankResults:
     """The ends of a run's ranks, and what they sent; of several attempts the last.
 
-    reports: by rank; None for a rank that died without one.
-    exit_codes: by rank, negative for signals.  first_failed: the rank whose failure was the cause, if any.
-    is_interrupted, is_timed_out: the user, or the time limit, ended it.
-    seconds: of this attempt.
-    raised: the exception in the kernel that ended it, as an interrupt does; it is the caller's.
-    program_limit: the limit that the program had set itself, if any.  is_own_limit: this limit ended it.
-    saves_itself: ranks save the training, also when they are stopped.
-    steps: training steps that every rank had done when the run was stopped at a step; None otherwise.
-    open_files: files that ranks were writing when the first of them failed.  has_written: they have written some.
-    hang: the hang that ended the run.
-    stays: ranks that have not died stay after the run.
-    why_not_again: why the rank that failed first was not started again, see `RestartRanks`; empty in other runs.
-    joined: the sharded tensors of which its ranks have sent rows.
+    Args:
+        reports: By rank; None for a rank that died without one.
+        exit_codes: By rank, negative for signals.
+        first_failed: The rank whose failure was the cause, if any.
+        is_interrupted, is_timed_out: The user, or the time limit, ended it.
+        seconds: The seconds of this attempt.
+        steps: Training steps that every rank had done when the run was stopped at a step; None otherwise.
+        open_files: Files that ranks were writing when the first of them failed.
+        hang: The hang that ended the run.
+        stays: Ranks that have not died stay after the run.
+        program_limit: The limit that the program had set itself, if any.
+        is_own_limit: This limit ended it.
+        saves_itself: Ranks save the training, also when they are stopped.
+        why_not_again: Why the rank that failed first was not started again, see `RestartRanks`; empty in other runs.
+        raised: The exception in the kernel that ended it, as an interrupt does; it is the caller's.
+        has_written: They have written some.
+
+    Attributes:
+        joined: The sharded tensors of which its ranks have sent rows.
     """
 
     task: Task
@@ -138,8 +147,10 @@ class RankResults:
     ) -> str:
         """Return the line for a run that a time limit ended at a step.
 
-        history, checkpoint: of the run, see `Run`.  launch_s: the limit of the launch.
-        resume, checkpoint_every: the names of these options for the caller's users.
+        Args:
+            history, checkpoint: Those of the run, see `Run`.
+            launch_s: The limit of the launch.
+            resume, checkpoint_every: The names of these options for the caller's users.
         """
         own = self.program_limit if self.is_own_limit else None
         done = "" if self.steps is None else f" after {plural(max(0, self.steps - history.first_step), 'step')}"

@@ -68,12 +68,13 @@ def driven(coroutine: RunCoroutine[Result]) -> Result:
 class InterruptRelay(Pollable):
     """Passes requests to end a run on to its ranks; those made before the ranks exist come as soon as they do.
 
-    >>> relay, interrupts_so_far = InterruptRelay(), []
-    >>> relay.interrupt()
-    >>> relay.tick(0.0, lambda: interrupts_so_far.append("stop"))
-    >>> relay.interrupt()
-    >>> interrupts_so_far
-    ['stop', 'stop']
+    Example:
+        >>> relay, interrupts_so_far = InterruptRelay(), []
+        >>> relay.interrupt()
+        >>> relay.tick(0.0, lambda: interrupts_so_far.append("stop"))
+        >>> relay.interrupt()
+        >>> interrupts_so_far
+        ['stop', 'stop']
     """
 
     def __init__(self) -> None:
@@ -142,7 +143,8 @@ def side_by_side(runs: Iterable[QueuedRun], places: int, beside: Sequence[Pollab
     The first interrupt asks all that are running to finish their step, and keeps the waiting ones from beginning; the
     second ends all at once. If one run raises an error, or the thread is ended by one, the processes of all are ended.
 
-    beside: checked meanwhile; each can interrupt as a person does.
+    Args:
+        beside: Checked meanwhile; each can interrupt as a person does.
     """
     waiting, free = iter(runs), deque(range(places))
     running: list[_Running] = []

@@ -68,10 +68,12 @@ _RESULTS_S = 120.0  # the work is done and its results are being packed, which t
 def finishing_s(is_stepping: bool, last_step_s: float) -> float:
     """Return the seconds that a program may go on after the first interrupt: to finish its step, or to reach one.
 
-    last_step_s: duration of its last whole step; 0 if there was none.
+    Args:
+        last_step_s: Duration of its last whole step; 0 if there was none.
 
-    >>> finishing_s(True, 4.0), finishing_s(True, 0.0), finishing_s(False, 4.0)
-    (8.0, 30.0, 1.0)
+    Example:
+        >>> finishing_s(True, 4.0), finishing_s(True, 0.0), finishing_s(False, 4.0)
+        (8.0, 30.0, 1.0)
     """
     if not is_stepping:
         return _NO_STEP_S
@@ -332,7 +334,9 @@ class StopAtStep(ShutdownPolicy):
 class TimeLimits:
     """The limits of one run, the earliest of which ends it.
 
-    launch_s: that of the launch, counted from `began`.  program: a limit that an earlier attempt of the run had set.
+    Args:
+        launch_s: That of the launch, counted from `began`.
+        program: A limit that an earlier attempt of the run had set.
     """
 
     def __init__(
@@ -383,11 +387,12 @@ def endable(seconds: float | None, beside: Sequence[Pollable] = ()) -> Iterator[
     The main thread is interrupted by SIGINT, which also ends a `sleep`; another thread before its next line of Python.
 
     Raises:
-        TimeoutError: the block took longer; with the text of the KeyboardInterrupt that ended it.
+        TimeoutError: The block took longer; with the text of the KeyboardInterrupt that ended it.
 
-    >>> with endable(60):
-    ...     sum(range(10))
-    45
+    Example:
+        >>> with endable(60):
+        ...     sum(range(10))
+        45
     """
     if seconds is None and not beside:
         yield
@@ -418,8 +423,10 @@ def endable(seconds: float | None, beside: Sequence[Pollable] = ()) -> Iterator[
 class _Alarm:
     """Interrupts the thread that made it repeatedly, from `seconds` or an interrupt on until the block is left.
 
-    has_rung: the time was over before any interrupt.  is_off: it sends no more interrupts.
-    is_interrupted: another source has interrupted this thread while the block was being left.
+    Attributes:
+        has_rung: The time was over before any interrupt.
+        is_off: It sends no more interrupts.
+        is_interrupted: Another source has interrupted this thread while the block was being left.
     """
 
     def __init__(self, seconds: float | None) -> None:

@@ -20,11 +20,12 @@ __all__ = ["CellSource", "execute"]
 class CellSource:
     """The text of a cell.
 
-    code: plain Python, with as many lines above it as the notebook shows above it, so that line numbers agree.
-    name: the file name it is compiled under, "Cell In[5]".
-    shown: the cell as the user typed it, for tracebacks.
-    flags: compiler flags of the notebook (its `from __future__` imports).
-    is_timed: a `%%time` stood at the top of the body.
+    Args:
+        code: Plain Python, with as many lines above it as the notebook shows above it, so that line numbers agree.
+        name: The file name it is compiled under, "Cell In[5]".
+        shown: The cell as the user typed it, for tracebacks.
+        flags: Compiler flags of the notebook (its `from __future__` imports).
+        is_timed: A `%%time` stood at the top of the body.
     """
 
     code: str
@@ -37,7 +38,7 @@ class CellSource:
         """Return the statements, and separately the last expression if there is one whose value is to be shown.
 
         Raises:
-            SyntaxError: with the cell's name and line.
+            SyntaxError: With the cell's name and line.
         """
         return self.compile_tree(self.parsed())
 
@@ -45,7 +46,7 @@ class CellSource:
         """Return the tree of the code.
 
         Raises:
-            SyntaxError: with the cell's name and line.
+            SyntaxError: With the cell's name and line.
         """
         flags = self.flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST
         module = compile(self.code, self.name, "exec", flags, dont_inherit=True)
