@@ -55,8 +55,10 @@ class Values(NamedTuple):
 class TensorChange:
     """The change of a tensor.
 
-    values: None if they are as before.  wants_gradient: the tensor requires a gradient now.
-    gradient: the present gradient, or None, in a tuple; None if it is as before.
+    Args:
+        values: None if they are as before.
+        wants_gradient: The tensor requires a gradient now.
+        gradient: The present gradient, or None, in a tuple; None if it is as before.
     """
 
     values: Values | None
@@ -324,9 +326,11 @@ def _set_state_of_bits(generator: Any, state: Any) -> None:
 class _Seen(NamedTuple):
     """The state of a tensor at one time.
 
-    memory: the address of its values; on the host alone, an equal address means the same values.
-    version: number of torch's writes.  digest: of its values; None if they have no plain memory.
-    gradient: the gradient, and its version.
+    Args:
+        memory: The address of its values; on the host alone, an equal address means the same values.
+        version: Number of torch's writes.
+        digest: The digest of its values; None if they have no plain memory.
+        gradient: The gradient, and its version.
     """
 
     layout: tuple[Any, ...]

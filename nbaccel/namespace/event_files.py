@@ -28,7 +28,8 @@ _OPEN_OTHERS = ("add_scalars", "add_hparams")
 def open_again_at_first_use(rank: int, kept: list[Any]) -> None:
     """Make the writers that this process inherited by a fork open their own file when the rank uses them.
 
-    kept: takes objects that must not be closed in this process.
+    Args:
+        kept: Takes objects that must not be closed in this process.
     """
     module: Any = sys.modules.get("torch.utils.tensorboard.writer")
     if module is None:

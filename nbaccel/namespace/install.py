@@ -58,7 +58,11 @@ def install(values: Mapping[str, Any], namespace: dict[str, Any], sizes: Mapping
 
 
 def _size(value: Any, size: int) -> int:
-    """Return the bytes that came of `value`.  size: those that it had in the rank."""
+    """Return the bytes that came of `value`.
+
+    Args:
+        size: Those that it had in the rank.
+    """
     return value.nbytes if type(value) is TrainedTensors else size
 
 

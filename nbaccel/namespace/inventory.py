@@ -56,11 +56,13 @@ _UNREAD = Kind()
 class ObjectPlace:
     """The place of an object: a name, and the steps from it.
 
-    address: that of the object in the process that named the place; 0 if that is no copy of the kernel. For attributes,
-    that of their owner: Python may make the dictionary of them only when it is read.
+    Args:
+        address: That of the object in the process that named the place; 0 if that is no copy of the kernel. For
+            attributes, that of their owner: Python may make the dictionary of them only when it is read.
 
-    >>> str(ObjectPlace("trainer", (("attributes", None), ("value", "model"))))
-    'trainer.model'
+    Example:
+        >>> str(ObjectPlace("trainer", (("attributes", None), ("value", "model"))))
+        'trainer.model'
     """
 
     name: str
@@ -86,8 +88,9 @@ _LONGEST_KEY = 40
 def _index(key: Any) -> str:
     """Return a key as it is written, or the kind of one that is long: a tensor, or the text of one.
 
-    >>> _index("lr"), _index(3), _index("Parameter containing: " + "0.1 " * 20)
-    ("'lr'", '3', 'a str')
+    Example:
+        >>> _index("lr"), _index(3), _index("Parameter containing: " + "0.1 " * 20)
+        ("'lr'", '3', 'a str')
     """
     if type(key) is str and key.isdigit():
         return key
@@ -102,8 +105,9 @@ def writes_of(
 ) -> tuple[list[Write], dict[str, str]]:
     """Prepare writing `changes` into the notebook's objects; return the writes, and the other keys with reasons.
 
-    placed: finds an object by its token.  The reason is "" where nothing differs. Nothing is written until everything
-    is prepared: the writes run no code of the user's.
+    Args:
+        placed: Finds an object by its token.  The reason is "" where nothing differs. Nothing is written until
+            everything is prepared: the writes run no code of the user's.
     """
     writes: list[Write] = []
     refused: dict[str, str] = {}
@@ -126,10 +130,11 @@ def found_at(place: ObjectPlace, namespace: Mapping[str, Any]) -> Any:
     """Return the object at `place`.
 
     Raises:
-        LookupError: there is nothing, or another object.
+        LookupError: There is nothing, or another object.
 
-    >>> found_at(ObjectPlace("x", (("value", "a"), ("item", 1))), {"x": {"a": [5, [6]]}})
-    [6]
+    Example:
+        >>> found_at(ObjectPlace("x", (("value", "a"), ("item", 1))), {"x": {"a": [5, [6]]}})
+        [6]
     """
     try:
         obj = owner = namespace[place.name]
@@ -150,13 +155,16 @@ class Inventory:
     Objects that an object makes on request are not followed, as in `nbytes`: containers are read by the methods of the
     builtin types, other objects by their attributes.
 
-    is_copy: this process is a copy of the kernel, so objects have the same addresses as there.
-    takes_gradients: see `Places`.
-    most: objects that are read. What is trained does not count, and is always read: models, optimizers, and what they
-    lead to. Of the others each name gets its share first, without containers of more than 1,000 elements.
-    unlooked: names that lead to more objects, and, after `changes`, places of objects that could not be compared, each
-    with the reason. Changes of objects that only these names lead to are not known.
-    stayed: after `changes`, places of objects that have changed and cannot be changed in the notebook, and why.
+    Args:
+        is_copy: This process is a copy of the kernel, so objects have the same addresses as there.
+        most: Objects that are read. What is trained does not count, and is always read: models, optimizers, and what
+            they lead to. Of the others each name gets its share first, without containers of more than 1,000 elements.
+
+    Attributes:
+        takes_gradients: See `Places`.
+        unlooked: Names that lead to more objects, and, after `changes`, places of objects that could not be compared,
+            each with the reason. Changes of objects that only these names lead to are not known.
+        stayed: After `changes`, places of objects that have changed and cannot be changed in the notebook, and why.
     """
 
     def __init__(
@@ -276,7 +284,8 @@ class Inventory:
     def _look(self, most: int, many: int = sys.maxsize) -> list[int]:
         """Read all added objects and those that they lead to, until `most` are read; return those that are left.
 
-        many: containers with more elements are left, too.
+        Args:
+            many: Containers with more elements are left, too.
         """
         objects, kinds, ways, known = self._objects, self._kinds, self._ways, self._index
         kind_of, seen, of_training, waiting = self._kind_of_each.of, self._classes, self._of_training, self._waiting
@@ -358,12 +367,13 @@ _NAMES_OF_MODULES = frozenset(
 class Delta:
     """The differences.
 
-    bound: names that are new, or bound to other objects than before; wrappers of training do not count as other
-    objects.
-    deleted: names that are gone.
-    changes: of objects that the notebook has, at any depth.
-    unlooked: names, and places, of objects that could not be compared, each with the reason.
-    staying: places of objects that have changed and stay in their rank, each with the reason.
+    Args:
+        bound: Names that are new, or bound to other objects than before; wrappers of training do not count as other
+            objects.
+        deleted: Names that are gone.
+        changes: The changes of objects that the notebook has, at any depth.
+        unlooked: Names, and places, of objects that could not be compared, each with the reason.
+        staying: Places of objects that have changed and stay in their rank, each with the reason.
     """
 
     bound: Mapping[str, Any] = field(default_factory=dict)
@@ -378,14 +388,19 @@ class Baseline:
 
     Names are found by comparing namespaces, so any way of binding counts: a statement, a magic, or ``globals()``.
 
-    inventory: of these objects.  is_copy: this process is a copy of the kernel.
+    Args:
+        is_copy: This process is a copy of the kernel.
 
-    >>> names = {"a": [1], "b": 2}
-    >>> baseline = Baseline(names, names)
-    >>> names["a"].append(3); del names["b"]; names["c"] = names["a"]
-    >>> delta = baseline.delta()
-    >>> delta.bound, delta.deleted, [change.content for change in delta.changes]
-    ({'c': [1, 3]}, ['b'], [(1, 1, [3])])
+    Attributes:
+        inventory: Of these objects.
+
+    Example:
+        >>> names = {"a": [1], "b": 2}
+        >>> baseline = Baseline(names, names)
+        >>> names["a"].append(3); del names["b"]; names["c"] = names["a"]
+        >>> delta = baseline.delta()
+        >>> delta.bound, delta.deleted, [change.content for change in delta.changes]
+        ({'c': [1, 3]}, ['b'], [(1, 1, [3])])
     """
 
     def __init__(self, namespace: dict[str, Any], mentioned: Iterable[str], *, is_copy: bool = True) -> None:
@@ -444,8 +459,9 @@ def _is_the_users(name: str) -> bool:
 def belongs_to_ipython(name: str) -> bool:
     """Return whether IPython uses this name in a notebook: for history, displays, and commands to quit.
 
-    >>> belongs_to_ipython("_i12"), belongs_to_ipython("_dh"), belongs_to_ipython("_hidden")
-    (True, True, False)
+    Example:
+        >>> belongs_to_ipython("_i12"), belongs_to_ipython("_dh"), belongs_to_ipython("_hidden")
+        (True, True, False)
     """
     return name in {"In", "Out", "get_ipython", "exit", "quit", "open", "display"} or (
         name.startswith("_") and name.strip("_i0123456789dhost") == ""

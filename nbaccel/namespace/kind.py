@@ -33,7 +33,9 @@ Write = Callable[[], None]
 class Change:
     """The change of one object of the notebook.
 
-    token: identifies the object (`Inventory.token`).  content: the argument of its kind's `writing`.
+    Args:
+        token: Identifies the object (`Inventory.token`).
+        content: The argument of its kind's `writing`.
     """
 
     token: tuple[Any, ...]
@@ -52,8 +54,9 @@ class Change:
 class Entries:
     """The change of a dictionary.
 
-    removed: keys to remove first: those that are gone, and those that come after new ones now.
-    keys, values: entries to add then, in this order.
+    Args:
+        removed: Keys to remove first: those that are gone, and those that come after new ones now.
+        keys, values: Entries to add then, in this order.
     """
 
     removed: list[Any]
@@ -84,7 +87,8 @@ class Stays(Exception):
 class Kind:
     """Reads objects of a type. This base class: they have no parts, and do not change.
 
-    cost: how many plain objects are read in the same time.
+    Attributes:
+        cost: How many plain objects are read in the same time.
     """
 
     cost = 1
@@ -101,7 +105,7 @@ class Kind:
         """Return the data by which `writing` brings another object from state `mark` to `obj`'s; None if equal.
 
         Raises:
-            Stays: it has changed, and stays in this process.
+            Stays: It has changed, and stays in this process.
         """
         return None
 
@@ -118,6 +122,6 @@ class Kind:
 
         Raises:
             CannotWrite: `obj` is not as it was when the change was found.
-            IsSame: there is nothing to write.
+            IsSame: There is nothing to write.
         """
         raise CannotWrite("it has no state")

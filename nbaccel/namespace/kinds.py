@@ -53,7 +53,9 @@ class _Dict(Kind):
     """Dictionaries of every class; also those of an object's attributes.
 
     Keys are known by identity: a dictionary keeps the one that it was given first.
-    methods: the class of Python's own whose methods read it: an OrderedDict has its own order.
+
+    Args:
+        methods: The class of Python's own whose methods read it: an OrderedDict has its own order.
     """
 
     def __init__(self, methods: Any = dict) -> None:
@@ -425,10 +427,11 @@ def part(obj: Any, step: Step) -> Any:
     """Return the part of `obj` that a step leads to.
 
     Raises:
-        LookupError: the object has no such part.
+        LookupError: The object has no such part.
 
-    >>> part({"a": [1, 2]}, ("value", "a")), part((5, 6), ("item", 1))
-    ([1, 2], 6)
+    Example:
+        >>> part({"a": [1, 2]}, ("value", "a")), part((5, 6), ("item", 1))
+        ([1, 2], 6)
     """
     word, key = step
     try:

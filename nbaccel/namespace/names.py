@@ -82,12 +82,14 @@ def seeds(parts: Sequence[types.CodeType], namespace: Mapping[str, Any]) -> bool
 def knows_ranks(parts: Sequence[types.CodeType], namespace: Mapping[str, Any], others: Collection[str] = ()) -> bool:
     """Return whether the code, or a value that it reads, is written for several ranks, judging by names.
 
-    others: names that the cell mentions beside its code.
+    Args:
+        others: Names that the cell mentions beside its code.
 
-    >>> knows_ranks([compile("model = accelerator.prepare(model)", "", "exec")], {})
-    True
-    >>> knows_ranks([compile("loss.backward()", "", "exec")], {})
-    False
+    Example:
+        >>> knows_ranks([compile("model = accelerator.prepare(model)", "", "exec")], {})
+        True
+        >>> knows_ranks([compile("loss.backward()", "", "exec")], {})
+        False
     """
     names = with_their_own({*names_read(parts), *others}, namespace)
     values = {name: namespace[name] for name in names if name in namespace}
@@ -191,8 +193,9 @@ def _function_in(part: Any) -> types.FunctionType | None:
 def names_in_magics(code: str) -> set[str]:
     """Return words in the arguments of magics, of lines or of whole cells: each may be a name.
 
-    >>> sorted(names_in_magics("get_ipython().run_cell_magic('time', '', 'fit(model)')"))
-    ['fit', 'model']
+    Example:
+        >>> sorted(names_in_magics("get_ipython().run_cell_magic('time', '', 'fit(model)')"))
+        ['fit', 'model']
     """
     texts = [
         str(text.value)
@@ -219,10 +222,12 @@ def loop_variables(code: str) -> set[str]:
 def made_before_read(code: str, namespace: Mapping[str, Any] | None = None) -> set[str]:
     """Return the names that the cell always binds before it reads them: their earlier values are not needed.
 
-    namespace: the notebook's; a name of a function or class in it counts as reading all that its code reads.
+    Args:
+        namespace: The notebook's; a name of a function or class in it counts as reading all that its code reads.
 
-    >>> sorted(made_before_read("model = build()\\nmodel.train()\\nif x:\\n    y = 1\\nprint(y)"))
-    ['model']
+    Example:
+        >>> sorted(made_before_read("model = build()\\nmodel.train()\\nif x:\\n    y = 1\\nprint(y)"))
+        ['model']
     """
     order = _Order(namespace or {})
     order.follow(_statements_of(code))
@@ -232,8 +237,9 @@ def made_before_read(code: str, namespace: Mapping[str, Any] | None = None) -> s
 def read_before_made(code: str, namespace: Mapping[str, Any]) -> set[str]:
     """Return the names that the cell may read before it has bound them, also in functions of the notebook.
 
-    >>> sorted(read_before_made("score = run(x)\\nif x:\\n    best = max(best, score)", {}))
-    ['best', 'max', 'run', 'x']
+    Example:
+        >>> sorted(read_before_made("score = run(x)\\nif x:\\n    best = max(best, score)", {}))
+        ['best', 'max', 'run', 'x']
     """
     order = _Order(namespace)
     order.follow(_statements_of(code))
@@ -243,10 +249,11 @@ def read_before_made(code: str, namespace: Mapping[str, Any]) -> set[str]:
 def not_read(code: str, namespace: Mapping[str, Any]) -> set[str]:
     """Return the names whose values of before the cell does not need, though it may name them first to delete them.
 
-    >>> sorted(not_read("del model\\nmodel = build()\\nmodel.train()", {}))
-    ['model']
-    >>> sorted(not_read("print(model)\\ndel model", {}))
-    []
+    Example:
+        >>> sorted(not_read("del model\\nmodel = build()\\nmodel.train()", {}))
+        ['model']
+        >>> sorted(not_read("print(model)\\ndel model", {}))
+        []
     """
     order = _Order(namespace, needs_to_delete=False)
     order.follow(statements := _statements_of(code))
@@ -264,9 +271,13 @@ def _statements_of(code: str) -> list[ast.stmt]:
 class _Order:
     """The names of a cell in the order of its text.
 
-    read: those that are read before they are in `made`.  made: those that are bound for certain before that.
-    deleted: those that are deleted anywhere.
-    needs_to_delete: deleting a name reads its value; otherwise it is like binding it.
+    Args:
+        needs_to_delete: Deleting a name reads its value; otherwise it is like binding it.
+
+    Attributes:
+        read: Those that are read before they are in `made`.
+        made: Those that are bound for certain before that.
+        deleted: Those that are deleted anywhere.
     """
 
     def __init__(self, namespace: Mapping[str, Any], needs_to_delete: bool = True) -> None:
@@ -347,14 +358,16 @@ def says_first_card(parts: Sequence[types.CodeType], namespace: Mapping[str, Any
     Return an empty text if it names none, or if it, or a library in it, chooses GPUs by the rank's number: then every
     rank has to see all of them.
 
-    others: names that the cell mentions beside its code.
+    Args:
+        others: Names that the cell mentions beside its code.
 
-    >>> says_first_card([compile("model.to('cuda:0')", "", "exec")], {})
-    '"cuda:0"'
-    >>> says_first_card([compile("model.to('cuda')", "", "exec")], {})
-    ''
-    >>> says_first_card([compile("model.to('cuda:0').to(f'cuda:{local_rank}')", "", "exec")], {})
-    ''
+    Example:
+        >>> says_first_card([compile("model.to('cuda:0')", "", "exec")], {})
+        '"cuda:0"'
+        >>> says_first_card([compile("model.to('cuda')", "", "exec")], {})
+        ''
+        >>> says_first_card([compile("model.to('cuda:0').to(f'cuda:{local_rank}')", "", "exec")], {})
+        ''
     """
     with suppress(Exception):
         names = with_their_own({*names_read(parts), *others}, namespace)
@@ -373,8 +386,9 @@ def first_card_in(values: Mapping[str, Any]) -> str:
     Return an empty text if no value does, or if there is one of a library that counts GPUs, or one that names another
     GPU.
 
-    >>> first_card_in({"settings": {"device": "cuda:0"}}), first_card_in({"device": "cuda"})
-    ('settings', '')
+    Example:
+        >>> first_card_in({"settings": {"device": "cuda:0"}}), first_card_in({"device": "cuda"})
+        ('settings', '')
     """
     with suppress(Exception):
         if _count_cards(values):

@@ -69,8 +69,9 @@ _SPARSE_PARTS = {
 def size_of(value: Any) -> int:
     """Return the bytes that would be sent with `value`, roughly.
 
-    >>> size_of(b"x" * 1000) >= 1000
-    True
+    Example:
+        >>> size_of(b"x" * 1000) >= 1000
+        True
     """
     return round(_weighed(value, _MOST_SECONDS))
 
@@ -80,8 +81,9 @@ def sizes_of(values: Mapping[str, Any]) -> dict[str, int]:
 
     Together they take a second at most: each may take half of what is left of it.
 
-    >>> sizes_of({"rows": [b"x" * 1000] * 2, "none": None})["rows"] >= 1000
-    True
+    Example:
+        >>> sizes_of({"rows": [b"x" * 1000] * 2, "none": None})["rows"] >= 1000
+        True
     """
     end = time.monotonic() + _MOST_SECONDS_OF_SEVERAL
     return {
@@ -94,8 +96,9 @@ def sizes_on_devices(values: Mapping[str, Any]) -> dict[str, Counter[str]]:
 
     Nothing is sampled. Names that are not reached within 0.3 s are left out.
 
-    >>> sizes_on_devices({"x": b"on the host"})
-    {}
+    Example:
+        >>> sizes_on_devices({"x": b"on the host"})
+        {}
     """
     scale = _Scale(time.monotonic() + _MOST_SECONDS, sample=_MOST_OBJECTS)
     sizes: dict[str, Counter[str]] = {}
@@ -113,8 +116,9 @@ def bytes_by_sharing(value: Any) -> tuple[int, int]:
     Memory of tensors and arrays is mapped, and each process copies a page when it writes to it; other objects are built
     in every process.
 
-    >>> bytes_by_sharing(b"x" * 1000)[0], bytes_by_sharing(b"x" * 1000)[1] >= 1000
-    (0, True)
+    Example:
+        >>> bytes_by_sharing(b"x" * 1000)[0], bytes_by_sharing(b"x" * 1000)[1] >= 1000
+        (0, True)
     """
     weight, nbytes = _weight(value, _MOST_SECONDS)
     shared = min(nbytes, weight.memory_bytes)
@@ -127,8 +131,9 @@ def met_in(values: Mapping[str, Any], kinds: type | tuple[type, ...]) -> dict[st
     An object of several names is returned for the first. Classes of the notebook are read with their attributes, which
     are sent with them. Nothing is sampled, and what is not reached within 0.3 s is left out.
 
-    >>> met_in({"x": [1, {"y": "text"}], "z": None}, dict)
-    {'x': [{'y': 'text'}]}
+    Example:
+        >>> met_in({"x": [1, {"y": "text"}], "z": None}, dict)
+        {'x': [{'y': 'text'}]}
     """
     scale = _Scale(time.monotonic() + _MOST_SECONDS, sample=_MOST_OBJECTS, reads_classes=True)
     found: dict[str, list[Any]] = {}
@@ -158,8 +163,9 @@ def _weight(value: Any, seconds: float) -> tuple[_Weight, float]:
 class _Weight(NamedTuple):
     """Bytes of a value: of the objects that were read, and with an estimate of the rest.
 
-    memory_bytes: those of them that are memory of tensors and arrays.
-    is_whole: there is no rest, except for what the sample leaves out.
+    Args:
+        memory_bytes: Those of them that are memory of tensors and arrays.
+        is_whole: There is no rest, except for what the sample leaves out.
     """
 
     met_bytes: float
@@ -171,9 +177,13 @@ class _Weight(NamedTuple):
 class _Scale:
     """Adds up the bytes of objects, each memory and each object once.
 
-    until: the time to stop, in `time.monotonic()`.  sample: elements of a container that are read.
-    reads_classes: the attributes of the notebook's classes belong to what leads to the class.
-    on_devices: bytes by device that is not the host, of objects added since it was cleared.
+    Args:
+        until: The time to stop, in `time.monotonic()`.
+        sample: Elements of a container that are read.
+        reads_classes: The attributes of the notebook's classes belong to what leads to the class.
+
+    Attributes:
+        on_devices: Bytes by device that is not the host, of objects added since it was cleared.
     """
 
     def __init__(self, until: float, sample: int, reads_classes: bool = False) -> None:
@@ -233,8 +243,11 @@ class _Scale:
 class _Anatomy(NamedTuple):
     """The composition of an object.
 
-    nbytes: of the object itself.  holds: number of parts.  parts: these objects; iterating makes no new ones.
-    memory: device, address and bytes of the storage behind a tensor or an array.
+    Args:
+        nbytes: The size in bytes of the object itself.
+        holds: Number of parts.
+        parts: These objects; iterating makes no new ones.
+        memory: Device, address and bytes of the storage behind a tensor or an array.
     """
 
     nbytes: int = 0
@@ -377,7 +390,11 @@ def _storage(storage: Any) -> _Anatomy:
 
 
 def _memory_of(storage: Any, device: str, otherwise: int) -> tuple[str, int, int]:
-    """Return the memory of a storage.  otherwise: replaces the address of a storage that has none."""
+    """Return the memory of a storage.
+
+    Args:
+        otherwise: Replaces the address of a storage that has none.
+    """
     nbytes = 0 if device == "meta" else storage.nbytes()  # of a tensor on "meta" only the shape travels
     return device, storage.data_ptr() or otherwise, nbytes
 

@@ -56,10 +56,11 @@ class ObjectsBehind:
         Args:
             into_libraries: Also what objects of packages other than torch and Python's own lead to.
 
-        >>> import csv, io
-        >>> file = io.StringIO("a,b")
-        >>> any(obj is file for _, obj in ObjectsBehind.of({"rows": [csv.reader(file)]}).found)
-        True
+        Example:
+            >>> import csv, io
+            >>> file = io.StringIO("a,b")
+            >>> any(obj is file for _, obj in ObjectsBehind.of({"rows": [csv.reader(file)]}).found)
+            True
         """
         found: list[tuple[str, Any]] = []
         seen: set[int] = set()
@@ -84,9 +85,10 @@ class ObjectsBehind:
 def package_of(obj: Any) -> str:
     """Return the package of a module, a class or a function, and of any other object that of its class.
 
-    >>> import collections.abc
-    >>> package_of(collections.abc), package_of(collections.OrderedDict), package_of(collections.Counter())
-    ('collections', 'collections', 'collections')
+    Example:
+        >>> import collections.abc
+        >>> package_of(collections.abc), package_of(collections.OrderedDict), package_of(collections.Counter())
+        ('collections', 'collections', 'collections')
     """
     kind = type(obj)
     if issubclass(kind, types.ModuleType):

@@ -54,8 +54,10 @@ _MAGIC = b"nbparcel"
 class Payload:
     """A packed payload. The code that packed it closes `fd`; mappings of it outlive that.
 
-    fd: the memfd.  nbytes: its length.
-    lacks: names whose values were sent without some of their parts, and descriptions of these parts.
+    Args:
+        fd: The memfd.
+        nbytes: Its length.
+        lacks: Names whose values were sent without some of their parts, and descriptions of these parts.
     """
 
     fd: int
@@ -71,16 +73,18 @@ def pack(
 ) -> Payload:
     """Pack all of `values` into one payload.
 
-    by_reference: name by ``id(object)``, for classes and functions that the other side has; only the name is sent.
-    namespace: the globals of notebook functions; in the receiver they become those of `unpack_what_can_be_rebuilt`.
+    Args:
+        by_reference: Name by ``id(object)``, for classes and functions that the other side has; only the name is sent.
+        namespace: The globals of notebook functions; in the receiver they become those of `unpack_what_can_be_rebuilt`.
 
     Raises:
-        CannotSend: a value cannot be sent; `names` has every such name with the reason.
+        CannotSend: A value cannot be sent; `names` has every such name with the reason.
 
-    >>> payload = pack({"x": 1, "y": [2, 3]})
-    >>> unpack(payload.fd)
-    {'x': 1, 'y': [2, 3]}
-    >>> os.close(payload.fd)
+    Example:
+        >>> payload = pack({"x": 1, "y": [2, 3]})
+        >>> unpack(payload.fd)
+        {'x': 1, 'y': [2, 3]}
+        >>> os.close(payload.fd)
     """
     make = _packers(by_reference or {}, namespace)
     try:
@@ -110,13 +114,15 @@ def pack_what_can_travel(
 
     If only entries of a `Change` cannot be sent, the rest of it is; such an entry is named "name:key".
 
-    by_reference, namespace: see `pack`.
-    as_written: send objects as the user wrote them: of prepared objects, also inside of others, the wrapped ones.
-    places: those of objects that the receiver has; if given, only the place of such an object is sent, and all others
-    as written.
-    may_lack: names whose values are sent without the parts that cannot be sent, rather than not at all: see `Absent`.
-    sharded: tensors of which this rank's rows are sent, whether `values` lead to them or not.
-    unneeded: names of `namespace` whose values do not come along with functions that read them.
+    Args:
+        by_reference, namespace: See `pack`.
+        as_written: Send objects as the user wrote them: of prepared objects, also inside of others, the wrapped ones.
+        places: Those of objects that the receiver has; if given, only the place of such an object is sent, and all
+            others as written.
+        may_lack: Names whose values are sent without the parts that cannot be sent, rather than not at all: see
+            `Absent`.
+        sharded: Tensors of which this rank's rows are sent, whether `values` lead to them or not.
+        unneeded: Names of `namespace` whose values do not come along with functions that read them.
     """
     rest = values
     refused: dict[str, str] = {}
@@ -159,12 +165,13 @@ def unpack_what_can_be_rebuilt(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values of the payload behind `fd` that can be rebuilt, and the names of the others, with the reason.
 
-    namespace: becomes ``__globals__`` of the functions that were packed with one. Globals that they refer to are added
-    to it; existing names keep their values.
-    anchored: finds an object of this process by the name it was anchored under.
-    placed: finds one by the token of the sender's `Places.token`.
-    is_lasting: the values stay for long, and must not keep a larger rest of the payload alive.
-    joined: has the whole tensors for those of which the payload has only rows.
+    Args:
+        namespace: Becomes ``__globals__`` of the functions that were packed with one. Globals that they refer to are
+            added to it; existing names keep their values.
+        anchored: Finds an object of this process by the name it was anchored under.
+        placed: Finds one by the token of the sender's `Places.token`.
+        is_lasting: The values stay for long, and must not keep a larger rest of the payload alive.
+        joined: Has the whole tensors for those of which the payload has only rows.
     """
     try:
         values: dict[str, Any] = Unpacker(_contents(fd, namespace, anchored, placed, is_lasting, joined)).load()

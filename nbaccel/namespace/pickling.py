@@ -63,18 +63,21 @@ _COPIED_IF_LASTING = 16 * 1024 * 1024
 class Packer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle publishes no types
     """Writes objects to `file`, and collects the memory that has to follow them.
 
-    blocks: each returns its bytes when its turn to be written comes, so a device tensor is copied to the host late.
-    in_file: places of blocks that are in a file already, by index.
-    buffers: indices of blocks that are out-of-band buffers of the pickle protocol, in its order.
-    as_written: send what a cell left as the user wrote it: wrappers that training put around objects are left out, at
-    any depth in a value, and a tensor of a graph is sent without the graph.
-    may_lack: names whose values are sent with a replacement (`Absent`) for each part that cannot be sent.
-    lacks: descriptions of such parts, by name.
-    at: the name whose value is being packed, or was last; empty before the first.
-    packages: those whose classes, functions and modules the pickle refers to.
-    sharded: the tensors of which only this rank's rows are sent; of others no part is sent.
-    rows: these rows by the key of their tensor: the index of the block, and which rows it holds.
-    unneeded: names of the notebook's that functions of it do not bring along.
+    Args:
+        as_written: Send what a cell left as the user wrote it: wrappers that training put around objects are left out,
+            at any depth in a value, and a tensor of a graph is sent without the graph.
+        may_lack: Names whose values are sent with a replacement (`Absent`) for each part that cannot be sent.
+        sharded: The tensors of which only this rank's rows are sent; of others no part is sent.
+        unneeded: Names of the notebook's that functions of it do not bring along.
+
+    Attributes:
+        blocks: Each returns its bytes when its turn to be written comes, so a device tensor is copied to the host late.
+        in_file: Places of blocks that are in a file already, by index.
+        buffers: Indices of blocks that are out-of-band buffers of the pickle protocol, in its order.
+        lacks: Descriptions of such parts, by name.
+        at: The name whose value is being packed, or was last; empty before the first.
+        packages: Those whose classes, functions and modules the pickle refers to.
+        rows: These rows by the key of their tensor: the index of the block, and which rows it holds.
     """
 
     def __init__(
@@ -356,7 +359,8 @@ class PlacingPacker(Packer):
 class Places(Protocol):
     """The places of the notebook's objects: an `Inventory`.
 
-    takes_gradients: new tensors are sent with their gradients.
+    Attributes:
+        takes_gradients: New tensors are sent with their gradients.
     """
 
     takes_gradients: bool
@@ -442,10 +446,13 @@ def _set_function_state(function: types.FunctionType, wrapped: tuple[Callable[[A
 class Contents:
     """The contents of one payload, and the methods that the pickle in it calls by `_there`.
 
-    mapping: the payload.  begin: where the pickle is in it.  places: offset and length of each block.
-    buffers: as in `Packer`.
-    is_lasting: blocks that are less than half of the payload are copied out, so that none keeps a larger rest alive.
-    Nothing here refers to the unpickler: with a cycle the memory would stay until the collector runs.
+    Args:
+        mapping: The payload.
+        places: Offset and length of each block.
+        buffers: As in `Packer`.
+        is_lasting: Blocks that are less than half of the payload are copied out, so that none keeps a larger rest
+            alive. Nothing here refers to the unpickler: with a cycle the memory would stay until the collector runs.
+        begin: Where the pickle is in it.
     """
 
     def __init__(

@@ -265,8 +265,8 @@ class _Settings(Kind):
     """Objects of which some attributes are data, and the others lead into the process.
 
     Args:
-        names: Attributes that are data; none for all whose values are plain.
         after: A function that is called in the kernel once they are written.
+        names: Attributes that are data; none for all whose values are plain.
     """
 
     def __init__(self, *names: str, after: Callable[[Any], object] = lambda obj: None) -> None:

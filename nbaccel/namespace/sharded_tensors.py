@@ -34,8 +34,11 @@ _SIMPLE = frozenset({"float", "complex", "int", "bfloat", "bool", "uint"})
 class Piece(NamedTuple):
     """The part of one sharded tensor that one rank has.
 
-    shape: of the whole tensor.  dtype: its name, "bfloat16".  start, length: the rows of this rank, which may be none.
-    is_copy: every rank has the whole tensor.
+    Args:
+        shape: The shape of the whole tensor.
+        dtype: Its name, "bfloat16".
+        start, length: The rows of this rank, which may be none.
+        is_copy: Every rank has the whole tensor.
     """
 
     shape: tuple[int, ...]
@@ -48,8 +51,10 @@ class Piece(NamedTuple):
 class RowsReport(NamedTuple):
     """The state of the rows of one rank.
 
-    steps: optimizer steps that they have had.  is_inside: the rank left in the middle of one.
-    lost: why they cannot be used; empty if they can.
+    Args:
+        steps: Optimizer steps that they have had.
+        is_inside: The rank left in the middle of one.
+        lost: Why they cannot be used; empty if they can.
     """
 
     steps: int
@@ -69,10 +74,14 @@ class ShardedTensors:
     Modules that hold whole parameters after a forward (`reshard_after_forward`) get their sharded ones back: FSDP does
     this for every state dict too, and exchanges nothing.
 
-    values: in an order that all ranks have.
-    world_size: number of ranks; only tensors that lie on all of them can be joined.
-    names: those that lead to such tensors, by a path on which no earlier name leads.
     Objects are followed as in an `Inventory`, 300,000 of each name at most; elements of sets are not.
+
+    Args:
+        values: In an order that all ranks have.
+        world_size: Number of ranks; only tensors that lie on all of them can be joined.
+
+    Attributes:
+        names: Those that lead to such tensors, by a path on which no earlier name leads.
     """
 
     def __init__(self, values: Mapping[str, Any], world_size: int) -> None:

@@ -216,8 +216,9 @@ def _values(obj: Any) -> Any:
 def keeps_state_in_c(kind: type) -> bool:
     """Return whether objects of a type have memory that is neither for attributes nor for slots of Python.
 
-    >>> keeps_state_in_c(type(iter([]))), keeps_state_in_c(types.SimpleNamespace)
-    (True, False)
+    Example:
+        >>> keeps_state_in_c(type(iter([]))), keeps_state_in_c(types.SimpleNamespace)
+        (True, False)
     """
     own = [base for base in kind.__mro__ if "__slots__" in vars(base)]
     slots = sum(type(member) is types.MemberDescriptorType for base in own for member in vars(base).values())

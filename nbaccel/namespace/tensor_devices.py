@@ -36,7 +36,9 @@ _away: dict[int, tuple[str, InFile | None]] = {}
 class InFile(NamedTuple):
     """The place of memory in a file that other processes can map.
 
-    size: of the file, as long as nothing is added.  pid: of the process whose memory it is.
+    Args:
+        size: The size of the file, as long as nothing is added.
+        pid: The process id of the process whose memory it is.
     """
 
     fd: int
@@ -49,7 +51,9 @@ class InFile(NamedTuple):
 def away_from(homes: Mapping[int, str], places: Mapping[int, InFile] | None = None) -> Iterator[None]:
     """Send memory of the host, by its address, as if it were on a device.
 
-    homes: device by address.  places: the file in which the memory is, by address, if it is in one.
+    Args:
+        homes: Device by address.
+        places: The file in which the memory is, by address, if it is in one.
     """
     _away.update({address: (home, (places or {}).get(address)) for address, home in homes.items()})
     try:
@@ -71,11 +75,13 @@ def in_file(address: int) -> InFile | None:
 def device_there(device: Any, address: int = 0) -> str:
     """Return the device of a tensor on `device` in the receiving process, as far as this process knows.
 
-    address: address of its memory.
+    Args:
+        address: Address of its memory.
 
-    >>> import torch
-    >>> device_there(torch.device("cuda", 1)), device_there(torch.device("cpu"))
-    ('cuda:1', 'cpu')
+    Example:
+        >>> import torch
+        >>> device_there(torch.device("cuda", 1)), device_there(torch.device("cpu"))
+        ('cuda:1', 'cpu')
     """
     if address and address in _away:  # 0 is the address of all memory of no bytes, and of objects without memory
         return _away[address][0]
@@ -90,8 +96,9 @@ def device_here(there: str) -> Any:
     In a rank this is its own device, as `PartialState` chooses it; in the notebook the named one, if the notebook uses
     it.
 
-    >>> device_here("mps:0")
-    device(type='cpu')
+    Example:
+        >>> device_here("mps:0")
+        device(type='cpu')
     """
     import torch
 
@@ -112,8 +119,8 @@ def storage_on(device: Any, memory: memoryview) -> Any:
     """Return a copy of `memory` on `device`; None in a notebook whose device is full.
 
     Raises:
-        torch.OutOfMemoryError: in a rank, which would otherwise fail later with another error, its tensors on two
-        devices.
+        torch.OutOfMemoryError: In a rank, which would otherwise fail later with another error, its tensors on two
+            devices.
     """
     import torch
 

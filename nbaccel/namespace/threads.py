@@ -31,8 +31,9 @@ def threads_held_by(values: Mapping[str, Any]) -> dict[str, str]:
 
     Called in the kernel. It follows attributes and the standard containers, and runs none of their code.
 
-    >>> threads_held_by({"x": [1, 2], "word": "x"})
-    {}
+    Example:
+        >>> threads_held_by({"x": [1, 2], "word": "x"})
+        {}
     """
     alive = {id(obj): thread for thread in threads_of_the_notebook() for obj in (thread, *_worked_on_by(thread))}
     held: dict[str, str] = {}

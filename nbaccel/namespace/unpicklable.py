@@ -136,8 +136,10 @@ def refuse_what_knows_the_ranks(obj: Any) -> None:
 def refuse_quantised_weights(obj: Any, leaves_rank: bool) -> None:
     """Raise `CannotJoin` for a quantised weight that cannot be sent, or must not be.
 
-    leaves_rank: it would go to the notebook. Models are sent there without such weights, and an optimizer of them would
-        be wrong. On the way to a rank some are sent; but torch makes a plain `Parameter` of bitsandbytes' classes.
+    Args:
+        leaves_rank: It would go to the notebook. Models are sent there without such weights, and an optimizer of them
+            would be wrong. On the way to a rank some are sent; but torch makes a plain `Parameter` of bitsandbytes'
+            classes.
     """
     torch = sys.modules.get("torch")
     if torch is None or not issubclass(type(obj), torch.Tensor) or not is_quantised_tensor(obj):
@@ -156,7 +158,8 @@ def refuse_quantised_weights(obj: Any, leaves_rank: bool) -> None:
 def refuse_to_send_nothing(reduced: tuple[Any, ...], obj: Any, is_whole: bool) -> None:
     """Raise `CannotJoin` for a quantised model without trained tensors, if it is the value of a name.
 
-    reduced: its reduction.
+    Args:
+        reduced: Its reduction.
     """
     if not is_whole or reduced[0] is not TrainedTensors:
         return
@@ -179,7 +182,8 @@ def what_it_is(error: Exception, obj: Any) -> str:
 def reason(error: Exception, name: str, names: dict[str, Any]) -> str:
     """Return why the value called `name` cannot be sent, in one sentence.
 
-    names: all values by name; if the culprit is one of them, the reason names it.
+    Args:
+        names: All values by name; if the culprit is one of them, the reason names it.
     """
     if isinstance(error, Refused):
         via = next((other for other, value in names.items() if value is error.culprit and other != name), None)
@@ -212,8 +216,9 @@ class Absent:
     An object that a cell made may hold a lock, a thread, a file. The object is sent to the notebook anyway, and code
     that uses that part gets an error that says why it is missing. Known to both sides.
 
-    >>> Absent("out:trainer", "a lock")
-    <a lock, which stayed in its rank>
+    Example:
+        >>> Absent("out:trainer", "a lock")
+        <a lock, which stayed in its rank>
     """
 
     __slots__ = ("_name", "_what")
