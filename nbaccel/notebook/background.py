@@ -43,7 +43,9 @@ _ATTEMPTS = 20
 class BackgroundWork(Protocol):
     """A run that was prepared in the main thread, and can be done in another one.
 
-    shown: the view of the run.  error, end: its exception, and its end in one word; valid after `go`.
+    Attributes:
+        shown: The view of the run.
+        error, end: Its exception, and its end in one word; valid after `go`.
     """
 
     shown: RunView
@@ -78,11 +80,17 @@ class BackgroundWork(Protocol):
 class BackgroundRun(Pollable):
     """One run, from `start` to its end. Its methods are for the main thread.
 
-    work: what it does.  conclude: brings into the notebook what the run has left, and raises its error.
-    waiting, stopping: how a person does that.
-    name: the run in words.  began_at: by local time, "14:02:11".
-    was_interrupted: an interrupt came before its ranks had begun.  times: number of requests to end it, by anyone.
-    is_concluded: somebody has fetched what it left.
+    Args:
+        work: What it does.
+        conclude: Brings into the notebook what the run has left, and raises its error.
+        waiting, stopping: How a person does that.
+
+    Attributes:
+        name: The run in words.
+        began_at: By local time, "14:02:11".
+        was_interrupted: An interrupt came before its ranks had begun.
+        times: Number of requests to end it, by anyone.
+        is_concluded: Somebody has fetched what it left.
     """
 
     def __init__(
@@ -264,7 +272,9 @@ class BackgroundRun(Pollable):
 class Background:
     """The one run that a notebook may have in the background, and the commands on it. For the main thread.
 
-    say: prints a line.  place: returns where a run that begins now is shown.
+    Args:
+        say: Prints a line.
+        place: Returns where a run that begins now is shown.
     """
 
     def __init__(self, say: Callable[[str], None], place: Callable[[], CellPlace]) -> None:
@@ -283,7 +293,7 @@ class Background:
         """Check that ranks can be used now, in the background too if `for_another`.
 
         Raises:
-            LaunchRefused: a run is going on, or has left results that `for_another` would displace.
+            LaunchRefused: A run is going on, or has left results that `for_another` would displace.
         """
         current = self.current
         if current is None:
@@ -316,7 +326,7 @@ class Background:
         A run that was interrupted before it had begun is over, and concluded like one in the foreground.
 
         Raises:
-            LaunchRefused: nothing was started.
+            LaunchRefused: Nothing was started.
         """
         current = BackgroundRun(work, conclude)
         current.start(host, listeners, beside)
@@ -433,7 +443,12 @@ class CellScreen(ConsoleScreen):
 
 @dataclass(frozen=True, slots=True)
 class CellPlace:
-    """The place of a run in a notebook.  screen: of its cell.  frames, beside: a button there, for panel and run."""
+    """The place of a run in a notebook.
+
+    Args:
+        screen: The screen of its cell.
+        frames, beside: A button there, for panel and run.
+    """
 
     screen: Screen
     frames: PanelSink
@@ -453,7 +468,8 @@ def background_here() -> Background | None:
 def why_not_in_the_background(start_method: str, shell: Any, platform: Platform) -> str:
     """Return why a run cannot go on in the background; empty if its cell can return, and users can come back to it.
 
-    shell: IPython's; None in a script, which does what it likes meanwhile.
+    Args:
+        shell: IPython's; None in a script, which does what it likes meanwhile.
     """
     if start_method == "inline":
         return "a run in the notebook's own process leaves no room for other cells"

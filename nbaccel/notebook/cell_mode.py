@@ -51,7 +51,7 @@ class InRanks:
 
         Raises:
             The error of the first rank that failed; KeyboardInterrupt, TimeoutError: the run was stopped;
-            ResultsMissing: it ended well, but a name of `--out` did not come. Values that came are in the notebook.
+            ResultsMissing: It ended well, but a name of `--out` did not come. Values that came are in the notebook.
         """
         start = plan.plan.start
         if plan.plan.options.bg:
@@ -86,7 +86,8 @@ class InRanks:
 def run_cell(session: Session, asked: RunOptions, body: str, typed: str = "") -> Any:
     """Run a cell as its flags say; return the value of its last expression, if it has one in this mode.
 
-    typed: the flags as they were typed.
+    Args:
+        typed: The flags as they were typed.
 
     Raises:
         LaunchRefused, UsageError, SyntaxError: Nothing was started.

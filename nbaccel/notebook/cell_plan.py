@@ -19,7 +19,9 @@ __all__ = ["AskedCell", "CellPlan"]
 class AskedCell:
     """A cell, as the magic got it.
 
-    options: what its flags say.  typed: these flags, as they were typed.
+    Args:
+        options: What its flags say.
+        typed: These flags, as they were typed.
     """
 
     options: RunOptions
@@ -31,7 +33,9 @@ class AskedCell:
 class CellPlan:
     """A cell that may run: where, how, and as what. Nothing has begun.
 
-    host: the launcher, or ranks that stay.  origin: what `nbaccel.runs` keeps of its flags.
+    Args:
+        host: The launcher, or ranks that stay.
+        origin: What `nbaccel.runs` keeps of its flags.
     """
 
     host: Host

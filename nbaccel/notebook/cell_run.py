@@ -69,12 +69,17 @@ class Host(Protocol):
 class CellRun:
     """The run of `source` according to `plan`.
 
-    shown: the view of the run.  error, end, seconds: its exception, its end in one word, and the duration of all its
-    attempts together; valid after `go`.  ended: how its ranks ended, and what they sent.
-    told: see `LeftByCell`.
-    remember: gets the run that becomes `nbaccel.last_run`, and its post-mortem, once the ranks have ended; its value
-    comes with `conclude`.
-    origin: see `Run`.
+    Args:
+        shown: The view of the run.
+        told: See `LeftByCell`.
+        remember: Gets the run that becomes `nbaccel.last_run`, and its post-mortem, once the ranks have ended; its
+            value comes with `conclude`.
+        origin: See `Run`.
+
+    Attributes:
+        error, end, seconds: Its exception, its end in one word, and the duration of all its attempts together; valid
+            after `go`.
+        ended: How its ranks ended, and what they sent.
     """
 
     def __init__(
@@ -122,10 +127,11 @@ class CellRun:
     ) -> None:
         """Run to the end, by `host`; no process of the run is left except persistent ranks.
 
-        occupied: see `Launcher.turn`.
+        Args:
+            occupied: See `Launcher.turn`.
 
         Raises:
-            LaunchRefused: nothing was started. The run's own error is not raised, but kept.
+            LaunchRefused: Nothing was started. The run's own error is not raised, but kept.
         """
         shown_ranks = self.plan.options.shown_ranks(self.spec.world_size)
         watching = RunObservers(self.shown, shown_ranks, listeners=[self.shown, *listeners], beside=beside)
@@ -164,7 +170,7 @@ class CellRun:
 
         Raises:
             The run's error, after all values that came are in the notebook.
-            ResultsMissing: it ended well, but a name of `--out` did not come.
+            ResultsMissing: It ended well, but a name of `--out` did not come.
         """
         try:
             return self._conclude(namespace, say)
@@ -319,8 +325,9 @@ def raise_if_missing(missing: Mapping[str, str], out: Collection[str]) -> None:
 def with_reasons(missing: Mapping[str, str]) -> str:
     """Format names with their reasons; names with the same one stand together.
 
-    >>> with_reasons({"a": "a lock", "b": "its rank had ended", "c": "its rank had ended"})
-    'a (a lock), b and c (its rank had ended)'
+    Example:
+        >>> with_reasons({"a": "a lock", "b": "its rank had ended", "c": "its rank had ended"})
+        'a (a lock), b and c (its rank had ended)'
     """
     by_reason: dict[str, list[str]] = {}
     for name, reason in missing.items():

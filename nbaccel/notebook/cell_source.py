@@ -30,11 +30,12 @@ _INSTALL_COMMAND = re.compile(r"\b(pip3?|conda|mamba|micromamba|uv)\s+(pip\s+)?i
 def read_cell(shell: Any, body: str) -> CellSource:
     """Return the running cell, ready to be compiled, and enter it into the kernel's `linecache`.
 
-    body: the text below the `%%accelerate` line.
+    Args:
+        body: The text below the `%%accelerate` line.
 
     Raises:
-        UsageError: nothing but blanks and comments.
-        LaunchRefused: the cell installs packages.
+        UsageError: Nothing but blanks and comments.
+        LaunchRefused: The cell installs packages.
     """
     lines = body.splitlines(keepends=True)
     first = next((number for number, line in enumerate(lines) if is_code(line)), None)

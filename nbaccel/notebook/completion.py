@@ -34,7 +34,8 @@ _MEMBER = re.compile(rf"(?:.*[^\w.])?{ACCELERATOR}\.(\w*)\Z", re.DOTALL)
 def candidates(parser: argparse.ArgumentParser, line: str, symbol: str, names: Iterable[str]) -> list[str]:
     """Return the completions of `symbol`, the unfinished end of `line`.
 
-    names: the variables of the notebook.
+    Args:
+        names: The variables of the notebook.
     """
     words = line.removesuffix(symbol).replace("=", " ").split()
     if not words:  # the magic itself is still being written
@@ -181,8 +182,9 @@ class _Nothing(list[Any]):
 def _unfinished(line: str) -> str:
     """Return the end of `line` that a completion replaces.
 
-    >>> [_unfinished(line) for line in ("%%accelerate --ch", "%%accelerate --out a,b", "%%accelerate -n ")]
-    ['--ch', 'b', '']
+    Example:
+        >>> [_unfinished(line) for line in ("%%accelerate --ch", "%%accelerate --out a,b", "%%accelerate -n ")]
+        ['--ch', 'b', '']
     """
     return re.split(r"[\s,=]", line)[-1]
 

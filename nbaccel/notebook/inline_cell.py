@@ -36,7 +36,9 @@ def run_in_the_kernel(
 ) -> Any:
     """Run a cell in the notebook's own process, and return the value of its last expression.
 
-    remember: gets the run that is over, and what `%debug` needs if it has failed.  say: prints a line.
+    Args:
+        remember: Gets the run that is over, and what `%debug` needs if it has failed.
+        say: Prints a line.
     """
     leaving = _as_written if task.leaves_all else _only_out_changes
     error: BaseException | None = None

@@ -34,9 +34,11 @@ _KNOWS, _HINT = " that knows its rank", ": make it anew, or use it in the cell t
 class LeftByCell:
     """The results that came back from one cell.
 
-    facts: of the result rank.  missing: names that could not come, with the reason.
-    told: names of which an earlier cell said that they were not compared; new ones are added.
-    from_gpus: the ranks computed on GPUs; new objects come to the CPU, and others stay where they are.
+    Args:
+        facts: The facts of the result rank.
+        missing: Names that could not come, with the reason.
+        told: Names of which an earlier cell said that they were not compared; new ones are added.
+        from_gpus: The ranks computed on GPUs; new objects come to the CPU, and others stay where they are.
     """
 
     def __init__(
@@ -70,10 +72,11 @@ class LeftByCell:
     def enter(self, *, only_new: bool = False) -> None:
         """Bring everything into the notebook.
 
-        only_new: leave everything that the notebook has already as it is: ranks differ on it.
+        Args:
+            only_new: Leave everything that the notebook has already as it is: ranks differ on it.
 
         Raises:
-            KeyboardInterrupt: raised once everything is there.
+            KeyboardInterrupt: Raised once everything is there.
         """
         namespace, values = self._namespace, self._returned.values
         places = {key: ObjectPlace(*change.token) for key, change in self._returned.changes.items()}
@@ -110,7 +113,8 @@ class LeftByCell:
     def line(self, whence: str = "") -> str:
         """Return the line on the names that the notebook has now, and those it lacks; "" if there are none.
 
-        whence: " from the failed run".
+        Args:
+            whence: " from the failed run".
         """
         others = {name: value for name, value in self._others.items() if name not in self._not_come}
         trained = {place: model for place, model in self._trained.items() if not _is_module(others.get(place))}
@@ -153,7 +157,8 @@ class LeftByCell:
     def _models(self, places: Collection[ObjectPlace]) -> list[tuple[str, Any]]:
         """Return the models: those of names, then of attributes, then those on the paths; of nested ones the outer.
 
-        places: of parameters.
+        Args:
+            places: Of parameters.
         """
         named = [
             (name, each) for name, each in self._namespace.items() if _is_module(each) and not name.startswith("_")
@@ -221,8 +226,9 @@ def _is_loader(value: Any) -> bool:
 def _size(module: Any) -> str:
     """Return the number of parameters in words.
 
-    >>> _size(__import__("torch").nn.Linear(1000, 1200))
-    '1.2 M parameters'
+    Example:
+        >>> _size(__import__("torch").nn.Linear(1000, 1200))
+        '1.2 M parameters'
     """
     count = sum(parameter.numel() for parameter in _parameters(module) if not _is_lazy(parameter))
     return f"{short_count(count)} parameter{'s' * (count != 1)}"

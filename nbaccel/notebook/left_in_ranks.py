@@ -21,7 +21,9 @@ __all__ = ["LeftInRanks"]
 class LeftInRanks:
     """The results of a cell's ranks, compared with the notebook; made before anything comes back.
 
-    reports: of the ranks; None for one that gave none.  speaker: the rank whose values go back.
+    Args:
+        reports: The reports of the ranks; None for one that gave none.
+        speaker: The rank whose values go back.
     """
 
     def __init__(self, reports: Sequence[Any], result_rank: int, namespace: dict[str, Any]) -> None:
@@ -53,7 +55,8 @@ class LeftInRanks:
     def not_one_training(self, came: Collection[str]) -> str:
         """Return a warning if ranks trained separately, or all did the same; "" if they trained together.
 
-        came: names that have been brought back.
+        Args:
+            came: Names that have been brought back.
         """
         if apart := self.apart:
             whose = f", and what came back is rank {self._result_rank}'s" if set(apart) & set(came) else ""
@@ -114,7 +117,9 @@ class LeftInRanks:
     ) -> tuple[dict[str, tuple[str, int]], str]:
         """Return what stays in ranks that live on, by name as in `told`, trained objects first; and the line on it.
 
-        came: names that have been brought back.  told: what earlier cells have said.
+        Args:
+            came: Names that have been brought back.
+            told: What earlier cells have said.
         """
         sums, holders = self._own.get("kept", ({}, ()))
         old = [

@@ -55,9 +55,11 @@ class RankMemory(Listener):
 class Processes:
     """Bytes that the kernel and the processes started by it hold.
 
-    kernel_bytes, started_bytes: resident memory.  started: number of processes, without those in `helpers`.
-    helpers: resident memory of the project's own processes, by their purpose.
-    devices: bytes of the kernel's tensors by device, without those of the host.
+    Args:
+        kernel_bytes, started_bytes: Resident memory.
+        started: Number of processes, without those in `helpers`.
+        devices: Bytes of the kernel's tensors by device, without those of the host.
+        helpers: Resident memory of the project's own processes, by their purpose.
     """
 
     pid: int
@@ -69,7 +71,11 @@ class Processes:
 
     @classmethod
     def now(cls, helpers: Mapping[int, str] = MappingProxyType({})) -> Processes:
-        """Measure these processes.  helpers: purposes of the project's processes, by process id."""
+        """Measure these processes.
+
+        Args:
+            helpers: Purposes of the project's processes, by process id.
+        """
         import psutil
 
         kernel = psutil.Process()
@@ -84,7 +90,8 @@ def memory_report(
 ) -> str:
     """Return the table, the machine's memory, and the names in `held`.
 
-    are_gone: the run of `ranks` is over, and no process of it is left.
+    Args:
+        are_gone: The run of `ranks` is over, and no process of it is left.
     """
     rows = [("", "host", "device"), *_rows(processes, ranks, are_gone)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
@@ -153,8 +160,9 @@ def _names(held: Sequence[Holding]) -> Iterator[str]:
 def _is_output(name: str) -> bool:
     """Return whether a name is one of IPython's outputs.
 
-    >>> [_is_output(name) for name in ("Out[7]", "_7", "_", "_mine")]
-    [True, True, True, False]
+    Example:
+        >>> [_is_output(name) for name in ("Out[7]", "_7", "_", "_mine")]
+        [True, True, True, False]
     """
     return name.startswith("Out[") or not name.strip("_0123456789")
 

@@ -38,8 +38,9 @@ def comments_below_magic(lines: list[str]) -> list[str]:
 
     IPython recognises a cell magic only in the first line. No line is lost.
 
-    >>> comments_below_magic(["#@title Training\\n", "%%accelerate -n 2\\n", "x = 1\\n"])
-    ['%%accelerate -n 2\\n', '#@title Training\\n', 'x = 1\\n']
+    Example:
+        >>> comments_below_magic(["#@title Training\\n", "%%accelerate -n 2\\n", "x = 1\\n"])
+        ['%%accelerate -n 2\\n', '#@title Training\\n', 'x = 1\\n']
     """
     first = next((number for number, line in enumerate(lines) if is_code(line)), 0)
     if first == 0 or lines[first].split()[0] != MAGIC:
@@ -80,7 +81,11 @@ class CudaWatch:
 
 
 class HelpMember(NamedTuple):
-    """A public name of the Accelerator.  kind: "function" or "property"."""
+    """A public name of the Accelerator.
+
+    Args:
+        kind: "function" or "property".
+    """
 
     name: str
     kind: str

@@ -37,8 +37,10 @@ _WORTH_A_WORD_BYTES = 1_000_000
 class Loader:
     """A data loader that the cell uses.
 
-    name: its name in the cell, or the line that makes it.  workers: its `num_workers`.
-    dataset: the data that it reads; None if the text does not show it.
+    Args:
+        name: Its name in the cell, or the line that makes it.
+        workers: Its `num_workers`.
+        dataset: The data that it reads; None if the text does not show it.
     """
 
     name: str
@@ -56,8 +58,11 @@ def shortages(
 ) -> Iterator[str]:
     """Yield a line for each thing that the run of a cell will run short of.
 
-    code: the cell, as plain Python.  names: values that it reads of the notebook.  holdings: the notebook's memory on
-    devices.  aside: the part of it that can be moved.
+    Args:
+        code: The cell, as plain Python.
+        names: Values that it reads of the notebook.
+        holdings: The notebook's memory on devices.
+        aside: The part of it that can be moved.
     """
     if plan.start.method != "inline":
         yield from _devices_held(plan, holdings, aside)
@@ -71,13 +76,14 @@ def refuse_what_cannot_fit(
 ) -> list[str]:
     """Return a line for each model of the notebook that is on a device and is copied to the ranks.
 
-    names: values that the cell reads of the notebook.  history: the notebook's cells, as typed; a cell's number is its
-    index.
-    aside: objects that the notebook can move away from the devices.
+    Args:
+        names: Values that the cell reads of the notebook.
+        history: The notebook's cells, as typed; a cell's number is its index.
+        aside: Objects that the notebook can move away from the devices.
 
     Raises:
-        LaunchRefused: a model cannot be moved to the ranks' devices, or does not fit beside the notebook's own copy,
-        or what has to be copied is more than the host's memory.
+        LaunchRefused: A model cannot be moved to the ranks' devices, or does not fit beside the notebook's own copy, or
+            what has to be copied is more than the host's memory.
     """
     refuse_what_stays_here(plan.left_out, plan.devices.num_processes, history)
     if plan.start.method != "zygote":
@@ -97,8 +103,9 @@ def _refuse_a_full_host(
 ) -> None:
     """Refuse a copy that the host cannot hold: one of all memory, which ranks share, and of the rest one in each.
 
-    moved_bytes: those that come to the host from the devices for other reasons. Models that the ranks get and that
-    leave their device for the run are there once.
+    Args:
+        moved_bytes: Those that come to the host from the devices for other reasons. Models that the ranks get and that
+            leave their device for the run are there once.
     """
     ranks, available = plan.devices.num_processes, survey.ram.available_bytes
     if not names or not 0 < available < plan.bytes_to_copy + ranks * plan.bytes_of_each + moved_bytes:
@@ -115,8 +122,9 @@ def _refuse_a_full_host(
 def loaders_in(code: str, names: Mapping[str, Any]) -> Iterator[Loader]:
     """Yield the loaders with worker processes that a cell reads, or makes with a number that its text shows.
 
-    >>> list(loaders_in("loader = DataLoader(data, 32, num_workers=4)", {}))
-    [Loader(name='the DataLoader of line 1', workers=4, dataset=None)]
+    Example:
+        >>> list(loaders_in("loader = DataLoader(data, 32, num_workers=4)", {}))
+        [Loader(name='the DataLoader of line 1', workers=4, dataset=None)]
     """
     for name, value in names.items():
         if _is_of(value, "torch.utils.data", "DataLoader") and value.num_workers > 0:
@@ -201,7 +209,7 @@ def _carried(plan: LaunchPlan, model: EarlierModel, place: MadeAt | None, aside:
     """Return the line about a model that is copied to the devices of all ranks; empty if it is said elsewhere.
 
     Raises:
-        LaunchRefused: it does not fit there beside what the notebook holds.
+        LaunchRefused: It does not fit there beside what the notebook holds.
     """
     name, nbytes = model.own_name or model.name, model.nbytes
     if not nbytes:

@@ -29,7 +29,8 @@ LABELS = (
 class StopButton:
     """Widgets that are not displayed yet.
 
-    on_click: called in the thread that handles the front end's message.
+    Args:
+        on_click: Called in the thread that handles the front end's message.
     """
 
     def __init__(self, on_click: Callable[[], None]) -> None:

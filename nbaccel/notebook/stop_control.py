@@ -39,7 +39,8 @@ class FormerButton:
     so does the subshell, and no message can coincide with its end. A page that was reloaded during the run finds its
     last state in them.
 
-    kernel: ipykernel's. If no page uses a subshell, widgets are closed at once.
+    Args:
+        kernel: Ipykernel's. If no page uses a subshell, widgets are closed at once.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -65,9 +66,10 @@ class FormerButton:
 class StopControl(PanelSink, Pollable):
     """A panel with a button, as long as everything that it needs is available.
 
-    poll: handles messages of the widgets `model_ids`, from time to time; None if the main thread is free to do it.
-    otherwise: the panel's hint when there is no button.
-    former: the notebook's; gets the button in the end.
+    Args:
+        poll: Handles messages of the widgets `model_ids`, from time to time; None if the main thread is free to do it.
+        otherwise: The panel's hint when there is no button.
+        former: The notebook's; gets the button in the end.
     """
 
     def __init__(

@@ -45,7 +45,11 @@ _GIVEN: dict[str, Callable[[RunOptions], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """Two flags of which a cell may have only one.  why: half a sentence."""
+    """Two flags of which a cell may have only one.
+
+    Args:
+        why: Half a sentence.
+    """
 
     flag: str
     other: str
@@ -95,7 +99,7 @@ def refuse_contradictions(options: RunOptions) -> None:
     """Refuse flags that exclude each other.
 
     Raises:
-        UsageError: two of the flags exclude each other.
+        UsageError: Two of the flags exclude each other.
     """
     for exclusion in EXCLUSIONS:
         if exclusion.applies(options):
@@ -111,8 +115,8 @@ def refuse_wrong_places(options: RunOptions) -> None:
     """Refuse places for checkpoints that cannot be right.
 
     Raises:
-        LaunchRefused: checkpoints could not be written where the flags say, or the place to read them from looks like a
-        typing mistake.
+        LaunchRefused: Checkpoints could not be written where the flags say, or the place to read them from looks like a
+            typing mistake.
     """
     folder, source = options.checkpoint_dir, options.resume
     if folder and Path(folder).expanduser().is_file():
@@ -159,7 +163,7 @@ def refuse_without_input(options: RunOptions, shell: Any) -> None:
     """Refuse a debugger in a front end without input.
 
     Raises:
-        LaunchRefused: a debugger was asked for where no input can be typed.
+        LaunchRefused: A debugger was asked for where no input can be typed.
     """
     if options.pdb is None or _takes_input(shell):
         return

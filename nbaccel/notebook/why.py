@@ -133,8 +133,11 @@ _OWN = re.compile(r"(^|_)(rank|process_index|seed)$")
 class Difference:
     """One name.
 
-    name: as in the program.  scene: the frame of the rank that is shown first.
-    values: by rank, for the ranks that had it.  weight: the order, lightest first.
+    Args:
+        name: As in the program.
+        scene: The frame of the rank that is shown first.
+        values: By rank, for the ranks that had it.
+        weight: The order, lightest first.
     """
 
     name: str
@@ -149,7 +152,8 @@ def differences(snapshots: Mapping[int, StackSnapshot], first: int | None) -> li
     Ranks run one program. So a difference between them at the moment of a failure is suspect, most of all on the line
     that failed: first come names there that differ or are not finite, last plain numbers, which may rightly differ.
 
-    first: the rank that failed first; None if none did.
+    Args:
+        first: The rank that failed first; None if none did.
     """
     seen: dict[_Key, dict[int, tuple[FrameSnapshot, ValueSummary]]] = {}
     for rank, snapshot in snapshots.items():
