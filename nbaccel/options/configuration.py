@@ -44,12 +44,13 @@ class ConfigFile:
     It holds a flat table, one line KEY = VALUE each, and knows no key: the code that knows the flags checks the meaning
     of a key and its value. Comments of a file that is written again are lost.
 
-    >>> from tempfile import TemporaryDirectory
-    >>> with TemporaryDirectory() as folder:
-    ...     file = ConfigFile(Path(folder, "nbaccel.toml"))
-    ...     file.write({"num-processes": 2, "out": ["model", "history"]})
-    ...     file.read()
-    {'num-processes': 2, 'out': ['model', 'history']}
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     file = ConfigFile(Path(folder, "nbaccel.toml"))
+        ...     file.write({"num-processes": 2, "out": ["model", "history"]})
+        ...     file.read()
+        {'num-processes': 2, 'out': ['model', 'history']}
     """
 
     path: Path = Path(FILE_NAME)
@@ -58,7 +59,7 @@ class ConfigFile:
         """Return the values by key; none if there is no file.
 
         Raises:
-            ValueError: one sentence on why the file cannot be understood.
+            ValueError: One sentence on why the file cannot be understood.
         """
         try:
             content = tomllib.loads(self.path.read_text(encoding="utf-8"))
@@ -80,7 +81,7 @@ class ConfigFile:
         """Replace the contents of the file by `values`; a reader meanwhile sees the old file or the new one.
 
         Raises:
-            ValueError: one sentence on why the file cannot be written.
+            ValueError: One sentence on why the file cannot be written.
         """
         lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items()]
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
@@ -108,7 +109,8 @@ def _named(value: object) -> str:
 class Configuration:
     """The choices of one notebook.
 
-    file: stores the choices; read when they are first asked for, in the notebook's working directory at that time.
+    Args:
+        file: Stores the choices; read when they are first asked for, in the notebook's working directory at that time.
     """
 
     def __init__(self, file: ConfigFile = ConfigFile()) -> None:  # a value
@@ -122,7 +124,7 @@ class Configuration:
         """Return the present choices.
 
         Raises:
-            UsageError: the file exists and is wrong.
+            UsageError: The file exists and is wrong.
         """
         if self._options is None:
             self._options = self._read()
@@ -148,7 +150,7 @@ class Configuration:
         """Choose by KEY=VALUE; `KEY=` returns to the default. Nothing changes if one of them is wrong.
 
         Raises:
-            UsageError: an unknown key or a wrong value, or a wrong file.
+            UsageError: An unknown key or a wrong value, or a wrong file.
         """
         self._options = configured(self.parser, settings, self.options)
 
@@ -160,7 +162,7 @@ class Configuration:
         """Write the choices into the file, replacing its contents; return one line on that.
 
         Raises:
-            UsageError: the file cannot be written.
+            UsageError: The file cannot be written.
         """
         values = chosen(self.parser, self.options)
         try:

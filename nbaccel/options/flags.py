@@ -345,7 +345,8 @@ def _plain_formatter(prog: str) -> argparse.HelpFormatter:
 def some_flags(keys: Collection[str], **about: Any) -> argparse.ArgumentParser:
     """Return a parser of the settings whose long names, without dashes, are in `keys`.
 
-    about: further arguments of `ArgumentParser`.
+    Args:
+        **about: Further arguments of `ArgumentParser`.
     """
     make: Callable[..., argparse.ArgumentParser] = MagicArgumentParser  # it reports mistakes by UsageError
     parser = unabbreviated(make(formatter_class=_plain_formatter, **about))

@@ -50,7 +50,7 @@ def parse(parser: argparse.ArgumentParser, line: str) -> RunOptions:
     """Return the options of the rest of a `%%accelerate` line.
 
     Raises:
-        UsageError: one sentence on the first mistake.
+        UsageError: One sentence on the first mistake.
     """
     before, swept, after = cut_out(line)
     try:
@@ -82,8 +82,9 @@ def _each_once(swept: Sequence[SweptName] | None) -> tuple[SweptName, ...] | Non
 def _with_keep_told_apart(arguments: list[str]) -> list[str]:
     """Rename `--keep` with a number to `--keep-checkpoints`, as in ``Accelerator(keep=3)``; alone it keeps the ranks.
 
-    >>> _with_keep_told_apart(["--keep", "-n", "2", "--keep", "3"])
-    ['--keep', '-n', '2', '--keep-checkpoints', '3']
+    Example:
+        >>> _with_keep_told_apart(["--keep", "-n", "2", "--keep", "3"])
+        ['--keep', '-n', '2', '--keep-checkpoints', '3']
     """
     return [
         "--keep-checkpoints" if word == "--keep" and following.isdecimal() else word
@@ -94,8 +95,9 @@ def _with_keep_told_apart(arguments: list[str]) -> list[str]:
 def asks_for_help(line: str) -> bool:
     """Return whether a line asks for the table of flags, as in terminals: `help`, or `-h` or `--help` among the flags.
 
-    >>> asks_for_help("-n 2 --help"), asks_for_help("help"), asks_for_help("push help")
-    (True, True, False)
+    Example:
+        >>> asks_for_help("-n 2 --help"), asks_for_help("help"), asks_for_help("push help")
+        (True, True, False)
     """
     words = line.split()
     return words[:1] == ["help"] or not {"-h", "--help"}.isdisjoint(words)
@@ -104,8 +106,9 @@ def asks_for_help(line: str) -> bool:
 def joined(line: str) -> str:
     """Return a line whose lists have no blanks: `--out model, history` names two.
 
-    >>> joined("--out model, history -n 2")
-    '--out model,history -n 2'
+    Example:
+        >>> joined("--out model, history -n 2")
+        '--out model,history -n 2'
     """
     return re.sub(r"\s*,\s*", ",", line)
 
@@ -114,7 +117,7 @@ def configured(parser: argparse.ArgumentParser, settings: Iterable[str], before:
     """Return `before` with each KEY=VALUE of `%accelerate config` set; `KEY=` returns to the default.
 
     Raises:
-        UsageError: an unknown key or a wrong value.
+        UsageError: An unknown key or a wrong value.
     """
     for setting in settings:
         key, is_given, text = setting.partition("=")
@@ -163,8 +166,9 @@ def command_line(parser: argparse.ArgumentParser, options: RunOptions) -> str:
 def text_of(value: Any) -> str:
     """Return a value as it is written after KEY=.
 
-    >>> text_of(True), text_of(("model", "history")), text_of("GPU-5eA"), text_of(1.5)
-    ('true', 'model,history', 'GPU-5eA', '1.5')
+    Example:
+        >>> text_of(True), text_of(("model", "history")), text_of("GPU-5eA"), text_of(1.5)
+        ('true', 'model,history', 'GPU-5eA', '1.5')
     """
     if isinstance(value, bool):
         return str(value).lower()
@@ -232,8 +236,9 @@ _ARGPARSE = {
 def in_our_words(message: str, where_to_look: str = _HELP) -> str:
     """Return a message of argparse in the project's wording.
 
-    >>> in_our_words("argument -n/--num-processes: expected one argument")
-    '-n/--num-processes needs a value. %accelerate? lists every flag.'
+    Example:
+        >>> in_our_words("argument -n/--num-processes: expected one argument")
+        '-n/--num-processes needs a value. %accelerate? lists every flag.'
     """
     for theirs, ours in _ARGPARSE.items():
         if re.search(theirs, message):
@@ -245,15 +250,20 @@ def in_our_words(message: str, where_to_look: str = _HELP) -> str:
 def near(key: str, keys: Iterable[str]) -> str:
     """Return a suggestion of the setting that was probably meant.
 
-    >>> near("sed", ["seed", "out"])
-    ' (did you mean seed=…?)'
+    Example:
+        >>> near("sed", ["seed", "out"])
+        ' (did you mean seed=…?)'
     """
     alike = difflib.get_close_matches(key.lstrip("-"), list(keys), n=1)
     return f" (did you mean {alike[0]}=…?)" if alike else ""
 
 
 def what_is_unknown(parser: argparse.ArgumentParser, word: str, following: str = "") -> str:
-    """Return a sentence on the first word that argparse could not place.  following: the word after it."""
+    """Return a sentence on the first word that argparse could not place.
+
+    Args:
+        following: The word after it.
+    """
     flag, _, value = word.partition("=")
     if (meant := _OF_OTHERS.get(flag.replace("_", "-"))) is not None:
         return f"there is no flag {flag}; did you mean {' '.join([meant, *(value or following).split()[:1]])}?"

@@ -34,7 +34,9 @@ QUICK, FULL = "quick", "full"
 class Limit:
     """Time limit of a run.
 
-    flag: the flag that set it.  ends_well: the run was planned to end here, so the cell does not fail.
+    Args:
+        flag: The flag that set it.
+        ends_well: The run was planned to end here, so the cell does not fail.
     """
 
     seconds: float
@@ -46,19 +48,24 @@ class Limit:
 class RunOptions:
     """The choices of one cell, or of `%accelerate config`. None: not chosen.
 
-    num_processes: a number or "auto".  mixed_precision, strategy: as in the flag, also "auto".
-    out: names of `--out`; `CELL`, which None means too; or `NAMED` for no names.
-    inputs: names of `--in`.  ranks: ranks whose output is shown, "all" or "0,2-3".
-    free_kernel: the notebook's models leave the GPUs for the run.
-    keep_runs: the file that keeps the runs of the notebook.
-    timeout, hang_timeout, time_limit: seconds.
-    resume: "" for the newest checkpoint in `checkpoint_dir`, else a path.
-    pdb: the rank to debug.  bg: return at once, the run goes on.
-    sweep: names with their values; one run for each combination.  slots: how many of these go side by side.
-    gpus_per_run: GPUs, and ranks, of each of them.
-    check: `QUICK` or `FULL`: the cell is tried in a dry run, and nothing is changed.
-    speed: seconds in which changes that may make the cell faster are tried, and nothing is changed.
-    keep, only: for one cell alone. Ranks stay after it; it runs on some of the persistent ranks, "0,2-3".
+    Args:
+        num_processes: A number or "auto".
+        mixed_precision, strategy: As in the flag, also "auto".
+        out: Names of `--out`; `CELL`, which None means too; or `NAMED` for no names.
+        inputs: Names of `--in`.
+        ranks: Ranks whose output is shown, "all" or "0,2-3".
+        free_kernel: The notebook's models leave the GPUs for the run.
+        timeout, hang_timeout, time_limit: Seconds.
+        keep_runs: The file that keeps the runs of the notebook.
+        resume: "" for the newest checkpoint in `checkpoint_dir`, else a path.
+        pdb: The rank to debug.
+        keep, only: For one cell alone. Ranks stay after it; it runs on some of the persistent ranks, "0,2-3".
+        bg: Return at once, the run goes on.
+        sweep: Names with their values; one run for each combination.
+        slots: How many of these go side by side.
+        gpus_per_run: GPUs, and ranks, of each of them.
+        check: `QUICK` or `FULL`: the cell is tried in a dry run, and nothing is changed.
+        speed: Seconds in which changes that may make the cell faster are tried, and nothing is changed.
     """
 
     num_processes: int | str | None = None
@@ -130,7 +137,7 @@ class RunOptions:
         """Return the ranks whose output is shown, the debugged one among them; None for all.
 
         Raises:
-            LaunchRefused: a rank that the run does not have.
+            LaunchRefused: A rank that the run does not have.
         """
         if self.pdb is not None and self.pdb >= world_size:
             raise LaunchRefused(f"--pdb {self.pdb}: {_number_of_ranks(world_size)}; name one of these.")
@@ -149,8 +156,9 @@ def _number_of_ranks(world_size: int) -> str:
 def expanded(ranks: str) -> Iterator[int]:
     """Yield each rank of a list in the form of `--ranks`.
 
-    >>> list(expanded("0,2-4"))
-    [0, 2, 3, 4]
+    Example:
+        >>> list(expanded("0,2-4"))
+        [0, 2, 3, 4]
     """
     for part in ranks.split(","):
         first, _, last = part.partition("-")

@@ -50,10 +50,11 @@ class BareWord(str):
 def cut_out(line: str) -> tuple[str, list[str], str]:
     """Return the text before `--sweep`, its words NAME=VALUES with their quotes, and the text after them.
 
-    >>> cut_out("-p no --sweep fold=0-4 opt='a b',c --slots 2")
-    ('-p no ', ['fold=0-4', "opt='a b',c"], ' --slots 2')
-    >>> cut_out("-n 2")
-    ('-n 2', [], '')
+    Example:
+        >>> cut_out("-p no --sweep fold=0-4 opt='a b',c --slots 2")
+        ('-p no ', ['fold=0-4', "opt='a b',c"], ' --slots 2')
+        >>> cut_out("-n 2")
+        ('-n 2', [], '')
     """
     found = _FLAG.search(line)
     if found is None:
@@ -104,8 +105,9 @@ def _positions(text: str, start: int = 0) -> Iterator[tuple[int, bool]]:
 def read_swept(text: str) -> SweptName:
     """Read one NAME=VALUES.
 
-    >>> read_swept("fold=0-2"), read_swept("lr=1e-3,1e-4"), read_swept("opt=adam,'s g,d'")
-    (('fold', (0, 1, 2)), ('lr', (0.001, 0.0001)), ('opt', ('adam', 's g,d')))
+    Example:
+        >>> read_swept("fold=0-2"), read_swept("lr=1e-3,1e-4"), read_swept("opt=adam,'s g,d'")
+        (('fold', (0, 1, 2)), ('lr', (0.001, 0.0001)), ('opt', ('adam', 's g,d')))
     """
     name, is_given, values = text.partition("=")
     if not is_given or not name.isidentifier() or keyword.iskeyword(name):
@@ -155,7 +157,7 @@ def _word(name: str, part: str) -> BareWord:
     """Return a value that is no literal.
 
     Raises:
-        ArgumentTypeError: it can only be a mistake.
+        ArgumentTypeError: It can only be a mistake.
     """
     quoted = f"for the text, put it into quotes: {name}='{part}'"
     if part.startswith("-"):
