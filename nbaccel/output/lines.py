@@ -131,7 +131,11 @@ def _end_of_last_character(text: bytes | bytearray) -> int:
 
 @dataclass(slots=True)
 class _Row:
-    """One row of the terminal. is_bar: the cursor went back to its beginning."""
+    """One row of the terminal.
+
+    Args:
+        is_bar: The cursor went back to its beginning.
+    """
 
     text: str = ""
     column: int = 0

@@ -37,8 +37,9 @@ take longer than the budget needs to refill, and never end."""
 def cost(text: bytes, tag: str = "") -> int:
     """Return the share of a budget of bytes that a line takes.
 
-    >>> cost(b""), cost(b"x" * 80)
-    (32, 81)
+    Example:
+        >>> cost(b""), cost(b"x" * 80)
+        (32, 81)
     """
     return max(len(tag) + len(text) + 1, _LEAST_COST)
 
@@ -49,7 +50,11 @@ def is_notice(text: bytes) -> bool:
 
 
 class Merged(NamedTuple):
-    """A line to show. rank: the rank that printed it, None for all."""
+    """A line to show.
+
+    Args:
+        rank: The rank that printed it, None for all.
+    """
 
     rank: int | None
     stream: str
@@ -88,9 +93,10 @@ class _Gap:
 class _Queue:
     """Waiting lines of one rank.
 
-    keys: how often each line waits, for a quick look-up.
-    went_alone: the last lines that left without those of the other ranks, since the last line of all ranks.
-    misses: number of lines that have waited in vain since another rank printed.
+    Attributes:
+        keys: How often each line waits, for a quick look-up.
+        went_alone: The last lines that left without those of the other ranks, since the last line of all ranks.
+        misses: Number of lines that have waited in vain since another rank printed.
     """
 
     def __init__(self, rank: int) -> None:
@@ -141,8 +147,9 @@ class _Queue:
 class LineMerger:
     """Brings the lines of `ranks` into one order.
 
-    note: returns the line that stands for a number of hidden ones.
-    match: whether equal lines of all `ranks` may become one.
+    Args:
+        note: Returns the line that stands for a number of hidden ones.
+        match: Whether equal lines of all `ranks` may become one.
     """
 
     def __init__(self, ranks: Collection[int], note: Callable[[int], bytes], *, match: bool = True) -> None:
@@ -173,7 +180,8 @@ class LineMerger:
     def release(self, now: float, budget: float, *, has_room: bool = False) -> list[Merged]:
         """Return lines that need not wait any longer, at most about `budget` bytes of them.
 
-        has_room: whether the end of a flood may be shown although it goes on.
+        Args:
+            has_room: Whether the end of a flood may be shown although it goes on.
         """
         merged: list[Merged] = []
         while budget > 0:

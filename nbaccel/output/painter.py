@@ -165,13 +165,14 @@ class LiveBars:
     however often it changed; or all bars in the last line of text, the only way in terminals and with `--plain`. Rows
     never move the cursor upwards: notebooks do not follow that.
 
-    >>> bars = LiveBars()
-    >>> bars.note(0, "stderr", ["50%|#####     |"])
-    >>> bars.rows()
-    ['50%|#####     |']
-    >>> bars.note(1, "stderr", ["40%|####      |"])
-    >>> bars.rows()
-    ['[rank 0] 50%|#####     |', '[rank 1] 40%|####      |']
+    Example:
+        >>> bars = LiveBars()
+        >>> bars.note(0, "stderr", ["50%|#####     |"])
+        >>> bars.rows()
+        ['50%|#####     |']
+        >>> bars.note(1, "stderr", ["40%|####      |"])
+        >>> bars.rows()
+        ['[rank 0] 50%|#####     |', '[rank 1] 40%|####      |']
     """
 
     def __init__(self) -> None:
@@ -194,7 +195,8 @@ class LiveBars:
     def rows(self, speakers: Collection[int] = ()) -> list[str]:
         """Return the rows in the order of ranks, each with its rank as soon as several have drawn or printed.
 
-        speakers: the ranks that have printed lines.
+        Args:
+            speakers: The ranks that have printed lines.
         """
         rows = [f"{tag}{row}" for tag, group in self._tagged(speakers) for row in group]
         if len(rows) > _MOST_ROWS:

@@ -54,11 +54,12 @@ _COLUMNS = 120
 class OutputRouter:
     """Takes the output of ranks by `feed`, and writes it to `screen`; call `tick` whenever `due_in` says so.
 
-    shown_ranks: ranks whose text is shown; all by default. Every rank's text is logged. Lines that all ranks print are
-    merged only if all are shown.
-    log: gets every line, prefixed by its rank.
-    bytes_per_s: the lasting rate of the screen, after a burst of 1 MB; Jupyter servers drop output above 1 MB/s.
-    kept_bytes: bytes of text that are shown before the screen gets an excerpt of the rest; None for all of it.
+    Args:
+        shown_ranks: Ranks whose text is shown; all by default. Every rank's text is logged. Lines that all ranks print
+            are merged only if all are shown.
+        log: Gets every line, prefixed by its rank.
+        bytes_per_s: The lasting rate of the screen, after a burst of 1 MB; Jupyter servers drop output above 1 MB/s.
+        kept_bytes: Bytes of text that are shown before the screen gets an excerpt of the rest; None for all of it.
     """
 
     def __init__(
@@ -259,10 +260,11 @@ class _Note(bytes):
 def _without_stamp(line: bytes) -> bytes:
     """Return a message of torch's C++ parts without time, process and rank, so that those of all ranks are equal.
 
-    >>> _without_stamp(b"[rank1]:[W1122 05:43:12.123456789 reducer.cpp:1457] Warning: find_unused_parameters")
-    b'[W reducer.cpp:1457] Warning: find_unused_parameters'
-    >>> _without_stamp(b"[rank1]: no message")
-    b'[rank1]: no message'
+    Example:
+        >>> _without_stamp(b"[rank1]:[W1122 05:43:12.123456789 reducer.cpp:1457] Warning: find_unused_parameters")
+        b'[W reducer.cpp:1457] Warning: find_unused_parameters'
+        >>> _without_stamp(b"[rank1]: no message")
+        b'[rank1]: no message'
     """
     stamp = _STAMP.match(line)
     return line if stamp is None else stamp[1] + b" " + line[stamp.end() :]
@@ -300,7 +302,8 @@ class Displays:
     of a rank's (ipython#11049); the project's own ids begin with "nbaccel-", and are not among them. Displays without
     an id get a unique one. ``clear_output`` clears displays of this run only: printed text stays where it is.
 
-    prefix: unique among everything that the notebook displays.
+    Args:
+        prefix: Unique among everything that the notebook displays.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -370,7 +373,8 @@ class RunLog:
     Every line of every rank is in one file. The work is per chunk, not per line: it has to keep up with a rank that
     prints 100 MB. The caller opens and closes the file.
 
-    file: None logs nothing.
+    Args:
+        file: None logs nothing.
     """
 
     def __init__(self, file: BinaryIO | None) -> None:
@@ -448,7 +452,12 @@ _PART_OF_TIME = 0.02
 
 
 class ShownLine(NamedTuple):
-    """A line for the screen.  rank: that of the line, None for all.  lines: number of ranks' lines it stands for."""
+    """A line for the screen.
+
+    Args:
+        rank: That of the line, None for all.
+        lines: Number of ranks' lines it stands for.
+    """
 
     stream: str
     text: str
@@ -462,15 +471,19 @@ class Excerpt:
     A notebook file keeps every line that was shown for good. So the notebook shows the first lines, then a line from
     time to time, which proves that the run goes on, and the last ones. The log has all lines.
 
-    first_bytes: bytes of the beginning to show; None for everything.
-    shown: number of lines of the ranks that were returned.
+    Args:
+        first_bytes: Bytes of the beginning to show; None for everything.
 
-    >>> excerpt = Excerpt(first_bytes=8)
-    >>> lines = [ShownLine("stdout", f"line {number}\\n") for number in range(6)]
-    >>> [bool(excerpt.take(line, now=0.0)) for line in lines], excerpt.shown
-    ([True, True, False, False, False, False], 2)
-    >>> [line.text for line in excerpt.last()], excerpt.shown
-    (['line 2\\n', 'line 3\\n', 'line 4\\n', 'line 5\\n'], 6)
+    Attributes:
+        shown: Number of lines of the ranks that were returned.
+
+    Example:
+        >>> excerpt = Excerpt(first_bytes=8)
+        >>> lines = [ShownLine("stdout", f"line {number}\\n") for number in range(6)]
+        >>> [bool(excerpt.take(line, now=0.0)) for line in lines], excerpt.shown
+        ([True, True, False, False, False, False], 2)
+        >>> [line.text for line in excerpt.last()], excerpt.shown
+        (['line 2\\n', 'line 3\\n', 'line 4\\n', 'line 5\\n'], 6)
     """
 
     def __init__(self, first_bytes: int | None) -> None:
