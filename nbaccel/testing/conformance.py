@@ -39,9 +39,10 @@ _Result = tuple[dict[str, Any], Any]
 class Setting:
     """The way in which one process of a program trains: its Accelerator, and the number of ranks.
 
-    part: of a training that goes on in other numbers of ranks, the one that is made here.
-    folder: where each part of it saves; empty in one process, which trains in one go.
-    is_launched: this process launches the ranks, and trains nothing itself.
+    Args:
+        part: Of a training that goes on in other numbers of ranks, the one that is made here.
+        folder: Where each part of it saves; empty in one process, which trains in one go.
+        is_launched: This process launches the ranks, and trains nothing itself.
     """
 
     ranks: int
@@ -73,8 +74,9 @@ class Setting:
 class ConformanceProgram:
     """A training, and how far its numbers may be from those of one process.
 
-    moves: it goes on in one rank, and then in twice as many, from what it has saved.
-    is_launched: it runs in one process, like a notebook, which launches the ranks.
+    Args:
+        moves: It goes on in one rank, and then in twice as many, from what it has saved.
+        is_launched: It runs in one process, like a notebook, which launches the ranks.
     """
 
     train: Callable[[Setting], _Result]
@@ -87,7 +89,8 @@ class ConformanceProgram:
 class ProgramResult:
     """A result of `check`: the largest difference of a trained number, and what else differs, if anything does.
 
-    is_within: both are as they must be.
+    Attributes:
+        is_within: Both are as they must be.
     """
 
     program: str
@@ -114,18 +117,20 @@ def check(
 ) -> list[ProgramResult]:
     """Train `programs` with `strategy` one after the other, and in one process; return how far apart the two are.
 
-    programs: names of `PROGRAMS`; by default all.
-    ranks: that share each batch of 8.
-    options: makes more arguments for `Accelerator`, in each rank: a plugin, for example.
+    Args:
+        programs: Names of `PROGRAMS`; by default all.
+        ranks: That share each batch of 8.
+        options: Makes more arguments for `Accelerator`, in each rank: a plugin, for example.
 
     Raises:
-        RanksFailed: a program failed in a rank.
-        TimeoutError: they were not done after `timeout_s`.
+        RanksFailed: A program failed in a rank.
+        TimeoutError: They were not done after `timeout_s`.
 
-    >>> from nbaccel.testing import conformance
-    >>> [difference] = conformance.check("ddp", ["plain"])
-    >>> difference.is_within
-    True
+    Example:
+        >>> from nbaccel.testing import conformance
+        >>> [difference] = conformance.check("ddp", ["plain"])
+        >>> difference.is_within
+        True
     """
     chosen = list(PROGRAMS if programs is None else programs)
     forked = [name for name in chosen if not PROGRAMS[name].is_launched]
