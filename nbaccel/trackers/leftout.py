@@ -12,7 +12,10 @@ __all__ = ["LeftOut"]
 class LeftOut:
     """Names of the values that one tracker has left out.
 
-    name: the tracker's.  what: half a sentence on what its service keeps.  instead: what stores the other values there.
+    Args:
+        name: The tracker's.
+        what: Half a sentence on what its service keeps.
+        instead: What stores the other values there.
     """
 
     def __init__(self, name: str, what: str, instead: str) -> None:
