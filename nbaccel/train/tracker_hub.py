@@ -45,7 +45,11 @@ class TrackingPlan:
 
 @frozen
 class _Row:
-    """One call of `log`. given_step: the step that the program gave, if it did."""
+    """One call of `log`.
+
+    Args:
+        given_step: The step that the program gave, if it did.
+    """
 
     reading: Reading
     step: int
@@ -59,11 +63,12 @@ class _Row:
 class Trackers:
     """The trackers of one process, and the rows that they have not received yet.
 
-    log_with: names and objects.
+    Args:
+        log_with: Names and objects.
 
     Raises:
-        ValueError: a name that is not registered.
-        NotImplementedError: an object that is no tracker, or has no name.
+        ValueError: A name that is not registered.
+        NotImplementedError: An object that is no tracker, or has no name.
     """
 
     def __init__(self, log_with: LogWith = None) -> None:
@@ -141,7 +146,10 @@ class Trackers:
         """Report a row to the notebook, and to the trackers that `process` has. Collective with `average`.
 
         Trackers get it, and all rows before it, as soon as their numbers have arrived: at once where they are plain.
-        given_step: the step that the program gave, if it did.  average: the values are means of all ranks.
+
+        Args:
+            given_step: The step that the program gave, if it did.
+            average: The values are means of all ranks.
         """
         kept = dict(values) if is_plain(values) else _detached(values)
         if average and process.num_processes > 1:
@@ -177,7 +185,7 @@ class Trackers:
         """Return the one called `name` among `trackers`, which are open; with `unwrap` its library's object.
 
         Raises:
-            ValueError: there is none.
+            ValueError: There is none.
         """
         opened = {tracker.name: tracker for tracker in trackers}
         if name not in opened:
@@ -265,7 +273,7 @@ def _make(one: str | GeneralTracker, plan: TrackingPlan) -> list[GeneralTracker]
     """Return the trackers for the entry `one` of ``log_with``.
 
     Raises:
-        ModuleNotFoundError, ValueError: the tracker's package or folder is missing.
+        ModuleNotFoundError, ValueError: The tracker's package or folder is missing.
     """
     if one == LoggerType.ALL:
         kinds = [(name, find_tracker(name)) for name in tracker_names()]

@@ -55,9 +55,11 @@ _RESERVE_BYTES = 1 << 20
 def replacing(target: Path, needed_bytes: int) -> Iterator[Path]:
     """Yield an empty folder that becomes `target` when the block ends; an older `target` is deleted after that.
 
-    needed_bytes: about how much the block is going to write.
+    Args:
+        needed_bytes: About how much the block is going to write.
+
     Raises:
-        CannotSave: no space, or no right to write here; raised before the first byte where that can be known.
+        CannotSave: No space, or no right to write here; raised before the first byte where that can be known.
     """
     unfinished = _own_name(target, "tmp")
     with as_cannot_save(target, needed_bytes):
@@ -108,7 +110,7 @@ def as_cannot_save(target: Path, needed_bytes: int = 0) -> Iterator[None]:
     """Turn errors of full disks and forbidden folders into one error that a person can act on.
 
     Raises:
-        CannotSave: names `target`, and the bytes.
+        CannotSave: Names `target`, and the bytes.
     """
     try:
         yield

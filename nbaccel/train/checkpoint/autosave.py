@@ -39,7 +39,9 @@ Save = Callable[[Path, bool], None]
 class Autosave(Saver):
     """Saves at a step boundary, when a checkpoint is due.
 
-    save: writes the training to a folder, waiting for the disk or not.  keep: returns this process's random states.
+    Args:
+        save: Writes the training to a folder, waiting for the disk or not.
+        keep: Returns this process's random states.
     """
 
     def __init__(self, policy: CheckpointPolicy, world: World, save: Save, keep: Callable[[], State]) -> None:
@@ -172,11 +174,15 @@ _KEPT = 3
 class CheckpointPolicy:
     """The user's choices; by default nothing is saved automatically.
 
-    every: when to save.  folder: where checkpoints go.  keep: how many of them.
-    resume: the checkpoint, or the folder of checkpoints, to continue from; None to start from the beginning.
+    Args:
+        every: When to save.
+        folder: Where checkpoints go.
+        keep: How many of them.
+        resume: The checkpoint, or the folder of checkpoints, to continue from; None to start from the beginning.
 
-    >>> CheckpointPolicy.of(RunSettings(checkpoint_every="10min")).keep
-    3
+    Example:
+        >>> CheckpointPolicy.of(RunSettings(checkpoint_every="10min")).keep
+        3
     """
 
     every: Steps | Period | None
@@ -189,7 +195,7 @@ class CheckpointPolicy:
         """Return the policy that `settings` describe.
 
         Raises:
-            ValueError: a value is not valid.
+            ValueError: A value is not valid.
         """
         folder = Path(settings.checkpoint_dir or CHECKPOINT_DIR).expanduser()
         keep = _KEPT if settings.keep is None else settings.keep
@@ -223,10 +229,12 @@ class Deadline(Saver):
     leaves by itself, at its first step boundary after the limit. Several processes that nothing could stop at the same
     step are refused before they begin.
 
-    seconds: from now.  saver: saves the training, also when the run is stopped; the base does nothing.
+    Args:
+        seconds: From now.
+        saver: Saves the training, also when the run is stopped; the base does nothing.
 
     Raises:
-        ValueError: several processes, and no launcher that could stop them.
+        ValueError: Several processes, and no launcher that could stop them.
     """
 
     def __init__(self, seconds: float, world: World, saver: Saver) -> None:

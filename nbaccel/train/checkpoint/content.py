@@ -63,10 +63,11 @@ _REMEMBERED = "remembered"
 class Content:
     """State dicts by kind, in the order of `prepare` and of `register_for_checkpointing`.
 
-    progress: step, number of models, seed, gradient scaler, the epoch and the positions of loaders.
-    remembered: the program's own values, by name.
-    frozen: for each model, names of its tensors that need no gradient.
-    is_stored: tensors of models and optimizers, and sharded ones, are `StoredTensor`, which are read when needed.
+    Args:
+        progress: Step, number of models, seed, gradient scaler, the epoch and the positions of loaders.
+        remembered: The program's own values, by name.
+        frozen: For each model, names of its tensors that need no gradient.
+        is_stored: Tensors of models and optimizers, and sharded ones, are `StoredTensor`, which are read when needed.
     """
 
     models: list[dict[str, Any]] = field(default_factory=list)
@@ -87,9 +88,10 @@ class Content:
     def ready(self, staging: Staging | None = None, rows_only: bool = False) -> Iterator[ObjectState]:
         """Yield the parts, ready to be written. The tensors of one part at a time are copied to the host.
 
-        staging: holds copies of all of them, so that the training may continue before they are written; the copies are
-            complete after the last part.
-        rows_only: of sharded tensors the rows of this rank, and nothing else.
+        Args:
+            staging: Holds copies of all of them, so that the training may continue before they are written; the copies
+                are complete after the last part.
+            rows_only: Of sharded tensors the rows of this rank, and nothing else.
         """
         is_complete = len(self.frozen) == len(self.models)  # hooks may have taken some of them out
         frozen = {numbered("model", index): names for index, names in enumerate(self.frozen) if is_complete}
@@ -103,11 +105,13 @@ class Content:
     def read(cls, folder: Path, manifest: Manifest, trust: bool, as_stored: bool = False) -> Content:
         """Read the parts that the manifest of `folder` names, from files that are verified already.
 
-        as_stored: do not read tensors of models and optimizers: this rank may need some of their rows only. It is so
-            in any case if several ranks have written them.
+        Args:
+            as_stored: Do not read tensors of models and optimizers: this rank may need some of their rows only. It is
+                so in any case if several ranks have written them.
+
         Raises:
-            UntrustedPickle: a part is a pickle, and `trust` was not given.
-            CheckpointCorrupt: a part cannot be read.
+            UntrustedPickle: A part is a pickle, and `trust` was not given.
+            CheckpointCorrupt: A part cannot be read.
         """
         as_stored |= bool(manifest.shards)
         files = StoredFiles(folder)
@@ -189,9 +193,11 @@ class ObjectState:
     any); frozen ones of a model have a file of their own, see `write_once`. A state that is more than data (an object
     of the user's own class) becomes ``optimizer.pkl``, which is only read back with ``trust=True``.
 
-    packed: its structure and tensors; None where only a pickle can hold it.
-    pickled: that pickle.  reason: why a pickle is needed.
-    frozen: names of tensors that need no gradient.
+    Args:
+        packed: Its structure and tensors; None where only a pickle can hold it.
+        pickled: That pickle.
+        reason: Why a pickle is needed.
+        frozen: Names of tensors that need no gradient.
     """
 
     name: str
@@ -211,9 +217,11 @@ class ObjectState:
     ) -> ObjectState:
         """Return the part `name` of a checkpoint, with its tensors on the host.
 
-        rows_only: of sharded tensors the rows of this rank, and nothing else.
+        Args:
+            rows_only: Of sharded tensors the rows of this rank, and nothing else.
+
         Raises:
-            CannotSave: the state holds sharded tensors, and something that only a pickle can hold.
+            CannotSave: The state holds sharded tensors, and something that only a pickle can hold.
         """
         try:
             packed = pack(state, to_host, rows_only)
@@ -234,7 +242,8 @@ class ObjectState:
     def write(self, folder: Path, earlier: Path | None = None) -> dict[str, FileRecord]:
         """Write the part, without flushing; return the records of files that are checksummed already, by name.
 
-        earlier: the checkpoint before, which may hold the frozen tensors already.
+        Args:
+            earlier: The checkpoint before, which may hold the frozen tensors already.
         """
         if self.packed is None:
             (folder / f"{self.name}.pkl").write_bytes(self.pickled)
@@ -305,10 +314,12 @@ def _metadata(packed: Packed, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 def read_part(folder: Path, name: str, manifest: Manifest, trust: bool, stored: StoredFiles | None = None) -> Any:
     """Read the state that a `ObjectState` was made of, from files that `manifest` lists.
 
-    stored: leave its tensors in these files, as `StoredTensor`.
+    Args:
+        stored: Leave its tensors in these files, as `StoredTensor`.
+
     Raises:
-        CheckpointCorrupt: a file of the part is missing or cannot be read.
-        UntrustedPickle: the part is a pickle that could run code, without `trust`.
+        CheckpointCorrupt: A file of the part is missing or cannot be read.
+        UntrustedPickle: The part is a pickle that could run code, without `trust`.
     """
     if f"{name}.json" not in manifest.files:
         return load_pickle(folder / f"{name}.pkl", trust)
@@ -344,7 +355,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read the tensors of a safetensors file by name, on the CPU.
 
     Raises:
-        CheckpointCorrupt: the file is no complete safetensors file.
+        CheckpointCorrupt: The file is no complete safetensors file.
     """
     try:
         return load_file(path)
@@ -355,11 +366,12 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 def load_pickle(path: Path, trust: bool, mmap: bool = False) -> Any:
     """Load what ``torch.save`` wrote to `path`, tensors on the CPU; data only, unless `trust`.
 
-    mmap: map the file instead of reading it; only if it is an archive, as torch has written since 1.6.
+    Args:
+        mmap: Map the file instead of reading it; only if it is an archive, as torch has written since 1.6.
 
     Raises:
-        UntrustedPickle: the file contains more than tensors and plain containers.
-        CheckpointCorrupt: the file cannot be read.
+        UntrustedPickle: The file contains more than tensors and plain containers.
+        CheckpointCorrupt: The file cannot be read.
     """
     try:
         with torch.serialization.safe_globals(_harmless()):
@@ -396,15 +408,16 @@ class Staging:
 
     The buffers are kept from save to save: allocating fresh memory would take as long as the copy into it.
 
-    >>> staging = Staging()
-    >>> weight = torch.ones(2)
-    >>> first = staging.copy("model", "weight", weight)
-    >>> weight.zero_()
-    tensor([0., 0.])
-    >>> first
-    tensor([1., 1.])
-    >>> staging.copy("model", "weight", weight) is first
-    True
+    Example:
+        >>> staging = Staging()
+        >>> weight = torch.ones(2)
+        >>> first = staging.copy("model", "weight", weight)
+        >>> weight.zero_()
+        tensor([0., 0.])
+        >>> first
+        tensor([1., 1.])
+        >>> staging.copy("model", "weight", weight) is first
+        True
     """
 
     def __init__(self) -> None:

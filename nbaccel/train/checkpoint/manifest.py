@@ -61,7 +61,12 @@ _READABLE = (1, 2, 3)
 
 @frozen
 class FileRecord:
-    """Size and checksum of one file as it was written.  size: bytes.  crc32: eight hexadecimal digits."""
+    """Size and checksum of one file as it was written.
+
+    Args:
+        size: Bytes.
+        crc32: Eight hexadecimal digits.
+    """
 
     size: int
     crc32: str
@@ -74,7 +79,7 @@ class FileRecord:
         """Compare the file at `path` with this record.
 
         Raises:
-            CheckpointCorrupt: the file is missing, or is not what was written.
+            CheckpointCorrupt: The file is missing, or is not what was written.
         """
         if not path.is_file():
             raise CheckpointCorrupt(f"{path} is missing ({self.size} bytes)", str(path), f"{self.size} bytes", "none")
@@ -108,15 +113,17 @@ def _versions() -> dict[str, str]:
 class Manifest:
     """Position of the training, and the files that hold it.
 
-    stamp: names the moment of the save, equal on all ranks that took part.
-    step: optimizer steps done.  epoch: iterations of the first prepared loader that are done.
-    batch: batches of the current epoch that are done, of all ranks together.
-    parts: names of the states that are in the files: "model", "optimizer", "custom_1".
-    files: by path inside the folder; those of hooks are among them.
-    saved_at: seconds since 1970, by the clock of the machine that wrote it.
-    run, ancestors: as in `Lineage`; empty where an older nbaccel wrote it. The parent is the last ancestor.
-    shards: for each part, and each of its tensors that several ranks have written, ``{"shape": [11, 4], "dtype":
-    "torch.float32", "boxes": [[file, offset, shape], ...]}``: which box of the tensor is in which file.
+    Args:
+        stamp: Names the moment of the save, equal on all ranks that took part.
+        step: Optimizer steps done.
+        epoch: Iterations of the first prepared loader that are done.
+        batch: Batches of the current epoch that are done, of all ranks together.
+        parts: Names of the states that are in the files: "model", "optimizer", "custom_1".
+        files: By path inside the folder; those of hooks are among them.
+        saved_at: Seconds since 1970, by the clock of the machine that wrote it.
+        run, ancestors: As in `Lineage`; empty where an older nbaccel wrote it. The parent is the last ancestor.
+        shards: For each part, and each of its tensors that several ranks have written, ``{"shape": [11, 4], "dtype":
+            "torch.float32", "boxes": [[file, offset, shape], ...]}``: which box of the tensor is in which file.
     """
 
     stamp: str
@@ -136,7 +143,8 @@ class Manifest:
     def seal(self, folder: Path, records: Mapping[str, FileRecord] = MappingProxyType({})) -> None:
         """Flush every file in `folder` to the disk, list those that are not sealed, and write the manifest.
 
-        records: records of files that were checksummed while they were written, by name.
+        Args:
+            records: Records of files that were checksummed while they were written, by name.
         """
         paths = sorted(folder.rglob("*"))
         with SideThread("nbaccel-sync") as disk:  # checksums are computed while the disk writes
@@ -157,7 +165,7 @@ class Manifest:
         """Read the manifest of `folder`; the files that it lists are not read.
 
         Raises:
-            CheckpointCorrupt: there is none, it is damaged, or a newer nbaccel wrote it.
+            CheckpointCorrupt: There is none, it is damaged, or a newer nbaccel wrote it.
         """
         try:
             content = read_sealed(folder / MANIFEST)
@@ -183,7 +191,7 @@ class Manifest:
         """Compare every listed file with its record, the smallest first.
 
         Raises:
-            CheckpointCorrupt: names the first file that differs.
+            CheckpointCorrupt: Names the first file that differs.
         """
         for name, record in sorted(self.files.items(), key=lambda item: item[1].size):
             record.verify(folder / name)
@@ -263,8 +271,8 @@ def read_sealed(path: Path) -> dict[str, Any]:
     """Read what `write_sealed` was given.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointCorrupt: the file is damaged.
+        FileNotFoundError: There is no such file.
+        CheckpointCorrupt: The file is damaged.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -295,11 +303,12 @@ class Lineage:
     checkpoint that it has loaded. It does not touch what another run has saved in the same folder: neither what the
     same program saved when it was started before, nor what another continuation of the same checkpoint saves.
 
-    run: its name. Before the ranks have agreed on one, each has a name of its own.
-    ancestors: the names of those runs, the latest last, each with the time when the checkpoint that was continued was
-    saved, in seconds since 1970.
-    is_agreed: every rank has this name.
-    turns: how often the run went back to an earlier step, equally on all ranks: it repeats steps then.
+    Args:
+        run: Its name. Before the ranks have agreed on one, each has a name of its own.
+        ancestors: The names of those runs, the latest last, each with the time when the checkpoint that was continued
+            was saved, in seconds since 1970.
+        is_agreed: Every rank has this name.
+        turns: How often the run went back to an earlier step, equally on all ranks: it repeats steps then.
     """
 
     run: str = field(default_factory=_new_name)
@@ -312,7 +321,11 @@ class Lineage:
         self.run, self.is_agreed = run, True
 
     def follow(self, loaded: Manifest | None) -> None:
-        """Continue from a checkpoint.  loaded: its manifest; None for a folder of Accelerate's, which names no run."""
+        """Continue from a checkpoint.
+
+        Args:
+            loaded: Its manifest; None for a folder of Accelerate's, which names no run.
+        """
         self.turns += 1
         if loaded is None:
             self.ancestors = {}
@@ -323,12 +336,13 @@ class Lineage:
     def holds(self, saved: Manifest) -> bool:
         """Return whether the checkpoint with this manifest is of this run, or one that led to it.
 
-        >>> first = Manifest("step 1", 1, 0, 0, 1, run="a", saved_at=10.0)
-        >>> later = Manifest("step 2", 2, 0, 0, 1, run="a", saved_at=20.0)
-        >>> lineage = Lineage("b")
-        >>> lineage.follow(first)
-        >>> lineage.holds(first), lineage.holds(later)
-        (True, False)
+        Example:
+            >>> first = Manifest("step 1", 1, 0, 0, 1, run="a", saved_at=10.0)
+            >>> later = Manifest("step 2", 2, 0, 0, 1, run="a", saved_at=20.0)
+            >>> lineage = Lineage("b")
+            >>> lineage.follow(first)
+            >>> lineage.holds(first), lineage.holds(later)
+            (True, False)
         """
         if saved.run == self.run:
             return True

@@ -39,7 +39,9 @@ _TWO_LINES = """    for epoch in accelerator.epochs(n):              # instead o
 class ResumePolicy:
     """The effects of `checkpoint_every`, `time_limit` and `resume`. A part of the Accelerator.
 
-    limit_s: the program's own time limit.  say: prints on the main process of each node.
+    Args:
+        limit_s: The program's own time limit.
+        say: Prints on the main process of each node.
     """
 
     _autosave: Autosave
@@ -61,7 +63,8 @@ class ResumePolicy:
     def plan(self, save: Callable[[Path, bool], None]) -> None:
         """Save and resume as chosen for this process's world.
 
-        save: writes the training into a folder, waiting for the disk or not; it must not keep this alive.
+        Args:
+            save: Writes the training into a folder, waiting for the disk or not; it must not keep this alive.
         """
         policy = CheckpointPolicy.of(self._context.settings)
         self._autosave = Autosave(policy, self._context.world, save, Weakly(self._random_states))
@@ -93,8 +96,9 @@ class ResumePolicy:
         """Continue, after a `prepare`, once everything that the checkpoint holds is prepared. Collective.
 
         From a sharded model on ``torch.save`` writes no part of one in this process.
+
         Raises:
-            ValueError: a sharded training is to be saved at intervals of time, and nobody tells all ranks when.
+            ValueError: A sharded training is to be saved at intervals of time, and nobody tells all ranks when.
         """
         if self._checkpoints.training().is_sharded:
             refuse_partial_torch_save()
@@ -151,7 +155,7 @@ class ResumePolicy:
         """Refuse an incomplete resume before the first step. No collective: all ranks know the checkpoint.
 
         Raises:
-            CannotResume: the prepared objects differ from the checkpoint's, or the epochs start from the beginning.
+            CannotResume: The prepared objects differ from the checkpoint's, or the epochs start from the beginning.
         """
         if (choice := self._choice) is not None:
             held = HeldContent.in_checkpoint(choice.folder, choice.manifest)
@@ -185,13 +189,14 @@ _T = TypeVar("_T")
 class Weakly(Generic[_P, _T]):
     """A callable `method` that works while its object exists. It can be pickled if the method can.
 
-    >>> class Owner:
-    ...     def greet(self) -> str:
-    ...         return "here"
-    >>> owner = Owner()
-    >>> greet = Weakly(owner.greet)
-    >>> greet()
-    'here'
+    Example:
+        >>> class Owner:
+        ...     def greet(self) -> str:
+        ...         return "here"
+        >>> owner = Owner()
+        >>> greet = Weakly(owner.greet)
+        >>> greet()
+        'here'
     """
 
     def __init__(self, method: Callable[_P, _T]) -> None:

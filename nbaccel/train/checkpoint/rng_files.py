@@ -87,8 +87,11 @@ def derive(seed: int, step: int, rank: int) -> None:
 class Stamp:
     """The name of one save, equal on all ranks that take part, without communication.
 
-    step: optimizer steps done.  position: batches of an open accumulation window.  run: the name of the run.
-    save: distinguishes it from other saves at that moment, where the folder's name does not.
+    Args:
+        step: Optimizer steps done.
+        position: Batches of an open accumulation window.
+        run: The name of the run.
+        save: Distinguishes it from other saves at that moment, where the folder's name does not.
     """
 
     step: int
@@ -127,7 +130,8 @@ def add(
 ) -> None:
     """Add `rank`'s file to the checkpoint `target`, which rank 0 commits earlier or later, or never.
 
-    committed: finds the checkpoint of a stamp under another name, where rank 0 chooses the name.
+    Args:
+        committed: Finds the checkpoint of a stamp under another name, where rank 0 chooses the name.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     waiting = _waiting(target, rank, stamp.step)

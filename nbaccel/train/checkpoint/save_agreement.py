@@ -91,7 +91,7 @@ class Alone:
         """Wait for the files of all ranks, move them into `folder`, and return what they and rank 0 have written.
 
         Raises:
-            CannotSave: a rank failed or did not come; or the tensors are not complete.
+            CannotSave: A rank failed or did not come; or the tensors are not complete.
         """
         return Share(own.records, _joined(own.places, ()))
 
@@ -102,9 +102,11 @@ class Alone:
 class SaveAgreement(Alone):
     """Agreement of all ranks about one save.
 
-    target: the checkpoint, as this rank expects its name.  stamp: the name of the save, equal on all ranks, and of no
-    other save.  committed: finds the checkpoint that rank 0 has committed of it, if it has.
-    say: prints for a person.
+    Args:
+        target: The checkpoint, as this rank expects its name.
+        stamp: The name of the save, equal on all ranks, and of no other save.
+        committed: Finds the checkpoint that rank 0 has committed of it, if it has.
+        say: Prints for a person.
     """
 
     def __init__(
@@ -228,7 +230,8 @@ class SaveAgreement(Alone):
     def report(self, share: Share, sealed: Iterable[str]) -> None:
         """Tell rank 0 that this rank's files are in the folder, and on the disk.
 
-        sealed: names of further files, which contain their own checksum.
+        Args:
+            sealed: Names of further files, which contain their own checksum.
         """
         files = {name: {"size": record.size, "crc32": record.crc32} for name, record in share.records.items()}
         self._write(f"{_name(self._rank)}.json", {"files": files, "places": share.places, "sealed": list(sealed)})
@@ -237,7 +240,7 @@ class SaveAgreement(Alone):
         """Wait for rank 0's decision; return the checkpoint.
 
         Raises:
-            CannotSave: the error of rank 0, or of the rank for which it is; the same on all ranks.
+            CannotSave: The error of rank 0, or of the rank for which it is; the same on all ranks.
         """
         self._is_over = True
         try:
@@ -382,7 +385,7 @@ def _joined(own: Places, others: Iterable[tuple[int, Places]]) -> Places:
     """Return the places of all ranks together.
 
     Raises:
-        CannotSave: the ranks have different tensors, or together not all of one.
+        CannotSave: The ranks have different tensors, or together not all of one.
     """
     places = {part: {name: {**place} for name, place in tensors.items()} for part, tensors in own.items()}
     for rank, theirs in others:

@@ -60,9 +60,11 @@ class CannotPack(TypeError):
 class Packed:
     """A state that is ready to be written.
 
-    structure: JSON.  tensors: by dotted name, on the CPU, in any layout, none of them a view of a larger one.
-    aliases: second and further names of a tensor in the state's first level, as tied weights have.
-    rows: of sharded tensors the part of this rank, by dotted name; on the CPU like `tensors`.
+    Args:
+        structure: JSON.
+        tensors: By dotted name, on the CPU, in any layout, none of them a view of a larger one.
+        aliases: Second and further names of a tensor in the state's first level, as tied weights have.
+        rows: Of sharded tensors the part of this rank, by dotted name; on the CPU like `tensors`.
     """
 
     structure: Any
@@ -127,16 +129,19 @@ def pack(state: Any, to_host: ToHost = on_host, rows_only: bool = False) -> Pack
     Not kept: ``requires_grad`` and the device of tensors (they come back on the CPU), and views as views. A tensor that
     occurs twice is stored once, so tied weights cost nothing. Of sharded tensors only this rank's rows are taken.
 
-    rows_only: bring nothing else to the CPU; another rank writes the rest.
+    Args:
+        rows_only: Bring nothing else to the CPU; another rank writes the rest.
+
     Raises:
         CannotPack: `state` holds an object of another kind.
-        CannotSave: a tensor is sharded in a way that cannot be saved.
+        CannotSave: A tensor is sharded in a way that cannot be saved.
 
-    >>> packed = pack({"weight": torch.ones(2), "steps": (1, 2)})
-    >>> packed.structure
-    {'dict': ['weight', {'tensor': ['weight']}, 'steps', {'tuple': [1, 2]}]}
-    >>> unpack(packed.structure, packed.tensors)
-    {'weight': tensor([1., 1.]), 'steps': (1, 2)}
+    Example:
+        >>> packed = pack({"weight": torch.ones(2), "steps": (1, 2)})
+        >>> packed.structure
+        {'dict': ['weight', {'tensor': ['weight']}, 'steps', {'tuple': [1, 2]}]}
+        >>> unpack(packed.structure, packed.tensors)
+        {'weight': tensor([1., 1.]), 'steps': (1, 2)}
     """
     packer = _Packer(to_host, rows_only)
     structure = packer.pack(state, "")
@@ -278,7 +283,7 @@ def refuse_unknown(packed: Packed) -> None:
     """Refuse tensors that no safetensors file can hold.
 
     Raises:
-        CannotPack: there is one.
+        CannotPack: There is one.
     """
     for name, tensor in packed.tensors.items():
         if tensor.dtype in _UNKNOWN:
@@ -296,7 +301,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     The format is 8 bytes of header size, a JSON header, and the tensors' bytes without gaps, widest types first
     (https://huggingface.co/docs/safetensors, "Format"). The bytes equal those of the library.
 
-    metadata: texts for the file's header.
+    Args:
+        metadata: Texts for the file's header.
     """
     crc, size, flushed_size = 0, 0, 0
     with (

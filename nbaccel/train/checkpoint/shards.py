@@ -83,8 +83,11 @@ def holds_shards(state: object) -> bool:
 class LocalRows:
     """The part of a tensor that one rank holds.
 
-    shape, dtype: of the whole tensor.  offset: where the part begins, for each dimension.  local: the part, which may
-    have no elements.  is_first: of the ranks that hold this very part, this is the one that writes it.
+    Args:
+        shape, dtype: Those of the whole tensor.
+        offset: Where the part begins, for each dimension.
+        local: The part, which may have no elements.
+        is_first: Of the ranks that hold this very part, this is the one that writes it.
     """
 
     shape: tuple[int, ...]
@@ -107,9 +110,11 @@ class LocalRows:
 def rows_of(tensor: Any, name: str = "a tensor") -> LocalRows:
     """Return this rank's part of the DTensor `tensor`, which shares its memory. No collective.
 
-    name: for the error.
+    Args:
+        name: For the error.
+
     Raises:
-        CannotSave: the tensor is distributed in another way than by splits along dimensions and replicas.
+        CannotSave: The tensor is distributed in another way than by splits along dimensions and replicas.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -148,7 +153,7 @@ class StoredFiles:
         """Return the open file.
 
         Raises:
-            CheckpointCorrupt: it is missing or damaged.
+            CheckpointCorrupt: It is missing or damaged.
         """
         path = self._folder / file
         try:
@@ -186,8 +191,10 @@ class Pieces(Protocol):
 class StoredTensor:
     """A tensor in the files of a checkpoint; only those rows are read that somebody asks for.
 
-    shape, dtype: of the whole tensor.  boxes: for each piece its file, where it begins, and its shape.
-    was_sharded: several ranks held it when it was saved.
+    Args:
+        shape, dtype: Those of the whole tensor.
+        boxes: For each piece its file, where it begins, and its shape.
+        was_sharded: Several ranks held it when it was saved.
     """
 
     def __init__(
@@ -223,7 +230,7 @@ class StoredTensor:
         """Read into `out`, on any device, the part that begins at `offset`; return `out`.
 
         Raises:
-            CheckpointCorrupt: the files do not contain all of it.
+            CheckpointCorrupt: The files do not contain all of it.
         """
         done = 0
         for file, begin, shape in self._boxes if out.numel() else ():
@@ -249,9 +256,11 @@ class StoredTensor:
 def load_module(module: Module, state: Mapping[str, Any], **options: Any) -> None:
     """Load `state`, of whole or stored tensors, into `module`; into DTensors in place, this rank's rows only.
 
-    options: as the module's own ``load_state_dict`` takes them. No collective.
+    Args:
+        **options: As the module's own ``load_state_dict`` takes them. No collective.
+
     Raises:
-        RuntimeError: other names or shapes; torch's own message.
+        RuntimeError: Other names or shapes; torch's own message.
     """
     present = module.state_dict()
     values = {name: _put_into(present.get(name), value) for name, value in state.items()}
@@ -372,8 +381,10 @@ def whole_state(module: Module, state: dict[str, Any], keeps: bool) -> dict[str,
     """Return `state`, the state dict of `module`, with whole tensors in the host's memory. Collective if it is sharded.
 
     One tensor at a time is gathered, so no device holds more than that. Tied weights stay one tensor.
-    keeps: False returns an empty dict: this rank only takes part.
     A state without DTensors is returned as it is, on every rank.
+
+    Args:
+        keeps: False returns an empty dict: this rank only takes part.
     """
     if not holds_shards(state):
         return state
@@ -405,9 +416,11 @@ def first_names(module: Module) -> dict[str, str]:
 def unsharded(state: Any, call: str) -> Any:
     """Return `state` with plain tensors in place of DTensors of which this rank holds everything.
 
-    call: what was called with it, for the error.
+    Args:
+        call: What was called with it, for the error.
+
     Raises:
-        CannotSave: other ranks hold a part of one of them.
+        CannotSave: Other ranks hold a part of one of them.
     """
     if not holds_shards(state):
         return state

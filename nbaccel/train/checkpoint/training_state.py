@@ -57,7 +57,11 @@ class TrainingState:
         return self.accumulation.clock.done
 
     def stamp(self, save: str = "") -> Stamp:
-        """Return the name of a save that is made now, equal on all ranks.  save: see `Stamp`."""
+        """Return the name of a save that is made now, equal on all ranks.
+
+        Args:
+            save: See `Stamp`.
+        """
         lineage = self.lineage
         run = lineage.run if lineage.is_agreed else self.world.launch_id
         if lineage.turns:

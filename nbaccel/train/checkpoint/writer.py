@@ -37,11 +37,14 @@ __all__ = [
 class Save:
     """The content and the place of one checkpoint.
 
-    target: its folder.  parts: copied to the host before (staged), or made one by one while they are written.
-    nbytes: of all tensors.  generators: random states of this rank, whose number is `rank`.
-    manifest: the position of the training; the names of the parts are added to it.
-    earlier: the checkpoint before, which may hold the frozen weights already.
-    agreement: how the ranks agree, where each of them has rows of sharded tensors.
+    Args:
+        target: Its folder.
+        parts: Copied to the host before (staged), or made one by one while they are written.
+        nbytes: The size in bytes of all tensors.
+        generators: Random states of this rank, whose number is `rank`.
+        manifest: The position of the training; the names of the parts are added to it.
+        earlier: The checkpoint before, which may hold the frozen weights already.
+        agreement: How the ranks agree, where each of them has rows of sharded tensors.
     """
 
     target: Path
@@ -57,9 +60,11 @@ class Save:
     def write(self, into_folder: Callable[[Path], None] = lambda folder: None) -> list[str]:
         """Write the checkpoint to the disk; return, for each part that only a pickle can hold, the reason.
 
-        into_folder: adds files of its own to the unfinished folder.
+        Args:
+            into_folder: Adds files of its own to the unfinished folder.
+
         Raises:
-            CannotSave: no space, or no right to write there. The older checkpoint does not change.
+            CannotSave: No space, or no right to write there. The older checkpoint does not change.
         """
         began = time.monotonic()
         names: list[str] = []
@@ -90,7 +95,9 @@ class Save:
 class ShareSave:
     """One rank's share of a checkpoint of a sharded training. Not of rank 0, which has a `Save`.
 
-    target: the checkpoint, as this rank expects its name.  parts, stamp, generators, earlier: as in `Save`.
+    Args:
+        target: The checkpoint, as this rank expects its name.
+        parts, stamp, generators, earlier: As in `Save`.
     """
 
     target: Path
@@ -106,7 +113,7 @@ class ShareSave:
         """Write this rank's rows and random states, and wait for rank 0's decision; return the checkpoint.
 
         Raises:
-            CannotSave: the checkpoint was not committed; the same error on all ranks.
+            CannotSave: The checkpoint was not committed; the same error on all ranks.
         """
         agreement, share = self.agreement, Share({}, {})
         try:

@@ -44,9 +44,11 @@ class DispatchSource(Source):
     samples so that n divides them. Without `even` the ranks get what is left; a rank that gets nothing is not told
     in the round before that its last batch was this one. With `drop_last` the round is dropped.
 
-    length: batches of rank 0's loader; None where unknown.
-    device: a device that the process group's backend can send from.
-    keeps_on_host: the batches are wanted on the CPU. They also arrive there where the group sends from host to host.
+    Args:
+        device: A device that the process group's backend can send from.
+        length: Batches of rank 0's loader; None where unknown.
+        keeps_on_host: The batches are wanted on the CPU. They also arrive there where the group sends from host to
+            host.
     """
 
     def __init__(
@@ -177,8 +179,9 @@ class DispatchSource(Source):
 class _RoundShard(StreamShard):
     """A shard that cuts rounds for every rank, the last one into equal parts.
 
-    resumed: the batches that the next iteration reads, in place of those of a new one.
-    share: samples of each rank in the last round.
+    Attributes:
+        resumed: The batches that the next iteration reads, in place of those of a new one.
+        share: Samples of each rank in the last round.
     """
 
     def __init__(

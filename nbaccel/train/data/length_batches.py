@@ -22,7 +22,7 @@ class LengthBatches(list[list[int]]):
     """Indices of inputs by batch; `restore` returns results to the order of the inputs.
 
     Args:
-        lengths: Of all inputs, in their own order.
+        lengths: The lengths of all inputs, in their own order.
     """
 
     def __init__(self, batches: Iterable[list[int]], lengths: list[int]) -> None:

@@ -48,11 +48,14 @@ _SEEDABLE_STRIDE = 1
 class SharedOrder(Sampler[Any]):
     """The user's sampler or batch sampler, in the same order on all ranks.
 
-    given: the program's own one.
-    seed: equal on all ranks; the order of epoch e follows from (seed, e, draw) alone.
-    draw: which order of an epoch that is begun several times; see `Position.draw`.
-    is_seedable: as Accelerate's seedable sampler.
-    at_once: how many batches are drawn together from a sampler of the user's own.
+    Args:
+        seed: Equal on all ranks; the order of epoch e follows from (seed, e, draw) alone.
+        is_seedable: As Accelerate's seedable sampler.
+        at_once: How many batches are drawn together from a sampler of the user's own.
+
+    Attributes:
+        given: The program's own one.
+        draw: Which order of an epoch that is begun several times; see `Position.draw`.
     """
 
     def __init__(self, batches: Any, seed: int, is_seedable: bool = False, at_once: int = 1) -> None:
@@ -119,14 +122,15 @@ class SharedOrder(Sampler[Any]):
 class PrivateRandomness:
     """Random numbers of Python, NumPy and torch's CPU, separate from the process's own.
 
-    >>> private = PrivateRandomness()
-    >>> private.seed(3)
-    >>> with private:
-    ...     first = random.random()
-    >>> private.seed(3)
-    >>> with private:
-    ...     random.random() == first
-    True
+    Example:
+        >>> private = PrivateRandomness()
+        >>> private.seed(3)
+        >>> with private:
+        ...     first = random.random()
+        >>> private.seed(3)
+        >>> with private:
+        ...     random.random() == first
+        True
     """
 
     def __init__(self) -> None:
@@ -147,7 +151,8 @@ class PrivateRandomness:
     def over(self, values: Any, at_once: int = 1) -> Iterator[Any]:
         """Iterate `values`, which draw from these numbers; the code that consumes them does not.
 
-        at_once: how many are drawn before the first of them is handed out.
+        Args:
+            at_once: How many are drawn before the first of them is handed out.
         """
         with self:
             iterator = iter(values)

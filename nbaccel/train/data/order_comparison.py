@@ -48,8 +48,11 @@ _REMEMBERED = 8
 class CollectivesSince:
     """Tells whether the ranks met in a collective since this object was made.
 
-    counts_anyway: also if they did not; the others may have met in batches that this rank does not have.
-    are_counted: False in one process, and where the backend does not count collectives.
+    Args:
+        counts_anyway: Also if they did not; the others may have met in batches that this rank does not have.
+
+    Attributes:
+        are_counted: False in one process, and where the backend does not count collectives.
     """
 
     __slots__ = ("_before", "_count", "are_counted", "were_held")
@@ -75,8 +78,11 @@ class OrderComparison:
     have met in its loop, by which time the others have written theirs, it looks for its own draw among them. So of two
     ranks that differ at least one detects it, and a loader that is iterated as usual never uses the store.
 
-    name: of the loader, for the message.
-    is_possible: there are peers, and the backend shows whether the ranks have met.
+    Args:
+        name: The name of the loader, for the message.
+
+    Attributes:
+        is_possible: There are peers, and the backend shows whether the ranks have met.
     """
 
     def __init__(self, name: str, world: World) -> None:
@@ -114,7 +120,7 @@ class OrderComparison:
         """Look for the draw of an iteration on every other rank. The ranks have met since it began.
 
         Raises:
-            CollectiveMismatch: a rank has not begun the loader as often, or draws other indices.
+            CollectiveMismatch: A rank has not begun the loader as often, or draws other indices.
         """
         if self._waits_for is this:
             self._compare_draws(this)

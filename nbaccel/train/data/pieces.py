@@ -77,8 +77,9 @@ def permutation(count: int, generator: torch.Generator | None) -> Iterator[int]:
     With the first number the generator is in the state in which torch leaves it; a long permutation is then drawn
     from a copy of it, while it is read.
 
-    >>> list(permutation(5, torch.Generator().manual_seed(0)))
-    [4, 0, 1, 3, 2]
+    Example:
+        >>> list(permutation(5, torch.Generator().manual_seed(0)))
+        [4, 0, 1, 3, 2]
     """
     if _SHORT < count < _LONG and _is_on_cpu(generator) and _draws_as_torch():
         return itertools.chain.from_iterable(_drawn_while_read(count, generator, _SHORT))
@@ -171,7 +172,11 @@ def _drawn_at_once(count: int, generator: torch.Generator | None) -> Iterator[li
 
 
 def _drawn_while_read(count: int, generator: torch.Generator | None, rest: int) -> Iterator[list[int]]:
-    """Yield the first i places after i steps, when they are final.  rest: how many numbers are drawn at once."""
+    """Yield the first i places after i steps, when they are final.
+
+    Args:
+        rest: How many numbers are drawn at once.
+    """
     visible = torch.default_generator if generator is None else generator
     generator = torch.Generator().set_state(visible.get_state())
     _skip_draws(visible, count - 1)

@@ -45,15 +45,18 @@ __all__ = [
 class LoaderPosition:
     """The position where an iteration begins, or that it has reached.
 
-    epoch: the iteration's number.  batches: those of the user's loader before it, for all ranks together.
-    seed: of the data order; None where the order is that of plain PyTorch.
-    order: states of the generators that determined this order when the epoch began.
-    dataset: state of the dataset, or of a loader that has one, some of those batches before; None where there is none.
-    witness: digests of the batches between that state and this position; see `DatasetStates`.
-    batch_size: of the user's loader; None where batches have sizes of their own.
-    loops, looks: iterations of this number that were under way when it began, loops that may train or looks.
-    is_look: this iteration is a look: gradients are disabled.
-    goes_on: this epoch began before, so its random draws are repeated.
+    Args:
+        epoch: The iteration's number.
+        batches: Those of the user's loader before it, for all ranks together.
+        seed: The seed of the data order; None where the order is that of plain PyTorch.
+        order: States of the generators that determined this order when the epoch began.
+        dataset: State of the dataset, or of a loader that has one, some of those batches before; None where there is
+            none.
+        batch_size: The batch size of the user's loader; None where batches have sizes of their own.
+        loops, looks: Iterations of this number that were under way when it began, loops that may train or looks.
+        is_look: This iteration is a look: gradients are disabled.
+        goes_on: This epoch began before, so its random draws are repeated.
+        witness: Digests of the batches between that state and this position; see `DatasetStates`.
     """
 
     epoch: int = 0
@@ -86,7 +89,7 @@ class LoaderPosition:
         """Return the position that `state_dict` gave, for a loader with batches of `batch_size`.
 
         Raises:
-            ValueError: the position falls inside one of this loader's batches.
+            ValueError: The position falls inside one of this loader's batches.
         """
         position = cls(**state, goes_on=True)
         saved = position.batch_size
@@ -107,10 +110,15 @@ class LoaderPosition:
 class Iteration:
     """One iteration of a prepared loader, from its first batch on.
 
-    position: where it began.  base: the epoch of its loader by then.  steps: training steps done by then.
-    taken: batches of the user's loader since then, for all ranks together.
-    states: the dataset's states after rounds, and the digests of the batches of each; those of the open accumulation
-    window, and of `_WITNESSED` rounds before it.
+    Args:
+        position: Where it began.
+        base: The epoch of its loader by then.
+        steps: Training steps done by then.
+
+    Attributes:
+        taken: Batches of the user's loader since then, for all ranks together.
+        states: The dataset's states after rounds, and the digests of the batches of each; those of the open
+            accumulation window, and of `_WITNESSED` rounds before it.
     """
 
     __slots__ = ("base", "position", "states", "steps", "taken")
@@ -151,13 +159,14 @@ class Iteration:
 class EpochProgress:
     """The position of one prepared loader; shared with loaders that `skip_first_batches` made of it.
 
-    epoch: its number when it last counted an iteration; see `PreparedLoader.iteration` for the rule.
-    loops, looks: iterations since then that ran to their ends, but neither trained nor did the ranks meet in them:
-    those that could have trained, and looks. Each of them has a number of its own.
-    open: the iterations that are under way, or held, in the order in which they began.
-    resume: where the next iteration must begin; None for the epoch's first batch.
-    is_joined: ranks may run out of batches one after the other.
-    ended: where the last iteration ended, if it trained, and how many such passes the program had made by then.
+    Attributes:
+        epoch: Its number when it last counted an iteration; see `PreparedLoader.iteration` for the rule.
+        loops, looks: Iterations since then that ran to their ends, but neither trained nor did the ranks meet in them:
+            those that could have trained, and looks. Each of them has a number of its own.
+        open: The iterations that are under way, or held, in the order in which they began.
+        resume: Where the next iteration must begin; None for the epoch's first batch.
+        is_joined: Ranks may run out of batches one after the other.
+        ended: Where the last iteration ended, if it trained, and how many such passes the program had made by then.
     """
 
     def __init__(self) -> None:
@@ -225,8 +234,9 @@ class DatasetStates:
     the state some batches before a position is kept, with digests of these batches, and it counts if it leads to the
     same ones.
 
-    owner: the dataset, or a loader that keeps its own state; None where neither has one to resume by, or without
-    a loader.
+    Attributes:
+        owner: The dataset, or a loader that keeps its own state; None where neither has one to resume by, or without a
+            loader.
     """
 
     def __init__(self, loader: DataLoader[Any] | None) -> None:
@@ -263,7 +273,8 @@ class DatasetStates:
     def resumed(self, position: LoaderPosition, begin: Callable[[], Iterator[Any]]) -> Iterator[Any] | None:
         """Return the batches from `position` on, by the dataset's state; None if all before must be read again.
 
-        begin: begins to iterate the loader.
+        Args:
+            begin: Begins to iterate the loader.
         """
         has_state = position.dataset is not None and bool(position.witness)
         if self.owner is None or not position.goes_on:
@@ -330,7 +341,8 @@ _ENOUGH_LOOKS = 20  # 5 s: some 10 % of the time, give or take
 class Fetching:
     """Estimates how much of their time the loops over one loader wait for batches. Only the loop holds the generator.
 
-    waiting: a fraction of 1; None before there were enough looks.
+    Attributes:
+        waiting: A fraction of 1; None before there were enough looks.
     """
 
     def __init__(self) -> None:
@@ -364,12 +376,14 @@ class LoopGauge:
     the loop nothing. The loop trains if backwards come, otherwise it evaluates. How long it waits for data is estimated
     from how often the loader was found busy.
 
-    taken: returns how many batches of the epoch this rank has had, including those that it left out.
-    batches: how many the epoch has for this rank; None where that is unknown.
-    samples: in one batch of this rank; None where batches have sizes of their own.
-    epoch: that of the loader; where the program has announced epochs (`Accelerator.epochs`), theirs is used instead.
-    may_train: gradients were enabled when it began.
-    fetching: that of its loader.
+    Args:
+        taken: Returns how many batches of the epoch this rank has had, including those that it left out.
+        batches: How many the epoch has for this rank; None where that is unknown.
+        epoch: That of the loader; where the program has announced epochs (`Accelerator.epochs`), theirs is used
+            instead.
+        samples: In one batch of this rank; None where batches have sizes of their own.
+        may_train: Gradients were enabled when it began.
+        fetching: That of its loader.
     """
 
     def __init__(

@@ -125,9 +125,9 @@ class LoaderFacts:
     """Facts of one rank about its loader; -1 for what is not known.
 
     Args:
-        seed: Of the data order.
+        seed: The seed of the data order.
         samples: In the dataset.
-        batches: Of the user's loader.
+        batches: The batches of the user's loader.
         share, shares: Its data are dealt to ranks already, and are this share of so many; 0 and 0 where they are not.
         rows, order: Digests of the rows that the dataset takes, and of the indices of an epoch; see `shares`. Of a
             stream, `rows` is that of what it holds.
@@ -247,8 +247,8 @@ def prepare_loader(
     """Return the loader as this rank of `world` sees it.
 
     Args:
-        facts: Of every rank, in their order.
-        device: Of the rank, from which its process group can send.
+        facts: The facts of every rank, in their order.
+        device: The device of the rank, from which its process group can send.
         moves: Batches go to that device.
         slice_function: How rank 0 cuts the batches it sends, if it does.
 
@@ -263,7 +263,11 @@ def prepare_loader(
 
 @frozen
 class LoaderChoice:
-    """The choice of how a loader is dealt.  facts: of every rank, in their order."""
+    """The choice of how a loader is dealt.
+
+    Args:
+        facts: The facts of every rank, in their order.
+    """
 
     loader: DataLoader[Any]
     world: World

@@ -298,7 +298,7 @@ class StreamShard(Shard):
     The first round stays in memory while the stream is read, for filling up the last one.
 
     Args:
-        states: Of the dataset, noted after each round.
+        states: The states of the dataset, noted after each round.
     """
 
     def __init__(

@@ -219,10 +219,11 @@ def digest_of(numbers: Sequence[int]) -> int:
 def repeats(shares: Sequence[Sequence[int]]) -> int:
     """Return how many of the numbers in `shares` are in a share of another rank, too; each one counts once.
 
-    >>> repeats([[0, 2, 4], [1, 3, 0]])
-    1
-    >>> repeats([range(0, 10**9), range(10**9 - 1, 2 * 10**9)])
-    1
+    Example:
+        >>> repeats([[0, 2, 4], [1, 3, 0]])
+        1
+        >>> repeats([range(0, 10**9), range(10**9 - 1, 2 * 10**9)])
+        1
     """
     if all(isinstance(share, range) for share in shares):
         inner = sorted((share.start, share.stop) for share in shares if share)  # type: ignore[attr-defined]

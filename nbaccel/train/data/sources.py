@@ -40,13 +40,15 @@ _TOO_MANY_WORKERS = "This DataLoader will create"
 class Source:
     """The user's loader unchanged: order and random numbers are those of plain PyTorch.
 
-    stride: batches of the user's loader per round of one batch per rank.
-    is_split: a batch of the user's loader is that of all ranks together.
-    seed: of the data order; None where nbaccel does not determine it.
-    even: the last round is filled up.
-    states: of a dataset that knows its position.
-    is_drawn_apart: every rank draws the order itself, from how often it has begun the loader.
-    read_alike: the shard of what every rank reads or draws by the program's own code, and must be the same; or None.
+    Attributes:
+        stride: Batches of the user's loader per round of one batch per rank.
+        is_split: A batch of the user's loader is that of all ranks together.
+        seed: The seed of the data order; None where nbaccel does not determine it.
+        even: The last round is filled up.
+        states: The states of a dataset that knows its position.
+        is_drawn_apart: Every rank draws the order itself, from how often it has begun the loader.
+        read_alike: The shard of what every rank reads or draws by the program's own code, and must be the same; or
+            None.
     """
 
     is_drawn_apart = False
@@ -143,7 +145,8 @@ class Source:
 class DealtSource(Source):
     """The user's loader unchanged, which reads this rank's share of the data already.
 
-    batches: of each rank; None where that is unknown.
+    Args:
+        batches: The batches of each rank; None where that is unknown.
     """
 
     is_drawn_apart = True
@@ -255,7 +258,8 @@ class IndexSource(Source):
 class StreamSource(Source):
     """Collated batches that every rank reads completely, keeping its share.
 
-    seed: determines the stream's random numbers, so all ranks read the same stream; with worker processes too.
+    Args:
+        seed: Determines the stream's random numbers, so all ranks read the same stream; with worker processes too.
     """
 
     is_drawn_apart = True
@@ -319,7 +323,9 @@ class StreamSource(Source):
 class Rest(Sampler[Any]):
     """Batches of indices of which some are left out; the iteration can be started before its first use.
 
-    skip: how many batches come before the rest.  keep: how many of those are not left out, the first ones.
+    Args:
+        skip: How many batches come before the rest.
+        keep: How many of those are not left out, the first ones.
     """
 
     def __init__(self, batches: Iterable[Any], skip: int = 0, keep: int = 0) -> None:

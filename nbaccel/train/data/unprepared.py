@@ -67,7 +67,8 @@ def _hook(watch: _Watch) -> None:
 class _Watch:
     """Follows the training of one Accelerator, by a weak reference.
 
-    is_open: nothing is decided yet.
+    Attributes:
+        is_open: Nothing is decided yet.
     """
 
     def __init__(self) -> None:
@@ -176,9 +177,10 @@ def contents(dataset: Any) -> str:
     For tensors and lists, in the dataset or in its parts, it covers lengths and a few values; for parts of a dataset
     their indices.
 
-    >>> from torch.utils.data import Subset
-    >>> contents(Subset(range(8), range(0, 8, 2))) == contents(Subset(range(8), range(1, 8, 2)))
-    False
+    Example:
+        >>> from torch.utils.data import Subset
+        >>> contents(Subset(range(8), range(0, 8, 2))) == contents(Subset(range(8), range(1, 8, 2)))
+        False
     """
     said = getattr(dataset, "_fingerprint", None)  # of Hugging Face's datasets: of all that was done to them
     parts = [said] if isinstance(said, str) else _parts(dataset, _DEPTH)

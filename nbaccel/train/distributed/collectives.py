@@ -49,7 +49,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 class Collectives:
     """Collectives of a single process.
 
-    debug: every call is compared, not only the first ones; in a group, to set it is a collective.
+    Attributes:
+        debug: Every call is compared, not only the first ones; in a group, to set it is a collective.
     """
 
     debug = False
@@ -68,7 +69,8 @@ class Collectives:
     def gather_objects(self, value: Any, call: str = "gather_object") -> Any:
         """Gather any picklable values: lists of all ranks joined, mappings joined by key, others listed by rank.
 
-        call: the call as a message about ranks that wait names it.
+        Args:
+            call: The call as a message about ranks that wait names it.
         """
         return value
 
@@ -93,25 +95,37 @@ class Collectives:
         return value
 
     def any(self, flag: bool, call: str = "any") -> bool:
-        """Return whether `flag` is true on any rank.  call: what the ranks are doing, for messages."""
+        """Return whether `flag` is true on any rank.
+
+        Args:
+            call: What the ranks are doing, for messages.
+        """
         return flag
 
     def announce(self, call: str, text: str = "") -> list[str]:
-        """Return every rank's text, by rank, cut to half a kilobyte.  call: what the ranks are doing, for messages."""
+        """Return every rank's text, by rank, cut to half a kilobyte.
+
+        Args:
+            call: What the ranks are doing, for messages.
+        """
         return [text]
 
     def agree(self, call: str) -> None:
         """Wait until every rank is about to make the same `call`; for calls in which torch itself would wait for ever.
 
         Raises:
-            CollectiveMismatch: the ranks are about to do different things.
+            CollectiveMismatch: The ranks are about to do different things.
         """
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
 
     def tell(self, call: str, numbers: Tensor) -> Tensor:
-        """Return a small tensor of every rank, stacked, on the host.  call: what the ranks are doing, for messages."""
+        """Return a small tensor of every rank, stacked, on the host.
+
+        Args:
+            call: What the ranks are doing, for messages.
+        """
         return numbers.cpu()[None]
 
     def tell_numbers(self, call: str, numbers: Sequence[float]) -> list[list[float]]:
@@ -130,11 +144,16 @@ class Collectives:
     def start_sum(self, tensor: Tensor, is_of_step: bool = False) -> Any:
         """Begin to sum `tensor` of all ranks in place, if the backend can add it; for `finish_sums`.
 
-        is_of_step: it is finished before the next `tell_numbers`, or never.
+        Args:
+            is_of_step: It is finished before the next `tell_numbers`, or never.
         """
 
     def finish_sums(self, call: str, sums: Sequence[Any]) -> None:
-        """Wait until all of `sums`, at least one, are over.  call: what the ranks are doing, for messages."""
+        """Wait until all of `sums`, at least one, are over.
+
+        Args:
+            call: What the ranks are doing, for messages.
+        """
 
 
 def _entire(method: _Method) -> _Method:
@@ -166,7 +185,9 @@ class GroupCollectives(Collectives):
     waits for a device's pending work. Tensors of the program are sent by the device's backend
     wherever they are, since one rank's may be on the CPU and another one's not.
 
-    device: this rank's.  debug: compare every call, not only the first ones.
+    Args:
+        device: This rank's.
+        debug: Compare every call, not only the first ones.
     """
 
     def __init__(self, world: World, device: torch.device, debug: bool = False) -> None:
@@ -434,8 +455,10 @@ class Fingerprints:
     only the first calls of a process group are compared, and all in debug mode: a program that mixes its collectives
     does so early.
 
-    transport: used for the comparison.  debug: compare every call, not only the first ones.
-    told: the transports of the group, to which each call is reported.
+    Args:
+        transport: Used for the comparison.
+        debug: Compare every call, not only the first ones.
+        told: The transports of the group, to which each call is reported.
     """
 
     def __init__(self, transport: Transport, debug: bool, told: Collection[Transport]) -> None:
@@ -450,9 +473,11 @@ class Fingerprints:
     def check(self, operation: str, value: Any = None, shape: Shape = Shape.ALL, always: bool = False) -> bool:
         """Enter a collective; return False when it was not compared with the other ranks'.
 
-        always: compare it, whatever the number of calls.
+        Args:
+            always: Compare it, whatever the number of calls.
+
         Raises:
-            CollectiveMismatch: on every rank, with the call of each rank.
+            CollectiveMismatch: On every rank, with the call of each rank.
         """
         transport = self._transport
         is_compared = always or transport.calls < self._compared
@@ -543,8 +568,9 @@ def join(values: list[Any]) -> Any:
 
     Values of different kinds are listed by rank too.
 
-    >>> join([["a"], ["b", "c"]]), join([{"loss": 1}, {"loss": 2}]), join(["a", "b"]), join([[1], None])
-    (['a', 'b', 'c'], {'loss': [1, 2]}, ['a', 'b'], [[1], None])
+    Example:
+        >>> join([["a"], ["b", "c"]]), join([{"loss": 1}, {"loss": 2}]), join(["a", "b"]), join([[1], None])
+        (['a', 'b', 'c'], {'loss': [1, 2]}, ['a', 'b'], [[1], None])
     """
     first = values[0]
     if any(type(value) is not type(first) for value in values):

@@ -60,9 +60,10 @@ class ListLayout:
 class CountedBatch(NamedTuple):
     """A batch of so many samples. A tuple, so that it passes through a loader's worker processes and pinned memory.
 
-    >>> batch = CountedBatch({"x": torch.arange(3), "name": ["a", "b", "c"], "scale": torch.ones(2)}, 3)
-    >>> batch.take(1, 3)
-    {'x': tensor([1, 2]), 'name': ['b', 'c'], 'scale': tensor([1., 1.])}
+    Example:
+        >>> batch = CountedBatch({"x": torch.arange(3), "name": ["a", "b", "c"], "scale": torch.ones(2)}, 3)
+        >>> batch.take(1, 3)
+        {'x': tensor([1, 2]), 'name': ['b', 'c'], 'scale': tensor([1., 1.])}
     """
 
     batch: Any
@@ -109,9 +110,10 @@ def joined(parts: Sequence[CountedBatch], start: int, stop: int) -> Any:
         CannotSplit: It is not known what of a part belongs to which sample, the parts do not fit together, or there is
             no sample from `start` to `stop`.
 
-    >>> pairs = [CountedBatch((["a", "b"], torch.ones(4)), 2), CountedBatch((["c"], torch.ones(4)), 1)]
-    >>> joined(pairs, 1, 3)
-    (['b', 'c'], tensor([1., 1., 1., 1.]))
+    Example:
+        >>> pairs = [CountedBatch((["a", "b"], torch.ones(4)), 2), CountedBatch((["c"], torch.ones(4)), 1)]
+        >>> joined(pairs, 1, 3)
+        (['b', 'c'], tensor([1., 1., 1., 1.]))
     """
     spans: list[tuple[int, int, int]] = []
     begin = 0

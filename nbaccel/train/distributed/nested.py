@@ -37,8 +37,9 @@ def map_children(function: Callable[[Any], Any], value: Any) -> Any:
     classes whose constructor takes other arguments (transformers' ``ModelOutput``) keep their type. A mapping that
     cannot be refilled becomes a dict.
 
-    >>> map_children(abs, {"a": -1, "b": -2})
-    {'a': 1, 'b': 2}
+    Example:
+        >>> map_children(abs, {"a": -1, "b": -2})
+        {'a': 1, 'b': 2}
     """
     kind = type(value)
     if kind is dict:
@@ -79,8 +80,9 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
 def leaves(value: Any) -> Iterator[Any]:
     """Yield the leaves of a container, in the order in which `map_children` visits them.
 
-    >>> list(leaves({"a": (1, 2), "b": [3]}))
-    [1, 2, 3]
+    Example:
+        >>> list(leaves({"a": (1, 2), "b": [3]}))
+        [1, 2, 3]
     """
     below = [child for _, child in children(value)]
     if not below and not is_container(value):
@@ -113,8 +115,9 @@ def count_rows(value: Any) -> int | None:
 def join_batches(data: Sequence[Any], dim: int = 0) -> Any:
     """Join the tensors of values of one structure along a dimension.
 
-    >>> join_batches([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}])["x"].shape
-    torch.Size([3, 2])
+    Example:
+        >>> join_batches([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}])["x"].shape
+        torch.Size([3, 2])
     """
     first = data[0]
     if isinstance(first, torch.Tensor):
@@ -133,10 +136,11 @@ def share(inputs: Any, rank: int, world_size: int, apply_padding: bool) -> Any:
 
     Every input is cut correctly or refused: a rank never gets the whole, which would be the same work N times.
 
-    >>> share(range(5), rank=0, world_size=2, apply_padding=False)
-    range(0, 3)
-    >>> share({"x": [1, 2, 3]}, rank=1, world_size=2, apply_padding=True)
-    {'x': [3, 3]}
+    Example:
+        >>> share(range(5), rank=0, world_size=2, apply_padding=False)
+        range(0, 3)
+        >>> share({"x": [1, 2, 3]}, rank=1, world_size=2, apply_padding=True)
+        {'x': [3, 3]}
     """
     inputs = _readable(inputs)
     return _Part.of(_length(inputs), rank, world_size, apply_padding).of_inputs(inputs)
@@ -185,7 +189,7 @@ def _readable(inputs: Any) -> Any:
     """Return `inputs` in a form that has a length and an order; every rank must come to the same one.
 
     Raises:
-        TypeError: there is no such form.
+        TypeError: There is no such form.
     """
     if isinstance(inputs, Mapping):
         return map_children(_readable, inputs)

@@ -37,8 +37,8 @@ class PartialState(ProcessControl):
 
     Args:
         cpu: Stay on the CPU although there are devices; by default as the process group, or as the launcher was told.
-        backend, timeout, init_method: Of the process group, if it is formed here, as ``init_process_group`` takes them.
-            By default the backend that fits the device, torch's timeout, and the rendezvous of the launcher.
+        backend, timeout, init_method: Those of the process group, if it is formed here, as ``init_process_group`` takes
+            them. By default the backend that fits the device, torch's timeout, and the rendezvous of the launcher.
 
     Example:
         >>> state = PartialState()

@@ -377,7 +377,7 @@ class LastRound:
 
     Args:
         may_be_uneven: They may hold different numbers of them.
-        held, real: Of all ranks together, where the round was filled up: `held` of which the first `real` are no
+        held, real: Those of all ranks together, where the round was filled up: `held` of which the first `real` are no
             repetition. None where that does not matter, or is not known.
         ranks: How many there are.
     """

@@ -67,10 +67,12 @@ _END_POLL_S = 0.002
 class GroupOptions:
     """Choices of a program for its process group.
 
-    backend: "gloo", "nccl", ...; by default what fits the device. Ranks with GPUs in one machine have two of them, nccl
-    for tensors of the device and gloo for those of the host, which then wait for nothing that the device computes.
-    timeout: how long a collective may take; by default torch's.
-    init_method: where the ranks meet, as an address of torch's; by default the launcher's choice.
+    Args:
+        backend: "gloo", "nccl", ...; by default what fits the device. Ranks with GPUs in one machine have two of them,
+            nccl for tensors of the device and gloo for those of the host, which then wait for nothing that the device
+            computes.
+        timeout: How long a collective may take; by default torch's.
+        init_method: Where the ranks meet, as an address of torch's; by default the launcher's choice.
     """
 
     backend: str | None = None
@@ -82,7 +84,9 @@ class GroupOptions:
 class Rendezvous:
     """Keys in the store by which a group was formed, where its ranks can meet although the group is broken.
 
-    base, base_for_thread: two connections to that store.  prefix: the beginning of the keys.
+    Args:
+        base, base_for_thread: Two connections to that store.
+        prefix: The beginning of the keys.
     """
 
     base: Any
@@ -205,7 +209,8 @@ class ProcessGroup:
     def meeting_place(self, name: str = "") -> Rendezvous:
         """Return an empty place beside the group's own.
 
-        name: a name that was not used before. Without one the n-th call of one rank finds the n-th of its peers.
+        Args:
+            name: A name that was not used before. Without one the n-th call of one rank finds the n-th of its peers.
         """
         if not name:
             self._meetings += 1
@@ -339,7 +344,11 @@ def _root(store: Any) -> Any:
 def _init(
     backend: str | None, store: Any, rank: int, world_size: int, timeout: timedelta | None, device: torch.device | None
 ) -> None:
-    """Form the group. timeout: None for torch's own, which is 10 minutes for NCCL and 30 for the others."""
+    """Form the group.
+
+    Args:
+        timeout: None for torch's own, which is 10 minutes for NCCL and 30 for the others.
+    """
     # Without a device: with one, nccl would connect here, without a limit or interrupts. It connects in the warm-up.
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     if timeout is None and backend is not None and ":" in backend:
@@ -430,8 +439,8 @@ def warm_up(rank: int, world_size: int, device: torch.device) -> None:
     thread, since it may hang where NCCL connects, before there is anything to poll.
 
     Raises:
-        TimeoutError: the exchange was not over after `LIMIT_S`; the groups are aborted.
-        RuntimeError: wrong values arrived; or the backend's own error, with a note.
+        TimeoutError: The exchange was not over after `LIMIT_S`; the groups are aborted.
+        RuntimeError: Wrong values arrived; or the backend's own error, with a note.
     """
     exchange = _Exchange(rank, world_size, device)
     waited_s = 0.0
@@ -454,7 +463,9 @@ def warm_up(rank: int, world_size: int, device: torch.device) -> None:
 class _Exchange:
     """The exchange, in its own thread.
 
-    step: the current one, in words.  error: the error, once it is over.
+    Attributes:
+        step: The current one, in words.
+        error: The error, once it is over.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:

@@ -66,7 +66,11 @@ class SharedMessages:
     number n + 1 of all peers, who had read its message n before they wrote them. Sums have one place: a message of all
     ranks is between two of them.
 
-    memory: the same in all ranks.  rank: of this process.  pids: of all ranks.  limit_s: how long a peer may stay away.
+    Args:
+        memory: The same in all ranks.
+        rank: The rank of this process.
+        pids: The process ids of all ranks.
+        limit_s: How long a peer may stay away.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, pids: Sequence[int], limit_s: float) -> None:
@@ -89,7 +93,9 @@ class SharedMessages:
         Rank 0 makes the memory, and the others find it by its process and descriptor. They share it only if what rank 0
         has written there is what it has said: a rank on another machine, or in another container, finds something else.
 
-        read_all: gathers a small tensor of each rank.  timeout: of the group's collectives.
+        Args:
+            read_all: Gathers a small tensor of each rank.
+            timeout: The timeout of the group's collectives.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         size, nonce = _Layout(world_size).size, secrets.randbits(62)
@@ -111,13 +117,15 @@ class SharedMessages:
     ) -> list[list[float]]:
         """Return the numbers of all ranks, by rank. Every rank calls it, with equally many numbers.
 
-        where: returns the collective in words.  look_up: called twice a second while the rank waits; it may raise.
-
         The wait ends with the numbers of all peers; by an interrupt; by `look_up`, which hears of peers that have left,
         are done, or are elsewhere; with a peer's process; and by the time limit of the group's collectives.
 
+        Args:
+            where: Returns the collective in words.
+            look_up: Called twice a second while the rank waits; it may raise.
+
         Raises:
-            PeerFailed: a peer has ended, or did not come in time.
+            PeerFailed: A peer has ended, or did not come in time.
         """
         most = _PART_BYTES // 8
         if len(numbers) > most:
@@ -216,7 +224,9 @@ class SharedMessages:
 class _Layout:
     """Places in the memory.
 
-    sum_bytes: the most that a sum may have.  size: of all of it, with the nonce at its end.
+    Attributes:
+        sum_bytes: The most that a sum may have.
+        size: The size of all of it, with the nonce at its end.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -228,7 +238,11 @@ class _Layout:
         self.size = self._sums_at + world_size * self.sum_bytes + _NONCE.size
 
     def message(self, rank: int, count: int) -> int:
-        """Return where the message of `rank` begins.  count: its number."""
+        """Return where the message of `rank` begins.
+
+        Args:
+            count: Its number.
+        """
         return self._messages_at + (count % 2 * self._world_size + rank) * self._message_bytes
 
     def sum(self, rank: int) -> int:

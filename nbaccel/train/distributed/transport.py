@@ -71,8 +71,11 @@ class _SharedSum(NamedTuple):
 class Transport:
     """The ranks of torch's default process group, to which tensors are sent.
 
-    device: this rank's. Other tensors are copied to where the backend can send from, and results are copied back.
-    call, calls: the current collective in words, and the number of collectives including it; for `Waiting`.
+    Args:
+        device: This rank's. Other tensors are copied to where the backend can send from, and results are copied back.
+
+    Attributes:
+        call, calls: The current collective in words, and the number of collectives including it; for `Waiting`.
     """
 
     def __init__(self, world_size: int, device: torch.device) -> None:
@@ -140,7 +143,8 @@ class Transport:
     def start_sum(self, tensor: Tensor, is_of_step: bool = False) -> Any:
         """Begin to sum `tensor` of all ranks, in place; return the work for `finish_sums`.
 
-        is_of_step: it is finished before the next `read_numbers`, or never.
+        Args:
+            is_of_step: It is finished before the next `read_numbers`, or never.
         """
         if is_of_step and self._messages is not None and self._messages.start_sum(tensor):
             return _SharedSum(tensor)

@@ -49,9 +49,10 @@ class Hand(Protocol):
 class SplitLoopGuard:
     """Follows one loop from part to part: its backwards, its steps, and other changes of the gradients.
 
-    is_innermost: returns whether this loop is the one whose body is running; an outer one does not judge.
-
     Every exception that it raises is a `CannotCut`, before a weight has changed that should not have.
+
+    Args:
+        is_innermost: Returns whether this loop is the one whose body is running; an outer one does not judge.
     """
 
     def __init__(self, prepared: Prepared, hand: Hand, is_innermost: Callable[[], bool]) -> None:
@@ -269,8 +270,9 @@ class WholeBatches(Gate):
 class SplitWindow(Window):
     """Accumulation windows over batches in parts: a batch counts when its last part is current.
 
-    part: the current part; a whole batch in loops that are not cut.
-    guard: the guard of the loop, where batches are really cut.
+    Attributes:
+        part: The current part; a whole batch in loops that are not cut.
+        guard: The guard of the loop, where batches are really cut.
     """
 
     __slots__ = ("guard", "part")
@@ -386,7 +388,11 @@ class SplitBatches(WholeBatches):
 
 
 def make_gate(split: int | None, prepared: Prepared, strategy: Strategy) -> Gate:
-    """Return the gate of a run. split: parts of each batch of a training loop; None and 1 for whole ones."""
+    """Return the gate of a run.
+
+    Args:
+        split: Parts of each batch of a training loop; None and 1 for whole ones.
+    """
     if split is None or split == 1:
         return WholeBatches(prepared, strategy)
     return SplitBatches(prepared, strategy, split)

@@ -30,10 +30,11 @@ __all__ = ["BaseFacts", "KnownBases", "refuse_other_bases", "refuse_untrained"]
 class BaseFacts:
     """Numbers for the base of one model.
 
-    tensors, nbytes: how many they are, and their bytes.
-    layout: a number for names, shapes and types.
-    plain, packed: numbers for the bits of tensors that are not quantised, and of the others. Two kinds of GPUs may
-        quantise the same weights to different bits, and read the same plain ones.
+    Args:
+        tensors, nbytes: How many they are, and their bytes.
+        layout: A number for names, shapes and types.
+        plain, packed: Numbers for the bits of tensors that are not quantised, and of the others. Two kinds of GPUs may
+            quantise the same weights to different bits, and read the same plain ones.
     """
 
     tensors: int
@@ -63,10 +64,13 @@ class BaseFacts:
         return {name: getattr(self, name) for name in ("tensors", "nbytes", "layout", "plain", "packed")}
 
     def refuse_another(self, stored: dict[str, Any], name: str) -> None:
-        """Compare with the facts that a checkpoint has, on each rank.  name: of the model.
+        """Compare with the facts that a checkpoint has, on each rank.
+
+        Args:
+            name: The name of the model.
 
         Raises:
-            ValueError: its adapters were trained on other weights.
+            ValueError: Its adapters were trained on other weights.
         """
         there = BaseFacts(**stored)
         if there.layout != self.layout:
@@ -142,10 +146,11 @@ class KnownBases:
 def refuse_other_bases(model: Module, base: frozenset[str], known: KnownBases, collectives: Collectives) -> None:
     """Refuse a quantised model whose base differs between ranks: nothing sends it. Collective.
 
-    base: the names of its tensors in `model`.
+    Args:
+        base: The names of its tensors in `model`.
 
     Raises:
-        ValueError: on every rank, with the ranks that differ from rank 0.
+        ValueError: On every rank, with the ranks that differ from rank 0.
     """
     mine = known.facts(model, base)
     everyones: list[BaseFacts] = collectives.gather_objects([mine], f"prepare {type(model).__name__}, its base")
@@ -162,7 +167,7 @@ def refuse_untrained(models: Sequence[Module], optimizers: Sequence[Optimizer]) 
     """Refuse to train a quantised model of which nothing is trained.
 
     Raises:
-        ValueError: an optimizer has parameters of one of `models`, and none of them needs a gradient.
+        ValueError: An optimizer has parameters of one of `models`, and none of them needs a gradient.
     """
     for optimizer in optimizers:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]

@@ -77,7 +77,11 @@ class LossWatch:
         )
 
     def _warn_once(self, message: str, depth: int) -> None:
-        """Warn once. depth: calls between here and the user's line."""
+        """Warn once.
+
+        Args:
+            depth: Calls between here and the user's line.
+        """
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(message, stacklevel=depth + 1)

@@ -304,8 +304,10 @@ class PreparedScheduler:
     def __init__(
         self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], accumulation: Accumulation, moves_per_step: int
     ) -> None:
-        """Args:
-        moves_per_step: Ranks, or 1 with split batches; 0 to follow the user's calls in any case.
+        """Make the object.
+
+        Args:
+            moves_per_step: Ranks, or 1 with split batches; 0 to follow the user's calls in any case.
         """
         own = [prepared for prepared in optimizers if prepared.optimizer is getattr(scheduler, "optimizer", None)]
         self.scheduler = scheduler

@@ -34,7 +34,8 @@ _T = TypeVar("_T")
 class Prepared:
     """Prepared objects by kind; false while there are none.
 
-    bases: what is known of the bases of quantised models.
+    Args:
+        bases: What is known of the bases of quantised models.
     """
 
     models: list[Module] = field(default_factory=list)
@@ -135,7 +136,10 @@ class Prepared:
         """Return the position of each loader; batches of an open accumulation `window` count as not yet handed out.
 
         Their gradients are in no checkpoint, so they are read again.
-        since: the program is inside an epoch that began after that many passes; see `PreparedLoader.state_in_epoch`.
+
+        Args:
+            since: The program is inside an epoch that began after that many passes; see
+                `PreparedLoader.state_in_epoch`.
         """
         source = getattr(window.source, "loader", None)  # of this loader, or of what skip_first_batches made of it
         unseen = [window.unfinished if source is loader.loader else 0 for loader in self.loaders]

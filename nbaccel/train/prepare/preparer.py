@@ -36,8 +36,10 @@ __all__ = [
 class Preparer:
     """Prepares objects of each kind, and remembers them. A part of the Accelerator.
 
-    agree_on_names: names this run's checkpoints equally on all ranks; collective, and called where ranks meet anyway.
-    guard: takes the steps of prepared optimizers where a lack of memory is survived.
+    Args:
+        agree_on_names: Names this run's checkpoints equally on all ranks; collective, and called where ranks meet
+            anyway.
+        guard: Takes the steps of prepared optimizers where a lack of memory is survived.
     """
 
     def __init__(self, context: TrainingContext, agree_on_names: Callable[[], None], guard: Guard) -> None:
@@ -50,8 +52,9 @@ class Preparer:
     ) -> list[Any]:
         """Return `objects` prepared, in their order; what is of no known kind is returned unchanged. Collective.
 
-        moves: for each object, whether it goes to the device.
-        scheduler_moves: how often schedulers move when their optimizer steps; 0 where they move by their own calls.
+        Args:
+            moves: For each object, whether it goes to the device.
+            scheduler_moves: How often schedulers move when their optimizer steps; 0 where they move by their own calls.
         """
         models = [(thing, move) for thing, move in zip(objects, moves, strict=True) if isinstance(thing, Module)]
         optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
@@ -82,7 +85,8 @@ class Preparer:
     def prepare_scheduler(self, thing: Any, moves: int) -> Any:
         """Return a scheduler prepared, and anything else unchanged.
 
-        moves: how often it moves when its optimizer steps; 0 where it moves by its own calls.
+        Args:
+            moves: How often it moves when its optimizer steps; 0 where it moves by its own calls.
         """
         if isinstance(thing, PreparedScheduler):
             if thing.accumulation is self._context.accumulation:
@@ -107,7 +111,8 @@ class Preparer:
     ) -> list[Module]:
         """Return `models`, each with whether it moves, prepared together, and let optimizers follow. Collective.
 
-        optimizers: those of the same call, not prepared yet; earlier ones follow too.
+        Args:
+            optimizers: Those of the same call, not prepared yet; earlier ones follow too.
         """
         context = self._context
         new = {id(model): (model, move) for model, move in models if not self._is_prepared(model)}

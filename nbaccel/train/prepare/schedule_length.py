@@ -26,7 +26,10 @@ _TOLERANCE = 20
 class ScheduleLength:
     """The planned number of moves of a schedule.
 
-    moves: their number.  name: the argument that sets it.  then: a sentence on the rate after it.
+    Args:
+        moves: Their number.
+        name: The argument that sets it.
+        then: A sentence on the rate after it.
     """
 
     moves: int
@@ -55,12 +58,13 @@ _STAYS = "From here on its rate stays at its last value."
 def schedule_length_of(scheduler: Any) -> ScheduleLength | None:
     """Return the planned length of a scheduler; None for one that has none, or that does not say.
 
-    >>> import torch
-    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    >>> schedule_length_of(lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)).moves
-    50
-    >>> schedule_length_of(lr_scheduler.StepLR(optimizer, 10)) is None
-    True
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        >>> schedule_length_of(lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)).moves
+        50
+        >>> schedule_length_of(lr_scheduler.StepLR(optimizer, 10)) is None
+        True
     """
     if isinstance(scheduler, lr_scheduler.CosineAnnealingLR):
         return ScheduleLength(int(scheduler.T_max), "T_max", _RISES)

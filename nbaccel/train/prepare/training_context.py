@@ -31,7 +31,9 @@ __all__ = ["TrainingContext"]
 class TrainingContext:
     """The state of one process, what is prepared in it, and the objects that count, scale and distribute its steps.
 
-    state: the place of this process, which lasts.  moves: prepared objects go to the device, unless a call says more.
+    Args:
+        state: The place of this process, which lasts.
+        moves: Prepared objects go to the device, unless a call says more.
     """
 
     # Made by `begin`, for one world:
@@ -73,7 +75,9 @@ class TrainingContext:
     def begin(self, settings: RunSettings, dynamo: TorchDynamoPlugin, rules: GradientAccumulationPlugin) -> None:
         """Begin in another world: with nothing prepared, and without touching a device.
 
-        settings: all choices of the run.  dynamo, rules: choices that only the program can make.
+        Args:
+            settings: All choices of the run.
+            dynamo, rules: Choices that only the program can make.
         """
         self.prepared.forget()
         self.settings = settings
@@ -82,7 +86,11 @@ class TrainingContext:
         self.is_complete = False
 
     def complete(self, handlers: Handlers, on_nan: str, plugin: Any = None) -> None:
-        """Make the objects that depend on the device.  plugin: options of the strategy, see `choose_strategy`."""
+        """Make the objects that depend on the device.
+
+        Args:
+            plugin: Options of the strategy, see `choose_strategy`.
+        """
         self.strategy = choose_strategy(self.world, self.device, self.settings.strategy, handlers, plugin)
         self.precision = self.strategy.precision(self.settings.mixed_precision or "no")
         self.watch = make_watch(on_nan, self.accumulation.clock, self.precision, self.strategy)

@@ -46,13 +46,18 @@ _MOST = 64
 class Decision:
     """Result of the ranks' headers.
 
-    header: its losses are those of the first backward that was decided so; an `Agreement` has its own.
-    givers: the ranks whose gradients count.  weights: by rank, the weight of each of its terms.
-    of_parameters: by term, whether it needs no batch.  numbers: of all tensors for which any rank has a value.
-    has_extras: a backward runs others inside of it, in some rank.
-    is_of_parts: ranks have parts of a batch. Terms are then weighted where their gradients begin: hooks and inputs see
-    the same as with the whole batch.
-    is_uniform: all terms have the same weight.
+    Args:
+        header: Its losses are those of the first backward that was decided so; an `Agreement` has its own.
+        givers: The ranks whose gradients count.
+        weights: By rank, the weight of each of its terms.
+        of_parameters: By term, whether it needs no batch.
+        numbers: The numbers of all tensors for which any rank has a value.
+
+    Attributes:
+        has_extras: A backward runs others inside of it, in some rank.
+        is_of_parts: Ranks have parts of a batch. Terms are then weighted where their gradients begin: hooks and inputs
+            see the same as with the whole batch.
+        is_uniform: All terms have the same weight.
     """
 
     def __init__(
@@ -78,7 +83,9 @@ class Decision:
     def whole_values(self, values: Sequence[Sequence[float]], terms: Sequence[tuple[int, ...]]) -> list[float | None]:
         """Return the losses of the whole batch, None for an unknown one; empty where they are those already.
 
-        values: by rank, its losses.  terms: of each loss, the terms that it consists of.
+        Args:
+            values: By rank, its losses.
+            terms: Of each loss, the terms that it consists of.
         """
         if not self._has_parts:
             return []
@@ -122,7 +129,9 @@ class Decision:
 class Decisions:
     """Decisions of one task, by all that has led to them.
 
-    state: returns what else a decision depends on. Deciding may itself change that: then nothing was decided for good.
+    Args:
+        state: Returns what else a decision depends on. Deciding may itself change that: then nothing was decided for
+            good.
     """
 
     def __init__(self, state: Callable[[], Hashable]) -> None:
@@ -131,7 +140,11 @@ class Decisions:
         self._known: dict[Hashable, Decision] = {}
 
     def find(self, causes: Hashable | None) -> Decision | None:
-        """Return the decision that `causes` lead to, if it is known.  causes: None if they do not repeat."""
+        """Return the decision that `causes` lead to, if it is known.
+
+        Args:
+            causes: None if they do not repeat.
+        """
         state = self._state()
         if state != self._before:
             self._before = state
@@ -150,10 +163,15 @@ class Decisions:
 class Agreement:
     """One backward, as the ranks agreed on it.
 
-    round: where its gradients are summed.  tensors: by number, those for which any rank has a value.
-    values: by rank, the losses before it.  terms: of this rank's loss.
-    obstacle: why its batches must stay whole.  named: variables of the user's with a part of the loss.
-    late: values that were summed afterwards.  share: of the batch's samples, where it comes in several parts.
+    Args:
+        round: Where its gradients are summed.
+        tensors: By number, those for which any rank has a value.
+        values: By rank, the losses before it.
+        terms: Of this rank's loss.
+        obstacle: Why its batches must stay whole.
+        named: Variables of the user's with a part of the loss.
+        late: Values that were summed afterwards.
+        share: The share of the batch's samples, where it comes in several parts.
     """
 
     decision: Decision
@@ -193,10 +211,13 @@ class Agreement:
 
 
 def refuse_out_of_step(header: Header, ranks: Sequence[int]) -> None:
-    """Refuse programs that have taken different ways.  ranks: those whose program is not over.
+    """Refuse programs that have taken different ways.
+
+    Args:
+        ranks: Those whose program is not over.
 
     Raises:
-        NotPrepared: in all of them.
+        NotPrepared: In all of them.
     """
     says = header.says
     reach_alike = header.all_equal("leaves", ranks)  # otherwise they have checked different weights
@@ -262,7 +283,8 @@ Parts of many samples most often contain one that is as long as any."""
 class LossHistory:
     """Remembers the losses of one task, by their shapes.
 
-    references: the divisors of their terms.
+    Attributes:
+        references: The divisors of their terms.
     """
 
     def __init__(self) -> None:
@@ -285,7 +307,8 @@ class LossHistory:
     ) -> str:
         """Return why this loss must be computed of whole batches; "" where parts are possible.
 
-        shapes: of the readings.
+        Args:
+            shapes: The shapes of the readings.
         """
         if is_graph_kept:
             return "gradients of gradients of what is trained"
@@ -307,7 +330,8 @@ class LossHistory:
     def is_new_in_parts(self, shapes: Sequence[int], handed: GivenBatches, is_watched: bool) -> bool:
         """Return whether a part has a loss that was not watched so far, so that the next one has to be.
 
-        is_watched: this one is, see `BatchWatch`.
+        Args:
+            is_watched: This one is, see `BatchWatch`.
         """
         is_new = handed.is_part and not is_watched and not self._watched.issuperset(shapes)
         self._watched.update(shapes)
@@ -316,7 +340,8 @@ class LossHistory:
     def lengths(self, terms: Sequence[Term], handed: GivenBatches, backwards: int) -> int:
         """Return a digest of the lengths below `terms`; 0 where they are not looked for.
 
-        backwards: how many the task has had.
+        Args:
+            backwards: How many the task has had.
         """
         if not handed.sizes or (backwards >= _LENGTHS and backwards & (backwards - 1)):
             return 0

@@ -40,9 +40,12 @@ __all__ = [
 class Split:
     """Decision on a loader's batches.
 
-    name: the variable that holds the loader, else a description.  batches: len(loader), if it has one.
-    why: text instead of the usual one.  remark: text beside the usual one.  is_own: ranks
-    get whole batches of their own.
+    Args:
+        name: The variable that holds the loader, else a description.
+        batches: len(loader), if it has one.
+        why: Text instead of the usual one.
+        remark: Text beside the usual one.
+        is_own: Ranks get whole batches of their own.
     """
 
     name: str
@@ -57,7 +60,9 @@ class Split:
 class Turn(NamedTuple):
     """One of the parts of a batch that come one after the other.
 
-    share: of its samples, those of all ranks.  is_mixed: the batch of another loader is also used, and cut differently.
+    Args:
+        share: The share of its samples, those of all ranks.
+        is_mixed: The batch of another loader is also used, and cut differently.
     """
 
     share: float = 1.0
@@ -72,10 +77,13 @@ ALONE = Turn()
 class GivenBatches(NamedTuple):
     """Batches that a rank was given since the last backward, or of that backward while nothing new has come.
 
-    is_part: a batch was cut.  rows: samples of this rank in the largest cut one, else in the largest; 0 unknown.
-    whole: samples of all of that batch; 0 unknown.  sizes: the ranks' numbers of samples, where it was cut.
-    batches: how many the last loader has handed out.
-    turn: that of the last batch, where a batch comes in several parts.
+    Args:
+        is_part: A batch was cut.
+        rows: Samples of this rank in the largest cut one, else in the largest; 0 unknown.
+        whole: Samples of all of that batch; 0 unknown.
+        sizes: The ranks' numbers of samples, where it was cut.
+        batches: How many the last loader has handed out.
+        turn: That of the last batch, where a batch comes in several parts.
     """
 
     is_part: bool = False
@@ -121,17 +129,19 @@ class Layout:
     number of samples. These are learnt from the batches before the first cut: lengths that are only equal by chance
     differ in another batch.
 
-    is_known: batches can be cut, judging by those seen so far.
-    makes_parts: they cannot, but the collate_fn can be given a part of the samples: its batch is an object that has
-    what belongs to a sample side by side, such as a PyG batch of graphs. What else cannot be cut, such as all pairs of
-    samples or an episode, has to be made of all of them.
+    Attributes:
+        is_known: Batches can be cut, judging by those seen so far.
+        makes_parts: They cannot, but the collate_fn can be given a part of the samples: its batch is an object that has
+            what belongs to a sample side by side, such as a PyG batch of graphs. What else cannot be cut, such as all
+            pairs of samples or an episode, has to be made of all of them.
 
-    >>> layout, lengths = Layout(), torch.tensor([3, 2])
-    >>> layout.learn((torch.ones(3, 2), lengths), 2)
-    >>> layout.samples((torch.arange(6).reshape(3, 2), lengths), 2).take(1, 2)
-    (tensor([[1],
-            [3],
-            [5]]), tensor([2]))
+    Example:
+        >>> layout, lengths = Layout(), torch.tensor([3, 2])
+        >>> layout.learn((torch.ones(3, 2), lengths), 2)
+        >>> layout.samples((torch.arange(6).reshape(3, 2), lengths), 2).take(1, 2)
+        (tensor([[1],
+                [3],
+                [5]]), tensor([2]))
     """
 
     def __init__(self) -> None:
@@ -162,7 +172,7 @@ class Layout:
         """Return the samples of a whole batch that was learnt; unknown where two dimensions were always equally long.
 
         Raises:
-            CannotSplit: it is not clear where the samples are.
+            CannotSplit: It is not clear where the samples are.
         """
         if any(len(axes) > 1 for axes in self._axes.values()):
             self._undecided += 1
@@ -176,7 +186,7 @@ class Layout:
         """Yield the dimensions of each tensor that may count samples.
 
         Raises:
-            CannotSplit: a value has no such dimension.
+            CannotSplit: A value has no such dimension.
         """
         if is_array(value):
             axes = {axis for axis, length in enumerate(value.shape) if length == count}
@@ -259,7 +269,9 @@ ones, for which memory may not suffice."""
 class Cutter:
     """Finds the borders of this rank's parts of a task's batches.
 
-    turns: the number of parts that a rank is given of each batch, one after the other, where there are enough samples.
+    Args:
+        turns: The number of parts that a rank is given of each batch, one after the other, where there are enough
+            samples.
     """
 
     def __init__(self, rank: int, world_size: int, turns: int) -> None:
@@ -271,7 +283,8 @@ class Cutter:
     def parts(self, key: Hashable, count: int) -> list[tuple[int, int, Label]]:
         """Return this rank's parts of a batch of `count` samples, each with its begin and end.
 
-        key: of the pass that the batch comes from.
+        Args:
+            key: The key of the pass that the batch comes from.
         """
         size = self._world_size
         turns = max(1, min(self._turns, count // size))
@@ -301,7 +314,8 @@ def _evenly(begin: int, end: int, parts: int) -> list[int]:
 def _uneven_turns(borders: Sequence[int], turns: int) -> list[list[int]]:
     """Return for each rank the borders of its parts: the first is longer in rank 0, none longer than an even one.
 
-    borders: of the ranks' samples.
+    Args:
+        borders: The borders of the ranks' samples.
     """
     ranks = list(itertools.pairwise(borders))
     longest = max(math.ceil((end - begin) / turns) for begin, end in ranks)

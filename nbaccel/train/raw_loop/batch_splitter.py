@@ -71,17 +71,24 @@ class BatchSplitter:
     After a run that ran out of memory a batch comes in several parts, one after the other, and never whole while
     gradients are on: the first backward may be the one that does not fit.
 
-    on_split: called once for each loader with the decision.  is_training: whether the known models are in that mode.
-    batch_norms: their layers that compute with the statistics of a batch, by name.
-    on_turn: called for each part of a batch that comes in several, and with None when no other part of it will come.
-    steps: returns how many steps this task has reached.  rates: returns the learning rates of its optimizers.
-    on_drawn: called when the loop draws from NumPy or Python's random while it has a part.
-    watch: told of the batches that are to be watched: those before the first backward of a loop.
-    is_lazy: a model has parameters that its first batch makes, which is whole then.
+    Args:
+        on_split: Called once for each loader with the decision.
+        is_training: Whether the known models are in that mode.
+        batch_norms: Their layers that compute with the statistics of a batch, by name.
+        on_turn: Called for each part of a batch that comes in several, and with None when no other part of it will
+            come.
+        steps: Returns how many steps this task has reached.
+        rates: Returns the learning rates of its optimizers.
+        on_drawn: Called when the loop draws from NumPy or Python's random while it has a part.
+        watch: Told of the batches that are to be watched: those before the first backward of a loop.
+        is_lazy: A model has parameters that its first batch makes, which is whole then.
 
-    batches: how many were handed out in this task.  has_split: ranks got different ones.
-    is_shared_out: a sampler, or a data set, gives each rank samples of its own.
-    drawn: a digest of the sample numbers of all batches that were cut, compared between ranks; 0 before the first one.
+    Attributes:
+        batches: How many were handed out in this task.
+        has_split: Ranks got different ones.
+        is_shared_out: A sampler, or a data set, gives each rank samples of its own.
+        drawn: A digest of the sample numbers of all batches that were cut, compared between ranks; 0 before the first
+            one.
     """
 
     needs_order = True
@@ -122,9 +129,12 @@ class BatchSplitter:
         ask(self)
 
     def begin(self, mode: str = SPLIT, parts: int = 1, order_seed: int | None = None) -> None:
-        """Begin a task: forget the loaders.  mode: "split", "each" for separate batches of each rank, or "whole".
+        """Begin a task: forget the loaders.
 
-        parts: of all ranks together, the least number of parts of a batch.  order_seed: see `Streams`.
+        Args:
+            mode: "split", "each" for separate batches of each rank, or "whole".
+            parts: Of all ranks together, the least number of parts of a batch.
+            order_seed: See `Streams`.
         """
         self._streams.begin(order_seed)
         self._watch.end()
@@ -199,7 +209,8 @@ class BatchSplitter:
     def note_backward(self, keep_whole: str = "") -> None:
         """Note a backward of the batches in `handed`.
 
-        keep_whole: why their loaders must not be split; they stay whole from now on.
+        Args:
+            keep_whole: Why their loaders must not be split; they stay whole from now on.
         """
         if not self._is_on:
             return
@@ -295,7 +306,11 @@ class BatchSplitter:
         self._streams.common()
 
     def begin_pass(self, iterator: Any, loader: Any = None) -> SharedPass:
-        """Begin a pass; its properties follow from earlier ones.  loader: None in the middle of the pass."""
+        """Begin a pass; its properties follow from earlier ones.
+
+        Args:
+            loader: None in the middle of the pass.
+        """
         old = iterator.__dict__.get(_PASS)
         if old is not None:
             old.is_over = True
@@ -367,7 +382,7 @@ class BatchSplitter:
         """Return the next batch, or this rank's part of it.
 
         Raises:
-            NotPrepared: it was the last one, and the batches of this pass were split, but not trained on.
+            NotPrepared: It was the last one, and the batches of this pass were split, but not trained on.
         """
         this = self._pass_of(iterator)
         if self._is_used or not torch.is_grad_enabled():
@@ -573,10 +588,13 @@ class BatchSplitter:
             self._untrained = this.name  # it was left before its end, as by an engine that counts its batches
 
     def refuse_passed_over(self, why: str = "") -> None:
-        """Refuse a loop that skips parts, or evaluates on them.  why: they were parts; empty for the usual reason.
+        """Refuse a loop that skips parts, or evaluates on them.
+
+        Args:
+            why: They were parts; empty for the usual reason.
 
         Raises:
-            NotPrepared: see `_note_passed_over`.
+            NotPrepared: See `_note_passed_over`.
         """
         name, skipped = self._untrained, self._passed_over
         self._untrained = self._passed_over = ""

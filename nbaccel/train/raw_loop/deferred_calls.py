@@ -36,9 +36,10 @@ _WHOLE = Turn()
 class DeferredCalls:
     """Keeps the gradients of a batch's earlier parts, and checks what the loop does with these parts.
 
-    choices: returns a number that differs for other learning rates, or other settings of optimizers.
-
     Every exception that it raises is a `CannotCut`, in all ranks, before a weight has changed that should not have.
+
+    Args:
+        choices: Returns a number that differs for other learning rates, or other settings of optimizers.
     """
 
     def __init__(self, choices: Callable[[], int]) -> None:
@@ -100,7 +101,8 @@ class DeferredCalls:
     def before_backward(self, handed: GivenBatches, is_grad: bool) -> float:
         """Check a backward that is about to be averaged; return its share of the batch's samples.
 
-        is_grad: gradients are requested directly, and do not reach the leaves.
+        Args:
+            is_grad: Gradients are requested directly, and do not reach the leaves.
         """
         if not handed.turn.is_mixed and handed.turn.share == 1.0:
             return 1.0
@@ -122,7 +124,9 @@ class DeferredCalls:
     ) -> None:
         """Keep the gradients of a part that others follow.
 
-        before: gradients that leaves had before, by number.  versions: returns how often the leaves were changed.
+        Args:
+            before: Gradients that leaves had before, by number.
+            versions: Returns how often the leaves were changed.
         """
         self._versions, self._left_with = versions, versions()
         for number, gradient in gradients:
@@ -205,9 +209,11 @@ class StepCounter:
 
     In a loop that prepares nothing, the optimizers' steps and the batches that it takes show where a step ends.
 
-    batches: how many batches were handed out so far.
+    Args:
+        batches: How many batches were handed out so far.
 
-    rates: the learning rates of the optimizers that step, which another thread may read.
+    Attributes:
+        rates: The learning rates of the optimizers that step, which another thread may read.
     """
 
     def __init__(self, batches: Callable[[], int]) -> None:
@@ -255,7 +261,7 @@ class StepCounter:
         """Record that an optimizer is about to step; the second time for one batch it is in another step.
 
         Raises:
-            RunStopped: the run ends before that step.
+            RunStopped: The run ends before that step.
         """
         if id(optimizer) in self._stepped and self._batches():
             emit(StepEntered(self.count + 1))
@@ -272,7 +278,7 @@ class StepCounter:
         """Enter a step, if the backward that is about to begin starts one.
 
         Raises:
-            RunStopped: the run ends before this step.
+            RunStopped: The run ends before this step.
         """
         now = self.taken, self._batches()
         before = self._entered_at

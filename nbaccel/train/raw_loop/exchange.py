@@ -33,7 +33,8 @@ class GradientExchange:
     def begin(self, numbers: tuple[int, ...], tensors: Sequence[Tensor], mine: Collection[int]) -> Round:
         """Begin to sum values for `tensors`, whose numbers are `numbers` in all ranks.
 
-        mine: those for which this rank will bring a value.
+        Args:
+            mine: Those for which this rank will bring a value.
         """
         layout = self._layouts.get(numbers)
         if layout is None or not layout.fits(tensors):
@@ -50,7 +51,8 @@ class GradientExchange:
 class Round:
     """One exchange.
 
-    value: by number, the sum of what all ranks brought; valid after `finish`.
+    Attributes:
+        value: By number, the sum of what all ranks brought; valid after `finish`.
     """
 
     def __init__(self, collectives: Collectives, layout: _Layout, buffers: _Buffers, mine: Collection[int]) -> None:

@@ -324,16 +324,16 @@ class Say:
         part: Its batch is a part of one.
         own: Each rank has another batch.
         rows: Samples of its batch.
-        whole: Of all of that batch.
+        whole: The whole of all of that batch.
         obstacle: The loss is no sum over samples.
         gives: Its gradient counts.
         at: Its step.
-        steps: Of optimizers, so far.
+        steps: The steps of optimizers, so far.
         batches: That were handed out, where they are cut; else 0.
         drawn: A digest of the indices of these, before they were cut.
-        noise: Of the states of other random numbers, there.
-        lengths: Of those below the loss, in the first batches that are cut, and now and then.
-        rates: Of learning rates, since the last one.
+        noise: The noise of the states of other random numbers, there.
+        lengths: The lengths of those below the loss, in the first batches that are cut, and now and then.
+        rates: The rates of learning rates, since the last one.
         check: A sum of weights, now and then.
     """
 
@@ -377,8 +377,8 @@ class Header:
     ways before anything is summed.
 
     Args:
-        counts, constants: Of each term, as `Term` has them; for a sum of n numbers a count of -1 - n.
-        values: Of losses, before the backward.
+        counts, constants: Those of each term, as `Term` has them; for a sum of n numbers a count of -1 - n.
+        values: The values of losses, before the backward.
     """
 
     says: list[Say]

@@ -39,9 +39,10 @@ def leaves_of(roots: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
 
     Also return the nodes in it that were made by a Python function of autograd's.
 
-    >>> w = torch.ones(2, requires_grad=True)
-    >>> leaves_of([(w * 2).sum()])[0][0] is w
-    True
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> leaves_of([(w * 2).sum()])[0][0] is w
+        True
     """
     found = {id(root): root for root in roots if root.requires_grad and root.grad_fn is None}
     stack: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
@@ -96,8 +97,9 @@ _defers: list[Callable[[Any], bool]] = []
 def watch_scalers(defers: Callable[[Any], bool]) -> None:
     """Record losses that a scaler has scaled, until `leave_scalers`.
 
-    defers: returns whether a call of a scaler has to wait; the call then does nothing. Called with the optimizer,
-    if one is about to step.
+    Args:
+        defers: Returns whether a call of a scaler has to wait; the call then does nothing. Called with the optimizer,
+            if one is about to step.
     """
     _defers[:] = [defers]
     kind: Any = torch.amp.GradScaler

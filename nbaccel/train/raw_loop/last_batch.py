@@ -126,8 +126,9 @@ def _sizes(file: str) -> set[str]:
 def sizes_in(source: str) -> set[str]:
     """Return names that are bound to a number of rows.
 
-    >>> sorted(sizes_in("a = x.size(0)\\nb = len(x)\\nc, d = x.shape\\ne = x.shape[0]\\nf = x.size(1)"))
-    ['a', 'b', 'c', 'e']
+    Example:
+        >>> sorted(sizes_in("a = x.size(0)\\nb = len(x)\\nc, d = x.shape\\ne = x.shape[0]\\nf = x.size(1)"))
+        ['a', 'b', 'c', 'e']
     """
     found = set()
     for node in ast.walk(ast.parse(source)):

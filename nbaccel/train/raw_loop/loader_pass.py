@@ -40,7 +40,11 @@ PassKey = tuple[Any, ...]
 
 
 def key_of(iterator: Any, batch_size: int | None, *modes: bool) -> PassKey:
-    """Return the key of a pass that begins now.  modes: of training, that tell passes in one place apart."""
+    """Return the key of a pass that begins now.
+
+    Args:
+        *modes: The modes of training, that tell passes in one place apart.
+    """
     kind = type(iterator._dataset)
     return (
         f"{kind.__module__}.{kind.__qualname__}",
@@ -56,14 +60,20 @@ class PassGauge:
 
     The loop itself reports nothing: a launcher's thread reads the gauge a few times per second.
 
-    steps: returns how many steps the task has reached.  rates: returns the learning rates of its optimizers.
-    batches: how many the pass has; None where that is unknown.
-    epoch: how many passes trained at the same place before.  may_train: gradients were enabled when it began.
+    Args:
+        steps: Returns how many steps the task has reached.
+        rates: Returns the learning rates of its optimizers.
+        batches: How many the pass has; None where that is unknown.
+        epoch: How many passes trained at the same place before.
+        may_train: Gradients were enabled when it began.
 
-    taken: batches that were handed out.  samples: of this rank in the largest of them; 0 unknown. Where all ranks have
-    the same batch, that is this rank's share of it.
-    has_trained: backwards have come.  is_over: it has ended, or was left for another at the same place.
-    is_left: returns whether nothing can continue it.
+    Attributes:
+        taken: Batches that were handed out.
+        samples: Of this rank in the largest of them; 0 unknown. Where all ranks have the same batch, that is this
+            rank's share of it.
+        has_trained: Backwards have come.
+        is_over: It has ended, or was left for another at the same place.
+        is_left: Returns whether nothing can continue it.
     """
 
     def __init__(
@@ -114,7 +124,11 @@ class PassGauge:
 
 @dataclass(slots=True, eq=False)
 class LoaderPass:
-    """One iteration over a loader, which it does not hold.  task: that it began in."""
+    """One iteration over a loader, which it does not hold.
+
+    Args:
+        task: That it began in.
+    """
 
     task: object
     key: PassKey
@@ -131,7 +145,11 @@ def _nothing() -> None:
 
 
 class PassGauges:
-    """Gauges of a task: that of the last pass at each place.  steps, rates: see `PassGauge`."""
+    """Gauges of a task: that of the last pass at each place.
+
+    Args:
+        steps, rates: See `PassGauge`.
+    """
 
     def __init__(self, steps: Callable[[], int], rates: Callable[[], tuple[float, ...]]) -> None:
         self._steps = steps
@@ -183,14 +201,21 @@ class PassGauges:
 class SharedPass(LoaderPass):
     """A pass in a rank that may be given parts of its batches.
 
-    name: of its loader.  iterator_of: returns its iterator, if that still exists.  may_split: its batches can be cut.
-    is_map: batches are made of indices.  is_collated: of several samples.  is_shared_out: ranks have batches of their
-    own already.
-    layout: of batches that a function of the program's own makes.  loop: what was reported of it, and when.
-    lead: batches that were taken before the first backward, once known.  ahead: of them, how many the program takes
-    before it needs them.  labels: of batches that were drawn, and are not handed out yet.  indices, rest: further parts
-    of the last batch, to be fetched or cut from it.  first: the batches with which to begin again.
-    record: the batches of its backwards.
+    Args:
+        name: The name of its loader.
+        iterator_of: Returns its iterator, if that still exists.
+        may_split: Its batches can be cut.
+        is_map: Batches are made of indices.
+        is_collated: Of several samples.
+        is_shared_out: Ranks have batches of their own already.
+        layout: The layout of batches that a function of the program's own makes.
+        loop: What was reported of it, and when.
+        lead: Batches that were taken before the first backward, once known.
+        ahead: Of them, how many the program takes before it needs them.
+        labels: Of batches that were drawn, and are not handed out yet.
+        indices, rest: Further parts of the last batch, to be fetched or cut from it.
+        first: The batches with which to begin again.
+        record: The batches of its backwards.
     """
 
     name: str
@@ -250,7 +275,9 @@ def has_parts(taken: BatchesByPass) -> bool:
 def not_trained(rank: int, world_size: int, name: str, why: str) -> NotPrepared:
     """Return the error of a pass that was split and did not train.
 
-    name: of its loader.  why: it was split; empty for the usual reason.
+    Args:
+        name: The name of its loader.
+        why: It was split; empty for the usual reason.
     """
     why = why or "a pass that began in the same place trained"
     return NotPrepared(

@@ -32,7 +32,8 @@ _SHARES = ("num_replicas", "num_processes")
 class Asked(Protocol):
     """Object that torch's loaders call: `BatchSplitter`, which decides a rank's share of the batches, or an observer.
 
-    needs_order: batches must come in the order of their indices.
+    Attributes:
+        needs_order: Batches must come in the order of their indices.
     """
 
     needs_order: bool
@@ -124,10 +125,13 @@ def samples_of_index(index: Any, is_collated: bool) -> int:
 
 
 def samples_of_batch(batch: Any, known: int, is_collated: bool, batch_size: int | None) -> Samples:
-    """Return the samples of a batch.  known: their number, or 0.
+    """Return the samples of a batch.
+
+    Args:
+        known: Their number, or 0.
 
     Raises:
-        CannotSplit: it is not sure what a sample is.
+        CannotSplit: It is not sure what a sample is.
     """
     samples = Samples.of(batch)
     if is_collated:
@@ -161,11 +165,15 @@ def shares_out(iterator: Any) -> bool:
 
 
 def nameless(kind: type) -> str:
-    """Return a description of a loader that no variable holds.  kind: the class of its data set.
+    """Return a description of a loader that no variable holds.
 
-    >>> from torch.utils.data import IterableDataset
-    >>> nameless(list), nameless(IterableDataset)
-    ('a DataLoader over a list', 'a DataLoader over an IterableDataset')
+    Args:
+        kind: The class of its data set.
+
+    Example:
+        >>> from torch.utils.data import IterableDataset
+        >>> nameless(list), nameless(IterableDataset)
+        ('a DataLoader over a list', 'a DataLoader over an IterableDataset')
     """
     article = "an" if kind.__name__[0] in "AEIOUaeiou" else "a"
     return f"a DataLoader over {article} {kind.__name__}"
@@ -177,11 +185,19 @@ def makes_of_indices(iterator: Any) -> bool:
 
 
 def batch_size_of(iterator: Any, loader: Any) -> int | None:
-    """Return the samples of a batch; None where that is unknown.  loader: None in the middle of a pass."""
+    """Return the samples of a batch; None where that is unknown.
+
+    Args:
+        loader: None in the middle of a pass.
+    """
     size = getattr(loader, "batch_size", None) or getattr(iterator._index_sampler, "batch_size", None)
     return size if isinstance(size, int) else None
 
 
 def batches_of(iterator: Any, loader: Any) -> int | None:
-    """Return how many batches a pass has; None where that is unknown.  loader: None in the middle of the pass."""
+    """Return how many batches a pass has; None where that is unknown.
+
+    Args:
+        loader: None in the middle of the pass.
+    """
     return length_or_none(iterator._index_sampler if makes_of_indices(iterator) or loader is None else loader)

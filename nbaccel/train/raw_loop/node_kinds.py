@@ -37,8 +37,9 @@ __all__ = [
 def names(words: str) -> frozenset[str]:
     """Return the kinds in `words`, as `kind_of` gives them.
 
-    >>> sorted(names("Sum Nansum"))
-    ['Nansum', 'Sum']
+    Example:
+        >>> sorted(names("Sum Nansum"))
+        ['Nansum', 'Sum']
     """
     return frozenset(words.split())
 

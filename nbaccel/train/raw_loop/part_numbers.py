@@ -521,10 +521,11 @@ def _product(one: Known, other: Known, sign: int) -> Known:
 def lines_of(readings: Sequence[ReadNumber], ranks: int) -> list[str]:
     """Return a sentence for each factor by which numbers differ from those of one process, and one for all others.
 
-    >>> lines_of([ReadNumber("correct / len(dataset)", -1)], 2)[0].partition(". ")[0]
-    "about 1/2 of the value in one process, as it counts a rank's part of each batch: correct / len(dataset)"
-    >>> lines_of([ReadNumber("correct / seen", 0)], 2)
-    ["of a rank's part of each batch: correct / seen"]
+    Example:
+        >>> lines_of([ReadNumber("correct / len(dataset)", -1)], 2)[0].partition(". ")[0]
+        "about 1/2 of the value in one process, as it counts a rank's part of each batch: correct / len(dataset)"
+        >>> lines_of([ReadNumber("correct / seen", 0)], 2)
+        ["of a rank's part of each batch: correct / seen"]
     """
     found = []
     for power in sorted({each.power or 0 for each in readings}):

@@ -50,8 +50,9 @@ class Streams:
     def begin(self, order_seed: int | None = None) -> None:
         """Begin a task: the active stream is the common one.
 
-        order_seed: given where ranks are seeded differently: the seed of the order of samples. Then the rank's own
-        stream is the active one.
+        Args:
+            order_seed: Given where ranks are seeded differently: the seed of the order of samples. Then the rank's own
+                stream is the active one.
         """
         self.common()
         self._seed = self._base = self._count = 0
@@ -108,14 +109,17 @@ class Streams:
     def share_noise(self, gather: Callable[[Any], list[Any]]) -> None:
         """Continue with rank 0's Python and NumPy generators, after a loop has drawn for samples. Collective.
 
-        gather: returns to all ranks the joined entries of their lists.
+        Args:
+            gather: Returns to all ranks the joined entries of their lists.
         """
         _set_states(gather([_states()])[0])
 
     def fetch_apart(self, loader: Any, parts: int, in_pass: int) -> None:
         """Prepare to fetch samples of `loader` in this rank alone.
 
-        parts: of the loop that came before.  in_pass: of these, those of this pass.
+        Args:
+            parts: Of the loop that came before.
+            in_pass: Of these, those of this pass.
         """
         if loader in self._drawing:
             self._kept = _states()
@@ -139,7 +143,8 @@ class Streams:
 class Seeds(NamedTuple):
     """The seeds of a process's generators at one time: torch's, and what only a seed changes of Python's and NumPy's.
 
-    numpy: None where it was not imported, or another generator is its default.
+    Args:
+        numpy: None where it was not imported, or another generator is its default.
     """
 
     torch: int

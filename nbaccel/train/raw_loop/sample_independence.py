@@ -87,8 +87,9 @@ def shapes_below(top: Any) -> int:
 def lengths_below(tops: Iterable[Any], sizes: Collection[int]) -> list[int]:
     """Return the lengths of values in statistics of a graph, such as a softmax over a padded sequence.
 
-    sizes: numbers of samples that ranks have. Multiples of these are left out, since they may be of the batch: the
-    others are the same in all ranks, unless they depend on the samples.
+    Args:
+        sizes: Numbers of samples that ranks have. Multiples of these are left out, since they may be of the batch: the
+            others are the same in all ranks, unless they depend on the samples.
     """
     found: set[int] = set()
     for node in from_below(tops):

@@ -44,14 +44,16 @@ __all__ = ["LossTerms", "Scalar", "Term", "read"]
 class Term:
     """One reduction over samples in the graph of a loss.
 
-    node: the autograd node of the reduction.
-    count: the divisor of the reduction itself: the elements of a mean, the total weight of `nll_loss` (a 0-d tensor);
-        None for a sum. Counts of parts sum to the count of the whole.
-    constant: the product of the divisors of the term between the reduction and the root; negative where it is
-        subtracted. A 0-d tensor where the number is on a device; infinite there where the loss is multiplied by zero.
-    is_of_parameters: it is computed from parameters alone, such as a weight decay, without a batch. One row of a
-        one-element tensor looks the same, so the reading of the largest batch decides.
-    elements: how many numbers a sum adds; 0 for other terms.
+    Args:
+        node: The autograd node of the reduction.
+        count: The divisor of the reduction itself: the elements of a mean, the total weight of `nll_loss` (a 0-d
+            tensor); None for a sum. Counts of parts sum to the count of the whole.
+        constant: The product of the divisors of the term between the reduction and the root; negative where it is
+            subtracted. A 0-d tensor where the number is on a device; infinite there where the loss is multiplied by
+            zero.
+        is_of_parameters: It is computed from parameters alone, such as a weight decay, without a batch. One row of a
+            one-element tensor looks the same, so the reading of the largest batch decides.
+        elements: How many numbers a sum adds; 0 for other terms.
     """
 
     node: Any
@@ -86,7 +88,9 @@ class _NoSum(Exception):
 def read(root: Tensor, scaled: Callable[[Any], bool] = lambda node: False) -> LossTerms:
     """Read the top of the graph of `root`, a number with a graph.
 
-    scaled: returns whether a node is the multiplication by a gradient scaler's scale, which no `constant` may contain.
+    Args:
+        scaled: Returns whether a node is the multiplication by a gradient scaler's scale, which no `constant` may
+            contain.
     """
     if root.numel() != 1:
         return LossTerms((), "backward of a tensor that is no single number", ())

@@ -60,11 +60,16 @@ WITHOUT_A_SEED = (
 class Item:
     """One tensor that is equal in all ranks.
 
-    is_buffer: no backward reaches it.  holder: its layer, and its name there, to find what a forward has assigned
-    to that name.  kind: its shape, dtype and device.  version: when it was last averaged.
-    norm: the layer whose statistics it is.  is_sparse: its gradient is, by its layer's `sparse`.
-    sums: checksums of its values when they were last read.  is_written: they have changed without a new version, as
-    by `.data`.  alike: how often in a row they were equal to those of other ranks then.
+    Args:
+        is_buffer: No backward reaches it.
+        holder: Its layer, and its name there, to find what a forward has assigned to that name.
+        is_sparse: Its gradient is, by its layer's `sparse`.
+        norm: The layer whose statistics it is.
+        kind: Its shape, dtype and device.
+        version: When it was last averaged.
+        sums: Checksums of its values when they were last read.
+        is_written: They have changed without a new version, as by `.data`.
+        alike: How often in a row they were equal to those of other ranks then.
     """
 
     tensor_of: weakref.ref[Tensor]
@@ -126,7 +131,12 @@ class Item:
 
 @frozen
 class Model:
-    """Tensors that were registered together.  name: the class, or "tensors".  parameters: numbers that are trained."""
+    """Tensors that were registered together.
+
+    Args:
+        name: The class, or "tensors".
+        parameters: Numbers that are trained.
+    """
 
     name: str
     parameters: int
@@ -137,7 +147,8 @@ class Model:
 class Models:
     """The known tensors of one rank.
 
-    on_leaf: called with a leaf's number and the leaf whenever a backward has completed its gradient.
+    Args:
+        on_leaf: Called with a leaf's number and the leaf whenever a backward has completed its gradient.
     """
 
     def __init__(self, on_leaf: Callable[[int, Tensor], None]) -> None:
@@ -173,7 +184,11 @@ class Models:
         return all(id(tensor) in self._number or id(tensor) in self._met for tensor in tensors)
 
     def alive(self, kind: str = "all") -> Iterator[tuple[int, Tensor]]:
-        """Yield the known tensors by number.  kind: "all", "parameters" or "buffers"."""
+        """Yield the known tensors by number.
+
+        Args:
+            kind: "all", "parameters" or "buffers".
+        """
         for number, item in enumerate(self.items):
             tensor = item.tensor
             if tensor is not None and (kind == "all" or item.is_buffer is (kind == "buffers")):
@@ -200,7 +215,8 @@ class Models:
         A parameter that a forward assigns again and no backward reaches, such as a codebook that follows its samples,
         is a buffer from then on.
 
-        reached: numbers of the leaves that a backward is about to reach.
+        Args:
+            reached: Numbers of the leaves that a backward is about to reach.
         """
         leaves = set(reached)
         changed = []
@@ -241,8 +257,10 @@ class Models:
         another batch than their first: a batch that itself requires a gradient never is, nor what is optimized for
         one batch alone, such as the latents of its samples, which an optimizer is given after the batch has come.
 
-        batch: how many batches were handed out.  sizes: of the current one in all ranks, where each has a part of it.
-        by_holders: look also for optimizers that hold plain tensors, for which another batch may be too late.
+        Args:
+            batch: How many batches were handed out.
+            sizes: The sizes of the current one in all ranks, where each has a part of it.
+            by_holders: Look also for optimizers that hold plain tensors, for which another batch may be too late.
         """
         self._around = None
         known, new = [], []
@@ -307,7 +325,7 @@ class Models:
         Return whether this rank had rank 0's values before.
 
         Raises:
-            NotPrepared: ranks began to train different models in the same backward.
+            NotPrepared: Ranks began to train different models in the same backward.
         """
         found = self._families(new)
         specs = collectives.gather_objects([[family.spec for family in found]])

@@ -344,7 +344,11 @@ class Gate:
         return batches
 
     def window(self, source: Any, batches_left: int | None, rules: GradientAccumulationPlugin, steps: int) -> Window:
-        """Return the window of a new iteration. steps: batches per optimizer step."""
+        """Return the window of a new iteration.
+
+        Args:
+            steps: Batches per optimizer step.
+        """
         return Window(source, batches_left, rules)
 
 

@@ -41,9 +41,10 @@ _EXACT = (torch.float32, torch.float64)
 class Buckets(Gradients):
     """The gradients of `models`, which are equal on all ranks.
 
-    cap_bytes: size of one bucket, unless a single parameter is larger.
-    sends_statistics: copy rank 0's running statistics of normalisation layers to all ranks, as DDP does.
-    on_return: called by `give_back`, when the gradients are returned to their owner.
+    Args:
+        cap_bytes: Size of one bucket, unless a single parameter is larger.
+        sends_statistics: Copy rank 0's running statistics of normalisation layers to all ranks, as DDP does.
+        on_return: Called by `give_back`, when the gradients are returned to their owner.
     """
 
     has_peers = True
@@ -299,7 +300,11 @@ class Words:
         return self._place
 
     def write(self, report: Sequence[float], used: Sequence[bool]) -> None:
-        """Write this rank's words.  used: the parameters that took part."""
+        """Write this rank's words.
+
+        Args:
+            used: The parameters that took part.
+        """
         numbers, marks = self._written[: self._count], self._written[self._count :]
         numbers.copy_(torch.tensor(report, dtype=torch.float64, device="cpu"))
         if all(used):
@@ -322,7 +327,11 @@ class Words:
 
 
 def make_words(place: Tensor, count: int, sums_on: torch.device) -> Words:
-    """Return the words in `place`.  sums_on: the device on which the process group sums."""
+    """Return the words in `place`.
+
+    Args:
+        sums_on: The device on which the process group sums.
+    """
     if place.is_cpu:
         return Words(place, count)
     return _Pinned(place, count, sums_on) if place.device.type == "cuda" else _Copied(place, count)

@@ -29,10 +29,12 @@ __all__ = [
 class StepReport(NamedTuple):
     """Report of one rank at the end of its part of a step; summed, the report of all.
 
-    weight: of the rank's samples, per batch of the window.
-    poisoned: ranks that failed after they had sent gradients.  unfit: ranks where the smallest micro-batch does not
-    fit.  failed: ranks with another error.  unfit_ranks, failed_ranks: the sum of their numbers, which identifies the
-    rank if there is a single one.
+    Args:
+        weight: The weight of the rank's samples, per batch of the window.
+        poisoned: Ranks that failed after they had sent gradients.
+        unfit: Ranks where the smallest micro-batch does not fit.
+        unfit_ranks, failed_ranks: The sum of their numbers, which identifies the rank if there is a single one.
+        failed: Ranks with another error.
     """
 
     weight: float = 0.0
@@ -50,8 +52,9 @@ class StepReport(NamedTuple):
 class Gradients:
     """The gradients of `models` in one process.
 
-    is_busy: a forward of ours is running; other forwards of the models are the program's own.
-    is_open: they contain gradients of an accumulation window that no step has used yet.
+    Attributes:
+        is_busy: A forward of ours is running; other forwards of the models are the program's own.
+        is_open: They contain gradients of an accumulation window that no step has used yet.
     """
 
     has_peers = False
@@ -135,7 +138,7 @@ class Gradients:
         """Return the gradients to their owner, since the program runs a forward of its own.
 
         Raises:
-            RuntimeError: a window is open.
+            RuntimeError: A window is open.
         """
         if self.is_open:
             raise RuntimeError(
@@ -150,7 +153,7 @@ def _to_train(models: Iterable[Module]) -> list[Parameter]:
     """Return the parameters of `models` that need gradients, each once, even if models or layers share it.
 
     Raises:
-        NotPrepared: there are none.
+        NotPrepared: There are none.
     """
     trained = [parameter for parameter in _unique(models) if parameter.requires_grad]
     if not trained:
@@ -180,8 +183,9 @@ class Freshness:
     Called only where no backward of ours has run since: an optimizer that is told to step twice has the old ones, and
     one whose program calls ``loss.backward()`` has new ones.
 
-    is_cleared: the gradients of the last step were dropped, so any existing gradient is new.
-    stepped_with: one of them, and its version; None after a backward of ours.
+    Attributes:
+        is_cleared: The gradients of the last step were dropped, so any existing gradient is new.
+        stepped_with: One of them, and its version; None after a backward of ours.
     """
 
     __slots__ = ("is_cleared", "stepped_with")

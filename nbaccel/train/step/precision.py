@@ -70,7 +70,8 @@ class Precision:
     def unscale(self, optimizers: Sequence[Optimizer], parameters: Iterable[Tensor] | None = None) -> None:
         """Divide the gradients of `optimizers` by the loss scale, once per step.
 
-        parameters: only of the optimizers that own one of these.
+        Args:
+            parameters: Only of the optimizers that own one of these.
         """
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
@@ -420,7 +421,7 @@ def make_precision(name: str, device: torch.device, handlers: Handlers | None = 
     """Return the precision called `name`.
 
     Raises:
-        ValueError: there is no such precision; the message names the choices.
+        ValueError: There is no such precision; the message names the choices.
     """
     if name not in _KINDS:
         raise ValueError(wrong_precision(name))

@@ -29,8 +29,9 @@ def is_plain(values: Mapping[str, Any]) -> bool:
 class Reading:
     """Values by name: numbers, strings, tensors of any device, nested in any containers.
 
-    >>> Reading({"loss": torch.tensor(0.5), "epoch": 1}).values()
-    {'loss': 0.5, 'epoch': 1}
+    Example:
+        >>> Reading({"loss": torch.tensor(0.5), "epoch": 1}).values()
+        {'loss': 0.5, 'epoch': 1}
     """
 
     __slots__ = ("_arrivals", "_values")
@@ -75,10 +76,11 @@ _MOST_RATES, _MOST_GROUPS = 4, 200
 class LearningRates:
     """Reads the learning rates of optimizers, which it does not keep alive. A pickled one knows no optimizer.
 
-    >>> rates, optimizer = LearningRates(), torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    >>> rates.follow(optimizer)
-    >>> rates.read()
-    (0.1,)
+    Example:
+        >>> rates, optimizer = LearningRates(), torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        >>> rates.follow(optimizer)
+        >>> rates.read()
+        (0.1,)
     """
 
     def __init__(self) -> None:

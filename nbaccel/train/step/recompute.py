@@ -29,7 +29,7 @@ def recompute_activations(model: Module, blocks: Iterable[Module] | None = None)
     Activations are computed again in the backward instead of kept, which saves memory at the cost of one more forward.
 
     Raises:
-        ValueError: no blocks were given, and none were found.
+        ValueError: No blocks were given, and none were found.
     """
     own = next((name for name in _OWN if hasattr(model, name)), None)
     if blocks is None and own is not None:

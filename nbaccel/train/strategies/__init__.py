@@ -36,10 +36,11 @@ def choose_strategy(
 ) -> Strategy:
     """Return the strategy called `name`; for None or "auto" the simplest that makes the ranks of `world` one training.
 
-    plugin: its options, `FullyShardedDataParallelPlugin` for "fsdp".
+    Args:
+        plugin: Its options, `FullyShardedDataParallelPlugin` for "fsdp".
 
     Raises:
-        ValueError: there is no such strategy; the message names the choices.
+        ValueError: There is no such strategy; the message names the choices.
     """
     return strategy_class(world, name)(world, device, handlers, plugin)
 
@@ -50,7 +51,7 @@ def strategy_class(world: World, name: str | None = None) -> type[Strategy]:
     A single process has nobody to share a model with, so it has the strategy "single", also where another one is named.
 
     Raises:
-        ValueError: there is no such strategy; the message names the choices.
+        ValueError: There is no such strategy; the message names the choices.
     """
     chosen = name or AUTO
     ours = (AUTO, *_REGISTRY, *named(_OF_FEATURES))

@@ -36,7 +36,8 @@ _SHOWN = 8
 def explain_unused(text: str, module: Module, reduced: Sequence[Any] = ()) -> RuntimeError | None:
     """Return the error for parameters that took no part in the loss; None where torch's `text` is about something else.
 
-    reduced: the parameters that DDP counts, in its order; by default those of `module` that are trained now.
+    Args:
+        reduced: The parameters that DDP counts, in its order; by default those of `module` that are trained now.
     """
     if "Expected to have finished reduction in the prior iteration" not in text:
         return None
@@ -56,7 +57,8 @@ def explain_unused(text: str, module: Module, reduced: Sequence[Any] = ()) -> Ru
 def explain_twice_ready(error: RuntimeError, find: Callable[[], Iterable[Module]]) -> RuntimeError | None:
     """Return the error for a parameter whose gradient was complete twice; None where `error` is another one.
 
-    find: returns the modules that might be meant, since torch does not say which. Not called for other errors.
+    Args:
+        find: Returns the modules that might be meant, since torch does not say which. Not called for other errors.
     """
     text = str(error)
     if "Expected to mark a variable ready only once" not in text:
@@ -112,7 +114,7 @@ def compress_gradients(
     error feedback and keeps per-rank state, which checkpoints do not hold.
 
     Raises:
-        ValueError: the process group's backend cannot run this hook.
+        ValueError: The process group's backend cannot run this hook.
     """
     chosen, wrapper = Hook(options.comm_hook), Hook(options.comm_wrapper)
     if chosen is Hook.NO and wrapper is not Hook.NO:

@@ -43,15 +43,18 @@ class Reduction:
     A forward with gradients announces a backward, which DDP's reducer answers by averaging. Gradients of a backward
     that nothing has announced stay in their rank, and so do those of one in which a parameter got none.
 
-    parameters: those that the reducer averages.
-    watched: those of them that show whether a backward has reached the model. The reducer waits for all, so one shows
-    it for a backward that was announced.
-    is_pending: a forward has announced a backward that has not come yet.
-    is_held: a forward has run since the last reduction whose backward is to stay in its rank.
-    doubt: why nobody may have averaged the present gradients, `_NOT_ANNOUNCED` or the reducer's own error; else empty.
-    stepped: ids of the optimizers that have used this reduction, where the program called ``loss.backward()`` itself.
-    hooked: gives the parameters in turn, without end, each with the node of autograd that adds up its gradient and has
-    the reducer's hook.
+    Attributes:
+        parameters: Those that the reducer averages.
+        watched: Those of them that show whether a backward has reached the model. The reducer waits for all, so one
+            shows it for a backward that was announced.
+        is_pending: A forward has announced a backward that has not come yet.
+        is_held: A forward has run since the last reduction whose backward is to stay in its rank.
+        doubt: Why nobody may have averaged the present gradients, `_NOT_ANNOUNCED` or the reducer's own error; else
+            empty.
+        stepped: Ids of the optimizers that have used this reduction, where the program called ``loss.backward()``
+            itself.
+        hooked: Gives the parameters in turn, without end, each with the node of autograd that adds up its gradient and
+            has the reducer's hook.
     """
 
     __slots__ = ("doubt", "hooked", "is_held", "is_pending", "parameters", "stepped", "watched")
@@ -135,9 +138,10 @@ def _announce(module: Any, inputs: Any = None) -> None:
 class Replica(DistributedDataParallel):
     """DDP with parameter names in its errors, which can lend its gradients.
 
-    lent_to: the present user of the gradients; DDP's own buckets are freed then. A forward with gradients
-    outside of `forward_backward` takes them back.
-    reduction: what is known of its gradients.
+    Attributes:
+        lent_to: The present user of the gradients; DDP's own buckets are freed then. A forward with gradients outside
+            of `forward_backward` takes them back.
+        reduction: What is known of its gradients.
     """
 
     lent_to: Gradients | None = None

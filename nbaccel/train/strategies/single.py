@@ -67,8 +67,10 @@ class Strategy:
     def __init__(
         self, world: World, device: torch.device, handlers: Handlers | None = None, plugin: Any = None
     ) -> None:
-        """Args:
-        plugin: Options of this way alone, as the program gave them; None: its defaults.
+        """Make the object.
+
+        Args:
+            plugin: Options of this way alone, as the program gave them; None: its defaults.
         """
         self.world = world
         self.device = device
@@ -190,7 +192,11 @@ class Strategy:
         return self.unwrap(model).state_dict()
 
     def load_state_dict(self, model: Module, state: dict[str, Any], **options: Any) -> None:
-        """Load a state. options: as the module's own ``load_state_dict`` takes them, ``strict`` for example."""
+        """Load a state.
+
+        Args:
+            **options: As the module's own ``load_state_dict`` takes them, ``strict`` for example.
+        """
         self.unwrap(model).load_state_dict(state, **options)
 
     def unwrap(self, model: Module) -> Module:

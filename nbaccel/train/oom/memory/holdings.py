@@ -50,21 +50,23 @@ def holdings(*groups: Mapping[str, Any], beside: Collection[Any] = ()) -> list[H
     in the order in which they were made. A tensor that an autograd graph has saved counts under the tensor with that
     graph.
 
-    groups: names and their objects; an object in an earlier group counts there.
-    beside: objects that are not followed, such as the namespace itself.
-
     Looks at 500,000 objects at most; what is under the last names may then be left out.
 
-    >>> import torch
-    >>> model = torch.nn.Linear(100, 10)
-    >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    >>> loss = model(torch.ones(3, 100)).sum()
-    >>> loss.backward()
-    >>> for holding in holdings({"weight": model.weight, "loss": loss, "model": model}):
-    ...     print(holding)
-    Holding(name='model', bytes=4040, device='cpu')
-    Holding(name='model.grad', bytes=4040, device='cpu')
-    Holding(name='loss', bytes=4, device='cpu')
+    Args:
+        beside: Objects that are not followed, such as the namespace itself.
+        *groups: Names and their objects; an object in an earlier group counts there.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(100, 10)
+        >>> optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        >>> loss = model(torch.ones(3, 100)).sum()
+        >>> loss.backward()
+        >>> for holding in holdings({"weight": model.weight, "loss": loss, "model": model}):
+        ...     print(holding)
+        Holding(name='model', bytes=4040, device='cpu')
+        Holding(name='model.grad', bytes=4040, device='cpu')
+        Holding(name='loss', bytes=4, device='cpu')
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -212,7 +214,8 @@ _LAST = ("_", "__", "___")
 def named_holdings(leaving: Collection[Any] = ()) -> list[Holding]:
     """Return what the program's names and a notebook's outputs keep alive, the largest first.
 
-    leaving: objects whose names are ignored.
+    Args:
+        leaving: Objects whose names are ignored.
     """
     names = Names.of_this_process()
     gone = {id(thing) for thing in leaving}
@@ -223,7 +226,8 @@ def named_holdings(leaving: Collection[Any] = ()) -> list[Holding]:
 class Names:
     """Variables of the program that runs here, by the names its author uses.
 
-    shell: IPython's, or None in a script.
+    Args:
+        shell: IPython's, or None in a script.
     """
 
     def __init__(self, shell: Any = None) -> None:

@@ -47,9 +47,11 @@ class Weights(ABC):
 def make_weights(weight: Weight, samples: Samples, is_shifted: bool) -> Weights:
     """Return the weights of `samples` by the rule that the user named.
 
-    is_shifted: tokens are predicted from the ones before them, so the first of each sequence is no unit.
+    Args:
+        is_shifted: Tokens are predicted from the ones before them, so the first of each sequence is no unit.
+
     Raises:
-        ValueError: there is no such rule, or there are no labels to count.
+        ValueError: There is no such rule, or there are no labels to count.
     """
     if weight == "samples":
         return _Samples()

@@ -30,11 +30,14 @@ def guarded_step(optimizer: Optimizer, take: Callable[[], _T], place: str, step:
     """Call `take`, which steps `optimizer`; again, in smaller pieces, if memory ran out before any update.
 
     State that was only half made is dropped, so that a later step makes it again.
-    place: which rank this is, for messages.  step: the number of the step.
+
+    Args:
+        place: Which rank this is, for messages.
+        step: The number of the step.
 
     Raises:
-        torch.OutOfMemoryError: the step did not fit the second time either. Nothing was updated.
-        StepCorrupted: some parameters, or their state, were updated and others not.
+        torch.OutOfMemoryError: The step did not fit the second time either. Nothing was updated.
+        StepCorrupted: Some parameters, or their state, were updated and others not.
     """
     before = _Versions.of(optimizer)
     failure = _try(take)
@@ -89,7 +92,7 @@ class _Versions(NamedTuple):
         """Drop new entries of the optimizer's state.
 
         Raises:
-            StepCorrupted: a parameter, or a state that existed before, has changed.
+            StepCorrupted: A parameter, or a state that existed before, has changed.
         """
         changed = sum(self._has_changed(optimizer, *known) for known in self.parameters)
         if changed:

@@ -49,16 +49,18 @@ _FIELDS = ListLayout({"batch": False})
 class Samples:
     """A batch, and the number of its samples.
 
-    split: takes some of them; by default what has a row or an entry for each sample is cut, tensors and arrays along
-    their first dimension. Numbers, strings and 0-d tensors are copied into every part.
+    Args:
+        split: Takes some of them; by default what has a row or an entry for each sample is cut, tensors and arrays
+            along their first dimension. Numbers, strings and 0-d tensors are copied into every part.
 
-    >>> import torch
-    >>> batch = Samples.of({"x": torch.arange(6).reshape(3, 2), "name": ["a", "b", "c"], "train": True})
-    >>> batch.count
-    3
-    >>> batch.take(1, 3)
-    {'x': tensor([[2, 3],
-            [4, 5]]), 'name': ['b', 'c'], 'train': True}
+    Example:
+        >>> import torch
+        >>> batch = Samples.of({"x": torch.arange(6).reshape(3, 2), "name": ["a", "b", "c"], "train": True})
+        >>> batch.count
+        3
+        >>> batch.take(1, 3)
+        {'x': tensor([[2, 3],
+                [4, 5]]), 'name': ['b', 'c'], 'train': True}
     """
 
     batch: Any
@@ -71,11 +73,12 @@ class Samples:
     ) -> Samples:
         """Count the samples of `batch`, or use `count`.
 
-        expected: how many a loader has just handed out. A batch that may have as many, or as many as its tensors have
-            rows, is refused: of two images with three channels nobody else knows.
+        Args:
+            expected: How many a loader has just handed out. A batch that may have as many, or as many as its tensors
+                have rows, is refused: of two images with three channels nobody else knows.
 
         Raises:
-            CannotSplit: it is not clear how many there are, or which parts of the batch belong to which sample.
+            CannotSplit: It is not clear how many there are, or which parts of the batch belong to which sample.
         """
         if split is not None and count is None:
             raise CannotSplit(
@@ -104,7 +107,7 @@ class Samples:
         """Find out whether the batch can be cut.
 
         Raises:
-            CannotSplit: it cannot.
+            CannotSplit: It cannot.
         """
         try:
             CountedBatch(self.batch, self.count, _FIELDS).check()
@@ -172,8 +175,10 @@ _REMEDY = (
 class BatchPart:
     """Samples `start` to `stop` of a batch of `rows`.
 
-    rows: 0 where nothing was cut.
-    is_first, is_last: of its batch.  is_repeated: handed out again, to make up the number; its weight is zero.
+    Args:
+        rows: 0 where nothing was cut.
+        is_first, is_last: Of its batch.
+        is_repeated: Handed out again, to make up the number; its weight is zero.
     """
 
     batch: Any
@@ -188,8 +193,9 @@ class BatchPart:
     def share(self) -> float:
         """The fraction of the batch's samples in this part.
 
-        >>> BatchPart(None, 0, 2, rows=8).share
-        0.25
+        Example:
+            >>> BatchPart(None, 0, 2, rows=8).share
+            0.25
         """
         if self.is_repeated:
             return 0.0
@@ -200,8 +206,9 @@ class BatchPart:
 
         The ranks' batches have equal sizes and follow one another, as in a loader's last round that was filled up.
 
-        >>> [BatchPart(None, start, start + 2, rows=4).real(5, world_size=2) for start in (0, 2)]
-        [3, 2]
+        Example:
+            >>> [BatchPart(None, start, start + 2, rows=4).real(5, world_size=2) for start in (0, 2)]
+            [3, 2]
         """
         starts = range(self.start, self.rows * world_size, self.rows)
         return sum(min(max(samples - start, 0), self.stop - self.start) for start in starts)
@@ -211,9 +218,12 @@ class BatchPart:
 class BatchCut:
     """The way in which the batches of one loader are cut.
 
-    parts: how many a whole batch gives.  batch_size: samples in a batch of this rank; None where that differs.
-    is_level: ranks hold equally many samples at the same time. A shorter batch then gives fewer parts, none larger
-    than those of a whole one. Otherwise every batch gives `parts`, so that all ranks reach the collectives of a loop.
+    Args:
+        parts: How many a whole batch gives.
+        batch_size: Samples in a batch of this rank; None where that differs.
+        is_level: Ranks hold equally many samples at the same time. A shorter batch then gives fewer parts, none larger
+            than those of a whole one. Otherwise every batch gives `parts`, so that all ranks reach the collectives of a
+            loop.
     """
 
     parts: int
@@ -229,10 +239,11 @@ class BatchCut:
         """Return the parts of `batch`, as equal as possible, in its order.
 
         Raises:
-            CannotCut: it is not clear which values belong to which sample.
+            CannotCut: It is not clear which values belong to which sample.
 
-        >>> [part.batch for part in BatchCut(2, batch_size=4).of(["a", "b", "c"])]
-        [['a', 'b'], ['c']]
+        Example:
+            >>> [part.batch for part in BatchCut(2, batch_size=4).of(["a", "b", "c"])]
+            [['a', 'b'], ['c']]
         """
         samples = _samples(batch, self.batch_size)
         rows = samples.count

@@ -41,13 +41,14 @@ class TrainingSnapshot:
     The values are stored where trials do not need the memory: those of a device in host memory, those of the CPU in a
     temporary file. Tensors keep their identity, so views into them (flat gradient buckets) stay valid.
 
-    >>> model = torch.nn.Linear(1, 1)
-    >>> weight = model.weight.item()
-    >>> with TrainingSnapshot([model], [], torch.device("cpu")):
-    ...     torch.nn.init.zeros_(model.weight).item()
-    0.0
-    >>> model.weight.item() == weight
-    True
+    Example:
+        >>> model = torch.nn.Linear(1, 1)
+        >>> weight = model.weight.item()
+        >>> with TrainingSnapshot([model], [], torch.device("cpu")):
+        ...     torch.nn.init.zeros_(model.weight).item()
+        0.0
+        >>> model.weight.item() == weight
+        True
     """
 
     def __init__(self, models: Sequence[Module], optimizers: Sequence[Optimizer], device: torch.device) -> None:
@@ -192,7 +193,8 @@ class ForwardSnapshot:
     A repeated forward must draw the same dropout and count each sample once in BatchNorm's statistics. The memory for
     the copies of buffers is allocated once, before memory is short.
 
-    device: its generator is saved beside the CPU's.
+    Args:
+        device: Its generator is saved beside the CPU's.
     """
 
     def __init__(self, buffers: Sequence[Tensor], device: torch.device) -> None:

@@ -36,9 +36,12 @@ class ShortagePlace(enum.Enum):
 class AttemptShortage:
     """Facts from an error about the memory that was missing.
 
-    text: the error, in one line.  place: where it was raised.
-    demand: memory in use and asked for, divided by the total, > 1; 1.0 where the error has no such numbers.
-    request: the numbers of the refused allocation.  lines: the lines that led to it.
+    Args:
+        text: The error, in one line.
+        place: Where it was raised.
+        demand: Memory in use and asked for, divided by the total, > 1; 1.0 where the error has no such numbers.
+        request: The numbers of the refused allocation.
+        lines: The lines that led to it.
     """
 
     text: str
@@ -67,11 +70,12 @@ class AttemptShortage:
 class Attempt:
     """One run of a function: its value, or the error that ended it; `forget` drops both.
 
-    used: the share of the memory that it took at its peak; None where that is unknown.
-    shortage: what was missing, if memory was.
-
     The error is kept outside of any ``except`` block, whose frames would hold the failed attempt during its
     cleanup.
+
+    Attributes:
+        used: The share of the memory that it took at its peak; None where that is unknown.
+        shortage: What was missing, if memory was.
     """
 
     def __init__(self, function: Callable[..., Any], batch_size: Any, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -116,8 +120,9 @@ def _place(error: BaseException) -> ShortagePlace:
 def _demand(text: str) -> float:
     """Return the demand from the numbers in the text of torch's allocators for CUDA, ROCm and XPU, and of `MemLimit`.
 
-    >>> _demand("Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free.")
-    1.125
+    Example:
+        >>> _demand("Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free.")
+        1.125
     """
     asked, state = asked_bytes(text), total_and_free(text)
     if not asked or state is None:

@@ -62,13 +62,15 @@ _EXIT_S = 10.0
 class AttemptReport:
     """Report of one rank between two attempts; combined from all ranks, the agreement.
 
-    size: the batch size that it would try next; 0 to give up.
-    steps: how many training steps each of its Accelerators has done; agreed is the most that any rank has.
-    shortage: its error, in words; empty for a rank that was only interrupted.
-    obstacle: why it cannot try again; empty if it can.
-    keeps: there are replicas that were made outside of the function.
-    is_sound: these are as after its last complete step.  source: the first rank for which that holds.
-    scalings: how its Accelerators scale losses; in the agreement, those of `source`, since ranks may not differ.
+    Args:
+        size: The batch size that it would try next; 0 to give up.
+        steps: How many training steps each of its Accelerators has done; agreed is the most that any rank has.
+        shortage: Its error, in words; empty for a rank that was only interrupted.
+        obstacle: Why it cannot try again; empty if it can.
+        keeps: There are replicas that were made outside of the function.
+        is_sound: These are as after its last complete step.
+        source: The first rank for which that holds.
+        scalings: How its Accelerators scale losses; in the agreement, those of `source`, since ranks may not differ.
     """
 
     size: int
@@ -104,7 +106,8 @@ class LocalRetry:
     def regroup(self, report: Callable[[], AttemptReport]) -> AttemptReport:
         """Prepare the next attempt, as all ranks' reports require, and return the agreement. Collective.
 
-        report: makes this rank's report; an error in it is raised here.
+        Args:
+            report: Makes this rank's report; an error in it is raised here.
         """
         return report()
 
@@ -115,7 +118,9 @@ class LocalRetry:
 class DistributedRetry(LocalRetry):
     """One of several ranks that attempt together.
 
-    name: of the function.  collectives: of the default group, which exists.
+    Args:
+        name: The name of the function.
+        collectives: The collectives of the default group, which exists.
     """
 
     def __init__(self, name: str, collectives: Collectives) -> None:
@@ -326,7 +331,8 @@ class _Ear:
 
     An exchange that an attempt leaves is its own affair: the peers are woken, and form their group anew.
 
-    next: the sink to which all other events are passed on.
+    Attributes:
+        next: The sink to which all other events are passed on.
     """
 
     next: Sink

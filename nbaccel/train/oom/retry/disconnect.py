@@ -51,7 +51,8 @@ class PeerConnections:
     cut. Both ends decide which ones: a connection of this process is cut if a peer lists its other end as its own. No
     peer lists listeners, the store, a tracker's uploads or the notebook's channel.
 
-    not_port: the store's port: connections to this port are not cut.
+    Args:
+        not_port: The store's port: connections to this port are not cut.
     """
 
     def __init__(self, not_port: int | None = None) -> None:
@@ -126,10 +127,14 @@ _ANSWER_POLL_S = 0.005
 class Watcher:
     """Polls the flag 20 times a second until it is set, then cuts the connections; once.
 
-    messages: with its own connection to the store.  store_port: connections to this port are not cut.
-    settle: called in the thread before this rank's device is aborted, and by all ranks before the first of them is: it
-    returns once the device is done with what has to be whole afterwards, and False if that took `SETTLE_S`.
-    is_whole: what it returned.
+    Args:
+        messages: With its own connection to the store.
+        store_port: Connections to this port are not cut.
+        settle: Called in the thread before this rank's device is aborted, and by all ranks before the first of them is:
+            it returns once the device is done with what has to be whole afterwards, and False if that took `SETTLE_S`.
+
+    Attributes:
+        is_whole: What it returned.
     """
 
     def __init__(
@@ -240,7 +245,9 @@ _LOOK_UP_S = 0.5
 class PeerError:
     """An error of the program that ends the call on all ranks.
 
-    rank: where it was raised first.  text: its class and message.
+    Args:
+        rank: Where it was raised first.
+        text: Its class and message.
     """
 
     rank: int
@@ -253,7 +260,8 @@ class AttemptStore:
     Everything here works while a peer computes, is stuck in a collective, or has left its group. An attempt that failed
     first sets the *flag*, which watchers poll. If there is also an *error*, the attempt is not repeated.
 
-    store: empty, and used for this attempt alone.
+    Args:
+        store: Empty, and used for this attempt alone.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
@@ -320,8 +328,9 @@ class AttemptStore:
     def wait(self, kind: str, call: str, is_enough: Callable[[float], bool]) -> bool:
         """Wait for all ranks. Return True once every rank has posted, False once `is_enough`, given the seconds so far.
 
-        call: what the rank is doing, for messages. Ended by the posts, by `is_enough` (called 100 times a second), by
-        an interrupt, and by a receiver of `Waiting` that knows that a peer will never come.
+        Args:
+            call: What the rank is doing, for messages. Ended by the posts, by `is_enough` (called 100 times a second),
+                by an interrupt, and by a receiver of `Waiting` that knows that a peer will never come.
         """
         everyone = [f"{kind}/{rank}" for rank in range(self.world_size)]
         began = time.monotonic()

@@ -38,7 +38,9 @@ _PATIENCE_S = 1800.0
 class GroupRecovery:
     """The connection of this rank to its peers outside of their process group. Made by all ranks in the same order.
 
-    call: what the ranks do together, for messages.  device: of this rank.
+    Args:
+        call: What the ranks do together, for messages.
+        device: The device of this rank.
     """
 
     def __init__(self, call: str, device: torch.device) -> None:
@@ -93,7 +95,7 @@ class GroupRecovery:
         """Return whether `error` only results from waking this rank: it comes after a peer's failure.
 
         Raises:
-            PeerFailed: a peer has failed with an error that ends the training.
+            PeerFailed: A peer has failed with an error that ends the training.
         """
         if not self._messages.is_flagged or not may_result_from_waking(error):
             return False
@@ -119,7 +121,7 @@ class GroupRecovery:
         """Form the process group again, after `wake`. Collective, of the rank that failed and those it wakes.
 
         Raises:
-            PeerFailed: a peer's error has ended the step, it does not come, or its weights are not whole.
+            PeerFailed: A peer's error has ended the step, it does not come, or its weights are not whole.
         """
         is_free = abort_device_groups(_DEVICE_PATIENCE_S)
         is_whole = self._watcher is None or self._watcher.is_whole

@@ -134,9 +134,11 @@ class OutsideTheRetry:
     def go_on(self, steps: Sequence[int], source: int = 0, scalings: Sequence[dict[str, Any]] = ()) -> None:
         """Begin the next attempt, in the new process group where there are several ranks.
 
-        steps: training steps that each Accelerator counts from, equal on all ranks, so that a run that is stopped
-            stops at the same one.
-        source: the rank whose weights are used.  scalings: its loss scaling; empty to leave it unchanged.
+        Args:
+            steps: Training steps that each Accelerator counts from, equal on all ranks, so that a run that is stopped
+                stops at the same one.
+            source: The rank whose weights are used.
+            scalings: Its loss scaling; empty to leave it unchanged.
         """
         for each, step, scaling in zip_longest(self._in_order, steps, scalings):
             if each is None:
@@ -242,7 +244,7 @@ def _agreed_optimizers(module: DistributedDataParallel) -> list[Optimizer]:
     """Return the optimizers whose states are sent, the same on all ranks. Collective.
 
     Raises:
-        PeerFailed: they differ between ranks; raised on all ranks.
+        PeerFailed: They differ between ranks; raised on all ranks.
     """
     optimizers = _optimizers_of(module)
     everyones = _announced(optimizers)
@@ -399,10 +401,11 @@ def renew(source: int, number: int) -> None:
     each DDP module, and small values at once. Other data of the program (an average of weights, a list) stay each
     rank's.
 
-    number: a number that no renewal before had.
+    Args:
+        number: A number that no renewal before had.
 
     Raises:
-        PeerFailed: this rank's device does not release the old group, or what was made cannot join the new one.
+        PeerFailed: This rank's device does not release the old group, or what was made cannot join the new one.
     """
     if not abort_device_groups(_ABORT_S):
         raise PeerFailed(

@@ -317,7 +317,11 @@ class Sizes:
         return ByRule(self._known_to_fit) if self._reduce is None else ByUser(self._reduce)
 
     def fitted(self, batch_size: int, used: float | None = None) -> None:
-        """Note that a call succeeded.  used: the largest share of the memory that it took; None where unknown."""
+        """Note that a call succeeded.
+
+        Args:
+            used: The largest share of the memory that it took; None where unknown.
+        """
         self._known_to_fit = batch_size
         self._next = batch_size if self._reduce is not None or not used else grown(batch_size, used)
 
