@@ -1,4 +1,7 @@
-"""Not here: ``accelerate.commands``. An import from it says what to use instead. Used anywhere."""
+"""Not here: ``accelerate.commands``. An import from it says what to use instead. Runs in any process.
+
+Imports `base`.
+"""
 
 from __future__ import annotations
 

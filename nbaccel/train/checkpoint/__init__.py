@@ -17,5 +17,5 @@ ranks that write them agree), `rng_files`, `content` (the states in a checkpoint
 `training_state`, `writer`, `manager` and `resume` (parts of an Accelerator), `autosave`. `model_weights` is the other
 format, one model for Hugging Face's libraries. Accelerate's folders: `nbaccel/features/accelerate_checkpoints`.
 
-Imports `base` and other folders of `train`.
+Imports `base`, other folders of `train`, and the table of `features`.
 """
