@@ -14,9 +14,9 @@ from torch import nn
 from nbaccel.launching.ipc.reports import RankReport
 from nbaccel.launching.ipc.spec import Results
 from nbaccel.launching.processes.joined_tensors import JoinedTensors
-from nbaccel.launching.rank.sharded_results import ShardedResults
+from nbaccel.launching.rank.sharded_results import sharded_tensors
 from nbaccel.namespace.payload import pack_what_can_travel, rows_in, unpack_what_can_be_rebuilt
-from nbaccel.namespace.sharded_tensors import ShardedTensors
+from nbaccel.namespace.sharded_tensors import RowsReport, ShardedTensors
 from nbaccel.testing import run_ranks
 from nbaccel.train.distributed.partial_state import PartialState
 
@@ -31,12 +31,13 @@ WITH_FSDP = pytest.mark.skipif(
 
 def sent(values: dict[str, Any], parts: dict[str, Any], steps: int = 0) -> tuple[bytes, dict[str, str], dict[str, Any]]:
     """What this rank sends: the payload, names that it refuses, and its report of rows."""
-    leaving = ShardedResults(PartialState().num_processes)
     payload, refused = pack_what_can_travel(
-        values, as_written=True, sharded=leaving.tensors(Results(values, parts=parts))
+        values,
+        as_written=True,
+        sharded=sharded_tensors(Results(values, parts=parts), PartialState().num_processes),
     )
     try:
-        return os.pread(payload.fd, payload.nbytes, 0), refused, leaving.report("") | {"steps": steps}
+        return os.pread(payload.fd, payload.nbytes, 0), refused, RowsReport(steps, is_inside=False, lost="")._asdict()
     finally:
         os.close(payload.fd)
 

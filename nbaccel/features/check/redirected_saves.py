@@ -26,7 +26,7 @@ from nbaccel.features.check.dry_run.rank_records import ORIGINALS
 from nbaccel.features.check.dry_run.redirection import Redirection
 from nbaccel.features.check.kept_originals import keep_originals
 from nbaccel.launching.ipc.import_hooks import when_loaded
-from nbaccel.launching.rank.rank_part import RankPart
+from nbaccel.launching.ipc.rank_part import RankPart
 
 __all__ = ["RedirectedSaves", "redirect_saves"]
 
@@ -44,7 +44,7 @@ class RedirectedSaves(RankPart):
 
 
 def redirect_saves(folder: str) -> None:
-    """Begin to write below `folder` what the program saves. Called once per process, before `write_one_file`.
+    """Begin to write below `folder` what the program saves. Called once per process, before `OneFile`.
 
     nbaccel's own checkpoints are left alone: `nbaccel/features/check/dry_run/redirected_checkpoints.py`.
     """

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.ipc.rank_part import RankPart
 from nbaccel.launching.libraries.one_file import is_private_file
-from nbaccel.launching.rank.rank_part import RankPart
 
 __all__ = ["WrittenFiles", "note_written_files"]
 

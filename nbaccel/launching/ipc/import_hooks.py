@@ -24,62 +24,68 @@ _Action = Callable[[ModuleType], None]
 
 
 def when_loaded(actions: Mapping[str, _Action]) -> None:
-    """Call each action with the module of its name: now, or after its first import in this process."""
-    _meet(actions)
+    """Call each action with the module of its name: now, or after its first import in this process.
+
+    Actions for one module run in the order in which they were given.
+    """
+    finder = next((each for each in sys.meta_path if type(each) is _Finder), None)
+    if finder is None:  # one for all: each import of the program asks every finder
+        sys.meta_path.insert(0, finder := _Finder())
+    finder.add(actions)
 
 
 @contextmanager
 def when_loaded_meanwhile(actions: Mapping[str, _Action]) -> Iterator[None]:
     """Do the same as `when_loaded`, but only for modules that are imported before the block ends."""
-    finder = _meet(actions)
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    finder.add(actions)
     try:
         yield
     finally:
-        with suppress(ValueError):  # it was not needed, or the program has removed it
+        with suppress(ValueError):  # the program has removed it
             sys.meta_path.remove(finder)
 
 
-def _meet(actions: Mapping[str, _Action]) -> _Finder:
-    later = {name: action for name, action in actions.items() if name not in sys.modules}
-    for name in actions.keys() - later.keys():
-        with suppress(Exception):  # see above
-            actions[name](sys.modules[name])
-    finder = _Finder(later)
-    if later:
-        sys.meta_path.insert(0, finder)
-    return finder
-
-
 class _Finder(MetaPathFinder):
-    """Finds every module that the other finders find, and runs its action when it has been loaded."""
+    """Finds every module that the other finders find, and runs its actions when it has been loaded."""
 
-    def __init__(self, actions: dict[str, _Action]) -> None:
-        self._actions = actions
+    def __init__(self) -> None:
+        self._actions: dict[str, list[_Action]] = {}
+
+    def add(self, actions: Mapping[str, _Action]) -> None:
+        for name, action in actions.items():
+            if name not in sys.modules:
+                self._actions.setdefault(name, []).append(action)
+            else:
+                with suppress(Exception):  # see above
+                    action(sys.modules[name])
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        action = self._actions.pop(name, None)  # the search below calls this method again
-        if action is None:
+        actions = self._actions.pop(name, None)  # the search below calls this method again
+        if actions is None:
             return None
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, action)
+            spec.loader = _Loader(spec.loader, actions)
         return spec
 
 
 class _Loader(Loader):
-    """Another loader, and an action after it."""
+    """Another loader, and actions after it."""
 
-    def __init__(self, loader: Loader, action: _Action) -> None:
+    def __init__(self, loader: Loader, actions: Sequence[_Action]) -> None:
         self._loader = loader
-        self._action = action
+        self._actions = actions
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        with suppress(Exception):  # see above
-            self._action(module)
+        for action in self._actions:
+            with suppress(Exception):  # see above
+                action(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

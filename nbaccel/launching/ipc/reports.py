@@ -3,7 +3,7 @@
 The rank side (`describe`) keeps the user's frames and drops those of the project. The kernel side
 (`RankFailure.exception`) raises the user's own class if it is available, otherwise a class of the same name, with one
 traceback that names the rank and the cell's line. A `StackSnapshot` is the state of one rank when its run ended badly,
-as plain text: `launch.worker.stack_snapshot` takes it in the rank, and the notebook compares those of the ranks.
+as plain text: `launching.rank.stack_snapshot` takes it in the rank, and the notebook compares those of the ranks.
 """
 
 from __future__ import annotations

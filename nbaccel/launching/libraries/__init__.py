@@ -1,4 +1,4 @@
-"""Make the `Trainer` of Hugging Face and of Lightning report to the panel, and stop when asked. Runs in ranks.
+"""Adapts other libraries to ranks, and makes the `Trainer` of Hugging Face and of Lightning report. Runs in ranks.
 
 Nothing is imported here that the program does not import: a trainer's class is patched when its module is loaded, or if
 the kernel had loaded it. Its training method then first adds a callback of the project to the trainer, through the
@@ -15,10 +15,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
+from nbaccel.base.world import World
 from nbaccel.launching.ipc.import_hooks import when_loaded, when_loaded_meanwhile
+from nbaccel.launching.ipc.rank_part import RankPart
 from nbaccel.launching.libraries import lightning, transformers
+from nbaccel.launching.libraries.existing_world import join_existing_world
+from nbaccel.launching.libraries.nested_launchers import refuse_launchers
+from nbaccel.launching.libraries.one_output import refuse_logins
+from nbaccel.launching.libraries.one_process import forget_one_process, let_the_local_rank_be_the_only_card
 
 __all__ = [
+    "OtherLibraries",
     "attach_to_foreign_trainers",
     "foreign_trainers_report",
 ]
@@ -29,6 +36,23 @@ _TRAINERS: Mapping[str, tuple[str, Callable[[Any], bool], Callable[[Any], None]]
     "pytorch_lightning.trainer.trainer": ("fit", lightning.add_callback, lightning.remove_callback),
 }
 """Modules with a class `Trainer`: the method that trains, the functions that prepare a trainer and undo it."""
+
+
+class OtherLibraries(RankPart):
+    """Makes libraries use the existing ranks, and report.  sees_one_card: see `WorkerBoot`."""
+
+    def __init__(self, world: World, sees_one_card: bool) -> None:
+        self._world = world
+        self._sees_one_card = sees_one_card
+
+    def install(self) -> None:
+        refuse_launchers(self._world)
+        forget_one_process(self._world)
+        join_existing_world(self._world)
+        if self._sees_one_card:
+            let_the_local_rank_be_the_only_card(self._world)
+        refuse_logins(self._world.rank)
+        attach_to_foreign_trainers()
 
 
 def attach_to_foreign_trainers() -> None:

@@ -38,8 +38,9 @@ from typing import Any, Protocol
 from nbaccel.base.notices import is_users
 from nbaccel.base.world import World
 from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.ipc.rank_part import RankPart
 
-__all__ = ["is_private_file", "write_one_file"]
+__all__ = ["OneFile", "is_private_file"]
 
 _LONGEST_WAIT_S = 60.0
 _LONGEST_DELAY_S = 2.0
@@ -59,22 +60,29 @@ _KNOW_RANKS = (
 """Modules that choose by themselves which ranks save."""
 
 
-def write_one_file(world: World, store_path: str, written: Sequence[Any] = ()) -> None:
-    """Let rank 0 alone write the files that this rank and rank 0 save. Called once per process.
+class OneFile(RankPart):
+    """Lets rank 0 alone write the files that this rank and rank 0 save.
 
     Args:
         store_path: A path that is the same in all ranks of the run, in a folder of the run's own.
         written: Files that the notebook has open for writing.
     """
-    journal = _Journal(f"{store_path}.files")
-    files = _Writer(journal, world.world_size) if world.is_main_process else _Follower(journal, world)
-    when_loaded({"torch": partial(_wrap_torchs, files), "safetensors.torch": partial(_wrap_safetensors, files)})
-    _wrap_mkdir(_Folders(journal))
-    _wrap_removals(files)
-    opened = _OpenedFiles(journal, world)
-    sys.addaudithook(opened.look)  # stays until the process, a rank, ends
-    for file in written:
-        opened.watch(file)
+
+    def __init__(self, world: World, store_path: str, written: Sequence[Any] = ()) -> None:
+        self._world = world
+        self._journal = _Journal(f"{store_path}.files")
+        self._written = written
+
+    def install(self) -> None:
+        world, journal = self._world, self._journal
+        files = _Writer(journal, world.world_size) if world.is_main_process else _Follower(journal, world)
+        when_loaded({"torch": partial(_wrap_torchs, files), "safetensors.torch": partial(_wrap_safetensors, files)})
+        _wrap_mkdir(_Folders(journal))
+        _wrap_removals(files)
+        opened = _OpenedFiles(journal, world)
+        sys.addaudithook(opened.look)  # stays until the process, a rank, ends
+        for file in self._written:
+            opened.watch(file)
 
 
 class _Journal:

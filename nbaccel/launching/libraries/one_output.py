@@ -1,7 +1,7 @@
 """Let the ranks of a raw loop act as one program: one bar, one tracked run, local metrics, no login. Runs in ranks.
 
 A loop that does not know ranks would draw, log and count once per rank. Libraries are patched when they are loaded;
-this module imports none of them. Rank 0 alone draws bars (`ProgressBars`) and writes trackers' runs (`write_one_run`),
+this module imports none of them. Rank 0 alone draws bars (`ProgressBars`) and writes trackers' runs (`OneTrackedRun`),
 metrics stay local to their rank (`MetricsOfRanks`), and a library that asks the user to log in raises an error that
 names the variable to set (`refuse_logins`).
 """
@@ -22,21 +22,22 @@ from typing import Any, NoReturn
 from nbaccel.base.world import World
 from nbaccel.errors import NoInput
 from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.ipc.rank_part import RankPart, RankTask
 from nbaccel.launching.ipc.spec import TaskWatch
 from nbaccel.namespace.event_files import silence
 
 __all__ = [
     "MetricsOfRanks",
+    "OneTrackedRun",
     "ProgressBars",
     "refuse_logins",
-    "write_one_run",
 ]
 
 _ARGUMENTS_BEFORE_FILE = 4
 """Number of tqdm's arguments before `file`: iterable, desc, total, leave."""
 
 
-class ProgressBars:
+class ProgressBars(RankPart):
     """Decides whether this rank draws its bars, from task to task. One per process.
 
     In ranks other than 0 a bar counts as usual, and shows nothing: `n`, `total`, and the results of iterating and
@@ -50,8 +51,8 @@ class ProgressBars:
         self._is_main = world.is_main_process
         self._is_quiet = False
 
-    def watch(self) -> None:
-        """Patch the bars of this process, from now on. Before it, `begin` has no effect."""
+    def install(self) -> None:
+        """Patch the bars of this process, from now on."""
         if not self._is_main:
             when_loaded(
                 {
@@ -61,9 +62,9 @@ class ProgressBars:
                 }
             )
 
-    def begin(self, knows_ranks: bool) -> None:
-        """Begin a task.  knows_ranks: it chooses by itself in which ranks it draws."""
-        self._is_quiet = not knows_ranks
+    def begin(self, running: RankTask) -> None:
+        """Let a task that knows ranks choose by itself in which ranks it draws."""
+        self._is_quiet = not running.task.knows_ranks
 
     def _watch_tqdm(self, module: Any) -> None:
         """Patch tqdm, whose own `disable` would leave `n` at 0."""
@@ -142,8 +143,8 @@ _LONGEST_WAIT_S = 60.0
 _POLL_S = 0.005
 
 
-def write_one_run(world: World, store_path: str) -> None:
-    """Let this rank's trackers be rank 0's run. Called once per process.
+class OneTrackedRun(RankPart):
+    """Lets this rank's trackers be rank 0's run.
 
     In other ranks `wandb.init` makes no run (mode "disabled": logged values are dropped), and a `SummaryWriter` of
     TensorBoard writes nothing if rank 0 has one for the same folder. A run of each rank is intended if `wandb.init`
@@ -153,15 +154,20 @@ def write_one_run(world: World, store_path: str) -> None:
 
     store_path: a path that is the same in all ranks of the run, in a folder of the run's own.
     """
-    folders = f"{store_path}.boards"
-    actions: dict[str, Callable[[Any], None]] = {
-        "torch.utils.tensorboard.writer": partial(_write_by_rank_0, world, folders),
-        "mlflow.tracking.fluent": partial(_go_on_with_mlflows_run, world),
-    }
-    if not world.is_main_process:
-        actions["wandb"] = partial(_disable_wandb, world)
-        actions["wandb.sdk.wandb_run"] = _mute_wandbs_run
-    when_loaded(actions)
+
+    def __init__(self, world: World, store_path: str) -> None:
+        self._world = world
+        self._folders = f"{store_path}.boards"
+
+    def install(self) -> None:
+        actions: dict[str, Callable[[Any], None]] = {
+            "torch.utils.tensorboard.writer": partial(_write_by_rank_0, self._world, self._folders),
+            "mlflow.tracking.fluent": partial(_go_on_with_mlflows_run, self._world),
+        }
+        if not self._world.is_main_process:
+            actions["wandb"] = partial(_disable_wandb, self._world)
+            actions["wandb.sdk.wandb_run"] = _mute_wandbs_run
+        when_loaded(actions)
 
 
 def _disable_wandb(world: World, module: Any) -> None:
@@ -337,7 +343,7 @@ def _refuse_the_hubs(rank: int, module: Any) -> None:
         module.request_device_code = refuse
 
 
-class MetricsOfRanks:
+class MetricsOfRanks(RankPart):
     """Decides whether metrics are added up over the ranks, from task to task. One per process.
 
     torchmetrics and ignite add up their counts over all ranks as soon as there is a process group. In a loop that does
@@ -348,13 +354,13 @@ class MetricsOfRanks:
     def __init__(self) -> None:
         self._watch: TaskWatch | None = None
 
-    def watch(self) -> None:
+    def install(self) -> None:
         """Patch the metrics of this process, from now on."""
         when_loaded({"torchmetrics.metric": self._of_torchmetrics, "ignite.distributed.comp_models": self._of_ignite})
 
-    def begin(self, knows_ranks: bool, watch: TaskWatch | None) -> None:
-        """Begin a task.  knows_ranks: its code is for several ranks.  watch: keeps the training of others equal."""
-        self._watch = None if knows_ranks else watch
+    def begin(self, running: RankTask) -> None:
+        """Begin a task: code that is not for several ranks has the watch that keeps its training equal."""
+        self._watch = None if running.task.knows_ranks else running.equal_watch
 
     @property
     def are_alone(self) -> bool:

@@ -32,8 +32,10 @@ from nbaccel.launching.processes.interaction import Pollable
 from nbaccel.launching.processes.shutdown import endable
 from nbaccel.launching.processes.zygote import Zygote
 from nbaccel.launching.rank.connections import Connections
+from nbaccel.launching.rank.inherited import what_closes_itself
 from nbaccel.launching.rank.jupyter import close_kernel_sockets, kernel_ports
 from nbaccel.launching.rank.main import run_rank
+from nbaccel.launching.rank.parts import RankParts
 from nbaccel.namespace.inventory import no_collections
 from nbaccel.namespace.open_files import FilesOfRanks, take_places
 from nbaccel.namespace.payload import Payload
@@ -113,13 +115,13 @@ class ForkStart:
                 for boot in boots:
                     with self._files.opened_anew() as own_files:
                         processes.append(
-                            self._fork(boot, boots, task, close_fds, ports, connections, python_rng, own_files)
+                            self._fork(boot, boots, task, close_fds, ports, connections, python_rng, own_files, kept)
                         )
             except BaseException as error:
                 failures.append(error)
 
         _flush_open_files(self._files.written)
-        ports, python_rng = kernel_ports(), random.getstate()
+        ports, python_rng, kept = kernel_ports(), random.getstate(), what_closes_itself()
         connections = Connections.find(ports)
         caller = CallingThread.capture()
         close_fds = [*self._resource_fds, *kernel_fds]
@@ -146,11 +148,13 @@ class ForkStart:
         connections: Connections,
         python_rng: Any,
         own_files: Mapping[int, int],
+        kept: Sequence[Any],
     ) -> WorkerProcess:
         lost_threads = threads_of_the_notebook()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         _share_resource_tracker()
         main_thread = MainThread.find()
+        parts = RankParts(boot, self._files.written)
         with no_collections():
             pid = fork()
             if pid == 0:
@@ -172,11 +176,13 @@ class ForkStart:
                 others = {getattr(other, name) for other in boots for name in WorkerBoot.FDS} - own
                 run_rank(
                     boot,
+                    parts,
                     lambda: task,
                     [*close_fds, *others],
                     is_fork=True,
                     lost_threads=lost_threads,
                     written=self._files.written,
+                    kept=kept,
                 )
             finally:
                 os._exit(70)

@@ -33,6 +33,7 @@ from nbaccel.launching.ipc.spec import Task, WorkerBoot, load_named
 from nbaccel.launching.processes.attached_debugger import undebugged
 from nbaccel.launching.processes.handle import WorkerProcess
 from nbaccel.launching.rank.main import run_rank
+from nbaccel.launching.rank.parts import RankParts
 from nbaccel.namespace.inventory import no_collections
 from nbaccel.namespace.payload import Payload, pack, packages_in, unpack
 
@@ -300,4 +301,4 @@ def _be_rank(message: dict[str, Any], fds: list[int], zygote_fds: list[int]) -> 
         task: Task = load_named(message["task"]).unpack(task_fd)
         return task
 
-    run_rank(boot, make_task, zygote_fds, is_fork=False)
+    run_rank(boot, RankParts(boot), make_task, zygote_fds, is_fork=False)

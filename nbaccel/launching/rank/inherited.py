@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -33,6 +33,7 @@ from nbaccel.namespace.threads import is_of
 __all__ = [
     "LostThreads",
     "put_aside",
+    "what_closes_itself",
 ]
 
 _ELEMENTS = 1000
@@ -47,6 +48,35 @@ _PYTHON_EXITS = (
 """Modules whose `_python_exit` joins the threads of their executors when the interpreter ends."""
 
 
+def what_closes_itself() -> list[Any]:
+    """Return files, connections, pools, generators and similar objects that the notebook's names lead to.
+
+    Called in the kernel, which keeps them alive in the ranks that it forks then: to look at each object in a rank
+    would copy its page. When the cell rebinds `file`, the old file would be flushed and closed there: it would contain
+    its text twice. A database connection would send its closing message to the server on the kernel's socket.
+    """
+    found: list[Any] = []
+    known: dict[int, bool] = {}  # by id, since the user's metaclass may have no hash
+    for value in list(vars(sys.modules["__main__"]).values()):
+        parts: Iterable[Any] = [value]
+        if type(value) in (list, tuple, set) and len(value) <= _ELEMENTS:
+            parts = [*value]
+        elif type(value) is dict and len(value) <= _ELEMENTS:
+            parts = [*value.values()]
+        for part in parts:
+            kind = type(part)
+            if (closes := known.get(id(kind))) is None:
+                with contextlib.suppress(Exception):  # of a metaclass of the user's
+                    closes = known[id(kind)] = _closes_itself(kind)
+            if closes:
+                found.append(part)
+    return found
+
+
+def _closes_itself(kind: type) -> bool:
+    return any(hasattr(kind, name) for name in ("__del__", "__exit__", "close")) and kind.__module__ != "torch"
+
+
 def put_aside(rank: int) -> list[Any]:
     """Disable the objects that this process inherited by its fork. Called once, in a forked rank, before any user code.
 
@@ -59,7 +89,6 @@ def put_aside(rank: int) -> list[Any]:
     """
     kept: list[Any] = []
     steps: tuple[Callable[[list[Any]], None], ...] = (
-        _keep_what_closes_itself,
         _pools,  # before the finalizers, through which pools are found
         _finalizers,
         _loader_workers,  # before the children, which show whether there are any
@@ -75,25 +104,6 @@ def put_aside(rank: int) -> list[Any]:
         with contextlib.suppress(Exception):  # see above
             step(kept)
     return kept
-
-
-def _keep_what_closes_itself(kept: list[Any]) -> None:
-    """Keep alive files, connections, pools, generators and similar objects that the notebook's names lead to.
-
-    When the cell rebinds `file`, the old file would be flushed and closed here: it would contain its text twice. A
-    database connection would send its closing message to the server on the kernel's socket.
-    """
-    for value in list(vars(sys.modules["__main__"]).values()):
-        parts: list[Any] = [value]
-        if type(value) in (list, tuple, set) and len(value) <= _ELEMENTS:
-            parts = [*value]
-        elif type(value) is dict and len(value) <= _ELEMENTS:
-            parts = [*value.values()]
-        kept += [part for part in parts if _closes_itself(type(part))]
-
-
-def _closes_itself(kind: type) -> bool:
-    return any(hasattr(kind, name) for name in ("__del__", "__exit__", "close")) and kind.__module__ != "torch"
 
 
 def _children(kept: list[Any]) -> None:

@@ -2,9 +2,8 @@
 
 `DeathWatch` ends the rank's session when the kernel is gone, `SaveGrace` gives a rank that saves itself time for a last
 checkpoint before, and `CutWatch` ends a wait in the device that would never end. `ExitFunctions` runs last, in the
-ranks of
-notebooks: it ends the rank's own exit functions, threads and children, and nothing inherited. `end_as_the_interpreter`
-ends those of `nbaccel launch`.
+ranks of notebooks: it ends the rank's own exit functions, threads and children, and nothing inherited.
+`end_as_the_interpreter` ends those of `nbaccel launch`.
 
 Reasons: docs/design/starting-ranks.md
 """
@@ -24,10 +23,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nbaccel.base.aborting import Settling, abort_device_groups, can_renew, is_aborted, tore_step, uses_device
+from nbaccel.base.aborting import (
+    Settling,
+    abort_device_groups,
+    can_renew,
+    forget_left_exchange,
+    is_aborted,
+    renew,
+    tore_step,
+    uses_device,
+)
 from nbaccel.base.events import Event
 from nbaccel.base.gpu_driver import has_gpu_driver
 from nbaccel.launching.ipc.control import SAVE_GRACE_S, ControlPage
+from nbaccel.launching.ipc.rank_part import RankPart, RankTask
 from nbaccel.launching.ipc.reaper import kill_session
 
 __all__ = [
@@ -157,7 +166,7 @@ _ALONE_S = 60.0
 SPOILT = "this rank was woken in an exchange to which a peer did not come, and may hold parts of a sum"
 
 
-class CutWatch:
+class CutWatch(RankPart):
     """Ends a wait of this rank in its device, when the kernel says that it would never end.
 
     It reads the flags on the page, and keeps the state of this rank's device since. A rank that waits in its device for
@@ -178,12 +187,23 @@ class CutWatch:
         self.is_readable = True  # false while the rank's device still waits
         self._thread: threading.Thread | None = None
 
-    def begin(self, stays: bool) -> None:
-        """Begin a task. If there is no device to wait for, no thread is started."""
-        self._stays = stays
+    def begin(self, running: RankTask) -> None:
+        """Begin a task that an abort may cut short; an abort that is due already finds no exchange to cut.
+
+        Groups that were aborted are formed anew. The kernel has compared how many collectives each rank has entered:
+        nobody waits for the rest of one. If there is no device to wait for, no thread is started.
+        """
+        forget_left_exchange()
+        if running.renewal is not None:
+            renew(*running.renewal)
+        self._stays = running.task.home is not None
         if self._thread is None and (uses_device() or has_gpu_driver()):
             self._thread = threading.Thread(target=self._run, name="nbaccel-cut", daemon=True)
             self._thread.start()
+        self._say_that_it_hears()
+        is_cut = self._page.is_cut or is_aborted()
+        self._is_whole = self._is_whole and is_cut
+        self._is_torn = self._is_torn and is_cut
 
     def look(self, has_failed: bool) -> dict[str, Any] | None:
         """Return the report to the kernel after a task; None without a group on a device.
@@ -210,14 +230,7 @@ class CutWatch:
         """Return whether the values of this rank may hold parts of a sum."""
         return is_aborted() and not self._is_whole
 
-    def enter(self) -> None:
-        """Begin a task that an abort may cut short; an abort that is due already finds no exchange to cut."""
-        self._say_that_it_hears()
-        is_cut = self._page.is_cut or is_aborted()
-        self._is_whole = self._is_whole and is_cut
-        self._is_torn = self._is_torn and is_cut
-
-    def note(self, error: BaseException) -> None:
+    def stop(self, error: BaseException) -> None:
         """Record that the task ends by `error`; if it left an optimizer's step, this rank's values cannot be shared."""
         self._is_torn = self._is_torn or tore_step(error)
 

@@ -33,12 +33,16 @@ from nbaccel.base.forkable import (
 )
 from nbaccel.base.gpu_driver import has_gpu_driver
 from nbaccel.base.world import World
+from nbaccel.errors import PeerFailed
+from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.ipc.rank_part import RankPart
 from nbaccel.launching.ipc.user_code import ASK, question_path, stack_path
 
 __all__ = [
     "ChildHandler",
     "Interrupt",
+    "ProcessGroups",
     "SpareDescriptors",
     "keep_ended_groups",
     "meet_in_file",
@@ -313,6 +317,31 @@ def _autograd_refuses() -> bool:
     except RuntimeError as error:
         return _REFUSAL in str(error)
     return False
+
+
+class ProcessGroups(RankPart):
+    """Lets the ranks of this machine meet in a file, and their groups end without a hang.
+
+    store_path, world: see `meet_in_file`.
+    """
+
+    def __init__(self, store_path: str, world: World, page: ControlPage) -> None:
+        self._store_path = store_path
+        self._world = world
+        self._page = page
+
+    def install(self) -> None:
+        meet_in_file(self._store_path, self._world, self._refuse_to_meet)
+        keep_ended_groups()
+
+    def _refuse_to_meet(self) -> None:
+        """Refuse a process group after a rank has died, in a run whose ranks are started again one by one."""
+        if self._page.has_lost_a_rank and self._world.is_distributed:
+            raise PeerFailed(
+                f"{self._world.place} was about to form a process group, and a rank of "
+                "this run has died and was started again: ranks that are started again one by one cannot all meet. "
+                "Leave collectives out, among them prepare and main_process_first, or do that work before."
+            )
 
 
 _kept: list[Any] = []

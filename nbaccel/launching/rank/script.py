@@ -59,14 +59,14 @@ def main(words: Sequence[str]) -> NoReturn:
 
 def _watch_whole_models() -> None:
     """Have the program told if the launch is to shard models, and it trains a whole one in every rank."""
-    if RunSettings.from_env().strategy != FSDP:
+    if (settings := RunSettings.from_env()).strategy != FSDP:
         return
     from nbaccel.launching.rank.separate_trainings import note_wrappers
     from nbaccel.launching.rank.whole_models import WholeModels
 
     wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
     note_wrappers(wrappers)
-    WholeModels(World.from_env(), wrappers).watch()
+    WholeModels(World.from_env(), settings, wrappers).install()
 
 
 def _run_script(path: str, *arguments: str) -> None:

@@ -24,7 +24,8 @@ from nbaccel.base.world import World
 from nbaccel.errors import NotPrepared
 from nbaccel.launching.ipc.control import ControlPage
 from nbaccel.launching.ipc.import_hooks import when_loaded
-from nbaccel.launching.ipc.spec import TaskWatch
+from nbaccel.launching.ipc.rank_part import RankPart, RankTask
+from nbaccel.launching.ipc.spec import Results, TaskWatch
 from nbaccel.launching.ipc.user_code import is_users
 from nbaccel.namespace.arrays import has_plain_memory
 from nbaccel.namespace.parameters import fingerprint, number
@@ -35,6 +36,7 @@ __all__ = [
     "UpdatesByHand",
     "library_that_trains",
     "note_wrappers",
+    "sequence_number",
     "warn_at_users_line",
 ]
 
@@ -49,7 +51,7 @@ _SYNCHRONISE = {
 """Modules, and their classes that synchronise the gradients of the model inside."""
 
 
-class OneTraining:
+class OneTraining(RankPart):
     """Judges the optimizers of one rank.
 
     Parameters that DDP or FSDP synchronises pass, and so do DTensors and parameters that a `TaskWatch` keeps equal. For
@@ -57,15 +59,15 @@ class OneTraining:
     which is an error; equal ones mean gradients that were synchronised by hand, or the same work in every rank, and one
     notice says which. A rank whose peers take no such step within 5 s steps alone, and says so.
 
-    collectives: returns the number of collectives that this rank has entered, of every kind that can be counted.
+    is_watching: whether it judges at all; else it only reports.
 
     wrappers: models that the program has wrapped in one of the classes that synchronise, as long as they live.
     """
 
-    def __init__(self, page: ControlPage, world: World, collectives: Callable[[], int]) -> None:
+    def __init__(self, page: ControlPage, world: World, is_watching: bool) -> None:
         self._page = page
         self._world = world
-        self._collectives = collectives
+        self._is_watching = is_watching
         self._peers: Sequence[int] = [rank for rank in range(world.world_size) if rank != world.rank]
         self._settled: dict[int, weakref.ref[Any]] = {}  # by id, since the user's class may have no hash
         self._waits: dict[int, weakref.ref[Any]] = {}  # stepped once, after ranks had exchanged something
@@ -77,12 +79,12 @@ class OneTraining:
         self._was_warned = False
         self._refused: NotPrepared | None = None
         self._by_hand = UpdatesByHand(self)
-        self._is_watching = False
         self._equal_watch: TaskWatch | None = None
 
-    def watch(self) -> None:
-        """Judge every optimizer before its step, from now on. Called once per process."""
-        self._is_watching = True
+    def install(self) -> None:
+        """Judge every optimizer before its step, from now on."""
+        if not self._is_watching:
+            return
         when_loaded(
             {
                 "torch.autograd": lambda _: self._watch_backwards(),
@@ -91,12 +93,10 @@ class OneTraining:
         )
         note_wrappers(self.wrappers, self._note_wrapper)
 
-    def begin(self, excluded_ranks: Sequence[int] = (), equal_watch: TaskWatch | None = None) -> None:
-        """Begin a task.  excluded_ranks: ranks without a part in it.  equal_watch: keeps it equal, if any."""
-        self._equal_watch = equal_watch
-        self._peers = [
-            rank for rank in range(self._world.world_size) if rank not in (self._world.rank, *excluded_ranks)
-        ]
+    def begin(self, running: RankTask) -> None:
+        self._equal_watch = running.equal_watch
+        excluded = (self._world.rank, *running.excluded_ranks)
+        self._peers = [rank for rank in range(self._world.world_size) if rank not in excluded]
         self._judged.clear()
         self._laid.clear()
         self._begun_with = self._collectives()
@@ -123,8 +123,8 @@ class OneTraining:
         if self._refused is not None:
             raise self._refused
 
-    def facts(self) -> dict[str, bool]:
-        """Return facts at a task's end: whether this rank exchanged data, was warned, has prepared models.
+    def facts(self, status: str, results: Results) -> dict[str, bool]:
+        """Return whether this rank exchanged data, was warned, has prepared models.
 
         raw_loop: it trained without having prepared anything.
         """
@@ -213,6 +213,10 @@ class OneTraining:
             if apart or not waits or time.monotonic() > until:
                 return laid, apart, missing
             time.sleep(_POLL_S)  # ended by the peers' entries, by their end, or by the limit
+
+    def _collectives(self) -> int:
+        """Return the number of collectives that this rank has entered: nbaccel's and those of torch's default group."""
+        return self._page.collectives(self._world.rank) + (sequence_number() or 0)
 
     # -- for updates by hand
 
@@ -331,6 +335,21 @@ class OneTraining:
                 f"{name} steps what was not prepared, with equal gradients in all {ranks} ranks: it is taken for "
                 "synchronised by hand, and is not checked again before the cell ends."
             )
+
+
+def sequence_number() -> int | None:
+    """Return the number of collectives that torch has issued in the default process group; None without one."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    group = distributed.distributed_c10d._get_default_group()
+    kinds = {pair.rpartition(":")[2] for pair in distributed.get_backend_config().split(",")}
+    # With "cpu:gloo,cuda:nccl" the group itself counts only one backend.
+    counted = [group] if len(kinds) == 1 else [group._get_backend(device) for device in group._device_types]
+    try:
+        return sum(int(one._get_sequence_number_for_group()) for one in counted)
+    except RuntimeError:  # a backend that does not count
+        return None
 
 
 def note_wrappers(wrappers: weakref.WeakSet[Any], on_wrapped: Callable[[], None] = lambda: None) -> None:

@@ -9,40 +9,35 @@ from __future__ import annotations
 from typing import Any
 
 from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.ipc.rank_part import RankPart
 from nbaccel.launching.ipc.spec import Results
+from nbaccel.launching.rank.lifetime import SPOILT, CutWatch
 from nbaccel.namespace.sharded_tensors import RowsReport, ShardedTensors, is_sharded
 
-__all__ = ["ShardedResults"]
+__all__ = ["ShardedResults", "sharded_tensors"]
 
 
-class ShardedResults:
-    """The sharded values of one rank.
+class ShardedResults(RankPart):
+    """Reports the steps of one rank.
 
     Counted are the steps of torch's optimizers that have a sharded parameter; updates by hand are not, so those are
     not noticed if ranks differ by one.
+
+    cut: knows whether this rank's rows can be used.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, cut: CutWatch) -> None:
+        self._cut = cut
         self._steps = 0
         self._is_inside = False
 
-    def watch(self) -> None:
-        """Count steps from now on. Called once per process."""
+    def install(self) -> None:
+        """Count steps from now on."""
         when_loaded({"torch.optim.optimizer": self._hook})
 
-    def tensors(self, results: Results) -> ShardedTensors | None:
-        """Return the sharded tensors of which this rank sends its rows; None in a cell that brings back all changes.
-
-        The names of such a cell's new values are known in one rank only.
-        """
-        if results.places is not None:
-            return None
-        return ShardedTensors(dict(sorted({**results.parts, **results.values}.items())), self._world_size)
-
-    def report(self, lost: str) -> dict[str, Any]:
-        """Return a `RowsReport` as JSON.  lost: why this rank's rows cannot be read or used; empty if they can."""
-        return RowsReport(self._steps, self._is_inside, lost)._asdict()
+    def facts(self, status: str, results: Results) -> dict[str, Any]:
+        """Return a `RowsReport` as JSON."""
+        return {"rows": RowsReport(self._steps, self._is_inside, SPOILT if self._cut.is_spoilt else "")._asdict()}
 
     def _hook(self, module: Any) -> None:
         module.register_optimizer_step_pre_hook(self._before_step)
@@ -56,6 +51,16 @@ class ShardedResults:
         if _steps_shards(optimizer):
             self._steps += 1
             self._is_inside = False
+
+
+def sharded_tensors(results: Results, world_size: int) -> ShardedTensors | None:
+    """Return the sharded tensors of which this rank sends its rows; None in a cell that brings back all changes.
+
+    The names of such a cell's new values are known in one rank only.
+    """
+    if results.places is not None:
+        return None
+    return ShardedTensors(dict(sorted({**results.parts, **results.values}.items())), world_size)
 
 
 def _steps_shards(optimizer: Any) -> bool:

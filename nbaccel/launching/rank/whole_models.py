@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from nbaccel.base.settings import FSDP, RunSettings
+from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
 from nbaccel.launching.ipc.import_hooks import when_loaded
+from nbaccel.launching.ipc.rank_part import RankPart, RankTask
 from nbaccel.launching.rank.separate_trainings import library_that_trains, warn_at_users_line
 
 __all__ = ["WholeModels"]
@@ -39,28 +40,25 @@ _SHARD = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine"})
 _PREPARE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
 
-class WholeModels:
-    """Looks at the first optimizer that steps in each task of one rank.
+class WholeModels(RankPart):
+    """Looks at the first optimizer that steps in each task of one rank, in a run whose strategy is "fsdp".
 
     wrappers: models that the program has wrapped for several ranks, as `note_wrappers` finds them.
     """
 
-    def __init__(self, world: World, wrappers: Collection[Any]) -> None:
+    def __init__(self, world: World, settings: RunSettings, wrappers: Collection[Any]) -> None:
         self._world = world
         self._wrappers = wrappers
-        self._settings = RunSettings()
-        self._is_open = False
+        self._settings = settings
+        self._is_open = world.is_main_process
 
-    def watch(self) -> None:
-        """Look at steps from now on, if the run's strategy is "fsdp". Called once per process."""
-        self._settings = RunSettings.from_env()
-        if self._settings.strategy == FSDP and self._world.is_distributed:
+    def install(self) -> None:
+        """Look at steps from now on."""
+        if self._world.is_distributed:
             when_loaded({"torch.optim.optimizer": self._hook})
-            self.begin()
 
-    def begin(self) -> None:
-        """Begin a task."""
-        self._is_open = self._settings.strategy == FSDP and self._world.is_main_process
+    def begin(self, running: RankTask) -> None:
+        self._is_open = self._world.is_main_process
 
     def _hook(self, module: Any) -> None:
         module.register_optimizer_step_pre_hook(self._before_step)

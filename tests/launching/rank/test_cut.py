@@ -11,9 +11,15 @@ import torch.distributed as dist
 import devicelike
 from nbaccel.base.aborting import is_aborted
 from nbaccel.launching.ipc.control import ControlPage
+from nbaccel.launching.ipc.rank_part import RankTask
+from nbaccel.launching.ipc.spec import SharedNamespace
 from nbaccel.launching.rank import lifetime
 from nbaccel.launching.rank.lifetime import CutWatch
+from nbaccel.launching.tasks.namespace_tasks import InitTask
 from nbaccel.testing import run_ranks
+
+STAYS = RankTask(InitTask(SharedNamespace({})))
+"""A task of ranks that stay."""
 
 
 def _forms_a_group_in_its_first_task() -> list[bool]:
@@ -22,8 +28,7 @@ def _forms_a_group_in_its_first_task() -> list[bool]:
     lifetime.uses_device, lifetime.has_gpu_driver = has_group.is_set, lambda: True
     page = ControlPage.create(2)
     watch = CutWatch(page, 1)
-    watch.begin(stays=True)
-    watch.enter()
+    watch.begin(STAYS)
     told = [page.hears_cuts(1)]
     has_group.set()
     end = time.monotonic() + 20
@@ -31,7 +36,7 @@ def _forms_a_group_in_its_first_task() -> list[bool]:
         time.sleep(0.005)
     told.append(page.hears_cuts(1))
     page.begin()
-    watch.enter()
+    watch.begin(STAYS)
     return [*told, page.hears_cuts(1), page.hears_cuts(0)]
 
 
@@ -41,7 +46,7 @@ def _is_told_that_peers_may_have_left() -> tuple[bool, bool]:
     dist.init_process_group(devicelike.NAME)
     lifetime._HUNG_AT_STOP_S = 0.2
     page = ControlPage.create(1)
-    CutWatch(page, 0).begin(stays=True)
+    CutWatch(page, 0).begin(STAYS)
     page.frees_hung = True
     time.sleep(1)
     first, group = is_aborted(), devicelike.world()

@@ -18,7 +18,7 @@ from safetensors import torch as safetensors
 
 from nbaccel.base.world import World
 from nbaccel.launching.api import launch
-from nbaccel.launching.libraries.one_file import write_one_file
+from nbaccel.launching.libraries.one_file import OneFile
 from nbaccel.testing import run_ranks
 from nbaccel.train.checkpoint.model_weights import write_object
 
@@ -37,7 +37,7 @@ def _in_ranks(folder: Path, loop: Callable[[int], Any], world_size: int = 2) -> 
     def run() -> tuple[Any, list[str]]:
         os.chdir(folder)
         world = World.from_env()
-        write_one_file(world, str(folder / "run" / "store"))
+        OneFile(world, str(folder / "run" / "store")).install()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             return loop(world.rank), [str(each.message) for each in told]

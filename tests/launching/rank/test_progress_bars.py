@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 
 from nbaccel.base.world import World
+from nbaccel.launching.ipc.rank_part import RankTask
+from nbaccel.launching.ipc.spec import FunctionTask
 from nbaccel.launching.libraries.one_output import ProgressBars
 from nbaccel.testing import run_ranks
+
+
+def _task(knows_ranks: bool) -> RankTask:
+    task = FunctionTask(print)
+    task.knows_ranks = knows_ranks
+    return RankTask(task)
 
 
 def _in_ranks(loop: Callable[[], Any], knows_ranks: bool = False) -> list[tuple[Any, str]]:
@@ -20,8 +28,8 @@ def _in_ranks(loop: Callable[[], Any], knows_ranks: bool = False) -> list[tuple[
 
     def run() -> tuple[Any, str]:
         bars = ProgressBars(World.from_env())
-        bars.watch()
-        bars.begin(knows_ranks)
+        bars.install()
+        bars.begin(_task(knows_ranks))
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             return loop(), printed.getvalue()
@@ -82,9 +90,9 @@ def test_bars_of_a_notebook_that_are_loaded_already_are_quiet_too() -> None:
 def test_ranks_that_stay_draw_again_for_a_task_that_knows_ranks() -> None:
     def run() -> list[bool]:
         bars, drew = ProgressBars(World.from_env()), []
-        bars.watch()
+        bars.install()
         for knows_ranks in (False, True, False):
-            bars.begin(knows_ranks)
+            bars.begin(_task(knows_ranks))
             with contextlib.redirect_stderr(io.StringIO()) as printed:
                 _tqdm()
             drew.append("10" in printed.getvalue())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nbaccel.base.events import Event, Waiting, outlet
 from nbaccel.base.world import World
 from nbaccel.errors import CollectiveMismatch
-from nbaccel.launching.rank.main import _sequence_number
+from nbaccel.launching.rank.separate_trainings import sequence_number
 from nbaccel.testing import run_ranks
 from nbaccel.train import PartialState
 from nbaccel.train.data.dispatch import _BATCH, _Payload, _Wire
@@ -91,11 +91,11 @@ def _meets() -> list[Any]:
     world = _world(dist.get_rank())
     meetings, loaders = CollectivesSince(world, counts_anyway=False), [OrderComparison("a loader", world)]
     seen = [meetings.are_counted, meetings.look()]
-    before = _sequence_number()
+    before = sequence_number()
     talk.barrier()
     loaders.append(OrderComparison("another loader", world))
     assert before is not None
-    return [*seen, meetings.look(), _sequence_number() == before + 1, loaders[0]._key != loaders[1]._key]
+    return [*seen, meetings.look(), sequence_number() == before + 1, loaders[0]._key != loaders[1]._key]
 
 
 def test_collectives_of_either_backend_count_as_meetings() -> None:

@@ -29,8 +29,8 @@ from typing import Any
 
 from nbaccel.errors import LaunchRefused
 from nbaccel.features.check.shield.mount_table import call_libc, mount_points, read_mounts
+from nbaccel.launching.ipc.rank_part import RankPart
 from nbaccel.launching.ipc.spec import Task
-from nbaccel.launching.rank.rank_part import RankPart
 
 __all__ = ["Shielded", "enter"]
 

@@ -1,0 +1,72 @@
+"""RankPart: what is done in a rank beside the user's code, from task to task. Runs in ranks.
+
+`rank/parts` lists those of every rank, in their order. A `LaunchSpec` names those that a feature adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nbaccel.launching.ipc.spec import Results, Task, TaskWatch
+
+__all__ = ["RankPart", "RankTask"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """A task that a rank begins.
+
+    Args:
+        task: The task.
+        watch: Made by the setup of the run, if it makes one.
+        excluded_ranks: Ranks without a part in the task.
+        renewal: The arguments of `aborting.renew`, if process groups have to be formed anew.
+    """
+
+    task: Task
+    watch: TaskWatch | None = None
+    excluded_ranks: Sequence[int] = ()
+    renewal: tuple[int, int] | None = None
+
+    @property
+    def equal_watch(self) -> TaskWatch | None:
+        """Return the watch if it keeps this task equal in all ranks: it does not if some have no part in it."""
+        return None if self.excluded_ranks else self.watch
+
+
+class RankPart:
+    """A part that does nothing.
+
+    Args:
+        argument: What the kernel says to a part that it names.
+    """
+
+    def __init__(self, argument: str = "") -> None:
+        self.argument = argument
+
+    def enter(self, make_task: Callable[[], Task]) -> Callable[[], Task]:
+        """Change this process before it has a thread; return what makes its task, as a rule `make_task`."""
+        return make_task
+
+    def install(self) -> None:
+        """Watch or change what the user's code will use, before any of it runs. Called once."""
+
+    def begin(self, running: RankTask) -> None:
+        """Begin a task. Called in the task: an interrupt may come, and what is raised is the task's error."""
+
+    def end(self) -> None:
+        """End a task that finished. It may wait for peers; what is raised is the task's error."""
+
+    def stop(self, error: BaseException) -> None:
+        """End a task that ended otherwise, also before `begin`. Waits for no rank, and never raises."""
+
+    def facts(self, status: str, results: Results) -> Mapping[str, Any]:
+        """Return small facts about the task for the kernel, which JSON can hold; also if it could not be begun.
+
+        Args:
+            status: How it ended: "ok", "stopped", "exited" or "failed".
+            results: What it sends back.
+        """
+        return {}
