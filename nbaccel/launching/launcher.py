@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -30,6 +30,7 @@ from typing import Any, BinaryIO
 from nbaccel.base.events import Restarted
 from nbaccel.base.forkable import why_forks_fail
 from nbaccel.base.hardware import Survey
+from nbaccel.base.settings import RunSettings
 from nbaccel.base.world import World
 from nbaccel.display.live_panel import Views
 from nbaccel.errors import CannotFork, LaunchRefused, NestedLaunch
@@ -137,7 +138,7 @@ class Launcher:
     @staticmethod
     def load(setup: str | None) -> None:
         """Load the modules that ranks share with this process, before the seconds of the first of several runs."""
-        _load_once(setup)
+        _load_once([] if setup is None else [setup])
 
     def remember(self, run: Run, post_mortem: PostMortem | None) -> None:
         """Add a run that is over, as `Run.light` leaves it, to `runs`.
@@ -162,7 +163,7 @@ class Launcher:
 
         log_path: the file that gets all output; empty for one that lasts as long as this process.
         """
-        _load_once(spec.setup)
+        _load_once(spec.named_objects, spec.settings, spec.world_size)
         restarting, whole = OomRestartPolicy(lambda: held_here(spec.task.namespace)), PartsRestartPolicy()
         restarts: list[str] = []
         log_path = log_path or self.resources.new_log()
@@ -213,7 +214,7 @@ class Launcher:
         """
         refuse_nested_launch()
         with self.turn():
-            _load_once(spec.setup)
+            _load_once(spec.named_objects, spec.settings, spec.world_size)
             try:
                 persistent = self._settle(spec, RunObservers(screen))
             except BadFork as found:
@@ -300,8 +301,11 @@ def refuse_nested_launch() -> None:
         )
 
 
-def _load_once(setup: str | None) -> None:
-    """Load modules in the kernel: the first DDP model would otherwise load 0.8 s of modules in every rank.
+def _load_once(named: Sequence[str], settings: RunSettings | None = None, world_size: int = 1) -> None:
+    """Load in the kernel what every rank would load: its first DDP model would otherwise take 0.8 s for modules.
+
+    named: objects, as "module:name"; such a module may have a function `load_for_ranks`, which loads what ranks with
+    these settings need.
 
     It uses a thread, which an interrupt does not reach: a half-imported torch cannot be repaired, and would break the
     notebook. The interrupt is raised when the import is complete. If everything is loaded, or is being loaded in
@@ -309,16 +313,19 @@ def _load_once(setup: str | None) -> None:
 
     Collections of garbage would take a fifth of the time, and find 6 MB of it, which a later one finds as well.
     """
-    modules = [*_WARM_MODULES, *([] if setup is None else [setup.partition(":")[0]])]
-    is_loaded = all(module in sys.modules for module in modules)
+    modules = [*_WARM_MODULES, *(each.partition(":")[0] for each in named)]
+    asks = settings is not None and settings.strategy is not None  # of which the modules are not known here
+    is_loaded = not asks and all(module in sys.modules for module in modules)
 
     def load() -> None:
         if not is_loaded:
             untrace()
         for module in modules:
-            importlib.import_module(module)
-        if setup is not None:
-            load_named(setup)
+            loaded = importlib.import_module(module)
+            if asks and (load_for_ranks := getattr(loaded, "load_for_ranks", None)) is not None:
+                load_for_ranks(settings, world_size)
+        for each in named:
+            load_named(each)
 
     if is_loaded:
         load()

@@ -6,20 +6,33 @@ that all ranks share them.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
+from nbaccel.base import storage  # noqa: F401  # the first checkpoint asks where it lies
 from nbaccel.base.aborting import on_renewal
 from nbaccel.base.settings import RunSettings
+from nbaccel.base.world import World
 from nbaccel.train.accelerator import Accelerator
 from nbaccel.train.distributed.partial_state import current_world
 from nbaccel.train.distributed.rng import set_seed
 from nbaccel.train.oom.retry.outside_retry import renew
+from nbaccel.train.prepare import unaveraged  # noqa: F401  # as below
 from nbaccel.train.raw_loop.loop import RawLoopTraining
 from nbaccel.train.raw_loop.rank_streams import use_own_device
 from nbaccel.train.raw_loop.single_rank import SingleRankWatch
-from nbaccel.train.strategies import replicated  # noqa: F401  # the strategy of several ranks, for them to share
+from nbaccel.train.strategies import (
+    replicated,  # noqa: F401  # the strategy of several ranks, for them to share
+    strategy_class,
+)
 
-__all__ = ["setup_rank"]
+__all__ = ["load_for_ranks", "setup_rank"]
+
+
+def load_for_ranks(settings: RunSettings, world_size: int) -> None:
+    """Load the strategy that so many ranks with these settings would load: in the kernel, for them to share."""
+    with suppress(Exception):  # the ranks meet it again
+        strategy_class(World(0, world_size, 0, world_size), settings.strategy)
 
 
 def setup_rank(

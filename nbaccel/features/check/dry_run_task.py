@@ -8,7 +8,7 @@ with the gradients of it.
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +110,9 @@ class DryRunTask(DiscardedTask):
 
     def _own_facts(self) -> Mapping[str, Any]:
         return {"folder": self.folder, "make_parts": self.make_parts}
+
+    def named_objects(self) -> Sequence[str]:
+        return [self.make_parts]
 
     def begin(self, rank: int) -> None:
         super().begin(rank)

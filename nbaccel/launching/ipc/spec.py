@@ -139,6 +139,10 @@ class Task(ABC):
         """Return a file, and the names that its top level has bound, in a rank whose work is over."""
         return "", {}
 
+    def named_objects(self) -> Sequence[str]:
+        """Return the objects that it loads in a rank, as "module:name"."""
+        return ()
+
     def by_reference(self) -> dict[int, str]:
         """Return classes and functions that the kernel has too, by id; they are sent back by name."""
         return {}
@@ -225,6 +229,9 @@ class FunctionTask(Task):
             self.value = load_named(self.caller)(self.function, self.args, self.kwargs)
         else:
             self.value = self.function(*self.args, **self.kwargs)
+
+    def named_objects(self) -> Sequence[str]:
+        return [self.caller] if self.caller else []
 
     def results(self, rank: int) -> Results:
         return Results(values={"value": self.value})
@@ -422,6 +429,12 @@ class LaunchSpec:
     @property
     def world_size(self) -> int:
         return self.devices.num_processes
+
+    @property
+    def named_objects(self) -> list[str]:
+        """Return the objects that ranks load by name: the setup, parts, and those of the task, as "module:name"."""
+        setup = [] if self.setup is None else [self.setup]
+        return [*setup, *(name for name, _ in self.parts), *self.task.named_objects()]
 
     def environ_of(self, rank: int) -> dict[str, str]:
         """Return the variables of one rank, made where its process is started: its settings and its devices."""
