@@ -94,15 +94,30 @@ class Kind:
     cost = 1
 
     def parts(self, obj: Any) -> Iterable[tuple[Step, Any]]:
-        """Return the objects it consists of, each with the step to it."""
+        """Return the objects that an object consists of, each with the step to it.
+
+        Args:
+            obj: An object of this kind.
+        """
         return ()
 
     def mark(self, obj: Any) -> Any:
-        """Return the data about the state that `change` needs; it keeps the compared objects, so ids stay unique."""
+        """Return the data about the state of an object that `change` needs.
+
+        It keeps the objects that are compared alive, so that their ids stay unique.
+
+        Args:
+            obj: An object of this kind.
+        """
         return None
 
     def change(self, obj: Any, mark: Any) -> Any:
-        """Return the data by which `writing` brings another object from state `mark` to `obj`'s; None if equal.
+        """Return the data by which `writing` brings another object from one state to the present one; None if they are
+        equal.
+
+        Args:
+            obj: An object of this kind.
+            mark: What `mark` returned for it.
 
         Raises:
             Stays: It has changed, and stays in this process.
@@ -110,15 +125,33 @@ class Kind:
         return None
 
     def doubt(self, obj: Any, mark: Any) -> str:
-        """Return why it cannot be known whether an object without a change has changed; "" if it can."""
+        """Return why it cannot be known whether an object without a change has changed; "" if it can.
+
+        Args:
+            obj: An object of this kind.
+            mark: What `mark` returned for it.
+        """
         return ""
 
     def keeps_memory(self, obj: Any, mark: Any) -> bool:
-        """Return whether it is a tensor whose memory is laid out as at `mark`, so that another may be a view of it."""
+        """Return whether an object is a tensor whose memory is laid out as at `mark`, so that another may be a view of
+        it.
+
+        Args:
+            obj: An object of this kind.
+            mark: What `mark` returned for it.
+        """
         return False
 
     def writing(self, obj: Any, change: Any) -> Write:
-        """Prepare writing `change` into `obj`.
+        """Prepare to write a change into an object.
+
+        Args:
+            obj: An object of this kind, in the receiving process.
+            change: What `change` returned.
+
+        Returns:
+            A function that writes it, and cannot fail any more.
 
         Raises:
             CannotWrite: `obj` is not as it was when the change was found.

@@ -30,14 +30,29 @@ class CellMode(Protocol):
     """A way to run a cell."""
 
     def plan(self, session: Session, cell: AskedCell) -> Any:
-        """Decide everything, refuse what cannot work, and print the notes before a run. Nothing begins.
+        """Decide everything, refuse what cannot work, and print the notes before a run. Nothing is started.
+
+        Args:
+            session: The notebook's session.
+            cell: The cell and its flags.
+
+        Returns:
+            Anything that `run` needs.
 
         Raises:
-            LaunchRefused, UsageError, SyntaxError: With what to do instead.
+            LaunchRefused, UsageError, SyntaxError: The cell cannot run like this. The message says what to do instead.
         """
 
     def run(self, session: Session, plan: Any) -> Any:
-        """Do what `plan` has returned, show it, and return the value of the cell."""
+        """Run a plan and show it.
+
+        Args:
+            session: The notebook's session.
+            plan: What `plan` returned.
+
+        Returns:
+            The value of the cell.
+        """
 
 
 class InRanks:

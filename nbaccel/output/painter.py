@@ -33,17 +33,30 @@ class Screen(Protocol):
     """Destination of output."""
 
     def write(self, stream: str, text: str) -> None:
-        """Write text to "stdout" or "stderr"."""
+        """Write a text.
+
+        Args:
+            stream: "stdout" or "stderr".
+            text: The text, with its line ends.
+        """
 
     def publish(self, message: dict[str, Any]) -> None:
-        """Show a rich display: `kind` is "display" or "update", with `data`, `metadata` and `display_id`."""
+        """Show a rich display.
+
+        Args:
+            message: `kind`, which is "display" or "update", with `data`, `metadata` and `display_id`.
+        """
 
     @property
     def has_room_for_bars(self) -> bool:
         """Return whether bars have a separate place here; otherwise they are on the last line of text."""
 
     def show_bars(self, rows: Sequence[str]) -> None:
-        """Set the running bars, one per row, for their separate place. Called at every change; draws nothing yet."""
+        """Set the running progress bars. Called at every change; draws nothing yet.
+
+        Args:
+            rows: One text per bar.
+        """
 
 
 @dataclass(frozen=True, slots=True)

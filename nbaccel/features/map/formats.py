@@ -35,18 +35,37 @@ class Format(Protocol):
     def pack(self, index: int, answer: Any) -> bytes:
         """Return the bytes of an answer.
 
+        Args:
+            index: The number of the item.
+            answer: What the function returned for it.
+
         Raises:
             TypeError: This format cannot hold it.
             ValueError: It is too large.
         """
 
-    def pack_error(self, index: int, error: str) -> bytes: ...
+    def pack_error(self, index: int, error: str) -> bytes:
+        """Return the bytes of an item that failed.
+
+        Args:
+            index: The number of the item.
+            error: The text of its error.
+        """
 
     def join(self, records: AnswerIndex, target: Path) -> None:
-        """Write all answers in their order to `target`, which does not exist."""
+        """Write all answers in their order.
+
+        Args:
+            records: The answers.
+            target: A path that does not exist.
+        """
 
     def read(self, source: Path) -> Answers:
-        """Return the answers that `join` has written."""
+        """Return the answers that `join` has written.
+
+        Args:
+            source: The path.
+        """
 
 
 class JsonLinesFormat:

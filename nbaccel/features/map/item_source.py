@@ -60,26 +60,40 @@ class ItemSource(Protocol):
         """
 
     def load(self, indices: Sequence[int], look: Callable[[], None]) -> None:
-        """Wait until the items of a claim are there.
+        """Wait until the items of a claim can be read.
 
         Args:
-            look: Called now and then; what it raises ends the wait.
+            indices: The numbers of the items.
+            look: Called now and then. What it raises ends the wait.
 
         Raises:
-            As `tend` does.
-            CannotContinue: They do not come.
+            Exception: As `tend` does.
+            CannotContinue: The items do not come.
         """
 
     def get(self, indices: Sequence[int]) -> list[Any]:
-        """Return items of the claim that was loaded last."""
+        """Return items of the claim that was loaded last.
+
+        Args:
+            indices: The numbers of the items.
+        """
 
     def drop(self, indices: Sequence[int]) -> None:
-        """Forget the items of a claim, each of which has an answer; those that failed may be asked again."""
+        """Forget the items of a claim, each of which has an answer. Items that failed may be asked for again.
+
+        Args:
+            indices: The numbers of the items.
+        """
 
     def some(self, claimed: Sequence[int]) -> list[int]:
-        """Return a few items of different lengths, for a function that has failed with those of its first claim."""
+        """Return a few items of different lengths, for a function that has failed with those of its first claim.
 
-    def close(self) -> None: ...
+        Args:
+            claimed: The numbers of the items of that claim.
+        """
+
+    def close(self) -> None:
+        """Release the items and the files that they come from."""
 
 
 class ListedItems:

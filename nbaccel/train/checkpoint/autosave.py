@@ -86,7 +86,11 @@ class Schedule(Protocol):
     """
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save before optimizer step `step`; called once per step, with rising numbers."""
+        """Return whether to save before an optimizer step. Called once per step, with rising numbers.
+
+        Args:
+            step: The number of the step.
+        """
 
 
 def schedule(every: Steps | Period, world: World) -> Schedule:

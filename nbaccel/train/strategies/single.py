@@ -44,7 +44,16 @@ _COMPILED = "_orig_mod"
 
 
 class Strategy:
-    """One process, one device. Subclasses are final and override what their way of distribution needs."""
+    """The way in which one model is trained by all ranks; this base class is one process with one device.
+
+    Subclasses are final and override what their way needs. Every method runs in the ranks.
+
+    Args:
+        world: The position of this process.
+        device: The device of this process.
+        handlers: Options of torch's own classes, as the program gave them.
+        plugin: Options of this strategy alone, as the program gave them; None for its defaults.
+    """
 
     has_peers = False
     """True if gradients are exchanged with other ranks."""
@@ -67,34 +76,38 @@ class Strategy:
     def __init__(
         self, world: World, device: torch.device, handlers: Handlers | None = None, plugin: Any = None
     ) -> None:
-        """Make the object.
-
-        Args:
-            plugin: Options of this way alone, as the program gave them; None: its defaults.
-        """
         self.world = world
         self.device = device
         self.handlers = handlers or Handlers()
         self.plugin = plugin
 
     def precision(self, name: str) -> Precision:
-        """Return the precision called `name`, in which this strategy computes. Called once, before `setup`."""
+        """Return the precision in which this strategy computes. Called once, before `setup`.
+
+        Args:
+            name: "no", "fp16" or "bf16".
+        """
         precision = make_precision(name, self.device, self.handlers)
         if name == "bf16" and self.device.type == "cuda" and self.world.is_main_process:
             _warn_if_emulated(self.device)
         return precision
 
     def place(self, model: Module) -> None:
-        """Move `model` to the device, as a whole."""
+        """Move a model to the device, as a whole.
+
+        Args:
+            model: The program's model.
+        """
         model.to(self.device)
 
     def setup(self, models: Sequence[Module], optimizers: Sequence[Optimizer], moves: Sequence[bool]) -> list[Module]:
-        """Return `models` as part of this strategy, on the device. Collective.
+        """Return models that train as this strategy does, on the device. Collective.
 
         Args:
+            models: The program's models of one call of `prepare`.
             optimizers: All that are prepared, of this call and of earlier ones; they follow their parameters. An
                 optimizer may come before its model, or after it, in a call of its own without models.
-            moves: For each model, whether it may be moved; otherwise it stays on the devices where it is.
+            moves: For each model, whether it may be moved. Otherwise it stays on the devices where it is.
         """
         for model, move in zip(models, moves, strict=True):
             if move:
@@ -102,7 +115,11 @@ class Strategy:
         return list(models)
 
     def keeps_together(self, model: Module) -> bool:
-        """Return whether all ranks train `model` as one model, not each its own. Always true on a single device."""
+        """Return whether all ranks train `model` as one model, not each its own. Always true on a single device.
+
+        Args:
+            model: The program's model, or a prepared one.
+        """
         return True
 
     def finds_parallel(self) -> bool:
@@ -110,15 +127,26 @@ class Strategy:
         return True
 
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
-        """Let backward leave gradients of `model` unsynchronised while entered."""
+        """Return a block in which backward leaves the gradients of a model unsynchronised.
+
+        Args:
+            model: A prepared model.
+        """
         return nullcontext()
 
     def within_window(self, model: Module) -> AbstractContextManager[Any]:
-        """Return the block around a batch that does not end its accumulation window: `no_sync`, where that is best."""
+        """Return the block around a batch that does not end its accumulation window: `no_sync`, where that is best.
+
+        Args:
+            model: A prepared model.
+        """
         return self.no_sync(model)
 
     def alone(self, model: Module) -> AbstractContextManager[Any]:
-        """Let neither a forward nor a backward of `model` wait for another rank, unless each does, while entered.
+        """Return a block in which forward and backward of a model wait for no other rank, unless each rank enters it.
+
+        Args:
+            model: A prepared model.
 
         Raises:
             NotImplementedError: No trial step of `model` can be run and undone.
@@ -126,88 +154,171 @@ class Strategy:
         return nullcontext()
 
     def apart(self, models: Sequence[Module], collectives: Collectives) -> AbstractContextManager[Any]:
-        """Let forwards of `models` wait for no other rank while entered, as often as each rank runs some.
+        """Return a block in which forwards of models wait for no other rank, however many each rank runs.
 
-        Entering is collective. A forward that cannot do without the others is one of its collectives nevertheless.
+        Entering the block is collective. A forward that needs the other ranks all the same is one of their collectives.
+
+        Args:
+            models: Prepared models.
+            collectives: The collectives of the ranks.
         """
         return nullcontext()
 
     def sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
-        """Let backward synchronise gradients of `model` while entered, also those of a forward under `no_sync`."""
+        """Return a block in which backward synchronises the gradients of a model, also those of a forward under
+        `no_sync`.
+
+        Args:
+            model: A prepared model.
+        """
         return nullcontext()
 
     def await_backward(self, model: Module) -> None:
-        """Make the next backward synchronise gradients of `model`, also those of a forward under `no_sync`."""
+        """Make the next backward synchronise the gradients of a model, also those of a forward under `no_sync`.
+
+        Args:
+            model: A prepared model.
+        """
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run the backward of `loss`. Collective where gradients synchronise in it."""
+        """Run the backward of a loss. Collective where gradients synchronise in it.
+
+        Args:
+            loss: A tensor of one element.
+            **kwargs: Arguments of ``loss.backward``.
+        """
         loss.backward(**kwargs)
 
     def trust(self, replica: Any) -> None:
-        """Note that the gradients of one of `replicas`, which were in doubt, are equal in all ranks."""
+        """Record that gradients of one of `replicas` that were in doubt are equal in all ranks.
+
+        Args:
+            replica: The one of `replicas`.
+        """
 
     def explain_unfinished(self, replica: Any) -> str:
-        """Return why the last reduction of one of `replicas` is not complete; empty if there was none to complete."""
+        """Return why the last reduction of one of `replicas` is not complete; empty if there was none to complete.
+
+        Args:
+            replica: The one of `replicas`.
+        """
         return ""
 
     def lend_gradients(self, models: Sequence[Module], collectives: Collectives) -> Gradients:
-        """Return the gradients of `models`, for `forward_backward` to accumulate and exchange. Collective.
+        """Return the gradients of models, for `forward_backward` to accumulate and exchange. Collective.
 
         This strategy has them again as soon as the program runs a forward of its own.
 
+        Args:
+            models: Prepared models.
+            collectives: The collectives of the ranks.
+
         Raises:
-            CannotSplit: A model that exchanges something in its forward, or whose gradients are not ours to lend.
+            CannotSplit: A model exchanges something in its forward, or its gradients are not ours to lend.
         """
         return Gradients([self.unwrap(model) for model in models])
 
     def step(self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> tuple[Any, Taken]:
-        """Step `optimizer`; return its result, and whether it took the step."""
+        """Step an optimizer.
+
+        Args:
+            optimizer: The program's own optimizer.
+            precision: Says whether the gradients can be used, and unscales them.
+            closure: Computes the loss again; None for most optimizers.
+
+        Returns:
+            What the optimizer returned, and whether it took the step.
+        """
         return precision.step(optimizer, closure)
 
     def has_finite_gradients(self, optimizer: Optimizer) -> bool:
-        """Return whether all synchronised gradients of `optimizer` are finite; equal on all ranks.
+        """Return whether all synchronised gradients of an optimizer are finite; equal on all ranks. Waits for the
+        device.
 
-        Waits for the device.
+        Args:
+            optimizer: The program's own optimizer.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # The largest magnitude: unlike a sum it cannot overflow by itself, and NaN wins against every number.
         return bool(self.norm(parameters, float("inf")).isfinite())
 
     def abandon(self, models: Sequence[Module]) -> None:
-        """Drop what a forward or a backward that did not end has left in `models`. No collective."""
+        """Drop what a forward or a backward that did not end has left in models. No collective.
+
+        Args:
+            models: Prepared models.
+        """
 
     def rejoin(self, models: Sequence[Module]) -> None:
-        """Let `models` communicate in the process group that was formed again. Collective."""
+        """Let models communicate in the process group that was formed again. Collective.
+
+        Args:
+            models: Prepared models.
+        """
 
     def norm(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of all synchronised gradients of `parameters`: a plain 0-d tensor, equal on all ranks."""
+        """Return the norm of all synchronised gradients of `parameters`: a plain 0-d tensor, equal on all ranks.
+
+        Args:
+            parameters: Parameters of prepared models.
+            norm_type: The order p of the norm.
+        """
         return torch.nn.utils.get_total_norm(gradients_of(parameters), norm_type)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Clip the gradients of `parameters` to `max_norm`; return their norm before, as `norm` does."""
+        """Clip the gradients of `parameters` by their norm.
+
+        Args:
+            parameters: Parameters of prepared models.
+            max_norm: The largest norm afterwards.
+            norm_type: The order p of the norm.
+
+        Returns:
+            The norm before clipping, as `norm` returns it.
+        """
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def state_dict(self, model: Module) -> dict[str, Any]:
-        """Return the state of the user's own module, as this rank holds it: its rows, if sharded. No collective."""
+        """Return the state of the program's own module as this rank holds it: its rows, if it is sharded. No
+        collective.
+
+        Args:
+            model: A prepared model.
+        """
         return self.unwrap(model).state_dict()
 
     def load_state_dict(self, model: Module, state: dict[str, Any], **options: Any) -> None:
-        """Load a state.
+        """Load a state that `state_dict` returned.
 
         Args:
-            **options: As the module's own ``load_state_dict`` takes them, ``strict`` for example.
+            model: A prepared model.
+            state: The state.
+            **options: Arguments of the module's own ``load_state_dict``, such as ``strict``.
         """
         self.unwrap(model).load_state_dict(state, **options)
 
     def unwrap(self, model: Module) -> Module:
-        """Return the user's own module."""
+        """Return the program's own module.
+
+        Args:
+            model: A prepared model.
+        """
         return without_compile(model)
 
     def free_gathered(self, models: Sequence[Module]) -> None:
-        """Free parameters that a forward has gathered from other ranks; each keeps its rows. No collective."""
+        """Free parameters that a forward has gathered from other ranks; each rank keeps its rows. No collective.
+
+        Args:
+            models: Prepared models.
+        """
 
     def release(self, models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
-        """Give back what of `models` and `optimizers` cannot outlive the process group. Collective."""
+        """Release everything of models and optimizers that cannot outlive the process group. Collective.
+
+        Args:
+            models: Prepared models.
+            optimizers: Their optimizers.
+        """
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -52,7 +52,8 @@ class PeakGauge(Protocol):
     limit_bytes: int | None
     peak_bytes: int
 
-    def reset_peak(self) -> None: ...
+    def reset_peak(self) -> None:
+        """Restart the peak from the bytes that are held now."""
 
 
 class Meter:
