@@ -14,7 +14,7 @@ ENOUGH_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.ex
 # Each of the hundreds of kernels that tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all full processors test-torch format lint types unit soak coverage bench gpu bench-gpu programs \
+.PHONY: demo test test-core test-all full processors test-torch format lint types unit soak coverage bench gpu bench-gpu programs \
     public-notebooks screenshot notebooks dist clean
 .DELETE_ON_ERROR:
 
@@ -36,6 +36,13 @@ types: $(VENV)/.dev
 # Which cases of each test are run here, and which by `make full` alone, is chosen in tests/selection.py.
 unit: $(VENV)/.dev $(COLAB)/.stamp $(KAGGLE)/.stamp $(VENV)/.chromium
 	$(VENV)/bin/python tests/suite.py $(PYTEST_ARGS)
+
+# Tests of the core, where each folder of nbaccel/features is taken away in turn, then all: tests/core.py says which tests.
+# `make test-core FEATURES="check all"` for some. `make test` has a program without any feature, `make full` one for each.
+FEATURES ?=
+
+test-core: $(VENV)/.dev
+	$(VENV)/bin/python tests/core.py $(FEATURES)
 
 # The tests with another Python, torch or front end, in an environment of its own that can be deleted afterwards:
 # `make test-torch PYTHON=python3.12 TORCH=2.10.0 FRONT_END=kaggle`. Without TORCH it is the newest that pip finds for that

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from core import FOLDERS, copy_without
 from environments import REPOSITORY
 from nbaccel import features
-
-FOLDERS = sorted(each.name for each in Path(features.__file__).parent.iterdir() if (each / "__init__.py").exists())
 
 CORE = """
 import torch, nbaccel
@@ -28,7 +27,38 @@ optimizer.step()
 accelerator.save_state("checkpoint")
 accelerator.load_state("checkpoint")
 print(nbaccel.launch(int, 2, cpu=True).values)
+ran = shell.run_cell(CELL)
+ran.raise_error()
+print(shell.user_ns["steps"])
 """
+
+CELL = """%%accelerate -n 2 --cpu --out steps
+import torch
+from nbaccel.testing import MemLimit
+net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+data = torch.utils.data.TensorDataset(torch.ones(128, 8))
+model, optimizer, loader = accelerator.prepare(
+    net, torch.optim.SGD(net.parameters(), 0.1), torch.utils.data.DataLoader(data, 64)
+)
+steps = 0
+with MemLimit(40_000):
+    for (batch,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        steps += accelerator.sync_gradients
+"""
+"""It runs out of memory and is started again with batches in parts."""
+
+pytestmark = pytest.mark.timeout(300)
+
+OF_FEATURES = {
+    "browser/test_check_report.py",  # the fixtures of the folder start browsers
+    "largest_model.py",  # a program that makes a table of docs/memory.md
+    "launching/test_file_shield.py",
+}
+"""Files outside of tests/features that are about one."""
 
 SHOWN = [
     ("nbaccel", "map"),
@@ -70,9 +100,7 @@ except FeatureMissing as error:
 @pytest.fixture
 def without(tmp_path: Path) -> Path:
     """Return a folder with a copy of the package that has no feature."""
-    shutil.copytree(REPOSITORY / "nbaccel", tmp_path / "nbaccel", ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in FOLDERS:
-        shutil.rmtree(tmp_path / "nbaccel" / "features" / folder)
+    copy_without(tmp_path, FOLDERS)
     return tmp_path
 
 
@@ -84,7 +112,7 @@ def said(folder: Path, program: str) -> list[str]:
         env={**os.environ, "PYTHONPATH": str(folder), "IPYTHONDIR": str(folder)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -92,8 +120,20 @@ def said(folder: Path, program: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_core_trains_saves_and_launches_without_any_feature(without: Path) -> None:
-    assert said(without, CORE)[-1] == "[0, 0]"
+@pytest.mark.parametrize("absent", ["all", *(pytest.param(name, marks=pytest.mark.full) for name in FOLDERS)])
+def test_the_core_trains_saves_launches_and_starts_again_without_a_feature(tmp_path: Path, absent: str) -> None:
+    copy_without(tmp_path, FOLDERS if absent == "all" else [absent])
+    lines = said(tmp_path, f"CELL = {CELL!r}\n{CORE}")
+    assert "[0, 0]" in lines
+    assert any("1 step in the last of 2 attempts" in line for line in lines)
+    assert lines[-1] == "1"
+
+
+def test_tests_outside_of_features_import_none() -> None:
+    named = re.compile(r"^ *(from|import) nbaccel\.features\.", re.MULTILINE)
+    core = (path for path in (REPOSITORY / "tests").rglob("*.py") if "features" not in path.parts)
+    found = {path.relative_to(REPOSITORY / "tests").as_posix() for path in core if named.search(path.read_text())}
+    assert found - OF_FEATURES == set()
 
 
 @pytest.mark.slow

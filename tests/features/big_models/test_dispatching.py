@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from features.big_models.placed_models import PlacedNet, empty, ids, outputs, plain, saved
 from nbaccel import CannotSave, CheckpointCorrupt, NoSuchDevice
 from nbaccel.features.big_models.checkpoint_loading import (
     load_checkpoint_and_dispatch,
@@ -28,7 +29,6 @@ from nbaccel.features.big_models.dispatching import (
     offloaded_names,
     take_back,
 )
-from placed_models import PlacedNet, empty, ids, outputs, plain, saved
 
 MIXED = {
     "": "cpu",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from features.big_models.placed_models import outputs, plain
 from nbaccel.features.big_models.dispatching import disk_offload
 from nbaccel.features.big_models.model_hooks import (
     AlignDevicesHook,
@@ -25,7 +26,6 @@ from nbaccel.features.big_models.model_hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from placed_models import outputs, plain
 
 
 class PlusOne(ModelHook):

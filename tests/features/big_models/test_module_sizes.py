@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import modeling as theirs
 from torch import nn
 
+from features.big_models.placed_models import empty, plain
 from nbaccel.utils import modeling as ours
 from nbaccel.utils.modeling import (
     calculate_maximum_sizes,
@@ -25,7 +26,6 @@ from nbaccel.utils.modeling import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from placed_models import empty, plain
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from features.big_models.placed_models import empty, outputs, plain
 from nbaccel import CheckpointCorrupt, dispatch_model
 from nbaccel.utils import load_offloaded_weight, offload_state_dict, offload_weight, save_offload_index
 from nbaccel.utils.modeling import load_offloaded_weights
-from placed_models import empty, outputs, plain
 
 STATE = {
     "of.bfloat16": torch.arange(6.0, dtype=torch.bfloat16).view(2, 3),

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from features.big_models.placed_models import PlacedNet, empty, ids, outputs, plain, saved
 from nbaccel import Accelerator, PartialState, dispatch_model, infer_auto_device_map, load_checkpoint_and_dispatch
 from nbaccel.base.world import World
 from nbaccel.errors import NoSuchDevice
 from nbaccel.features.big_models import map_of_rank
 from nbaccel.testing import run_ranks
-from placed_models import PlacedNet, empty, ids, outputs, plain, saved
 
 
 def test_the_inference_of_the_tutorials(tmp_path: Path) -> None:

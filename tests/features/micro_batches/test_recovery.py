@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from base.test_memory_limit import ONE_DNN, Fails, tries_again_where_memory_was_nearly_full
 from nbaccel import Accelerator
 from nbaccel.base.events import Event, Loss, OutOfMemory, outlet
 from nbaccel.errors import PeerFailed
+from nbaccel.features.micro_batches.task import MicroBatch, Shortage as NoRoom
 from nbaccel.testing import MemLimit, run_ranks
 from shortages import Collected, Shortage, Training, batch_of, labelled, relative_error, whole_gradients
 
@@ -251,3 +253,14 @@ def test_c07_two_hundred_steps_of_random_shortages_end_where_sound_ones_do(world
         assert weights == faulty[0][0]
         assert shortages > steps / 8
     assert (faulty[0][1] - sound[0][1]).abs().max() < 1e-10
+
+
+def take_part(fails: Fails) -> bool:
+    return isinstance(MicroBatch(fails, None, lambda: 1.0, 1.0, lambda loss: loss, lambda: None).run(), NoRoom)
+
+
+@pytest.mark.parametrize("text", ONE_DNN)
+def test_a_part_is_tried_again_where_memory_was_nearly_full_and_nowhere_else(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries_again_where_memory_was_nearly_full(take_part, text, monkeypatch)
