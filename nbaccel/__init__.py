@@ -59,13 +59,13 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test keeps it equal t
     )
     from nbaccel.features.big_models.model_hooks import cpu_offload_with_hook as cpu_offload_with_hook
     from nbaccel.features.map.map_items import map as map
+    from nbaccel.features.runs.runs import Runs as Runs
     from nbaccel.features.sweep.sweep import sweep as sweep
     from nbaccel.launching.accelerate_launchers import (
         debug_launcher as debug_launcher,
         notebook_launcher as notebook_launcher,
     )
     from nbaccel.launching.api import Run as Run, launch as launch
-    from nbaccel.launching.runs import Runs as Runs
     from nbaccel.notebook.magics import panel as panel
     from nbaccel.train.accelerator import Accelerator as Accelerator
     from nbaccel.train.checkpoint.directory import ProjectConfiguration as ProjectConfiguration
@@ -143,7 +143,7 @@ _HOME = {
     "Run": "nbaccel.launching.api",
     "RunSettings": "nbaccel.base.settings",
     "RunStopped": "nbaccel.errors",
-    "Runs": "nbaccel.launching.runs",
+    "Runs": "nbaccel.features.runs.runs",
     "StepCorrupted": "nbaccel.errors",
     "UntrustedPickle": "nbaccel.errors",
     "World": "nbaccel.base.world",
@@ -248,12 +248,14 @@ def _runs() -> Runs:
     With `keep-runs` chosen in a notebook that has the extension, the runs of earlier kernels come first, and those that
     another kernel has added meanwhile last.
     """
+    from nbaccel.features import feature
     from nbaccel.launching.launcher import default_launcher
 
     magics = sys.modules.get("nbaccel.notebook.magics")
     if magics is not None:
         magics.follow_kept_runs()
-    return default_launcher().runs
+    runs: Runs = feature("nbaccel.runs")(default_launcher().ended_runs)
+    return runs
 
 
 def __dir__() -> list[str]:

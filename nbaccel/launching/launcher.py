@@ -35,6 +35,7 @@ from nbaccel.base.world import World
 from nbaccel.display.live_panel import Views
 from nbaccel.errors import CannotFork, LaunchRefused, NestedLaunch
 from nbaccel.launching.diagnosis import PostMortem, diagnose
+from nbaccel.launching.ended_runs import EndedRuns
 from nbaccel.launching.ipc import reaper
 from nbaccel.launching.ipc.spec import LaunchSpec, Start, load_named
 from nbaccel.launching.ipc.user_code import cell_name
@@ -57,7 +58,6 @@ from nbaccel.launching.processes.supervisor import BadFork, RunObservers, open_l
 from nbaccel.launching.processes.workers import WorkerGroup
 from nbaccel.launching.processes.zygote import Zygote
 from nbaccel.launching.run import Run, record_of
-from nbaccel.launching.runs import Runs
 from nbaccel.namespace.inventory import no_collections
 from nbaccel.output.router import Screen
 
@@ -75,12 +75,12 @@ class Launcher:
     """Runs tasks, one after the other; owns the resources that they share (`LauncherResources`).
 
     ended_group: torch's group that a run in this process has left; kept until the next run, see `ends_its_group`.
-    runs, post_mortem: see `remember`; no post-mortem before the first run.
+    ended_runs, post_mortem: see `remember`; no post-mortem before the first run.
     """
 
     def __init__(self) -> None:
         self.views = Views()
-        self.runs = Runs()
+        self.ended_runs = EndedRuns()
         self.post_mortem: PostMortem | None = None
         self.ended_group: Any = None
         self._one_at_a_time = threading.RLock()  # a function that runs in this process may start ranks
@@ -141,20 +141,20 @@ class Launcher:
         _load_once([] if setup is None else [setup])
 
     def remember(self, run: Run, post_mortem: PostMortem | None) -> None:
-        """Add a run that is over, as `Run.light` leaves it, to `runs`.
+        """Add a run that is over, as `Run.light` leaves it, to `ended_runs`.
 
         post_mortem: kept until the next run; None if it ended well.
         """
         self.post_mortem = post_mortem
         try:
-            self.runs.add(run)
+            self.ended_runs.add(run)
         except OSError as error:
             warnings.warn(f"this run was not kept in {error.filename or 'its file'}: {error.strerror}", stacklevel=2)
 
     @property
     def last_run(self) -> Run | None:
         """Return the run that was remembered last; None before the first."""
-        return self.runs.newest
+        return self.ended_runs.newest
 
     def as_coroutine(
         self, spec: LaunchSpec, watching: RunObservers, log_path: str = ""

@@ -132,6 +132,12 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
             feature("%accelerate estimate")(rest, session.shell.user_ns, session.survey(), session.configured())
         )
 
+    def runs(rest: str) -> Any:
+        try:
+            return feature("%accelerate runs")(session.remembered(), rest)
+        except KeyError as error:
+            raise UsageError(f"%accelerate runs {rest}: {error.args[0]}.") from None
+
     configure = ConfigCommand(session)
     return Commands(
         [
@@ -141,29 +147,12 @@ def commands_of(session: Session, parser: argparse.ArgumentParser) -> Commands:
             Command("estimate", estimate),
             bare("why", why),
             bare("status", status),
-            Command("runs", lambda rest: _show_runs(session, rest)),
+            Command("runs", runs),
             *_background_commands(session),
             *_stay_commands(session, parser),
         ],
         otherwise=status,
     )
-
-
-def _show_runs(session: Session, rest: str) -> Any:
-    """Return the table of runs, or a picture of those with the numbers in `rest`, for the notebook to show.
-
-    rest: numbers of runs, and names of metrics, "3 5 accuracy"; without a number all runs are drawn.
-
-    Raises:
-        UsageError: no run has such a number, or such a metric.
-    """
-    runs, words = session.remembered(), rest.replace(",", " ").split()
-    numbers = [int(word) for word in words if word.isdecimal()]
-    metrics = [word for word in words if not word.isdecimal()]
-    try:
-        return runs.compare(*numbers, metric=metrics) if words else runs
-    except KeyError as error:
-        raise UsageError(f"%accelerate runs {rest}: {error.args[0]}.") from None
 
 
 _RANK = "--rank"

@@ -17,13 +17,14 @@ from nbaccel.base.world import is_notebook_kernel
 from nbaccel.display.live_panel import Views
 from nbaccel.display.run_view import PanelSink, RunView
 from nbaccel.errors import LaunchRefused
+from nbaccel.features import feature
+from nbaccel.launching.ended_runs import EndedRuns
 from nbaccel.launching.gpu_trouble import before_a_run
 from nbaccel.launching.kernel_models import CudaMemory, ModelsOnHost, held_here
 from nbaccel.launching.launcher import Launcher, default_launcher, refuse_nested_launch
 from nbaccel.launching.plan import LaunchPlan, draws_as_here
 from nbaccel.launching.preflight import ProcessState
 from nbaccel.launching.run import RunOrigin
-from nbaccel.launching.runs import Runs
 from nbaccel.launching.tasks.cell_code import CellSource
 from nbaccel.launching.tasks.cell_task import CellTask
 from nbaccel.namespace.names import made_before_read
@@ -272,14 +273,14 @@ class Session:
         button = StopControl(None, set(), "Stop: %accelerate stop", self.former_button)
         return CellPlace(CellScreen(self.shell.kernel), button, button)
 
-    def remembered(self) -> Runs:
+    def remembered(self) -> EndedRuns:
         """Return the runs of this notebook, with those that `keep-runs` has kept from other kernels.
 
         Raises:
             UsageError, LaunchRefused: the choices of nbaccel.toml are wrong, or the file of runs cannot be used.
         """
         self._keep_runs(self.configuration.options)
-        return self.launcher.runs
+        return self.launcher.ended_runs
 
     def _keep_runs(self, options: RunOptions) -> None:
         """Keep the runs from now on in the file that `options` name, if any, and read it the first time.
@@ -287,13 +288,10 @@ class Session:
         Raises:
             LaunchRefused: it cannot be read or written.
         """
-        try:
-            notice = self.launcher.runs.keep_in(options.keep_runs)
-        except OSError as error:
-            raise LaunchRefused(
-                f"keep-runs: {options.keep_runs} cannot be used ({error.strerror}); name another file, or leave it out."
-            ) from None
-        if notice:
+        ended, path = self.launcher.ended_runs, options.keep_runs
+        if path is None:
+            ended.file = None
+        elif notice := feature("keep-runs")(ended, path):
             self.say(notice)
 
     # --- after the run -----------------------------------------------------------------------------------------

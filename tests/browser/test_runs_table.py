@@ -18,7 +18,7 @@ from nbaccel.display.history import History
 from nbaccel.display.summary import RunFacts
 from nbaccel.base.events import Loss, Metric, Progress, Resumed, Checkpoint
 from nbaccel.launching.run import Run, RunOrigin
-from nbaccel.launching.runs import Runs
+from nbaccel.features.runs.runs import Runs
 runs, noise = Runs(), random.Random(0)
 for number in range(1, 6):
     history = History(2)

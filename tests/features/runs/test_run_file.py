@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from display.runs import a_run
-from launching.test_runs import a_finished, losses, remembered
+from features.runs.test_runs import a_finished, losses, remembered
 from nbaccel.base.events import Checkpoint, Loss, Metric, Resumed
 from nbaccel.display.summary import RunState
+from nbaccel.features.runs.run_file import RunFile
+from nbaccel.features.runs.runs import Runs
 from nbaccel.launching.launcher import Launcher
 from nbaccel.launching.run import Run
-from nbaccel.launching.run_file import RunFile
-from nbaccel.launching.runs import Runs
 
 
 def read(path: Path) -> list[Run]:
@@ -233,10 +233,11 @@ def test_two_kernels_with_one_file_see_all_runs_and_lose_none(tmp_path: Path) ->
 
 def test_a_file_that_cannot_be_written_is_a_warning_and_the_run_is_there(tmp_path: Path) -> None:
     launcher = Launcher()
-    launcher.runs.keep_in(str(tmp_path / "folder" / "runs.jsonl"))
+    runs = Runs(launcher.ended_runs)
+    runs.keep_in(str(tmp_path / "folder" / "runs.jsonl"))
     with pytest.warns(UserWarning, match="this run was not kept in .*runs.jsonl: No such file or directory"):
         launcher.remember(a_finished(), None)
-    assert launcher.last_run is launcher.runs[-1]
+    assert launcher.last_run is runs[-1]
     os.mkdir(tmp_path / "folder")
     launcher.remember(a_finished(), None)
     assert len(read(tmp_path / "folder" / "runs.jsonl")) == 1

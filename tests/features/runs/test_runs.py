@@ -16,9 +16,9 @@ from display.runs import a_run
 from nbaccel.base.events import Checkpoint, Loss, Metric, Progress, Resumed, emit
 from nbaccel.display.history import History
 from nbaccel.display.summary import RunFacts
+from nbaccel.features.runs.runs import Runs
 from nbaccel.launching.api import launch
 from nbaccel.launching.run import Run, RunOrigin
-from nbaccel.launching.runs import Runs
 
 
 def a_finished(
@@ -180,7 +180,7 @@ def test_compared_runs_share_an_axis_and_their_differences_are_named() -> None:
 def figure_of(monkeypatch: pytest.MonkeyPatch, show: Callable[[], Any]) -> Any:
     """The figure that `show` makes a picture of."""
     drawn: list[Any] = []
-    monkeypatch.setattr("nbaccel.launching.runs.picture", lambda figure, text: drawn.append(figure))
+    monkeypatch.setattr("nbaccel.features.runs.runs.picture", lambda figure, text: drawn.append(figure))
     show()
     return drawn[0]
 

@@ -1,30 +1,25 @@
-"""Runs: the runs of a notebook that are over, `nbaccel.runs`. Pure data and pictures of it; in the kernel.
-
-The `Launcher` adds each run when it ends. The latest few are kept whole, those before with coarser curves, and a
-thousand at most: numbers, text and paths, no object of the program.
-"""
+"""Runs: the runs of a notebook that are over, `nbaccel.runs`: tables and pictures of `EndedRuns`. In the kernel."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, overload
 
 from nbaccel.base.quantities import plural
 from nbaccel.display.comparison import RunComparison, RunRow, draw_runs
 from nbaccel.display.figure import Picture, picture
 from nbaccel.display.history import import_pandas
-from nbaccel.display.run_table import TableRow, differences, html_table, text_table
 from nbaccel.display.series import Line
 from nbaccel.display.splits import held_out_beside
+from nbaccel.errors import LaunchRefused
+from nbaccel.features.runs.run_file import RunFile
+from nbaccel.features.runs.run_table import TableRow, differences, html_table, text_table
+from nbaccel.launching.ended_runs import EndedRuns
 from nbaccel.launching.run import Run
-from nbaccel.launching.run_file import RunFile
 
-__all__ = ["Runs"]
+__all__ = ["Runs", "keep_runs", "show_runs"]
 
-_MOST_RUNS, _WHOLE_RUNS = 1_000, 4
 _POINTS = 120
 
 
@@ -51,40 +46,18 @@ class Runs(Sequence[Run]):
         (0, no run yet)
     """
 
-    def __init__(self, runs: Iterable[Run] = ()) -> None:
-        self._runs = list(runs)
-        self._added = max((run.number for run in self._runs), default=0)
+    def __init__(self, runs: Iterable[Run] | EndedRuns = ()) -> None:
+        self._ended = runs if isinstance(runs, EndedRuns) else EndedRuns(runs)
+        self._runs = self._ended.all
         self._everything: Sequence[Run] = self._runs  # where a slice looks for what its runs go on from
-        self._file: RunFile | None = None
-        self._files: dict[str, RunFile] = {}  # by path, those that were read
 
     def add(self, run: Run) -> None:
         """Add a run that is over, and give it the next number; append it to the file, if there is one.
 
-        Args:
-            run: The run.
-
         Raises:
-            OSError: The file cannot be written. The run was added even so.
+            OSError: the file cannot be written; the run was added even so.
         """
-        if not run.origin.began:
-            run.origin = replace(run.origin, began=time.time() - run.seconds)
-        self._append(run)
-        if self._file is not None:
-            self._file.append(run)
-
-    def _append(self, run: Run) -> None:
-        self._number(run)
-        self._runs.append(run)
-        if len(self._runs) > _WHOLE_RUNS:
-            self._runs[-1 - _WHOLE_RUNS] = self._runs[-1 - _WHOLE_RUNS].thinned()
-        del self._runs[:-_MOST_RUNS]
-
-    def _number(self, run: Run) -> None:
-        self._added += 1
-        run.number = self._added
-        earlier = self._resumed_by(run)
-        run.goes_on_from = 0 if earlier is None else earlier.number
+        self._ended.add(run)
 
     def keep_in(self, path: str | None) -> str:
         """Keep the runs from now on in a file.
@@ -102,40 +75,33 @@ class Runs(Sequence[Run]):
         Raises:
             OSError: The file cannot be read or written.
         """
+        ended = self._ended
         if path is None:
-            self._file = None
+            ended.file = None
             return ""
         path = os.path.abspath(path)
-        is_new = path not in self._files
-        file = RunFile(path) if is_new else self._files[path]
+        is_new = path not in ended.files
+        file = ended.files.get(path, RunFile(path))
         others, damaged = file.read()
-        self._file = self._files[path] = file
+        ended.file = ended.files[path] = file
         if is_new:
-            self._place_before(others, file)
+            own = [run for run in self._runs if not run.origin.is_earlier]
+            if others:
+                ended.place_before(others)
+            for run in own:
+                file.append(run)
         else:
             for run in others:
-                self._append(run)
+                ended.append(run)
         if not damaged:
             return ""
         lines = plural(damaged, "damaged line")
         return f"{path}: {lines} could not be read and {'is' if damaged == 1 else 'are'} left out of nbaccel.runs"
 
-    def _place_before(self, earlier: list[Run], file: RunFile) -> None:
-        own = [run for run in self._runs if not run.origin.is_earlier]
-        if earlier:
-            self._runs[:0] = earlier
-            del self._runs[:-_MOST_RUNS]
-            self._added = 0
-            for run in self._runs:
-                self._number(run)
-        for run in own:
-            file.append(run)
-
     @property
     def newest(self) -> Run | None:
         """Return the last run of this kernel; where it has had none, the last of all, None if there is none."""
-        own = (run for run in reversed(self._runs) if not run.origin.is_earlier)
-        return next(own, self._runs[-1] if self._runs else None)
+        return self._ended.newest
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -167,23 +133,6 @@ class Runs(Sequence[Run]):
                 there = f"there are runs {min(known)} to {max(known)}" if known else "there was no run yet"
                 raise KeyError(f"no run has number {one}: {there}")
         return self._part(known[one] for one in numbers)
-
-    # --- a resumed run -----------------------------------------------------------------------------------------
-
-    def _resumed_by(self, run: Run) -> Run | None:
-        """Return the run that wrote the checkpoint from which `run` went on."""
-        resumed = run.history.resumed
-        if resumed is None:
-            return None
-        path = os.path.abspath(resumed.path)
-        return next(
-            (
-                earlier
-                for earlier in reversed(self._everything)
-                if earlier is not run and path in map(os.path.abspath, _saved_by(earlier))
-            ),
-            None,
-        )
 
     def _whole_curve(self, run: Run, name: str) -> Line:
         """Return a curve of `run`, after that of the run that it goes on from, up to the saved step."""
@@ -302,14 +251,6 @@ class Runs(Sequence[Run]):
         return comparison
 
 
-def _saved_by(run: Run) -> Iterator[str]:
-    """Yield the checkpoints that a run wrote and that are known: the newest, and those marked in its history."""
-    yield run.checkpoint
-    for mark in run.history.marks:
-        if mark.kind == "checkpoint":
-            yield mark.text.removeprefix("saved ").rpartition(" in ")[0]
-
-
 def _choices_of(run: Run) -> dict[str, str]:
     """Return the choices of a run, and in a sweep its own values, as text."""
     return {**run.origin.choices, **{name: str(value) for name, value in run.config.items()}}
@@ -370,3 +311,32 @@ def _describe_differences(differ: dict[str, dict[str, str]]) -> str:
         each = ", ".join(f"run {run}: {value or 'default'}" for run, value in values.items())
         parts.append(f"{name} ({each})")
     return f"different: {', '.join(parts)}"
+
+
+def keep_runs(ended: EndedRuns, path: str) -> str:
+    """Keep runs from now on in the file at `path`, see `Runs.keep_in`; return its notice.
+
+    Raises:
+        LaunchRefused: The file cannot be read or written.
+    """
+    try:
+        return Runs(ended).keep_in(path)
+    except OSError as error:
+        raise LaunchRefused(
+            f"keep-runs: {path} cannot be used ({error.strerror}); name another file, or leave it out."
+        ) from None
+
+
+def show_runs(ended: EndedRuns, rest: str) -> Runs | Picture:
+    """Return what `%accelerate runs` shows: the table of runs, or a picture of some.
+
+    Args:
+        rest: Numbers of runs, and names of metrics, "3 5 accuracy"; without a number all runs are drawn.
+
+    Raises:
+        KeyError: No run has such a number, or such a metric.
+    """
+    runs, words = Runs(ended), rest.replace(",", " ").split()
+    numbers = [int(word) for word in words if word.isdecimal()]
+    metrics = [word for word in words if not word.isdecimal()]
+    return runs.compare(*numbers, metric=metrics) if words else runs
