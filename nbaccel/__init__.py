@@ -248,13 +248,12 @@ def _runs() -> Runs:
     With `keep-runs` chosen in a notebook that has the extension, the runs of earlier kernels come first, and those that
     another kernel has added meanwhile last.
     """
-    from nbaccel.features import feature
     from nbaccel.launching.launcher import default_launcher
 
     magics = sys.modules.get("nbaccel.notebook.magics")
     if magics is not None:
         magics.follow_kept_runs()
-    runs: Runs = feature("nbaccel.runs")(default_launcher().ended_runs)
+    runs: Runs = _module_of("Runs").Runs(default_launcher().ended_runs)
     return runs
 
 

@@ -30,9 +30,8 @@ _TABLE = {  # "module:object", below this package
     # commands
     "%accelerate estimate": "batch_size.command:estimate_report",
     "%accelerate runs": "runs.runs:show_runs",
-    # choices, and names of this package
+    # choices
     "keep-runs": "runs.runs:keep_runs",
-    "nbaccel.runs": "runs.runs:Runs",
     # methods of the Accelerator
     "Accelerator.estimate": "batch_size.estimate:estimate_of_accelerator",
     "Accelerator.find_batch_size": "batch_size.planner:BatchSizePlanner",

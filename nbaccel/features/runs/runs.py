@@ -54,8 +54,11 @@ class Runs(Sequence[Run]):
     def add(self, run: Run) -> None:
         """Add a run that is over, and give it the next number; append it to the file, if there is one.
 
+        Args:
+            run: The run, see `Run`.
+
         Raises:
-            OSError: the file cannot be written; the run was added even so.
+            OSError: The file cannot be written; the run was added even so.
         """
         self._ended.add(run)
 
